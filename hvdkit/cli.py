@@ -1,0 +1,129 @@
+"""The ``hvdkit`` command.
+
+A subcommand is one line of :data:`COMMANDS`: its name, a summary, an example, and where its config (a keyword-only
+frozen dataclass, whose field docs are the help texts) and its runner live. Both are imported only when that command
+runs, so that ``hvdkit --help`` stays fast and works before TensorFlow, Horovod or an MPI are installed.
+
+A runner takes the config. It returns an exit code, or None, or a result to print.
+
+Exit codes: 0 done; 1 the command found a problem; 2 wrong usage, or an error whose message says the remedy;
+130 interrupted. ``HVDKIT_DEBUG=1`` shows tracebacks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hvdkit._version import __version__
+from hvdkit.errors import HvdkitError
+
+
+class Command(NamedTuple):
+    """One subcommand; ``config`` and ``runner`` are ``module:attribute``, imported when it runs."""
+
+    summary: str
+    example: str
+    config: str
+    runner: str
+
+
+COMMANDS = {
+    "doctor": Command(
+        "Say what is wrong with this machine's set-up, and the remedy",
+        "hvdkit doctor -np 4",
+        config="hvdkit.doctor:Doctor",
+        runner="hvdkit.doctor:doctor",
+    ),
+    "build-horovod": Command(
+        "Compile and install Horovod for the TensorFlow that is installed",
+        "hvdkit build-horovod",
+        config="hvdkit.build_horovod:BuildHorovod",
+        runner="hvdkit.build_horovod:build_horovod",
+    ),
+}
+
+OPENING = "hvdkit: train TensorFlow and Keras 3 models across GPUs and hosts with Horovod."
+CLOSING = "`hvdkit COMMAND --help` describes a command. HVDKIT_DEBUG=1 shows tracebacks."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the ``hvdkit`` command and return its exit code.
+
+    Args:
+        argv: The arguments after the program's name; ``sys.argv[1:]`` by default.
+
+    Example:
+        >>> main(["--version"])
+        hvdkit 0.1.0
+        0
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.version_info < (3, 10):
+        return _fail("hvdkit", f"Python {sys.version.split()[0]} is too old; use Python 3.10 or newer")
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"hvdkit {__version__}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        return _fail("hvdkit", f"no command {name!r}; the commands are {', '.join(COMMANDS)}")
+    return _run(name, rest)
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    """Parse ``arguments`` into the command's config, run it, and turn what it raises into an exit code."""
+    try:
+        return _dispatch(name, arguments)
+    except SystemExit as stop:  # the parser has printed its help (0) or what is wrong with the arguments (2)
+        return stop.code if isinstance(stop.code, int) else 2
+    except KeyboardInterrupt:
+        return 130
+    except (
+        BrokenPipeError
+    ):  # `hvdkit … | head`: nobody reads on; keep the interpreter's last flush from complaining
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (HvdkitError, ValueError) as error:
+        if os.environ.get("HVDKIT_DEBUG") == "1":
+            raise
+        return _fail(f"hvdkit {name}", str(error))
+
+
+def _dispatch(name: str, arguments: list[str]) -> int:
+    import tyro
+
+    command = COMMANDS[name]
+    config = tyro.cli(_load(command.config), prog=f"hvdkit {name}", args=arguments)
+    result = _load(command.runner)(config)
+    if isinstance(result, int):
+        return result
+    if result is not None:
+        print(result)
+    sys.stdout.flush()
+    return 0
+
+
+def _load(path: str):
+    """Return the attribute that ``module:attribute`` names."""
+    module, attribute = path.split(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _help() -> str:
+    width = max(len(name) for name in COMMANDS)
+    lines = [OPENING, "", "usage: hvdkit COMMAND [options]", "       hvdkit --version", "", "commands:"]
+    lines += [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    lines += ["", "examples:", *(f"  {command.example}" for command in COMMANDS.values()), "", CLOSING]
+    return "\n".join(lines)
+
+
+def _fail(program: str, message: str) -> int:
+    """Print one line on stderr and return the exit code of an error."""
+    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+    return 2

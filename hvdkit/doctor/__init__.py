@@ -1,0 +1,73 @@
+"""``hvdkit doctor``: what is wrong with this machine's set-up, and the remedy for each.
+
+It runs when TensorFlow, Horovod, mpi4py and MPI are absent, since that is when it is needed most. Whatever might
+crash or hang runs in a subprocess with a time limit. The way through the package:
+
+    facts.py      gathers what can be known (probe.py is the subprocess that imports TensorFlow, Horovod, mpi4py)
+    software.py, mpi.py, host.py, devices.py      one small function per check: facts -> Finding
+    live.py       starts two ranks with each launcher and lets them do one allreduce (allreduce.py)
+    report.py     shows the findings, as text or JSON
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import arg
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Say what is wrong with this machine's set-up, and the remedy for each finding.
+
+    Checks versions, Horovod's build, the MPI library, launchers, import order, network interfaces, GPUs, cores, root
+    and shared memory, then starts two ranks that do one allreduce. Exit code: 0 if training can start (there may be
+    warnings), 1 if something would stop it.
+
+    Examples:
+        hvdkit doctor              all checks, for 4 ranks on this host
+        hvdkit doctor -np 8        for 8 ranks
+        hvdkit doctor --no-run     without starting ranks
+        hvdkit doctor --json       for programs; docs/doctor.md lists the keys
+    """
+
+    np: Annotated[int, arg(aliases=["-np"])] = 4
+    """Ranks that you want to start on this host."""
+    run: bool = True
+    """Start two ranks with each launcher and let them do one allreduce."""
+    json: bool = False
+    """Print JSON in place of text."""
+    timeout: float = 60.0
+    """Seconds after which a probe, or a start of ranks, counts as hung."""
+
+    def __post_init__(self) -> None:
+        from hvdkit.errors import describe
+
+        if self.np < 1:
+            raise ValueError(describe("np", self.np, "at least 1", "pass the ranks you want on this host"))
+        if self.timeout <= 0:
+            raise ValueError(describe("timeout", self.timeout, "more than 0 seconds", "leave it at 60"))
+
+
+def doctor(config: Doctor) -> int:
+    """Run every check, print the report on stdout, and return the exit code.
+
+    Returns:
+        0 if training can start, 1 if a finding has the status ``problem``.
+
+    Example:
+        >>> doctor(Doctor(np=2, run=False))     # doctest: +SKIP
+        0
+    """
+    from hvdkit.doctor import report
+    from hvdkit.doctor.examine import examine
+
+    with report.progress(sys.stderr) as announce:
+        findings = examine(config, announce)
+    if config.json:
+        print(report.as_json(findings))
+    else:
+        report.print_text(findings, sys.stdout)
+    return report.exit_code(findings)

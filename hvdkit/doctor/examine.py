@@ -1,0 +1,46 @@
+"""Run every check, in the order in which the report shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from hvdkit.doctor import Doctor, devices, host, live, mpi, software
+from hvdkit.doctor.facts import Facts, gather
+from hvdkit.doctor.finding import Finding
+
+
+def examine(config: Doctor, announce: Callable[[str], None] = lambda text: None) -> list[Finding]:
+    """Gather the facts, run the checks and return their findings.
+
+    Args:
+        config: What to check.
+        announce: Called with what is being done, for a progress display.
+
+    Returns:
+        One finding per check, in a fixed order.
+
+    Example:
+        >>> {finding.name for finding in examine(Doctor(run=False))} >= {"python", "horovod", "mpi-library"}
+        True
+    """
+    announce("loading TensorFlow, Horovod and mpi4py in a subprocess")
+    facts = gather(config.np, config.timeout)
+    checks = (*software.CHECKS, *mpi.CHECKS, *host.CHECKS, *devices.CHECKS)
+    findings = [_guarded(check, facts) for check in checks]
+    if config.run:
+        for check in live.CHECKS:
+            announce(f"starting {live.RANKS} ranks ({check.__name__.replace('_', ' ')})")
+            findings.append(_guarded(partial(check, timeout=config.timeout), facts, check.__name__))
+    return findings
+
+
+def _guarded(check: Callable[[Facts], Finding], facts: Facts, name: str = "") -> Finding:
+    """Run a check; one that fails is itself a finding, so that the others still report."""
+    name = name or check.__name__
+    try:
+        return check(facts)
+    except Exception as error:
+        what = f"this check failed: {type(error).__name__}: {error}"
+        remedy = "HVDKIT_DEBUG=1 hvdkit doctor shows the traceback; please report it"
+        return Finding(name.replace("_", "-"), "warning", what, remedy)

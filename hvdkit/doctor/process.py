@@ -1,0 +1,82 @@
+"""Run a command that may crash or hang, and leave none of its processes behind."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+GRACE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended: its exit code (negative: the signal), None if it did not end in time, or did not start."""
+
+    code: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def how(self) -> str:
+        """Say in words how the command ended.
+
+        Example:
+            >>> Outcome(-11, "", "", 1.0).how
+            'was killed by signal 11'
+        """
+        if self.code is None:
+            return f"did not end within {self.seconds:.0f} s"
+        if self.code < 0:
+            return f"was killed by signal {-self.code}"
+        return f"ended with exit code {self.code}"
+
+    def last_lines(self, count: int = 5) -> str:
+        """Return the last lines that say something, of stderr or, if that is empty, of stdout."""
+        for text in (self.stderr, self.stdout):
+            lines = [line.strip() for line in text.splitlines() if line.strip(" -*\t")]
+            if lines:
+                return "\n".join(lines[-count:])
+        return ""
+
+
+def run(argv: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None) -> Outcome:
+    """Run ``argv`` for at most ``timeout`` seconds; processes it started are ended with it.
+
+    Output goes to files, not pipes: a grandchild that holds a pipe open would make the wait for its end endless.
+    """
+    started = time.monotonic()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            process = psutil.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env)
+        except OSError as error:
+            return Outcome(127, "", f"{argv[0]}: {error.strerror}", 0.0)
+        code = None
+        try:
+            code = process.wait(timeout)
+        except psutil.TimeoutExpired:
+            pass
+        finally:
+            if code is None:
+                _end(process)
+        return Outcome(code, _text(out), _text(err), time.monotonic() - started)
+
+
+def _end(process: psutil.Popen) -> None:
+    """End a launcher and its ranks: ranks outlive a launcher that is killed, so theirs are noted first."""
+    family = [process, *process.children(recursive=True)]
+    process.terminate()  # lets mpirun end its ranks itself
+    _, alive = psutil.wait_procs(family, timeout=GRACE_SECONDS)
+    for member in alive:
+        member.kill()
+    psutil.wait_procs(alive, timeout=GRACE_SECONDS)
+
+
+def _text(file) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

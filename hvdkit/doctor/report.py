@@ -1,0 +1,98 @@
+"""Show findings: one screen of text, or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hvdkit._version import __version__
+from hvdkit.doctor.finding import Finding, Status
+
+FORMAT_VERSION = 1
+MARKS: dict[Status, tuple[str, str]] = {
+    "ok": ("ok", "green"),
+    "note": ("note", "cyan"),
+    "warning": ("WARN", "yellow"),
+    "problem": ("FAIL", "bold red"),
+}
+WIDTH_WITHOUT_TERMINAL = 120
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """Return 1 if a finding is a problem, else 0."""
+    return int(any(finding.status == "problem" for finding in findings))
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """Return the findings as JSON; docs/doctor.md documents the keys."""
+    document = {
+        "format_version": FORMAT_VERSION,
+        "hvdkit": __version__,
+        "exit_code": exit_code(findings),
+        "counts": {status: _count(findings, status) for status in MARKS},
+        "findings": {
+            finding.name: {
+                "status": finding.status,
+                "what": finding.what,
+                "remedy": finding.remedy,
+                "details": finding.details,
+            }
+            for finding in findings
+        },
+    }
+    return json.dumps(document, indent=2)
+
+
+def print_text(findings: Sequence[Finding], stream: TextIO) -> None:
+    """Print a line per finding, the remedy below it, and a summary; colours only on a terminal."""
+    width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
+    console = Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=4)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        mark, style = MARKS[finding.status]
+        what = Text(finding.what)
+        if finding.remedy:
+            what.append(f"\n-> {finding.remedy}", style="bold" if finding.status != "note" else "dim")
+        table.add_row(Text(mark, style=style), finding.name, what)
+    console.print(table)
+    console.print(Text(summary(findings)))
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Return the report's last line.
+
+    Example:
+        >>> summary([Finding("python", "ok", "3.12")])
+        'Training can start: 0 problems, 0 warnings.'
+    """
+    problems, warnings = _count(findings, "problem"), _count(findings, "warning")
+    counts = f"{_plural(problems, 'problem')}, {_plural(warnings, 'warning')}"
+    return f"{'Training cannot start' if problems else 'Training can start'}: {counts}."
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _count(findings: Sequence[Finding], status: Status) -> int:
+    return sum(finding.status == status for finding in findings)
+
+
+@contextmanager
+def progress(stream: TextIO) -> Iterator[Callable[[str], None]]:
+    """Show what is being done while it is done, on a terminal; nothing elsewhere."""
+    if not stream.isatty():
+        yield lambda text: None
+        return
+    console = Console(file=stream)
+    with console.status("starting") as status:
+        yield lambda text: status.update(text)

