@@ -1,0 +1,19 @@
+"""Compile Horovod for the TensorFlow that is installed here.
+
+Horovod's last release is older than the TensorFlow it has to work with, so
+``pip install horovod`` fails. :func:`build_horovod` takes the same release, applies
+the few changes that the installed TensorFlow, Python and compiler need
+(:mod:`hvdkit.build_horovod.patches`), compiles it against one MPI, keeps the wheel
+in the person's cache folder, installs it and checks that it imports.
+
+This package imports neither TensorFlow nor Horovod.
+
+Example:
+    >>> from hvdkit.build_horovod import BuildHorovod, build_horovod
+    >>> wheel = build_horovod(BuildHorovod(mpi="wheel", jobs=2))  # doctest: +SKIP
+"""
+
+from hvdkit.build_horovod.build import build_horovod
+from hvdkit.build_horovod.config import BuildHorovod
+
+__all__ = ["BuildHorovod", "build_horovod"]

@@ -1,0 +1,259 @@
+"""The build itself, read from top to bottom by :func:`build_horovod`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdkit.build_horovod import cache, gpu, mpi, patches, toolchain
+from hvdkit.build_horovod.config import BuildHorovod
+from hvdkit.build_horovod.pip import pip_command, pip_environment
+from hvdkit.build_horovod.process import run
+from hvdkit.build_horovod.progress import BuildProgress
+from hvdkit.errors import BuildError, describe
+
+HOROVOD = "0.28.1"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+
+# Put on PYTHONPATH for the build alone; the person's environment is left as it is.
+# Horovod's setup.py needs a setuptools that still has its legacy commands.
+BUILD_TOOLS = ("setuptools>=68,<80", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
+CMAKE = "cmake>=3.26,<5"
+
+# Build settings of the person's that are respected, and are part of the cache key.
+RESPECTED = (
+    "CXX",
+    "CXXFLAGS",
+    "LDFLAGS",
+    "HOROVOD_BUILD_ARCH_FLAGS",
+    "HOROVOD_BUILD_CUDA_CC_LIST",
+    "HOROVOD_NCCL_LINK",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is built, against what: everything that decides the wheel's content."""
+
+    tensorflow: toolchain.TensorFlow
+    mpi: mpi.Mpi
+    cuda: gpu.Cuda | None
+    patches: list[patches.Patch]
+
+    def facts(self) -> dict[str, str]:
+        """Return the facts that tell one wheel from another, as the cache key and the wheel's own record."""
+        return {
+            "horovod": HOROVOD,
+            "tensorflow": self.tensorflow.version,
+            "tensorflow_distribution": self.tensorflow.distribution,
+            "python": f"cp{sys.version_info.major}{sys.version_info.minor}",
+            "abi": f"{sysconfig.get_config_var('SOABI')} {'-'.join(platform.libc_ver())}",
+            "mpi": self.mpi.kind,
+            "mpi_version": self.mpi.version,
+            "gpu": "nccl" if self.cuda else "none",
+            "cuda_version": f"{self.cuda.version} {self.cuda.nccl_lib}" if self.cuda else "",
+            "rpath": self.rpath() or "",
+            "settings": json.dumps({name: os.environ[name] for name in RESPECTED if name in os.environ}),
+            "patches": patches.revision(self.patches),
+        }
+
+    def rpath(self) -> str | None:
+        """Return the library's run path as CMake takes it, or None to leave it to CMake."""
+        entries = [self.mpi.rpath, self.cuda.rpath if self.cuda else None]
+        return ";".join(entry for entry in entries if entry) or None
+
+
+def build_horovod(config: BuildHorovod) -> Path:
+    """Build Horovod as ``config`` says, install it, and return the wheel's path in the cache.
+
+    A wheel that is in the cache is taken instead of built, and one that is already
+    installed is left alone. Interrupted or failed builds leave nothing but their log;
+    two builds of the same wheel at once share one result.
+
+    Raises:
+        BuildError: what is missing and how to get it, or what failed and where its log is.
+
+    Example:
+        >>> build_horovod(BuildHorovod(mpi="none", install=False))  # doctest: +SKIP
+        PosixPath('.../horovod-0.28.1-cp311-cp311-linux_x86_64.whl')
+    """
+    plan = make_plan(config)
+    folder = cache.cache_folder(config.cache_dir)
+    facts = plan.facts()
+    entry = folder / cache.entry_name(facts)
+    with BuildProgress(verbose=config.verbose) as progress, cache.locked(entry, progress):
+        wheel = None if config.rebuild else cache.cached_wheel(entry)
+        if wheel and config.install and installed_facts() == facts:
+            progress.step(f"Horovod {HOROVOD} for TensorFlow {plan.tensorflow.version} is installed already")
+            return wheel
+        log = entry / "build.log"
+        if wheel is None:
+            wheel = _build(config, plan, entry, log, progress)
+        if config.install:
+            _install(wheel, log, progress)
+            _check(plan, wheel, log, progress)
+        return wheel
+
+
+def make_plan(config: BuildHorovod) -> Plan:
+    """Look at what is installed and return what is to be built.
+
+    Raises:
+        BuildError: if TensorFlow, the MPI, CUDA or NCCL is missing or of a wrong version.
+    """
+    tensorflow = toolchain.find_tensorflow()
+    cuda = gpu.find_cuda() if config.gpu == "nccl" else None
+    python = sys.version_info[:2]
+    target = patches.Target(tensorflow=tensorflow.release, python=python, gpu=cuda is not None)
+    return Plan(
+        tensorflow=tensorflow, mpi=mpi.find_mpi(config.mpi), cuda=cuda, patches=patches.needed_patches(target)
+    )
+
+
+def installed_facts() -> dict[str, str] | None:
+    """Return what the installed Horovod was built for, or None if there is none or hvdkit did not build it."""
+    record = Path(sysconfig.get_path("platlib"), "horovod", "hvdkit_build.json")
+    try:
+        return json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _build(config: BuildHorovod, plan: Plan, entry: Path, log: Path, progress: BuildProgress) -> Path:
+    """Build the wheel in a temporary folder and store it in ``entry``."""
+    compiler = toolchain.check_compiler()
+    log.write_text(f"compiler: {compiler}\n{json.dumps(plan.facts(), indent=2)}\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="hvdkit-build-") as name:
+        folder = Path(name)
+        tools, source = folder / "tools", folder / f"horovod-{HOROVOD}"
+
+        progress.step("fetch the build tools")
+        wanted = [*BUILD_TOOLS] if toolchain.has_cmake() else [*BUILD_TOOLS, CMAKE]
+        command = [*pip_command(), "install", "--target", str(tools), *wanted]
+        run(command, log=log, failure="pip could not fetch the build tools", env=pip_environment())
+
+        progress.step(f"fetch Horovod {HOROVOD}")
+        archive = config.sdist or _fetch_sdist(folder, tools, log)
+        _verify(archive)
+        _unpack(archive, folder)
+        patches.apply_patches(source, plan.patches)
+        _record_facts(source, plan)
+
+        jobs = toolchain.choose_jobs(config.jobs)
+        progress.step(f"compile for TensorFlow {plan.tensorflow.version}, MPI {plan.mpi.kind}, {jobs} jobs")
+        command = [sys.executable, "setup.py", "bdist_wheel", "--dist-dir", str(folder / "dist")]
+        env = build_environment(plan, tools, jobs)
+        run(command, log=log, failure="Horovod did not compile", env=env, cwd=source, on_line=progress.line)
+        return cache.store(next((folder / "dist").glob("*.whl")), entry)
+
+
+def _fetch_sdist(folder: Path, tools: Path, log: Path) -> Path:
+    """Download Horovod's source archive by pip, which verifies its checksum."""
+    pinned = folder / "horovod.txt"
+    pinned.write_text(f"horovod=={HOROVOD} --hash=sha256:{SDIST_SHA256}\n")
+    options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes"]
+    command = [*pip_command(), "download", *options, "--dest", str(folder / "sdist"), "-r", str(pinned)]
+    env = pip_environment({"PYTHONPATH": str(tools)})
+    run(command, log=log, failure=f"pip could not download Horovod {HOROVOD}", env=env)
+    return next((folder / "sdist").glob("horovod-*"))
+
+
+def _verify(archive: Path) -> None:
+    """Raise BuildError if ``archive`` is not Horovod's release, byte for byte."""
+    if not archive.is_file():
+        raise BuildError(describe("--sdist", str(archive), "Horovod's source archive", "check the path"))
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if digest != SDIST_SHA256:
+        remedy = f"fetch it again: pip download --no-deps --no-binary :all: horovod=={HOROVOD}"
+        raise BuildError(describe("sha256 of " + str(archive), digest, SDIST_SHA256, remedy))
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive) as tar:
+        # The "data" filter refuses paths outside the folder; Python before 3.10.12 has none.
+        if hasattr(tarfile, "data_filter"):
+            tar.extractall(folder, filter="data")
+        else:
+            tar.extractall(folder)
+
+
+def _record_facts(source: Path, plan: Plan) -> None:
+    """Put ``hvdkit_build.json`` into the package, so that an installed Horovod tells what it was built for."""
+    (source / "horovod" / "hvdkit_build.json").write_text(json.dumps(plan.facts(), indent=2) + "\n")
+    with (source / "setup.cfg").open("a", encoding="utf-8") as file:
+        file.write("\n[options.package_data]\nhorovod = hvdkit_build.json\n")
+
+
+def build_environment(plan: Plan, tools: Path, jobs: int) -> dict[str, str]:
+    """Return the environment of Horovod's setup.py: what it reads, and no stray setting of the person's."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("HOROVOD_") or name in RESPECTED
+    }
+    for name in ("MAKEFLAGS", "MFLAGS", "PYTHONPATH", "CMAKE_GENERATOR"):
+        kept.pop(name, None)
+    folders = [str(tools / "bin"), str(plan.mpi.bin or ""), os.environ.get("PATH", os.defpath)]
+    env = {
+        **kept,
+        "PATH": os.pathsep.join(folder for folder in folders if folder),
+        "PYTHONPATH": os.pathsep.join([str(tools), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "MAKEFLAGS": f"-j{jobs}",
+        # CMake 4 refuses what the bundled gloo asks for, a CMake older than 3.5.
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        "HOROVOD_WITH_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_PYTORCH": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITHOUT_MPI" if plan.mpi.kind == "none" else "HOROVOD_WITH_MPI": "1",
+    }
+    if plan.mpi.home:
+        env["MPI_HOME"] = str(plan.mpi.home)
+    if plan.cuda:
+        env["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+        env["HOROVOD_CUDA_HOME"] = str(plan.cuda.home)
+        env["HOROVOD_NCCL_INCLUDE"] = str(plan.cuda.nccl_include)
+        env["HOROVOD_NCCL_LIB"] = str(plan.cuda.nccl_lib)
+    rpath = plan.rpath()
+    if rpath:
+        env["HVDKIT_RPATH"] = rpath
+    return env
+
+
+def _install(wheel: Path, log: Path, progress: BuildProgress) -> None:
+    """Install ``wheel``, and those of its few run-time dependencies that are not there."""
+    progress.step(f"install {wheel.name}")
+    install = [*pip_command(), "install"]
+    failure, env = f"pip could not install {wheel}", pip_environment()
+    run([*install, "--force-reinstall", "--no-deps", str(wheel)], log=log, failure=failure, env=env)
+    run([*install, str(wheel)], log=log, failure=failure, env=env)
+
+
+def _check(plan: Plan, wheel: Path, log: Path, progress: BuildProgress) -> None:
+    """Import Horovod in a fresh process and compare what it says of itself with what was asked for."""
+    progress.step("check that it imports")
+    program = (
+        "import json, horovod.tensorflow as hvd; print(json.dumps("
+        "[bool(hvd.mpi_built()), bool(hvd.gloo_built()), bool(hvd.nccl_built())]))"
+    )
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-c", program]
+    outcome = subprocess.run(command, capture_output=True, text=True, env=env, cwd=wheel.parent)
+    wanted = [plan.mpi.kind != "none", True, plan.cuda is not None]
+    last = outcome.stdout.strip().rpartition("\n")[2]
+    if outcome.returncode or last != json.dumps(wanted):
+        wheel.unlink()  # a wheel that does not work must not be taken from the cache next time
+        with log.open("a", encoding="utf-8") as file:
+            file.write(outcome.stdout + outcome.stderr)
+        got = last if outcome.returncode == 0 else outcome.stderr.strip().rpartition("\n")[2][:400]
+        remedy = f"see {log}; run again with --rebuild --verbose"
+        raise BuildError(describe("the built Horovod", got, f"[MPI, Gloo, NCCL] = {wanted}", remedy))

@@ -1,0 +1,133 @@
+"""What Horovod 0.28.1 needs changed, why, and for which versions.
+
+A patch replaces one exact piece of text in one file of the source archive. A piece
+that is not there, or there more than once, is an error: the archive is not the one
+this table was written for, and a build of it would fail later or, worse, would not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdkit.errors import BuildError, describe
+
+Version = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What Horovod is built for: versions as (major, minor)."""
+
+    tensorflow: Version
+    python: Version
+    gpu: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """Replace ``old`` by ``new`` in ``path`` where ``needed`` says so."""
+
+    name: str
+    why: str
+    versions: str
+    path: str
+    old: str
+    new: str
+    needed: Callable[[Target], bool]
+
+
+def _always(target: Target) -> bool:
+    return True
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        name="no-xla-op",
+        why="xla_mpi_ops.cc includes XLA headers that TensorFlow's wheels do not ship in full; "
+        "the one op it defines is for GPUs and off by default",
+        versions="TensorFlow >= 2.16",
+        path="horovod/tensorflow/CMakeLists.txt",
+        old='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
+        new="",
+        needed=lambda target: target.tensorflow >= (2, 16),
+    ),
+    Patch(
+        name="no-distutils",
+        why="Python 3.12 dropped distutils, and horovodrun imports it through js_run.py",
+        versions="Python >= 3.12",
+        path="horovod/runner/js_run.py",
+        old="from distutils.spawn import find_executable\n",
+        new="from shutil import which as find_executable\n",
+        needed=lambda target: target.python >= (3, 12),
+    ),
+    Patch(
+        name="gcc13-stdexcept",
+        why="GCC 13 no longer includes <stdexcept> by way of other headers (horovod#3957)",
+        versions="GCC >= 13; harmless before",
+        path="horovod/common/common.h",
+        old="#include <memory>\n#include <string>\n",
+        new="#include <memory>\n#include <stdexcept>\n#include <string>\n",
+        needed=_always,
+    ),
+    Patch(
+        name="gcc13-string",
+        why="GCC 13 no longer includes <string> by way of other headers (horovod#3957)",
+        versions="GCC >= 13; harmless before",
+        path="horovod/common/group_table.h",
+        old="#include <queue>\n",
+        new="#include <queue>\n#include <string>\n",
+        needed=_always,
+    ),
+    Patch(
+        name="relative-rpath",
+        why="the folder of libmpi.so is written into the library; relative to the library itself "
+        "it stays right when the wheel is installed into another environment",
+        versions="all",
+        path="CMakeLists.txt",
+        old="project(horovod CXX)\n",
+        new="project(horovod CXX)\n"
+        "if(DEFINED ENV{HVDKIT_RPATH})\n"
+        "    set(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE)\n"
+        '    set(CMAKE_INSTALL_RPATH "$ENV{HVDKIT_RPATH}")\n'
+        "endif()\n",
+        needed=_always,
+    ),
+)
+
+
+def needed_patches(target: Target) -> list[Patch]:
+    """Return the patches that a build for ``target`` needs, in the table's order.
+
+    Example:
+        >>> [p.name for p in needed_patches(Target(tensorflow=(2, 21), python=(3, 11), gpu=False))][:2]
+        ['no-xla-op', 'gcc13-stdexcept']
+    """
+    return [patch for patch in PATCHES if patch.needed(target)]
+
+
+def revision(patches: Sequence[Patch]) -> str:
+    """Return a short digest of the changes, so that a cached wheel of other changes is not taken."""
+    digest = hashlib.sha256()
+    for patch in patches:
+        digest.update("\0".join((patch.path, patch.old, patch.new, "")).encode())
+    return digest.hexdigest()[:8]
+
+
+def apply_patches(source: Path, patches: Sequence[Patch]) -> None:
+    """Apply ``patches`` to the unpacked archive at ``source``.
+
+    Raises:
+        BuildError: if a file is missing or does not hold a patch's text exactly once.
+    """
+    for patch in patches:
+        file = source / patch.path
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        count = text.count(patch.old)
+        if count != 1:
+            got = f"the text {count} times in {patch.path}" if file.is_file() else f"no file {patch.path}"
+            remedy = "use the unmodified Horovod 0.28.1 archive, or report this as a bug of hvdkit"
+            raise BuildError(describe(f"patch {patch.name}", got, "its text exactly once", remedy))
+        file.write_text(text.replace(patch.old, patch.new), encoding="utf-8")

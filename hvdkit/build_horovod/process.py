@@ -1,0 +1,87 @@
+"""Run one step of the build: log every line, pass it on, and leave no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from hvdkit.errors import BuildError
+
+_CAUSE = re.compile(r"(\berror:|CMake Error|No space left|Could not find|ERROR:|Killed)")
+
+
+def run(
+    command: Sequence[str],
+    *,
+    log: Path,
+    failure: str,
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> str:
+    """Run ``command`` to its end and return its output, which is also appended to ``log``.
+
+    The child and its children are killed if this process is interrupted on the way.
+
+    Raises:
+        BuildError: if the command cannot start or does not exit with 0; the message begins with
+            ``failure``, quotes the lines that name the cause and ends with the log's path.
+    """
+    lines: list[str] = []
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"$ {' '.join(command)}\n")
+        file.flush()
+        try:
+            child = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
+        except OSError as error:
+            raise BuildError(f"{failure}: {error}; the log is {log}") from error
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                file.write(line)
+                lines.append(line)
+                if on_line:
+                    on_line(line)
+            status = child.wait()
+        finally:
+            _kill_tree(child)
+    if status:
+        raise BuildError(f"{failure} (exit {status}):\n{_cause(lines)}\nThe whole log is {log}")
+    return "".join(lines)
+
+
+def _kill_tree(child: subprocess.Popen[str]) -> None:
+    """Kill ``child`` and everything that it started, if it still runs."""
+    if child.poll() is not None:
+        return
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(child.pid).children(recursive=True)
+        child.kill()
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    child.wait()
+
+
+def _cause(lines: Sequence[str], count: int = 4) -> str:
+    """Return the first lines that name an error, or the last ones if none does."""
+    stripped = [line.strip() for line in lines if line.strip()]
+    named = [line for line in stripped if _CAUSE.search(line)]
+    text = "\n".join(f"  {line[:300]}" for line in (named[:count] or stripped[-count:]))
+    if any("Killed" in line and "cc1plus" in line for line in named):
+        text += "\n  The compiler ran out of memory: take --jobs 1."
+    return text

@@ -1,0 +1,91 @@
+"""Show how far a build is: a bar on a terminal, one plain line for each step elsewhere."""
+
+from __future__ import annotations
+
+import re
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+_PERCENT = re.compile(r"^\[ *(\d+)%\]")
+
+
+class BuildProgress:
+    """Report the steps of a build, and the percentage within the compiler's step, on stderr.
+
+    Example:
+        >>> with BuildProgress() as progress:  # doctest: +SKIP
+        ...     progress.step("compile")
+        ...     progress.line("[ 42%] Building CXX object half.cc.o")
+    """
+
+    def __init__(self, *, verbose: bool = False, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._verbose = verbose
+        self._started = time.monotonic()
+        self._percent = 0
+        self._bar: Progress | None = None
+        if self._console.is_terminal and not verbose:
+            self._bar = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+                console=self._console,
+            )
+
+    def __enter__(self) -> BuildProgress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            if kind is None:
+                self._finish_step()
+            self._bar.stop()
+
+    def step(self, text: str) -> None:
+        """Begin the next step, whose length is not known until :meth:`line` meets a percentage."""
+        self._percent = 0
+        if self._bar:
+            self._finish_step()
+            self._bar.add_task(text, total=None)
+        else:
+            self._say(text)
+
+    def line(self, text: str) -> None:
+        """Take one line of the build's output; make's ``[ 42%]`` moves the bar."""
+        if self._verbose:
+            self._console.out(text, end="", highlight=False)
+        found = _PERCENT.match(text)
+        if not found:
+            return
+        percent = int(found[1])
+        if self._bar:
+            self._bar.update(self._bar.task_ids[-1], total=100, completed=percent)
+        elif percent // 10 > self._percent // 10:
+            self._say(f"  {percent}%")
+        self._percent = max(percent, self._percent)
+
+    def _finish_step(self) -> None:
+        if self._bar and self._bar.task_ids:
+            last = self._bar.tasks[-1]
+            total = last.total or 1
+            self._bar.update(last.id, total=total, completed=total)
+
+    def _say(self, text: str) -> None:
+        seconds = time.monotonic() - self._started
+        self._console.out(f"build-horovod [{seconds:4.0f} s] {text}", highlight=False)

@@ -1,0 +1,103 @@
+"""What this machine and this Python have to build with, or what is missing and how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from packaging.version import Version
+
+from hvdkit.errors import BuildError, describe
+
+OLDEST_TENSORFLOW = Version("2.16")
+NEWEST_TENSORFLOW = Version("2.22.dev0")  # exclusive
+OLDEST_CMAKE = Version("3.13")
+MEMORY_PER_JOB = 1.5e9  # bytes; TensorFlow's headers cost one compiler a little over 1 GB
+
+GET_COMPILER = (
+    "install a C++ compiler and make, e.g. 'apt install g++ make', 'dnf install gcc-c++ make', "
+    "or without root 'conda install -c conda-forge cxx-compiler make'"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorFlow:
+    """The installed TensorFlow: the name of its distribution and its version."""
+
+    distribution: str
+    version: str
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """(major, minor), e.g. (2, 21)."""
+        parsed = Version(self.version)
+        return parsed.major, parsed.minor
+
+
+def find_tensorflow() -> TensorFlow:
+    """Return the installed TensorFlow, found by its metadata and not imported.
+
+    Raises:
+        BuildError: if there is none, or its version is not supported.
+    """
+    names = importlib.metadata.packages_distributions().get("tensorflow", [])
+    expected = "TensorFlow 2.16 to 2.21"
+    if not names:
+        remedy = "pip install 'hvdkit[cpu]' or 'hvdkit[gpu]' (its wheels are for Python 3.10 to 3.13)"
+        raise BuildError(describe("TensorFlow", "none installed", expected, remedy))
+    version = importlib.metadata.version(names[0])
+    if not OLDEST_TENSORFLOW <= Version(version) < NEWEST_TENSORFLOW:
+        remedy = f"pip install '{names[0]}>=2.16.2,<2.22'"
+        raise BuildError(describe("TensorFlow", f"{names[0]} {version}", expected, remedy))
+    return TensorFlow(distribution=names[0], version=version)
+
+
+def check_compiler() -> str:
+    """Compile a C++17 program and return the compiler's first version line.
+
+    Raises:
+        BuildError: if there is no compiler, no make, or the compiler cannot build C++17.
+    """
+    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    compiler = next((name for name in candidates if shutil.which(name.split()[0])), None)
+    if compiler is None:
+        got = f"none of {', '.join(candidates)} on PATH"
+        raise BuildError(describe("C++ compiler", got, "one that knows C++17", GET_COMPILER))
+    if shutil.which("make") is None:
+        raise BuildError(describe("make", "none on PATH", "GNU make", GET_COMPILER))
+    program = "#include <string_view>\nint main() { return std::string_view().size(); }\n"
+    with tempfile.TemporaryDirectory(prefix="hvdkit-") as folder:
+        source = Path(folder, "probe.cc")
+        source.write_text(program)
+        command = [*compiler.split(), "-std=c++17", str(source), "-o", str(Path(folder, "probe"))]
+        outcome = subprocess.run(command, capture_output=True, text=True)
+    if outcome.returncode:
+        got = f"{compiler} failed on a C++17 program: {outcome.stderr.strip()[:400]}"
+        raise BuildError(describe("C++ compiler", got, "one that knows C++17 (GCC 9 or newer)", GET_COMPILER))
+    version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True).stdout
+    return version.splitlines()[0] if version else compiler
+
+
+def has_cmake() -> bool:
+    """Say whether PATH has a CMake that works and is new enough."""
+    try:
+        text = subprocess.run(["cmake", "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    found = re.search(r"version (\d+(\.\d+)+)", text)
+    return found is not None and Version(found[1]) >= OLDEST_CMAKE
+
+
+def choose_jobs(jobs: int) -> int:
+    """Return ``jobs``, or if it is 0 as many compilers as cores and free memory allow."""
+    if jobs:
+        return jobs
+    by_memory = int(psutil.virtual_memory().available / MEMORY_PER_JOB)
+    return max(1, min(len(os.sched_getaffinity(0)), by_memory))
