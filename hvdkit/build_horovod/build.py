@@ -120,7 +120,7 @@ def make_plan(config: BuildHorovod) -> Plan:
 
 
 def installed_facts() -> dict[str, str] | None:
-    """Return what the installed Horovod was built for, or None if there is none or hvdkit did not build it."""
+    """Return what the installed Horovod was built for, or None if hvdkit did not build one."""
     record = Path(sysconfig.get_path("platlib"), "horovod", "hvdkit_build.json")
     try:
         return json.loads(record.read_text(encoding="utf-8"))
@@ -187,7 +187,7 @@ def _unpack(archive: Path, folder: Path) -> None:
 
 
 def _record_facts(source: Path, plan: Plan) -> None:
-    """Put ``hvdkit_build.json`` into the package, so that an installed Horovod tells what it was built for."""
+    """Put ``hvdkit_build.json`` into the package: an installed Horovod tells what it was built for."""
     (source / "horovod" / "hvdkit_build.json").write_text(json.dumps(plan.facts(), indent=2) + "\n")
     with (source / "setup.cfg").open("a", encoding="utf-8") as file:
         file.write("\n[options.package_data]\nhorovod = hvdkit_build.json\n")
@@ -195,13 +195,9 @@ def _record_facts(source: Path, plan: Plan) -> None:
 
 def build_environment(plan: Plan, tools: Path, jobs: int) -> dict[str, str]:
     """Return the environment of Horovod's setup.py: what it reads, and no stray setting of the person's."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("HOROVOD_") or name in RESPECTED
-    }
-    for name in ("MAKEFLAGS", "MFLAGS", "PYTHONPATH", "CMAKE_GENERATOR"):
-        kept.pop(name, None)
+    replaced = ("MAKEFLAGS", "MFLAGS", "CMAKE_GENERATOR")
+    stray = [n for n in os.environ if n in replaced or (n.startswith("HOROVOD_") and n not in RESPECTED)]
+    kept = {name: value for name, value in os.environ.items() if name not in stray}
     folders = [str(tools / "bin"), str(plan.mpi.bin or ""), os.environ.get("PATH", os.defpath)]
     env = {
         **kept,

@@ -40,7 +40,8 @@ def entry_name(facts: Mapping[str, str]) -> str:
     """Return the cache entry's name: the facts that people look for, then a digest of all of them.
 
     Example:
-        >>> entry_name({"horovod": "0.28.1", "tensorflow": "2.21.0", "python": "cp311", "mpi": "none", "gpu": "none"})
+        >>> facts = {"horovod": "0.28.1", "tensorflow": "2.21.0", "python": "cp311", "mpi": "none"}
+        >>> entry_name({**facts, "gpu": "none"})
         'horovod-0.28.1-tf2.21.0-cp311-mpi_none-gpu_none-67cad13346'
     """
     digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:10]

