@@ -1,5 +1,122 @@
-"""hvdkit: train TensorFlow and Keras 3 models across GPUs and hosts with Horovod."""
+"""hvdkit: train TensorFlow and Keras 3 models across GPUs and hosts with Horovod.
+
+Names are loaded when they are first used: ``import hvdkit`` needs neither Horovod nor an MPI, and without a
+launcher it does not import TensorFlow either.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from hvdkit._version import __version__
+from hvdkit.cluster.loading import prepare_import as _prepare_import
+from hvdkit.errors import (
+    CheckpointError,
+    ClusterError,
+    CollectiveMismatchError,
+    CorruptCheckpointError,
+    HvdkitError,
+    NonFiniteError,
+    PlanError,
+)
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from hvdkit import callbacks, data
+    from hvdkit.cluster import Cluster, init, is_chief, local_rank, local_size, rank, shutdown, size
+    from hvdkit.collectives import (
+        Average,
+        Max,
+        Min,
+        Sum,
+        allgather,
+        allgather_object,
+        allreduce,
+        alltoall,
+        barrier,
+        broadcast,
+        broadcast_object,
+        broadcast_variables,
+        grouped_allreduce,
+        reducescatter,
+    )
+    from hvdkit.gradients import DistributedGradientTape, average_gradients
+    from hvdkit.optimizer import DistributedOptimizer
+
+_HOMES = {
+    "hvdkit.cluster": ("Cluster", "init", "is_chief", "local_rank", "local_size", "rank", "shutdown", "size"),
+    "hvdkit.collectives": (
+        "Average",
+        "Max",
+        "Min",
+        "Sum",
+        "allgather",
+        "allgather_object",
+        "allreduce",
+        "alltoall",
+        "barrier",
+        "broadcast",
+        "broadcast_object",
+        "broadcast_variables",
+        "grouped_allreduce",
+        "reducescatter",
+    ),
+    "hvdkit.gradients": ("DistributedGradientTape", "average_gradients"),
+    "hvdkit.optimizer": ("DistributedOptimizer",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("callbacks", "data")
+
+__all__ = [
+    "Average",
+    "CheckpointError",
+    "Cluster",
+    "ClusterError",
+    "CollectiveMismatchError",
+    "CorruptCheckpointError",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "HvdkitError",
+    "Max",
+    "Min",
+    "NonFiniteError",
+    "PlanError",
+    "Sum",
+    "__version__",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "average_gradients",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_variables",
+    "callbacks",
+    "data",
+    "grouped_allreduce",
+    "init",
+    "is_chief",
+    "local_rank",
+    "local_size",
+    "rank",
+    "reducescatter",
+    "shutdown",
+    "size",
+]
+
+_prepare_import()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"hvdkit.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'hvdkit' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

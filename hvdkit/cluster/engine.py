@@ -1,0 +1,119 @@
+"""Starting the engines: Horovod, and mpi4py where there is an MPI world."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import asdict
+from types import ModuleType
+from typing import Any
+
+from hvdkit.cluster.launcher import ALONE, Promise
+from hvdkit.cluster.loading import load_tensorflow, mapped_libraries
+from hvdkit.errors import ClusterError, describe
+
+
+def load_horovod() -> ModuleType:
+    """Import and return ``horovod.tensorflow``.
+
+    Raises:
+        ImportError: Horovod is missing or was built for another TensorFlow; the message names
+            ``hvdkit build-horovod``.
+    """
+    load_tensorflow()
+    try:
+        import horovod.tensorflow as hvd
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("horovod"):
+            raise
+        raise ImportError(
+            "hvdkit needs Horovod, which is not installed; run `hvdkit build-horovod` (about 2 minutes)",
+            name="horovod",
+        ) from error
+    except Exception as error:
+        raise ImportError(
+            f"Horovod is installed but cannot be loaded ({type(error).__name__}: {error}); it was probably built for "
+            "another TensorFlow: run `hvdkit build-horovod`, and `hvdkit doctor` to see what differs",
+            name="horovod",
+        ) from error
+    return hvd
+
+
+def start_horovod(promise: Promise) -> tuple[ModuleType, Any]:
+    """Start Horovod, and MPI before it where the launcher made an MPI world.
+
+    mpi4py starts MPI so that it also ends it, at the interpreter's exit: Horovod can then be shut down and
+    started again within one process.
+
+    Returns:
+        The module ``horovod.tensorflow`` and a duplicate of ``COMM_WORLD`` that belongs to hvdkit alone, or
+        None in the communicator's place where there is no MPI world or no mpi4py.
+
+    Raises:
+        ClusterError: mpi4py and Horovod load different MPI libraries, Horovod lacks the launcher's controller, or
+            the world is not as large as the launcher promised.
+    """
+    hvd = load_horovod()
+    communicator = None
+    if promise.controller == "mpi":
+        if not hvd.mpi_built():
+            raise ClusterError(
+                describe(
+                    "launcher",
+                    promise.launcher,
+                    "a Horovod built with MPI",
+                    "run `hvdkit build-horovod --mpi wheel`, or start with `horovodrun --gloo`",
+                )
+            )
+        communicator = _mpi_communicator()
+    else:
+        _ensure_rendezvous_variables(promise)
+    try:
+        hvd.init()
+    except Exception as error:
+        raise ClusterError(f"Horovod did not start: {error}; run `hvdkit doctor`") from error
+    _check_size(hvd.size(), promise)
+    return hvd, communicator
+
+
+def _mpi_communicator() -> Any:
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        return None
+    libraries = mapped_libraries("libmpi.so") + mapped_libraries("libmpich.so")
+    if len(libraries) > 1:
+        raise ClusterError(
+            describe(
+                "MPI",
+                " and ".join(libraries),
+                "mpi4py and Horovod to load one MPI library",
+                "rebuild Horovod against the MPI that mpi4py uses: `hvdkit build-horovod --mpi wheel` or `--mpi system`",
+            )
+        )
+    return MPI.COMM_WORLD.Dup()
+
+
+def _ensure_rendezvous_variables(promise: Promise) -> None:
+    """Tell Horovod's Gloo controller its world where no launcher did: one process needs no rendezvous."""
+    if promise is not ALONE:
+        return
+    world = {"RANK": 0, "SIZE": 1, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CROSS_RANK": 0, "CROSS_SIZE": 1}
+    for name, value in world.items():
+        os.environ.setdefault(f"HOROVOD_{name}", str(value))
+    os.environ.setdefault("HOROVOD_HOSTNAME", "localhost")
+
+
+def _check_size(size: int, promise: Promise) -> None:
+    if size == promise.size:
+        return
+    raise ClusterError(
+        describe(
+            "world size",
+            f"{size} on rank {promise.rank} ({socket.gethostname()})",
+            f"{promise.size}, as {promise.launcher} promised ({asdict(promise)})",
+            "the launcher and Horovod use different MPIs: start with the mpirun of the MPI that Horovod was built "
+            f"against (`hvdkit doctor` names it; this Python is {sys.executable})",
+        )
+    )

@@ -1,0 +1,45 @@
+"""One rank that raises ends the whole job, and says who failed and why in one last line."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+from hvdkit.cluster.logs import write_line
+
+_previous_hook: Any = None
+
+
+def watch(rank: int, size: int, communicator: Any) -> None:
+    """From now on an uncaught exception on this rank ends all ranks.
+
+    The traceback is written in one piece, then a line that names rank, host and cause. Under MPI the world is
+    aborted: a rank that merely exited would wait in ``MPI_Finalize`` for peers that wait for it. Without MPI the
+    process exits, which shuts Horovod down on every rank.
+    """
+    global _previous_hook
+    if _previous_hook is not None or size == 1:
+        return
+    _previous_hook = sys.excepthook
+
+    def end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        lines = "".join(traceback.format_exception(kind, error, trace)).rstrip()
+        tagged = "\n".join(f"[rank {rank}] {line}" for line in lines.splitlines())
+        cause = f"{kind.__name__}: {error}".splitlines()[0]
+        write_line(f"{tagged}\n[rank {rank}] hvdkit: rank {rank} on {socket.gethostname()} failed: {cause}")
+        if communicator is not None:
+            sys.stdout.flush()
+            communicator.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = end_job
+
+
+def unwatch() -> None:
+    """Give back the hook that :func:`watch` replaced."""
+    global _previous_hook
+    if _previous_hook is not None:
+        sys.excepthook = _previous_hook
+        _previous_hook = None

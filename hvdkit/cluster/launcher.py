@@ -1,0 +1,66 @@
+"""What the launcher promised this process, read from its environment. Pure: no MPI, no TensorFlow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """The place in the world that a launcher gave to this process.
+
+    ``controller`` is what Horovod must coordinate through: ``"mpi"`` or ``"gloo"``.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    controller: str
+
+
+ALONE = Promise(launcher="none", rank=0, size=1, local_rank=0, local_size=1, controller="gloo")
+
+# (launcher, the variables that hold rank, size, local rank, local size). The first whose rank and size are
+# both set speaks: horovodrun --gloo starts processes itself, while under MPI and Slurm the innermost counts.
+_LAUNCHERS = (
+    ("horovodrun --gloo", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    (
+        "mpirun (Open MPI)",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("mpiexec (MPICH)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    # SLURM_STEP_NUM_TASKS exists inside a step only: a batch script that calls python itself is one process.
+    ("srun (Slurm)", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+
+
+def promised(environ: Mapping[str, str] | None = None) -> Promise:
+    """Return what the launcher promised, or :data:`ALONE` where there is none.
+
+    Example:
+        >>> promised({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}).size
+        4
+    """
+    env = os.environ if environ is None else environ
+    for name, rank, size, local_rank, local_size in _LAUNCHERS:
+        if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
+            return Promise(
+                launcher=name,
+                rank=int(env[rank]),
+                size=int(env[size]),
+                local_rank=_number(env.get(local_rank), 0),
+                local_size=_number(env.get(local_size), 1),
+                controller="gloo" if name.endswith("--gloo") else "mpi",
+            )
+    return ALONE
+
+
+def _number(text: str | None, default: int) -> int:
+    return int(text) if text is not None and text.isdigit() else default

@@ -1,0 +1,62 @@
+"""Rank-tagged logging in whole lines.
+
+Launchers tag and forward each ``write``; a line that is written in pieces is torn apart when several ranks
+speak at once. The handler below writes each record, however many lines it has, with one system call.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+_LOGGER = logging.getLogger("hvdkit")
+
+
+class WholeLines(logging.Handler):
+    """Write every record to standard error with a single ``write`` call."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Format ``record`` and write it at once, past any buffer."""
+        try:
+            write_line(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
+def write_line(text: str, stream: object = None) -> None:
+    """Write ``text`` and a line end to standard error with one system call.
+
+    Where standard error is no real file (a notebook, a test's capture) the stream's own ``write`` serves.
+    """
+    target = sys.stderr if stream is None else stream
+    data = text + "\n"
+    try:
+        target.flush()  # type: ignore[attr-defined]
+        os.write(target.fileno(), data.encode(errors="replace"))  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        target.write(data)  # type: ignore[attr-defined]
+
+
+def get_logger() -> logging.Logger:
+    """Return the logger named ``hvdkit``.
+
+    Once :func:`configure` ran, its lines look like ``[rank 1] message``.
+    """
+    return _LOGGER
+
+
+def configure(rank: int, size: int) -> None:
+    """Tag log lines with the rank; ranks other than the chief show warnings and worse only.
+
+    The level can be set by ``HVDKIT_LOG_LEVEL`` (``DEBUG``, ``INFO``, ...), then for all ranks alike.
+    A logger that the person gave handlers of their own is left alone.
+    """
+    if not _LOGGER.handlers:
+        handler = WholeLines()
+        tag = f"[rank {rank}] " if size > 1 else ""
+        handler.setFormatter(logging.Formatter(f"{tag}%(message)s"))
+        _LOGGER.addHandler(handler)
+        _LOGGER.propagate = False
+        default = "INFO" if rank == 0 else "WARNING"
+        _LOGGER.setLevel(os.environ.get("HVDKIT_LOG_LEVEL", default).upper())

@@ -1,0 +1,116 @@
+"""What must be set before MPI and TensorFlow start: waiting, fusion, threads, devices.
+
+Every setting here yields to the person: a variable that is already in the environment, or a thread count that
+was already given to TensorFlow, stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdkit.cluster.launcher import Promise
+from hvdkit.cluster.logs import get_logger
+
+_BEFORE_MPI = {
+    # Open MPI waits by spinning; Horovod's background thread then eats the core that should compute.
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    # Each group of gradients is reduced by itself. Fusing groups that happen to be ready together makes the
+    # order of additions, and so the last bit of the result, depend on timing.
+    "HOROVOD_DISABLE_GROUP_FUSION": "1",
+}
+_THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
+
+
+def set_environment(promise: Promise) -> None:
+    """Set the variables that MPI and Horovod read when they start, unless the person has set them."""
+    for name, value in _BEFORE_MPI.items():
+        os.environ.setdefault(name, value)
+    if promise.controller == "gloo" and "HOROVOD_CONTROLLER" not in os.environ:
+        # Alone: Gloo needs no launcher and no daemon, whereas MPI without mpirun may refuse to start.
+        os.environ["HOROVOD_CONTROLLER"] = "gloo"
+        os.environ["HOROVOD_CPU_OPERATIONS"] = "gloo"
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use: its affinity, cut by a container's quota (cgroup v2)."""
+    cores = len(affinity())
+    quota_file = Path("/sys/fs/cgroup/cpu.max")
+    if quota_file.exists():
+        quota, period = quota_file.read_text().split()[:2]
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def affinity() -> frozenset[int]:
+    """Return the numbers of the cores that the scheduler may run this process on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def core_share(cores: int, mine: frozenset[int], neighbours: Sequence[frozenset[int]]) -> int:
+    """Return this rank's threads: its cores divided by the local ranks that run on the same ones, at least 1.
+
+    Args:
+        cores: cores this rank may use, after any container quota.
+        mine: this rank's affinity.
+        neighbours: the affinity of every rank on this host, this one included. A launcher that binds each
+            rank to cores of its own makes them disjoint, and then nothing is divided.
+
+    Example:
+        >>> core_share(4, frozenset(range(4)), [frozenset(range(4))] * 2)
+        2
+    """
+    sharing = sum(bool(mine & other) for other in neighbours)
+    return max(1, cores // max(1, sharing))
+
+
+def share_cores(neighbours: Sequence[frozenset[int]]) -> int | None:
+    """Give TensorFlow this rank's share of the host's cores; return it, or None where the person has chosen."""
+    import tensorflow as tf
+
+    threading = tf.config.threading
+    chosen = any(os.environ.get(name) for name in _THREAD_VARIABLES)
+    if chosen or threading.get_intra_op_parallelism_threads() or threading.get_inter_op_parallelism_threads():
+        return None
+    share = core_share(available_cores(), affinity(), neighbours)
+    try:
+        threading.set_intra_op_parallelism_threads(share)
+        # Horovod's kernels return at once, so a second runner only lets independent branches interleave.
+        threading.set_inter_op_parallelism_threads(max(2, share))
+    except RuntimeError:
+        get_logger().warning(
+            "threads: TensorFlow was already running when hk.init() was called, so its ranks compete for cores; "
+            "call hk.init() before the first TensorFlow operation."
+        )
+        return None
+    return share
+
+
+def pin_device(local_rank: int, local_size: int) -> str | None:
+    """Make this rank see one GPU, chosen by ``local_rank``; return its name, or None on a host without GPUs."""
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return None
+    if local_size > len(gpus) and local_rank == 0:
+        get_logger().warning(
+            "device: %d ranks share %d GPUs on this host; start at most one rank per GPU.",
+            local_size,
+            len(gpus),
+        )
+    gpu = gpus[local_rank % len(gpus)]
+    try:
+        tf.config.set_visible_devices(gpu, "GPU")
+        tf.config.experimental.set_memory_growth(gpu, True)
+    except RuntimeError:
+        get_logger().warning(
+            "device: TensorFlow was already running when hk.init() was called, so this rank holds every GPU; "
+            "call hk.init() before the first TensorFlow operation."
+        )
+        return None
+    return gpu.name

@@ -1,0 +1,207 @@
+"""Who am I: ranks, chief, hosts, device. One world per process, begun by :func:`init`."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+from hvdkit.cluster import engine, failure, logs, settings
+from hvdkit.cluster.exchange import ObjectExchange
+from hvdkit.cluster.launcher import promised
+from hvdkit.errors import ClusterError, describe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """This process's place among the ranks.
+
+    Attributes:
+        rank: number of this process, 0 to ``size - 1``.
+        size: number of processes.
+        local_rank: number of this process on its host.
+        local_size: number of processes on this host.
+        hosts: the host name of each rank, in rank order.
+        is_chief: True on rank 0, which alone writes checkpoints, summaries and lines for people.
+        mesh: axis names and sizes, e.g. ``{"data": 4}``; their product is ``size``.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    hosts: tuple[str, ...]
+    is_chief: bool
+    mesh: Mapping[str, int]
+
+
+@dataclass
+class _World:
+    cluster: Cluster
+    horovod: ModuleType
+    exchange: ObjectExchange
+
+
+_world: _World | None = None
+_lock = threading.Lock()
+
+
+def init(mesh: Mapping[str, int] | None = None) -> Cluster:
+    """Start Horovod (and MPI where there is one), pin this rank's device and share out the cores.
+
+    Call it once at the top of a script, before the first TensorFlow operation. Calling it again returns the same
+    cluster. Works under ``horovodrun`` (MPI and Gloo), ``mpirun``, ``srun`` and alone (a world of one).
+
+    Args:
+        mesh: axis names and sizes whose product is the world size, e.g. ``{"data": 2, "model": 2}``.
+            Default: ``{"data": size}``.
+
+    Raises:
+        ImportError: TensorFlow or Horovod is missing; the message names the command that brings it.
+        ClusterError: the world is not what the launcher promised, or was begun with another mesh.
+        ValueError: ``mesh`` does not multiply to the world size.
+
+    Example:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> print(f"rank {cluster.rank} of {cluster.size} on {cluster.hosts[cluster.rank]}")
+        rank 0 of 1 on localhost
+    """
+    global _world
+    with _lock:
+        if _world is None:
+            _world = _start(mesh)
+        elif mesh is not None and dict(mesh) != dict(_world.cluster.mesh):
+            raise ClusterError(
+                describe("mesh", dict(mesh), f"{dict(_world.cluster.mesh)}, as begun", "call hk.shutdown() before")
+            )
+        return _world.cluster
+
+
+def _start(mesh: Mapping[str, int] | None) -> _World:
+    promise = promised()
+    settings.set_environment(promise)
+    hvd, communicator = engine.start_horovod(promise)
+    rank, size = hvd.rank(), hvd.size()
+    logs.configure(rank, size)
+    exchange = ObjectExchange(hvd, communicator)
+    failure.watch(rank, size, communicator)
+    settings.pin_device(hvd.local_rank(), hvd.local_size())
+    settings.share_cores(_neighbours(exchange, hvd.local_size()))
+    axes = _checked_mesh(mesh, size)
+    places = exchange.allgather((socket.gethostname(), axes))
+    _check_meshes([place[1] for place in places])
+    cluster = Cluster(
+        rank=rank,
+        size=size,
+        local_rank=hvd.local_rank(),
+        local_size=hvd.local_size(),
+        hosts=tuple(place[0] for place in places),
+        is_chief=rank == 0,
+        mesh=axes,
+    )
+    return _World(cluster, hvd, exchange)
+
+
+def _checked_mesh(mesh: Mapping[str, int] | None, size: int) -> dict[str, int]:
+    axes = {"data": size} if mesh is None else dict(mesh)
+    whole = all(isinstance(extent, int) and extent > 0 for extent in axes.values())
+    if not axes or not whole or math.prod(axes.values()) != size:
+        raise ValueError(
+            describe(
+                "mesh",
+                axes,
+                f"positive axis sizes whose product is the world size, {size}",
+                "change the axes or start another number of ranks",
+            )
+        )
+    return axes
+
+
+def _check_meshes(meshes: list[dict[str, int]]) -> None:
+    for rank_, mesh in enumerate(meshes):
+        if mesh != meshes[0]:
+            raise ClusterError(
+                describe(
+                    "mesh",
+                    f"{mesh} on rank {rank_}",
+                    f"{meshes[0]}, as on rank 0",
+                    "pass one mesh everywhere",
+                )
+            )
+
+
+def _neighbours(exchange: ObjectExchange, local_size: int) -> list[frozenset[int]]:
+    """Return the affinity of every rank on this host.
+
+    Over Horovod even a small exchange would start TensorFlow before its threads are set; there no launcher binds
+    ranks to cores, so that all of them share this one's.
+    """
+    if not exchange.over_mpi:
+        return [settings.affinity()] * local_size
+    here = socket.gethostname()
+    return [mask for host, mask in exchange.allgather((here, settings.affinity())) if host == here]
+
+
+def _begun() -> _World:
+    if _world is None:
+        raise ClusterError("hk.init(): not called yet, expected before any other call; add it at the top of the script")
+    return _world
+
+
+def cluster() -> Cluster:
+    """Return the cluster that :func:`init` made. Raises ClusterError before it."""
+    return _begun().cluster
+
+
+def horovod() -> ModuleType:
+    """Return the running ``horovod.tensorflow``. Raises ClusterError before :func:`init`."""
+    return _begun().horovod
+
+
+def exchange() -> ObjectExchange:
+    """Return the exchange of Python objects among all ranks. Raises ClusterError before :func:`init`."""
+    return _begun().exchange
+
+
+def rank() -> int:
+    """Return the number of this process, 0 to ``size() - 1``. Raises ClusterError before :func:`init`."""
+    return _begun().cluster.rank
+
+
+def size() -> int:
+    """Return the number of processes. Raises ClusterError before :func:`init`."""
+    return _begun().cluster.size
+
+
+def local_rank() -> int:
+    """Return the number of this process on its host. Raises ClusterError before :func:`init`."""
+    return _begun().cluster.local_rank
+
+
+def local_size() -> int:
+    """Return the number of processes on this host. Raises ClusterError before :func:`init`."""
+    return _begun().cluster.local_size
+
+
+def is_chief() -> bool:
+    """Return True on rank 0, the chief. Raises ClusterError before :func:`init`."""
+    return _begun().cluster.is_chief
+
+
+def shutdown() -> None:
+    """End this process's part in the world. Every rank calls it; without :func:`init` it does nothing."""
+    global _world
+    with _lock:
+        if _world is not None:
+            failure.unwatch()
+            _world.exchange.close()
+            _world.horovod.shutdown()
+            _world = None
+
+
+atexit.register(shutdown)

@@ -1,0 +1,152 @@
+"""TensorFlow tensors through Horovod: one function a collective, the same in eager mode and in graphs.
+
+Horovod takes a part of TensorFlow's dtypes. The others travel by a conversion that is stated here:
+
+* moving (allgather, broadcast, alltoall): any other fixed-size dtype as its bytes, bit for bit;
+* reducing: bfloat16 in float32, and rounded back; small integers and bool in int32 (bool: Min is *and*,
+  Max is *or*). ``Average`` of integers is the sum divided by the number of ranks, rounded toward zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.collectives.ops import ReduceOp
+from hvdkit.errors import describe
+
+_MOVED = {
+    tf.uint8,
+    tf.int8,
+    tf.uint16,
+    tf.int16,
+    tf.int32,
+    tf.int64,
+    tf.float16,
+    tf.float32,
+    tf.float64,
+    tf.bool,
+}
+_REDUCED = {tf.int32, tf.int64, tf.float16, tf.float32, tf.float64}
+_REDUCED_IN = {
+    tf.bfloat16: tf.float32,
+    tf.uint8: tf.int32,
+    tf.int8: tf.int32,
+    tf.uint16: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint32: tf.int64,
+    tf.bool: tf.int32,
+}
+
+
+def wire_dtype(dtype: tf.DType, op: ReduceOp) -> tf.DType:
+    """Return the dtype in which ``dtype`` is reduced by ``op``.
+
+    Raises:
+        TypeError: Horovod cannot reduce ``dtype``, and no conversion of it is exact enough.
+    """
+    wire = dtype if dtype in _REDUCED else _REDUCED_IN.get(dtype)
+    if wire is None or (dtype == tf.bool and op in (ReduceOp.Average, ReduceOp.Sum)):
+        raise TypeError(
+            describe(
+                "x",
+                f"dtype {dtype.name} with op {op.name}",
+                "a real number that Horovod can reduce (bool: Min and Max only)",
+                "cast it first, e.g. tf.cast(x, tf.float32)",
+            )
+        )
+    return wire
+
+
+def grouped_allreduce(tensors: Sequence[tf.Tensor], op: ReduceOp, name: str) -> list[tf.Tensor]:
+    """Reduce every tensor over all ranks, all tensors of one wire dtype in one exchange."""
+    wires = [wire_dtype(x.dtype, op) for x in tensors]
+    results: list[Any] = [None] * len(tensors)
+    for wire in dict.fromkeys(wires):
+        places = [i for i, w in enumerate(wires) if w == wire]
+        reduced = _reduce_one_dtype([tf.cast(tensors[i], wire) for i in places], op, f"{name}_{wire.name}")
+        for i, y in zip(places, reduced, strict=True):
+            results[i] = tf.cast(y, tensors[i].dtype)
+    return results
+
+
+def _reduce_one_dtype(tensors: list[tf.Tensor], op: ReduceOp, name: str) -> list[tf.Tensor]:
+    from horovod.tensorflow.mpi_ops import _allreduce, _grouped_allreduce
+
+    size = cluster.size()
+    if size == 1:
+        return [tf.identity(x) for x in tensors]
+    whole_average = op == ReduceOp.Average and tensors[0].dtype.is_integer
+    # Scaling before the sum keeps fp16 from overflowing where the average itself would not.
+    scale = 1.0 / size if op == ReduceOp.Average and not whole_average else 1.0
+    native = ReduceOp.Sum if op == ReduceOp.Average else op
+    if len(tensors) == 1:
+        reduced = [_allreduce(tensors[0], name=name, op=int(native), prescale_factor=scale)]
+    else:
+        reduced = _grouped_allreduce(tensors, name=name, op=int(native), prescale_factor=scale)
+    return [tf.truncatediv(y, tf.cast(size, y.dtype)) for y in reduced] if whole_average else list(reduced)
+
+
+def allgather(x: tf.Tensor, name: str) -> tf.Tensor:
+    """Concatenate ``x`` of all ranks along the first axis."""
+    from horovod.tensorflow import mpi_ops
+
+    moved, back = _as_movable(x)
+    return back(mpi_ops.allgather(moved, name=name))
+
+
+def broadcast(x: tf.Tensor, root: int, name: str) -> tf.Tensor:
+    """Return rank ``root``'s ``x`` everywhere."""
+    from horovod.tensorflow import mpi_ops
+
+    moved, back = _as_movable(x)
+    return back(mpi_ops.broadcast(moved, root, name=name))
+
+
+def alltoall(x: tf.Tensor, splits: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
+    """Send ``splits[r]`` rows of ``x`` to each rank r; return the rows received and how many came from each."""
+    from horovod.tensorflow import mpi_ops
+
+    moved, back = _as_movable(x)
+    received, received_splits = mpi_ops.alltoall(moved, splits=splits, name=name)
+    return back(received), received_splits
+
+
+def reducescatter(x: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
+    """Reduce ``x`` over all ranks and return this rank's rows of the result."""
+    from horovod.tensorflow.mpi_ops import _reducescatter
+
+    size = cluster.size()
+    wire = wire_dtype(x.dtype, op)
+    if size == 1:
+        return tf.identity(x)
+    whole_average = op == ReduceOp.Average and wire.is_integer
+    scale = 1.0 / size if op == ReduceOp.Average and not whole_average else 1.0
+    y = _reducescatter(tf.cast(x, wire), name=name, op=int(ReduceOp.Sum), prescale_factor=scale)
+    if whole_average:
+        y = tf.truncatediv(y, tf.cast(size, y.dtype))
+    return tf.cast(y, x.dtype)
+
+
+def _as_movable(x: tf.Tensor) -> tuple[tf.Tensor, Any]:
+    """Return ``x`` in a dtype that Horovod moves, and the function that turns a result back."""
+    if x.dtype in _MOVED:
+        return x, tf.identity
+    if x.dtype.is_complex or x.dtype.size is None or x.dtype in (tf.string, tf.variant, tf.resource):
+        raise TypeError(
+            describe(
+                "x",
+                f"dtype {x.dtype.name}",
+                "a number or bool",
+                "send it with hk.allgather_object or as numbers",
+            )
+        )
+    if x.dtype.size == 1:
+        return tf.bitcast(x, tf.uint8), lambda y: tf.bitcast(y, x.dtype)
+    if x.dtype.size == 2:
+        return tf.bitcast(x, tf.uint16), lambda y: tf.bitcast(y, x.dtype)
+    whole = tf.int32 if x.dtype.size == 4 else tf.int64
+    return tf.bitcast(x, whole), lambda y: tf.bitcast(y, x.dtype)
