@@ -1,8 +1,9 @@
 """The ``hvdkit`` command.
 
-A subcommand is one line of :data:`COMMANDS`: its name, a summary, an example, and where its config (a keyword-only
-frozen dataclass, whose field docs are the help texts) and its runner live. Both are imported only when that command
-runs, so that ``hvdkit --help`` stays fast and works before TensorFlow, Horovod or an MPI are installed.
+A subcommand is one entry of :data:`COMMANDS`: its name, a summary, an example, and where its config (a
+keyword-only frozen dataclass, whose field docs are the help texts) and its runner live. Both are imported
+only when that command runs, so that ``hvdkit --help`` stays fast and works before TensorFlow, Horovod or an
+MPI are installed.
 
 A runner takes the config. It returns an exit code, or None, or a result to print.
 
@@ -62,8 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if sys.version_info < (3, 10):
-        return _fail("hvdkit", f"Python {sys.version.split()[0]} is too old; use Python 3.10 or newer")
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if arguments else 2
@@ -84,9 +83,7 @@ def _run(name: str, arguments: list[str]) -> int:
         return stop.code if isinstance(stop.code, int) else 2
     except KeyboardInterrupt:
         return 130
-    except (
-        BrokenPipeError
-    ):  # `hvdkit … | head`: nobody reads on; keep the interpreter's last flush from complaining
+    except BrokenPipeError:  # `hvdkit … | head`: nobody reads on; keep the interpreter's last flush from complaining
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (HvdkitError, ValueError) as error:

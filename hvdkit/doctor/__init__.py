@@ -1,12 +1,17 @@
 """``hvdkit doctor``: what is wrong with this machine's set-up, and the remedy for each.
 
-It runs when TensorFlow, Horovod, mpi4py and MPI are absent, since that is when it is needed most. Whatever might
-crash or hang runs in a subprocess with a time limit. The way through the package:
+It runs when TensorFlow, Horovod, mpi4py and MPI are absent, since that is when it is needed most. Whatever
+might crash or hang runs in a subprocess with a time limit. The way through the package:
 
-    facts.py      gathers what can be known (probe.py is the subprocess that imports TensorFlow, Horovod, mpi4py)
-    software.py, mpi.py, host.py, devices.py      one small function per check: facts -> Finding
-    live.py       starts two ranks with each launcher and lets them do one allreduce (allreduce.py)
-    report.py     shows the findings, as text or JSON
+    examine.py     runs all of the below, in the report's order
+    facts.py       gathers what can be known; probe.py is the subprocess that imports the large packages
+    software.py    checks: Python, TensorFlow, Keras, NumPy, Horovod, mpi4py
+    mpi.py         checks: the MPI library, the launchers, Open MPI's traps
+    host.py        checks: cores, root, shared memory, ssh, environment
+    devices.py     checks: network interfaces, GPUs
+    live.py        checks: two ranks start with each launcher and do one allreduce (allreduce.py)
+    report.py      shows the findings, as text or JSON
+    process.py     runs a command that may crash or hang
 """
 
 from __future__ import annotations
@@ -22,11 +27,11 @@ from tyro.conf import arg
 class Doctor:
     """Say what is wrong with this machine's set-up, and the remedy for each finding.
 
-    Checks versions, Horovod's build, the MPI library, launchers, import order, network interfaces, GPUs, cores, root
-    and shared memory, then starts two ranks that do one allreduce. Exit code: 0 if training can start (there may be
-    warnings), 1 if something would stop it.
+    Checks versions, Horovod's build, the MPI library, launchers, import order, network interfaces, GPUs,
+    cores, root and shared memory, then starts two ranks that do one allreduce. Exit code: 0 if training can
+    start (there may be warnings), 1 if something would stop it.
 
-    Examples:
+    For example:
         hvdkit doctor              all checks, for 4 ranks on this host
         hvdkit doctor -np 8        for 8 ranks
         hvdkit doctor --no-run     without starting ranks

@@ -1,24 +1,38 @@
-"""What each rank of the live check runs: one allreduce of the ranks' numbers; ``python -m hvdkit.doctor.allreduce``."""
+"""What each rank of the live check runs: ``python -m hvdkit.doctor.allreduce`` under a launcher.
+
+Raw Horovod and mpi4py, since the check must not depend on what it helps to debug.
+"""
+
+from __future__ import annotations
 
 import json
 import os
 import sys
 
-# As hk.init() does. Raw Horovod otherwise, since this check must not depend on what it helps to debug.
-os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-
-import horovod.tensorflow as hvd
-import tensorflow as tf
-
 
 def main() -> None:
     """Print one line of JSON: this rank, the size of its world, and the sum of all ranks' ``rank + 1``."""
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # as hk.init() does
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
     hvd.init()
     total = hvd.allreduce(tf.constant([hvd.rank() + 1.0]), op=hvd.Sum)
-    line = json.dumps({"rank": hvd.rank(), "size": hvd.size(), "sum": float(total[0])})
-    sys.stdout.write(f"hvdkit-allreduce {line}\n")  # one write: launchers tag every write
+    result = {"rank": hvd.rank(), "size": hvd.size(), "sum": float(total[0]), "mpi4py_size": mpi4py_size()}
+    sys.stdout.write(f"hvdkit-allreduce {json.dumps(result)}\n")  # one write: launchers tag every write
     sys.stdout.flush()
     hvd.shutdown()
+
+
+def mpi4py_size() -> int | None:
+    """Return the size of mpi4py's world, or None under Gloo, where there is none, or without mpi4py."""
+    if "HOROVOD_RANK" in os.environ:  # set by horovodrun --gloo
+        return None
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        return None
+    return MPI.COMM_WORLD.Get_size()
 
 
 if __name__ == "__main__":

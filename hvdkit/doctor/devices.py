@@ -15,9 +15,7 @@ from hvdkit.doctor.finding import Finding
 from hvdkit.doctor.process import run
 
 # Loopback, and bridges that have the same address on every host: ranks that pick one of these wait for ever.
-LOCAL_ONLY = re.compile(
-    r"(lo|docker|br-|virbr|veth|cni|flannel|cali|vmnet|vboxnet|podman|lxc|lxd|dummy|tunl)"
-)
+LOCAL_ONLY = re.compile(r"(lo|docker|br-|virbr|veth|cni|flannel|cali|vmnet|vboxnet|podman|lxc|lxd|dummy|tunl)")
 
 
 class Interface(NamedTuple):
@@ -58,14 +56,11 @@ def network(facts: Facts, found: list[Interface] | None = None) -> Finding:
     details = {
         "usable": [interface._asdict() for interface in reaching],
         "local_only": [interface._asdict() for interface in local],
-        "chosen": facts.environment.get("HOROVOD_GLOO_IFACE")
-        or facts.environment.get("OMPI_MCA_btl_tcp_if_include"),
+        "chosen": facts.environment.get("HOROVOD_GLOO_IFACE") or facts.environment.get("OMPI_MCA_btl_tcp_if_include"),
     }
     shown = ", ".join(f"{interface.name} {interface.address}" for interface in reaching)
     if not reaching:
-        return Finding(
-            "network", "note", "no interface that reaches other hosts: one host only", details=details
-        )
+        return Finding("network", "note", "no interface that reaches other hosts: one host only", details=details)
     what = f"{shown} can reach other hosts"
     if local:
         what += f"; {', '.join(interface.name for interface in local)} cannot, and MPI may try"
@@ -84,9 +79,7 @@ def nvidia_gpus(timeout: float = 20.0) -> list[str] | None:
     if not shutil.which("nvidia-smi"):
         return None
     outcome = run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], timeout=timeout)
-    return (
-        [line.strip() for line in outcome.stdout.splitlines() if line.strip()] if outcome.code == 0 else None
-    )
+    return [line.strip() for line in outcome.stdout.splitlines() if line.strip()] if outcome.code == 0 else None
 
 
 def gpus(facts: Facts, devices: Path = Path("/dev")) -> Finding:
@@ -120,9 +113,7 @@ def gpus(facts: Facts, devices: Path = Path("/dev")) -> Finding:
         )
     if facts.np > len(seen):
         remedy = f"-np {len(seen)}: one rank per GPU"
-        return Finding(
-            "gpus", "warning", f"{what}, but {facts.np} ranks: ranks would share GPUs", remedy, details
-        )
+        return Finding("gpus", "warning", f"{what}, but {facts.np} ranks: ranks would share GPUs", remedy, details)
     remedy = "model.compile(jit_compile=False): Keras turns XLA on with GPUs, and Horovod has no XLA kernels"
     return Finding("gpus", "note", what, remedy, details)
 

@@ -106,6 +106,12 @@ class Facts:
         text = self.training["horovod"].get("library") or self.mpi4py["mpi4py"].get("library") or ""
         return identify_mpi(text)
 
+    @property
+    def open_mpi(self) -> int | None:
+        """The major version of the Open MPI whose ``mpirun`` was found, or None if that is of another MPI."""
+        mpi = self.mpirun.mpi if self.mpirun else None
+        return mpi.major if mpi and mpi.vendor == "Open MPI" else None
+
 
 def gather(np: int, timeout: float) -> Facts:
     """Gather the facts; takes about as long as importing TensorFlow."""
@@ -149,7 +155,7 @@ def _alone_with_prefix(alone: Probe, mpi4py: Probe, timeout: float) -> Probe | N
 
 
 def mpi_prefix(stage: Mapping[str, Any]) -> str:
-    """Return the prefix that the stage's MPI library is installed under: ``/usr`` for ``/usr/lib/libmpi.so.40``."""
+    """Return the prefix of the stage's MPI library: ``/usr/local`` for ``/usr/local/lib/libmpi.so.40``."""
     paths = stage.get("libmpi") or [sys.prefix + "/lib/libmpi.so"]
     return str(Path(paths[0]).parent.parent)
 

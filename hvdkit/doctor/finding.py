@@ -14,8 +14,8 @@ class Finding:
 
     Attributes:
         name: The check's stable name, a key of the JSON report.
-        status: ``ok``; ``note``, worth knowing; ``warning``, training starts but is slower or partly limited, or
-            another launcher is needed; ``problem``, training does not start or gives wrong results.
+        status: ``ok``; ``note``, worth knowing; ``warning``, training starts but is slower or partly limited,
+            or another launcher is needed; ``problem``, training does not start or gives wrong results.
         what: What was found, in one sentence.
         remedy: What to type or change; never empty for a warning or a problem.
         details: The figures behind ``what``, for the JSON report.

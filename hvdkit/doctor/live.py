@@ -1,4 +1,4 @@
-"""Start two ranks with each launcher and let them do one allreduce: the check that everything together works."""
+"""Start two ranks with each launcher and let them do one allreduce: does everything together work?"""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def run_mpirun(facts: Facts, timeout: float) -> Finding:
     name, built = "run-mpirun", facts.training["horovod"]
     if facts.mpirun is None or not facts.training.loaded("horovod") or not built["mpi"]:
         return Finding(name, "note", "not tried: needs mpirun, and a Horovod that loads and has MPI")
-    options = ["--oversubscribe"] if facts.mpirun.mpi and facts.mpirun.mpi.vendor == "Open MPI" else []
-    return _judge(name, "mpirun", [facts.mpirun.path, "-np", str(RANKS), *options, *CHILD], facts, timeout)
+    options = ["--oversubscribe"] if facts.open_mpi else []
+    return _judge(name, [facts.mpirun.path, *options, "-np", str(RANKS), *CHILD], facts, timeout)
 
 
 def run_gloo(facts: Facts, timeout: float) -> Finding:
@@ -42,35 +42,28 @@ def run_gloo(facts: Facts, timeout: float) -> Finding:
     name, built = "run-gloo", facts.training["horovod"]
     if facts.horovodrun is None or not facts.training.loaded("horovod") or not built["gloo"]:
         return Finding(name, "note", "not tried: needs horovodrun, and a Horovod that loads and has Gloo")
-    return _judge(
-        name,
-        "horovodrun --gloo",
-        [facts.horovodrun.path, "--gloo", "-np", str(RANKS), *CHILD],
-        facts,
-        timeout,
-    )
+    return _judge(name, [facts.horovodrun.path, "--gloo", "-np", str(RANKS), *CHILD], facts, timeout)
 
 
-def _judge(name: str, launcher: str, argv: list[str], facts: Facts, timeout: float) -> Finding:
+def _judge(name: str, argv: list[str], facts: Facts, timeout: float) -> Finding:
     """Run the launcher's command line and say how the allreduce went."""
     environment = {**outside_a_job(facts.environment), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    environment.update(
-        dict.fromkeys(ROOT_VARIABLES, "1")
-    )  # the check `root` speaks of root; here we see the rest
+    environment.update(dict.fromkeys(ROOT_VARIABLES, "1"))  # the check `root` speaks of root, not this one
     outcome = run(argv, timeout=timeout, env=environment)
     results = [json.loads(text) for text in LINE.findall(outcome.stdout)]
     details = {"seconds": round(outcome.seconds, 1), "command": argv, "results": results}
-    expected = sum(range(1, RANKS + 1))
-    good = [result for result in results if result["size"] == RANKS and result["sum"] == expected]
+    if results and all(1 in (result["size"], result["mpi4py_size"]) for result in results):
+        alone = "mpi4py" if results[0]["mpi4py_size"] == 1 else "Horovod"
+        what = f"to {alone} each process is rank 0 of 1: it does not use the MPI of {argv[0]}"
+        remedy = f"use the launcher of {facts.library or 'the MPI that Horovod loads'}; see mpirun, mpi-library"
+        return Finding(name, "problem", what, remedy, details)
+    total = sum(range(1, RANKS + 1))
+    good = [result for result in results if result["size"] == RANKS and result["sum"] == total]
     if outcome.code == 0 and len(good) == RANKS:
         what = f"{RANKS} ranks did an allreduce in {outcome.seconds:.1f} s, start included"
         return Finding(name, "ok", what, details=details)
-    if results and all(result["size"] == 1 for result in results):
-        what = f"{launcher}: each process is rank 0 of 1: launcher and MPI library differ"
-        remedy = f"use the launcher of {facts.library or 'the MPI that Horovod loads'} (see mpirun and mpi-library)"
-        return Finding(name, "problem", what, remedy, details)
     last = outcome.last_lines()
-    what = f"{launcher}: the start of {RANKS} ranks {_how(outcome)}; its last lines:\n{last or '(none)'}"
+    what = f"the start of {RANKS} ranks {_how(outcome)}; its last lines:\n{last or '(none)'}"
     return Finding(name, "problem", what, remedy_for(last, outcome, argv), {**details, "output": last})
 
 
@@ -84,7 +77,7 @@ def remedy_for(text: str, outcome: Outcome, argv: list[str]) -> str:
         if match := pattern.search(text):
             return match.expand(remedy)
     if outcome.code is None:
-        return "mend the findings above; a firewall, a proxy or a wrong interface (see network) also makes ranks wait"
+        return "mend the findings above; a firewall or a wrong interface (see network) also makes ranks wait"
     return "mend the findings above, then run it by hand: " + " ".join(argv)
 
 

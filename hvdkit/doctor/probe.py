@@ -1,7 +1,8 @@
-"""The subprocess that imports TensorFlow, Horovod and mpi4py and says what it sees: ``python -m hvdkit.doctor.probe``.
+"""The subprocess that imports TensorFlow, Horovod and mpi4py and says what it sees.
 
-Each argument is a stage; each prints one JSON line when it ends, with ``error`` if its import failed. The reader takes
-the first stage without a line to be the one that crashed or hung. Nothing here starts MPI, except the stage ``alone``.
+``python -m hvdkit.doctor.probe STAGE...``: each stage prints one JSON line when it ends, with ``error`` if
+its import failed. The reader takes the first stage without a line to be the one that crashed or hung. Nothing
+here starts MPI, except the stage ``alone``.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# The C library alone: not libmpi_cxx or libmpi_mpifh, which come beside it. A wheel may put a hash in the name.
+# The C library alone, not libmpi_cxx or libmpi_mpifh beside it. A wheel may put a hash in the name.
 LIBMPI = re.compile(r"/lib(mpi|mpich|mpi_abi)(-[0-9a-f]+)?\.so[.0-9]*$")
 TF_FRAMEWORK = "libtensorflow_framework.so.2"
 
 
 def tensorflow() -> dict[str, Any]:
-    """Report TensorFlow's version, whether it is built for CUDA, its GPUs, and whether it exports hwloc's symbols."""
+    """Report TensorFlow's version, whether it is built for CUDA, its GPUs, and whether it exports hwloc."""
     import tensorflow as tf
 
     framework = Path(tf.sysconfig.get_lib()) / TF_FRAMEWORK
@@ -49,7 +50,7 @@ def keras() -> dict[str, Any]:
 
 
 def horovod() -> dict[str, Any]:
-    """Load Horovod's TensorFlow engine, and report what is built into it and the MPI library it brought in."""
+    """Load Horovod's TensorFlow engine, and report what is built into it and the MPI it brought in."""
     before = libmpi_paths()
     import horovod.tensorflow as hvd
 
@@ -106,10 +107,10 @@ def libmpi_paths() -> list[str]:
 
 
 def _loaded_since(before: list[str]) -> dict[str, Any]:
-    """Report the MPI libraries in this process, those that are new, and the first new one's version string."""
+    """Report the MPI libraries in this process, and the version string of the first that is new."""
     now = libmpi_paths()
     new = [path for path in now if path not in before]
-    return {"libmpi": now, "libmpi_new": new, "library": library_version(new[0]) if new else None}
+    return {"libmpi": now, "library": library_version(new[0]) if new else None}
 
 
 def library_version(path: str) -> str | None:

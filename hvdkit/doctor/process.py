@@ -15,7 +15,7 @@ GRACE_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended: its exit code (negative: the signal), None if it did not end in time, or did not start."""
+    """How a command ended; ``code`` is negative for a signal, None if time ran out, 127 without a start."""
 
     code: int | None
     stdout: str
@@ -48,7 +48,7 @@ class Outcome:
 def run(argv: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None) -> Outcome:
     """Run ``argv`` for at most ``timeout`` seconds; processes it started are ended with it.
 
-    Output goes to files, not pipes: a grandchild that holds a pipe open would make the wait for its end endless.
+    Output goes to files, not pipes: a grandchild that holds a pipe open would make the wait endless.
     """
     started = time.monotonic()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

