@@ -1,0 +1,63 @@
+"""Checks of the arguments of :class:`hvdkit.data.GlobalBatches`."""
+
+from __future__ import annotations
+
+import numbers
+import sys
+from collections.abc import Callable
+from typing import Any, get_args
+
+from hvdkit import cluster
+from hvdkit.data.arrays import ArraySource
+from hvdkit.data.order import Remainder
+from hvdkit.data.stream import StreamSource
+from hvdkit.errors import describe
+
+SHUFFLE_BUFFER = 10_000
+"""Examples in the shuffle buffer of a stream, unless told otherwise."""
+
+
+def integer(name: str, value: Any, *, minimum: int) -> int:
+    """Return ``value`` as an int, or raise if it is none or less than ``minimum``."""
+    expected = f"an integer of at least {minimum}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(describe(name, value, expected, "pass an int"))
+    if value < minimum:
+        raise ValueError(describe(name, value, expected, "raise it"))
+    return int(value)
+
+
+def remainder(value: Any) -> Remainder:
+    """Return ``value`` if it names what to do with an epoch's last examples."""
+    if value not in get_args(Remainder):
+        raise ValueError(describe("remainder", value, "'pad' or 'drop'", "choose one of the two"))
+    return value
+
+
+def world(rank: int | None, size: int | None) -> tuple[int, int]:
+    """Return rank and size: the cluster's, or both of the caller's."""
+    if rank is None and size is None:
+        return cluster.rank(), cluster.size()
+    if rank is None or size is None:
+        raise ValueError(describe("rank, size", (rank, size), "both or neither", "pass the two together"))
+    size = integer("size", size, minimum=1)
+    rank = integer("rank", rank, minimum=0)
+    if rank >= size:
+        raise ValueError(describe("rank", rank, f"less than size ({size})", "ranks count from 0"))
+    return rank, size
+
+
+def source(data: Any, map_fn: Callable[..., Any] | None, shuffle_buffer: int | None) -> ArraySource | StreamSource:
+    """Return ``data`` as a source of examples."""
+    if shuffle_buffer is not None:
+        shuffle_buffer = integer("shuffle_buffer", shuffle_buffer, minimum=1)
+    tensorflow = sys.modules.get("tensorflow")  # whoever made a Dataset has imported it
+    if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
+        return StreamSource(data, map_fn=map_fn, shuffle_buffer=shuffle_buffer or SHUFFLE_BUFFER)
+    for name, value in (("map_fn", map_fn), ("shuffle_buffer", shuffle_buffer)):
+        if value is not None:
+            raise TypeError(
+                describe(name, value, "None for arrays", "it is for a tf.data.Dataset; arrays are shuffled whole, "
+                         "and each batch can be mapped after it is read")
+            )  # fmt: skip
+    return ArraySource(data)

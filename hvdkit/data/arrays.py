@@ -1,0 +1,188 @@
+"""Arrays, memory-mapped files and anything that is indexed like them, as a source of rows."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import optree
+
+from hvdkit.data import order
+from hvdkit.errors import describe
+
+
+class Concatenated:
+    """Several arrays, one after the other along their first axis, without copying them.
+
+    For data that lies in several memory-mapped files. Rows are read when they are asked for.
+
+    Args:
+        parts: Arrays ``[n_i, ...]`` of one dtype and one shape behind the first axis.
+
+    Raises:
+        ValueError: ``parts`` is empty, or the shapes or dtypes differ.
+
+    Example:
+        >>> rows = Concatenated([np.zeros((2, 3)), np.ones((4, 3))])
+        >>> len(rows), rows[np.array([1, 2])][:, 0].tolist()
+        (6, [0.0, 1.0])
+    """
+
+    def __init__(self, parts: Sequence[np.ndarray]):
+        if not parts:
+            raise ValueError(describe("parts", "no array", "at least one", "pass a non-empty list"))
+        kinds = {(part.shape[1:], part.dtype) for part in parts}
+        if len(kinds) > 1:
+            raise ValueError(
+                describe("parts", f"{len(kinds)} kinds: {sorted(map(str, kinds))}", "one shape and one dtype",
+                         "convert the parts to the same shape and dtype")
+            )  # fmt: skip
+        self._parts = list(parts)
+        self._starts = np.cumsum([0, *(len(part) for part in parts)])
+        self.shape = (int(self._starts[-1]), *parts[0].shape[1:])
+        self.dtype = parts[0].dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        indices = np.asarray(indices)
+        rows = np.empty((len(indices), *self.shape[1:]), self.dtype)
+        owner = np.searchsorted(self._starts, indices, side="right") - 1
+        for part in np.unique(owner):
+            mine = owner == part
+            rows[mine] = self._parts[part][indices[mine] - self._starts[part]]
+        return rows
+
+
+class ArraySource:
+    """A structure (tuple, list, dict, nested) of arrays whose first axes are the examples.
+
+    Random access: each batch is a function of its epoch and step alone, and only the rows asked for are read.
+
+    Attributes:
+        examples: The length of the arrays.
+    """
+
+    map_fn = shuffle_buffer = None
+
+    def __init__(self, arrays: Any):
+        accessors, leaves, self._treedef = optree.tree_flatten_with_accessor(arrays)
+        if not leaves:
+            raise TypeError(describe("arrays", repr(arrays), "at least one array", "pass an array, or a tuple of them"))
+        names = [accessor.codify("arrays") for accessor in accessors]
+        self._columns = [_Column(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+        lengths = {column.name: column.length for column in self._columns}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                describe("arrays", ", ".join(f"len({name}) = {n}" for name, n in lengths.items()),
+                         "equal lengths", "cut them, or find the examples that lack a value")
+            )  # fmt: skip
+        self.examples = self._columns[0].length
+        self.structure = arrays
+
+    def read(self, indices: np.ndarray) -> Any:
+        """Return the rows ``indices`` (int64) of every array, copied, in the structure given."""
+        return optree.tree_unflatten(self._treedef, [column.read(indices) for column in self._columns])
+
+    def open(
+        self, epoch: int, step: int, rows: tuple[int, int], batch_size: int, seed: int | None,
+        remainder: order.Remainder,
+    ) -> Iterator[tuple[Any, int]]:  # fmt: skip
+        """Yield ``rows`` of each global batch of the epoch from ``step`` on, and its number of real examples."""
+        examples = self.examples
+        shuffled = order.epoch_order(examples, seed, epoch)
+        for i in range(step, order.steps_per_epoch(examples, batch_size, remainder)):
+            indices = order.row_indices(i, examples, batch_size, rows, shuffled)
+            yield self.read(indices), order.real_examples(i, examples, batch_size)
+
+    def batch_spec(self, rows: int) -> Any:
+        """Return the structure of ``tf.TensorSpec`` of a batch of so many rows."""
+        import tensorflow as tf
+
+        first = self.read(np.zeros(1, np.int64))
+        return optree.tree_map(lambda array: tf.TensorSpec([rows, *array.shape[1:]], array.dtype), first)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return shapes, dtypes and a checksum of up to 8 rows spread over the arrays."""
+        sampled = np.unique(np.linspace(0, self.examples - 1, 8).astype(np.int64))
+        checksum = 0
+        kinds = {}
+        for column in self._columns:
+            rows = column.read(sampled)
+            kinds[column.name] = f"{rows.dtype.name}{[self.examples, *rows.shape[1:]]}"
+            checksum = zlib.crc32(np.ascontiguousarray(rows).tobytes(), checksum)
+        return {"examples": self.examples, "arrays": kinds, "rows": checksum}
+
+
+class _Column:
+    """One array of an :class:`ArraySource`, checked once and then read by rows."""
+
+    def __init__(self, name: str, array: Any):
+        self.name = name
+        if callable(getattr(array, "numpy", None)):  # a TensorFlow tensor or variable
+            array = array.numpy()
+        elif hasattr(array, "to_numpy"):  # a pandas Series or DataFrame: its [] takes labels, not rows
+            array = array.to_numpy()
+        elif isinstance(array, np.ndarray):
+            array = np.asarray(array)  # a memmap becomes a plain view of the same pages
+        self._array = array
+        self._is_numpy = isinstance(array, np.ndarray)
+        self._is_h5py = type(array).__module__.startswith("h5py")
+        self.length = _length(name, array)
+        if self.length == 0:
+            raise ValueError(describe(name, "an empty data set", "at least one example", "check how it was read"))
+        first = _first_row(name, array)
+        self._native = first.dtype.newbyteorder("=")
+        if first.dtype.hasobject:
+            raise TypeError(
+                describe(name, "dtype object", "numbers, booleans or strings of one shape",
+                         "convert it, e.g. np.asarray(x, dtype='float32'), or pad rows of unequal length")
+            )  # fmt: skip
+        # np.take copies rows fastest, but would first copy the whole of an array that is not contiguous.
+        self._contiguous = self._is_numpy and array.flags.c_contiguous
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        """Return a copy of the rows ``indices``."""
+        if self._contiguous:
+            rows = self._array.take(indices, axis=0)
+        elif self._is_numpy:
+            rows = self._array[indices]
+        else:
+            rows = self._read_ascending(indices)
+        return rows if rows.dtype.isnative else rows.astype(self._native)
+
+    def _read_ascending(self, indices: np.ndarray) -> np.ndarray:
+        """Read through ascending unique indices: h5py takes no others, and files like them best."""
+        unique, inverse = np.unique(indices, return_inverse=True)
+        first, last = int(unique[0]), int(unique[-1])
+        if self._is_h5py and last - first + 1 == len(unique):
+            return np.asarray(self._array[first : last + 1])[inverse]  # one read instead of one a row
+        return np.asarray(self._array[unique])[inverse]
+
+
+def _length(name: str, array: Any) -> int:
+    try:
+        return len(array)
+    except TypeError:
+        raise TypeError(
+            describe(name, f"{type(array).__name__} without a length", "an array [examples, ...]",
+                     "convert it with np.asarray; a single value needs np.asarray([value])")
+        ) from None  # fmt: skip
+
+
+def _first_row(name: str, array: Any) -> np.ndarray:
+    """Read one row as every batch will be read, so that a wrong kind of source fails here and by name."""
+    try:
+        row = np.asarray(array[np.array([0])])
+        if row.ndim == 0 or len(row) != 1:
+            raise TypeError(f"one index gave the shape {row.shape}")
+    except Exception as error:
+        raise TypeError(
+            describe(name, f"{type(array).__name__}, which failed to read row 0 ({error})",
+                     "an array, or an object whose [] takes an integer array and returns those rows",
+                     "convert it with np.asarray")
+        ) from error  # fmt: skip
+    return row

@@ -1,0 +1,327 @@
+"""The global order of examples, cut for one rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from hvdkit.data import arguments, order
+from hvdkit.data.keras_dataset import keras_dataset
+from hvdkit.errors import describe
+
+
+class GlobalBatches(Iterator[Any]):
+    """Iterate over this rank's rows of global batches whose content does not depend on the number of ranks.
+
+    The order of examples is a function of ``shuffle_seed`` and the epoch. Rank r of N gets rows
+    ``[r*B//N, (r+1)*B//N)`` of each global batch of B examples: the ranks' local batches, concatenated in rank
+    order, are the batch that one process would see, and all ranks make the same number of steps. B need not be a
+    multiple of N.
+
+    A short last batch of an epoch is dropped (``remainder="drop"``) or filled up to B (``"pad"``) with
+    examples from the start of the epoch's order, round and round if need be; a stream fills it with the batch's own
+    first examples. Filler has ``mask`` False and ``sample_weight`` 0.
+
+    Args:
+        arrays_or_source: The whole data, the same on every rank: an array ``[n, ...]``, a nested tuple, list or dict
+            of arrays of one length (NumPy arrays, memory maps, TensorFlow tensors, h5py data sets, or any object with
+            ``len`` and indexing by an integer array), or a ``tf.data.Dataset`` of single examples. Of files, only
+            the rows of this rank are read.
+        global_batch_size: B, over all ranks; at least N.
+        shuffle_seed: Shuffle each epoch by this seed, an integer >= 0. None keeps the order of the data.
+        epochs: Stop after so many epochs. None goes on for ever.
+        remainder: What becomes of an epoch's short last batch: "pad" or "drop".
+        with_sample_weight: Yield ``(x, y, sample_weight)`` for data ``(x, y)``, as Keras expects it.
+        map_fn: For a ``tf.data.Dataset``: a function from one example to another, run on this rank's rows only.
+        shuffle_buffer: For a ``tf.data.Dataset``: shuffle through a buffer of so many examples. The shuffle is
+            complete when it is at least the number of examples.
+        rank: r, and
+        size: N, to override the cluster's. For the data-parallel part of a larger mesh, and for use without a cluster.
+
+    Yields:
+        What was given (array for array, tuple for tuple, dict for dict), each ``[local rows, ...]``, where local rows
+        = ``(r+1)*B//N - r*B//N``. NumPy arrays; TensorFlow tensors from a ``tf.data.Dataset``.
+
+    Raises:
+        TypeError: The data is not made of arrays, or is made of object arrays; an argument has the wrong type.
+        ValueError: Arrays empty or of unequal length, B < N, no full batch under "drop", or an argument out of range.
+
+    Example:
+        >>> batches = GlobalBatches(np.arange(5), 2, epochs=1, rank=0, size=1)
+        >>> [(batch.tolist(), batches.mask.tolist()) for batch in batches]
+        [([0, 1], [True, True]), ([2, 3], [True, True]), ([4, 0], [True, False])]
+        >>> batches.state["epoch"], batches.state["step"]
+        (1, 0)
+    """
+
+    def __init__(
+        self,
+        arrays_or_source: Any,
+        global_batch_size: int,
+        *,
+        shuffle_seed: int | None = None,
+        epochs: int | None = None,
+        remainder: order.Remainder = "pad",
+        with_sample_weight: bool = False,
+        map_fn: Callable[..., Any] | None = None,
+        shuffle_buffer: int | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+    ):
+        self._rank, self._size = arguments.world(rank, size)
+        self._batch_size = arguments.integer("global_batch_size", global_batch_size, minimum=1)
+        self._seed = None if shuffle_seed is None else arguments.integer("shuffle_seed", shuffle_seed, minimum=0)
+        self._epochs = None if epochs is None else arguments.integer("epochs", epochs, minimum=1)
+        self._remainder = arguments.remainder(remainder)
+        if self._batch_size < self._size:
+            raise ValueError(
+                describe("global_batch_size", self._batch_size, f"at least {self._size}, the number of ranks",
+                         "raise it, or start fewer ranks: each needs an example in every batch")
+            )  # fmt: skip
+        self._source = arguments.source(arrays_or_source, map_fn, shuffle_buffer)
+        self._rows = order.local_rows(self._batch_size, self._rank, self._size)
+        self._with_sample_weight = with_sample_weight
+        if with_sample_weight:
+            self._require_pairs("with_sample_weight=True")
+        self._steps_per_epoch = self._known_steps_per_epoch()
+        self._order_check = order.order_check(self._seed)
+        self._epoch = self._step = 0  # of the next batch
+        self._epoch_yielded = 0
+        self._count: int | None = None  # b of the batch just yielded
+        self._reader: Iterator[tuple[Any, int]] | None = None
+
+    def __iter__(self) -> GlobalBatches:
+        return self
+
+    def __next__(self) -> Any:
+        while self._epochs is None or self._epoch < self._epochs:
+            batch = self._read()
+            if batch is not None:
+                return batch
+            self._end_epoch()
+        raise StopIteration
+
+    # ---- about the batch just yielded -------------------------------------------------------------------------
+
+    @property
+    def global_count(self) -> int:
+        """b: the number of real examples of the batch just yielded, over all ranks."""
+        if self._count is None:
+            raise RuntimeError(describe("GlobalBatches", "no batch yet", "a batch", "call next() on it first"))
+        return self._count
+
+    @property
+    def mask(self) -> np.ndarray:
+        """Bool ``[local rows]``: False for the filler in the batch just yielded."""
+        return order.real_rows(self.global_count, self._rows)
+
+    @property
+    def count(self) -> int:
+        """The number of real examples of this rank in the batch just yielded; 0 is possible."""
+        first, last = self._rows
+        return min(max(self.global_count - first, 0), last - first)
+
+    @property
+    def sample_weight(self) -> np.ndarray:
+        """Float32 ``[local rows]``: ``mask * N * L / b``, with L local rows and b = ``global_count``.
+
+        Each rank's ``mean(sample_weight * loss)``, averaged over the ranks, is the mean of the loss over the b real
+        examples of the global batch. So is the gradient.
+        """
+        return order.sample_weights(self.mask, self.global_count, self._size)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, of the batch just yielded."""
+        return self._epoch_yielded
+
+    @property
+    def step(self) -> int:
+        """The number of batches yielded since the start of training, over all epochs and restores."""
+        return self._epoch * (self._steps_per_epoch or 0) + self._step
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """The number of batches in an epoch; None for a stream of unknown length in its first epoch."""
+        return self._steps_per_epoch
+
+    @property
+    def local_rows(self) -> tuple[int, int]:
+        """The first, and one past the last, row of each global batch that are this rank's."""
+        return self._rows
+
+    # ---- state ------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Where the next batch is: a small dict fit for JSON, the same on every rank and at every N."""
+        return self.state_at(self.step)
+
+    def state_at(self, global_step: int) -> dict[str, Any]:
+        """Return what :attr:`state` is after ``global_step`` batches since the start of training.
+
+        A pure function, for a training loop whose input runs ahead of it (Keras ``fit``): save
+        ``state_at(steps done)``, whatever has been prefetched.
+
+        Raises:
+            ValueError: ``global_step`` is negative, or beyond what has been read of a stream of unknown length.
+        """
+        arguments.integer("global_step", global_step, minimum=0)
+        steps = self._steps_per_epoch
+        if steps is None and global_step > self._step:
+            raise ValueError(
+                describe("global_step", global_step, f"at most {self._step}, the batches read so far",
+                         "read a whole epoch first, or give the length: "
+                         "dataset.apply(tf.data.experimental.assert_cardinality(n))")
+            )  # fmt: skip
+        epoch, step = (0, global_step) if steps is None else divmod(global_step, steps)
+        return {"epoch": epoch, "step": step, "global_step": global_step, **self._identity()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a saved ``state``, at any number of ranks.
+
+        Raises:
+            ValueError: The state is of another seed, data set size or batch size, so that its position means
+                nothing here; or it is not a state.
+        """
+        own = self._identity()
+        missing = {"epoch", "step", *own} - set(state)
+        if missing:
+            raise ValueError(
+                describe("state", f"no {sorted(missing)}", "what GlobalBatches.state returned", "pass it unchanged")
+            )
+        learnt = {"examples", "steps_per_epoch"}  # a stream may not know them yet
+        for key, expected in own.items():
+            if state[key] != expected and not (key in learnt and None in (state[key], expected)):
+                raise ValueError(describe(f"state[{key!r}]", state[key], f"{expected!r}, as now", _REMEDIES[key]))
+        if self._steps_per_epoch is None:
+            self._steps_per_epoch = state["steps_per_epoch"]
+        self._epoch = self._epoch_yielded = arguments.integer("state['epoch']", state["epoch"], minimum=0)
+        self._step = arguments.integer("state['step']", state["step"], minimum=0)
+        self._count = self._reader = None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return a cheap summary, fit for JSON, that is equal on all ranks if they were given the same data.
+
+        Holds seed, batch size, lengths, shapes, dtypes and a checksum of a few rows.
+        """
+        return {**self._source.fingerprint(), "seed": self._seed, "batch_size": self._batch_size,
+                "remainder": self._remainder}  # fmt: skip
+
+    def as_keras(self) -> Any:
+        """Return the same batches, from here on, as a ``tf.data.Dataset`` of ``(x, y, sample_weight)`` for ``fit``.
+
+        It has ``steps_per_epoch`` elements, and each pass over it goes on with the next ones, so ``fit(dataset,
+        epochs=3)`` needs no other argument. It reads ahead on its own: this iterator does not move. Save
+        ``state_at(steps done)``.
+
+        Raises:
+            TypeError: The data is not a pair ``(x, y)``.
+            ValueError: A stream's length is unknown.
+
+        Example:
+            >>> model.fit(GlobalBatches((x, y), 256, shuffle_seed=0).as_keras(), epochs=3)  # doctest: +SKIP
+        """
+        self._require_pairs("as_keras()")
+        if self._steps_per_epoch is None:
+            raise ValueError(
+                describe("arrays_or_source", "a tf.data.Dataset of unknown length", "a known one",
+                         "give it: dataset.apply(tf.data.experimental.assert_cardinality(n))")
+            )  # fmt: skip
+        spec = self._source.batch_spec(self._rows[1] - self._rows[0])
+        return keras_dataset(self._copy_at, self.step, self._steps_per_epoch, spec)
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _read(self) -> Any:
+        """Return the next batch of this epoch, or None at its end."""
+        if self._reader is None:
+            self._reader = self._source.open(
+                self._epoch, self._step, self._rows, self._batch_size, self._seed, self._remainder
+            )
+        try:
+            batch, count = next(self._reader, _END)
+        except BaseException:
+            self._reader = None  # a generator that raised looks exhausted: never take that for an epoch's end
+            raise
+        if count == 0:
+            return None
+        self._step += 1
+        if self._steps_per_epoch is not None and self._step > self._steps_per_epoch:
+            raise self._unequal_epochs("more")
+        self._count, self._epoch_yielded = count, self._epoch
+        return (*batch, self.sample_weight) if self._with_sample_weight else batch
+
+    def _end_epoch(self) -> None:
+        if self._steps_per_epoch is None:
+            if self._step == 0:
+                raise _no_batch(f"a stream that ended before {self._batch_size} examples", self._batch_size)
+            self._steps_per_epoch = self._step
+        elif self._step < self._steps_per_epoch:
+            raise self._unequal_epochs(str(self._step))
+        self._epoch, self._step, self._reader = self._epoch + 1, 0, None
+
+    def _known_steps_per_epoch(self) -> int | None:
+        examples = self._source.examples
+        if examples is None:
+            return None
+        steps = order.steps_per_epoch(examples, self._batch_size, self._remainder)
+        if steps == 0:
+            raise _no_batch(f"{examples} examples", self._batch_size)
+        return steps
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what a position in the global order depends on besides the data."""
+        return {
+            "seed": self._seed,
+            "examples": self._source.examples,
+            "batch_size": self._batch_size,
+            "remainder": self._remainder,
+            "steps_per_epoch": self._steps_per_epoch,
+            "shuffle_buffer": self._source.shuffle_buffer if self._seed is not None else None,
+            "order_check": self._order_check,
+        }
+
+    def _copy_at(self, global_step: int) -> GlobalBatches:
+        """Return an iterator of its own over the same data that yields (x, y, sample_weight) from there."""
+        other = copy.copy(self)
+        other._with_sample_weight = True
+        other.restore(self.state_at(global_step))
+        return other
+
+    def _require_pairs(self, what: str) -> None:
+        structure = self._source.structure
+        if not isinstance(structure, tuple) or len(structure) != 2:
+            raise TypeError(
+                describe("arrays_or_source", f"a {type(structure).__name__}", f"a tuple (x, y) for {what}",
+                         "pass (x, y), or read .sample_weight after each batch")
+            )  # fmt: skip
+
+    def _unequal_epochs(self, found: str) -> ValueError:
+        return ValueError(
+            describe("arrays_or_source", f"a stream of {found} batches in epoch {self._epoch}",
+                     f"{self._steps_per_epoch}, as before",
+                     "make the stream the same each time it is read (no unseeded filter or sampling)")
+        )  # fmt: skip
+
+
+def _no_batch(got: str, batch_size: int) -> ValueError:
+    return ValueError(
+        describe("arrays_or_source", got, f"at least one batch of {batch_size}",
+                 "lower global_batch_size, or pass remainder='pad'")
+    )  # fmt: skip
+
+
+_END: tuple[Any, int] = (None, 0)
+_REMEDIES = {
+    "seed": "pass the same shuffle_seed as before",
+    "examples": "give the data set of the saved run, or start afresh",
+    "batch_size": "pass the same global_batch_size as before, whatever the number of ranks",
+    "remainder": "pass the same remainder as before",
+    "steps_per_epoch": "give the data set of the saved run, or start afresh",
+    "shuffle_buffer": "pass the same shuffle_buffer as before",
+    "order_check": "use the NumPy of the saved run: this one shuffles in another way",
+}

@@ -1,0 +1,55 @@
+"""Global batches as a dataset for Keras ``fit``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hvdkit.errors import describe
+
+
+def keras_dataset(open_at: Callable[[int], Iterator[Any]], first_step: int, steps: int, spec: Any) -> Any:
+    """Return a ``tf.data.Dataset`` of ``steps`` elements whose k-th pass starts at ``first_step + k * steps``.
+
+    Why not a ``keras.utils.PyDataset``: ``fit`` shuffles the order of its batches by default, with each process's own
+    random state, so that ranks would train on rows of different global batches; and it calls ``on_epoch_end``
+    before the first epoch as well as after each. It does neither to a ``tf.data.Dataset``. The number of passes
+    is counted when a pass asks for its first batch: Keras creates iterators that it never reads.
+
+    Args:
+        open_at: Returns an iterator over the batches ``(x, y, sample_weight)`` from a global step on.
+        first_step: The global step of the first batch.
+        steps: Batches in a pass.
+        spec: The ``tf.TypeSpec`` structure of a batch ``(x, y)``.
+    """
+    import tensorflow as tf
+
+    passes = itertools.count()
+
+    def one_pass() -> Iterator[Any]:
+        start = first_step + next(passes) * steps
+        read = 0
+        for batch in itertools.islice(open_at(start), steps):
+            read += 1
+            yield _lists_to_tuples(batch)
+        if read < steps:
+            raise ValueError(
+                describe("epochs", f"a pass that ends after step {start + read}", f"{steps} more steps",
+                         "let GlobalBatches(epochs=) be at least the epochs of fit, or None")
+            )  # fmt: skip
+
+    spec = _lists_to_tuples(spec)
+    rows = tf.nest.flatten(spec)[0].shape[0]
+    signature = (*spec, tf.TensorSpec([rows], tf.float32))
+    dataset = tf.data.Dataset.from_generator(one_pass, output_signature=signature)
+    return dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2)
+
+
+def _lists_to_tuples(structure: Any) -> Any:
+    """tf.data takes a list for one tensor."""
+    if isinstance(structure, dict):
+        return {key: _lists_to_tuples(value) for key, value in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        return tuple(_lists_to_tuples(value) for value in structure)
+    return structure

@@ -1,0 +1,100 @@
+"""A ``tf.data.Dataset`` of single examples as a source.
+
+Every rank reads the same stream and keeps its rows of each global batch; the costly part of the input
+(``map_fn``) runs on the kept rows only.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from hvdkit.data import order
+from hvdkit.errors import describe
+
+
+class StreamSource:
+    """The examples of a deterministic ``tf.data.Dataset``, in their order or shuffled through a buffer.
+
+    Attributes:
+        examples: The dataset's cardinality, or None where it is unknown or infinite.
+    """
+
+    def __init__(self, dataset: Any, *, map_fn: Callable[..., Any] | None, shuffle_buffer: int):
+        import tensorflow as tf
+
+        options = tf.data.Options()
+        options.deterministic = True  # parallel reads and maps of the caller keep their order
+        self._dataset = dataset.with_options(options)
+        self.map_fn = map_fn
+        self.shuffle_buffer = shuffle_buffer
+        self.structure = dataset.element_spec if map_fn is None else dataset.map(map_fn).element_spec
+        cardinality = int(dataset.cardinality())
+        if cardinality == 0:
+            raise ValueError(
+                describe("arrays_or_source", "an empty tf.data.Dataset", "at least one example", "check how it is read")
+            )
+        self.examples = cardinality if cardinality > 0 else None
+
+    def open(
+        self, epoch: int, step: int, rows: tuple[int, int], batch_size: int, seed: int | None,
+        remainder: order.Remainder,
+    ) -> Iterator[tuple[Any, int]]:  # fmt: skip
+        """Yield ``rows`` of each global batch of the epoch from ``step`` on, and its number of real examples.
+
+        Filler rows repeat the examples of the batch they complete, from its first.
+        """
+        import tensorflow as tf
+
+        first, last = rows
+
+        def keep_rows(*window: Any) -> Any:
+            columns = window if isinstance(self._dataset.element_spec, tuple) else window[0]
+            count = tf.nest.flatten(columns)[0].cardinality()
+            kept = tf.data.Dataset.zip(columns).repeat().skip(first).take(last - first)
+            return tf.data.Dataset.zip((kept, tf.data.Dataset.from_tensors(count).repeat()))
+
+        stream = self._ordered(epoch, seed).skip(step * batch_size)
+        stream = stream.window(batch_size, drop_remainder=remainder == "drop").flat_map(keep_rows)
+        if self.map_fn is not None:
+            stream = stream.map(self._map_example, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        for batch, counts in stream.batch(last - first).prefetch(1):
+            yield batch, int(counts[0])
+
+    def batch_spec(self, rows: int) -> Any:
+        """Return the structure of ``tf.TypeSpec`` of a batch of so many rows."""
+        dataset = self._dataset if self.map_fn is None else self._dataset.map(self.map_fn)
+        return dataset.batch(rows, drop_remainder=True).element_spec
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the examples' number and kind and a checksum of the first two."""
+        import tensorflow as tf
+
+        checksum = 0
+        for example in self._dataset.take(2):
+            for leaf in tf.nest.flatten(example, expand_composites=True):
+                checksum = zlib.crc32(np.ascontiguousarray(leaf.numpy()).tobytes(), checksum)
+        return {"examples": self.examples, "arrays": {"dataset": str(self._dataset.element_spec)}, "rows": checksum}
+
+    def _ordered(self, epoch: int, seed: int | None) -> Any:
+        if seed is None:
+            return self._dataset
+        import tensorflow as tf
+
+        shuffle_seed = int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0] >> 1)
+
+        def shuffled(_: Any) -> Any:
+            # tf.data mixes in the global seed, which a script may have set differently on each rank. In here it
+            # is the seed of this function's graph, and fixed.
+            tf.random.set_seed(0)
+            return self._dataset.shuffle(self.shuffle_buffer, seed=shuffle_seed, reshuffle_each_iteration=False)
+
+        return tf.data.Dataset.from_tensors(0).flat_map(shuffled)
+
+    def _map_example(self, example: Any, count: Any) -> Any:
+        assert self.map_fn is not None
+        mapped = self.map_fn(*example) if isinstance(example, tuple) else self.map_fn(example)
+        return mapped, count

@@ -1,0 +1,385 @@
+"""hvdkit.data: the global order of examples, its cut by rank, state, weights, sources."""
+
+import json
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdkit.data import Concatenated, GlobalBatches, order
+
+SIZES = (1, 2, 3, 4, 5, 7)
+
+
+def ranks(data, batch_size, size, **options):
+    return [GlobalBatches(data, batch_size, rank=r, size=size, **options) for r in range(size)]
+
+
+def global_batches(data, batch_size, size, steps=None, **options):
+    """The ranks' local batches and masks, each concatenated in rank order, step by step."""
+    iterators = ranks(data, batch_size, size, **options)
+    result = []
+    while steps is None or len(result) < steps:
+        local = [next(it, None) for it in iterators]
+        if local[0] is None:
+            assert all(batch is None for batch in local), "ranks end at different steps"
+            break
+        result.append((np.concatenate(local), np.concatenate([it.mask for it in iterators])))
+    return result
+
+
+def assert_same(actual, expected):
+    assert len(actual) == len(expected)
+    for (batch, mask), (other, other_mask) in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(batch, other)
+        np.testing.assert_array_equal(mask, other_mask)
+
+
+# ---- the order -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_global_order_does_not_depend_on_the_number_of_ranks(size, remainder, seed):
+    data = np.arange(1000, 1103)
+    options = {"shuffle_seed": seed, "epochs": 3, "remainder": remainder}
+    assert_same(global_batches(data, 17, size, **options), global_batches(data, 17, 1, **options))
+
+
+@given(
+    n=st.integers(1, 200), batch=st.integers(1, 60), size=st.integers(1, 9),
+    seed=st.none() | st.integers(0, 2**64), epoch=st.integers(0, 5), remainder=st.sampled_from(["pad", "drop"]),
+)  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_order_arithmetic(n, batch, size, seed, epoch, remainder):
+    bounds = [order.local_rows(batch, rank, size) for rank in range(size)]
+    assert bounds[0][0] == 0 and bounds[-1][1] == batch
+    assert all(bounds[r][1] == bounds[r + 1][0] for r in range(size - 1))
+    lengths = [last - first for first, last in bounds]
+    assert max(lengths) - min(lengths) <= 1
+
+    permutation = order.epoch_order(n, seed, epoch)
+    expected = np.arange(n) if permutation is None else permutation
+    seen = []
+    for step in range(order.steps_per_epoch(n, batch, remainder)):
+        rows = np.concatenate([order.row_indices(step, n, batch, cut, permutation) for cut in bounds])
+        count = order.real_examples(step, n, batch)
+        mask = np.concatenate([order.real_rows(count, cut) for cut in bounds])
+        assert mask.sum() == count >= 1
+        np.testing.assert_array_equal(rows, np.resize(np.roll(expected, -step * batch), batch))
+        seen.extend(rows[mask])
+    whole = n if remainder == "pad" else n - n % batch
+    np.testing.assert_array_equal(seen, expected[:whole])
+    assert sorted(expected) == list(range(n))
+
+
+@given(
+    batch=st.integers(1, 40), size=st.integers(1, 8), count=st.integers(1, 40), seed=st.integers(0, 1000)
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_weights_make_the_average_over_ranks_the_global_mean(batch, size, count, seed):
+    batch, count = max(batch, size), min(count, max(batch, size))
+    loss = np.random.default_rng(seed).normal(size=batch)
+    means = []
+    for rank in range(size):
+        cut = order.local_rows(batch, rank, size)
+        weights = order.sample_weights(order.real_rows(count, cut), count, size)
+        assert weights.dtype == np.float32 and weights.shape == (cut[1] - cut[0],)
+        means.append(np.mean(weights * loss[slice(*cut)]))
+    np.testing.assert_allclose(np.mean(means), loss[:count].mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_weight_is_exactly_one_in_a_full_batch_that_divides():
+    it = GlobalBatches(np.arange(12), 12, rank=2, size=3)
+    next(it)
+    np.testing.assert_array_equal(it.sample_weight, np.ones(4, np.float32))
+
+
+def test_order_of_a_seed_is_the_one_written_down_here():
+    # A change here means that runs saved before cannot be continued: NumPy shuffles otherwise.
+    assert order.epoch_order(12, 7, 0).tolist() == [4, 6, 10, 0, 1, 3, 8, 7, 2, 5, 9, 11]
+    assert order.epoch_order(12, 7, 1).tolist() == [7, 10, 6, 11, 0, 8, 9, 1, 3, 4, 2, 5]
+    assert order.epoch_order(12, 7, 0).dtype == np.uint32
+
+
+def test_epochs_and_seeds_give_different_orders():
+    orders = {tuple(order.epoch_order(50, seed, epoch)) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+
+
+# ---- the remainder -------------------------------------------------------------------------------------------------
+
+
+def test_pad_fills_from_the_start_of_the_epochs_order():
+    batches = global_batches(np.arange(10), 4, 2, shuffle_seed=5, epochs=1)
+    expected = order.epoch_order(10, 5, 0)
+    np.testing.assert_array_equal(batches[2][0], [*expected[8:], *expected[:2]])
+    assert batches[2][1].tolist() == [True, True, False, False]
+
+
+def test_pad_goes_round_when_the_data_is_smaller_than_the_batch():
+    ((batch, mask),) = global_batches(np.arange(3), 8, 3, epochs=1)
+    assert batch.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert mask.sum() == 3
+
+
+def test_counts_of_ranks_in_a_short_batch():
+    iterators = ranks(np.arange(5), 8, 4, epochs=1)
+    for it in iterators:
+        next(it)
+    assert [it.count for it in iterators] == [2, 2, 1, 0]
+    assert {it.global_count for it in iterators} == {5}
+    assert all(it.sample_weight[~it.mask].sum() == 0 for it in iterators)
+
+
+def test_epochs_none_goes_on():
+    it = GlobalBatches(np.arange(4), 3, rank=0, size=1)
+    epochs = []
+    for _ in range(7):
+        next(it)
+        epochs.append(it.epoch)
+    assert epochs == [0, 0, 1, 1, 2, 2, 3]
+    assert it.step == 7 and it.steps_per_epoch == 2
+
+
+# ---- structures ----------------------------------------------------------------------------------------------------
+
+
+def test_structure_comes_back_as_given():
+    data = {"ids": np.arange(6), "pair": (np.eye(6, dtype=np.float32), [np.arange(6) * 2])}
+    batch = next(GlobalBatches(data, 4, rank=1, size=2))
+    assert list(batch) == ["ids", "pair"]
+    assert isinstance(batch["pair"], tuple) and isinstance(batch["pair"][1], list)
+    assert batch["ids"].tolist() == [2, 3]
+    assert batch["pair"][0].dtype == np.float32 and batch["pair"][0].shape == (2, 6)
+    assert batch["pair"][1][0].tolist() == [4, 6]
+
+
+def test_batches_are_copies():
+    data = np.arange(6)
+    batch = next(GlobalBatches(data, 6, rank=0, size=1))
+    batch[:] = -1
+    assert data.tolist() == list(range(6))
+
+
+def test_with_sample_weight():
+    it = GlobalBatches((np.arange(5), np.arange(5) * 10), 4, epochs=1, with_sample_weight=True, rank=1, size=2)
+    (x, y, weight), (_, _, weight2) = it
+    assert x.tolist() == [2, 3] and y.tolist() == [20, 30] and weight.tolist() == [1, 1]
+    assert weight2.tolist() == [0, 0]
+
+
+def test_tensors_pandas_like_and_foreign_byte_order():
+    tf = pytest.importorskip("tensorflow")
+
+    class Series:
+        def to_numpy(self):
+            return np.arange(4)
+
+    data = (tf.range(4), Series(), np.arange(4, dtype=">i4"), tf.Variable([1.0, 2.0, 3.0, 4.0]))
+    batch = next(GlobalBatches(data, 2, rank=0, size=1))
+    assert all(isinstance(leaf, np.ndarray) and leaf.dtype.isnative for leaf in batch)
+    assert batch[2].tolist() == [0, 1] and batch[3].tolist() == [1.0, 2.0]
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Rows of an array, remembering what was asked for."""
+
+    def __init__(self, array):
+        self.array, self.asked = array, []
+
+    def __len__(self):
+        return len(self.array)
+
+    def __getitem__(self, indices):
+        assert isinstance(indices, np.ndarray) and (np.diff(indices) > 0).all()
+        self.asked.append(indices)
+        return self.array[indices]
+
+
+@pytest.mark.parametrize("kind", ["memmap", "strided", "npy", "h5py", "concatenated", "object"])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_sources_read_as_the_array_does(kind, seed, tmp_path):
+    array = np.random.default_rng(0).normal(size=(23, 4, 3)).astype(np.float32)
+    if kind == "memmap":
+        array.tofile(tmp_path / "rows")
+        source = np.memmap(tmp_path / "rows", np.float32, "r", shape=array.shape)
+    elif kind == "strided":
+        source = np.ascontiguousarray(array.transpose(0, 2, 1)).transpose(0, 2, 1)
+        assert not source.flags.c_contiguous
+    elif kind == "npy":
+        np.save(tmp_path / "rows.npy", array)
+        source = np.load(tmp_path / "rows.npy", mmap_mode="r")
+    elif kind == "h5py":
+        source = h5py.File(tmp_path / "rows.h5", "w").create_dataset("rows", data=array)
+    elif kind == "concatenated":
+        source = Concatenated([array[:7], array[7:8], array[8:]])
+    else:
+        source = Recorder(array)
+    options = {"shuffle_seed": seed, "epochs": 2}
+    assert_same(global_batches(source, 6, 4, **options), global_batches(array, 6, 1, **options))
+
+
+def test_only_the_rows_of_this_rank_are_read():
+    source = Recorder(np.arange(100))
+    it = GlobalBatches(source, 10, rank=2, size=5)
+    source.asked.clear()
+    next(it), next(it)
+    assert np.concatenate(source.asked).tolist() == [4, 5, 14, 15]
+
+
+def test_memmap_of_a_strided_view_is_not_copied_whole(tmp_path):
+    rows, width = 50_000, 1024
+    with (tmp_path / "big").open("wb") as file:
+        file.truncate(rows * width)  # sparse: 51 MB
+    view = np.memmap(tmp_path / "big", np.uint8, "r", shape=(rows, width))[:, 1:]
+    import tracemalloc
+
+    it = GlobalBatches(view, 8, shuffle_seed=0, rank=0, size=1)
+    next(it)
+    tracemalloc.start()
+    next(it)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+def test_concatenated_names_what_differs():
+    with pytest.raises(ValueError, match="one shape and one dtype"):
+        Concatenated([np.zeros((2, 3)), np.zeros((2, 4))])
+    with pytest.raises(ValueError, match="at least one"):
+        Concatenated([])
+
+
+# ---- state ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before, after", [(1, 4), (4, 1), (2, 3), (3, 5), (3, 3)])
+@pytest.mark.parametrize("done", [0, 3, 5, 6, 7, 12, 18])
+def test_restore_at_another_number_of_ranks_continues_the_global_order(before, after, done):
+    data = np.arange(34)
+    options = {"shuffle_seed": 2, "epochs": 3}
+    expected = global_batches(data, 6, 1, **options)
+    first = ranks(data, 6, before, **options)
+    for it in first:
+        for _ in range(done):
+            next(it)
+    states = [it.state for it in first]
+    assert all(state == states[0] for state in states)
+    state = json.loads(json.dumps(states[0]))
+    second = ranks(data, 6, after, **options)
+    for it in second:
+        it.restore(state)
+        assert it.state == state and it.step == done
+    rest = [np.concatenate(parts) for parts in zip(*[list(it) for it in second], strict=True)]
+    assert len(rest) == 18 - done
+    for batch, (other, _) in zip(rest, expected[done:], strict=True):
+        np.testing.assert_array_equal(batch, other)
+
+
+def test_state_at_is_the_state_after_so_many_steps():
+    it = GlobalBatches(np.arange(34), 6, shuffle_seed=2, rank=0, size=1)
+    for done in range(20):
+        assert it.state == it.state_at(done)
+        assert it.state["epoch"] * 6 + it.state["step"] == it.state["global_step"] == done
+        next(it)
+
+
+def test_restore_may_extend_the_epochs():
+    it = GlobalBatches(np.arange(4), 2, epochs=1, rank=0, size=1)
+    list(it)
+    assert next(it, None) is None
+    longer = GlobalBatches(np.arange(4), 2, epochs=2, rank=0, size=1)
+    longer.restore(it.state)
+    assert [batch.tolist() for batch in longer] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        ({"shuffle_seed": 3}, "seed"),
+        ({"shuffle_seed": None}, "seed"),
+        ({"global_batch_size": 5}, "batch_size"),
+        ({"remainder": "drop"}, "remainder"),
+        ({"arrays_or_source": np.arange(21)}, "examples"),
+    ],
+)
+def test_restore_of_another_run_is_refused(change, name):
+    args = {"arrays_or_source": np.arange(20), "global_batch_size": 4, "shuffle_seed": 2, "rank": 0, "size": 1}
+    state = GlobalBatches(**args).state
+    it = GlobalBatches(**{**args, **change})
+    with pytest.raises(ValueError, match=rf"state\['{name}'\]: got .* expected .* as now; "):
+        it.restore(state)
+
+
+def test_restore_notices_another_shuffle_and_a_stranger():
+    it = GlobalBatches(np.arange(20), 4, shuffle_seed=2, rank=0, size=1)
+    with pytest.raises(ValueError, match="NumPy"):
+        it.restore({**it.state, "order_check": 1})
+    with pytest.raises(ValueError, match=r"no \['batch_size'"):
+        it.restore({"epoch": 0, "step": 0})
+    with pytest.raises(TypeError, match="state"):
+        it.restore({**it.state, "step": "3"})
+
+
+# ---- bad arguments -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "args, error, message",
+    [
+        ({"global_batch_size": 2, "size": 3}, ValueError, "global_batch_size: got 2, expected at least 3"),
+        ({"global_batch_size": 0}, ValueError, "global_batch_size: got 0"),
+        ({"global_batch_size": 2.0}, TypeError, "global_batch_size: got 2.0"),
+        ({"epochs": 0}, ValueError, "epochs: got 0"),
+        ({"remainder": "keep"}, ValueError, "remainder: got keep, expected 'pad' or 'drop'"),
+        ({"shuffle_seed": -1}, ValueError, "shuffle_seed: got -1"),
+        ({"shuffle_seed": True}, TypeError, "shuffle_seed: got True"),
+        ({"remainder": "drop", "global_batch_size": 11}, ValueError, "10 examples, expected at least one batch of 11"),
+        ({"rank": 1}, ValueError, "rank: got 1, expected less than size"),
+        ({"rank": None}, ValueError, "both or neither"),
+        ({"map_fn": abs}, TypeError, "map_fn"),
+        ({"shuffle_buffer": 10}, TypeError, "shuffle_buffer"),
+        ({"with_sample_weight": True}, TypeError, r"a tuple \(x, y\)"),
+        ({"arrays_or_source": np.zeros((0, 3))}, ValueError, "arrays: got an empty data set"),
+        ({"arrays_or_source": (np.zeros(3), np.zeros(4))}, ValueError, r"len\(arrays\[0\]\) = 3, len\(arrays\[1\]"),
+        ({"arrays_or_source": {"x": np.zeros(2), "y": np.array([{}, 1])}}, TypeError, r"\['y'\]: got dtype object"),
+        ({"arrays_or_source": ()}, TypeError, "at least one array"),
+        ({"arrays_or_source": [1, 2, 3]}, TypeError, r"arrays\[0\]: got int"),
+        ({"arrays_or_source": np.float32(3)}, TypeError, "without a length"),
+        ({"arrays_or_source": ("rows", np.zeros(4))}, TypeError, r"arrays\[0\]: got str"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(args, error, message):
+    defaults = {"arrays_or_source": np.arange(10), "global_batch_size": 4, "rank": 0, "size": 1}
+    with pytest.raises(error, match=message):
+        GlobalBatches(**{**defaults, **args})
+
+
+def test_asking_about_a_batch_before_there_is_one():
+    it = GlobalBatches(np.arange(10), 4, rank=0, size=1)
+    with pytest.raises(RuntimeError, match="next"):
+        _ = it.mask
+
+
+# ---- fingerprint ---------------------------------------------------------------------------------------------------
+
+
+def test_fingerprint_tells_data_apart():
+    def fingerprint(array, **options):
+        return GlobalBatches((array, np.arange(30)), 6, rank=0, size=1, **options).fingerprint()
+
+    base = np.random.default_rng(0).normal(size=(30, 2))
+    other = base.copy()
+    other[-1, 0] += 1
+    assert fingerprint(base) == fingerprint(base.copy()) == json.loads(json.dumps(fingerprint(base)))
+    variants = [fingerprint(other), fingerprint(base.astype(np.float32)), fingerprint(base, shuffle_seed=1)]
+    assert all(variant != fingerprint(base) for variant in variants)
+    ranked = [GlobalBatches(base, 6, rank=r, size=3).fingerprint() for r in range(3)]
+    assert ranked[0] == ranked[1] == ranked[2]
