@@ -1,0 +1,46 @@
+"""Check that every relative link in the project's documents leads to a file, and every anchor to a heading."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a document's headings, as GitHub writes them."""
+    titles = (re.sub(r"[^\w\- ]", "", title.lower()) for title in HEADING.findall(FENCE.sub("", text)))
+    return {title.strip().replace(" ", "-") for title in titles}
+
+
+def broken_links(document: Path) -> list[str]:
+    """Return one message for each link in ``document`` that leads nowhere."""
+    text = document.read_text(encoding="utf-8")
+    messages = []
+    for link in LINK.findall(FENCE.sub("", text)):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        if not target.exists():
+            messages.append(f"{document.relative_to(ROOT)}: no file {link}")
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target.read_text(encoding="utf-8")):
+            messages.append(f"{document.relative_to(ROOT)}: no heading for {link}")
+    return messages
+
+
+def main() -> int:
+    """Print the broken links of all documents; return 1 if there are any."""
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("launch/**/*.md")]
+    messages = [message for document in documents for message in broken_links(document)]
+    print("\n".join([*messages, f"{len(documents)} documents, {len(messages)} broken links"]))
+    return 1 if messages else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
