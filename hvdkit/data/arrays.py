@@ -47,8 +47,15 @@ class Concatenated:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        indices = np.asarray(indices)
+    def __getitem__(self, key: np.ndarray | slice) -> np.ndarray:
+        """Return the rows of a slice or of an integer array ``[m]`` as a new array ``[m, ...]``."""
+        indices = np.arange(*key.indices(len(self))) if isinstance(key, slice) else np.asarray(key)
+        if indices.ndim != 1 or (indices.size and not 0 <= indices.min() <= indices.max() < len(self)):
+            raise IndexError(
+                describe(
+                    "index", key, f"a slice or integers [m] from 0 to {len(self) - 1}", "pass np.array([i]) for a row"
+                )
+            )
         rows = np.empty((len(indices), *self.shape[1:]), self.dtype)
         owner = np.searchsorted(self._starts, indices, side="right") - 1
         for part in np.unique(owner):

@@ -250,82 +250,21 @@ def test_memmap_of_a_strided_view_is_not_copied_whole(tmp_path):
     assert peak < 1_000_000
 
 
+def test_concatenated_takes_slices_and_refuses_strange_indices():
+    rows = Concatenated([np.arange(3), np.arange(3, 8)])
+    assert (
+        rows[1:6:2].tolist() == [1, 3, 5] and rows[:].tolist() == list(range(8)) and len(rows[np.array([], int)]) == 0
+    )
+    for key in (np.array([-1]), np.array([8]), 3):
+        with pytest.raises(IndexError, match="from 0 to 7"):
+            rows[key]
+
+
 def test_concatenated_names_what_differs():
     with pytest.raises(ValueError, match="one shape and one dtype"):
         Concatenated([np.zeros((2, 3)), np.zeros((2, 4))])
     with pytest.raises(ValueError, match="at least one"):
         Concatenated([])
-
-
-# ---- state ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("before, after", [(1, 4), (4, 1), (2, 3), (3, 5), (3, 3)])
-@pytest.mark.parametrize("done", [0, 3, 5, 6, 7, 12, 18])
-def test_restore_at_another_number_of_ranks_continues_the_global_order(before, after, done):
-    data = np.arange(34)
-    options = {"shuffle_seed": 2, "epochs": 3}
-    expected = global_batches(data, 6, 1, **options)
-    first = ranks(data, 6, before, **options)
-    for it in first:
-        for _ in range(done):
-            next(it)
-    states = [it.state for it in first]
-    assert all(state == states[0] for state in states)
-    state = json.loads(json.dumps(states[0]))
-    second = ranks(data, 6, after, **options)
-    for it in second:
-        it.restore(state)
-        assert it.state == state and it.step == done
-    rest = [np.concatenate(parts) for parts in zip(*[list(it) for it in second], strict=True)]
-    assert len(rest) == 18 - done
-    for batch, (other, _) in zip(rest, expected[done:], strict=True):
-        np.testing.assert_array_equal(batch, other)
-
-
-def test_state_at_is_the_state_after_so_many_steps():
-    it = GlobalBatches(np.arange(34), 6, shuffle_seed=2, rank=0, size=1)
-    for done in range(20):
-        assert it.state == it.state_at(done)
-        assert it.state["epoch"] * 6 + it.state["step"] == it.state["global_step"] == done
-        next(it)
-
-
-def test_restore_may_extend_the_epochs():
-    it = GlobalBatches(np.arange(4), 2, epochs=1, rank=0, size=1)
-    list(it)
-    assert next(it, None) is None
-    longer = GlobalBatches(np.arange(4), 2, epochs=2, rank=0, size=1)
-    longer.restore(it.state)
-    assert [batch.tolist() for batch in longer] == [[0, 1], [2, 3]]
-
-
-@pytest.mark.parametrize(
-    "change, name",
-    [
-        ({"shuffle_seed": 3}, "seed"),
-        ({"shuffle_seed": None}, "seed"),
-        ({"global_batch_size": 5}, "batch_size"),
-        ({"remainder": "drop"}, "remainder"),
-        ({"arrays_or_source": np.arange(21)}, "examples"),
-    ],
-)
-def test_restore_of_another_run_is_refused(change, name):
-    args = {"arrays_or_source": np.arange(20), "global_batch_size": 4, "shuffle_seed": 2, "rank": 0, "size": 1}
-    state = GlobalBatches(**args).state
-    it = GlobalBatches(**{**args, **change})
-    with pytest.raises(ValueError, match=rf"state\['{name}'\]: got .* expected .* as now; "):
-        it.restore(state)
-
-
-def test_restore_notices_another_shuffle_and_a_stranger():
-    it = GlobalBatches(np.arange(20), 4, shuffle_seed=2, rank=0, size=1)
-    with pytest.raises(ValueError, match="NumPy"):
-        it.restore({**it.state, "order_check": 1})
-    with pytest.raises(ValueError, match=r"no \['batch_size'"):
-        it.restore({"epoch": 0, "step": 0})
-    with pytest.raises(TypeError, match="state"):
-        it.restore({**it.state, "step": "3"})
 
 
 # ---- bad arguments -------------------------------------------------------------------------------------------------

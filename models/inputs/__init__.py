@@ -1,0 +1,20 @@
+"""The data sets that the scripts in ``models/`` train on."""
+
+from .cifar10 import load_cifar10
+from .dataset import Dataset
+from .digits import load_digits
+from .distortion import Distortion, distorted_inputs, evaluation_inputs
+from .synthetic import synthetic_images
+from .tables import linear_data, load_diabetes
+
+__all__ = [
+    "Dataset",
+    "Distortion",
+    "distorted_inputs",
+    "evaluation_inputs",
+    "linear_data",
+    "load_cifar10",
+    "load_diabetes",
+    "load_digits",
+    "synthetic_images",
+]

@@ -1,0 +1,32 @@
+"""What every loader of this package returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .distortion import Distortion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """A data set in two parts, the same on every rank.
+
+    Images are uint8 ``[n, 32, 32, 3]`` (an array, or rows read when they are asked for) with int32 labels ``[n]``;
+    tables are float32 ``[n, features]`` with float32 targets ``[n, 1]``.
+    """
+
+    name: str
+    """What the data is, for log lines."""
+    x_train: Any
+    """Inputs to train on."""
+    y_train: Any
+    """Their labels or targets."""
+    x_test: Any
+    """Inputs held out."""
+    y_test: Any
+    """Their labels or targets."""
+    classes: int | None = None
+    """Number of classes; None for a regression."""
+    distortion: Distortion | None = None
+    """How training images may be distorted without changing their class; None for tables."""
