@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdkit.build_horovod import cache, gpu, mpi, patches, toolchain
+from hvdkit.build_horovod import cache, gpu, mpi, patches, sdist, toolchain
 from hvdkit.build_horovod.config import BuildHorovod
 from hvdkit.build_horovod.pip import pip_command, pip_environment
 from hvdkit.build_horovod.process import run
 from hvdkit.build_horovod.progress import BuildProgress
+from hvdkit.build_horovod.sdist import HOROVOD
 from hvdkit.errors import BuildError, describe
-
-HOROVOD = "0.28.1"
-SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
 # Put on PYTHONPATH for the build alone; the person's environment is left as it is.
 # Horovod's setup.py needs a setuptools that still has its legacy commands.
@@ -96,6 +92,8 @@ def build_horovod(config: BuildHorovod) -> Path:
             progress.step(f"Horovod {HOROVOD} for TensorFlow {plan.tensorflow.version} is installed already")
             return wheel
         log = entry / "build.log"
+        if plan.mpi.caution:
+            progress.step(plan.mpi.caution)
         if wheel is None:
             wheel = _build(config, plan, entry, log, progress)
         if config.install:
@@ -114,9 +112,7 @@ def make_plan(config: BuildHorovod) -> Plan:
     cuda = gpu.find_cuda() if config.gpu == "nccl" else None
     python = sys.version_info[:2]
     target = patches.Target(tensorflow=tensorflow.release, python=python, gpu=cuda is not None)
-    return Plan(
-        tensorflow=tensorflow, mpi=mpi.find_mpi(config.mpi), cuda=cuda, patches=patches.needed_patches(target)
-    )
+    return Plan(tensorflow=tensorflow, mpi=mpi.find_mpi(config.mpi), cuda=cuda, patches=patches.needed_patches(target))
 
 
 def installed_facts() -> dict[str, str] | None:
@@ -134,7 +130,7 @@ def _build(config: BuildHorovod, plan: Plan, entry: Path, log: Path, progress: B
     log.write_text(f"compiler: {compiler}\n{json.dumps(plan.facts(), indent=2)}\n", encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="hvdkit-build-") as name:
         folder = Path(name)
-        tools, source = folder / "tools", folder / f"horovod-{HOROVOD}"
+        tools = folder / "tools"
 
         progress.step("fetch the build tools")
         wanted = [*BUILD_TOOLS] if toolchain.has_cmake() else [*BUILD_TOOLS, CMAKE]
@@ -142,9 +138,7 @@ def _build(config: BuildHorovod, plan: Plan, entry: Path, log: Path, progress: B
         run(command, log=log, failure="pip could not fetch the build tools", env=pip_environment())
 
         progress.step(f"fetch Horovod {HOROVOD}")
-        archive = config.sdist or _fetch_sdist(folder, tools, log)
-        _verify(archive)
-        _unpack(archive, folder)
+        source = sdist.unpack(config.sdist or sdist.fetch(entry.parent, tools, log), folder)
         patches.apply_patches(source, plan.patches)
         _record_facts(source, plan)
 
@@ -154,36 +148,6 @@ def _build(config: BuildHorovod, plan: Plan, entry: Path, log: Path, progress: B
         env = build_environment(plan, tools, jobs)
         run(command, log=log, failure="Horovod did not compile", env=env, cwd=source, on_line=progress.line)
         return cache.store(next((folder / "dist").glob("*.whl")), entry)
-
-
-def _fetch_sdist(folder: Path, tools: Path, log: Path) -> Path:
-    """Download Horovod's source archive by pip, which verifies its checksum."""
-    pinned = folder / "horovod.txt"
-    pinned.write_text(f"horovod=={HOROVOD} --hash=sha256:{SDIST_SHA256}\n")
-    options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes"]
-    command = [*pip_command(), "download", *options, "--dest", str(folder / "sdist"), "-r", str(pinned)]
-    env = pip_environment({"PYTHONPATH": str(tools)})
-    run(command, log=log, failure=f"pip could not download Horovod {HOROVOD}", env=env)
-    return next((folder / "sdist").glob("horovod-*"))
-
-
-def _verify(archive: Path) -> None:
-    """Raise BuildError if ``archive`` is not Horovod's release, byte for byte."""
-    if not archive.is_file():
-        raise BuildError(describe("--sdist", str(archive), "Horovod's source archive", "check the path"))
-    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if digest != SDIST_SHA256:
-        remedy = f"fetch it again: pip download --no-deps --no-binary :all: horovod=={HOROVOD}"
-        raise BuildError(describe("sha256 of " + str(archive), digest, SDIST_SHA256, remedy))
-
-
-def _unpack(archive: Path, folder: Path) -> None:
-    with tarfile.open(archive) as tar:
-        # The "data" filter refuses paths outside the folder; Python before 3.10.12 has none.
-        if hasattr(tarfile, "data_filter"):
-            tar.extractall(folder, filter="data")
-        else:
-            tar.extractall(folder)
 
 
 def _record_facts(source: Path, plan: Plan) -> None:

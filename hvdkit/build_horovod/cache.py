@@ -30,9 +30,7 @@ def cache_folder(chosen: Path | None) -> Path:
     except OSError:
         writable = False
     if not writable:
-        raise BuildError(
-            describe("cache folder", str(folder), "a writable folder", "pass --cache-dir FOLDER")
-        )
+        raise BuildError(describe("cache folder", str(folder), "a writable folder", "pass --cache-dir FOLDER"))
     return folder
 
 
@@ -54,12 +52,12 @@ def cached_wheel(entry: Path) -> Path | None:
     return next(iter(sorted(entry.glob("*.whl"))), None)
 
 
-def store(wheel: Path, entry: Path) -> Path:
-    """Copy ``wheel`` into ``entry`` so that it appears there whole or not at all."""
-    partial = entry / f"{wheel.name}.partial"
+def store(file: Path, folder: Path) -> Path:
+    """Copy ``file`` into ``folder`` so that it appears there whole or not at all; return the copy."""
+    partial = folder / f"{file.name}.{os.getpid()}.partial"
     try:
-        shutil.copyfile(wheel, partial)
-        return partial.replace(entry / wheel.name)
+        shutil.copyfile(file, partial)
+        return partial.replace(folder / file.name)
     finally:
         partial.unlink(missing_ok=True)
 

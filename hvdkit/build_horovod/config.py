@@ -52,8 +52,6 @@ class BuildHorovod:
         for name, kinds in (("mpi", MpiKind), ("gpu", GpuKind)):
             if getattr(self, name) not in get_args(kinds):
                 expected = "one of " + ", ".join(get_args(kinds))
-                raise ValueError(
-                    describe(name, getattr(self, name), expected, "see hvdkit build-horovod --help")
-                )
+                raise ValueError(describe(name, getattr(self, name), expected, "see hvdkit build-horovod --help"))
         if self.jobs < 0:
             raise ValueError(describe("jobs", self.jobs, "0 or more", "pass 0 to let hvdkit choose"))

@@ -19,9 +19,7 @@ GET_CUDA = (
     "install the CUDA toolkit of that major version, and set HOROVOD_CUDA_HOME or CUDA_HOME to the folder "
     "that holds bin/nvcc"
 )
-GET_NCCL = (
-    "pip install nvidia-nccl-cu{major}, or set HOROVOD_NCCL_HOME to a folder with include/nccl.h and lib/"
-)
+GET_NCCL = "pip install nvidia-nccl-cu{major}, or set HOROVOD_NCCL_HOME to a folder with include/nccl.h and lib/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +46,14 @@ def find_cuda() -> Cuda:
     version = found[1] if found else "unknown"
     if version.split(".")[0] != wanted.split(".")[0]:
         got = f"CUDA {version} in {home}"
-        raise BuildError(
-            describe("--gpu nccl", got, f"CUDA {wanted.split('.')[0]}, as TensorFlow has", GET_CUDA)
-        )
+        raise BuildError(describe("--gpu nccl", got, f"CUDA {wanted.split('.')[0]}, as TensorFlow has", GET_CUDA))
     include, lib, rpath = _nccl(wanted.split(".")[0])
     return Cuda(home=home, version=version, nccl_include=include, nccl_lib=lib, rpath=rpath)
 
 
 def _tensorflow_cuda() -> str:
     """The CUDA version that the installed TensorFlow was built with, e.g. "12.5.1"."""
-    program = (
-        "from tensorflow.python.platform.build_info import build_info; print(build_info.get('cuda_version'))"
-    )
+    program = "from tensorflow.python.platform.build_info import build_info; print(build_info.get('cuda_version'))"
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
     version = outcome.stdout.strip().rpartition("\n")[2]

