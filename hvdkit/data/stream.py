@@ -76,7 +76,7 @@ class StreamSource:
         checksum = 0
         for example in self._dataset.take(2):
             for leaf in tf.nest.flatten(example, expand_composites=True):
-                checksum = zlib.crc32(np.ascontiguousarray(leaf.numpy()).tobytes(), checksum)
+                checksum = zlib.crc32(tf.io.serialize_tensor(leaf).numpy(), checksum)
         return {"examples": self.examples, "arrays": {"dataset": str(self._dataset.element_spec)}, "rows": checksum}
 
     def _ordered(self, epoch: int, seed: int | None) -> Any:

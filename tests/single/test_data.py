@@ -1,6 +1,9 @@
 """hvdkit.data: the global order of examples, its cut by rank, state, weights, sources."""
 
 import json
+import os
+import subprocess
+import sys
 
 import h5py
 import numpy as np
@@ -305,6 +308,13 @@ def test_asking_about_a_batch_before_there_is_one():
     it = GlobalBatches(np.arange(10), 4, rank=0, size=1)
     with pytest.raises(RuntimeError, match="next"):
         _ = it.mask
+
+
+def test_arrays_need_no_tensorflow():
+    code = "import hvdkit.data as d, numpy as np, sys; next(d.GlobalBatches(np.arange(4), 2, rank=0, size=1)); "
+    code += "sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
+    environment = {key: value for key, value in os.environ.items() if "OMPI" not in key and "HOROVOD" not in key}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 # ---- fingerprint ---------------------------------------------------------------------------------------------------

@@ -113,6 +113,31 @@ def test_examples_of_unequal_shape_before_the_map():
     assert [batch.numpy().tolist() for batch in it] == [[0, 1, 3], [6, 10, 15]]
 
 
+def test_ragged_and_sparse_examples():
+    ragged = tf.ragged.constant([[1], [2, 3], [], [4, 5, 6], [7]])
+    dataset = tf.data.Dataset.from_tensor_slices({"ragged": ragged, "sparse": tf.sparse.eye(5)})
+    batches = list(GlobalBatches(dataset, 4, epochs=1, rank=1, size=2))
+    assert [batch["ragged"].to_list() for batch in batches] == [[[], [4, 5, 6]], [[7], [7]]]
+    np.testing.assert_array_equal(tf.sparse.to_dense(batches[0]["sparse"]), np.eye(5)[2:4])
+
+
+def test_endless_stream_has_one_epoch():
+    it = GlobalBatches(tf.data.Dataset.range(5).repeat(), 4, rank=0, size=1)
+    assert [next(it).numpy().tolist() for _ in range(3)] == [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4, 0, 1]]
+    again = GlobalBatches(tf.data.Dataset.range(5).repeat(), 4, rank=0, size=1)
+    again.restore(it.state)
+    assert next(again).numpy().tolist() == [2, 3, 4, 0]
+    assert again.epoch == 0 and again.steps_per_epoch is None
+
+
+def test_fingerprint_of_a_stream():
+    def fingerprint(first):
+        dataset = tf.data.Dataset.from_tensor_slices([[first, "b" * 40], ["c", "d"]])
+        return GlobalBatches(dataset, 2, rank=0, size=1).fingerprint()
+
+    assert fingerprint("a" * 40) == fingerprint("a" * 40) != fingerprint("z" * 40)
+
+
 def test_streams_that_cannot_be_batched():
     empty = tf.data.Dataset.range(0)
     with pytest.raises(ValueError, match="empty"):
