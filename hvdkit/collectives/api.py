@@ -17,12 +17,13 @@ from hvdkit import cluster
 from hvdkit.collectives import local, tensors
 from hvdkit.collectives.agreement import SMALL_BYTES, Call, agree, attempt
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op
-from hvdkit.collectives.values import as_tensor, is_symbolic, like
+from hvdkit.collectives.values import as_tensor, graph_safe, is_symbolic, like
 from hvdkit.errors import describe
 
 _SPLITS = "one non-negative row count for each rank, adding up to the rows of x"
 
 
+@graph_safe
 def allreduce(x: Any, op: ReduceOp = Average) -> Any:
     """Reduce ``x`` over all ranks; every rank gets the result.
 
@@ -45,6 +46,7 @@ def allreduce(x: Any, op: ReduceOp = Average) -> Any:
     return grouped_allreduce([x], op)[0]
 
 
+@graph_safe
 def grouped_allreduce(xs: Sequence[Any], op: ReduceOp = Average) -> list[Any]:
     """Reduce several values over all ranks, those of one dtype in a single exchange.
 
@@ -77,6 +79,7 @@ def grouped_allreduce(xs: Sequence[Any], op: ReduceOp = Average) -> list[Any]:
     )
 
 
+@graph_safe
 def allgather(x: Any) -> Any:
     """Concatenate ``x`` of all ranks along the first axis, in rank order; every rank gets the result.
 
@@ -103,6 +106,7 @@ def allgather(x: Any) -> Any:
     )[0]
 
 
+@graph_safe
 def broadcast(x: Any, root: int = 0) -> Any:
     """Return rank ``root``'s ``x`` on every rank.
 
@@ -129,6 +133,7 @@ def broadcast(x: Any, root: int = 0) -> Any:
     )[0]
 
 
+@graph_safe
 def alltoall(x: Any, splits: Any = None) -> Any:
     """Send the first ``splits[0]`` rows of ``x`` to rank 0, the next ``splits[1]`` rows to rank 1, and so on.
 
@@ -170,6 +175,7 @@ def alltoall(x: Any, splits: Any = None) -> Any:
     return received if splits is None else (received, like(x)(received_splits))
 
 
+@graph_safe
 def reducescatter(x: Any, op: ReduceOp = Average) -> Any:
     """Reduce ``x`` over all ranks and give each rank its part of the rows.
 

@@ -9,6 +9,7 @@ Horovod takes a part of TensorFlow's dtypes. The others travel by a conversion t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,23 @@ def wire_dtype(dtype: tf.DType, op: ReduceOp) -> tf.DType:
     return wire
 
 
+def _op_name(name: str) -> str:
+    """Return the name by which Horovod matches this collective between ranks.
+
+    A node's own name would carry the name scopes around it, and Keras numbers those by how many layers and
+    optimizers a process has made so far: a chief that made one more would wait for its peers for ever. So scopes are
+    ignored, and collectives of one traced function are numbered in the order in which they are traced.
+    """
+    if not tf.inside_function():
+        return name
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph.outer_graph, "building_function", False):
+        graph = graph.outer_graph
+    traced = graph.get_collection_ref("hvdkit_collectives")
+    traced.append(name)
+    return f"{re.sub('[^A-Za-z0-9_.]', '_', graph.name)}.{name}.{traced.count(name)}"
+
+
 def grouped_allreduce(tensors: Sequence[tf.Tensor], op: ReduceOp, name: str) -> list[tf.Tensor]:
     """Reduce every tensor over all ranks, all tensors of one wire dtype in one exchange."""
     wires = [wire_dtype(x.dtype, op) for x in tensors]
@@ -84,9 +102,13 @@ def _reduce_one_dtype(tensors: list[tf.Tensor], op: ReduceOp, name: str) -> list
     scale = 1.0 / size if op == ReduceOp.Average and not whole_average else 1.0
     native = ReduceOp.Sum if op == ReduceOp.Average else op
     if len(tensors) == 1:
-        reduced = [_allreduce(tensors[0], name=name, op=int(native), prescale_factor=scale)]
+        reduced = [
+            _allreduce(tensors[0], name=_op_name(name), op=int(native), prescale_factor=scale, ignore_name_scope=True)
+        ]
     else:
-        reduced = _grouped_allreduce(tensors, name=name, op=int(native), prescale_factor=scale)
+        reduced = _grouped_allreduce(
+            tensors, name=_op_name(name), op=int(native), prescale_factor=scale, ignore_name_scope=True
+        )
     return [tf.truncatediv(y, tf.cast(size, y.dtype)) for y in reduced] if whole_average else list(reduced)
 
 
@@ -95,7 +117,7 @@ def allgather(x: tf.Tensor, name: str) -> tf.Tensor:
     from horovod.tensorflow import mpi_ops
 
     moved, back = _as_movable(x)
-    return back(mpi_ops.allgather(moved, name=name))
+    return back(mpi_ops.allgather(moved, name=_op_name(name), ignore_name_scope=True))
 
 
 def broadcast(x: tf.Tensor, root: int, name: str) -> tf.Tensor:
@@ -103,7 +125,7 @@ def broadcast(x: tf.Tensor, root: int, name: str) -> tf.Tensor:
     from horovod.tensorflow import mpi_ops
 
     moved, back = _as_movable(x)
-    return back(mpi_ops.broadcast(moved, root, name=name))
+    return back(mpi_ops.broadcast(moved, root, name=_op_name(name), ignore_name_scope=True))
 
 
 def alltoall(x: tf.Tensor, splits: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
@@ -111,7 +133,7 @@ def alltoall(x: tf.Tensor, splits: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.
     from horovod.tensorflow import mpi_ops
 
     moved, back = _as_movable(x)
-    received, received_splits = mpi_ops.alltoall(moved, splits=splits, name=name)
+    received, received_splits = mpi_ops.alltoall(moved, splits=splits, name=_op_name(name), ignore_name_scope=True)
     return back(received), received_splits
 
 
@@ -125,7 +147,9 @@ def reducescatter(x: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
         return tf.identity(x)
     whole_average = op == ReduceOp.Average and wire.is_integer
     scale = 1.0 / size if op == ReduceOp.Average and not whole_average else 1.0
-    y = _reducescatter(tf.cast(x, wire), name=name, op=int(ReduceOp.Sum), prescale_factor=scale)
+    y = _reducescatter(
+        tf.cast(x, wire), name=_op_name(name), op=int(ReduceOp.Sum), prescale_factor=scale, ignore_name_scope=True
+    )
     if whole_average:
         y = tf.truncatediv(y, tf.cast(size, y.dtype))
     return tf.cast(y, x.dtype)

@@ -10,6 +10,9 @@ import tensorflow as tf
 
 from hvdkit.errors import describe
 
+# Collectives are Python that builds graph nodes; AutoGraph has nothing to rewrite in them.
+graph_safe = tf.autograph.experimental.do_not_convert
+
 
 def is_symbolic(x: Any) -> bool:
     """Return True for a tensor inside a graph: its value is not known yet."""
