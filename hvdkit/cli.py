@@ -80,13 +80,14 @@ def _run(name: str, arguments: list[str]) -> int:
     try:
         return _dispatch(name, arguments)
     except SystemExit as stop:  # the parser has printed its help (0) or what is wrong with the arguments (2)
-        return stop.code if isinstance(stop.code, int) else 2
+        return _exit_code(stop)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `hvdkit … | head`: nobody reads on; keep the interpreter's last flush from complaining
+    except BrokenPipeError:
+        # `hvdkit ... | head`: nobody reads on. The interpreter's last flush must not complain about it either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (HvdkitError, ValueError) as error:
+        return 1
+    except (HvdkitError, ValueError, ImportError) as error:
         if os.environ.get("HVDKIT_DEBUG") == "1":
             raise
         return _fail(f"hvdkit {name}", str(error))
@@ -98,12 +99,18 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     command = COMMANDS[name]
     config = tyro.cli(_load(command.config), prog=f"hvdkit {name}", args=arguments)
     result = _load(command.runner)(config)
-    if isinstance(result, int):
-        return result
-    if result is not None:
+    if result is not None and not isinstance(result, int):
         print(result)
     sys.stdout.flush()
-    return 0
+    return result if isinstance(result, int) else 0
+
+
+def _exit_code(stop: SystemExit) -> int:
+    """Return the exit code that the interpreter would give ``stop``, printing its message if it has one."""
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)
+    return 1
 
 
 def _load(path: str):

@@ -13,19 +13,23 @@ import sys
 def main() -> None:
     """Print one line of JSON: this rank, the size of its world, and the sum of all ranks' ``rank + 1``."""
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # as hk.init() does
+    import tensorflow as tf  # before MPI: see the check import-order
+
+    # mpi4py before hvd.init(), so that it owns MPI. Otherwise the first rank that ends makes Horovod finalise MPI
+    # on every rank, and one that is still in an mpi4py call crashes.
+    mpi4py_size = start_mpi4py()
     import horovod.tensorflow as hvd
-    import tensorflow as tf
 
     hvd.init()
     total = hvd.allreduce(tf.constant([hvd.rank() + 1.0]), op=hvd.Sum)
-    result = {"rank": hvd.rank(), "size": hvd.size(), "sum": float(total[0]), "mpi4py_size": mpi4py_size()}
+    result = {"rank": hvd.rank(), "size": hvd.size(), "sum": float(total[0]), "mpi4py_size": mpi4py_size}
     sys.stdout.write(f"hvdkit-allreduce {json.dumps(result)}\n")  # one write: launchers tag every write
     sys.stdout.flush()
     hvd.shutdown()
 
 
-def mpi4py_size() -> int | None:
-    """Return the size of mpi4py's world, or None under Gloo, where there is none, or without mpi4py."""
+def start_mpi4py() -> int | None:
+    """Start MPI and return the size of its world, or None under Gloo, which has no MPI, or without mpi4py."""
     if "HOROVOD_RANK" in os.environ:  # set by horovodrun --gloo
         return None
     try:

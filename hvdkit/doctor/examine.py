@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -41,6 +42,8 @@ def _guarded(check: Callable[[Facts], Finding], facts: Facts, name: str = "") ->
     try:
         return check(facts)
     except Exception as error:
+        if os.environ.get("HVDKIT_DEBUG") == "1":
+            raise
         what = f"this check failed: {type(error).__name__}: {error}"
         remedy = "HVDKIT_DEBUG=1 hvdkit doctor shows the traceback; please report it"
         return Finding(name.replace("_", "-"), "warning", what, remedy)

@@ -10,13 +10,13 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hvdkit.doctor.process import Outcome, run
+from hvdkit.doctor.process import Outcome, end_all, run
 
 DISTRIBUTIONS = (
     "tensorflow",
@@ -119,23 +119,28 @@ def gather(np: int, timeout: float) -> Facts:
         training = pool.submit(probe, ["tensorflow", "keras", "horovod", "mpi4py"], timeout)
         mpi4py = pool.submit(probe, ["mpi4py"], timeout)
         alone = pool.submit(probe, ["alone"], timeout)
-        prefixed = pool.submit(_alone_with_prefix, alone.result(), mpi4py.result(), timeout)
-        return Facts(
-            np=np,
-            python=sys.version_info[:3],
-            system=platform.system(),
-            machine=platform.machine(),
-            glibc=" ".join(platform.libc_ver()).strip(),
-            installed=installed_versions(),
-            built_for=horovod_metadata(),
-            training=training.result(),
-            mpi4py=mpi4py.result(),
-            alone=alone.result(),
-            alone_with_prefix=prefixed.result(),
-            mpirun=find_mpirun(),
-            horovodrun=find_program("horovodrun"),
-            environment=dict(os.environ),
-        )
+        try:
+            prefixed = _alone_with_prefix(alone.result(), mpi4py.result(), timeout)
+            wait([training])
+        except BaseException:
+            end_all()  # Ctrl-C: the pool would wait for its probes
+            raise
+    return Facts(
+        np=np,
+        python=sys.version_info[:3],
+        system=platform.system(),
+        machine=platform.machine(),
+        glibc=" ".join(platform.libc_ver()).strip(),
+        installed=installed_versions(),
+        built_for=horovod_metadata(),
+        training=training.result(),
+        mpi4py=mpi4py.result(),
+        alone=alone.result(),
+        alone_with_prefix=prefixed,
+        mpirun=find_mpirun(),
+        horovodrun=find_program("horovodrun"),
+        environment=dict(os.environ),
+    )
 
 
 def probe(stages: list[str], timeout: float, env: Mapping[str, str] | None = None) -> Probe:

@@ -6,11 +6,14 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
 
 GRACE_SECONDS = 3.0
+
+_running: set[psutil.Popen] = set()
 
 
 @dataclass(frozen=True)
@@ -56,25 +59,38 @@ def run(argv: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = 
             process = psutil.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env)
         except OSError as error:
             return Outcome(127, "", f"{argv[0]}: {error.strerror}", 0.0)
+        _running.add(process)
         code = None
         try:
             code = process.wait(timeout)
         except psutil.TimeoutExpired:
             pass
         finally:
+            seconds = time.monotonic() - started
+            _running.discard(process)
             if code is None:
                 _end(process)
-        return Outcome(code, _text(out), _text(err), time.monotonic() - started)
+        return Outcome(code, _text(out), _text(err), seconds)
+
+
+def end_all() -> None:
+    """End what every :func:`run` in progress started; each of them then returns."""
+    for process in list(_running):
+        _end(process)
 
 
 def _end(process: psutil.Popen) -> None:
-    """End a launcher and its ranks: ranks outlive a launcher that is killed, so theirs are noted first."""
-    family = [process, *process.children(recursive=True)]
-    process.terminate()  # lets mpirun end its ranks itself
-    _, alive = psutil.wait_procs(family, timeout=GRACE_SECONDS)
-    for member in alive:
-        member.kill()
-    psutil.wait_procs(alive, timeout=GRACE_SECONDS)
+    """End a launcher and its ranks: ranks outlive a launcher that is killed, so they are looked up first."""
+    with suppress(psutil.NoSuchProcess):
+        family = [process, *process.children(recursive=True)]
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.terminate()
+        _, alive = psutil.wait_procs(family, timeout=GRACE_SECONDS)
+        for member in alive:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(alive, timeout=GRACE_SECONDS)
 
 
 def _text(file) -> str:
