@@ -133,7 +133,9 @@ def busy_wait(facts: Facts) -> Finding:
     name, variable = "busy-wait", "OMPI_MCA_mpi_yield_when_idle"
     value = facts.environment.get(variable)
     details = {variable: value}
-    if facts.library is None or facts.library.vendor != "Open MPI":
+    if facts.library is None:
+        return Finding(name, "note", "not known until an MPI loads", details=details)
+    if facts.library.vendor != "Open MPI":
         return Finding(name, "ok", "concerns Open MPI only", details=details)
     if value is None:
         what = f"hk.init() sets {variable}=1, so that waiting takes no core"

@@ -1,0 +1,241 @@
+"""Each check of ``hvdkit doctor`` on its own: what it says of this machine's facts, and of changed ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdkit.doctor import devices, facts, host, mpi, software
+
+
+@pytest.fixture(scope="module")
+def here() -> facts.Facts:
+    """The facts of the environment that runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        return facts.gather(np=2, timeout=120)
+
+
+# --- MPI --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mpirun (Open MPI) 4.1.8\n\nReport bugs to http://www.open-mpi.org", "Open MPI 4.1.8"),
+        ("Open MPI v5.0.6, package: Open MPI", "Open MPI 5.0.6"),
+        ("MPICH Version:      4.2.3\nMPICH Release date: Thu", "MPICH 4.2.3"),
+        ("HYDRA build details:\n    Version:          5.0.2\n", "MPICH 5.0.2"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701", "Intel MPI 2021.13"),
+        ("Intel(R) MPI Library 2021.13 for Linux* OS", "Intel MPI 2021.13"),
+        ("srun: command not found", "None"),
+    ],
+)
+def test_identify_mpi(text, expected):
+    assert str(facts.identify_mpi(text)) == expected
+
+
+def test_two_mpi_libraries_are_a_problem(here):
+    other = "/opt/mpich/lib/libmpi.so.12"
+    stages = {"mpi4py": {**here.mpi4py["mpi4py"], "libmpi": [other]}}
+    found = mpi.mpi_library(dataclasses.replace(here, mpi4py=dataclasses.replace(here.mpi4py, stages=stages)))
+    assert found.status == "problem"
+    assert other in found.what
+    assert here.training["horovod"]["libmpi"][0] in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("of", "status"),
+    [(facts.Mpi("MPICH", "5.0.2"), "problem"), (facts.Mpi("Open MPI", "4.0.0"), "warning")],
+)
+def test_an_mpirun_of_another_mpi(here, of, status):
+    assert mpi.mpirun(here).status == "ok"
+    foreign = dataclasses.replace(here, mpirun=facts.Program("/opt/bin/mpirun", True, of))
+    found = mpi.mpirun(foreign)
+    assert found.status == status
+    assert "first on PATH" in found.remedy
+
+
+def test_horovodrun_with_open_mpi_5(here):
+    program = facts.Program("/opt/bin/mpirun", True, facts.Mpi("Open MPI", "5.0.6"))
+    found = mpi.horovodrun(dataclasses.replace(here, mpirun=program))
+    assert found.status == "warning"
+    assert "--gloo" in found.remedy
+
+
+def test_import_order_is_safe_with_bound_symbols(here):
+    bound = dataclasses.replace(here, environment={**here.environment, "LD_BIND_NOW": "1"})
+    assert mpi.import_order(bound).status == "ok"
+    at_risk = here.training["tensorflow"]["exports_hwloc"] and here.library.major < 5
+    unbound = {name: value for name, value in here.environment.items() if name != "LD_BIND_NOW"}
+    found = mpi.import_order(dataclasses.replace(here, environment=unbound))
+    assert found.details["exposed"] == at_risk
+
+
+@pytest.mark.parametrize(("value", "status"), [("0", "note"), ("1", "ok")])
+def test_busy_wait(here, value, status):
+    changed = {**here.environment, "OMPI_MCA_mpi_yield_when_idle": value}
+    assert mpi.busy_wait(dataclasses.replace(here, environment=changed)).status == status
+
+
+def test_a_nested_launch_forgets_the_job_it_is_in():
+    job = {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0", "HOROVOD_RANK": "0", "OMPI_MCA_orte_ess_jobid": "1"}
+    own = {"OMPI_MCA_btl_tcp_if_include": "eth0", "OMPI_ALLOW_RUN_AS_ROOT": "1", "HOROVOD_CYCLE_TIME": "2"}
+    assert facts.outside_a_job({**job, **own}) == own
+
+
+# --- host and devices -------------------------------------------------------------------------------------
+
+
+def test_more_ranks_than_cores(here):
+    many = dataclasses.replace(here, np=10_000, environment={})
+    found = host.cores(many)
+    assert found.status == ("warning" if here.open_mpi else "note")
+    assert found.details["ranks"] == 10_000
+    permitted = dataclasses.replace(many, environment={"OMPI_MCA_rmaps_base_oversubscribe": "1"})
+    assert host.cores(permitted).status == "note"
+    assert host.cores(dataclasses.replace(here, np=1)).status in ("ok", "note")
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "expected"),
+    [
+        ("0::/pod/box", {"pod/box/cpu.max": "max 100000", "pod/cpu.max": "150000 100000"}, 1.5),
+        ("0::/", {"cpu.max": "50000 100000"}, 0.5),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("0::/", {}, None),
+        ("2:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "300000", "cpu/a/cpu.cfs_period_us": "100000"}, 3.0),
+        ("2:cpu,cpuacct:/", {"cpu,cpuacct/cpu.cfs_quota_us": "-1"}, None),
+        ("3:cpuset:/", {"cpuset/cpu.max": "50000 100000"}, None),
+    ],
+)
+def test_cgroup_quota(tmp_path, lines, files, expected):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(lines + "\n")
+    for name, content in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n")
+    assert host.cgroup_cpus(tmp_path) == expected
+
+
+def test_shared_memory_that_is_too_small(here):
+    assert host.shared_memory(dataclasses.replace(here, np=10**9)).status == "warning"
+    assert host.shared_memory(here, path=Path("/nonexistent")).status == "warning"
+
+
+def test_root_needs_two_variables(here, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert host.root(here).status == "ok"
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    bare = dataclasses.replace(here, environment={})
+    found = host.root(bare)
+    assert found.status == "warning"
+    allowed = dict.fromkeys(host.ROOT_VARIABLES, "1")
+    assert all(name in found.remedy for name in allowed)
+    assert host.root(dataclasses.replace(here, environment=allowed)).status == "ok"
+
+
+def test_the_environment_hides_secrets(here):
+    variables = {"HOROVOD_CYCLE_TIME": "2", "HOROVOD_SECRET_KEY": "s3cret", "HOME": "/home/ann"}
+    found = host.environment(dataclasses.replace(here, environment=variables))
+    assert "HOROVOD_CYCLE_TIME=2" in found.what
+    assert "s3cret" not in found.what + str(found.details)
+    assert "HOME" not in found.details
+
+
+def test_network_never_offers_what_stays_on_the_host(here):
+    interfaces = [
+        devices.Interface("lo", "127.0.0.1", 0),
+        devices.Interface("docker0", "172.17.0.1", 0),
+        devices.Interface("virbr0", "192.168.122.1", 0),
+        devices.Interface("ib0", "10.1.0.5", 100_000),
+        devices.Interface("eth0", "10.0.0.5", 1_000),
+    ]
+    clean = dataclasses.replace(here, environment={})
+    found = devices.network(clean, interfaces)
+    assert found.status == "note"
+    assert [usable["name"] for usable in found.details["usable"]] == ["ib0", "eth0"]
+    for setting in ("btl_tcp_if_include ib0", "HOROVOD_GLOO_IFACE=ib0", "NCCL_SOCKET_IFNAME=ib0"):
+        assert setting in found.remedy
+    chosen = dataclasses.replace(here, environment={"HOROVOD_GLOO_IFACE": "eth0"})
+    assert devices.network(chosen, interfaces).status == "ok"
+    assert devices.network(clean, interfaces[-1:]).status == "ok"
+    assert "one host only" in devices.network(clean, interfaces[:1]).what
+
+
+@pytest.mark.parametrize(
+    ("tensorflow", "nccl", "np", "status", "remedy"),
+    [
+        ({"cuda": False, "gpus": []}, False, 1, "warning", "tensorflow[and-cuda]"),
+        ({"cuda": True, "gpus": []}, False, 1, "warning", "CUDA_VISIBLE_DEVICES"),
+        ({"cuda": True, "gpus": ["GPU:0"]}, False, 1, "warning", "hvdkit build-horovod --gpu nccl"),
+        ({"cuda": True, "gpus": ["GPU:0"]}, True, 2, "warning", "-np 1"),
+        ({"cuda": True, "gpus": ["GPU:0"]}, True, 1, "note", "jit_compile=False"),
+    ],
+)
+def test_gpus(here, tmp_path, monkeypatch, tensorflow, nccl, np, status, remedy):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA A100-SXM4-40GB, 550.54'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    stages = {
+        **here.training.stages,
+        "tensorflow": {**here.training["tensorflow"], **tensorflow},
+        "horovod": {**here.training["horovod"], "nccl": nccl},
+    }
+    machine = dataclasses.replace(here, np=np, training=dataclasses.replace(here.training, stages=stages))
+    found = devices.gpus(machine)
+    assert (found.status, found.details["nvidia_smi"]) == (status, ["NVIDIA A100-SXM4-40GB, 550.54"])
+    assert remedy in found.remedy
+
+
+# --- software ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "status"),
+    [
+        (software.platform, {"system": "Darwin", "glibc": ""}, "problem"),
+        (software.platform, {"system": "Windows", "glibc": ""}, "problem"),
+        (software.platform, {"glibc": ""}, "problem"),
+        (software.python, {"python": (3, 9, 18)}, "problem"),
+        (software.python, {"python": (3, 14, 0)}, "warning"),
+        (software.python, {"python": (3, 12, 1)}, "ok"),
+        (software.numpy, {"installed": {}}, "problem"),
+        (software.horovod_tensorflow, {"built_for": {"tensorflow": "2.15.0"}}, "problem"),
+        (software.tensorflow, {"installed": {"tensorflow": "2.21.0", "tensorflow-cpu": "2.21.0"}}, "warning"),
+    ],
+)
+def test_software_verdicts(here, check, changes, status):
+    found = check(dataclasses.replace(here, **changes))
+    assert found.status == status, found.what
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("2.15.1", "problem"), ("2.16.2", "ok"), ("2.21.1", "ok"), ("2.22.0rc1", "warning"), ("3.0.0", "warning")],
+)
+def test_tensorflow_versions(here, version, status):
+    stages = {**here.training.stages, "tensorflow": {**here.training["tensorflow"], "version": version}}
+    training = dataclasses.replace(here.training, stages=stages)
+    found = software.tensorflow(dataclasses.replace(here, training=training, installed={"tensorflow": version}))
+    assert found.status == status, found.what
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"version": "2.15.0"}, "keras>=3"),
+        ({"backend": "jax"}, "KERAS_BACKEND=tensorflow"),
+        ({"tf_keras_version": "2.18.0"}, "TF_USE_LEGACY_KERAS"),
+    ],
+)
+def test_keras_that_would_not_average(here, changes, remedy):
+    stages = {**here.training.stages, "keras": {**here.training["keras"], **changes}}
+    found = software.keras(dataclasses.replace(here, training=dataclasses.replace(here.training, stages=stages)))
+    assert found.status == "problem"
+    assert remedy in found.remedy
