@@ -22,7 +22,7 @@ from hvdkit.errors import (
 )
 
 if TYPE_CHECKING:
-    from hvdkit import callbacks, data
+    from hvdkit import callbacks, data, schedules
     from hvdkit.cluster import Cluster, init, is_chief, local_rank, local_size, rank, shutdown, size
     from hvdkit.collectives import (
         Average,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         broadcast,
         broadcast_object,
         broadcast_variables,
+        compare_variables,
         grouped_allreduce,
         reducescatter,
     )
@@ -58,6 +59,7 @@ _HOMES = {
         "broadcast",
         "broadcast_object",
         "broadcast_variables",
+        "compare_variables",
         "grouped_allreduce",
         "reducescatter",
     ),
@@ -65,7 +67,7 @@ _HOMES = {
     "hvdkit.optimizer": ("DistributedOptimizer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("callbacks", "data")
+_MODULES = ("callbacks", "data", "schedules")
 
 __all__ = [
     "Average",
@@ -93,6 +95,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "compare_variables",
     "data",
     "grouped_allreduce",
     "init",
@@ -101,6 +104,7 @@ __all__ = [
     "local_size",
     "rank",
     "reducescatter",
+    "schedules",
     "shutdown",
     "size",
 ]

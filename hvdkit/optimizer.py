@@ -200,7 +200,7 @@ class _CombiningScaled:
 _classes: dict[tuple[type, type], type] = {}
 
 
-def _subclass(mixin: type, base: type) -> type:
+def _subclass(mixin: type, base: type) -> Any:
     """Return ``base`` with ``mixin`` before it, under the name of ``base`` so that Keras saves it as that class."""
     if (mixin, base) not in _classes:
         namespace = {"__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": base.__qualname__}
@@ -208,12 +208,12 @@ def _subclass(mixin: type, base: type) -> type:
     return _classes[mixin, base]
 
 
-def _copy(optimizer: Any, cls: type, accumulate_steps: int = 1) -> Any:
+def _copy(optimizer: Any, cls: Any, accumulate_steps: int = 1) -> Any:
     try:
         config = optimizer.get_config()
         if accumulate_steps > 1:
             config["gradient_accumulation_steps"] = accumulate_steps
-        copy = cls.from_config(config)  # type: ignore[attr-defined]
+        copy = cls.from_config(config)
     except Exception as error:
         raise TypeError(
             describe(

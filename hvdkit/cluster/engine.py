@@ -89,7 +89,7 @@ def _mpi_communicator() -> Any:
                 "MPI",
                 " and ".join(libraries),
                 "mpi4py and Horovod to load one MPI library",
-                "rebuild Horovod against the MPI that mpi4py uses: `hvdkit build-horovod --mpi wheel` or `--mpi system`",
+                "rebuild Horovod against mpi4py's MPI: `hvdkit build-horovod --mpi wheel` (or `--mpi system`)",
             )
         )
     return MPI.COMM_WORLD.Dup()

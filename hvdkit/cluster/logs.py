@@ -24,18 +24,17 @@ class WholeLines(logging.Handler):
             self.handleError(record)
 
 
-def write_line(text: str, stream: object = None) -> None:
+def write_line(text: str) -> None:
     """Write ``text`` and a line end to standard error with one system call.
 
-    Where standard error is no real file (a notebook, a test's capture) the stream's own ``write`` serves.
+    Where standard error is no real file (a notebook, a test's capture) its own ``write`` serves.
     """
-    target = sys.stderr if stream is None else stream
     data = text + "\n"
     try:
-        target.flush()  # type: ignore[attr-defined]
-        os.write(target.fileno(), data.encode(errors="replace"))  # type: ignore[attr-defined]
+        sys.stderr.flush()
+        os.write(sys.stderr.fileno(), data.encode(errors="replace"))
     except (AttributeError, OSError, ValueError):
-        target.write(data)  # type: ignore[attr-defined]
+        sys.stderr.write(data)
 
 
 def get_logger() -> logging.Logger:

@@ -12,7 +12,7 @@ from hvdkit.collectives.api import (
     reducescatter,
 )
 from hvdkit.collectives.ops import Average, Max, Min, ReduceOp, Sum
-from hvdkit.collectives.variables import broadcast_variables
+from hvdkit.collectives.variables import broadcast_variables, compare_variables
 
 __all__ = [
     "Average",
@@ -28,6 +28,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_variables",
+    "compare_variables",
     "grouped_allreduce",
     "reducescatter",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -16,7 +16,7 @@ from hvdkit.errors import describe
 from hvdkit.gradients import compression as wires
 from hvdkit.gradients import sparse
 
-Gradient = tf.Tensor | tf.IndexedSlices | None
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
 @graph_safe

@@ -85,7 +85,7 @@ def _sum_one(
         rows = sum_duplicates(tf.IndexedSlices(tf.cast(gathered, grad.values.dtype), indices))
         return rows.indices, rows.values
 
-    def as_dense() -> tuple[tf.Tensor, tf.Tensor]:
+    def as_dense(shape: tuple[int, ...]) -> tuple[tf.Tensor, tf.Tensor]:
         dense = tf.scatter_nd(grad.indices[:, None], grad.values, tf.constant(shape, grad.indices.dtype))
         return tf.range(shape[0], dtype=grad.indices.dtype), reduce_dense(dense, f"hvdkit.sparse_dense_{number}")
 
@@ -96,6 +96,6 @@ def _sum_one(
         width = tf.TensorShape(shape[1:]).num_elements()
         rows_bytes = total * (width * item + grad.indices.dtype.size)
         cheaper_dense = rows_bytes > 2 * shape[0] * width * item
-        indices, values = tf.cond(cheaper_dense, as_dense, as_rows)
+        indices, values = tf.cond(cheaper_dense, lambda: as_dense(shape), as_rows)
     values.set_shape([None, *grad.values.shape[1:]])
     return tf.IndexedSlices(values, indices, grad.dense_shape)

@@ -1,0 +1,261 @@
+"""Callbacks that make ``model.fit`` right on many ranks. Pass the same list on every rank."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdkit import cluster
+from hvdkit.cluster.logs import get_logger
+from hvdkit.collectives import Sum, broadcast_variables, grouped_allreduce
+from hvdkit.errors import NonFiniteError, describe
+
+
+class BroadcastInitial(keras.callbacks.Callback):
+    """Give every rank the chief's weights and optimizer state before the first step.
+
+    Ranks that differ in their variables' shapes or dtypes are named in a CollectiveMismatchError.
+
+    Args:
+        root: the rank whose values count.
+
+    Example:
+        >>> model.fit(x, y, callbacks=[hk.callbacks.BroadcastInitial()])
+    """
+
+    def __init__(self, root: int = 0) -> None:
+        super().__init__()
+        self.root = root
+        self._done = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast now if the model has its variables already."""
+        self._done = False
+        if self.model.built:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast after the first step of a model that was built by it."""
+        if not self._done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        optimizer = self.model.optimizer
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        broadcast_variables([*self.model.variables, *optimizer.variables], self.root)
+        self._done = True
+
+
+class MetricAverage(keras.callbacks.Callback):
+    """Make the metrics of an epoch, training and validation, those of all ranks' samples together.
+
+    A Keras metric keeps sums (a mean its total and count; AUC its counts by threshold). The sums are added over
+    ranks and the result is taken from them, so that a rank with fewer samples, or none, counts for as many as it has:
+    averaging the ranks' results would not. Metrics whose state is no sum cannot be combined this way.
+
+    Put it before callbacks that use the metrics (ModelCheckpoint, EarlyStopping). For ``model.evaluate`` call
+    :meth:`results` after it.
+
+    Example:
+        >>> model.fit(x, y, validation_data=(xv, yv), callbacks=[hk.callbacks.MetricAverage()])
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._training: dict[str, float] = {}
+        self._validation: dict[str, float] = {}
+        self._fitting = False
+
+    @staticmethod
+    def results(model: keras.Model) -> dict[str, float]:
+        """Return the metrics that ``model`` has gathered on all ranks. Every rank calls it.
+
+        Example:
+            >>> model.evaluate(x_local, y_local, verbose=0)
+            >>> print(hk.callbacks.MetricAverage.results(model)["accuracy"])
+        """
+        variables = [v for metric in model.metrics for v in metric.variables]
+        local = [np.asarray(v) for v in variables]
+        for variable, total in zip(variables, grouped_allreduce(local, Sum), strict=True):
+            variable.assign(total)
+        results = {name: float(value) for name, value in model.get_metrics_result().items()}
+        for variable, own in zip(variables, local, strict=True):
+            variable.assign(own)
+        return results
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Note that evaluations from now on are validation."""
+        self._fitting = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Note that ``fit`` is over."""
+        self._fitting = False
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Forget the epoch before."""
+        self._training, self._validation = {}, {}
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Keep the training metrics: validation resets them."""
+        if self._fitting:
+            self._training = self.results(self.model)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Keep the validation metrics."""
+        if self._fitting:
+            self._validation = self.results(self.model)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        """Put the metrics of all ranks into ``logs``, where later callbacks and History find them."""
+        combined = self._training or self.results(self.model)
+        combined = combined | {f"val_{name}": value for name, value in self._validation.items()}
+        if logs is not None:
+            logs.update({name: value for name, value in combined.items() if name in logs})
+
+
+class LearningRateWarmup(keras.callbacks.Callback):
+    """Multiply the optimizer's learning rate by the number of ranks, growing linearly over the first steps.
+
+    The rate the optimizer was made with is taken as right for one rank. For rates that also decay, use
+    :class:`hvdkit.schedules.Warmup`, whose formula and source are the same.
+
+    Args:
+        steps: steps over which the rate grows; 0 scales at once.
+        scale: factor reached at the end. Default: ``hk.size()``.
+
+    Raises:
+        ValueError: ``steps`` is negative or ``scale`` is not positive.
+        TypeError: when training begins, the optimizer's rate is a schedule.
+
+    Example:
+        >>> model.fit(x, y, callbacks=[hk.callbacks.LearningRateWarmup(steps=500)])
+    """
+
+    def __init__(self, steps: int = 500, *, scale: float | None = None) -> None:
+        super().__init__()
+        if steps < 0 or (scale is not None and not scale > 0):
+            raise ValueError(
+                describe("steps, scale", (steps, scale), "steps >= 0 and scale > 0", "pass e.g. steps=500")
+            )
+        self.steps = steps
+        self.scale = scale
+        self._base: float | None = None
+        self._step = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Take the optimizer's rate as one rank's; a second ``fit`` goes on where the first ended."""
+        optimizer = self.model.optimizer
+        if isinstance(getattr(optimizer, "_learning_rate", None), keras.optimizers.schedules.LearningRateSchedule):
+            raise TypeError(
+                describe(
+                    "learning rate",
+                    "a schedule",
+                    "a number that the callback can change",
+                    "wrap it instead: hk.schedules.Warmup(schedule, scale=hk.size(), steps=500)",
+                )
+            )
+        if self._base is None:
+            self._base = float(np.asarray(optimizer.learning_rate))
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set this step's rate, until the factor is reached; afterwards the rate is left to others."""
+        if self._step <= self.steps and self._base is not None:
+            scale = cluster.size() if self.scale is None else self.scale
+            part = self._step / self.steps if self.steps else 1.0
+            self.model.optimizer.learning_rate = self._base * (1.0 + (scale - 1.0) * part)
+        self._step += 1
+
+
+class StopOnNonFinite(keras.callbacks.Callback):
+    """End training when the loss becomes NaN or infinite, and name the step and the rank.
+
+    The rank that sees it raises NonFiniteError, which ends the whole job.
+
+    Args:
+        stop: False to warn once and go on.
+
+    Example:
+        >>> model.fit(x, y, callbacks=[hk.callbacks.StopOnNonFinite()])
+    """
+
+    def __init__(self, *, stop: bool = True) -> None:
+        super().__init__()
+        self.stop = stop
+        self._step = 0
+        self._warned = False
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
+        """Look at the loss that Keras reports, the mean over the epoch so far: one bad step makes it bad."""
+        self._step += 1
+        loss = (logs or {}).get("loss", 0.0)
+        if not self._warned and not math.isfinite(loss):
+            self._warned = True
+            check_finite(loss, step=self._step, stop=self.stop)
+
+
+def check_finite(loss: float, *, step: int, stop: bool = True) -> None:
+    """Raise, or warn where ``stop`` is False, if this rank's ``loss`` is NaN or infinite.
+
+    Raises:
+        NonFiniteError: ``loss`` is NaN or infinite; the message names step and rank.
+
+    Example:
+        >>> hk.callbacks.check_finite(float(loss), step=step)
+    """
+    if math.isfinite(loss):
+        return
+    message = describe(
+        "loss", f"{loss} at step {step} on rank {cluster.rank()}", "a finite number", "lower the learning rate or clip"
+    )
+    if stop:
+        raise NonFiniteError(message)
+    get_logger().warning("%s; going on as told", message)
+
+
+class StepLog(keras.callbacks.Callback):
+    """Print step, loss, examples/sec and sec/batch on the chief every few steps, as the CIFAR-10 tutorial does.
+
+    Serves ``fit`` as a callback and a hand-written loop through :meth:`step`.
+
+    Args:
+        global_batch_size: examples of all ranks in one step.
+        every: steps between two lines.
+
+    Example:
+        >>> log = hk.callbacks.StepLog(global_batch_size=128)
+        >>> for step, batch in enumerate(batches, start=1):
+        ...     log.step(step, train_step(batch))
+    """
+
+    def __init__(self, global_batch_size: int, *, every: int = 10) -> None:
+        super().__init__()
+        if every < 1:
+            raise ValueError(describe("every", every, "a number of steps >= 1", "pass e.g. 10"))
+        self.global_batch_size = global_batch_size
+        self.every = every
+        self._step = 0
+        self._since = time.perf_counter()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Start the clock."""
+        self._since = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
+        """Count a step of ``fit``."""
+        self._step += 1
+        self.step(self._step, (logs or {}).get("loss", math.nan))
+
+    def step(self, step: int, loss: Any) -> None:
+        """Print a line if ``step`` (counted from 1) is due. ``loss`` is read then only; other ranks do nothing."""
+        if step % self.every or not cluster.is_chief():
+            return
+        value = float(loss)
+        seconds = (time.perf_counter() - self._since) / self.every
+        rate = self.global_batch_size / seconds
+        get_logger().info("step %d, loss = %.4f (%.1f examples/sec; %.3f sec/batch)", step, value, rate, seconds)
+        self._since = time.perf_counter()

@@ -1,0 +1,92 @@
+"""Train a model over all ranks.
+
+horovodrun -np 4 python models/train.py cifar10
+mpirun -np 4 python models/train.py cifar10 --form fit --steps 500
+python models/train.py linear
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import hvdkit as hk  # first: a launched rank loads TensorFlow and MPI in the order that works
+from hvdkit.cluster.launcher import promised
+
+# isort: split
+import cifar10
+import linear
+import training
+import tyro
+
+Command = (
+    Annotated[cifar10.Config, tyro.conf.subcommand("cifar10")]
+    | Annotated[linear.Config, tyro.conf.subcommand("linear")]
+)
+
+
+def main() -> None:
+    """Read the command line, start the ranks and train."""
+    config = parse()
+    cluster = hk.init()
+    if isinstance(config, linear.Config):
+        linear.run(config)
+    else:
+        train_classifier(config)
+    hk.barrier()
+    if cluster.is_chief:
+        print("finished", flush=True)
+
+
+def train_classifier(config: cifar10.Config) -> None:
+    """Build on every rank, start from the chief's weights, train, evaluate, compare the ranks."""
+    data = config.load()
+    batches = hk.data.GlobalBatches((data.x_train, data.y_train), config.global_batch_size(), shuffle_seed=config.seed)
+    model = config.build(data)
+    model.compile(config.optimizer(), _loss(), jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    hk.broadcast_variables(model.variables + model.optimizer.variables)
+    average = cifar10.MovingAverage(model)
+    say(f"{data.name}: {len(data.y_train)} training images, {config.global_batch_size()} a step over {hk.size()} ranks")
+
+    started = time.perf_counter()
+    train = training.fit if config.form == "fit" else training.loop
+    train(config, model, batches, average)
+    seconds = time.perf_counter() - started
+
+    average.swap()
+    accuracy = training.evaluate(model, data.x_test, data.y_test)
+    digest = hk.compare_variables(model.variables)
+    say(f"held-out accuracy {accuracy:.4f} on {len(data.y_test)} images after {config.steps} steps in {seconds:.1f} s")
+    say(f"all {hk.size()} ranks hold the same {model.count_params()} weights, bit for bit (sha256 {digest})")
+
+
+def parse() -> cifar10.Config | linear.Config:
+    """Return the command line's config; a mistake in it is reported by one rank, and ends all."""
+    quiet = promised().rank > 0
+    with contextlib.ExitStack() as stack:
+        if quiet:
+            nowhere = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        return tyro.cli(Command, description=__doc__)
+
+
+def say(line: str) -> None:
+    """Print a line for people, on the chief."""
+    if hk.is_chief():
+        print(line, flush=True)
+
+
+def _loss():
+    import keras
+
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
