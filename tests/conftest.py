@@ -1,0 +1,70 @@
+"""Every test's outcome is written down as it ends, so that the runner knows it even where the process dies later."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdkit.cluster.launcher import promised
+
+RECORDS = os.environ.get("HVDKIT_TEST_RECORDS")
+
+
+class Recorder:
+    """Append one JSON line when a test starts and one when it has ended."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._file = (folder / f"rank-{rank}.jsonl").open("a")
+        self._reports: list[pytest.TestReport] = []
+
+    def _write(self, **line: object) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write(test=report.nodeid or "collection", outcome="failed", detail=report.longreprtext)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._write(collected=len(session.items))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._reports = []
+        self._started = time.monotonic()
+        self._write(started=nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._reports.append(report)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        outcome = outcome_of(self._reports)
+        details = [report_text(r) for r in self._reports if r.failed or (r.skipped and outcome == "skipped")]
+        seconds = round(time.monotonic() - self._started, 3)
+        self._write(test=nodeid, outcome=outcome, seconds=seconds, detail="\n".join(details))
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._write(ended=int(exitstatus))
+
+
+def outcome_of(reports: list[pytest.TestReport]) -> str:
+    """Return how a test ended, from the reports of its set-up, call and tear-down."""
+    if any(report.failed for report in reports):
+        return "failed"
+    return "skipped" if any(report.skipped for report in reports) else "passed"
+
+
+def report_text(report: pytest.TestReport) -> str:
+    """Return the failure, and what the test printed."""
+    if report.skipped:
+        return str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else report.longreprtext
+    sections = [f"--- {title} ---\n{text.rstrip()}" for title, text in report.sections if text.strip()]
+    return "\n".join([report.longreprtext, *sections])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if RECORDS:
+        config.pluginmanager.register(Recorder(Path(RECORDS), promised().rank), "hvdkit-recorder")

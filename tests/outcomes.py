@@ -1,0 +1,130 @@
+"""What the ranks of one launch wrote down, put together: one outcome for each test."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_TAIL_LINES = 40
+_NOISE = re.compile(r"/_pytest/|/pluggy/|/pytest/__main__|<frozen runpy>|^Extension modules:|^\s*$")
+
+
+@dataclass
+class Launch:
+    """One command that runs tests on ``size`` ranks, and what became of it.
+
+    ``failures`` maps a test's id, or a name for what went wrong beside the tests, to the ranks' details.
+    """
+
+    name: str
+    size: int
+    command: list[str]
+    folder: Path
+    seconds: float = 0.0
+    exit_code: int | None = None
+    timed_out: float | None = None
+    passed: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, dict[int, str]] = field(default_factory=dict)
+    not_run: int = 0
+
+    def read(self) -> None:
+        """Read the ranks' records into ``passed``, ``skipped`` and ``failures``."""
+        ranks = [_records(self.folder / f"rank-{rank}.jsonl") for rank in range(self.size)]
+        ended: dict[str, dict[int, dict[str, Any]]] = {}
+        for rank, lines in enumerate(ranks):
+            for line in lines:
+                if "test" in line:
+                    ended.setdefault(line["test"], {})[rank] = line
+        for test, by_rank in ended.items():
+            failed = {rank: line["detail"] for rank, line in by_rank.items() if line["outcome"] == "failed"}
+            if failed:
+                self.failures[test] = failed
+            elif len(by_rank) == self.size:
+                if all(line["outcome"] == "skipped" for line in by_rank.values()):
+                    self.skipped[test] = by_rank[0]["detail"]
+                else:
+                    self.passed.append(test)
+        whole = [rank for rank, lines in enumerate(ranks) if any("ended" in line for line in lines)]
+        if len(whole) < self.size or self.timed_out is not None:
+            self._read_end(ranks, whole)
+        elif self.exit_code not in (0, 1, 5) or (self.exit_code == 1 and not self.failures):
+            self.failures["the launcher"] = {0: f"exit code {self.exit_code}\n{_tail(self.folder / 'launcher.out')}"}
+
+    def _read_end(self, ranks: list[list[dict[str, Any]]], whole: list[int]) -> None:
+        """Name the ranks that did not end by themselves, and the test that each was in."""
+        details = {}
+        for rank, lines in enumerate(ranks):
+            if rank in whole:
+                continue
+            tests = [line["started"] for line in lines if "started" in line]
+            done = {line["test"] for line in lines if "test" in line}
+            inside = tests[-1] if tests and tests[-1] not in done else (f"after {tests[-1]}" if tests else "at start")
+            output = _tail(self.folder / f"rank-{rank}.out") or _tail(self.folder / "launcher.out")
+            stacks = _tail(self.folder / f"stacks-{rank}.txt")
+            details[rank] = "\n".join([f"in: {inside}", output, stacks])
+        why = (
+            f"hung for {self.timed_out:.0f} s" if self.timed_out is not None else f"ended by {_ending(self.exit_code)}"
+        )
+        self.failures[f"{self.name}: {why}"] = details
+        collected = max((line["collected"] for lines in ranks for line in lines if "collected" in line), default=0)
+        self.not_run = max(0, collected - len(self.passed) - len(self.skipped) - len(self.failures) + 1)
+
+    def summary(self) -> str:
+        """Return one line: how many, and how long."""
+        skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
+        not_run = f", {self.not_run} not run" if self.not_run else ""
+        return f"{len(self.passed)} passed, {len(self.failures)} failed{skipped}{not_run} in {self.seconds:.1f} s"
+
+
+def report(launch: Launch) -> str:
+    """Return every failure once: the first failing rank's in full, another rank's where it differs."""
+    blocks = []
+    for test, details in launch.failures.items():
+        ranks = f" on rank {', '.join(map(str, details))} of {launch.size}" if launch.size > 1 else ""
+        lines = [f"\n===== FAILED {test} [{launch.name}]{ranks} ====="]
+        seen: dict[str, int] = {}
+        for rank, detail in details.items():
+            cause = _cause(detail)
+            if cause in seen:
+                lines.append(f"[rank {rank}] as rank {seen[cause]}")
+                continue
+            shown = detail if not seen else _errors(detail) or detail
+            seen[cause] = rank
+            lines += [f"[rank {rank}] {line}" if launch.size > 1 else line for line in shown.splitlines()]
+        blocks.append("\n".join(lines))
+    blocks += [f"skipped: {test}: {why}" for test, why in launch.skipped.items()]
+    return "\n".join(blocks)
+
+
+def _errors(detail: str) -> str:
+    """Return the lines that say what went wrong, without those that say where."""
+    return "\n".join(line for line in detail.splitlines() if line.startswith("E "))
+
+
+def _cause(detail: str) -> str:
+    """Return what went wrong without its numbers: ranks, times and addresses differ where the cause does not."""
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", _errors(detail) or detail)
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    # A rank that was killed may have left half a line.
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def _tail(path: Path) -> str:
+    """Return the last lines of a file, without the frames of pytest itself."""
+    if not path.exists():
+        return ""
+    lines = [line for line in path.read_text(errors="replace").splitlines() if not _NOISE.search(line)]
+    return "\n".join(lines[-_TAIL_LINES:])
+
+
+def _ending(code: int | None) -> str:
+    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"

@@ -1,0 +1,116 @@
+"""Ranks in step: no rank begins a test before all have ended the one before, and none waits for ever.
+
+These files run in every rank at once, e.g. ``mpirun -np 3 python -m pytest tests/parallel``. A test that fails on
+some ranks only is a plain failure as long as all ranks end it. Where one rank failed and another still waits for it
+in a collective, nothing can bring them together again: the rank that failed ends the launch, and each rank's stack
+goes to ``stacks-<rank>.txt`` in the folder of the run.
+
+The ranks tell each other through files, one byte for each test ended, and not through the collectives under test.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hvdkit as hk
+
+# A rank that failed gives its peers this long to end the same test.
+GRACE_SECONDS = 20
+# No rank spends longer than this in one test, waiting for its peers included.
+TEST_SECONDS = 120
+
+CLUSTER = hk.init()
+
+
+class Steps:
+    """One file per rank; its length is the number of tests that the rank has ended."""
+
+    def __init__(self) -> None:
+        folder = os.environ.get("HVDKIT_TEST_RECORDS") or hk.broadcast_object(tempfile.mkdtemp(prefix="hvdkit-tests-"))
+        self.folder = Path(folder)
+        self._files = [self.folder / f"ended-{rank}" for rank in range(CLUSTER.size)]
+        self._mine = self._files[CLUSTER.rank].open("ab", buffering=0)
+        self._ended = 0
+        self.stacks = (self.folder / f"stacks-{CLUSTER.rank}.txt").open("a")
+
+    def end_test(self) -> None:
+        """Say that this rank has ended its test, and wait until every rank has."""
+        self._mine.write(b".")
+        self._ended += 1
+        nap = 0.0005
+        while any(not f.exists() or f.stat().st_size < self._ended for f in self._files):
+            time.sleep(nap)
+            nap = min(2 * nap, 0.01)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    steps = Steps()
+    config.stash[STEPS] = steps
+    config.option.basetemp = str(steps.folder / f"tmp-{CLUSTER.rank}")
+    faulthandler.register(signal.SIGTERM, steps.stacks, all_threads=True, chain=True)
+
+
+STEPS = pytest.StashKey[Steps]()
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    steps = item.config.stash[STEPS]
+    _limit(TEST_SECONDS, steps, item.nodeid)
+    try:
+        result = yield
+        if item.stash.get(FAILED, False):
+            _limit(GRACE_SECONDS, steps, f"{item.nodeid}, which has failed on this rank")
+        steps.end_test()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return result
+
+
+def _limit(seconds: float, steps: Steps, where: str) -> None:
+    """End this process with its stacks after ``seconds``; the launcher then ends the others."""
+    steps.stacks.seek(0)
+    steps.stacks.truncate()
+    steps.stacks.write(f"may spend {seconds:.0f} s in {where}\n")
+    steps.stacks.flush()
+    faulthandler.dump_traceback_later(seconds, exit=True, file=steps.stacks)
+
+
+@pytest.fixture
+def rank() -> int:
+    return CLUSTER.rank
+
+
+@pytest.fixture
+def size() -> int:
+    return CLUSTER.size
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """The same random numbers on every rank."""
+    return np.random.default_rng(20)
+
+
+@pytest.fixture
+def shared_path(request: pytest.FixtureRequest) -> Path:
+    """A folder of this test's own that is the same on every rank."""
+    folder = hk.broadcast_object(tempfile.mkdtemp(dir=request.config.stash[STEPS].folder) if hk.is_chief() else None)
+    return Path(folder)

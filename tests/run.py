@@ -1,0 +1,156 @@
+"""Run every test: in one process, then the same parallel files on 1 to 4 ranks under MPI, then under Gloo.
+
+    python tests/run.py                          # everything
+    python tests/run.py --np 2 3 --no-gloo -k optimizer
+    python tests/run.py --single-only
+
+One launch serves all tests of a number of ranks, since starting TensorFlow takes seconds. A test counts once per
+launch, and as failed where it failed on any rank. The last line is "N passed, M failed".
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from outcomes import Launch, report
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+# As root, and with more ranks than cores: both are fine on one's own machine.
+PERMISSIONS = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Run hvdkit's tests."""
+
+    np: tuple[int, ...] = (1, 2, 3, 4)
+    """Numbers of ranks under MPI: one launch of tests/parallel for each."""
+    gloo: bool = True
+    """Launch tests/parallel once more without MPI, by `horovodrun --gloo`."""
+    gloo_np: int = 3
+    """Number of ranks of the launch under Gloo."""
+    single: bool = True
+    """Run tests/single first."""
+    single_only: bool = False
+    """Run nothing but tests/single."""
+    k: Annotated[str, tyro.conf.arg(aliases=["-k"])] = ""
+    """Run only the tests that match this pytest expression."""
+    timeout: float = 300.0
+    """Seconds after which a launch is ended as hung."""
+    keep: bool = False
+    """Keep the folder with every rank's output, and say where it is."""
+
+
+def program(name: str) -> str:
+    """Return the program next to this Python, else the one on the path."""
+    beside = BIN / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        sys.exit(f"{name}: not found next to {sys.executable} or on the path; run `make setup` first")
+    return found
+
+
+def launches(config: Config, folder: Path) -> list[Launch]:
+    """Return all launches of this run, in their order."""
+    pytest = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-q", *(["-k", config.k] if config.k else [])]
+    listed = []
+    if config.single or config.single_only:
+        listed.append(Launch("one process", 1, [*pytest, "tests/single"], folder / "single"))
+    if config.single_only:
+        return listed
+    for n in config.np:
+        mpirun = [program("mpirun"), "-np", str(n), "--bind-to", "none"]
+        path = folder / f"mpi-{n}"
+        listed.append(Launch(f"np={n}, MPI", n, [*mpirun, *to_files(pytest, path, "OMPI_COMM_WORLD_RANK")], path))
+    if config.gloo:
+        n, path = config.gloo_np, folder / f"gloo-{config.gloo_np}"
+        horovodrun = [program("horovodrun"), "--gloo", "-np", str(n)]
+        listed.append(Launch(f"np={n}, Gloo", n, [*horovodrun, *to_files(pytest, path, "HOROVOD_RANK")], path))
+    return listed
+
+
+def to_files(pytest: list[str], folder: Path, rank_variable: str) -> list[str]:
+    """Return the command of one rank, its output in a file of its own: on one terminal the ranks' lines would tear."""
+    command = shlex.join([*pytest, "tests/parallel"])
+    return ["sh", "-c", f"exec {command} > {shlex.quote(str(folder))}/rank-${rank_variable}.out 2>&1"]
+
+
+def run(launch: Launch, timeout: float) -> None:
+    """Run one launch to its end, or end it after ``timeout`` seconds."""
+    launch.folder.mkdir(parents=True)
+    env = {**os.environ, **PERMISSIONS, "HVDKIT_TEST_RECORDS": str(launch.folder), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    env["PATH"] = f"{BIN}{os.pathsep}{env['PATH']}"
+    started = time.monotonic()
+    with (launch.folder / "launcher.out").open("w") as out:
+        process = subprocess.Popen(launch.command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        try:
+            launch.exit_code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            launch.timed_out = timeout
+        finally:
+            end(process)
+    launch.seconds = time.monotonic() - started
+    launch.read()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher and all its ranks, wherever they are: SIGTERM first, so that each rank writes its stacks."""
+    try:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for member in reversed(family):
+        member.terminate()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    for member in alive:
+        member.kill()
+    process.wait()
+
+
+def main() -> int:
+    """Run all launches; return the exit code."""
+    config = tyro.cli(Config, description=__doc__)
+    folder = Path(tempfile.mkdtemp(prefix="hvdkit-tests-"))
+    passed = failed = 0
+    try:
+        for launch in launches(config, folder):
+            print(f"{launch.name:12} ...", end="", flush=True)
+            run(launch, config.timeout)
+            print(f" {launch.summary()}", flush=True)
+            text = report(launch)
+            if text:
+                print(text, flush=True)
+            passed += len(launch.passed)
+            failed += len(launch.failures)
+    finally:
+        if config.keep:
+            print(f"every rank's output is in {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    if passed + failed == 0:
+        print("no test ran; is -k right?")
+    print(f"{passed} passed, {failed} failed")
+    return 0 if passed and not failed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
