@@ -32,7 +32,6 @@ RESPECTED = (
     "LDFLAGS",
     "HOROVOD_BUILD_ARCH_FLAGS",
     "HOROVOD_BUILD_CUDA_CC_LIST",
-    "HOROVOD_NCCL_LINK",
 )
 
 
@@ -56,7 +55,8 @@ class Plan:
             "mpi": self.mpi.kind,
             "mpi_version": self.mpi.version,
             "gpu": "nccl" if self.cuda else "none",
-            "cuda_version": f"{self.cuda.version} {self.cuda.nccl_lib}" if self.cuda else "",
+            "cuda_version": self.cuda.version if self.cuda else "",
+            "nccl_version": self.cuda.nccl_version if self.cuda else "",
             "rpath": self.rpath() or "",
             "settings": json.dumps({name: os.environ[name] for name in RESPECTED if name in os.environ}),
             "patches": patches.revision(self.patches),
@@ -92,8 +92,9 @@ def build_horovod(config: BuildHorovod) -> Path:
             progress.step(f"Horovod {HOROVOD} for TensorFlow {plan.tensorflow.version} is installed already")
             return wheel
         log = entry / "build.log"
-        if plan.mpi.caution:
-            progress.step(plan.mpi.caution)
+        for caution in (plan.mpi.caution, plan.cuda.caution if plan.cuda else None):
+            if caution:
+                progress.step(caution)
         if wheel is None:
             wheel = _build(config, plan, entry, log, progress)
         if config.install:
@@ -179,10 +180,8 @@ def build_environment(plan: Plan, tools: Path, jobs: int) -> dict[str, str]:
     if plan.mpi.home:
         env["MPI_HOME"] = str(plan.mpi.home)
     if plan.cuda:
-        env["HOROVOD_GPU_OPERATIONS"] = "NCCL"
-        env["HOROVOD_CUDA_HOME"] = str(plan.cuda.home)
-        env["HOROVOD_NCCL_INCLUDE"] = str(plan.cuda.nccl_include)
-        env["HOROVOD_NCCL_LIB"] = str(plan.cuda.nccl_lib)
+        settings = plan.cuda.prepare(tools.parent)
+        env.update(settings, PATH=os.pathsep.join([settings["PATH"], env["PATH"]]))
     rpath = plan.rpath()
     if rpath:
         env["HVDKIT_RPATH"] = rpath

@@ -64,6 +64,37 @@ PATCHES: tuple[Patch, ...] = (
         needed=lambda target: target.python >= (3, 12),
     ),
     Patch(
+        name="gpu-stream",
+        why="TensorFlow's libraries (2.21's for certain) do not export AsGpuStreamValue, so the built "
+        "library would not load; since 2.16 every stream gives the same handle itself",
+        versions="TensorFlow >= 2.16, GPU builds alone",
+        path="horovod/tensorflow/mpi_ops.cc",
+        old="""\
+// Forward declaration of AsGpuStreamValue
+namespace stream_executor {
+namespace gpu {
+GpuStreamHandle AsGpuStreamValue(Stream* stream);
+} // namespace stream_executor
+} // namespace gpu
+#if TENSORFLOW_VERSION >= 2011000000
+#include "tensorflow/compiler/xla/stream_executor/stream.h"
+#else
+#include "tensorflow/stream_executor/stream.h"
+#endif // TENSORFLOW_VERSION >= 2011000000
+""",
+        new="""\
+#include "xla/stream_executor/stream.h"
+namespace stream_executor {
+namespace gpu {
+inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
+  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);
+}
+} // namespace gpu
+} // namespace stream_executor
+""",
+        needed=lambda target: target.gpu and target.tensorflow >= (2, 16),
+    ),
+    Patch(
         name="gcc13-stdexcept",
         why="GCC 13 no longer includes <stdexcept> by way of other headers (horovod#3957)",
         versions="GCC >= 13; harmless before",
@@ -79,6 +110,15 @@ PATCHES: tuple[Patch, ...] = (
         path="horovod/common/group_table.h",
         old="#include <queue>\n",
         new="#include <queue>\n#include <string>\n",
+        needed=_always,
+    ),
+    Patch(
+        name="gcc14-flatbuffers",
+        why="GCC 14 rejects the assignment to const members, even in a template that nobody instantiates",
+        versions="GCC >= 14; harmless before",
+        path="third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
+        old="  pointer const data_;\n  const size_type count_;\n",
+        new="  pointer data_;\n  size_type count_;\n",
         needed=_always,
     ),
     Patch(

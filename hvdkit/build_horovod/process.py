@@ -12,7 +12,7 @@ import psutil
 
 from hvdkit.errors import BuildError
 
-_CAUSE = re.compile(r"(\berror:|CMake Error|No space left|Could not find|ERROR:|Killed)")
+_CAUSE = re.compile(r"(\berror:|CMake Error|ERROR:|No space left|Killed)")
 
 
 def run(
@@ -78,10 +78,11 @@ def _kill_tree(child: subprocess.Popen[str]) -> None:
 
 
 def _cause(lines: Sequence[str], count: int = 4) -> str:
-    """Return the first lines that name an error, or the last ones if none does."""
+    """Return the first line that names an error and those after it, or the last lines if none does."""
     stripped = [line.strip() for line in lines if line.strip()]
-    named = [line for line in stripped if _CAUSE.search(line)]
-    text = "\n".join(f"  {line[:300]}" for line in (named[:count] or stripped[-count:]))
-    if any("Killed" in line and "cc1plus" in line for line in named):
+    named = [index for index, line in enumerate(stripped) if _CAUSE.search(line)]
+    start = named[0] if named else max(0, len(stripped) - count)
+    text = "\n".join(f"  {line[:300]}" for line in stripped[start : start + count])
+    if any("Killed" in stripped[index] and "cc1plus" in stripped[index] for index in named):
         text += "\n  The compiler ran out of memory: take --jobs 1."
     return text

@@ -1,0 +1,78 @@
+"""Run what the documents show, and check that every other command in them is run by something.
+
+    python tools/check_docs.py [README.md docs/data.md ...]
+
+A fenced block may be:
+
+    ```python file=NAME    a script, written to an empty folder
+    ```sh run              commands, run one by one in that folder; each must succeed
+    ```sh                  commands that something else runs, named in the line before: <!-- run by: PATH -->
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"(?P<before>[^\n]*)\n```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+RUN_BY = re.compile(r"<!-- run by: (?P<path>[^ ,>]+)")
+SECONDS = 300
+
+
+def check(document: Path, folder: Path) -> list[str]:
+    """Run the blocks of one document; return a message for each that fails."""
+    problems = []
+    name = document.relative_to(ROOT)
+    for block in BLOCK.finditer(document.read_text(encoding="utf-8")):
+        language, _, rest = block["info"].strip().partition(" ")
+        if rest.startswith("file="):
+            (folder / rest.removeprefix("file=")).write_text(block["body"], encoding="utf-8")
+        elif language == "sh" and rest == "run":
+            problems += [f"{name}: {message}" for message in run(block["body"].splitlines(), folder)]
+        elif language == "sh":
+            named = RUN_BY.search(block["before"])
+            if named is None or not (ROOT / named["path"]).exists():
+                problems.append(f"{name}: nothing is named that runs {block['body'].splitlines()[0]!r}")
+    return problems
+
+
+def run(commands: list[str], folder: Path) -> list[str]:
+    """Run shell commands in ``folder``; return a message for each that fails."""
+    env = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+    problems = []
+    for command in commands:
+        print(f"$ {command}", flush=True)
+        done = subprocess.run(
+            command, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+        if done.returncode:
+            problems.append(f"{command!r} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return problems
+
+
+def main() -> int:
+    """Check the documents named on the command line, or all."""
+    named = [Path(argument).resolve() for argument in sys.argv[1:]]
+    documents = named or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    problems = []
+    for document in documents:
+        with tempfile.TemporaryDirectory() as folder:
+            problems += check(document, Path(folder))
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    print(f"{len(documents)} documents checked, {len(problems)} problems")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
