@@ -23,8 +23,9 @@ class BroadcastInitial(keras.callbacks.Callback):
     Args:
         root: the rank whose values count.
 
-    Example:
-        >>> model.fit(x, y, callbacks=[hk.callbacks.BroadcastInitial()])
+    Example::
+
+        model.fit(x, y, callbacks=[hk.callbacks.BroadcastInitial()])
     """
 
     def __init__(self, root: int = 0) -> None:
@@ -61,8 +62,9 @@ class MetricAverage(keras.callbacks.Callback):
     Put it before callbacks that use the metrics (ModelCheckpoint, EarlyStopping). For ``model.evaluate`` call
     :meth:`results` after it.
 
-    Example:
-        >>> model.fit(x, y, validation_data=(xv, yv), callbacks=[hk.callbacks.MetricAverage()])
+    Example::
+
+        model.fit(x, y, validation_data=(xv, yv), callbacks=[hk.callbacks.MetricAverage()])
     """
 
     def __init__(self) -> None:
@@ -75,9 +77,10 @@ class MetricAverage(keras.callbacks.Callback):
     def results(model: keras.Model) -> dict[str, float]:
         """Return the metrics that ``model`` has gathered on all ranks. Every rank calls it.
 
-        Example:
-            >>> model.evaluate(x_local, y_local, verbose=0)
-            >>> print(hk.callbacks.MetricAverage.results(model)["accuracy"])
+        Example::
+
+            model.evaluate(x_local, y_local, verbose=0)
+            print(hk.callbacks.MetricAverage.results(model)["accuracy"])
         """
         variables = [v for metric in model.metrics for v in metric.variables]
         local = [np.asarray(v) for v in variables]
@@ -132,8 +135,9 @@ class LearningRateWarmup(keras.callbacks.Callback):
         ValueError: ``steps`` is negative or ``scale`` is not positive.
         TypeError: when training begins, the optimizer's rate is a schedule.
 
-    Example:
-        >>> model.fit(x, y, callbacks=[hk.callbacks.LearningRateWarmup(steps=500)])
+    Example::
+
+        model.fit(x, y, callbacks=[hk.callbacks.LearningRateWarmup(steps=500)])
     """
 
     def __init__(self, steps: int = 500, *, scale: float | None = None) -> None:
@@ -179,8 +183,9 @@ class StopOnNonFinite(keras.callbacks.Callback):
     Args:
         stop: False to warn once and go on.
 
-    Example:
-        >>> model.fit(x, y, callbacks=[hk.callbacks.StopOnNonFinite()])
+    Example::
+
+        model.fit(x, y, callbacks=[hk.callbacks.StopOnNonFinite()])
     """
 
     def __init__(self, *, stop: bool = True) -> None:
@@ -204,8 +209,9 @@ def check_finite(loss: float, *, step: int, stop: bool = True) -> None:
     Raises:
         NonFiniteError: ``loss`` is NaN or infinite; the message names step and rank.
 
-    Example:
-        >>> hk.callbacks.check_finite(float(loss), step=step)
+    Example::
+
+        hk.callbacks.check_finite(float(loss), step=step)
     """
     if math.isfinite(loss):
         return
@@ -226,10 +232,11 @@ class StepLog(keras.callbacks.Callback):
         global_batch_size: examples of all ranks in one step.
         every: steps between two lines.
 
-    Example:
-        >>> log = hk.callbacks.StepLog(global_batch_size=128)
-        >>> for step, batch in enumerate(batches, start=1):
-        ...     log.step(step, train_step(batch))
+    Example::
+
+        log = hk.callbacks.StepLog(global_batch_size=128)
+        for step, batch in enumerate(batches, start=1):
+            log.step(step, train_step(batch))
     """
 
     def __init__(self, global_batch_size: int, *, every: int = 10) -> None:

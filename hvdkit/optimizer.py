@@ -82,8 +82,9 @@ def DistributedOptimizer(
         ValueError: another argument is none of the above.
         HvdkitError: at the first step, inside ``jit_compile=True``: Horovod has no XLA kernels.
 
-    Example:
-        >>> model.compile(hk.DistributedOptimizer(keras.optimizers.Adam(1e-3)), "mse", jit_compile=False)
+    Example::
+
+        model.compile(hk.DistributedOptimizer(keras.optimizers.Adam(1e-3)), "mse", jit_compile=False)
     """
     _check_optimizer(optimizer)
     wire_dtype(compression)

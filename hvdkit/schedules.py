@@ -29,9 +29,10 @@ class Warmup(keras.optimizers.schedules.LearningRateSchedule):
     Raises:
         ValueError: ``scale`` is not positive, or ``steps`` is negative.
 
-    Example:
-        >>> schedule = hk.schedules.Warmup(0.1, scale=hk.size(), steps=500)
-        >>> optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(schedule))
+    Example::
+
+        schedule = hk.schedules.Warmup(0.1, scale=hk.size(), steps=500)
+        optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(schedule))
     """
 
     def __init__(self, base: Any, *, scale: float, steps: int) -> None:

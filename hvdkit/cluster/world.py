@@ -65,11 +65,12 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
         ClusterError: the world is not what the launcher promised, or was begun with another mesh.
         ValueError: ``mesh`` does not multiply to the world size.
 
-    Example:
-        >>> import hvdkit as hk
-        >>> cluster = hk.init()
-        >>> print(f"rank {cluster.rank} of {cluster.size} on {cluster.hosts[cluster.rank]}")
-        rank 0 of 1 on localhost
+    Example::
+
+        import hvdkit as hk
+        cluster = hk.init()
+        print(f"rank {cluster.rank} of {cluster.size} on {cluster.hosts[cluster.rank]}")
+        # rank 0 of 1 on localhost
     """
     global _world
     with _lock:

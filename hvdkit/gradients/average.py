@@ -54,9 +54,10 @@ def average_gradients(
         ValueError: ``op``, ``weight`` or ``compression`` is none of the above.
         CollectiveMismatchError: in eager mode, ranks passed unlike gradients; it names rank and tensor.
 
-    Example:
-        >>> grads = tape.gradient(loss, model.trainable_variables)
-        >>> grads = hk.average_gradients(grads, weight=len(images))
+    Example::
+
+        grads = tape.gradient(loss, model.trainable_variables)
+        grads = hk.average_gradients(grads, weight=len(images))
     """
     listed = list(grads)
     problem = attempt(lambda: _check(listed, op, weight, compression))

@@ -21,10 +21,11 @@ class DistributedGradientTape:
         tape: the recording tape.
         op, weight, compression: as for :func:`hvdkit.average_gradients`.
 
-    Example:
-        >>> with hk.DistributedGradientTape(tf.GradientTape()) as tape:
-        ...     loss = loss_of(model(images), labels)
-        >>> grads = tape.gradient(loss, model.trainable_variables)
+    Example::
+
+        with hk.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = loss_of(model(images), labels)
+        grads = tape.gradient(loss, model.trainable_variables)
     """
 
     def __init__(
