@@ -48,7 +48,7 @@ def describe(argument: str, got: object, expected: str, remedy: str) -> str:
 
     Example:
         >>> describe("splits", [1, 2], "one entry per rank (4)", "pass 4 row counts")
-        "splits: got [1, 2], expected one entry per rank (4); pass 4 row counts"
+        'splits: got [1, 2], expected one entry per rank (4); pass 4 row counts'
     """
     shown = got if isinstance(got, str) else repr(got)
     return f"{argument}: got {shown}, expected {expected}; {remedy}"
