@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives import local, tensors
 from hvdkit.collectives.agreement import SMALL_BYTES, Call, agree, attempt
-from hvdkit.collectives.ops import Average, ReduceOp, checked_op
+from hvdkit.collectives.ops import Average, ReduceOp, checked_op, op_label
 from hvdkit.collectives.values import as_tensor, graph_safe, is_symbolic, like
 from hvdkit.errors import describe
 
@@ -39,9 +39,10 @@ def allreduce(x: Any, op: ReduceOp = Average) -> Any:
         TypeError: ``x`` holds no numbers that ``op`` can reduce.
         CollectiveMismatchError: ranks called different collectives, or with unlike tensors.
 
-    Example:
-        >>> hk.allreduce(hk.rank(), op=hk.Sum)  # on 4 ranks
-        6
+    Example::
+
+        hk.allreduce(hk.rank(), op=hk.Sum)  # on 4 ranks
+        # 6
     """
     return grouped_allreduce([x], op)[0]
 
@@ -60,8 +61,9 @@ def grouped_allreduce(xs: Sequence[Any], op: ReduceOp = Average) -> list[Any]:
     Raises:
         TypeError, CollectiveMismatchError: as for :func:`allreduce`.
 
-    Example:
-        >>> loss, accuracy = hk.grouped_allreduce([loss, accuracy])
+    Example::
+
+        loss, accuracy = hk.grouped_allreduce([loss, accuracy])
     """
     values = list(xs)
 
@@ -69,9 +71,8 @@ def grouped_allreduce(xs: Sequence[Any], op: ReduceOp = Average) -> list[Any]:
         for x in given:
             tensors.wire_dtype(x.dtype, checked_op(op))
 
-    label = op.name if isinstance(op, ReduceOp) else repr(op)
     return _run(
-        f"allreduce(op={label})",
+        f"allreduce(op={op_label(op)})",
         values,
         check=check,
         here=lambda parts: [local.reduce(list(p), checked_op(op)) for p in zip(*parts, strict=True)],
@@ -93,14 +94,16 @@ def allgather(x: Any) -> Any:
     Raises:
         TypeError, CollectiveMismatchError: as for :func:`allreduce`.
 
-    Example:
-        >>> hk.allgather(np.full(hk.rank(), hk.rank()))  # on 3 ranks
-        array([1, 2, 2])
+    Example::
+
+        hk.allgather(np.full(hk.rank(), hk.rank()))  # on 3 ranks
+        # array([1, 2, 2])
     """
     return _run(
         "allgather",
         [x],
         uneven=True,
+        check=lambda given: tensors.check_movable(given[0].dtype),
         here=lambda parts: [np.concatenate([p[0] for p in parts])],
         wire=lambda given: [tensors.allgather(given[0], "hvdkit.allgather")],
     )[0]
@@ -121,13 +124,19 @@ def broadcast(x: Any, root: int = 0) -> Any:
         ValueError: ``root`` is no rank.
         TypeError, CollectiveMismatchError: as for :func:`allreduce`.
 
-    Example:
-        >>> seed = hk.broadcast(np.random.randint(2**31))
+    Example::
+
+        seed = hk.broadcast(np.random.randint(2**31))
     """
+
+    def check(given: list[tf.Tensor]) -> None:
+        _check_root(root)
+        tensors.check_movable(given[0].dtype)
+
     return _run(
         f"broadcast(root={root})",
         [x],
-        check=lambda _: _check_root(root),
+        check=check,
         here=lambda parts: [parts[root][0]],
         wire=lambda given: [tensors.broadcast(given[0], root, "hvdkit.broadcast")],
     )[0]
@@ -150,8 +159,9 @@ def alltoall(x: Any, splits: Any = None) -> Any:
         ValueError: ``splits`` does not fit ``x``; the other ranks get CollectiveMismatchError.
         TypeError, CollectiveMismatchError: as for :func:`allreduce`.
 
-    Example:
-        >>> rows, counts = hk.alltoall(ids, splits=np.bincount(ids % hk.size(), minlength=hk.size()))
+    Example::
+
+        rows, counts = hk.alltoall(ids, splits=np.bincount(ids % hk.size(), minlength=hk.size()))
     """
     size, rank = cluster.size(), cluster.rank()
     if (splits is not None and is_symbolic(splits)) or is_symbolic(x):
@@ -161,6 +171,7 @@ def alltoall(x: Any, splits: Any = None) -> Any:
     counts_here: list[np.ndarray] = [np.zeros(size, np.int64)]
 
     def check(given: list[tf.Tensor]) -> None:
+        tensors.check_movable(given[0].dtype)
         counts_here[0] = _checked_splits(splits, int(given[0].shape[0]), size)
 
     def here(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
@@ -191,14 +202,17 @@ def reducescatter(x: Any, op: ReduceOp = Average) -> Any:
         ValueError: ``op`` is another, or ``x`` has no axis.
         TypeError, CollectiveMismatchError: as for :func:`allreduce`.
 
-    Example:
-        >>> hk.reducescatter(np.arange(4.0), op=hk.Sum)  # on 2 ranks; rank 1
-        array([4., 6.])
+    Example::
+
+        hk.reducescatter(np.arange(4.0), op=hk.Sum)  # on 2 ranks; rank 1
+        # array([4., 6.])
     """
 
     def check(given: list[tf.Tensor]) -> None:
         if checked_op(op) not in (ReduceOp.Average, ReduceOp.Sum):
-            raise ValueError(describe("op", op.name, "hk.Average or hk.Sum", "use hk.allreduce and slice its result"))
+            raise ValueError(
+                describe("op", checked_op(op).name, "hk.Average or hk.Sum", "use hk.allreduce and slice its result")
+            )
         if given[0].shape.rank == 0:
             raise ValueError(describe("x", "a single number", "at least one axis", "use hk.allreduce"))
         tensors.wire_dtype(given[0].dtype, checked_op(op))
@@ -207,9 +221,8 @@ def reducescatter(x: Any, op: ReduceOp = Average) -> Any:
         start, end = local.scatter_bounds(len(parts[0][0]), cluster.size(), cluster.rank())
         return [local.reduce([p[0] for p in parts], checked_op(op))[start:end]]
 
-    label = op.name if isinstance(op, ReduceOp) else repr(op)
     return _run(
-        f"reducescatter(op={label})",
+        f"reducescatter(op={op_label(op)})",
         [x],
         check=check,
         here=here,
@@ -234,8 +247,9 @@ def broadcast_object(obj: Any, root: int = 0) -> Any:
         ValueError: ``root`` is no rank.
         CollectiveMismatchError: a rank called another collective instead.
 
-    Example:
-        >>> run_name = hk.broadcast_object(make_name() if hk.is_chief() else None)
+    Example::
+
+        run_name = hk.broadcast_object(make_name() if hk.is_chief() else None)
     """
     agree(Call(f"broadcast_object(root={root})", problem=attempt(lambda: _check_root(root))))
     return cluster.exchange().broadcast(obj, root)
@@ -247,9 +261,10 @@ def allgather_object(obj: Any) -> list[Any]:
     Raises:
         CollectiveMismatchError: a rank called another collective instead.
 
-    Example:
-        >>> hk.allgather_object(hk.rank())  # on 3 ranks
-        [0, 1, 2]
+    Example::
+
+        hk.allgather_object(hk.rank())  # on 3 ranks
+        # [0, 1, 2]
     """
     return [call.payload for call in agree(Call("allgather_object()", payload=obj))]
 

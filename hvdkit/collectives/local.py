@@ -21,7 +21,9 @@ def reduce(parts: list[np.ndarray], op: ReduceOp) -> np.ndarray:
     if dtype.kind in "iu":
         total = stack.sum(axis=0, dtype=np.int64 if dtype.kind == "i" else np.uint64)
         if op == ReduceOp.Average:
-            total = np.trunc(total / len(parts)) if np.abs(total).max(initial=0) < 2**53 else total // len(parts)
+            quotient = total // len(parts)
+            # Floor division rounds down: negative results that are not whole go up by one.
+            total = quotient + ((total < 0) & (quotient * len(parts) != total)).astype(total.dtype)
         return total.astype(dtype)
     wide = np.float64 if dtype == np.float64 else np.float32
     total = stack.sum(axis=0, dtype=wide)

@@ -32,3 +32,11 @@ def checked_op(op: object) -> ReduceOp:
         return ReduceOp(op)  # type: ignore[arg-type]
     except ValueError:
         raise ValueError(describe("op", op, "hk.Average, hk.Sum, hk.Min or hk.Max", "pass one of these four")) from None
+
+
+def op_label(op: object) -> str:
+    """Return the name of ``op`` for messages and comparisons, whichever way it was given."""
+    try:
+        return ReduceOp(op).name  # type: ignore[arg-type]
+    except ValueError:
+        return repr(op)

@@ -76,7 +76,8 @@ def _op_name(name: str) -> str:
         graph = graph.outer_graph
     traced = graph.get_collection_ref("hvdkit_collectives")
     traced.append(name)
-    return f"{re.sub('[^A-Za-z0-9_.]', '_', graph.name)}.{name}.{traced.count(name)}"
+    # The function's name comes second: "_step" and "<lambda>" may not begin the name of a node.
+    return f"{name}.{re.sub('[^A-Za-z0-9_.]', '_', graph.name)}.{traced.count(name)}"
 
 
 def grouped_allreduce(tensors: Sequence[tf.Tensor], op: ReduceOp, name: str) -> list[tf.Tensor]:
@@ -94,12 +95,9 @@ def grouped_allreduce(tensors: Sequence[tf.Tensor], op: ReduceOp, name: str) -> 
 def _reduce_one_dtype(tensors: list[tf.Tensor], op: ReduceOp, name: str) -> list[tf.Tensor]:
     from horovod.tensorflow.mpi_ops import _allreduce, _grouped_allreduce
 
-    size = cluster.size()
-    if size == 1:
+    if cluster.size() == 1:
         return [tf.identity(x) for x in tensors]
-    whole_average = op == ReduceOp.Average and tensors[0].dtype.is_integer
-    # Scaling before the sum keeps fp16 from overflowing where the average itself would not.
-    scale = 1.0 / size if op == ReduceOp.Average and not whole_average else 1.0
+    scale, finish = _averaging(tensors[0].dtype, op)
     native = ReduceOp.Sum if op == ReduceOp.Average else op
     if len(tensors) == 1:
         reduced = [
@@ -109,7 +107,21 @@ def _reduce_one_dtype(tensors: list[tf.Tensor], op: ReduceOp, name: str) -> list
         reduced = _grouped_allreduce(
             tensors, name=_op_name(name), op=int(native), prescale_factor=scale, ignore_name_scope=True
         )
-    return [tf.truncatediv(y, tf.cast(size, y.dtype)) for y in reduced] if whole_average else list(reduced)
+    return [finish(y) for y in reduced]
+
+
+def _averaging(dtype: tf.DType, op: ReduceOp) -> tuple[float, Any]:
+    """Return the factor before a sum, and the function after it, that make the sum an average where ``op`` asks."""
+    size = cluster.size()
+    if op != ReduceOp.Average:
+        return 1.0, tf.identity
+    if dtype.is_integer:
+        return 1.0, lambda y: tf.truncatediv(y, tf.cast(size, y.dtype))
+    # Horovod keeps its factor in float32, too coarse for float64.
+    if dtype == tf.float64:
+        return 1.0, lambda y: y / size
+    # Scaling before the sum keeps fp16 from overflowing where the average itself would not.
+    return 1.0 / size, tf.identity
 
 
 def allgather(x: tf.Tensor, name: str) -> tf.Tensor:
@@ -141,33 +153,31 @@ def reducescatter(x: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
     """Reduce ``x`` over all ranks and return this rank's rows of the result."""
     from horovod.tensorflow.mpi_ops import _reducescatter
 
-    size = cluster.size()
     wire = wire_dtype(x.dtype, op)
-    if size == 1:
+    if cluster.size() == 1:
         return tf.identity(x)
-    whole_average = op == ReduceOp.Average and wire.is_integer
-    scale = 1.0 / size if op == ReduceOp.Average and not whole_average else 1.0
+    scale, finish = _averaging(wire, op)
     y = _reducescatter(
         tf.cast(x, wire), name=_op_name(name), op=int(ReduceOp.Sum), prescale_factor=scale, ignore_name_scope=True
     )
-    if whole_average:
-        y = tf.truncatediv(y, tf.cast(size, y.dtype))
-    return tf.cast(y, x.dtype)
+    return tf.cast(finish(y), x.dtype)
+
+
+def check_movable(dtype: tf.DType) -> None:
+    """Raise TypeError where values of ``dtype`` cannot be moved bit for bit."""
+    if dtype not in _MOVED and not (dtype.is_floating or dtype.is_integer):
+        raise TypeError(
+            describe(
+                "x", f"dtype {dtype.name}", "a real number or bool", "send it with hk.allgather_object or as numbers"
+            )
+        )
 
 
 def _as_movable(x: tf.Tensor) -> tuple[tf.Tensor, Any]:
     """Return ``x`` in a dtype that Horovod moves, and the function that turns a result back."""
+    check_movable(x.dtype)
     if x.dtype in _MOVED:
         return x, tf.identity
-    if x.dtype.is_complex or x.dtype.size is None or x.dtype in (tf.string, tf.variant, tf.resource):
-        raise TypeError(
-            describe(
-                "x",
-                f"dtype {x.dtype.name}",
-                "a number or bool",
-                "send it with hk.allgather_object or as numbers",
-            )
-        )
     if x.dtype.size == 1:
         return tf.bitcast(x, tf.uint8), lambda y: tf.bitcast(y, x.dtype)
     if x.dtype.size == 2:

@@ -27,6 +27,7 @@ def as_tensor(x: Any) -> tf.Tensor:
     """
     if isinstance(x, tf.Tensor):
         return x
+    original = x
     if isinstance(x, (tf.IndexedSlices, tf.RaggedTensor, tf.SparseTensor)):
         remedy = (
             "use hk.average_gradients for gradients" if isinstance(x, tf.IndexedSlices) else "pass its parts instead"
@@ -36,13 +37,19 @@ def as_tensor(x: Any) -> tf.Tensor:
     if isinstance(value, (tf.Variable, tf.Tensor)):
         return tf.convert_to_tensor(value)
     if not isinstance(x, tf.Variable):
-        array = np.asarray(x)
-        if array.dtype == object or array.dtype.kind in "USVmM":
-            raise TypeError(
-                describe("x", type(x).__name__, "numbers or bools", "send objects with hk.allgather_object")
-            )
-        x = array
+        x = np.asarray(x)
+        if not _holds_numbers(x.dtype):
+            got = f"{type(original).__name__} with dtype {x.dtype}"
+            raise TypeError(describe("x", got, "numbers or bools", "send objects with hk.allgather_object"))
     return tf.convert_to_tensor(x)
+
+
+def _holds_numbers(dtype: np.dtype) -> bool:
+    # By TensorFlow's list and not by NumPy's kinds: to NumPy a bfloat16 is "void".
+    try:
+        return tf.as_dtype(dtype) != tf.string
+    except TypeError:
+        return False
 
 
 def like(original: Any) -> Callable[[tf.Tensor | np.ndarray], Any]:
@@ -52,6 +59,12 @@ def like(original: Any) -> Callable[[tf.Tensor | np.ndarray], Any]:
     """
     if isinstance(original, (tf.Tensor, tf.Variable)) or isinstance(getattr(original, "value", None), tf.Variable):
         return tf.convert_to_tensor
-    if isinstance(original, (bool, int, float)):
-        return lambda y: np.asarray(y)[()].item() if np.ndim(y) == 0 else np.asarray(y)
-    return lambda y: np.asarray(y)[()] if np.ndim(y) == 0 and not isinstance(original, np.ndarray) else np.asarray(y)
+    if type(original) in (bool, int, float):
+        return lambda y: _array(y).item() if np.ndim(y) == 0 else _array(y)
+    # NumPy's own scalars are no arrays, and do not become arrays.
+    return lambda y: _array(y)[()] if np.ndim(y) == 0 and not isinstance(original, np.ndarray) else _array(y)
+
+
+def _array(y: tf.Tensor | np.ndarray) -> np.ndarray:
+    # numpy() copies, so that the caller may write to the result; np.asarray would show TensorFlow's own memory.
+    return np.asarray(y.numpy() if isinstance(y, tf.Tensor) else y)

@@ -31,8 +31,9 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
         CollectiveMismatchError: the lists differ; it names the rank and the first variable that differs. No
             variable is changed then.
 
-    Example:
-        >>> hk.broadcast_variables(model.variables + optimizer.variables)
+    Example::
+
+        hk.broadcast_variables(model.variables + optimizer.variables)
     """
     listed = list(variables)
     signature = [(variable_name(v), tuple(v.shape), tf.as_dtype(v.dtype).name) for v in listed]
@@ -52,8 +53,9 @@ def compare_variables(variables: Iterable[Any]) -> str:
     Raises:
         CollectiveMismatchError: values differ; it names the first rank and variable, on every rank.
 
-    Example:
-        >>> print(f"equal on all ranks: {hk.compare_variables(model.variables)}")
+    Example::
+
+        print(f"equal on all ranks: {hk.compare_variables(model.variables)}")
     """
     listed = list(variables)
     mine = [hashlib.sha256(tf.convert_to_tensor(v).numpy().tobytes()).hexdigest() for v in listed]
