@@ -52,7 +52,7 @@ class Launch:
         whole = [rank for rank, lines in enumerate(ranks) if any("ended" in line for line in lines)]
         if len(whole) < self.size or self.timed_out is not None:
             self._read_end(ranks, whole)
-        elif self.exit_code not in (0, 1, 5) or (self.exit_code == 1 and not self.failures):
+        elif self.exit_code not in (0, 1, 2, 5) or (self.exit_code in (1, 2) and not self.failures):
             self.failures["the launcher"] = {0: f"exit code {self.exit_code}\n{_tail(self.folder / 'launcher.out')}"}
 
     def _read_end(self, ranks: list[list[dict[str, Any]]], whole: list[int]) -> None:

@@ -74,7 +74,8 @@ def launches(config: Config, folder: Path) -> list[Launch]:
     pytest = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-q", *(["-k", config.k] if config.k else [])]
     listed = []
     if config.single or config.single_only:
-        listed.append(Launch("one process", 1, [*pytest, "tests/single"], folder / "single"))
+        command = [*pytest, "--continue-on-collection-errors", "tests/single"]
+        listed.append(Launch("one process", 1, command, folder / "single"))
     if config.single_only:
         return listed
     for n in config.np:
