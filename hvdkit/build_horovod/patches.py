@@ -122,6 +122,15 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
         needed=_always,
     ),
     Patch(
+        name="gcc15-cstdint",
+        why="GCC 15 no longer includes <cstdint> by way of other headers",
+        versions="GCC >= 15; harmless before",
+        path="third_party/gloo/gloo/types.h",
+        old="#include <iostream>\n",
+        new="#include <cstdint>\n#include <iostream>\n",
+        needed=_always,
+    ),
+    Patch(
         name="relative-rpath",
         why="the folder of libmpi.so is written into the library; relative to the library itself "
         "it stays right when the wheel is installed into another environment",
