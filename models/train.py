@@ -62,7 +62,8 @@ def train_classifier(config: cifar10.Config) -> None:
     accuracy = training.evaluate(model, data.x_test, data.y_test)
     digest = hk.compare_variables(model.variables)
     say(f"held-out accuracy {accuracy:.4f} on {len(data.y_test)} images after {config.steps} steps in {seconds:.1f} s")
-    say(f"all {hk.size()} ranks hold the same {model.count_params()} weights, bit for bit (sha256 {digest})")
+    count = sum(weight.numpy().size for weight in model.trainable_variables)
+    say(f"all {hk.size()} ranks hold the same {count} weights, bit for bit (sha256 {digest})")
 
 
 def parse() -> cifar10.Config | linear.Config:

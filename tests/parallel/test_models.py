@@ -1,0 +1,190 @@
+"""The scripts in ``models/``: equal to one process, loop equal to fit, and learning."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hvdkit as hk
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
+
+import cifar10
+import keras
+import linear
+import tensorflow as tf
+import train
+import training
+
+QUICK = {"steps": 6, "batch_size": 20, "warmup_steps": 3, "decay_steps": 4, "learning_rate": 0.02, "log_every": 2}
+
+
+def prepared(config, optimizer=None):
+    data = config.load()
+    batches = hk.data.GlobalBatches((data.x_train, data.y_train), config.global_batch_size(), shuffle_seed=config.seed)
+    model = config.build(data)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer or config.optimizer(), loss, jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    return data, batches, model
+
+
+def alone(config):
+    """Return the weights that one process reaches on the whole of every global batch, with a plain optimizer."""
+    decay = keras.optimizers.schedules.ExponentialDecay(0.02, 4, 0.1, staircase=True)
+    rate = hk.schedules.Warmup(decay, scale=20 / 128, steps=3)
+    data, _, model = prepared(config, keras.optimizers.SGD(rate))
+    model.layers[0].first_row = 0
+    batches = hk.data.GlobalBatches((data.x_train, data.y_train), 20, shuffle_seed=config.seed, rank=0, size=1)
+    per_example = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    for _, (images, labels) in zip(range(config.steps), batches, strict=False):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(per_example(labels, model(images, training=True))) + tf.add_n(model.losses)
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("form", ["loop", "fit"])
+def test_cifar10_equals_one_process(form):
+    config = cifar10.Config(**QUICK, form=form)
+    _, batches, model = prepared(config)
+    before = [v.numpy() for v in model.trainable_variables]
+    average = cifar10.MovingAverage(model)
+    (training.fit if form == "fit" else training.loop)(config, model, batches, average)
+    for ours, theirs in zip(model.get_weights(), alone(config), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-6)
+    after = [v.numpy() for v in model.trainable_variables]
+    assert max(np.abs(a - b).max() for a, b in zip(before, after, strict=True)) > 1e-5
+    assert len(hk.compare_variables(model.variables)) == 12
+
+
+def test_moving_average_follows_its_formula():
+    config = cifar10.Config(**QUICK)
+    _, _, model = prepared(config)
+    average = cifar10.MovingAverage(model)
+    expected = model.trainable_variables[0].numpy()
+    for step in range(1, 4):
+        model.trainable_variables[0].assign_add(tf.ones_like(model.trainable_variables[0]))
+        average.update(tf.constant(step, tf.int64))
+        decay = min(0.9999, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * model.trainable_variables[0].numpy()
+    np.testing.assert_allclose(average.averages[0].numpy(), expected, rtol=1e-5)
+
+
+def test_train_script_learns_and_reports(capfd, tmp_path):
+    config = cifar10.Config(data="synthetic", steps=40, batch_size=64, log_dir=tmp_path, learning_rate=0.02)
+    train.train_classifier(config)
+    printed = capfd.readouterr()
+    if hk.is_chief():
+        assert f"all {hk.size()} ranks hold the same 1068298 weights, bit for bit" in printed.out
+        assert float(printed.out.split("held-out accuracy ")[1].split()[0]) > 0.3
+        assert "examples/sec" in printed.err and "step 40, loss" in printed.err
+        assert list(tmp_path.glob("events.out.tfevents.*"))
+    else:
+        assert "accuracy" not in printed.out
+        assert not list(tmp_path.iterdir())
+
+
+def test_cifar10_files_are_trained_on(shared_path, capfd):
+    if hk.is_chief():
+        rng = np.random.default_rng(3)
+        for name in [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]:
+            records = rng.integers(0, 256, (24, 3073), dtype=np.uint8)
+            records[:, 0] %= 10
+            (shared_path / name).write_bytes(records.tobytes())
+    hk.barrier()
+    train.train_classifier(cifar10.Config(data_dir=shared_path, steps=3, batch_size=12))
+    assert ("on 24 images after 3 steps" in capfd.readouterr().out) == hk.is_chief()
+
+
+def test_infinite_loss_names_its_step_and_stops():
+    config = cifar10.Config(**{**QUICK, "learning_rate": 1e30})
+    _, batches, model = prepared(config)
+    with pytest.raises(hk.NonFiniteError, match=r"at step \d+ on rank \d+"):
+        training.loop(config, model, batches, cifar10.MovingAverage(model))
+
+
+def test_infinite_loss_in_fit_stops_unless_told_otherwise():
+    config = cifar10.Config(**{**QUICK, "learning_rate": 1e30}, form="fit")
+    _, batches, model = prepared(config)
+    with pytest.raises(hk.NonFiniteError, match=r"at step \d+ on rank \d+"):
+        training.fit(config, model, batches, cifar10.MovingAverage(model))
+    hk.barrier()
+    config = cifar10.Config(**{**QUICK, "learning_rate": 1e30}, form="fit", allow_nonfinite=True)
+    _, batches, model = prepared(config)
+    training.fit(config, model, batches, cifar10.MovingAverage(model))
+    assert int(model.optimizer.iterations) == 6
+
+
+@pytest.mark.parametrize(("data", "error"), [("line", 0.012), ("diabetes", 0.75)])
+def test_linear_regression_reaches_the_best_line(data, error, capfd):
+    assert linear.run(linear.Config(data=data, learning_rate=0.05)) < error
+    printed = capfd.readouterr().out
+    if hk.is_chief():
+        assert "epoch 20, loss = " in printed and "W = [" in printed and "b = [" in printed
+    else:
+        assert printed == ""
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_warmup_schedule_and_callback_agree(scale):
+    schedule = hk.schedules.Warmup(0.1, scale=scale, steps=4)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(float(self.model.optimizer.learning_rate))
+
+    warmup = hk.callbacks.LearningRateWarmup(4, scale=scale)
+    model.fit(np.zeros((7, 1)), np.zeros((7, 1)), batch_size=1, callbacks=[warmup, Watch()], verbose=0)
+    np.testing.assert_allclose(seen, [float(schedule(step)) for step in range(7)], rtol=1e-6)
+    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(schedule))
+    assert float(again(2)) == float(schedule(2))
+
+
+def test_metrics_count_every_sample_once():
+    """Rank r holds r samples to validate on (rank 0 none but one of weight 0): the mean over all is exact."""
+    rank, size = hk.rank(), hk.size()
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse", metrics=["mae", keras.metrics.AUC()])
+    hk.broadcast_variables(model.variables)
+    rng = np.random.default_rng(1)
+    total = sum(r + 1 for r in range(size))
+    x = rng.normal(size=(total, 2)).astype("f4")
+    y = rng.integers(0, 2, (total, 1)).astype("f4")
+    start = sum(r + 1 for r in range(rank))
+    mine = slice(start, start + rank + 1)
+    history = model.fit(
+        x[:2], y[:2], validation_data=(x[mine], y[mine]), callbacks=[hk.callbacks.MetricAverage()], verbose=0
+    ).history
+    model.reset_metrics()
+    expected = model.evaluate(x, y, batch_size=total, verbose=0, return_dict=True)
+    for name, value in expected.items():
+        assert history[f"val_{name}"][0] == pytest.approx(value, rel=1e-5)
+    model.evaluate(x[mine], y[mine], verbose=0)
+    results = hk.callbacks.MetricAverage.results(model)
+    assert results["mae"] == pytest.approx(expected["mae"], rel=1e-5)
+
+
+def test_initial_weights_come_from_the_chief():
+    keras.utils.set_random_seed(hk.rank())
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    model.compile(hk.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    x, y = np.ones((4, 2), "f4"), np.ones((4, 1), "f4")
+    model.fit(x, y, callbacks=[hk.callbacks.BroadcastInitial()], verbose=0)
+    assert len(hk.compare_variables(model.variables + model.optimizer.variables)) == 12
+
+
+def test_different_weights_are_named():
+    variable = tf.Variable([1.0, float(hk.rank() == hk.size() - 1)], name="odd_one")
+    if hk.size() == 1:
+        assert len(hk.compare_variables([variable])) == 12
+        return
+    with pytest.raises(hk.CollectiveMismatchError, match=f"odd_one.*rank {hk.size() - 1}"):
+        hk.compare_variables([variable])
