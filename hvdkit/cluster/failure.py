@@ -26,13 +26,14 @@ def watch(rank: int, size: int, communicator: Any) -> None:
     _previous_hook = sys.excepthook
 
     def end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        lines = "".join(traceback.format_exception(kind, error, trace)).rstrip()
-        tagged = "\n".join(f"[rank {rank}] {line}" for line in lines.splitlines())
-        cause = f"{kind.__name__}: {error}".splitlines()[0]
-        write_line(f"{tagged}\n[rank {rank}] hvdkit: rank {rank} on {socket.gethostname()} failed: {cause}")
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        lines = [] if interrupted else "".join(traceback.format_exception(kind, error, trace)).splitlines()
+        cause = "interrupted" if interrupted else f"failed: {kind.__name__}: {error}".splitlines()[0]
+        lines.append(f"hvdkit: rank {rank} on {socket.gethostname()} {cause}")
+        write_line("\n".join(f"[rank {rank}] {line}" for line in lines))
         if communicator is not None:
             sys.stdout.flush()
-            communicator.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+            communicator.Abort(130 if interrupted else 1)
 
     sys.excepthook = end_job
 

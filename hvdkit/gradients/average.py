@@ -68,67 +68,51 @@ def average_gradients(
     op, wire = checked_op(op), wires.wire_dtype(compression)
     if op in (ReduceOp.Min, ReduceOp.Max):
         return _place(listed, grouped_allreduce(_dense(listed), op, "hvdkit.gradients"), [])
-    factor, divisor = _scales(op, weight)
+    if weight is not None:
+        listed, op = _weighted(listed, _share(weight, op)), ReduceOp.Sum
     rows = [sparse.sum_duplicates(g) for g in listed if isinstance(g, tf.IndexedSlices)]
-    dense, kept = _scaled(_dense(listed), factor), [_scaled_rows(g, factor) for g in rows]
-    summed, summed_rows, total = _sum(dense, kept, divisor, wire)
-    if total is not None:
-        summed = [tf.math.divide_no_nan(y, tf.cast(total, y.dtype)) for y in summed]
-        summed_rows = [_with_values(g, tf.math.divide_no_nan(g.values, tf.cast(total, g.dtype))) for g in summed_rows]
-    return _place(listed, summed, summed_rows)
-
-
-def _scales(op: ReduceOp, weight: Any) -> tuple[Any, tf.Tensor | None]:
-    """Return what to multiply gradients by before the sum, and the weight to sum along and divide by after."""
-    if weight is None:
-        return (1.0 / cluster.size() if op == ReduceOp.Average else None), None
-    w = tf.cast(as_tensor(weight), tf.float64)
-    return w, (w if op == ReduceOp.Average else None)
-
-
-def _scaled(grads: list[tf.Tensor], factor: Any) -> list[tf.Tensor]:
-    if factor is None or (isinstance(factor, float) and factor == 1.0):
-        return grads
-    if isinstance(factor, float):
-        return [g * tf.cast(factor, g.dtype) for g in grads]
-    # A rank without examples has weight 0 and a gradient that is 0/0: it must not spoil the others'.
-    return [tf.where(factor > 0, g * tf.cast(factor, g.dtype), tf.zeros_like(g)) for g in grads]
-
-
-def _scaled_rows(grad: tf.IndexedSlices, factor: Any) -> tf.IndexedSlices:
-    return _with_values(grad, _scaled([grad.values], factor)[0])
-
-
-def _with_values(grad: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:
-    return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
-
-
-def _sum(
-    dense: list[tf.Tensor], rows: list[tf.IndexedSlices], weight: tf.Tensor | None, wire: tf.DType | None
-) -> tuple[list[tf.Tensor], list[tf.IndexedSlices], tf.Tensor | None]:
-    """Sum dense gradients, rows and the weight over all ranks."""
     if cluster.size() == 1:
-        return dense, rows, weight
+        return _place(listed, _dense(listed), rows)
+    return _place(listed, *_combine(_dense(listed), rows, op, wire))
+
+
+def _share(weight: Any, op: ReduceOp) -> tf.Tensor:
+    """Return the factor of this rank's gradients in a plain sum: w_r, or w_r / sum_r w_r for the average.
+
+    The weights are known before the gradients are, so that inside a graph their exchange runs beside the step.
+    """
+    w = tf.cast(as_tensor(weight), tf.float64)
+    if op == ReduceOp.Sum:
+        return w
+    return tf.math.divide_no_nan(w, grouped_allreduce([w], ReduceOp.Sum, "hvdkit.weight")[0])
+
+
+def _weighted(grads: list[Gradient], factor: tf.Tensor) -> list[Gradient]:
+    def scaled(x: tf.Tensor) -> tf.Tensor:
+        # A rank without examples has weight 0 and a gradient that is 0/0: it must not spoil the others'.
+        return tf.where(factor > 0, x * tf.cast(factor, x.dtype), tf.zeros_like(x))
+
+    def one(g: Gradient) -> Gradient:
+        if isinstance(g, tf.IndexedSlices):
+            return tf.IndexedSlices(scaled(g.values), g.indices, g.dense_shape)
+        return None if g is None else scaled(g)
+
+    return [one(g) for g in grads]
+
+
+def _combine(
+    dense: list[tf.Tensor], rows: list[tf.IndexedSlices], op: ReduceOp, wire: tf.DType | None
+) -> tuple[list[tf.Tensor], list[tf.IndexedSlices]]:
+    """Combine dense gradients and rows by ``op``, Average or Sum; tiny tables ride with the dense ones."""
     tiny = [i for i, g in enumerate(rows) if sparse.is_tiny(g)]
     large = [i for i in range(len(rows)) if i not in tiny]
-    # Tiny tables ride with the dense gradients; the weight rides along in float32, exact up to 2**24 examples.
     riders = [tf.convert_to_tensor(rows[i]) for i in tiny]
-    extra = [] if weight is None else [tf.reshape(tf.cast(weight, tf.float32), [1])]
-    sent = dense + riders
-    if wire is None:
-        together = wires.sum_dense(sent + extra, None, "hvdkit.gradients") if sent or extra else []
-    else:
-        together = wires.sum_dense(sent, wire, "hvdkit.gradients") if sent else []
-        together += wires.sum_dense(extra, None, "hvdkit.weight") if extra else []
-    sums: dict[int, tf.IndexedSlices] = {}
-    for i, y in zip(tiny, together[len(dense) : len(sent)], strict=True):
-        sums[i] = tf.IndexedSlices(y, tf.range(tf.shape(y)[0], dtype=rows[i].indices.dtype), rows[i].dense_shape)
-    gathered = sparse.sum_over_ranks(
-        [rows[i] for i in large], wire, lambda y, name: wires.sum_dense([y], wire, name)[0]
-    )
-    sums.update(zip(large, gathered, strict=True))
-    total = None if weight is None else together[-1][0]
-    return together[: len(dense)], [sums[i] for i in range(len(rows))], total
+    together = wires.reduce_dense(dense + riders, op, wire, "hvdkit.gradients")
+    combined = dict(zip(large, sparse.combine([rows[i] for i in large], op, wire), strict=True))
+    for i, y in zip(tiny, together[len(dense) :], strict=True):
+        every_row = tf.range(tf.shape(y)[0], dtype=rows[i].indices.dtype)
+        combined[i] = tf.IndexedSlices(y, every_row, rows[i].dense_shape)
+    return together[: len(dense)], [combined[i] for i in range(len(rows))]
 
 
 def _dense(grads: list[Gradient]) -> list[tf.Tensor]:

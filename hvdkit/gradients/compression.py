@@ -32,27 +32,23 @@ def wire_dtype(compression: str | None) -> tf.DType | None:
     return _WIRES[compression]
 
 
-def sum_dense(grads: Sequence[tf.Tensor], wire: tf.DType | None, name: str) -> list[tf.Tensor]:
-    """Return the sum of each dense gradient over all ranks, in the gradient's own dtype.
+def reduce_dense(grads: Sequence[tf.Tensor], op: ReduceOp, wire: tf.DType | None, name: str) -> list[tf.Tensor]:
+    """Return each dense gradient combined over all ranks by ``op``, Average or Sum, in the gradient's own dtype.
 
     Only float32 and float64 are compressed; what is 16 bits wide already, or no float, travels as it is.
     """
-    if wire is None:
-        return tensors.grouped_allreduce(grads, ReduceOp.Sum, name)
-    narrowed = [i for i, g in enumerate(grads) if g.dtype in (tf.float32, tf.float64)]
-    results = dict.fromkeys(range(len(grads)), tf.constant(0))
-    if wire == tf.float16:
-        sent = [tf.cast(g, wire) if i in narrowed else g for i, g in enumerate(grads)]
-        summed = tensors.grouped_allreduce(sent, ReduceOp.Sum, name)
-        return [tf.cast(y, g.dtype) for y, g in zip(summed, grads, strict=True)]
-    rest = [i for i in range(len(grads)) if i not in narrowed]
-    results.update(zip(narrowed, _sum_bf16([grads[i] for i in narrowed], name), strict=True))
-    if rest:
-        results.update(zip(rest, tensors.grouped_allreduce([grads[i] for i in rest], ReduceOp.Sum, name), strict=True))
-    return [results[i] for i in range(len(grads))]
+    narrowed = [wire is not None and g.dtype in (tf.float32, tf.float64) for g in grads]
+    if wire != tf.bfloat16:
+        sent = [tf.cast(g, wire) if narrow else g for g, narrow in zip(grads, narrowed, strict=True)]
+        reduced = tensors.grouped_allreduce(sent, op, name)
+        return [tf.cast(y, g.dtype) for y, g in zip(reduced, grads, strict=True)]
+    ours = [g for g, narrow in zip(grads, narrowed, strict=True) if narrow]
+    rest = [g for g, narrow in zip(grads, narrowed, strict=True) if not narrow]
+    compressed, plain = iter(_reduce_bf16(ours, op, name)), iter(tensors.grouped_allreduce(rest, op, name))
+    return [next(compressed) if narrow else next(plain) for narrow in narrowed]
 
 
-def _sum_bf16(grads: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+def _reduce_bf16(grads: list[tf.Tensor], op: ReduceOp, name: str) -> list[tf.Tensor]:
     if not grads:
         return []
     size = cluster.size()
@@ -61,7 +57,8 @@ def _sum_bf16(grads: list[tf.Tensor], name: str) -> list[tf.Tensor]:
     share = (length + size - 1) // size
     padded = tf.pad(flat, [[0, share * size - length]])
     received, _ = tensors.alltoall(padded, tf.fill([size], share), f"{name}_bf16_scatter")
-    total = tf.reduce_sum(tf.cast(tf.reshape(received, [size, share]), tf.float32), axis=0)
-    whole = tensors.allgather(tf.cast(total, tf.bfloat16), f"{name}_bf16_gather")[:length]
+    combine = tf.reduce_mean if op == ReduceOp.Average else tf.reduce_sum
+    mine = combine(tf.cast(tf.reshape(received, [size, share]), tf.float32), axis=0)
+    whole = tensors.allgather(tf.cast(mine, tf.bfloat16), f"{name}_bf16_gather")[:length]
     parts = tf.split(whole, [tf.size(g) for g in grads], num=len(grads))
     return [tf.cast(tf.reshape(p, tf.shape(g)), g.dtype) for p, g in zip(parts, grads, strict=True)]

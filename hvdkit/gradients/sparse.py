@@ -13,12 +13,14 @@ is tiny need no count: they are sent dense.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
+from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.ops import ReduceOp
+from hvdkit.gradients.compression import reduce_dense
 
 # A dense exchange below this size costs less than the exchange of counts that could avoid it.
 TINY_DENSE_BYTES = 64 * 1024
@@ -52,49 +54,47 @@ def is_tiny(grad: tf.IndexedSlices) -> bool:
     return shape is not None and tf.TensorShape(shape).num_elements() * grad.values.dtype.size <= TINY_DENSE_BYTES
 
 
-def sum_over_ranks(
-    grads: Sequence[tf.IndexedSlices], wire: tf.DType | None, reduce_dense: Callable[[tf.Tensor, str], tf.Tensor]
-) -> list[tf.IndexedSlices]:
-    """Return the sum of each sparse gradient over all ranks, as rows without duplicates.
+def combine(grads: Sequence[tf.IndexedSlices], op: ReduceOp, wire: tf.DType | None) -> list[tf.IndexedSlices]:
+    """Return each sparse gradient combined over all ranks by ``op``, Average or Sum, as rows without duplicates.
 
     Args:
         grads: one per variable, without duplicates; rows and their number differ between ranks.
+        op: the reduction.
         wire: dtype in which values travel, or None for their own.
-        reduce_dense: sums one dense tensor over all ranks, for the gradients that are cheaper dense.
     """
     if not grads:
         return []
     counts = tf.stack([tf.size(g.indices, out_type=tf.int64) for g in grads])
     totals = tensors.grouped_allreduce([counts], ReduceOp.Sum, "hvdkit.sparse_counts")[0]
-    return [_sum_one(g, totals[i], wire, reduce_dense, i) for i, g in enumerate(grads)]
+    return [_combine_one(g, totals[i], op, wire, i) for i, g in enumerate(grads)]
 
 
-def _sum_one(
-    grad: tf.IndexedSlices,
-    total: tf.Tensor,
-    wire: tf.DType | None,
-    reduce_dense: Callable[[tf.Tensor, str], tf.Tensor],
-    number: int,
+def _combine_one(
+    grad: tf.IndexedSlices, total: tf.Tensor, op: ReduceOp, wire: tf.DType | None, number: int
 ) -> tf.IndexedSlices:
     shape = dense_shape(grad)
+    dtype, indices_dtype = grad.values.dtype, grad.indices.dtype
 
     def as_rows() -> tuple[tf.Tensor, tf.Tensor]:
-        values = grad.values if wire is None else tf.cast(grad.values, wire)
-        gathered = tensors.allgather(values, f"hvdkit.sparse_values_{number}")
+        values = grad.values / tf.cast(cluster.size(), dtype) if op == ReduceOp.Average else grad.values
+        gathered = tensors.allgather(
+            values if wire is None else tf.cast(values, wire), f"hvdkit.sparse_values_{number}"
+        )
         indices = tensors.allgather(grad.indices, f"hvdkit.sparse_indices_{number}")
-        rows = sum_duplicates(tf.IndexedSlices(tf.cast(gathered, grad.values.dtype), indices))
+        rows = sum_duplicates(tf.IndexedSlices(tf.cast(gathered, dtype), indices))
         return rows.indices, rows.values
 
     def as_dense(shape: tuple[int, ...]) -> tuple[tf.Tensor, tf.Tensor]:
-        dense = tf.scatter_nd(grad.indices[:, None], grad.values, tf.constant(shape, grad.indices.dtype))
-        return tf.range(shape[0], dtype=grad.indices.dtype), reduce_dense(dense, f"hvdkit.sparse_dense_{number}")
+        dense = tf.scatter_nd(grad.indices[:, None], grad.values, tf.constant(shape, indices_dtype))
+        reduced = reduce_dense([dense], op, wire, f"hvdkit.sparse_dense_{number}")[0]
+        return tf.range(shape[0], dtype=indices_dtype), reduced
 
     if shape is None:
         indices, values = as_rows()
     else:
-        item = (wire or grad.values.dtype).size
+        item = (wire or dtype).size
         width = tf.TensorShape(shape[1:]).num_elements()
-        rows_bytes = total * (width * item + grad.indices.dtype.size)
+        rows_bytes = total * (width * item + indices_dtype.size)
         cheaper_dense = rows_bytes > 2 * shape[0] * width * item
         indices, values = tf.cond(cheaper_dense, lambda: as_dense(shape), as_rows)
     values.set_shape([None, *grad.values.shape[1:]])
