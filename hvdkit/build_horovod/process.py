@@ -74,6 +74,7 @@ def _kill_tree(child: subprocess.Popen[str]) -> None:
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(family, timeout=5)
     child.wait()
 
 
