@@ -61,6 +61,16 @@ def test_cifar10_equals_one_process(form):
     assert len(hk.compare_variables(model.variables)) == 12
 
 
+def test_the_same_run_gives_the_same_bits():
+    digests = []
+    for _ in range(2):
+        config = cifar10.Config(**QUICK)
+        _, batches, model = prepared(config)
+        training.loop(config, model, batches, cifar10.MovingAverage(model))
+        digests.append(hk.compare_variables(model.variables))
+    assert digests[0] == digests[1]
+
+
 def test_moving_average_follows_its_formula():
     config = cifar10.Config(**QUICK)
     _, _, model = prepared(config)
