@@ -70,5 +70,5 @@ def run(config: Config) -> float:
 
 def _report(epoch: int, loss: float, model: keras.Model) -> None:
     if hk.is_chief():
-        weights, bias = (np.round(v.numpy().ravel(), 4).tolist() for v in model.variables)
-        print(f"epoch {epoch}, loss = {loss:.4f}, W = {weights}, b = {bias}", flush=True)
+        weights, bias = (", ".join(f"{x:.4f}" for x in v.numpy().ravel()) for v in model.variables)
+        print(f"epoch {epoch}, loss = {loss:.4f}, W = [{weights}], b = [{bias}]", flush=True)
