@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any
@@ -67,10 +69,9 @@ def start_horovod(promise: Promise) -> tuple[ModuleType, Any]:
                 )
             )
         communicator = _mpi_communicator()
-    else:
-        _ensure_rendezvous_variables(promise)
     try:
-        hvd.init()
+        with _world_of_one() if promise is ALONE else nullcontext():
+            hvd.init()
     except Exception as error:
         raise ClusterError(f"Horovod did not start: {error}; run `hvdkit doctor`") from error
     _check_size(hvd.size(), promise)
@@ -95,14 +96,23 @@ def _mpi_communicator() -> Any:
     return MPI.COMM_WORLD.Dup()
 
 
-def _ensure_rendezvous_variables(promise: Promise) -> None:
-    """Tell Horovod's Gloo controller its world where no launcher did: one process needs no rendezvous."""
-    if promise is not ALONE:
-        return
+@contextmanager
+def _world_of_one() -> Iterator[None]:
+    """Tell Horovod its world where no launcher did: Gloo, one process, no rendezvous.
+
+    Gloo needs no launcher and no daemon, whereas MPI without mpirun may refuse to start. The variables are gone
+    afterwards: a launcher that this process runs later must not find them.
+    """
     world = {"RANK": 0, "SIZE": 1, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CROSS_RANK": 0, "CROSS_SIZE": 1}
-    for name, value in world.items():
-        os.environ.setdefault(f"HOROVOD_{name}", str(value))
-    os.environ.setdefault("HOROVOD_HOSTNAME", "localhost")
+    variables = {f"HOROVOD_{name}": str(value) for name, value in world.items()}
+    variables |= {"HOROVOD_HOSTNAME": "localhost", "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def _check_size(size: int, promise: Promise) -> None:

@@ -63,21 +63,25 @@ class ObjectExchange:
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of every rank, in rank order."""
-        if len(data) > _LARGEST // self._size:
-            raise ValueError(
-                describe(
-                    "object",
-                    f"{len(data)} bytes pickled",
-                    f"at most {_LARGEST // self._size} bytes from each of {self._size} ranks",
-                    "send large arrays with hk.allgather or hk.broadcast",
-                )
-            )
+        self.check_length(len(data))
         if self._size == 1:
             return [data]
         mine = np.frombuffer(data, np.uint8)
         lengths, gathered = self._over_mpi(mine) if self._comm is not None else self._over_horovod(mine)
         ends = np.cumsum(lengths)
         return [gathered[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError where a rank may not send so many bytes at once."""
+        if length > _LARGEST // self._size:
+            raise ValueError(
+                describe(
+                    "object",
+                    f"{length} bytes pickled",
+                    f"at most {_LARGEST // self._size} bytes from each of {self._size} ranks",
+                    "send large arrays with hk.allgather or hk.broadcast",
+                )
+            )
 
     def _over_horovod(self, mine: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         # Lengths ride in front of the bytes, so that one collective serves.

@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit.cluster.launcher import Promise
 from hvdkit.cluster.logs import get_logger
 
 _BEFORE_MPI = {
@@ -23,14 +22,10 @@ _BEFORE_MPI = {
 _THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 
-def set_environment(promise: Promise) -> None:
+def set_environment() -> None:
     """Set the variables that MPI and Horovod read when they start, unless the person has set them."""
     for name, value in _BEFORE_MPI.items():
         os.environ.setdefault(name, value)
-    if promise.controller == "gloo" and "HOROVOD_CONTROLLER" not in os.environ:
-        # Alone: Gloo needs no launcher and no daemon, whereas MPI without mpirun may refuse to start.
-        os.environ["HOROVOD_CONTROLLER"] = "gloo"
-        os.environ["HOROVOD_CPU_OPERATIONS"] = "gloo"
 
 
 def available_cores() -> int:

@@ -47,6 +47,7 @@ class _World:
 
 
 _world: _World | None = None
+_ended = False
 _lock = threading.Lock()
 
 
@@ -62,7 +63,8 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
 
     Raises:
         ImportError: TensorFlow or Horovod is missing; the message names the command that brings it.
-        ClusterError: the world is not what the launcher promised, or was begun with another mesh.
+        ClusterError: the world is not what the launcher promised, was begun with another mesh, or another rank's
+            mesh is bad.
         ValueError: ``mesh`` does not multiply to the world size.
 
     Example::
@@ -76,7 +78,7 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
     with _lock:
         if _world is None:
             _world = _start(mesh)
-        elif mesh is not None and dict(mesh) != dict(_world.cluster.mesh):
+        elif mesh is not None and list(mesh.items()) != list(_world.cluster.mesh.items()):
             raise ClusterError(
                 describe("mesh", dict(mesh), f"{dict(_world.cluster.mesh)}, as begun", "call hk.shutdown() before")
             )
@@ -85,7 +87,13 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
 
 def _start(mesh: Mapping[str, int] | None) -> _World:
     promise = promised()
-    settings.set_environment(promise)
+    if _ended and promise.size > 1 and promise.controller == "gloo":
+        # The rendezvous server of Horovod 0.28.1 forgets which addresses are old, and a rank that meets one aborts.
+        raise ClusterError(
+            "hk.init(): called after hk.shutdown() under horovodrun --gloo, where Horovod cannot begin a second time; "
+            "call hk.shutdown() at the end only, or start under MPI"
+        )
+    settings.set_environment()
     hvd, communicator = engine.start_horovod(promise)
     rank, size = hvd.rank(), hvd.size()
     logs.configure(rank, size)
@@ -93,19 +101,37 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     failure.watch(rank, size, communicator)
     settings.pin_device(hvd.local_rank(), hvd.local_size())
     settings.share_cores(_neighbours(exchange, hvd.local_size()))
-    axes = _checked_mesh(mesh, size)
-    places = exchange.allgather((socket.gethostname(), axes))
-    _check_meshes([place[1] for place in places])
+    hosts, axes = _agree_on_mesh(mesh, exchange, size)
     cluster = Cluster(
         rank=rank,
         size=size,
         local_rank=hvd.local_rank(),
         local_size=hvd.local_size(),
-        hosts=tuple(place[0] for place in places),
+        hosts=hosts,
         is_chief=rank == 0,
         mesh=axes,
     )
     return _World(cluster, hvd, exchange)
+
+
+def _agree_on_mesh(
+    mesh: Mapping[str, int] | None, exchange: ObjectExchange, size: int
+) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Return the host of every rank and the mesh, or raise on every rank if any rank's mesh is bad or another."""
+    axes: dict[str, int] = {}
+    problem: Exception | None = None
+    try:
+        axes = _checked_mesh(mesh, size)
+    except (TypeError, ValueError) as error:
+        problem = error
+    places = exchange.allgather((socket.gethostname(), list(axes.items()), None if problem is None else str(problem)))
+    if problem is not None:
+        raise problem
+    for rank_, (_, _, words) in enumerate(places):
+        if words is not None:
+            raise ClusterError(f"hk.init(): rank {rank_} passed a bad argument: {words}")
+    _check_meshes([place[1] for place in places])
+    return tuple(place[0] for place in places), axes
 
 
 def _checked_mesh(mesh: Mapping[str, int] | None, size: int) -> dict[str, int]:
@@ -123,14 +149,14 @@ def _checked_mesh(mesh: Mapping[str, int] | None, size: int) -> dict[str, int]:
     return axes
 
 
-def _check_meshes(meshes: list[dict[str, int]]) -> None:
+def _check_meshes(meshes: list[list[tuple[str, int]]]) -> None:
     for rank_, mesh in enumerate(meshes):
         if mesh != meshes[0]:
             raise ClusterError(
                 describe(
                     "mesh",
-                    f"{mesh} on rank {rank_}",
-                    f"{meshes[0]}, as on rank 0",
+                    f"{dict(mesh)} on rank {rank_}",
+                    f"{dict(meshes[0])}, as on rank 0",
                     "pass one mesh everywhere",
                 )
             )
@@ -195,14 +221,18 @@ def is_chief() -> bool:
 
 
 def shutdown() -> None:
-    """End this process's part in the world. Every rank calls it; without :func:`init` it does nothing."""
-    global _world
+    """End this process's part in the world. Every rank calls it; without :func:`init` it does nothing.
+
+    Afterwards :func:`init` may be called again, but not under ``horovodrun --gloo``.
+    """
+    global _world, _ended
     with _lock:
         if _world is not None:
             failure.unwatch()
             _world.exchange.close()
             _world.horovod.shutdown()
             _world = None
+            _ended = True
 
 
 atexit.register(shutdown)

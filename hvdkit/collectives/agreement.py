@@ -62,7 +62,9 @@ def agree(call: Call) -> list[Call]:
         if call.problem is not None:
             raise call.problem
         return [call]
-    calls: list[Call] = cluster.exchange().allgather(call)
+    # The others need the words only; an exception of any class may not survive pickling.
+    sent = call if call.problem is None else Call(call.kind, problem=ValueError(str(call.problem)))
+    calls: list[Call] = cluster.exchange().allgather(sent)
     if call.problem is not None:
         raise call.problem
     for rank, other in enumerate(calls):

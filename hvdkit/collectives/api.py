@@ -7,6 +7,7 @@ graph Horovod's own negotiation reports them.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +18,9 @@ from hvdkit import cluster
 from hvdkit.collectives import local, tensors
 from hvdkit.collectives.agreement import SMALL_BYTES, Call, agree, attempt
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op, op_label
+from hvdkit.collectives.splits import checked_splits, even_splits, fitting_splits
 from hvdkit.collectives.values import as_tensor, graph_safe, is_symbolic, like
 from hvdkit.errors import describe
-
-_SPLITS = "one non-negative row count for each rank, adding up to the rows of x"
 
 
 @graph_safe
@@ -165,14 +165,19 @@ def alltoall(x: Any, splits: Any = None) -> Any:
     """
     size, rank = cluster.size(), cluster.rank()
     if (splits is not None and is_symbolic(splits)) or is_symbolic(x):
-        counts = tf.cast(as_tensor(splits), tf.int32) if splits is not None else _even(tf.shape(x)[0], size)
-        received, received_splits = tensors.alltoall(as_tensor(x), counts, "hvdkit.alltoall")
+        given = as_tensor(x)
+        counts = (
+            even_splits(tf.shape(given)[0], size)
+            if splits is None
+            else fitting_splits(splits, tf.shape(given)[0], size)
+        )
+        received, received_splits = tensors.alltoall(given, counts, "hvdkit.alltoall")
         return received if splits is None else (received, received_splits)
     counts_here: list[np.ndarray] = [np.zeros(size, np.int64)]
 
     def check(given: list[tf.Tensor]) -> None:
         tensors.check_movable(given[0].dtype)
-        counts_here[0] = _checked_splits(splits, int(given[0].shape[0]), size)
+        counts_here[0] = checked_splits(splits, int(given[0].shape[0]), size)
 
     def here(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
         return list(local.exchange_rows([p[0] for p in parts], [p[1] for p in parts], rank))
@@ -245,28 +250,52 @@ def broadcast_object(obj: Any, root: int = 0) -> Any:
 
     Raises:
         ValueError: ``root`` is no rank.
-        CollectiveMismatchError: a rank called another collective instead.
+        TypeError: ``obj`` cannot be pickled on ``root``.
+        CollectiveMismatchError: a rank called another collective instead, or its arguments were bad.
 
     Example::
 
         run_name = hk.broadcast_object(make_name() if hk.is_chief() else None)
     """
-    agree(Call(f"broadcast_object(root={root})", problem=attempt(lambda: _check_root(root))))
-    return cluster.exchange().broadcast(obj, root)
+    call = Call(f"broadcast_object(root={root})")
+
+    def prepare() -> None:
+        _check_root(root)
+        call.payload = _pickled(obj) if cluster.rank() == root else None
+
+    call.problem = attempt(prepare)
+    return pickle.loads(agree(call)[root].payload)
 
 
 def allgather_object(obj: Any) -> list[Any]:
     """Return the picklable ``obj`` of every rank, in rank order.
 
     Raises:
-        CollectiveMismatchError: a rank called another collective instead.
+        TypeError: ``obj`` cannot be pickled.
+        CollectiveMismatchError: a rank called another collective instead, or its ``obj`` cannot be pickled.
 
     Example::
 
         hk.allgather_object(hk.rank())  # on 3 ranks
         # [0, 1, 2]
     """
-    return [call.payload for call in agree(Call("allgather_object()", payload=obj))]
+    call = Call("allgather_object()")
+
+    def prepare() -> None:
+        call.payload = _pickled(obj)
+
+    call.problem = attempt(prepare)
+    return [pickle.loads(other.payload) for other in agree(call)]
+
+
+def _pickled(obj: Any) -> bytes:
+    try:
+        data = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        got = f"{type(obj).__name__} ({error})"
+        raise TypeError(describe("obj", got, "an object that can be pickled", "send its numbers or strings")) from error
+    cluster.exchange().check_length(len(data))
+    return data
 
 
 def _run(
@@ -302,28 +331,6 @@ def _run(
     everything_here = all(c.payload is not None for c in calls)
     results: list[Any] = here([c.payload for c in calls]) if everything_here else wire(given)
     return [like(values[min(i, len(values) - 1)])(y) for i, y in enumerate(results)]
-
-
-def _checked_splits(splits: Any, rows: int, size: int) -> np.ndarray:
-    """Return ``splits`` as an integer array, or raise ValueError where it does not fit ``rows`` and ``size``."""
-    if splits is None:
-        if rows % size:
-            raise ValueError(
-                describe("x", f"{rows} rows", f"a multiple of the {size} ranks where splits is None", "pass splits")
-            )
-        return np.full(size, rows // size)
-    counts = np.asarray(splits)
-    fits = counts.shape == (size,) and counts.dtype.kind in "iu" and (counts >= 0).all() and counts.sum() == rows
-    if not fits:
-        expected = f"{_SPLITS} ({size} ranks, {rows} rows)"
-        raise ValueError(describe("splits", counts.tolist(), expected, "count the rows for each rank"))
-    return counts.astype(np.int64)
-
-
-def _even(rows: tf.Tensor, size: int) -> tf.Tensor:
-    check = tf.debugging.assert_equal(rows % size, 0, "x: rows must be a multiple of the ranks; pass splits")
-    with tf.control_dependencies([check] if check is not None else []):
-        return tf.fill([size], rows // size)
 
 
 def _check_root(root: Any) -> None:

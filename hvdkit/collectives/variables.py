@@ -12,7 +12,7 @@ from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.collectives.api import _check_root
-from hvdkit.errors import CollectiveMismatchError
+from hvdkit.errors import CollectiveMismatchError, describe
 
 # Variables are sent in pieces of about this many bytes, so that a model needs no second copy of itself.
 _PIECE_BYTES = 64 * 2**20
@@ -28,6 +28,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
 
     Raises:
         ValueError: ``root`` is no rank.
+        TypeError: ``variables`` holds something else.
         CollectiveMismatchError: the lists differ; it names the rank and the first variable that differs. No
             variable is changed then.
 
@@ -36,8 +37,13 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
         hk.broadcast_variables(model.variables + optimizer.variables)
     """
     listed = list(variables)
-    signature = [(variable_name(v), tuple(v.shape), tf.as_dtype(v.dtype).name) for v in listed]
-    call = Call(f"broadcast_variables(root={root})", payload=signature, problem=attempt(lambda: _check_root(root)))
+    call = Call(f"broadcast_variables(root={root})")
+
+    def prepare() -> None:
+        _check_root(root)
+        call.payload = [_signature(v) for v in listed]
+
+    call.problem = attempt(prepare)
     _compare([c.payload for c in agree(call)])
     if cluster.size() == 1:
         return
@@ -77,6 +83,14 @@ def compare_variables(variables: Iterable[Any]) -> str:
 def variable_name(variable: Any) -> str:
     """Return a Keras variable's path, or a TensorFlow variable's name."""
     return str(getattr(variable, "path", None) or variable.name)
+
+
+def _signature(variable: Any) -> tuple[str, tuple[int, ...], str]:
+    if not hasattr(variable, "assign"):
+        raise TypeError(
+            describe("variables", type(variable).__name__, "TensorFlow or Keras variables", "pass e.g. model.variables")
+        )
+    return variable_name(variable), tuple(variable.shape), tf.as_dtype(variable.dtype).name
 
 
 def _compare(signatures: list[list[tuple[str, tuple[int, ...], str]]]) -> None:

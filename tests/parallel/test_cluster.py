@@ -1,0 +1,99 @@
+"""The world of ranks: who am I, beginning, ending and beginning again."""
+
+import logging
+import os
+import socket
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+from hvdkit.cluster import launcher
+
+
+def test_every_rank_knows_its_place(rank, size):
+    cluster = hk.init()
+    promise = launcher.promised()
+    assert (cluster.rank, cluster.size) == (promise.rank, promise.size) == (rank, size)
+    assert (hk.rank(), hk.size(), hk.is_chief()) == (rank, size, rank == 0)
+    assert (hk.local_rank(), hk.local_size()) == (promise.local_rank, promise.local_size) == (rank, size)
+    assert cluster.hosts == (socket.gethostname(),) * size
+    assert dict(cluster.mesh) == {"data": size}
+    assert sorted(hk.allgather_object((hk.rank(), os.getpid()))) == hk.allgather_object((hk.rank(), os.getpid()))
+    assert len({pid for _, pid in hk.allgather_object((rank, os.getpid()))}) == size
+
+
+def test_init_again_returns_the_same_cluster(size):
+    assert hk.init() is hk.init() is hk.init(mesh={"data": size})
+
+
+def test_another_mesh_is_refused_while_running(size):
+    with pytest.raises(hk.ClusterError, match=r"mesh.*hk.shutdown"):
+        hk.init(mesh={"model": size})
+
+
+GLOO = launcher.promised().controller == "gloo" and hk.size() > 1
+
+
+@pytest.fixture
+def begun_again():
+    """Leave a running cluster behind, whatever the test did."""
+    if GLOO:
+        pytest.skip("tests/single/test_failures.py: under Gloo a second hk.init() is refused")
+    yield
+    hk.shutdown()
+    hk.init()
+
+
+def test_shutdown_and_init_again(begun_again, rank, size):
+    step = tf.function(lambda x: hk.allreduce(x, hk.Sum))
+    for number in range(3):
+        mesh = {"data": 1, "model": size} if number else None
+        cluster = hk.init(mesh=mesh)
+        assert dict(cluster.mesh) == (mesh or {"data": size})
+        assert hk.allreduce(rank, hk.Sum) == sum(range(size))
+        assert (hk.allreduce(np.ones(20_000), hk.Sum) == size).all()
+        assert float(step(tf.constant(1.0))) == size
+        hk.shutdown()
+        hk.shutdown()
+        with pytest.raises(hk.ClusterError, match=r"hk.init\(\)"):
+            hk.rank()
+        with pytest.raises(hk.ClusterError, match=r"hk.init\(\)"):
+            hk.allreduce(1.0)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 0}, {"data": 5}, {"data": 2, "model": 7}, {"data": 1.0}, {"data": -1}])
+def test_a_mesh_that_does_not_fit(mesh, begun_again, rank, size):
+    hk.shutdown()
+    with pytest.raises(ValueError, match=f"mesh: got .*{size}"):
+        hk.init(mesh=mesh)
+    assert hk.init(mesh={"data": size}).rank == rank
+
+
+def test_meshes_that_differ_or_fail_on_one_rank_only(begun_again, rank, size):
+    for wrong, kind in (({"model": size}, hk.ClusterError), ({"data": size + 1}, ValueError)):
+        hk.shutdown()
+        odd = rank == size - 1
+        if size == 1 and kind is hk.ClusterError:
+            continue
+        with pytest.raises(kind if odd else hk.ClusterError, match="mesh"):
+            hk.init(mesh=wrong if odd else {"data": size})
+        assert hk.allgather_object(hk.init().rank) == list(range(size))
+
+
+def test_cores_are_shared_out(size):
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    if any(os.environ.get(name) for name in ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")):
+        assert threads == 0
+    else:
+        assert threads == max(1, len(os.sched_getaffinity(0)) // size)
+
+
+def test_log_lines_are_whole_and_tagged(capfd, rank, size):
+    log = logging.getLogger("hvdkit")
+    log.warning("two\nlines of %d", rank)
+    log.info("for the chief")
+    tag = f"[rank {rank}] " if size > 1 else ""
+    chief = f"{tag}for the chief\n" if rank == 0 else ""
+    assert capfd.readouterr().err == f"{tag}two\nlines of {rank}\n{chief}"

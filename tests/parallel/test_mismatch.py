@@ -1,0 +1,169 @@
+"""Mistakes on one rank are errors on every rank, and the cluster is usable afterwards."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+
+LARGE = 20_000
+
+
+@pytest.fixture(autouse=True)
+def usable_afterwards(rank, size):
+    yield
+    assert hk.allreduce(np.arange(3) + rank, hk.Sum).tolist() == [size * i + sum(range(size)) for i in range(3)]
+    assert (hk.allreduce(tf.ones([LARGE]), hk.Sum) == size).numpy().all()
+    assert hk.allgather_object(rank) == list(range(size))
+
+
+def one_differs(rank, size):
+    """True on one rank, the last; a single rank can differ from nobody."""
+    return size > 1 and rank == size - 1
+
+
+def unlike(rank, size):
+    """For each mistake: what one rank does, what the others do, and words that the message must hold."""
+    odd = one_differs(rank, size)
+    x = np.ones((LARGE, 2), np.float32)
+    return {
+        "shape": (lambda: hk.allreduce(x[:-1] if odd else x), ["float32[19999, 2]", "float32[20000, 2]"]),
+        "small shape": (lambda: hk.allreduce(x[:3] if odd else x[:4]), ["float32[3, 2]", "float32[4, 2]"]),
+        "axes": (lambda: hk.allreduce(x[0] if odd else x[:1]), ["float32[2]", "float32[1, 2]"]),
+        "dtype": (lambda: hk.allreduce(x.astype("float64") if odd else x), ["float64", "float32"]),
+        "op": (lambda: hk.allreduce(x, hk.Max if odd else hk.Sum), ["op=Max", "op=Sum"]),
+        "collective": (lambda: hk.allgather(x) if odd else hk.allreduce(x), ["allgather", "allreduce"]),
+        "object and tensor": (
+            lambda: hk.allgather_object(1) if odd else hk.broadcast(x),
+            ["allgather_object", "root=0"],
+        ),
+        "barrier": (lambda: hk.barrier() if odd else hk.allreduce(1), ["barrier", "allreduce"]),
+        "number of tensors": (lambda: hk.grouped_allreduce([x] * (1 + odd)), ["allreduce"]),
+        "root": (lambda: hk.broadcast(x, 1 if odd else 0), ["root=1", "root=0"]),
+        "inner axis of allgather": (lambda: hk.allgather(x[:, :1] if odd else x), ["[20000, 1]", "first axis"]),
+        "inner axis of alltoall": (
+            lambda: hk.alltoall(x[:, : 2 - odd], [LARGE] + [0] * (size - 1)),
+            ["[20000, 1]", "first axis"],
+        ),
+        "reducescatter": (lambda: hk.reducescatter(x[:5] if odd else x[:6]), ["[5, 2]", "[6, 2]"]),
+        "broadcast_object": (lambda: hk.broadcast_object(1, int(odd)), ["root=1", "root=0"]),
+    }
+
+
+@pytest.mark.parametrize("mistake", unlike(0, 1))
+def test_unlike_calls_are_an_error_on_every_rank(mistake, rank, size):
+    call, words = unlike(rank, size)[mistake]
+    if size == 1:
+        call()
+        return
+    with pytest.raises(hk.CollectiveMismatchError) as error:
+        call()
+    assert f"rank {size - 1}" in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("this object stays at home")
+
+
+BAD_ARGUMENTS = {
+    "a string": (lambda: hk.allreduce("text"), TypeError, "str"),
+    "an object": (lambda: hk.allgather(np.array([{}, {}])), TypeError, "object"),
+    "a ragged list": (lambda: hk.allgather([[1, 2], [3]]), ValueError, "inhomogeneous"),
+    "a sparse tensor": (lambda: hk.allreduce(tf.sparse.eye(3)), TypeError, "SparseTensor"),
+    "slices": (lambda: hk.allreduce(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]))), TypeError, "average_grad"),
+    "complex": (lambda: hk.allreduce(np.ones(3, complex)), TypeError, "complex128"),
+    "complex moved": (lambda: hk.allgather(np.ones(3, complex)), TypeError, "complex128"),
+    "strings moved": (lambda: hk.broadcast(tf.constant(["a"])), TypeError, "string"),
+    "uint64": (lambda: hk.allreduce(np.ones(3, np.uint64)), TypeError, "uint64"),
+    "an unknown op": (lambda: hk.allreduce(1.0, "sum"), ValueError, "op: got sum"),
+    "Adasum": (lambda: hk.allreduce(1.0, 2), ValueError, "op: got 2"),
+    "no op": (lambda: hk.allreduce(1.0, None), ValueError, "op: got None"),
+    "a list as op": (lambda: hk.allreduce(1.0, [1]), ValueError, "op"),
+    "Min scattered": (lambda: hk.reducescatter(np.ones(4), hk.Min), ValueError, "op: got Min"),
+    "Min by number": (lambda: hk.reducescatter(np.ones(4), 3), ValueError, "op: got Min"),
+    "a number scattered": (lambda: hk.reducescatter(1.0), ValueError, "axis"),
+    "root too high": (lambda: hk.broadcast(1, hk.size()), ValueError, "root"),
+    "root negative": (lambda: hk.broadcast(1, -1), ValueError, "root"),
+    "root no number": (lambda: hk.broadcast_object(1, "chief"), ValueError, "root"),
+    "root of variables": (lambda: hk.broadcast_variables([tf.Variable(1.0)], hk.size()), ValueError, "root"),
+    "no variables": (lambda: hk.broadcast_variables([np.ones(3)]), TypeError, "variables"),
+    "short splits": (lambda: hk.alltoall(np.ones(4), [4] * (hk.size() + 1)), ValueError, "splits"),
+    "splits beyond the rows": (lambda: hk.alltoall(np.ones(4), [5] + [0] * (hk.size() - 1)), ValueError, "4 rows"),
+    "splits below the rows": (lambda: hk.alltoall(np.ones(4), [3] + [0] * (hk.size() - 1)), ValueError, "4 rows"),
+    "negative splits": (lambda: hk.alltoall(np.ones(4), [-1] * hk.size()), ValueError, "splits"),
+    "fractional splits": (lambda: hk.alltoall(np.ones(4), [4.0] + [0.0] * (hk.size() - 1)), ValueError, "splits"),
+    "an object that cannot be pickled": (lambda: hk.allgather_object(Unpicklable()), TypeError, "stays at home"),
+    "a root object that cannot be pickled": (
+        lambda: hk.broadcast_object(Unpicklable(), hk.size() - 1),
+        TypeError,
+        "stays at home",
+    ),
+}
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_bad_arguments_are_an_error_on_every_rank(name, everywhere, rank, size):
+    """On the rank at fault with the error it deserves, elsewhere with one that names that rank."""
+    bad, kind, words = BAD_ARGUMENTS[name]
+    if everywhere or size == 1:
+        if name.startswith("a root object") and rank != size - 1:
+            kind = hk.CollectiveMismatchError
+        with pytest.raises(kind, match=words):
+            bad()
+        return
+    if rank == size - 1:
+        with pytest.raises(kind, match=words):
+            bad()
+    else:
+        with pytest.raises(hk.CollectiveMismatchError, match=f"rank {size - 1}.*{words}"):
+            hk.broadcast_object(1, size - 1) if name.startswith("a root object") else hk.barrier()
+
+
+def graph_mistakes(rank, size):
+    odd = one_differs(rank, size)
+    return {
+        "shape": lambda: hk.allreduce(tf.ones([3 - odd])),
+        "dtype": lambda: hk.allgather(tf.ones([3], tf.float64 if odd else tf.float32)),
+        "root": lambda: hk.broadcast(tf.ones([3]), int(odd)),
+        "gathered axis": lambda: hk.allgather(tf.ones([3, 2 - odd])),
+        "grouped shape": lambda: hk.grouped_allreduce([tf.ones([2]), tf.ones([3 - odd])]),
+    }
+
+
+@pytest.mark.parametrize("mistake", graph_mistakes(0, 1))
+def test_unlike_tensors_inside_graphs_are_an_error_on_every_rank(mistake, rank, size):
+    step = tf.function(graph_mistakes(rank, size)[mistake], autograph=False)
+    if size == 1:
+        step()
+        return
+    with pytest.raises(tf.errors.OpError, match=r"(?i)mismatched"):
+        step()
+
+
+@pytest.mark.parametrize("splits", [[5], [3], [-1, 5], [1, 1, 1, 1, 0]])
+def test_splits_inside_graphs_are_checked_before_anything_is_sent(splits, size):
+    """Horovod itself would drop the rows that splits leave out; here no peer has to take part in the error."""
+    step = tf.function(lambda x, splits: hk.alltoall(x, splits), autograph=False)
+    wrong = splits if len(splits) > size else splits + [0] * (size - len(splits))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="splits: expected one non-negative row count"):
+        step(tf.ones([4]), tf.constant(wrong))
+
+
+def test_variables_that_differ_are_named_and_left_alone(rank, size):
+    odd = one_differs(rank, size)
+    lists = {
+        "shape": [tf.Variable(tf.fill([2 + odd], float(rank)), name="weights")],
+        "dtype": [tf.Variable(tf.fill([2], tf.cast(rank, tf.float64 if odd else tf.float32)), name="weights")],
+        "number": [tf.Variable(float(rank), name="weights")] * (2 + odd),
+    }
+    for variables in lists.values():
+        if size == 1:
+            hk.broadcast_variables(variables)
+            continue
+        with pytest.raises(hk.CollectiveMismatchError, match=rf"weights.*rank {size - 1}|rank {size - 1} has 3"):
+            hk.broadcast_variables(variables)
+        assert (variables[0].numpy() == rank).all()
