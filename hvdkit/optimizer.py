@@ -13,10 +13,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
 
 from hvdkit import cluster
 from hvdkit.collectives import allreduce
+from hvdkit.collectives.graphs import refuse_xla
 from hvdkit.collectives.ops import Average, Min, ReduceOp, checked_op
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import HvdkitError, describe
@@ -71,7 +71,7 @@ def DistributedOptimizer(
         op: ``hk.Average`` (losses are means over the local batch) or ``hk.Sum`` (losses are sums).
         compression: None, ``"fp16"`` or ``"bf16"``: how gradients travel.
         accumulate_steps: number of steps whose gradients are added up locally before they are combined and
-            applied. One update equals one step on all their examples; ``iterations`` counts steps, not updates.
+            applied. One update equals one step on all their examples; learning-rate schedules count steps, not updates.
         clip_global_norm: upper limit of the combined gradient's L2 norm over all variables.
 
     Returns:
@@ -267,17 +267,8 @@ def _refuse_graphs_that_break(how: _Reduction) -> None:
     """Refuse, while the step is traced, the graphs in which a collective could not run on every rank."""
     if cluster.size() == 1 or not tf.inside_function():
         return
-    graph = tf.compat.v1.get_default_graph()
-    if control_flow_util.GraphOrParentsInXlaContext(graph):
-        raise HvdkitError(
-            describe(
-                "jit_compile",
-                "a step compiled by XLA",
-                "jit_compile=False: Horovod has no XLA kernels",
-                "pass jit_compile=False to model.compile or tf.function (Keras's default 'auto' is True on GPUs)",
-            )
-        )
-    if type(graph).__name__ == "CondBranchFuncGraph" and not how.in_checked_branch:
+    refuse_xla()
+    if type(tf.compat.v1.get_default_graph()).__name__ == "CondBranchFuncGraph" and not how.in_checked_branch:
         raise HvdkitError(
             describe(
                 "optimizer",

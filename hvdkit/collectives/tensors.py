@@ -9,13 +9,13 @@ Horovod takes a part of TensorFlow's dtypes. The others travel by a conversion t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdkit import cluster
+from hvdkit.collectives.graphs import not_constant, op_name, run_in_step
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.errors import describe
 
@@ -62,24 +62,6 @@ def wire_dtype(dtype: tf.DType, op: ReduceOp) -> tf.DType:
     return wire
 
 
-def _op_name(name: str) -> str:
-    """Return the name by which Horovod matches this collective between ranks.
-
-    A node's own name would carry the name scopes around it, and Keras numbers those by how many layers and
-    optimizers a process has made so far: a chief that made one more would wait for its peers for ever. So scopes are
-    ignored, and collectives of one traced function are numbered in the order in which they are traced.
-    """
-    if not tf.inside_function():
-        return name
-    graph = tf.compat.v1.get_default_graph()
-    while getattr(graph.outer_graph, "building_function", False):
-        graph = graph.outer_graph
-    traced = graph.get_collection_ref("hvdkit_collectives")
-    traced.append(name)
-    # The function's name comes second: "_step" and "<lambda>" may not begin the name of a node.
-    return f"{name}.{re.sub('[^A-Za-z0-9_.]', '_', graph.name)}.{traced.count(name)}"
-
-
 def grouped_allreduce(tensors: Sequence[tf.Tensor], op: ReduceOp, name: str) -> list[tf.Tensor]:
     """Reduce every tensor over all ranks, all tensors of one wire dtype in one exchange."""
     wires = [wire_dtype(x.dtype, op) for x in tensors]
@@ -98,15 +80,17 @@ def _reduce_one_dtype(tensors: list[tf.Tensor], op: ReduceOp, name: str) -> list
     if cluster.size() == 1:
         return [tf.identity(x) for x in tensors]
     scale, finish = _averaging(tensors[0].dtype, op)
+    tensors = [not_constant(x) for x in tensors]
     native = ReduceOp.Sum if op == ReduceOp.Average else op
     if len(tensors) == 1:
         reduced = [
-            _allreduce(tensors[0], name=_op_name(name), op=int(native), prescale_factor=scale, ignore_name_scope=True)
+            _allreduce(tensors[0], name=op_name(name), op=int(native), prescale_factor=scale, ignore_name_scope=True)
         ]
     else:
         reduced = _grouped_allreduce(
-            tensors, name=_op_name(name), op=int(native), prescale_factor=scale, ignore_name_scope=True
+            tensors, name=op_name(name), op=int(native), prescale_factor=scale, ignore_name_scope=True
         )
+    run_in_step(reduced[0])
     return [finish(y) for y in reduced]
 
 
@@ -129,7 +113,9 @@ def allgather(x: tf.Tensor, name: str) -> tf.Tensor:
     from horovod.tensorflow import mpi_ops
 
     moved, back = _as_movable(x)
-    return back(mpi_ops.allgather(moved, name=_op_name(name), ignore_name_scope=True))
+    gathered = mpi_ops.allgather(not_constant(moved), name=op_name(name), ignore_name_scope=True)
+    run_in_step(gathered)
+    return back(gathered)
 
 
 def broadcast(x: tf.Tensor, root: int, name: str) -> tf.Tensor:
@@ -137,7 +123,9 @@ def broadcast(x: tf.Tensor, root: int, name: str) -> tf.Tensor:
     from horovod.tensorflow import mpi_ops
 
     moved, back = _as_movable(x)
-    return back(mpi_ops.broadcast(moved, root, name=_op_name(name), ignore_name_scope=True))
+    received = mpi_ops.broadcast(not_constant(moved), root, name=op_name(name), ignore_name_scope=True)
+    run_in_step(received)
+    return back(received)
 
 
 def alltoall(x: tf.Tensor, splits: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
@@ -145,7 +133,10 @@ def alltoall(x: tf.Tensor, splits: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.
     from horovod.tensorflow import mpi_ops
 
     moved, back = _as_movable(x)
-    received, received_splits = mpi_ops.alltoall(moved, splits=splits, name=_op_name(name), ignore_name_scope=True)
+    received, received_splits = mpi_ops.alltoall(
+        not_constant(moved), splits=splits, name=op_name(name), ignore_name_scope=True
+    )
+    run_in_step(received)
     return back(received), received_splits
 
 
@@ -158,8 +149,13 @@ def reducescatter(x: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
         return tf.identity(x)
     scale, finish = _averaging(wire, op)
     y = _reducescatter(
-        tf.cast(x, wire), name=_op_name(name), op=int(ReduceOp.Sum), prescale_factor=scale, ignore_name_scope=True
+        not_constant(tf.cast(x, wire)),
+        name=op_name(name),
+        op=int(ReduceOp.Sum),
+        prescale_factor=scale,
+        ignore_name_scope=True,
     )
+    run_in_step(y)
     return tf.cast(finish(y), x.dtype)
 
 

@@ -69,7 +69,7 @@ def compare_variables(variables: Iterable[Any]) -> str:
     for rank, other in enumerate(digests):
         if len(other) != len(digests[0]):
             raise CollectiveMismatchError(
-                f"variables: rank {rank} has {len(other)}, rank 0 has {len(digests[0])}; build the same model everywhere"
+                f"variables: rank {rank} has {len(other)}, rank 0 has {len(digests[0])}; build one model everywhere"
             )
         for variable, first, theirs in zip(listed, digests[0], other, strict=False):
             if first != theirs:

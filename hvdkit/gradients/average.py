@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
@@ -139,6 +140,10 @@ def _check(grads: list[Gradient], op: Any, weight: Any, compression: Any) -> Non
                     f"grads[{i}]", type(g).__name__, "a tensor, IndexedSlices or None", "pass tape.gradient's result"
                 )
             )
+        if g is not None and not g.dtype.is_floating:
+            raise TypeError(
+                describe(f"grads[{i}]", g.dtype.name, "a floating-point dtype", "combine numbers with hk.allreduce")
+            )
     sparse_too = any(isinstance(g, tf.IndexedSlices) for g in grads)
     if checked_op(op) in (ReduceOp.Min, ReduceOp.Max) and (sparse_too or weight is not None or compression):
         raise ValueError(
@@ -147,8 +152,10 @@ def _check(grads: list[Gradient], op: Any, weight: Any, compression: Any) -> Non
             )
         )
     known = None if weight is None else tf.get_static_value(as_tensor(weight))
-    if known is not None and (known.ndim != 0 or not known >= 0):
-        raise ValueError(describe("weight", weight, "one number >= 0", "pass the number of this rank's examples"))
+    if known is not None and (known.ndim != 0 or not 0 <= known < np.inf):
+        raise ValueError(
+            describe("weight", weight, "one finite number >= 0", "pass the number of this rank's examples")
+        )
 
 
 def _call(grads: list[Gradient], op: Any, weight: Any, compression: Any, problem: Exception | None) -> Call:
@@ -161,5 +168,10 @@ def _call(grads: list[Gradient], op: Any, weight: Any, compression: Any, problem
 
 def _kind(grad: tf.Tensor | tf.IndexedSlices) -> tuple[str, tuple[int, ...]]:
     if isinstance(grad, tf.IndexedSlices):
-        return f"sparse {grad.dtype.name} rows of ", tuple(grad.values.shape[1:])
+        # All of it decides how the gradient is sent, and must be equal on all ranks.
+        whole = sparse.dense_shape(grad)
+        table = "a table of unknown shape" if whole is None else f"a table {list(whole)}"
+        return f"sparse {grad.dtype.name} by {grad.indices.dtype.name} into {table}, rows ", tuple(
+            grad.values.shape[1:]
+        )
     return grad.dtype.name, tuple(grad.shape)

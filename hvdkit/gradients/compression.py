@@ -32,14 +32,19 @@ def wire_dtype(compression: str | None) -> tf.DType | None:
     return _WIRES[compression]
 
 
-def reduce_dense(grads: Sequence[tf.Tensor], op: ReduceOp, wire: tf.DType | None, name: str) -> list[tf.Tensor]:
-    """Return each dense gradient combined over all ranks by ``op``, Average or Sum, in the gradient's own dtype.
+def dtype_on_wire(dtype: tf.DType, wire: tf.DType | None) -> tf.DType:
+    """Return the dtype in which values of ``dtype`` travel.
 
-    Only float32 and float64 are compressed; what is 16 bits wide already, or no float, travels as it is.
+    Only float32 and float64 are compressed: what is 16 bits wide already would lose precision or range.
     """
-    narrowed = [wire is not None and g.dtype in (tf.float32, tf.float64) for g in grads]
+    return wire if wire is not None and dtype in (tf.float32, tf.float64) else dtype
+
+
+def reduce_dense(grads: Sequence[tf.Tensor], op: ReduceOp, wire: tf.DType | None, name: str) -> list[tf.Tensor]:
+    """Return each dense gradient combined over all ranks by ``op``, Average or Sum, in the gradient's own dtype."""
+    narrowed = [dtype_on_wire(g.dtype, wire) != g.dtype for g in grads]
     if wire != tf.bfloat16:
-        sent = [tf.cast(g, wire) if narrow else g for g, narrow in zip(grads, narrowed, strict=True)]
+        sent = [tf.cast(g, dtype_on_wire(g.dtype, wire)) for g in grads]
         reduced = tensors.grouped_allreduce(sent, op, name)
         return [tf.cast(y, g.dtype) for y, g in zip(reduced, grads, strict=True)]
     ours = [g for g, narrow in zip(grads, narrowed, strict=True) if narrow]

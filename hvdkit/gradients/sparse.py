@@ -20,7 +20,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.ops import ReduceOp
-from hvdkit.gradients.compression import reduce_dense
+from hvdkit.gradients.compression import dtype_on_wire, reduce_dense
 
 # A dense exchange below this size costs less than the exchange of counts that could avoid it.
 TINY_DENSE_BYTES = 64 * 1024
@@ -74,12 +74,11 @@ def _combine_one(
 ) -> tf.IndexedSlices:
     shape = dense_shape(grad)
     dtype, indices_dtype = grad.values.dtype, grad.indices.dtype
+    sent = dtype_on_wire(dtype, wire)
 
     def as_rows() -> tuple[tf.Tensor, tf.Tensor]:
         values = grad.values / tf.cast(cluster.size(), dtype) if op == ReduceOp.Average else grad.values
-        gathered = tensors.allgather(
-            values if wire is None else tf.cast(values, wire), f"hvdkit.sparse_values_{number}"
-        )
+        gathered = tensors.allgather(tf.cast(values, sent), f"hvdkit.sparse_values_{number}")
         indices = tensors.allgather(grad.indices, f"hvdkit.sparse_indices_{number}")
         rows = sum_duplicates(tf.IndexedSlices(tf.cast(gathered, dtype), indices))
         return rows.indices, rows.values
@@ -92,10 +91,9 @@ def _combine_one(
     if shape is None:
         indices, values = as_rows()
     else:
-        item = (wire or dtype).size
         width = tf.TensorShape(shape[1:]).num_elements()
-        rows_bytes = total * (width * item + indices_dtype.size)
-        cheaper_dense = rows_bytes > 2 * shape[0] * width * item
+        rows_bytes = total * (width * sent.size + indices_dtype.size)
+        cheaper_dense = rows_bytes > 2 * shape[0] * width * sent.size
         indices, values = tf.cond(cheaper_dense, lambda: as_dense(shape), as_rows)
     values.set_shape([None, *grad.values.shape[1:]])
     return tf.IndexedSlices(values, indices, grad.dense_shape)

@@ -1,0 +1,268 @@
+"""average_gradients against NumPy: dense gradients, None, weights, compression, and what must be refused."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+
+FLOATS = ["float16", "bfloat16", "float32", "float64"]
+# Half a unit in the last place of each dtype, relative.
+UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+SHAPES = [(3, 2), (), (0, 4), (150, 150), (7,)]
+
+
+def gradient_of(rank, dtype, shapes=SHAPES):
+    """One rank's gradients, a None among them."""
+    rng = np.random.default_rng(7 + rank)
+    grads = [rng.normal(size=s).astype(tf.as_dtype(dtype).as_numpy_dtype) for s in shapes]
+    return [*grads[:2], None, *grads[2:]]
+
+
+def tensors(grads):
+    return [None if g is None else tf.constant(g) for g in grads]
+
+
+def combined(by_rank, op, weights=None):
+    """The formulas of the docstring in float64, and the sum of absolute terms that errors are relative to."""
+    w = np.ones(len(by_rank)) if weights is None else np.asarray(weights, np.float64)
+    divisor = w.sum() if op == hk.Average else 1.0
+    results, magnitudes = [], []
+    for grads in zip(*by_rank, strict=True):
+        if grads[0] is None:
+            results.append(None)
+            magnitudes.append(None)
+            continue
+        terms = [wr * g.astype(np.float64) for wr, g in zip(w, grads, strict=True) if wr > 0]
+        total, magnitude = sum(terms), sum(np.abs(t) for t in terms)
+        if not terms:
+            total = magnitude = np.zeros_like(grads[0], np.float64)
+        results.append(total / divisor if divisor else total * 0)
+        magnitudes.append(magnitude / divisor if divisor else magnitude * 0)
+    return results, magnitudes
+
+
+def assert_combined(results, by_rank, op, weights=None, unit=None):
+    expected, magnitudes = combined(by_rank, op, weights)
+    assert isinstance(results, list) and len(results) == len(expected)
+    for result, original, want, magnitude in zip(results, by_rank[0], expected, magnitudes, strict=True):
+        if want is None:
+            assert result is None
+            continue
+        name = tf.as_dtype(original.dtype).name
+        assert result.dtype.name == name and result.shape == want.shape
+        # Weighting, N - 1 additions and a division round once each, on the way there and back: 8 half units.
+        error = np.abs(result.numpy().astype(np.float64) - want)
+        assert (error <= 8 * (unit or UNIT[name]) * magnitude + 1e-300).all(), f"off by {error.max()}"
+
+
+def assert_same_bits(results):
+    flat = [x.numpy().tobytes() for g in results if g is not None for x in tf.nest.flatten(g, expand_composites=True)]
+    assert all(other == flat for other in hk.allgather_object(flat))
+
+
+def both_ways(call, *args):
+    """The results of ``call`` in eager mode and inside a graph."""
+    yield call(*args)
+    yield tf.function(call, autograph=False)(*args)
+
+
+@pytest.mark.parametrize("op", [hk.Average, hk.Sum])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_dense_gradients_and_none(dtype, op, rank, size):
+    by_rank = [gradient_of(r, dtype) for r in range(size)]
+    for results in both_ways(lambda: hk.average_gradients(tensors(by_rank[rank]), op=op)):
+        assert_combined(results, by_rank, op)
+        assert_same_bits(results)
+
+
+def test_mixed_dtypes_keep_their_order(rank, size):
+    by_rank = [[gradient_of(r, d, [(5, r_ + 1)])[0] for r_, d in enumerate(FLOATS * 2)] for r in range(size)]
+    for results in both_ways(lambda: hk.average_gradients(tensors(by_rank[rank]))):
+        assert_combined(results, by_rank, hk.Average)
+
+
+@pytest.mark.parametrize("op", [hk.Min, hk.Max])
+def test_least_and_greatest(op, rank, size):
+    by_rank = [gradient_of(r, "float32") for r in range(size)]
+    reduce = np.minimum.reduce if op == hk.Min else np.maximum.reduce
+    for results in both_ways(lambda: hk.average_gradients(tensors(by_rank[rank]), op=op)):
+        for i, result in enumerate(results):
+            if result is not None:
+                np.testing.assert_array_equal(result, reduce([grads[i] for grads in by_rank]))
+
+
+def weight_kinds(w):
+    return [w, float(w), np.float32(w), np.array(w), tf.constant(w), tf.constant(float(w)), keras.Variable(float(w))]
+
+
+@pytest.mark.parametrize("op", [hk.Average, hk.Sum])
+def test_weights_of_every_kind(op, rank, size):
+    weights = [2 * r + 1 for r in range(size)]
+    by_rank = [gradient_of(r, "float32") for r in range(size)]
+    for weight in weight_kinds(weights[rank]):
+        for results in both_ways(lambda w=weight: hk.average_gradients(tensors(by_rank[rank]), op=op, weight=w)):
+            assert_combined(results, by_rank, op, weights)
+            assert_same_bits(results)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_weights_that_are_no_whole_numbers(dtype, rank, size):
+    weights = [0.1 * (r + 1) for r in range(size)]
+    by_rank = [gradient_of(r, dtype) for r in range(size)]
+    for results in both_ways(lambda: hk.average_gradients(tensors(by_rank[rank]), weight=weights[rank])):
+        assert_combined(results, by_rank, hk.Average, weights)
+
+
+def test_a_weight_known_only_when_the_graph_runs(rank, size):
+    weights = [3.0 * (r % 2) + 1 for r in range(size)]
+    by_rank = [gradient_of(r, "float64") for r in range(size)]
+    step = tf.function(lambda w: hk.average_gradients(tensors(by_rank[rank]), weight=w))
+    assert_combined(step(tf.constant(weights[rank], tf.float64)), by_rank, hk.Average, weights)
+
+
+@pytest.mark.parametrize("op", [hk.Average, hk.Sum])
+def test_a_rank_without_examples_does_not_count(op, rank, size):
+    """Its mean over no example is 0/0."""
+    weights = [4.0 * (r != size - 1 or size == 1) for r in range(size)]
+    by_rank = [gradient_of(r, "float32") for r in range(size)]
+    if size > 1:
+        by_rank[-1] = [None if g is None else np.full_like(g, np.nan) for g in by_rank[-1]]
+    for results in both_ways(lambda: hk.average_gradients(tensors(by_rank[rank]), op=op, weight=weights[rank])):
+        assert_combined(results, by_rank, op, weights)
+
+
+def test_no_rank_has_examples(rank, size):
+    grads = [
+        tf.constant([np.nan, 1.0]),
+        tf.IndexedSlices(tf.fill([1, 2], np.nan), tf.constant([1]), tf.constant([3, 2])),
+    ]
+    for op in (hk.Average, hk.Sum):
+        for dense, rows in both_ways(lambda op=op: hk.average_gradients(grads, op=op, weight=0)):
+            assert dense.numpy().tolist() == [0, 0]
+            assert tf.convert_to_tensor(rows).numpy().tolist() == [[0, 0]] * 3
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@pytest.mark.parametrize("op", [hk.Average, hk.Sum])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_compression(dtype, op, compression, rank, size):
+    """Values are rounded to 16 bits on the way, at most once per addition, and keep their dtype."""
+    unit = UNIT["float16" if compression == "fp16" else "bfloat16"]
+    by_rank = [gradient_of(r, dtype) for r in range(size)]
+    for weights in (None, [r + 1.0 for r in range(size)]):
+        weight = None if weights is None else weights[rank]
+        call = lambda g, w=weight: hk.average_gradients(g, op=op, weight=w, compression=compression)  # noqa: E731
+        for results in both_ways(call, tensors(by_rank[rank])):
+            assert_combined(results, by_rank, op, weights, unit)
+            assert_same_bits(results)
+
+
+@pytest.mark.parametrize(("compression", "step"), [("fp16", 2.0**-12), ("bf16", 2.0**-10)])
+def test_compression_does_compress(compression, step, size):
+    result = hk.average_gradients([tf.constant([1.0 + step] * 9000)], compression=compression)[0].numpy()
+    assert (result == (1.0 if size in (2, 4) else result)).all(), "more than 16 bits travelled"
+    assert np.allclose(result, 1.0 + step, rtol=2.0**-7)
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_narrow_gradients_are_not_compressed_again(compression, rank, size):
+    """bfloat16 has less precision than float16, and float16 less range than bfloat16."""
+    for dtype, value in (("float16", 1.0 + 2.0**-10), ("bfloat16", 2.0**100)):
+        mine = both_kinds(value if rank == 0 else 0.0, dtype)
+        for results in both_ways(lambda g: hk.average_gradients(g, op=hk.Sum, compression=compression), mine):
+            for result in results:
+                values = result.values if isinstance(result, tf.IndexedSlices) else result
+                assert (values == tf.cast(value, dtype)).numpy().all()
+
+
+def both_kinds(value, dtype):
+    """A dense gradient, and a sparse one too large to be sent as a dense one."""
+    rows = tf.IndexedSlices(tf.fill([2, 70_000], tf.cast(value, dtype)), tf.constant([0, 1]))
+    return [tf.fill([5], tf.cast(value, dtype)), rows]
+
+
+def test_large_weights_do_not_overflow_16_bits(rank, size):
+    """256 examples with gradients of 300 are 76,800 on the way to their mean, beyond float16's 65,504."""
+    weights = [256.0 * (r + 1) for r in range(size)]
+    for dtype, compression in (("float16", None), ("float32", "fp16")):
+        grads = [tf.fill([9000], tf.cast(300, dtype))]
+        for results in both_ways(
+            lambda g=grads, c=compression: hk.average_gradients(g, weight=weights[rank], compression=c)
+        ):
+            np.testing.assert_allclose(results[0], 300, rtol=4 * UNIT["float16"])
+
+
+def bad_calls():
+    g = [tf.ones([2])]
+    slices = [tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]))]
+    return {
+        "a list": (lambda: hk.average_gradients([[1.0, 2.0]]), TypeError, r"grads\[0\]"),
+        "a variable": (lambda: hk.average_gradients([tf.Variable(1.0)]), TypeError, r"grads\[0\]"),
+        "integers": (lambda: hk.average_gradients([tf.constant([3])]), TypeError, r"grads\[0\]: got int32"),
+        "op": (lambda: hk.average_gradients(g, op="mean"), ValueError, "op"),
+        "Max of rows": (lambda: hk.average_gradients(slices, op=hk.Max), ValueError, "sparse"),
+        "Min with weight": (lambda: hk.average_gradients(g, op=hk.Min, weight=1), ValueError, "weight"),
+        "Max compressed": (lambda: hk.average_gradients(g, op=hk.Max, compression="fp16"), ValueError, "compression"),
+        "compression": (lambda: hk.average_gradients(g, compression="int8"), ValueError, "compression: got int8"),
+        "negative weight": (lambda: hk.average_gradients(g, weight=-1), ValueError, "weight: got -1"),
+        "NaN weight": (lambda: hk.average_gradients(g, weight=float("nan")), ValueError, "weight: got nan"),
+        "infinite weight": (lambda: hk.average_gradients(g, weight=float("inf")), ValueError, "weight: got inf"),
+        "two weights": (lambda: hk.average_gradients(g, weight=[1.0, 2.0]), ValueError, "weight"),
+        "a word as weight": (lambda: hk.average_gradients(g, weight="heavy"), TypeError, "str"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_bad_arguments_are_an_error_on_every_rank(name, rank, size):
+    bad, kind, words = bad_calls()[name]
+    with pytest.raises(kind, match=words):
+        tf.function(bad, autograph=False)()
+    with pytest.raises(kind if rank == size - 1 else hk.CollectiveMismatchError, match=words):
+        bad() if rank == size - 1 else hk.average_gradients([tf.ones([2])])
+    assert_combined(hk.average_gradients([tf.ones([2])]), [[np.ones(2, np.float32)]] * size, hk.Average)
+
+
+def unlike(odd):
+    """Gradients that differ on one rank, and words that the message must hold."""
+    g = tf.ones([2, 3])
+    rows = lambda v=3, i=tf.int32: tf.IndexedSlices(tf.ones([1, v]), tf.zeros([1], i), tf.constant([9, v]))  # noqa: E731
+    return {
+        "shape": (lambda: hk.average_gradients([g[:1] if odd else g]), ["float32[1, 3]", "float32[2, 3]"]),
+        "dtype": (lambda: hk.average_gradients([tf.cast(g, tf.float64) if odd else g]), ["float64", "float32"]),
+        "number": (lambda: hk.average_gradients([g] * (1 + odd)), ["average_gradients"]),
+        "None": (lambda: hk.average_gradients([None if odd else g]), ["none"]),
+        "kind": (lambda: hk.average_gradients([rows() if odd else g]), ["sparse", "float32[2, 3]"]),
+        "op": (lambda: hk.average_gradients([g], op=hk.Sum if odd else hk.Average), ["Sum", "Average"]),
+        "compression": (lambda: hk.average_gradients([g], compression="fp16" if odd else None), ["fp16"]),
+        "weight": (lambda: hk.average_gradients([g], weight=1 if odd else None), ["weight"]),
+        "width of rows": (lambda: hk.average_gradients([rows(4 if odd else 3)]), ["[4]", "[3]"]),
+        "index dtype": (lambda: hk.average_gradients([rows(i=tf.int64 if odd else tf.int32)]), ["int64", "int32"]),
+        "shape behind rows": (
+            lambda: hk.average_gradients(
+                [tf.IndexedSlices(tf.ones([1, 3]), tf.constant([0]), tf.constant([8 + odd, 3]))]
+            ),
+            ["9, 3", "8, 3"],
+        ),
+        "shape known": (
+            lambda: hk.average_gradients(
+                [tf.IndexedSlices(tf.ones([1, 3]), tf.constant([0]), None if odd else [8, 3])]
+            ),
+            ["8, 3"],
+        ),
+    }
+
+
+@pytest.mark.parametrize("mistake", unlike(0))
+def test_unlike_gradients_are_an_error_on_every_rank(mistake, rank, size):
+    call, words = unlike(int(size > 1 and rank == size - 1))[mistake]
+    if size == 1:
+        call()
+        return
+    with pytest.raises(hk.CollectiveMismatchError) as error:
+        call()
+    assert f"rank {size - 1}" in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+    assert hk.allgather_object(rank) == list(range(size))
