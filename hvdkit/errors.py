@@ -14,6 +14,10 @@ from __future__ import annotations
 class HvdkitError(RuntimeError):
     """Base class of the errors that concern the job rather than one argument."""
 
+    # AutoGraph makes an error that crosses ``tf.function`` anew. It keeps the class where the constructor is
+    # Exception's own, and turns every other into a StagingError that nobody can catch by name.
+    __init__ = Exception.__init__
+
 
 class ClusterError(HvdkitError):
     """The world of ranks is not what the launcher, or the caller, asked for."""

@@ -74,7 +74,12 @@ def parse() -> cifar10.Config | linear.Config:
             nowhere = stack.enter_context(Path(os.devnull).open("w"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        return tyro.cli(Command, description=__doc__)
+        try:
+            return tyro.cli(Command, description=__doc__)
+        except SystemExit as end:
+            if quiet and end.code:
+                time.sleep(10)  # a rank that ends first takes the chief with it before it could speak
+            raise
 
 
 def say(line: str) -> None:

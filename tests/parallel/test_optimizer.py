@@ -1,0 +1,225 @@
+"""Every optimizer of Keras: N ranks with a global batch equal one process on the same examples."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+
+BATCH, STEPS = 24, 4
+opts = keras.optimizers
+MAKERS = {
+    "Adadelta": lambda **k: opts.Adadelta(1.0, **k),
+    "Adafactor": lambda **k: opts.Adafactor(0.01, **k),
+    "Adagrad": lambda **k: opts.Adagrad(0.1, **k),
+    "Adam": lambda **k: opts.Adam(0.01, **k),
+    "AdamW": lambda **k: opts.AdamW(0.01, **k),
+    "Adamax": lambda **k: opts.Adamax(0.01, **k),
+    "Ftrl": lambda **k: opts.Ftrl(0.1, **k),
+    "Lamb": lambda **k: opts.Lamb(0.01, **k),
+    "Lion": lambda **k: opts.Lion(0.01, **k),
+    "LossScaleOptimizer": lambda **k: opts.LossScaleOptimizer(opts.SGD(0.1, **k)),
+    "MultiOptimizer": lambda **k: opts.MultiOptimizer(
+        opts.OptimizerMap(opts.SGD(0.1, **k), {".*/bias": opts.Adam(0.01)})
+    ),
+    "Muon": lambda **k: opts.Muon(0.01, **k),
+    "Nadam": lambda **k: opts.Nadam(0.01, **k),
+    "RMSprop": lambda **k: opts.RMSprop(0.01, **k),
+    "SGD": lambda **k: opts.SGD(0.1, momentum=0.9, **k),
+    "ScheduleFreeAdamW": lambda **k: opts.ScheduleFreeAdamW(0.01, **k),
+}
+# Names that keras.optimizers exports beside optimizers.
+NO_OPTIMIZERS = {"Optimizer", "OptimizerMap"}
+
+
+def exported():
+    names = [n for n in dir(opts) if isinstance(getattr(opts, n), type)]
+    return {n for n in names if issubclass(getattr(opts, n), opts.Optimizer)} - NO_OPTIMIZERS
+
+
+def test_every_optimizer_class_is_covered():
+    assert exported() <= set(MAKERS)
+
+
+def examples():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(BATCH * STEPS, 6)).astype("f4")
+    return x, rng.normal(size=(BATCH * STEPS, 1)).astype("f4")
+
+
+def local(array, rank=None, size=None):
+    """Return this rank's rows of every global batch, one after the other, and how many a batch has."""
+    rank, size = hk.rank() if rank is None else rank, hk.size() if size is None else size
+    low, high = rank * BATCH // size, (rank + 1) * BATCH // size
+    return np.concatenate([array[i + low : i + high] for i in range(0, len(array), BATCH)])
+
+
+def dense_model():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(1)])
+
+
+def fitted(optimizer, *, distributed, **compile_options):
+    model = dense_model()
+    model.compile(optimizer, "mse", jit_compile=False, **compile_options)
+    x, y = examples()
+    if distributed:
+        x, y = local(x), local(y)
+    model.fit(x, y, batch_size=BATCH // (hk.size() if distributed else 1), shuffle=False, epochs=2, verbose=0)
+    return model
+
+
+def assert_equal(model, reference, rtol=1e-4, atol=3e-6):
+    for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)
+    assert hk.compare_variables(model.variables)
+
+
+@pytest.mark.parametrize("name", sorted(exported()))
+def test_fit_equals_one_process(name):
+    optimizer = hk.DistributedOptimizer(MAKERS[name]())
+    assert type(optimizer).__name__ == name and isinstance(optimizer, getattr(opts, name))
+    assert_equal(fitted(optimizer, distributed=True), fitted(MAKERS[name](), distributed=False))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clipnorm": 0.1},
+        {"global_clipnorm": 0.1},
+        {"clipvalue": 0.05},
+        {"weight_decay": 0.1},
+        {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3},
+        {"loss_scale_factor": 8.0},
+        {"gradient_accumulation_steps": 2},
+        {"learning_rate": opts.schedules.ExponentialDecay(0.1, 2, 0.5, staircase=True)},
+    ],
+    ids=lambda o: next(iter(o)),
+)
+def test_keras_options_keep_their_meaning(options):
+    make = lambda: opts.SGD(**({"learning_rate": 0.1} | options))  # noqa: E731
+    assert_equal(fitted(hk.DistributedOptimizer(make()), distributed=True), fitted(make(), distributed=False))
+
+
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 4}])
+def test_ways_to_run_a_step(options):
+    reference = fitted(opts.Adam(0.01), distributed=False)
+    assert_equal(fitted(hk.DistributedOptimizer(opts.Adam(0.01)), distributed=True, **options), reference)
+
+
+def looped(optimizer, accumulate=1, reduce_loss=tf.reduce_mean, micro=None):
+    """Train by hand on this rank's rows; ``micro`` cuts the rows of a step into that many calls of apply."""
+    model = dense_model()
+    micro = micro or accumulate
+    x, y = (local(a).reshape(STEPS, BATCH // hk.size(), -1) for a in examples())
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = reduce_loss(tf.square(model(x) - y))
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+
+    for xs, ys in zip(x, y, strict=True):
+        for part in range(micro):
+            cut = slice(part * len(xs) // micro, (part + 1) * len(xs) // micro)
+            step(xs[cut], ys[cut])
+    return model
+
+
+def alone(optimizer, reduce_loss=tf.reduce_mean, clip=None):
+    model = dense_model()
+    for xs, ys in zip(*(np.split(a, STEPS) for a in examples()), strict=True):
+        with tf.GradientTape() as tape:
+            loss = reduce_loss(tf.square(model(xs) - ys))
+        grads = tape.gradient(loss, model.trainable_variables)
+        if clip:
+            grads, _ = tf.clip_by_global_norm(grads, clip)
+        optimizer.apply(grads, model.trainable_variables)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("op", "reduce_loss"), [(hk.Average, tf.reduce_mean), (hk.Sum, tf.reduce_sum)], ids=["Average", "Sum"]
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_loops_with_average_and_sum_and_accumulation(op, reduce_loss, accumulate):
+    rate = 0.1 if op == hk.Average else 0.01
+    optimizer = hk.DistributedOptimizer(opts.SGD(rate, momentum=0.9), op=op, accumulate_steps=accumulate)
+    assert_equal(looped(optimizer, accumulate, reduce_loss), alone(opts.SGD(rate, momentum=0.9), reduce_loss))
+    assert int(optimizer.iterations) == STEPS
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: opts.SGD(0.1), lambda: opts.LossScaleOptimizer(opts.SGD(0.1))], ids=["plain", "scaled"]
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_global_norm_is_clipped_after_combining(make, accumulate):
+    optimizer = hk.DistributedOptimizer(make(), clip_global_norm=0.3, accumulate_steps=accumulate)
+    assert_equal(looped(optimizer, accumulate), alone(opts.SGD(0.1), clip=0.3))
+
+
+@pytest.mark.parametrize(("compression", "tolerance"), [("fp16", 2e-3), ("bf16", 2e-2)])
+def test_compressed_training_stays_close(compression, tolerance):
+    # 11 and 8 bits of mantissa: relative errors of 2**-11 and 2**-8 a step.
+    model = looped(hk.DistributedOptimizer(opts.SGD(0.1), compression=compression))
+    assert_equal(model, alone(opts.SGD(0.1)), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("make", [lambda: opts.SGD(0.1), lambda: opts.Adam(0.01), lambda: opts.Adagrad(0.1)])
+@pytest.mark.parametrize("rows", [9, 5000], ids=["tiny", "large"])
+def test_embeddings_equal_one_process(make, rows):
+    """Ids repeat within and across ranks; the table of 9 rows is combined dense, the other as rows."""
+    ids = np.random.default_rng(2).integers(0, 9, (STEPS * BATCH, 3))
+    targets = np.random.default_rng(3).normal(size=(STEPS * BATCH, 1)).astype("f4")
+
+    def model_of():
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Embedding(rows, 8), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+
+    model = model_of()
+    model.compile(hk.DistributedOptimizer(make()), "mse", jit_compile=False)
+    model.fit(local(ids), local(targets), batch_size=BATCH // hk.size(), shuffle=False, verbose=0)
+
+    # Keras squares the values of a repeated row one by one, so the reference has the gradient in dense form.
+    reference, optimizer = model_of(), make()
+    for x, y in zip(np.split(ids, STEPS), np.split(targets, STEPS), strict=True):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(reference(x) - y))
+        grads = [tf.convert_to_tensor(g) for g in tape.gradient(loss, reference.trainable_variables)]
+        optimizer.apply(grads, reference.trainable_variables)
+    assert_equal(model, reference)
+
+
+def test_a_built_optimizer_keeps_its_slots():
+    plain, model = opts.Adam(0.01), dense_model()
+    plain.apply([tf.ones_like(v) for v in model.trainable_variables], model.trainable_variables)
+    copy = hk.DistributedOptimizer(plain)
+    assert int(copy.iterations) == 1
+    for mine, theirs in zip(copy.variables, plain.variables, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
+    copy.apply([tf.zeros_like(v) for v in model.trainable_variables], model.trainable_variables)
+    assert int(plain.iterations) == 1
+
+
+def test_saved_models_load_without_hvdkit(tmp_path):
+    model = fitted(hk.DistributedOptimizer(opts.Adam(0.01)), distributed=True)
+    if not hk.is_chief():
+        return
+    model.save(tmp_path / "model.keras")
+    code = (
+        "import sys; sys.modules['hvdkit'] = sys.modules['horovod'] = None\n"
+        f"import keras; m = keras.models.load_model({str(tmp_path / 'model.keras')!r})\n"
+        "assert type(m.optimizer) is keras.optimizers.Adam\n"
+        f"assert int(m.optimizer.iterations) == {int(model.optimizer.iterations)}\n"
+        "assert any(abs(v.numpy()).max() > 0 for v in m.optimizer.variables[2:])"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=90)
