@@ -7,6 +7,7 @@ gradients are first added up locally by Keras, and combined where Keras clips th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -118,6 +119,10 @@ def _distributed_loss_scale(optimizer: Any, how: _Reduction) -> Any:
     outer = _subclass(_CombiningScaled, type(optimizer)).from_config(optimizer.get_config())
     outer.inner_optimizer = inner
     outer._hvdkit = replace(how, combines=not accumulates, clip_global_norm=None)
+    if optimizer.built:
+        outer.build(optimizer._trainable_variables)
+        for own, other in zip(outer._variables, optimizer._variables, strict=True):
+            own.assign(other)
     return outer
 
 
@@ -139,13 +144,22 @@ def _distributed_multi(optimizer: Any, how: _Reduction) -> Any:
 class _Combining:
     """Mixed in before a Keras optimizer class: combine gradients over ranks, then go on as that class does."""
 
-    _hvdkit: _Reduction
+    _hvdkit = _Reduction(op=Average, compression=None, accumulate_steps=1, clip_global_norm=None)
+    _hvdkit_wrapped = False
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Create the slots of ``variables``."""
+        # A LossScaleOptimizer around this one builds it, and in eager mode leaves no other trace before it skips
+        # this rank's apply while other ranks wait in theirs.
+        caller = sys._getframe(1).f_locals.get("self")
+        self._hvdkit_wrapped = isinstance(caller, _LossScale) and not self._hvdkit.in_checked_branch
+        super().build(variables)  # type: ignore[misc]
 
     @graph_safe
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """Combine ``grads`` over all ranks and update the variables."""
         how = self._hvdkit
-        _refuse_graphs_that_break(how)
+        _refuse_what_breaks(how, self._hvdkit_wrapped)
         if how.accumulate_steps == 1:
             scale = getattr(self, "loss_scale_factor", None)
             grads = how.clip(how.combine(grads), scale)
@@ -184,7 +198,7 @@ class _CombiningScaled:
     @graph_safe
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """Combine ``grads``, skip the step where any rank's overflowed, else update the variables."""
-        _refuse_graphs_that_break(self._hvdkit)
+        _refuse_what_breaks(self._hvdkit)
         grads = self._hvdkit.combine(grads)
         if not self._scaled:
             return self.inner_optimizer.apply(grads, trainable_variables)  # type: ignore[attr-defined]
@@ -204,7 +218,10 @@ _classes: dict[tuple[type, type], type] = {}
 def _subclass(mixin: type, base: type) -> Any:
     """Return ``base`` with ``mixin`` before it, under the name of ``base`` so that Keras saves it as that class."""
     if (mixin, base) not in _classes:
-        namespace = {"__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": base.__qualname__}
+        # Keras writes its public module into files, and so do we: the private one may move.
+        public = getattr(keras.optimizers, base.__name__, None) is base
+        module = "keras.optimizers" if public else base.__module__
+        namespace = {"__module__": module, "__doc__": base.__doc__, "__qualname__": base.__qualname__}
         _classes[mixin, base] = type(base.__name__, (mixin, base), namespace)
     return _classes[mixin, base]
 
@@ -226,10 +243,22 @@ def _copy(optimizer: Any, cls: Any, accumulate_steps: int = 1) -> Any:
         ) from error
     if optimizer.built:
         copy.build(optimizer._trainable_variables)
-        if len(copy.variables) == len(optimizer.variables):
-            for mine, theirs in zip(copy.variables, optimizer.variables, strict=True):
-                mine.assign(theirs)
+        _copy_state(optimizer, copy, accumulate_steps)
     return copy
+
+
+def _copy_state(optimizer: Any, copy: Any, accumulate_steps: int) -> None:
+    """Give ``copy`` the iteration count and slots of ``optimizer``, which may be without sums of gradients so far."""
+    mine, theirs = copy.variables, optimizer.variables
+    begins_to_accumulate = len(mine) > len(theirs)
+    if begins_to_accumulate:
+        sums = {id(v) for v in copy._accumulated_gradients}
+        mine = [v for v in mine if id(v) not in sums]
+    for own, other in zip(mine, theirs, strict=True):
+        own.assign(other)
+    if begins_to_accumulate:
+        # Keras counts the steps between updates, too: the next update is due after that many more.
+        copy._iterations.assign(optimizer._iterations * accumulate_steps)
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -263,12 +292,13 @@ def _accumulation(optimizer: Any, accumulate_steps: int) -> int:
     return max(own, accumulate_steps)
 
 
-def _refuse_graphs_that_break(how: _Reduction) -> None:
-    """Refuse, while the step is traced, the graphs in which a collective could not run on every rank."""
-    if cluster.size() == 1 or not tf.inside_function():
+def _refuse_what_breaks(how: _Reduction, wrapped: bool = False) -> None:
+    """Refuse XLA, and calls that some ranks may leave out while others wait for them."""
+    if cluster.size() == 1:
         return
     refuse_xla()
-    if type(tf.compat.v1.get_default_graph()).__name__ == "CondBranchFuncGraph" and not how.in_checked_branch:
+    in_branch = tf.inside_function() and type(tf.compat.v1.get_default_graph()).__name__ == "CondBranchFuncGraph"
+    if wrapped or (in_branch and not how.in_checked_branch):
         raise HvdkitError(
             describe(
                 "optimizer",

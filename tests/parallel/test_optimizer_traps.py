@@ -1,0 +1,164 @@
+"""Where a distributed optimizer could go wrong without a word."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+
+opts = keras.optimizers
+
+
+def stepped(optimizer, variables, times=3):
+    """``times`` updates with gradients that differ by rank and step; the average over ranks is ``step + 1``."""
+    rank, size = hk.rank(), hk.size()
+    for step in range(times):
+        grads = [tf.fill(v.shape, 2.0 * (step + 1) * (rank + 1) / (size + 1)) for v in variables]
+        optimizer.apply(grads, variables)
+    return [v.numpy() for v in variables]
+
+
+def variables():
+    return [keras.Variable(np.arange(1.0, 4.0, dtype="f4")), keras.Variable([[2.0]])]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("make", [lambda: opts.Adam(0.1), lambda: opts.SGD(0.1, momentum=0.9, use_ema=True)])
+def test_slots_of_a_built_optimizer_are_kept(make, accumulate):
+    """With accumulation the copy has variables that the original lacks; the slots must come along all the same."""
+    plain, vs = make(), variables()
+    plain.apply([tf.fill(v.shape, 3.0) for v in vs], vs)
+    copy = hk.DistributedOptimizer(plain, accumulate_steps=accumulate)
+    slots = {v.path.split("/", 1)[1]: v.numpy() for v in plain.variables}
+    ours = {v.path.split("/", 1)[1]: v.numpy() for v in copy.variables}
+    assert set(slots) <= set(ours)
+    for name, value in slots.items():
+        if name != "iteration":
+            np.testing.assert_array_equal(ours[name], value, err_msg=name)
+    assert int(copy.iterations) == int(plain.iterations) == 1
+
+
+def test_a_built_loss_scale_is_kept():
+    vs = variables()
+    plain = opts.LossScaleOptimizer(opts.Adam(0.1), initial_scale=1024.0)
+    plain.build(vs)
+    plain.apply([tf.fill(v.shape, np.inf) for v in vs], vs)
+    plain.apply([tf.fill(v.shape, 3.0) for v in vs], vs)
+    copy = hk.DistributedOptimizer(plain)
+    for mine, theirs in zip(copy.variables, plain.variables, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), theirs.numpy(), err_msg=theirs.path)
+    assert float(copy.dynamic_scale) == 512.0 and int(copy.iterations) == 1
+
+
+def test_a_copy_has_the_present_learning_rate():
+    plain = opts.SGD(0.1)
+    plain.learning_rate = 0.025
+    assert float(hk.DistributedOptimizer(plain).learning_rate) == pytest.approx(0.025)
+
+
+def test_updates_by_apply_and_by_apply_gradients():
+    expected = [v.numpy() - 0.1 * (1 + 2 + 3) for v in variables()]
+    one, two = variables(), variables()
+    for result, want in zip(stepped(hk.DistributedOptimizer(opts.SGD(0.1)), one), expected, strict=True):
+        np.testing.assert_allclose(result, want, rtol=1e-6)
+    hk.DistributedOptimizer(opts.SGD(0.1)).apply_gradients([(tf.fill(v.shape, 6.0), v) for v in two])
+    for result, want in zip(two, expected, strict=True):
+        np.testing.assert_allclose(result.numpy(), want, rtol=1e-6)
+
+
+def test_gradients_that_are_none_stay_out(rank, size):
+    vs = variables()
+    optimizer = hk.DistributedOptimizer(opts.SGD(1.0))
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        optimizer.apply([tf.fill([3], float(rank)), None], vs)
+    np.testing.assert_allclose(vs[0].numpy(), np.arange(1, 4) - (size - 1) / 2)
+    assert vs[1].numpy() == [[2.0]]
+
+
+def test_a_loss_scale_around_a_distributed_optimizer_is_refused_eagerly_too(size):
+    """Where one rank overflowed it would not call apply, and every later step would meet its peers' next one."""
+    vs = variables()
+    outer = opts.LossScaleOptimizer(hk.DistributedOptimizer(opts.SGD(1.0)))
+    outer.build(vs)
+    if size > 1:
+        with pytest.raises(hk.HvdkitError, match="wrap the other way round"):
+            outer.apply([tf.ones(v.shape) for v in vs], vs)
+
+
+def test_two_optimizers_in_one_function(rank, size):
+    """As a GAN has them."""
+    one, two = variables(), variables()
+    first, second = hk.DistributedOptimizer(opts.Adam(0.1)), hk.DistributedOptimizer(opts.SGD(0.5))
+    for optimizer, vs in ((first, one), (second, two)):
+        optimizer.build(vs)
+
+    @tf.function
+    def step(g):
+        first.apply([tf.fill(v.shape, g) for v in one], one)
+        second.apply([tf.fill(v.shape, 2 * g) for v in two], two)
+
+    for _ in range(3):
+        step(tf.constant(rank + 1.0))
+    plain_one, plain_two = variables(), variables()
+    reference = opts.Adam(0.1)
+    for _ in range(3):
+        reference.apply([tf.fill(v.shape, (size + 1) / 2) for v in plain_one], plain_one)
+    for ours, theirs in zip(one, plain_one, strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-5)
+    for ours, theirs in zip(two, plain_two, strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy() - 3 * 0.5 * (size + 1), rtol=1e-6)
+    assert hk.compare_variables([*first.variables, *second.variables, *one, *two])
+
+
+def test_the_config_is_keras_s_own():
+    plain = opts.Adam(0.01, clipnorm=1.0)
+    optimizer = hk.DistributedOptimizer(plain, clip_global_norm=2.0)
+    ours, theirs = keras.saving.serialize_keras_object(optimizer), keras.saving.serialize_keras_object(plain)
+    for key in ("module", "class_name", "config"):
+        assert ours[key] == theirs[key]
+    assert type(opts.deserialize(opts.serialize(optimizer))) is opts.Adam
+
+
+class Halving(opts.SGD):
+    """A person's own optimizer."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient / 2, variable, learning_rate)
+
+
+def test_an_optimizer_class_of_one_s_own():
+    optimizer = hk.DistributedOptimizer(Halving(0.1))
+    assert isinstance(optimizer, Halving)
+    for result, start in zip(stepped(optimizer, variables()), variables(), strict=True):
+        np.testing.assert_allclose(result, start.numpy() - 0.1 * 3, rtol=1e-6)
+
+
+def test_a_schedule_counts_updates(size):
+    schedule = opts.schedules.PiecewiseConstantDecay([0, 1], [1.0, 0.1, 0.01])
+    vs = [keras.Variable([0.0])]
+    stepped(hk.DistributedOptimizer(opts.SGD(schedule)), vs)
+    np.testing.assert_allclose(vs[0].numpy(), [-(1 * 1.0 + 2 * 0.1 + 3 * 0.01)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("op", [hk.Average, hk.Sum])
+def test_accumulated_rows_and_dense_gradients(op, rank, size):
+    """Rows are added up over the steps before they are combined, and repeated ones count as often as they occur."""
+    table, bias = keras.Variable(np.zeros((5, 2), "f4")), keras.Variable([0.0])
+    optimizer = hk.DistributedOptimizer(opts.SGD(1.0), op=op, accumulate_steps=2)
+    optimizer.build([table, bias])
+    ids = [[0, 0, rank % 5], [1, 0, 4]]
+
+    @tf.function(reduce_retracing=True)
+    def step(ids):
+        rows = tf.IndexedSlices(tf.ones([3, 2]), ids, tf.constant([5, 2]))
+        optimizer.apply([rows, tf.constant([float(rank)])], [table, bias])
+
+    for row in ids:
+        step(tf.constant(row))
+    expected = np.zeros((5, 2))
+    for r in range(size):
+        np.add.at(expected, [0, 0, r % 5, 1, 0, 4], 1.0)
+    scale = 1.0 if op == hk.Sum else 1 / (2 * size)
+    np.testing.assert_allclose(table.numpy(), -expected * scale, rtol=1e-6)
+    np.testing.assert_allclose(bias.numpy(), [-2 * sum(range(size)) * scale], rtol=1e-6)
