@@ -1,4 +1,4 @@
-"""Callbacks that make ``model.fit`` right on many ranks. Pass the same list on every rank."""
+"""Callbacks that make ``model.fit`` right on many ranks. Pass those of this module on every rank, in one order."""
 
 from __future__ import annotations
 
@@ -11,8 +11,30 @@ import numpy as np
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
-from hvdkit.collectives import Sum, broadcast_variables, grouped_allreduce
+from hvdkit.collectives import Sum, allreduce, broadcast_variables, grouped_allreduce
 from hvdkit.errors import NonFiniteError, describe
+
+
+class _CountsSteps(keras.callbacks.Callback):
+    """Counts steps since the first ``fit``; with ``steps_per_execution`` Keras calls once for several steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before_epoch = 0
+        self._done = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note the steps of the epochs before."""
+        self._before_epoch = self._done
+
+    def steps_before(self, batch: int) -> int:
+        """Return the steps done before Keras's ``batch`` of this epoch, counted from 0."""
+        return self._before_epoch + batch
+
+    def count(self, batch: int) -> int:
+        """Return the steps done now that Keras has ended ``batch``."""
+        self._done = self._before_epoch + batch + 1
+        return self._done
 
 
 class BroadcastInitial(keras.callbacks.Callback):
@@ -48,7 +70,9 @@ class BroadcastInitial(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        broadcast_variables([*self.model.variables, *optimizer.variables], self.root)
+        # The states of random generators stay each rank's own: equal ones would drop the same units on every rank.
+        weights = [v for v in self.model.variables if v.name != "seed_generator_state"]
+        broadcast_variables([*weights, *optimizer.variables], self.root)
         self._done = True
 
 
@@ -57,7 +81,8 @@ class MetricAverage(keras.callbacks.Callback):
 
     A Keras metric keeps sums (a mean its total and count; AUC its counts by threshold). The sums are added over
     ranks and the result is taken from them, so that a rank with fewer samples, or none, counts for as many as it has:
-    averaging the ranks' results would not. Metrics whose state is no sum cannot be combined this way.
+    averaging the ranks' results would not. Metrics whose state is no sum cannot be combined this way. Weighted metrics
+    weigh by the sample weights they are given, ``GlobalBatches``' own included.
 
     Put it before callbacks that use the metrics (ModelCheckpoint, EarlyStopping). For ``model.evaluate`` call
     :meth:`results` after it.
@@ -104,9 +129,10 @@ class MetricAverage(keras.callbacks.Callback):
         self._training, self._validation = {}, {}
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Keep the training metrics: validation resets them."""
+        """Keep the training metrics: validation resets them, though not on a rank that has nothing to validate."""
         if self._fitting:
             self._training = self.results(self.model)
+            self.model.reset_metrics()
 
     def on_test_end(self, logs: Any = None) -> None:
         """Keep the validation metrics."""
@@ -118,10 +144,10 @@ class MetricAverage(keras.callbacks.Callback):
         combined = self._training or self.results(self.model)
         combined = combined | {f"val_{name}": value for name, value in self._validation.items()}
         if logs is not None:
-            logs.update({name: value for name, value in combined.items() if name in logs})
+            logs.update(combined)
 
 
-class LearningRateWarmup(keras.callbacks.Callback):
+class LearningRateWarmup(_CountsSteps):
     """Multiply the optimizer's learning rate by the number of ranks, growing linearly over the first steps.
 
     The rate the optimizer was made with is taken as right for one rank. For rates that also decay, use
@@ -149,7 +175,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self.steps = steps
         self.scale = scale
         self._base: float | None = None
-        self._step = 0
+        self._reached = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Take the optimizer's rate as one rank's; a second ``fit`` goes on where the first ended."""
@@ -168,14 +194,19 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Set this step's rate, until the factor is reached; afterwards the rate is left to others."""
-        if self._step <= self.steps and self._base is not None:
+        step = self.steps_before(batch)
+        if not self._reached and self._base is not None:
             scale = cluster.size() if self.scale is None else self.scale
-            part = self._step / self.steps if self.steps else 1.0
+            part = min(step / self.steps, 1.0) if self.steps else 1.0
             self.model.optimizer.learning_rate = self._base * (1.0 + (scale - 1.0) * part)
-        self._step += 1
+            self._reached = part == 1.0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count the steps done."""
+        self.count(batch)
 
 
-class StopOnNonFinite(keras.callbacks.Callback):
+class StopOnNonFinite(_CountsSteps):
     """End training when the loss becomes NaN or infinite, and name the step and the rank.
 
     The rank that sees it raises NonFiniteError, which ends the whole job.
@@ -191,16 +222,15 @@ class StopOnNonFinite(keras.callbacks.Callback):
     def __init__(self, *, stop: bool = True) -> None:
         super().__init__()
         self.stop = stop
-        self._step = 0
         self._warned = False
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Look at the loss that Keras reports, the mean over the epoch so far: one bad step makes it bad."""
-        self._step += 1
+        step = self.count(batch)
         loss = (logs or {}).get("loss", 0.0)
         if not self._warned and not math.isfinite(loss):
             self._warned = True
-            check_finite(loss, step=self._step, stop=self.stop)
+            check_finite(loss, step=step, stop=self.stop)
 
 
 def check_finite(loss: float, *, step: int, stop: bool = True) -> None:
@@ -223,7 +253,7 @@ def check_finite(loss: float, *, step: int, stop: bool = True) -> None:
     get_logger().warning("%s; going on as told", message)
 
 
-class StepLog(keras.callbacks.Callback):
+class StepLog(_CountsSteps):
     """Print step, loss, examples/sec and sec/batch on the chief every few steps, as the CIFAR-10 tutorial does.
 
     Serves ``fit`` as a callback and a hand-written loop through :meth:`step`.
@@ -245,7 +275,7 @@ class StepLog(keras.callbacks.Callback):
             raise ValueError(describe("every", every, "a number of steps >= 1", "pass e.g. 10"))
         self.global_batch_size = global_batch_size
         self.every = every
-        self._step = 0
+        self._logged = 0
         self._since = time.perf_counter()
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -253,16 +283,22 @@ class StepLog(keras.callbacks.Callback):
         self._since = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        """Count a step of ``fit``."""
-        self._step += 1
-        self.step(self._step, (logs or {}).get("loss", math.nan))
+        """Count the steps of ``fit``; its loss is the mean over the epoch so far, here over all ranks."""
+        step = self.count(batch)
+        if self._due(step):
+            self.step(step, allreduce(float((logs or {}).get("loss", math.nan))))
 
     def step(self, step: int, loss: Any) -> None:
         """Print a line if ``step`` (counted from 1) is due. ``loss`` is read then only; other ranks do nothing."""
-        if step % self.every or not cluster.is_chief():
+        if not self._due(step):
             return
-        value = float(loss)
-        seconds = (time.perf_counter() - self._since) / self.every
-        rate = self.global_batch_size / seconds
-        get_logger().info("step %d, loss = %.4f (%.1f examples/sec; %.3f sec/batch)", step, value, rate, seconds)
-        self._since = time.perf_counter()
+        steps, self._logged = step - self._logged, step
+        if cluster.is_chief():
+            value = float(loss)
+            seconds = (time.perf_counter() - self._since) / steps
+            rate = self.global_batch_size / seconds
+            get_logger().info("step %d, loss = %.4f (%.1f examples/sec; %.3f sec/batch)", step, value, rate, seconds)
+            self._since = time.perf_counter()
+
+    def _due(self, step: int) -> bool:
+        return step // self.every > self._logged // self.every

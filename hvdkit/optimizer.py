@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from packaging import version
 
 from hvdkit import cluster
 from hvdkit.collectives import allreduce
@@ -24,8 +25,13 @@ from hvdkit.errors import HvdkitError, describe
 from hvdkit.gradients import average_gradients
 from hvdkit.gradients.compression import wire_dtype
 
+if version.parse(keras.__version__) < version.parse("3.5"):
+    raise ImportError(
+        describe("keras", keras.__version__, "3.5 or newer: older ones clip before they accumulate", "upgrade keras")
+    )
+
 _LossScale = keras.optimizers.LossScaleOptimizer
-# Keras 3 got it after TensorFlow 2.16's first release.
+# Younger than Keras 3.5.
 _Multi = getattr(keras.optimizers, "MultiOptimizer", ())
 
 
@@ -38,7 +44,6 @@ class _Reduction:
     accumulate_steps: int
     clip_global_norm: float | None
     combines: bool = True
-    in_checked_branch: bool = False
 
     def combine(self, grads: Sequence[Any]) -> list[Any]:
         if not self.combines:
@@ -115,7 +120,7 @@ def _distributed(optimizer: Any, how: _Reduction) -> Any:
 def _distributed_loss_scale(optimizer: Any, how: _Reduction) -> Any:
     """Combine scaled gradients, so that all ranks see the same overflow; clip them unscaled, in the inner optimizer."""
     accumulates = how.accumulate_steps > 1
-    inner = _distributed(optimizer.inner_optimizer, replace(how, combines=accumulates, in_checked_branch=True))
+    inner = _distributed(optimizer.inner_optimizer, replace(how, combines=accumulates))
     outer = _subclass(_CombiningScaled, type(optimizer)).from_config(optimizer.get_config())
     outer.inner_optimizer = inner
     outer._hvdkit = replace(how, combines=not accumulates, clip_global_norm=None)
@@ -152,14 +157,14 @@ class _Combining:
         # A LossScaleOptimizer around this one builds it, and in eager mode leaves no other trace before it skips
         # this rank's apply while other ranks wait in theirs.
         caller = sys._getframe(1).f_locals.get("self")
-        self._hvdkit_wrapped = isinstance(caller, _LossScale) and not self._hvdkit.in_checked_branch
+        self._hvdkit_wrapped = isinstance(caller, _LossScale) and not isinstance(caller, _CombiningScaled)
         super().build(variables)  # type: ignore[misc]
 
     @graph_safe
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """Combine ``grads`` over all ranks and update the variables."""
         how = self._hvdkit
-        _refuse_what_breaks(how, self._hvdkit_wrapped)
+        _refuse_what_breaks(self._hvdkit_wrapped)
         if how.accumulate_steps == 1:
             scale = getattr(self, "loss_scale_factor", None)
             grads = how.clip(how.combine(grads), scale)
@@ -198,7 +203,7 @@ class _CombiningScaled:
     @graph_safe
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """Combine ``grads``, skip the step where any rank's overflowed, else update the variables."""
-        _refuse_what_breaks(self._hvdkit)
+        _refuse_what_breaks()
         grads = self._hvdkit.combine(grads)
         if not self._scaled:
             return self.inner_optimizer.apply(grads, trainable_variables)  # type: ignore[attr-defined]
@@ -229,6 +234,8 @@ def _subclass(mixin: type, base: type) -> Any:
 def _copy(optimizer: Any, cls: Any, accumulate_steps: int = 1) -> Any:
     try:
         config = optimizer.get_config()
+        if isinstance(getattr(optimizer, "_learning_rate", None), keras.optimizers.schedules.LearningRateSchedule):
+            config["learning_rate"] = optimizer._learning_rate  # itself: Keras would look for a registered class
         if accumulate_steps > 1:
             config["gradient_accumulation_steps"] = accumulate_steps
         copy = cls.from_config(config)
@@ -241,6 +248,9 @@ def _copy(optimizer: Any, cls: Any, accumulate_steps: int = 1) -> Any:
                 "give it and its learning rate schedule a get_config",
             )
         ) from error
+    for name, value in vars(optimizer).items():
+        if name.startswith("_exclude_from_weight_decay"):  # said after construction, and in no config
+            setattr(copy, name, value)
     if optimizer.built:
         copy.build(optimizer._trainable_variables)
         _copy_state(optimizer, copy, accumulate_steps)
@@ -292,17 +302,16 @@ def _accumulation(optimizer: Any, accumulate_steps: int) -> int:
     return max(own, accumulate_steps)
 
 
-def _refuse_what_breaks(how: _Reduction, wrapped: bool = False) -> None:
-    """Refuse XLA, and calls that some ranks may leave out while others wait for them."""
+def _refuse_what_breaks(wrapped: bool = False) -> None:
+    """Refuse XLA, and a loss scale around the optimizer: ranks without an overflow would wait for the one with it."""
     if cluster.size() == 1:
         return
     refuse_xla()
-    in_branch = tf.inside_function() and type(tf.compat.v1.get_default_graph()).__name__ == "CondBranchFuncGraph"
-    if wrapped or (in_branch and not how.in_checked_branch):
+    if wrapped:
         raise HvdkitError(
             describe(
                 "optimizer",
-                "apply() inside a branch that ranks may take differently (a LossScaleOptimizer around it?)",
+                "a LossScaleOptimizer around a DistributedOptimizer, which skips apply() on the rank that overflows",
                 "apply() on every rank at every step",
                 "wrap the other way round: hk.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))",
             )

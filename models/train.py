@@ -45,7 +45,9 @@ def main() -> None:
 def train_classifier(config: cifar10.Config) -> None:
     """Build on every rank, start from the chief's weights, train, evaluate, compare the ranks."""
     data = config.load()
-    batches = hk.data.GlobalBatches((data.x_train, data.y_train), config.global_batch_size(), shuffle_seed=config.seed)
+    batches = hk.data.GlobalBatches(
+        (data.x_train, data.y_train), config.global_batch_size(), shuffle_seed=config.seed, remainder="drop"
+    )
     model = config.build(data)
     model.compile(config.optimizer(), _loss(), jit_compile=False)
     model.optimizer.build(model.trainable_variables)

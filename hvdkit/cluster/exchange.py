@@ -22,6 +22,7 @@ _LEAVING = 7
 _LARGEST = 2**31 - 1
 _SPIN_SECONDS = 0.002
 _NAP_SECONDS = 0.0005
+_GRACE_SECONDS = 0.2
 
 
 class ObjectExchange:
@@ -109,7 +110,7 @@ class ObjectExchange:
         while not request.Test():
             if self._comm.Iprobe(tag=_LEAVING):
                 # The word may have overtaken the last message of a peer that did answer: look once more.
-                time.sleep(_NAP_SECONDS)
+                time.sleep(_GRACE_SECONDS)
                 if request.Test():
                     return
                 self._raise_left()

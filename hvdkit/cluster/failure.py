@@ -28,7 +28,7 @@ def watch(rank: int, size: int, communicator: Any) -> None:
     def end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         interrupted = issubclass(kind, KeyboardInterrupt)
         lines = [] if interrupted else "".join(traceback.format_exception(kind, error, trace)).splitlines()
-        cause = "interrupted" if interrupted else f"failed: {kind.__name__}: {error}".splitlines()[0]
+        cause = "interrupted" if interrupted else f"failed: {kind.__name__}: {_cause(error)}"
         lines.append(f"hvdkit: rank {rank} on {socket.gethostname()} {cause}")
         write_line("\n".join(f"[rank {rank}] {line}" for line in lines))
         if communicator is not None:
@@ -36,6 +36,16 @@ def watch(rank: int, size: int, communicator: Any) -> None:
             communicator.Abort(130 if interrupted else 1)
 
     sys.excepthook = end_job
+
+
+def _cause(error: BaseException) -> str:
+    """Return the one line of an error's message that says most."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    if any("has been shut down" in line for line in lines):
+        return "another rank left the job, and its own lines say why"
+    # TensorFlow puts the cause below "Graph execution error:" and a list of the places it passed through.
+    told = [line for line in lines if not line.startswith(("Graph execution error", "Detected at", "File "))]
+    return told[0] if lines[0] in told or not told else told[-1]
 
 
 def unwatch() -> None:

@@ -7,8 +7,11 @@ import re
 import tensorflow as tf
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops import control_flow_v2_func_graphs as parts
 
 from hvdkit.errors import HvdkitError, describe
+
+_PARTS_OF_FUNCTIONS = (parts.CondBranchFuncGraph, parts.WhileCondFuncGraph, parts.WhileBodyFuncGraph)
 
 
 def op_name(name: str) -> str:
@@ -16,7 +19,8 @@ def op_name(name: str) -> str:
 
     A node's own name would carry the name scopes around it, and Keras numbers those by how many layers and
     optimizers a process has made so far: a chief that made one more would wait for its peers for ever. So scopes are
-    ignored, and collectives of one traced function are numbered in the order in which they are traced.
+    ignored, and the collectives of one function are numbered in the order in which they are traced, those in its
+    branches and loops included. A function that it calls numbers its own: it may have been traced before.
 
     Raises:
         HvdkitError: inside ``jit_compile=True``.

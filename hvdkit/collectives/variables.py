@@ -64,8 +64,13 @@ def compare_variables(variables: Iterable[Any]) -> str:
         print(f"equal on all ranks: {hk.compare_variables(model.variables)}")
     """
     listed = list(variables)
-    mine = [hashlib.sha256(tf.convert_to_tensor(v).numpy().tobytes()).hexdigest() for v in listed]
-    digests = [call.payload for call in agree(Call("compare_variables()", payload=mine))]
+    call = Call("compare_variables()")
+
+    def prepare() -> None:
+        call.payload = [hashlib.sha256(_content(v)).hexdigest() for v in listed]
+
+    call.problem = attempt(prepare)
+    digests = [other.payload for other in agree(call)]
     for rank, other in enumerate(digests):
         if len(other) != len(digests[0]):
             raise CollectiveMismatchError(
@@ -75,9 +80,16 @@ def compare_variables(variables: Iterable[Any]) -> str:
             if first != theirs:
                 raise CollectiveMismatchError(
                     f"variables: {variable_name(variable)} on rank {rank} differs from rank 0; begin with "
-                    "hk.broadcast_variables and update with hk.DistributedOptimizer"
+                    "hk.broadcast_variables and update with hk.DistributedOptimizer (the moving statistics of "
+                    "BatchNormalization follow each rank's own examples: compare trainable_variables then)"
                 )
-    return hashlib.sha256("".join(mine).encode()).hexdigest()[:12]
+    return hashlib.sha256("".join(digests[0]).encode()).hexdigest()[:12]
+
+
+def _content(variable: Any) -> bytes:
+    """Return a variable's dtype, shape and values as bytes."""
+    _, shape, dtype = _signature(variable)
+    return f"{dtype}{shape}".encode() + tf.convert_to_tensor(variable).numpy().tobytes()
 
 
 def variable_name(variable: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit.cluster.logs import get_logger
 from hvdkit.data import arguments, order
 from hvdkit.data.keras_dataset import keras_dataset
 from hvdkit.errors import describe
@@ -218,12 +219,17 @@ class GlobalBatches(Iterator[Any]):
         epochs=3)`` needs no other argument. It reads ahead on its own: this iterator does not move. Save
         ``state_at(steps done)``.
 
+        Keras weighs its metrics as it weighs the loss. A short last batch needs a large weight in the loss, which
+        counts its few examples many times over in the metrics: leave it out with ``remainder="drop"`` (with a seed
+        the examples left out are others in every epoch). With ``"pad"`` a warning says so.
+
         Raises:
             TypeError: The data is not a pair ``(x, y)``.
             ValueError: A stream's length is unknown.
 
         Example:
-            >>> model.fit(GlobalBatches((x, y), 256, shuffle_seed=0).as_keras(), epochs=3)  # doctest: +SKIP
+            >>> batches = GlobalBatches((x, y), 256, shuffle_seed=0, remainder="drop")  # doctest: +SKIP
+            >>> model.fit(batches.as_keras(), epochs=3)  # doctest: +SKIP
         """
         self._require_pairs("as_keras()")
         if self._steps_per_epoch is None:
@@ -231,6 +237,14 @@ class GlobalBatches(Iterator[Any]):
                 describe("arrays_or_source", "a tf.data.Dataset of unknown length", "a known one",
                          "give it: dataset.apply(tf.data.experimental.assert_cardinality(n))")
             )  # fmt: skip
+        short = (self._source.examples or 0) % self._batch_size
+        if short and self._remainder == "pad" and self._rank == 0:
+            get_logger().warning(
+                "remainder: got 'pad', and an epoch's last batch has %d examples of %d; the gradients are right, but "
+                "Keras's metrics will count these as a whole batch; pass remainder='drop' for exact metrics",
+                short,
+                self._batch_size,
+            )
         spec = self._source.batch_spec(self._rows[1] - self._rows[0])
         return keras_dataset(self._copy_at, self.step, self._steps_per_epoch, spec)
 

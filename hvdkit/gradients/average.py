@@ -83,6 +83,9 @@ def _share(weight: Any, op: ReduceOp) -> tf.Tensor:
     The weights are known before the gradients are, so that inside a graph their exchange runs beside the step.
     """
     w = tf.cast(as_tensor(weight), tf.float64)
+    if tf.inside_function():
+        with tf.control_dependencies([tf.debugging.assert_non_negative(w, "weight: expected a number >= 0")]):
+            w = tf.identity(w)
     if op == ReduceOp.Sum:
         return w
     return tf.math.divide_no_nan(w, grouped_allreduce([w], ReduceOp.Sum, "hvdkit.weight")[0])
@@ -91,7 +94,7 @@ def _share(weight: Any, op: ReduceOp) -> tf.Tensor:
 def _weighted(grads: list[Gradient], factor: tf.Tensor) -> list[Gradient]:
     def scaled(x: tf.Tensor) -> tf.Tensor:
         # A rank without examples has weight 0 and a gradient that is 0/0: it must not spoil the others'.
-        return tf.where(factor > 0, x * tf.cast(factor, x.dtype), tf.zeros_like(x))
+        return tf.where(tf.equal(factor, 0), tf.zeros_like(x), x * tf.cast(factor, x.dtype))
 
     def one(g: Gradient) -> Gradient:
         if isinstance(g, tf.IndexedSlices):
