@@ -56,6 +56,7 @@ def start_horovod(promise: Promise) -> tuple[ModuleType, Any]:
         ClusterError: mpi4py and Horovod load different MPI libraries, Horovod lacks the launcher's controller, or
             the world is not as large as the launcher promised.
     """
+    _check_launcher_is_there(promise)
     hvd = load_horovod()
     communicator = None
     if promise.controller == "mpi":
@@ -76,6 +77,21 @@ def start_horovod(promise: Promise) -> tuple[ModuleType, Any]:
         raise ClusterError(f"Horovod did not start: {error}; run `hvdkit doctor`") from error
     _check_size(hvd.size(), promise)
     return hvd, communicator
+
+
+def _check_launcher_is_there(promise: Promise) -> None:
+    """Open MPI's variables without its daemon have been inherited; MPI itself would abort without a clear word."""
+    if promise.launcher != "mpirun (Open MPI)" or promise.size == 1 or "PMIX_RANK" in os.environ:
+        return
+    raise ClusterError(
+        describe(
+            "launcher",
+            f"OMPI_COMM_WORLD_RANK={promise.rank} and OMPI_COMM_WORLD_SIZE={promise.size} without an mpirun around "
+            "this process (PMIX_RANK is not set)",
+            f"a rank that mpirun started, one of {promise.size}",
+            f"start with `mpirun -np {promise.size} python ...`, or unset the OMPI_COMM_WORLD variables",
+        )
+    )
 
 
 def _mpi_communicator() -> Any:

@@ -1,0 +1,50 @@
+"""Real jobs in subprocesses, for the tests of what a launcher's ranks do together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+MPI = ("mpirun", "--tag-output", "--bind-to", "none", "-np")
+GLOO = ("horovodrun", "--gloo", "-np")
+# A rank of the tests' own launch must not pass its place on to the jobs that it starts.
+INHERITED = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "HVDKIT_TEST", "TF_CPP_MIN_LOG_LEVEL")
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a job ended."""
+
+    code: int
+    seconds: float
+    output: str
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Return this process's environment without a place in a world, ready to start ranks as root."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED)}
+    env["PATH"] = f"{BIN}{os.pathsep}{env['PATH']}"
+    permissions = {"ALLOW_RUN_AS_ROOT": "1", "ALLOW_RUN_AS_ROOT_CONFIRM": "1", "MCA_rmaps_base_oversubscribe": "1"}
+    return env | {f"OMPI_{name}": value for name, value in permissions.items()} | extra
+
+
+def run(code: str, launcher: tuple[str, ...] = (), ranks: int = 1, timeout: float = 90, **extra: str) -> Job:
+    """Run Python ``code`` on ``ranks`` ranks; fail where it has not ended after ``timeout`` seconds."""
+    launched = [*launcher, str(ranks)] if launcher else []
+    started = time.monotonic()
+    done = subprocess.run(
+        [*launched, sys.executable, "-c", code],
+        env=environment(**extra),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=timeout,
+        text=True,
+        errors="replace",
+    )
+    return Job(done.returncode, time.monotonic() - started, done.stdout)

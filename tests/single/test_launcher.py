@@ -1,0 +1,86 @@
+"""What a launcher promised, read from the environment alone."""
+
+import pytest
+
+from hvdkit.cluster.engine import _check_size
+from hvdkit.cluster.launcher import ALONE, promised
+from hvdkit.cluster.settings import core_share
+from hvdkit.errors import ClusterError
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+GLOO = {
+    "HOROVOD_RANK": "2",
+    "HOROVOD_SIZE": "3",
+    "HOROVOD_LOCAL_RANK": "2",
+    "HOROVOD_LOCAL_SIZE": "3",
+    "HOROVOD_CONTROLLER": "gloo",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "place", "controller"),
+    [
+        (OPEN_MPI, "mpirun (Open MPI)", (5, 8, 1, 4), "mpi"),
+        (GLOO, "horovodrun --gloo", (2, 3, 2, 3), "gloo"),
+        (MPICH, "mpiexec (MPICH)", (1, 2, 1, 2), "mpi"),
+        (SLURM, "srun (Slurm)", (3, 4, 0, 2), "mpi"),
+        # srun starts Open MPI's ranks: the innermost speaks.
+        (SLURM | OPEN_MPI, "mpirun (Open MPI)", (5, 8, 1, 4), "mpi"),
+        # horovodrun --gloo inside a Slurm step.
+        (SLURM | GLOO, "horovodrun --gloo", (2, 3, 2, 3), "gloo"),
+    ],
+)
+def test_promises(environ, launcher, place, controller):
+    promise = promised(environ)
+    assert promise.launcher == launcher
+    assert (promise.rank, promise.size, promise.local_rank, promise.local_size) == place
+    assert promise.controller == controller
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        # A batch script that calls python itself, inside an allocation of 4 tasks, is one process.
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"},
+        {"OMPI_COMM_WORLD_SIZE": "4"},
+        {"HOROVOD_RANK": "", "HOROVOD_SIZE": ""},
+        {"HOROVOD_RANK": "zero", "HOROVOD_SIZE": "one"},
+    ],
+)
+def test_alone(environ):
+    assert promised(environ) is ALONE
+
+
+def test_a_world_of_another_size_than_promised():
+    """As where mpirun belongs to another MPI than Horovod does: every process is rank 0 of 1."""
+    promise = promised(OPEN_MPI)
+    _check_size(8, promise)
+    with pytest.raises(ClusterError, match=r"world size: got 1 on rank 5 .*expected 8, as mpirun") as error:
+        _check_size(1, promise)
+    assert "hvdkit doctor" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("cores", "masks", "expected"),
+    [
+        (4, [{0, 1, 2, 3}] * 2, 2),
+        (4, [{0, 1, 2, 3}] * 3, 1),
+        (2, [{0, 1}] * 4, 1),
+        (8, [set(range(8))], 8),
+        # The launcher bound each rank to cores of its own: nothing is divided.
+        (2, [{0, 1}, {2, 3}], 2),
+        # A container's quota of 2 of 64 cores.
+        (2, [set(range(64))] * 2, 1),
+    ],
+)
+def test_core_share(cores, masks, expected):
+    neighbours = [frozenset(mask) for mask in masks]
+    assert core_share(cores, neighbours[0], neighbours) == expected

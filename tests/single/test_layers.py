@@ -1,0 +1,132 @@
+"""The architecture, read from the sources: imports go down only, files and functions stay short."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "hvdkit"
+
+# From the top: a module imports from rows below its own only. What a person runs is above what trains.
+LAYERS = [
+    {"__main__", "__init__"},
+    {"cli"},
+    {"callbacks", "schedules", "doctor", "build_horovod", "launch", "models"},
+    {"supervisor"},
+    {"checkpoint", "data"},
+    {"optimizer", "layers"},
+    {"gradients", "variable"},
+    {"collectives"},
+    {"cluster", "partition"},
+    {"errors", "_version"},
+]
+LEVEL = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
+# Modules that run before there is a Horovod: they know of nothing that trains.
+STANDALONE = {"doctor", "build_horovod", "partition", "errors", "_version", "schedules"}
+MAY_IMPORT = {"partition": {"__future__", "collections", "dataclasses", "typing", "math", "enum", "numpy", "hvdkit"}}
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 50
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    """The module or subpackage of hvdkit that a file belongs to."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import, wherever it stands, ``if TYPE_CHECKING`` included."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            whole = node.module == "hvdkit"
+            yield from (
+                ((node.lineno, f"hvdkit.{a.name}") for a in node.names) if whole else [(node.lineno, node.module)]
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # A lazy import names its module in a string: "hvdkit.data", or "hvdkit.doctor:doctor".
+            words = node.value.partition(":")[0].split(".")
+            if words[0] == "hvdkit" and len(words) > 1 and words[1] in LEVEL:
+                yield node.lineno, ".".join(words)
+
+
+def breaches(path: Path) -> Iterator[str]:
+    """Every import of a file that does not go down."""
+    mine = part_of(path)
+    for line, name in imports_of(path):
+        words = name.split(".")
+        theirs = words[1] if words[0] == "hvdkit" and len(words) > 1 else None
+        where = f"{path.relative_to(ROOT)}:{line} imports {name}"
+        if theirs is not None and theirs != mine:
+            if theirs not in LEVEL:
+                yield f"{where}: {theirs} has no layer; add it to LAYERS"
+            elif LEVEL[theirs] >= LEVEL[mine]:
+                yield f"{where}: {mine} is not above {theirs}"
+            elif mine in STANDALONE and theirs not in STANDALONE:
+                yield f"{where}: {mine} stands alone"
+        if mine in MAY_IMPORT and words[0] not in MAY_IMPORT[mine]:
+            yield f"{where}: {mine} is pure NumPy"
+
+
+def test_every_module_has_a_layer():
+    assert {part_of(path) for path in FILES} <= set(LEVEL)
+
+
+def test_imports_go_down_only():
+    assert not [breach for path in FILES for breach in breaches(path)]
+
+
+def test_the_check_sees_a_breach(tmp_path, monkeypatch):
+    """Upward, sideways, lazy, hidden in a function, and a third-party library in the pure part."""
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    for module, line in (
+        ("cluster", "from hvdkit.collectives import allreduce"),
+        ("cluster", "from hvdkit import gradients"),
+        ("gradients", "def f():\n    import hvdkit.optimizer"),
+        ("collectives", "import importlib\nimportlib.import_module('hvdkit.gradients')"),
+        ("partition", "import tensorflow as tf"),
+        ("doctor", "from hvdkit.cluster import init"),
+        ("errors", "from hvdkit import something_new"),
+        ("data", "from hvdkit.checkpoint import save"),
+    ):
+        file = tmp_path / f"{module}.py"
+        file.write_text(line + "\n")
+        assert list(breaches(file)), line
+        file.write_text("from hvdkit import errors\n" if module != "errors" else "")
+        assert not list(breaches(file)), module
+
+
+def test_files_and_functions_are_short():
+    long = []
+    for path in FILES:
+        text = path.read_text()
+        if text.count("\n") > MAX_FILE_LINES:
+            long.append(str(path))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = node.body[0]
+                documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+                start = first.end_lineno if documented else node.lineno
+                if node.end_lineno - start > MAX_FUNCTION_LINES:
+                    long.append(f"{path}:{node.lineno} {node.name}")
+    assert not long
+
+
+def test_no_patches_of_other_packages():
+    """hvdkit assigns to no attribute of keras, tensorflow or horovod."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in targets:
+                root = target
+                while isinstance(root, ast.Attribute):
+                    root = root.value
+                if isinstance(target, ast.Attribute) and isinstance(root, ast.Name):
+                    assert root.id not in {"keras", "tf", "tensorflow", "hvd", "horovod", "mpi_ops"}, (
+                        f"{path}:{node.lineno}"
+                    )
