@@ -29,7 +29,7 @@ def op_name(name: str) -> str:
         return name
     refuse_xla()
     graph = tf.compat.v1.get_default_graph()
-    while _is_inside(graph):
+    while isinstance(graph, _PARTS_OF_FUNCTIONS):
         graph = graph.outer_graph
     traced = graph.get_collection_ref("hvdkit_collectives")
     traced.append(name)

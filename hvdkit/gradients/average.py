@@ -43,7 +43,8 @@ def average_gradients(
         grads: one gradient per variable, in the same order on every rank: a dense tensor (equal shape and dtype on
             every rank), IndexedSlices (rows differ between ranks, repeated rows are summed), or None.
         op: ``hk.Average`` or ``hk.Sum``; ``hk.Min`` and ``hk.Max`` for dense gradients without weight.
-        weight: this rank's weight, a number or scalar tensor >= 0; given on every rank or on none.
+        weight: this rank's weight, a number or scalar tensor >= 0; given on every rank or on none. Inside a graph a
+            weight that is negative or NaN makes the result NaN on all ranks.
         compression: ``"fp16"`` or ``"bf16"`` to send 32- and 64-bit floats in 16 bits.
 
     Returns:
@@ -83,9 +84,8 @@ def _share(weight: Any, op: ReduceOp) -> tf.Tensor:
     The weights are known before the gradients are, so that inside a graph their exchange runs beside the step.
     """
     w = tf.cast(as_tensor(weight), tf.float64)
-    if tf.inside_function():
-        with tf.control_dependencies([tf.debugging.assert_non_negative(w, "weight: expected a number >= 0")]):
-            w = tf.identity(w)
+    # Inside a graph a bad weight is known too late to raise on every rank: it makes every rank's result NaN instead.
+    w = tf.where(w >= 0, w, np.nan)
     if op == ReduceOp.Sum:
         return w
     return tf.math.divide_no_nan(w, grouped_allreduce([w], ReduceOp.Sum, "hvdkit.weight")[0])

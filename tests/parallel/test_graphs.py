@@ -153,3 +153,26 @@ def test_xla_is_refused_with_the_remedy(call, size):
         return
     with pytest.raises(hk.HvdkitError, match="jit_compile=False"):
         step(tf.ones([3]))
+
+
+def test_a_function_traced_again_around_one_that_is_not(rank, size):
+    """A smaller last batch traces the outer function anew, on one rank only; the inner one keeps its first trace."""
+
+    @tf.function
+    def inner(a):
+        return hk.allreduce(a, hk.Sum)
+
+    @tf.function
+    def outer(a, b):
+        return inner(a), hk.allreduce(tf.reduce_sum(b), hk.Sum)
+
+    for length in (4, 3, 4):
+        mine = length if rank == size - 1 else 4
+        one, total = outer(tf.constant(1.0), tf.ones([mine]))
+        assert float(one) == size and float(total) == 4 * (size - 1) + length
+
+
+def test_a_bad_weight_in_a_graph_is_not_hidden(rank, size):
+    step = tf.function(lambda w: hk.average_gradients([tf.ones([2])], weight=w)[0])
+    for bad in (np.nan, -1.0):
+        assert np.isnan(step(tf.constant(bad if rank == size - 1 else 1.0)).numpy()).all()

@@ -223,3 +223,42 @@ def test_saved_models_load_without_hvdkit(tmp_path):
         "assert any(abs(v.numpy()).max() > 0 for v in m.optimizer.variables[2:])"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=90)
+
+
+def test_what_is_excluded_from_weight_decay_stays_excluded():
+    kernel, bias = keras.Variable([1.0, 1.0], name="kernel"), keras.Variable([1.0, 1.0], name="bias")
+    plain = opts.AdamW(0.1, weight_decay=0.5)
+    plain.exclude_from_weight_decay(var_names=["bias"])
+    optimizer = hk.DistributedOptimizer(plain)
+    optimizer.apply([tf.zeros([2]), tf.zeros([2])], [kernel, bias])
+    np.testing.assert_allclose(bias.numpy(), [1.0, 1.0])
+    np.testing.assert_allclose(kernel.numpy(), [0.95, 0.95])
+
+
+def test_a_schedule_of_the_persons_own_is_taken_as_it_is():
+    class Halves(opts.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.5 ** (tf.cast(step, tf.float32) + 1.0)
+
+        def get_config(self):
+            return {}
+
+    variable = keras.Variable([0.0])
+    optimizer = hk.DistributedOptimizer(opts.SGD(Halves()))
+    for _ in range(2):
+        optimizer.apply([tf.ones([1])], [variable])
+    np.testing.assert_allclose(variable.numpy(), [-0.75])
+
+
+def test_apply_in_a_branch_that_all_ranks_take_alike():
+    variable, optimizer = keras.Variable([0.0]), hk.DistributedOptimizer(opts.SGD(1.0))
+    optimizer.build([variable])
+
+    @tf.function
+    def step(i):
+        if i % 2 == 0:
+            optimizer.apply([tf.reshape(tf.cast(hk.rank(), tf.float32), [1])], [variable])
+
+    for i in range(4):
+        step(tf.constant(i))
+    np.testing.assert_allclose(variable.numpy(), [-(hk.size() - 1.0)])
