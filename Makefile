@@ -31,12 +31,14 @@ lint: $(VENV)/.packages ## ruff (rules, format) and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs-check: setup ## run the examples in the docstrings, check the documents' links
+docs-check: setup ## run the examples in the docstrings and documents, check the documents' links
 	$(RUN) python -m pytest -q --doctest-modules hvdkit
 	$(BIN)/python tools/check_links.py
+	$(BIN)/python tools/check_docs.py
 
-bench: setup ## measure the dense training step against its baselines
+bench: setup ## measure the dense training step against its baselines, and what starting costs
 	$(RUN) python benchmarks/dense.py
+	$(RUN) python benchmarks/startup.py
 
 compatibility: $(VENV)/.packages ## build and try Horovod on other versions, rewrite docs/compatibility.md
 	$(BIN)/python tools/compatibility.py
