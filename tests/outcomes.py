@@ -97,7 +97,9 @@ def report(launch: Launch) -> str:
             seen[cause] = rank
             lines += [f"[rank {rank}] {line}" if launch.size > 1 else line for line in shown.splitlines()]
         blocks.append("\n".join(lines))
-    blocks += [f"skipped: {test}: {why}" for test, why in launch.skipped.items()]
+    for reason in dict.fromkeys(launch.skipped.values()):
+        tests = [test for test, why in launch.skipped.items() if why == reason]
+        blocks.append(f"  skipped {len(tests)}: {reason.removeprefix('Skipped: ')}")
     return "\n".join(blocks)
 
 

@@ -46,7 +46,7 @@ class Config:
     """Numbers of ranks under MPI: one launch of tests/parallel for each."""
     gloo: bool = True
     """Launch tests/parallel once more without MPI, by `horovodrun --gloo`."""
-    gloo_np: int = 3
+    gloo_np: int = 2
     """Number of ranks of the launch under Gloo."""
     single: bool = True
     """Run tests/single first."""
@@ -54,7 +54,7 @@ class Config:
     """Run nothing but tests/single."""
     k: Annotated[str, tyro.conf.arg(aliases=["-k"])] = ""
     """Run only the tests that match this pytest expression."""
-    timeout: float = 300.0
+    timeout: float = 600.0
     """Seconds after which a launch is ended as hung."""
     keep: bool = False
     """Keep the folder with every rank's output, and say where it is."""
