@@ -103,7 +103,9 @@ def DistributedOptimizer(
         op=checked_op(op), compression=compression, accumulate_steps=steps, clip_global_norm=clip_global_norm
     )
     if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, _LossScale):
-        return _distributed_loss_scale(_LossScale(_copy(optimizer, type(optimizer))), how)
+        outer = _distributed_loss_scale(_LossScale(_copy(optimizer, type(optimizer))), how)
+        outer._scaled = False  # nobody asked for it: it divides only where scale_loss has multiplied
+        return outer
     return _distributed(optimizer, how)
 
 
@@ -193,7 +195,7 @@ class _CombiningScaled:
     """Mixed in before LossScaleOptimizer: every rank takes the same branch, update or skip."""
 
     _hvdkit: _Reduction
-    _scaled = False
+    _scaled = True
 
     def scale_loss(self, loss: Any) -> Any:
         """Multiply ``loss`` by the current scale; from now on gradients are taken to be scaled."""

@@ -56,6 +56,13 @@ def test_mixed_float16_in_a_loop_without_scale_loss_does_not_unscale(mixed_float
     np.testing.assert_allclose(variable.numpy(), [-2.0])
 
 
+def test_a_loss_scale_that_was_asked_for_divides_as_keras_does():
+    optimizer = hk.DistributedOptimizer(opts.LossScaleOptimizer(opts.SGD(1.0), initial_scale=8.0))
+    variable = keras.Variable([0.0])
+    optimizer.apply([tf.constant([16.0])], [variable])
+    np.testing.assert_allclose(variable.numpy(), [-2.0])
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_overflow_on_one_rank_is_skipped_by_all(accumulate):
     optimizer = hk.DistributedOptimizer(

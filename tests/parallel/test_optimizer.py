@@ -129,7 +129,7 @@ def looped(optimizer, accumulate=1, reduce_loss=tf.reduce_mean, micro=None):
     @tf.function
     def step(x, y):
         with tf.GradientTape() as tape:
-            loss = reduce_loss(tf.square(model(x) - y))
+            loss = optimizer.scale_loss(reduce_loss(tf.square(model(x) - y)))
         optimizer.apply_gradients(
             zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
         )
