@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -129,6 +130,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> int:
     """Run all launches; return the exit code."""
+    # A shell starts background jobs with Ctrl-C ignored, which their children inherit; some tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config = tyro.cli(Config, description=__doc__)
     folder = Path(tempfile.mkdtemp(prefix="hvdkit-tests-"))
     passed = failed = 0
