@@ -48,8 +48,7 @@ def average_gradients(
         compression: ``"fp16"`` or ``"bf16"`` to send 32- and 64-bit floats in 16 bits.
 
     Returns:
-        The results in the order of ``grads``: the same kinds and dtypes; IndexedSlices have distinct rows; None
-        stays None.
+        The results in the order of ``grads``, of the same kinds and dtypes; IndexedSlices have distinct rows.
 
     Raises:
         TypeError: an element of ``grads`` is no gradient.
@@ -62,11 +61,7 @@ def average_gradients(
         grads = hk.average_gradients(grads, weight=len(images))
     """
     listed = list(grads)
-    problem = attempt(lambda: _check(listed, op, weight, compression))
-    if tf.executing_eagerly() and not any(is_symbolic(part) for part in _parts(listed)):
-        agree(_call(listed, op, weight, compression, problem))
-    elif problem is not None:
-        raise problem
+    _agree_on(listed, op, weight, compression)
     op, wire = checked_op(op), wires.wire_dtype(compression)
     if op in (ReduceOp.Min, ReduceOp.Max):
         return _place(listed, grouped_allreduce(_dense(listed), op, "hvdkit.gradients"), [])
@@ -76,6 +71,15 @@ def average_gradients(
     if cluster.size() == 1:
         return _place(listed, _dense(listed), rows)
     return _place(listed, *_combine(_dense(listed), rows, op, wire))
+
+
+def _agree_on(grads: list[Gradient], op: Any, weight: Any, compression: Any) -> None:
+    """Check the arguments, in eager mode on all ranks together."""
+    problem = attempt(lambda: _check(grads, op, weight, compression))
+    if tf.executing_eagerly() and not any(is_symbolic(part) for part in _parts(grads)):
+        agree(_call(grads, op, weight, compression, problem))
+    elif problem is not None:
+        raise problem
 
 
 def _share(weight: Any, op: ReduceOp) -> tf.Tensor:
