@@ -1,0 +1,137 @@
+"""The spacing of agreements, with a clock of the test's own."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from hvdkit.supervisor.pace import GROWTH, Pace
+
+
+class Run:
+    """A run whose step times are given; it notes the steps that ended in an agreement, and when."""
+
+    def __init__(self, seconds=1.0, start=0):
+        self.now, self.step = 100.0, start
+        self.pace = Pace(seconds, clock=lambda: self.now)
+        self.agreed: list[tuple[int, float]] = []
+
+    def steps(self, count, step_seconds, interval=None):
+        for _ in range(count):
+            self.step += 1
+            self.now += step_seconds
+            if self.pace.due(self.step):
+                self.agreed.append((self.step, self.now))
+                self.pace.settle(self.step, interval or self.pace.proposal(self.step))
+
+    def gaps(self):
+        """Steps between agreements."""
+        steps = [step for step, _ in self.agreed]
+        return [b - a for a, b in pairwise(steps)]
+
+
+@pytest.mark.parametrize("start", [0, 1200])
+def test_the_first_two_steps_agree(start):
+    run = Run(start=start)
+    run.steps(1, 60.0)  # it compiles
+    run.steps(9, 0.001)
+    assert [step - start for step, _ in run.agreed[:2]] == [1, 2]
+
+
+def test_the_first_step_counts_for_nothing():
+    run = Run()
+    run.now += 60.0
+    assert run.pace.proposal(1) == 1
+    run.steps(1, 60.0)
+    assert run.pace.proposal(1) == 1, "no step since the agreement: nothing new"
+    run.steps(1, 0.001)
+    assert run.gaps() == [1] and run.pace.due(2 + GROWTH) and not run.pace.due(2 + GROWTH - 1)
+
+
+def test_quick_steps_grow_fourfold_to_a_second():
+    run = Run()
+    run.steps(10_000, 0.001)
+    gaps = run.gaps()
+    assert gaps[:5] == [1, 4, 16, 64, 256]
+    assert all(998 <= gap <= 1000 for gap in gaps[5:])
+
+
+def test_steps_of_a_tenth_of_a_second():
+    run = Run()
+    run.steps(200, 0.1)
+    assert run.gaps()[:2] == [1, 4]
+    assert all(9 <= gap <= 10 for gap in run.gaps()[2:])
+
+
+def test_slow_steps_agree_every_time():
+    run = Run()
+    run.steps(20, 10.0)
+    assert run.gaps() == [1] * 19
+
+
+def test_seconds_scale_the_interval():
+    run = Run(seconds=5.0)
+    run.steps(1000, 0.125)
+    assert run.gaps()[-3:] == [40, 40, 40]
+
+
+def test_steps_that_become_slow_delay_one_agreement_only():
+    run = Run()
+    run.steps(5000, 0.001)
+    before = len(run.agreed)
+    run.steps(1200, 0.1)
+    assert run.agreed[before][0] - run.agreed[before - 1][0] <= 1000
+    # The one that was due measured a mixture of both; from then on a second lies between.
+    times = [now for _, now in run.agreed[before + 2 :]]
+    assert len(times) > 5
+    assert all(b - a <= 1.01 for a, b in pairwise(times))
+
+
+def test_steps_that_become_quick_grow_at_most_fourfold():
+    run = Run()
+    run.steps(20, 10.0)
+    run.steps(20_000, 0.001)
+    gaps = run.gaps()
+    assert all(b <= GROWTH * a for a, b in pairwise(gaps))
+    assert gaps[-1] in (998, 999, 1000)
+
+
+def test_one_long_pause_does_not_last():
+    run = Run()
+    run.steps(5000, 0.001)
+    run.steps(1, 120.0)  # an evaluation
+    run.steps(4000, 0.001)
+    assert run.gaps()[-1] in (998, 999, 1000)
+
+
+def test_a_save_in_flight_is_looked_at_after_every_step():
+    run = Run()
+    run.steps(2, 0.001)
+    run.steps(4, 0.001, interval=1)
+    before = len(run.agreed)
+    run.steps(5, 0.001, interval=1)
+    assert len(run.agreed) == before + 5
+
+
+def test_a_clock_that_stands_still():
+    run = Run()
+    run.steps(100, 0.0)
+    assert run.gaps()[:4] == [1, 4, 16, 64]
+
+
+def test_due_alone_changes_nothing():
+    run = Run()
+    run.steps(2, 0.1)
+    assert [run.pace.due(step) for step in (3, 5, 6, 7, 3)] == [False, False, True, True, False]
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_seconds_must_be_positive(seconds):
+    with pytest.raises(ValueError, match="seconds: got"):
+        Pace(seconds)
+
+
+def test_an_interval_is_a_step_or_more():
+    with pytest.raises(ValueError, match="interval: got 0"):
+        Pace().settle(1, 0)
