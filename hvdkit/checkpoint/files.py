@@ -1,0 +1,65 @@
+"""Files and folders that are whole or not there: sync, rename, and errors that name the file."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from hvdkit.errors import CheckpointError
+
+_REMEDIES = {
+    errno.ENOSPC: "free space there, or save elsewhere",
+    errno.EDQUOT: "raise the quota, or save elsewhere",
+    errno.EROFS: "the file system is read-only: save elsewhere",
+    errno.EACCES: "give this user the right to write there",
+    errno.EPERM: "give this user the right to write there",
+    errno.ENOENT: "something removed it",
+}
+
+
+@contextlib.contextmanager
+def naming_file(path: Path, done: str) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names the file and the remedy; ``done`` is "written" or "read"."""
+    try:
+        yield
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "look at the disk")
+        raise CheckpointError(f"{path}: cannot be {done} ({error.strerror or error}); {remedy}") from error
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk; a file is not there for good before."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file so that it is either the old one or the new one, on the disk, whatever happens.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with naming_file(path, "written"):
+        try:
+            with beside.open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder and all in it; what is gone already is no error, and what cannot be removed stays."""
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,188 @@
+"""Saving and restoring where ranks do not share a file system: the chief has the files.
+
+The chief leads. It tells all ranks what comes next, a small object; then one exchange moves the rows of about 8 MiB. So
+no rank holds more than its own part and one such piece.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.checkpoint.files import naming_file, remove_folder
+from hvdkit.checkpoint.folder import commit, tidy_one, writing_name
+from hvdkit.checkpoint.manifest import REPLICATED, Manifest, shard_name
+from hvdkit.checkpoint.reading import Reader
+from hvdkit.checkpoint.state import Entry
+from hvdkit.checkpoint.tensorfile import CHUNK_BYTES, FileRecord, Outgoing, write_file
+from hvdkit.checkpoint.writing import Snapshot, assemble
+from hvdkit.collectives import tensors
+from hvdkit.errors import CheckpointError, CorruptCheckpointError
+
+
+class _Order(NamedTuple):
+    """What the chief wants moved: rows ``[start, stop)`` of ``name``, from ``source`` to ``target``."""
+
+    name: str
+    start: int
+    stop: int
+    source: int
+    target: int
+
+
+class _End(NamedTuple):
+    """The chief's last word: nothing more, or what went wrong."""
+
+    error: Exception | None
+
+
+def save_through_chief(
+    path: Path, snapshot: Snapshot, *, step: int, committed: Callable[[], None] = lambda: None
+) -> None:
+    """Write all ranks' parts on the chief. Every rank calls it.
+
+    Raises:
+        CheckpointError: the chief cannot write; on every rank.
+    """
+    own = {tensor.name: tensor for tensor in snapshot.own()}
+    described = {name: (t.dtype, t.shape) for name, t in own.items()}
+    words = cluster.exchange().allgather((described, snapshot.indices(), snapshot.rank_values))
+
+    def write() -> None:
+        tidy_one(path)
+        folder = writing_name(path, secrets.token_hex(4))
+        try:
+            _write_all(folder, path, snapshot, own, words, step)
+        except BaseException:
+            remove_folder(folder)
+            raise
+        committed()
+
+    _lead(write, lambda order: own[order.name].rows(order.start, order.stop), _refuse)
+
+
+def _write_all(
+    folder: Path, path: Path, snapshot: Snapshot, own: dict[str, Outgoing], words: list[Any], step: int
+) -> None:
+    size = cluster.size()
+    with naming_file(folder, "written"):
+        folder.mkdir(parents=True)
+    replicated = snapshot.replicated()
+    files = {REPLICATED: write_file(folder / REPLICATED, replicated)} if replicated else {}
+    reports = []
+    for rank, (described, indices, values) in enumerate(words):
+        sent = list(own.values()) if rank == 0 else [_remote(rank, name, *d) for name, d in described.items()]
+        records: dict[str, FileRecord] = {}
+        if sent:
+            name = shard_name(rank, size)
+            records[name] = write_file(folder / name, sent)
+        reports.append({"files": records, "indices": indices, "rank_values": values})
+    assemble(snapshot, reports, files, step=step).write(folder)
+    commit(folder, path)
+
+
+def _remote(rank: int, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> Outgoing:
+    """Return a tensor whose rows are another rank's."""
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        received = _move(_Order(name, start, stop, rank, 0), None)
+        return received.view(dtype).reshape(stop - start, *shape[1:])
+
+    return Outgoing(name, dtype, shape, rows)
+
+
+def chief_reads(
+    path: Path,
+    manifest: Manifest,
+    entries: Sequence[Entry],
+    names: dict[str, str],
+    assign: Callable[[Entry, np.ndarray | None], None],
+) -> None:
+    """Give every rank its part of each of ``entries``, read by the chief. Every rank calls it.
+
+    Raises:
+        CorruptCheckpointError, CheckpointError: the chief cannot read; on every rank.
+    """
+    wanted = cluster.exchange().allgather({e.name: (e.kind, e.index, e.resize) for e in entries})
+    by_name = {entry.name: entry for entry in entries}
+    parts: dict[str, np.ndarray] = {}
+
+    def take(order: _Order, data: np.ndarray) -> None:
+        entry = by_name[order.name]
+        shape = entry.shape if entry.index is None else tuple(len(axis) for axis in entry.index)
+        part = parts.setdefault(order.name, np.empty(shape, entry.dtype))
+        part.reshape(-1).view(np.uint8)[order.start : order.stop] = data
+        if order.stop == part.nbytes:
+            assign(entry, parts.pop(order.name))
+
+    def read() -> None:
+        with Reader(path, manifest) as reader:
+            for rank, theirs in enumerate(wanted):
+                for name, (kind, index, resize) in theirs.items():
+                    saved = names[name]
+                    part = (
+                        reader.per_rank(saved, rank, cluster.size(), resize)
+                        if kind == "per_rank"
+                        else reader.sharded(saved, index)
+                    )
+                    if rank == 0:
+                        assign(by_name[name], part)
+                    elif part is not None:
+                        _hand_out(rank, name, part)
+
+    _lead(read, _refuse, take)
+
+
+def _hand_out(rank: int, name: str, part: np.ndarray) -> None:
+    data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+    for start in range(0, len(data), CHUNK_BYTES):
+        stop = min(start + CHUNK_BYTES, len(data))
+        _move(_Order(name, start, stop, 0, rank), data[start:stop])
+
+
+def _lead(work: Callable[[], None], give: Callable[[_Order], np.ndarray], take: Callable[[_Order, Any], None]) -> None:
+    """Do ``work`` on the chief, while the others do as it orders; an error of the chief's is raised by all."""
+    if cluster.is_chief():
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as problem:
+            error = problem
+        plain = isinstance(error, CheckpointError) or error is None
+        cluster.exchange().broadcast(_End(error if plain else CheckpointError(f"rank 0: {error}")), 0)
+        if error is not None:
+            raise error
+        return
+    while not isinstance(order := cluster.exchange().broadcast(None, 0), _End):
+        data = give(order) if order.source == cluster.rank() else None
+        received = _exchange(order, data)
+        if order.target == cluster.rank():
+            take(order, received)
+    if order.error is not None:
+        raise type(order.error)(f"rank 0: {order.error}")
+
+
+def _refuse(*order: Any) -> Any:
+    raise CorruptCheckpointError(f"rank {cluster.rank()} was asked for rows that it does not have: {order}")
+
+
+def _move(order: _Order, data: np.ndarray | None) -> np.ndarray:
+    """Announce a move and make it, on the chief; return what it received."""
+    cluster.exchange().broadcast(order, 0)
+    return _exchange(order, data)
+
+
+def _exchange(order: _Order, data: np.ndarray | None) -> np.ndarray:
+    """Move bytes from one rank to another; every rank takes part."""
+    flat = np.empty(0, np.uint8) if data is None else np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    splits = np.zeros(cluster.size(), np.int32)
+    splits[order.target] = len(flat)
+    with tf.device("/CPU:0"):
+        received, _ = tensors.alltoall(tf.constant(flat), tf.constant(splits), "hvdkit.checkpoint")
+    return np.asarray(received)

@@ -1,0 +1,74 @@
+"""Which tensor of a checkpoint belongs to which of the state: by name, or by place where Keras has numbered anew."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdkit.checkpoint.manifest import Manifest, Saved
+from hvdkit.checkpoint.state import Entry, State
+from hvdkit.errors import CheckpointError
+
+_NUMBER = re.compile(r"_\d+(?=/|$|_)")
+
+
+def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
+    """Return the saved name of every tensor in ``state``.
+
+    A key of the state that was saved is compared as a whole; keys that were saved and are not asked for are left out.
+    Names that are equal, in any order, belong together. Keras numbers layers as they are made
+    (``dense``, ``dense_1``), so that the same model can get other names: then the order decides, and names have to be
+    equal but for numbers.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model; it names the first tensor that differs.
+    """
+    pairs: dict[str, str] = {}
+    for key in dict.fromkeys(_key(name) for name in state.entries):
+        wanted = {name: entry for name, entry in state.entries.items() if _key(name) == key}
+        saved = {name: s for name, s in manifest.variables.items() if _key(name) == key}
+        if not saved:
+            raise CheckpointError(
+                f"{path}: holds no {key!r}; it has {sorted({_key(n) for n in manifest.variables})}. Restore what was "
+                "saved, or give another logdir"
+            )
+        found = {name: name for name in wanted} if set(wanted) == set(saved) else _by_place(wanted, saved, path)
+        for name, other in found.items():
+            _check(wanted[name], saved[other], other, path)
+        pairs |= found
+    missing = [name for name in state.values if name not in manifest.values and name not in manifest.rank_values]
+    if missing:
+        raise CheckpointError(f"{path}: holds no value {missing[0]!r}; restore what was saved, or give another logdir")
+    return pairs
+
+
+def _by_place(wanted: Mapping[str, Entry], saved: Mapping[str, Saved], path: Path) -> dict[str, str]:
+    for mine, theirs in zip(wanted, saved, strict=False):
+        if _NUMBER.sub("", mine) != _NUMBER.sub("", theirs):
+            raise CheckpointError(
+                f"{path}: is of another model: it has {theirs!r}, {saved[theirs]}, where this one has {mine!r}; build "
+                "the model that was saved, or give another logdir"
+            )
+    if len(wanted) != len(saved):
+        longer = wanted if len(wanted) > len(saved) else saved
+        extra = list(longer)[min(len(wanted), len(saved))]
+        owner = "this model" if longer is wanted else "the checkpoint"
+        raise CheckpointError(
+            f"{path}: is of another model: only {owner} has {extra!r} ({len(saved)} tensors saved, {len(wanted)} "
+            "expected); build the model that was saved, or give another logdir"
+        )
+    return dict(zip(wanted, saved, strict=True))
+
+
+def _check(entry: Entry, saved: Saved, name: str, path: Path) -> None:
+    mine = (entry.kind, entry.shape, entry.dtype.name)
+    if mine != (saved.kind, saved.shape, saved.dtype):
+        raise CheckpointError(
+            f"{path}: {name!r} was saved as {saved}, and is {entry.dtype.name}{list(entry.shape)} ({entry.kind}) here; "
+            "build the model that was saved, or give another logdir"
+        )
+
+
+def _key(name: str) -> str:
+    return name.split("/", 1)[0]

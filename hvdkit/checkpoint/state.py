@@ -1,0 +1,301 @@
+"""What is saved: variables, models, optimizers, generators, arrays and plain values, laid out flat.
+
+Three kinds of tensors, by how ranks hold them:
+
+* ``replicated``: the same on every rank, written once, by the chief;
+* ``sharded``: each rank holds, writes and reads its own part of one global array;
+* ``per_rank``: each rank has one of its own (states of random generators, moving statistics of BatchNormalization,
+  gradients added up so far). At another number of ranks a rule says what becomes of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.checkpoint.tensorfile import storable
+from hvdkit.collectives.variables import variable_name
+from hvdkit.errors import describe
+
+Kind = Literal["replicated", "sharded", "per_rank"]
+Resize = Literal["keep", "mean", "share"]
+
+
+@runtime_checkable
+class ShardedState(Protocol):
+    """What a variable cut across ranks offers, so that it is saved and restored at any number of ranks.
+
+    Attributes:
+        shape: global shape.
+        dtype: dtype, or its name.
+        partition: the rule's name, for people.
+        local_index: for every axis the global indices that this rank holds, in its order; empty ones are fine.
+            Over all ranks they cover the global array.
+        local: this rank's part, a tensor or variable ``[len(i) for i in local_index]``.
+    """
+
+    shape: Any
+    dtype: Any
+    partition: str
+
+    @property
+    def local_index(self) -> tuple[range, ...]:
+        """Global indices along each axis."""
+
+    @property
+    def local(self) -> Any:
+        """This rank's part."""
+
+    def assign_local(self, values: np.ndarray) -> None:
+        """Take ``values`` as this rank's part."""
+
+
+@dataclass
+class Entry:
+    """One tensor of the state, on this rank.
+
+    Attributes:
+        name: its key, such as ``model/dense/kernel``.
+        kind: how ranks hold it.
+        dtype: NumPy dtype.
+        shape: global shape; of a ``per_rank`` tensor, that of each rank's.
+        read: gives this rank's part as an array. On CPUs it shares the variable's memory until the variable's next
+            update, which then takes new memory.
+        assign: takes this rank's part.
+        index: of a sharded tensor, the global indices of this rank's part along each axis.
+        partition: of a sharded tensor, its rule.
+        resize: of a ``per_rank`` tensor, what each rank takes when the number of ranks is another: what it has
+            ("keep"), the ranks' mean ("mean"), or an equal share of their sum ("share").
+        variable: the variable behind it, if there is one.
+    """
+
+    name: str
+    kind: Kind
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+    assign: Callable[[np.ndarray], None]
+    index: tuple[range, ...] | None = None
+    partition: str | None = None
+    resize: Resize = "keep"
+    variable: Any = None
+
+
+@dataclass
+class Value:
+    """A small value that goes into the manifest as JSON: one for all ranks, or one for each."""
+
+    read: Callable[[], Any]
+    assign: Callable[[Any], None]
+    per_rank: bool = False
+
+
+@dataclass
+class State:
+    """A state laid out flat; the first part of every name is its key in the given mapping."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
+    found: dict[str, Any] = field(default_factory=dict)  # arrays and values that a restore brought
+
+
+def flatten(state: Mapping[str, Any]) -> State:
+    """Lay out ``state``.
+
+    Args:
+        state: a mapping of names to: Keras models, layers and optimizers; TensorFlow and Keras variables; whatever
+            satisfies :class:`ShardedState`; arrays and tensors; random generators (``random``, NumPy, TensorFlow,
+            ``keras.random.SeedGenerator``); objects with ``state`` and ``restore``; objects whose
+            ``checkpoint_state()`` gives one of these; plain JSON values; mappings and sequences of all of these.
+
+    Raises:
+        TypeError: something else is in it; it is named.
+
+    Example:
+        >>> sorted(flatten({"model": model, "step": 3}).values)  # doctest: +SKIP
+        ['step']
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(describe("state", type(state).__name__, "a dict of names", "pass e.g. {'model': model}"))
+    flat = State()
+    _walk(flat, "", state)
+    return flat
+
+
+def _walk(flat: State, name: str, item: Any) -> None:
+    if hasattr(item, "checkpoint_state"):
+        _walk(flat, name, item.checkpoint_state())
+    elif isinstance(item, keras.Model | keras.layers.Layer):
+        _add_layer(flat, name, item)
+    elif isinstance(item, keras.optimizers.Optimizer):
+        _add_optimizer(flat, name, item)
+    elif isinstance(item, ShardedState):
+        _add_sharded(flat, name, item)
+    elif isinstance(item, tf.Variable | keras.Variable):
+        _add_variable(flat, name, item, "replicated")
+    elif isinstance(item, np.ndarray | np.generic | tf.Tensor):
+        _add_array(flat, name, np.asarray(item))
+    elif _add_generator(flat, name, item):
+        pass
+    elif hasattr(item, "state") and hasattr(item, "restore"):
+        flat.values[name] = Value(lambda: item.state, item.restore)
+    elif isinstance(item, Mapping):
+        for key, part in item.items():
+            _walk(flat, f"{name}/{key}" if name else str(key), part)
+    elif isinstance(item, list | tuple):
+        for number, part in enumerate(item):
+            own = variable_name(part) if isinstance(part, tf.Variable | keras.Variable) else number
+            _walk(flat, f"{name}/{own}", part)
+    elif item is None or isinstance(item, bool | int | float | str):
+        flat.values[name] = Value(lambda: item, lambda value: flat.found.__setitem__(name, value))
+    else:
+        raise TypeError(
+            describe(
+                f"state[{name!r}]",
+                type(item).__name__,
+                "variables, a model, an optimizer, a generator, arrays or JSON values",
+                "give it `state` and `restore`, or a `checkpoint_state()`",
+            )
+        )
+
+
+def _add_layer(flat: State, name: str, layer: Any) -> None:
+    seeds, statistics = _own_variables(layer)
+    elsewhere = _add_sharded_layers(flat, name, layer)
+    for variable in layer.variables:
+        path = f"{name}/{variable_name(variable)}"
+        if id(variable) in elsewhere:
+            continue
+        if id(variable) in seeds:
+            _add_variable(flat, path, variable, "per_rank")
+        elif id(variable) in statistics:
+            _add_variable(flat, path, variable, "per_rank", "mean")
+        else:
+            _add_variable(flat, path, variable, "replicated")
+
+
+def _add_sharded_layers(flat: State, name: str, layer: Any) -> set[int]:
+    """Add the layers inside ``layer`` that say themselves what they save; return their variables' ids."""
+    done: set[int] = set()
+    for part in layer._flatten_layers(include_self=False):
+        if hasattr(part, "checkpoint_state"):
+            _walk(flat, f"{name}/{part.path or part.name}", part)
+            done |= {id(v) for v in part.variables}
+    return done
+
+
+def _own_variables(layer: Any) -> tuple[set[int], set[int]]:
+    """Return the variables that each rank has of its own: states of generators, and moving statistics."""
+    seeds, statistics = set(), set()
+    for part in layer._flatten_layers():
+        if isinstance(part, keras.layers.BatchNormalization):
+            statistics |= {id(v) for v in part.non_trainable_variables if v.name.startswith("moving_")}
+    for variable in layer.variables:
+        if variable.name == "seed_generator_state":
+            seeds.add(id(variable))
+    return seeds, statistics
+
+
+def _add_optimizer(flat: State, name: str, optimizer: Any) -> None:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    sums = {id(v) for v in getattr(inner, "_accumulated_gradients", ())}
+    for variable in optimizer.variables:
+        path = f"{name}/{variable_name(variable)}"
+        if id(variable) in sums:
+            _add_variable(flat, path, variable, "per_rank", _sums_rule(inner))
+        else:
+            _add_variable(flat, path, variable, "replicated")
+
+
+def _sums_rule(optimizer: Any) -> Resize:
+    """Keep sum_r a_r / N where gradients are averaged over ranks, and sum_r a_r where they are summed."""
+    how = getattr(optimizer, "_hvdkit", None)
+    return "share" if how is not None and how.op.name == "Sum" else "mean"
+
+
+def _add_variable(flat: State, name: str, variable: Any, kind: Kind, resize: Resize = "keep") -> None:
+    inner = variable.value if isinstance(variable, keras.Variable) else variable
+
+    def read() -> np.ndarray:
+        return np.asarray(inner.read_value())
+
+    dtype = np.dtype(tf.as_dtype(inner.dtype).as_numpy_dtype)
+    entry = Entry(name, kind, dtype, tuple(inner.shape), read, inner.assign, resize=resize, variable=inner)
+    _add(flat, entry)
+
+
+def _add_sharded(flat: State, name: str, item: ShardedState) -> None:
+    def read() -> np.ndarray:
+        local = item.local.value if isinstance(item.local, keras.Variable) else item.local
+        if isinstance(local, np.ndarray):
+            return local.copy()
+        return np.asarray(local.read_value() if hasattr(local, "read_value") else local)
+
+    dtype = np.dtype(tf.as_dtype(item.dtype).as_numpy_dtype)
+    shape = tuple(int(n) for n in item.shape)
+    _add(flat, Entry(name, "sharded", dtype, shape, read, item.assign_local, tuple(item.local_index), item.partition))
+
+
+def _add_array(flat: State, name: str, array: np.ndarray) -> None:
+    def assign(values: np.ndarray) -> None:
+        flat.found[name] = values
+
+    # A copy: unlike a variable's, an array's memory is written to in place.
+    _add(flat, Entry(name, "replicated", array.dtype, array.shape, array.copy, assign))
+
+
+def _add_generator(flat: State, name: str, item: Any) -> bool:
+    """Add a random generator's state, one for each rank; return False if ``item`` is none."""
+    if isinstance(item, keras.random.SeedGenerator | tf.random.Generator):
+        _add_variable(flat, f"{name}/state", item.state, "per_rank")
+    elif isinstance(item, np.random.Generator):
+        bits = item.bit_generator
+        flat.values[name] = Value(
+            lambda: _plain(bits.state), lambda value: setattr(bits, "state", _arrays(value)), per_rank=True
+        )
+    elif isinstance(item, np.random.RandomState) or item is np.random:
+        flat.values[name] = Value(
+            lambda: _plain(item.get_state(legacy=False)), lambda value: item.set_state(_arrays(value)), per_rank=True
+        )
+    elif isinstance(item, random.Random) or item is random:
+        flat.values[name] = Value(
+            item.getstate, lambda value: item.setstate((value[0], tuple(value[1]), value[2])), per_rank=True
+        )
+    else:
+        return False
+    return True
+
+
+def _plain(state: Any) -> Any:
+    """Return a generator's state with its arrays as lists, fit for JSON."""
+    if isinstance(state, Mapping):
+        return {key: _plain(value) for key, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return {"array": state.tolist(), "dtype": state.dtype.name}
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def _arrays(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        if set(state) == {"array", "dtype"}:
+            return np.array(state["array"], state["dtype"])
+        return {key: _arrays(value) for key, value in state.items()}
+    return state
+
+
+def _add(flat: State, entry: Entry) -> None:
+    if not storable(entry.dtype):
+        raise TypeError(
+            describe(f"state[{entry.name!r}]", f"dtype {entry.dtype}", "numbers or bool", "save it as numbers or JSON")
+        )
+    base, number = entry.name, 1
+    while entry.name in flat.entries:  # two variables of one name keep their order
+        number += 1
+        entry.name = f"{base}~{number}"
+    flat.entries[entry.name] = entry

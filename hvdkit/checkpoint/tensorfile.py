@@ -1,0 +1,330 @@
+"""A safetensors file that is written in a stream and read by rows, with a checksum for every block of rows.
+
+The ``safetensors`` package needs all bytes of all tensors at once to write a file, twice the memory of a large shard.
+The format is an 8-byte length, a JSON header and the tensors' bytes, so it is written here; any tool reads it.
+Source: the "Format" section of the safetensors project.
+
+Checksums are XXH3-64 of runs of about :data:`BLOCK_BYTES`, cut at whole rows, and stand in the header's
+``__metadata__``; the header's own checksum (XXH3-128) stands in the manifest. So a few rows can be read and verified
+without the rest of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import xxhash
+
+from hvdkit.checkpoint.files import naming_file
+from hvdkit.errors import CheckpointError, CorruptCheckpointError, describe
+
+BLOCK_BYTES = 2**20
+# Bytes that move by one call; enough that the calls cost nothing.
+CHUNK_BYTES = 8 * BLOCK_BYTES
+
+_DTYPES = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "C64": np.dtype(np.complex64),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_HEADER_LIMIT = 100_000_000  # of the safetensors package
+
+
+class Outgoing(NamedTuple):
+    """A tensor on its way into a file.
+
+    Attributes:
+        name: its key.
+        dtype: its NumPy dtype.
+        shape: its shape; the first axis counts rows (a scalar is one row).
+        rows: gives rows ``[start, stop)`` as a C-contiguous array; asked once for each, in ascending order.
+    """
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    rows: Callable[[int, int], np.ndarray]
+
+    @classmethod
+    def of(cls, name: str, array: np.ndarray) -> Outgoing:
+        """Return ``array`` under ``name``; its memory is read while the file is written, not copied."""
+        whole = np.ascontiguousarray(array).reshape(array.shape or (1,))
+        return cls(name, array.dtype, array.shape, lambda start, stop: whole[start:stop])
+
+
+class Layout(NamedTuple):
+    """Where a tensor's rows and their checksums stand."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+    digests: str
+
+    @property
+    def rows(self) -> int:
+        """The length of the first axis; 1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def block_rows(self) -> int:
+        """Rows under one checksum; the last block may have fewer."""
+        return max(1, BLOCK_BYTES // max(1, self.row_bytes))
+
+    @property
+    def blocks(self) -> int:
+        """The number of checksums."""
+        return 0 if self.rows * self.row_bytes == 0 else -(-self.rows // self.block_rows)
+
+    def checksum(self) -> str:
+        """Return the checksum of the whole tensor: that of its blocks' checksums."""
+        return xxhash.xxh3_128_hexdigest(self.digests.encode())
+
+
+class FileRecord(NamedTuple):
+    """What a manifest keeps of a file: its length, its header's checksum, and that of each tensor."""
+
+    bytes: int
+    checksum: str
+    tensors: dict[str, str]
+
+
+def storable(dtype: np.dtype) -> bool:
+    """Return True where safetensors has this dtype."""
+    return np.dtype(dtype) in _NAMES
+
+
+def write_file(path: Path, tensors: Sequence[Outgoing], progress: Callable[[int], None] | None = None) -> FileRecord:
+    """Write ``path`` and bring it to the disk.
+
+    Args:
+        path: the file, which must not exist.
+        tensors: what it holds. Rows are taken when their turn comes, about 8 MiB at a time.
+        progress: called with every number of bytes written.
+
+    Raises:
+        CheckpointError: the disk is full, or the file cannot be written; it names the file.
+    """
+    # Wide items first, so that every tensor starts at a multiple of its item's size.
+    ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)
+    layouts = _place(ordered)
+    header = _header(layouts)
+    with naming_file(path, "written"), path.open("xb", buffering=0) as file:
+        _write(file, header)  # keeps the room: digests are of fixed length
+        for tensor, layout in zip(ordered, layouts.values(), strict=True):
+            digests = "".join(_write_tensor(file, tensor, layout, progress or (lambda _: None)))
+            layouts[tensor.name] = layout._replace(digests=digests)
+        header = _header(layouts)
+        file.seek(0)
+        _write(file, header)
+        os.fsync(file.fileno())
+        size = os.fstat(file.fileno()).st_size
+    return FileRecord(size, xxhash.xxh3_128_hexdigest(header), {n: x.checksum() for n, x in layouts.items()})
+
+
+def _place(tensors: Sequence[Outgoing]) -> dict[str, Layout]:
+    layouts, start = {}, 0
+    for tensor in tensors:
+        if not storable(tensor.dtype):
+            raise TypeError(
+                describe(tensor.name, f"dtype {tensor.dtype}", "a dtype of the safetensors format", "convert it first")
+            )
+        layout = Layout(tensor.dtype, tensor.shape, start, "")
+        layouts[tensor.name] = layout._replace(digests="0" * (16 * layout.blocks))
+        start += layout.rows * layout.row_bytes
+    return layouts
+
+
+def _header(layouts: dict[str, Layout]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {f"xxh3_64 {name}": x.digests for name, x in layouts.items()}}
+    for name, x in layouts.items():
+        end = x.start + x.rows * x.row_bytes
+        entries[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [x.start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_tensor(file: Any, tensor: Outgoing, layout: Layout, progress: Callable[[int], None]) -> Iterator[str]:
+    step = layout.block_rows
+    for first, last in _groups(layout, 0, layout.blocks):
+        block = _bytes_of(tensor.rows(first, last))
+        for start in range(0, len(block), step * layout.row_bytes):
+            yield xxhash.xxh3_64_hexdigest(block[start : start + step * layout.row_bytes])
+        _write(file, block)
+        progress(len(block))
+
+
+def _groups(layout: Layout, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Cut blocks ``[first, last)`` into runs of at most about ``CHUNK_BYTES``; give their rows ``[start, stop)``."""
+    blocks = max(1, CHUNK_BYTES // max(1, layout.block_rows * layout.row_bytes))
+    for block in range(first, last, blocks):
+        stop = min(block + blocks, last) * layout.block_rows
+        yield block * layout.block_rows, min(stop, layout.rows)
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
+def _write(file: Any, data: Any) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+class TensorFile:
+    """An open file of :func:`write_file`. Use it as a context.
+
+    Args:
+        path: the file.
+        record: what the manifest says of it, if that is known: it is compared with what is there.
+
+    Raises:
+        CheckpointError: the file is missing or cannot be read.
+        CorruptCheckpointError: its length or header is not what was written.
+    """
+
+    def __init__(self, path: Path, record: FileRecord | None = None):
+        self.path = path
+        self.bytes_read = 0
+        with naming_file(path, "read"):
+            self._file = path.open("rb", buffering=0)
+        try:
+            self.layouts = self._read_header(record)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def read(self, name: str, rows: range | None = None, out: np.ndarray | None = None) -> np.ndarray:
+        """Return the given rows of a tensor, verified.
+
+        Args:
+            name: the tensor's key.
+            rows: which rows, all by default; ascending.
+            out: where to put them: C-contiguous, ``[len(rows), ...]``, of the tensor's dtype.
+
+        Raises:
+            CorruptCheckpointError: bytes are not those that were written, or the tensor is missing.
+        """
+        layout = self._layout(name)
+        rows = range(layout.rows) if rows is None else rows
+        if out is None:
+            out = np.empty((len(rows), *layout.shape[1:]) if layout.shape else (), layout.dtype)
+        flat = out.reshape(len(rows), *layout.shape[1:])
+        for start, stop, part in self.pieces(name, rows, flat):
+            if part is not None:
+                flat[start:stop] = part
+        return out
+
+    def pieces(
+        self, name: str, rows: range, into: np.ndarray | None = None
+    ) -> Iterator[tuple[int, int, np.ndarray | None]]:
+        """Yield ``(start, stop, array)``: the verified rows that belong at ``[start, stop)`` of the result, in turn.
+
+        Where ``into`` is given, runs of rows that are read as they lie go straight to their place in it, and ``array``
+        is None. Memory: about 8 MiB, or one row.
+        """
+        layout = self._layout(name)
+        if not rows or not layout.blocks:
+            return
+        step = layout.block_rows
+        for first, last in _groups(layout, rows[0] // step, rows[-1] // step + 1):
+            start = max(0, -((rows.start - first) // rows.step))
+            stop = min(len(rows), -((rows.start - last) // rows.step))
+            if start >= stop:
+                continue
+            wanted = rows[start:stop]
+            whole = len(wanted) == last - first
+            direct = into[start:stop] if into is not None and whole else None
+            block = direct if direct is not None else np.empty((last - first, *layout.shape[1:]), layout.dtype)
+            self._fill(name, layout, first, block)
+            chosen = block[wanted[0] - first : wanted[-1] - first + 1 : rows.step]
+            yield start, stop, chosen if direct is None else None
+
+    def _layout(self, name: str) -> Layout:
+        if name not in self.layouts:
+            raise CorruptCheckpointError(f"{self.path}: holds no {name!r}, though the manifest says so")
+        return self.layouts[name]
+
+    def _fill(self, name: str, layout: Layout, first: int, block: np.ndarray) -> None:
+        """Read rows from ``first`` on, whole checksum blocks, into ``block``."""
+        view = _bytes_of(block)
+        self._read_into(view, self._data + layout.start + first * layout.row_bytes)
+        number, size = first // layout.block_rows, layout.block_rows * layout.row_bytes
+        for start in range(0, len(view), size):
+            expected = layout.digests[16 * number : 16 * number + 16]
+            if xxhash.xxh3_64_hexdigest(view[start : start + size]) != expected:
+                at = first + start // layout.row_bytes
+                raise CorruptCheckpointError(
+                    f"{self.path}: {name!r} is damaged in rows {at} to "
+                    f"{min(at + layout.block_rows, layout.rows) - 1} (checksum differs)"
+                )
+            number += 1
+
+    def _read_into(self, view: memoryview, offset: int) -> None:
+        with naming_file(self.path, "read"):
+            while view:
+                got = os.preadv(self._file.fileno(), [view], offset)
+                if got == 0:
+                    raise CorruptCheckpointError(f"{self.path}: cut short, it ends at byte {offset}")
+                self.bytes_read += got
+                view, offset = view[got:], offset + got
+
+    def _read_header(self, record: FileRecord | None) -> dict[str, Layout]:
+        size = os.fstat(self._file.fileno()).st_size
+        if record is not None and size != record.bytes:
+            raise CorruptCheckpointError(f"{self.path}: has {size} bytes, and {record.bytes} were written")
+        length = bytearray(8)
+        self._read_into(memoryview(length), 0)
+        (count,) = struct.unpack("<Q", length)
+        if count > min(size, _HEADER_LIMIT):
+            raise CorruptCheckpointError(f"{self.path}: is no safetensors file (a header of {count} bytes)")
+        text = bytearray(count)
+        self._read_into(memoryview(text), 8)
+        if record is not None and xxhash.xxh3_128_hexdigest(bytes(length + text)) != record.checksum:
+            raise CorruptCheckpointError(f"{self.path}: its header is damaged (checksum differs)")
+        self._data = 8 + count
+        try:
+            entries = json.loads(bytes(text))
+            digests = entries.pop("__metadata__")
+            return {
+                name: Layout(_DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"][0], digests[f"xxh3_64 {name}"])
+                for name, e in entries.items()
+            }
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise CheckpointError(
+                f"{self.path}: was not written by hvdkit ({type(error).__name__}: {error})"
+            ) from error
