@@ -1,0 +1,201 @@
+"""One run at a time on a logdir, with real processes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdkit.errors import CheckpointError
+from hvdkit.supervisor.lock import NAME, LogdirLock
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from hvdkit.supervisor.lock import LogdirLock
+lock = LogdirLock(Path(sys.argv[1]))
+lock.acquire()
+print('holds', flush=True)
+"""
+
+
+@pytest.fixture
+def start():
+    """Start a process that holds the lock of a folder and runs some code; all are killed in the end."""
+    processes = []
+
+    def hold(logdir, code="time.sleep(60)"):
+        process = subprocess.Popen([sys.executable, "-c", HOLD + code, str(logdir)], stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout.readline() == "holds\n"
+        return process
+
+    yield hold
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def in_a_child(action):
+    """Run ``action`` in a forked child; return what it returned, or its CheckpointError's text."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = str(action())
+        except CheckpointError as error:
+            said = str(error)
+        except BaseException as error:
+            said = repr(error)
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        said = file.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def test_a_second_run_is_refused_and_told_who_the_first_is(tmp_path, start):
+    logdir = tmp_path / "new" / "run"
+    first = start(logdir)
+    with pytest.raises(CheckpointError) as caught:
+        LogdirLock(logdir).acquire()
+    message = str(caught.value)
+    assert f"pid {first.pid} on {socket.gethostname()}" in message and str(logdir) in message
+    assert f"kill {first.pid}" in message and "another logdir" in message
+    assert Path(sys.executable).name in message  # the command line
+    assert time.strftime("since %Y-") in message
+    holder = json.loads((logdir / NAME).read_text())
+    assert set(holder) == {"host", "pid", "user", "command", "since"}
+
+
+def test_the_refused_one_takes_nothing_away(tmp_path, start):
+    first = start(tmp_path)
+    for _ in range(3):
+        with pytest.raises(CheckpointError, match=f"pid {first.pid} "):
+            LogdirLock(tmp_path).acquire()
+
+
+def test_killing_the_first_frees_it(tmp_path, start):
+    first = start(tmp_path)
+    inode = (tmp_path / NAME).stat().st_ino
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    second = start(tmp_path)
+    with pytest.raises(CheckpointError, match=f"pid {second.pid} "):
+        LogdirLock(tmp_path).acquire()
+    assert (tmp_path / NAME).stat().st_ino == inode
+
+
+def test_release_frees_it(tmp_path, start):
+    start(tmp_path, "lock.release(); print('released', flush=True); time.sleep(60)").stdout.readline()
+    with LogdirLock(tmp_path):
+        pass
+    with LogdirLock(tmp_path):
+        pass
+
+
+def test_a_child_that_outlives_the_holder_does_not_hold_it(tmp_path, start):
+    code = "child = os.fork()\nif child == 0: time.sleep(60)\nprint(child, flush=True)\ntime.sleep(60)"
+    first = start(tmp_path, code)
+    child = int(first.stdout.readline())
+    try:
+        first.kill()
+        first.wait()
+        os.kill(child, 0)
+        with LogdirLock(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_child_that_ends_or_releases_takes_nothing_from_its_parent(tmp_path):
+    with LogdirLock(tmp_path) as lock:
+        before = (tmp_path / NAME).stat().st_size
+        assert in_a_child(lock.release) == "None"
+        assert in_a_child(lambda: None) == "None"
+        assert (tmp_path / NAME).stat().st_size == before
+        message = in_a_child(LogdirLock(tmp_path).acquire)
+        assert f"another run writes to (pid {os.getpid()} " in message
+
+
+def test_a_second_lock_in_one_process_is_refused(tmp_path, start):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "alias").symlink_to("run")
+    with LogdirLock(tmp_path / "run"):
+        for path in ("run", "alias"):
+            with pytest.raises(CheckpointError, match=f"this process \\(pid {os.getpid()}\\)"):
+                LogdirLock(tmp_path / path).acquire()
+        message = in_a_child(LogdirLock(tmp_path / "run").acquire)
+        assert f"pid {os.getpid()} on" in message, "the first lock is still held"
+    with LogdirLock(tmp_path / "alias"):
+        pass
+
+
+def test_two_logdirs_at_once(tmp_path):
+    with LogdirLock(tmp_path / "a"), LogdirLock(tmp_path / "b"):
+        pass
+
+
+def test_a_logdir_that_cannot_be_written():
+    """As another user, for root may write everywhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        logdir = Path(folder)
+        logdir.chmod(0o555)
+
+        def attempt():
+            if os.getuid() == 0:
+                os.seteuid(65534)
+            LogdirLock(logdir).acquire()
+
+        message = in_a_child(attempt)
+        assert message.startswith(f"{logdir}") and "cannot be written" in message
+        assert not (logdir / NAME).exists()
+
+
+def test_a_logdir_that_is_a_file(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(CheckpointError, match=str(tmp_path / "run")):
+        LogdirLock(tmp_path / "run").acquire()
+
+
+def test_a_holder_that_has_not_said_who_it_is(tmp_path, start):
+    start(tmp_path)
+    os.truncate(tmp_path / NAME, 0)
+    with pytest.raises(CheckpointError, match="has not said who it is"):
+        LogdirLock(tmp_path).acquire()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, caplog, number):
+    # Linux has locks on every file system that a test could mount; only the answer of one without is made up.
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "hvdkit"), LogdirLock(tmp_path):
+        assert str(tmp_path) in caplog.text and "no locks" in caplog.text
+        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+
+
+def test_another_error_of_the_file_system_is_raised(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "lockf", fail)
+    with pytest.raises(CheckpointError, match=NAME):
+        LogdirLock(tmp_path).acquire()
