@@ -1,0 +1,307 @@
+"""TensorBoard event files without a duplicate or a lost step, however often the run was killed and continued."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.histogram import metadata as histogram_metadata
+from tensorboard.plugins.image import metadata as image_metadata
+from tensorboard.util.tensor_util import make_tensor_proto
+
+from hvdkit.checkpoint.files import naming_file, sync_folder
+from hvdkit.cluster.logs import get_logger
+from hvdkit.errors import CheckpointError, describe
+
+BUCKETS = 30
+"""Buckets of a histogram, as many as TensorBoard's own."""
+
+# An event file is a TFRecord file: length (8 bytes) and its checksum (4), data, checksum (4).
+_FRAME_BYTES = 16
+_PREFIX = "events.out.tfevents."
+_REWRITTEN = ".rewritten"  # without the prefix, so that TensorBoard does not read a half-written file
+
+
+class Summaries:
+    """Write scalars, histograms and images of one run to ``folder`` as a TensorBoard event file.
+
+    It knows of no ranks: the chief makes one, and nobody else.
+
+    A run that was killed after step 130 and continues from its checkpoint at step 100 takes steps 101 to 130 again.
+    Made with ``resume_at=100``, Summaries first removes what was written of them, so that each step stands in the
+    folder once. That holds if a checkpoint of step S is committed only after :meth:`flush` of all steps up to S:
+    what comes before a checkpoint is then on the disk, and what comes after it is written again.
+
+    Every method that writes raises CheckpointError when the disk does not take it. The file is then given up, for
+    what follows a torn record cannot be read.
+
+    Args:
+        folder: where event files are; made if it is missing.
+        resume_at: the step of the checkpoint that the run continues from (0 for a fresh start), or None to leave
+            the folder's files as they are.
+
+    Raises:
+        CheckpointError: the folder cannot be read or written.
+
+    Example::
+
+        with Summaries(logdir, resume_at=100) as summaries:
+            summaries.scalars(101, loss=0.25, rate=0.1)
+            summaries.flush()  # before the checkpoint of step 101 is committed
+    """
+
+    # TensorFlow's record writer takes the events, one by one. Its summary writer (tf.summary) ignores the errors of
+    # single records, so that a disk that was full for a while leaves a file that reads up to there; TensorBoard's
+    # computes checksums in Python, and meets errors in a thread.
+
+    def __init__(self, folder: str | Path, *, resume_at: int | None = None) -> None:
+        folder = Path(folder)
+        with _naming(folder, "written"):
+            folder.mkdir(parents=True, exist_ok=True)
+        if resume_at is not None:
+            remove_after(folder, resume_at)
+        self._path = _new_path(folder)
+        with _naming(self._path, "written"):
+            self._writer: tf.io.TFRecordWriter | None = tf.io.TFRecordWriter(str(self._path))
+        self._write(Event(file_version="brain.Event:2"))
+        if resume_at is not None:
+            # Makes a TensorBoard that is watching forget the steps that have gone from the files.
+            self._write(Event(step=resume_at + 1, session_log=SessionLog(status=SessionLog.START)))
+        self.flush()
+        with _naming(folder, "written"):
+            sync_folder(folder)
+
+    def __enter__(self) -> Summaries:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def scalars(self, step: int, /, **values: Any) -> None:
+        """Write numbers of step ``step``, each under its name; NaN and infinity are shown as such.
+
+        Args:
+            step: the global step.
+            values: a Python number, or an array or tensor with one element. Pass names that are no Python names,
+                as ``**{"loss/train": 0.25}``.
+
+        Raises:
+            TypeError: a value is no single number.
+            CheckpointError: the disk does not take it.
+        """
+        # As simple_value, not as a tensor like tf.summary: TensorBoard shows both, but its EventAccumulator keeps
+        # 10,000 scalars of a tag and 10 tensors.
+        summary = Summary()
+        for name, value in values.items():
+            summary.value.add(tag=name, simple_value=_number(name, value))
+        self._write_summary(step, summary)
+
+    def histogram(self, step: int, name: str, values: Any) -> None:
+        """Write the distribution of an array's elements; those that are NaN or infinite are left out.
+
+        Args:
+            step: the global step.
+            name: the tag.
+            values: any shape, real numbers.
+
+        Raises:
+            CheckpointError: the disk does not take it.
+        """
+        array = _on_host(values)
+        if array.dtype.kind not in "biuf" or array.dtype.itemsize < 4:
+            array = array.astype(np.float32)  # bfloat16 has no histogram, and float16 overflows in one
+        array = array.reshape(-1)
+        finite = np.isfinite(array)
+        counts, edges = np.histogram(array if finite.all() else array[finite], BUCKETS)
+        buckets = np.stack([edges[:-1], edges[1:], counts], axis=1).astype(np.float64)
+        summary = Summary()
+        metadata = histogram_metadata.create_summary_metadata(display_name=None, description=None)
+        summary.value.add(tag=name, metadata=metadata, tensor=make_tensor_proto(buckets))
+        self._write_summary(step, summary)
+
+    def image(self, step: int, name: str, images: Any) -> None:
+        """Write images, as PNG.
+
+        Args:
+            step: the global step.
+            name: the tag.
+            images: [n, height, width, channels] or [height, width, channels]; uint8, or floats from 0 to 1 (others
+                are clipped). 1 channel is grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha.
+
+        Raises:
+            ValueError: the shape or the dtype is another.
+            CheckpointError: the disk does not take it.
+        """
+        array = _on_host(images)
+        given = array.shape
+        array = array[None] if array.ndim == 3 else array
+        floats = tf.as_dtype(array.dtype).is_floating
+        if array.ndim != 4 or array.shape[-1] not in (1, 2, 3, 4) or not (array.dtype == np.uint8 or floats):
+            raise ValueError(
+                describe(
+                    f"images ({name})",
+                    f"shape {given}, {array.dtype}",
+                    "[n, height, width, channels] or [height, width, channels] with 1 to 4 channels, uint8 or floats",
+                    "reshape or cast them",
+                )
+            )
+        height, width = array.shape[1:3]
+        with tf.device("/CPU:0"):
+            pixels = tf.image.convert_image_dtype(array, tf.uint8, saturate=True)
+            encoded = [tf.io.encode_png(one).numpy() for one in pixels]
+        strings = [str(width).encode(), str(height).encode(), *encoded]
+        summary = Summary()
+        metadata = image_metadata.create_summary_metadata(display_name=None, description=None)
+        summary.value.add(tag=name, metadata=metadata, tensor=make_tensor_proto(np.array(strings, object)))
+        self._write_summary(step, summary)
+
+    def flush(self) -> None:
+        """Return when everything written so far is on the disk itself.
+
+        Raises:
+            CheckpointError: the disk does not take it.
+        """
+        with self._giving_up() as writer:
+            writer.flush()
+            _sync_file(self._path)
+
+    def close(self) -> None:
+        """Flush and close the file. A second time, or after an error, it does nothing.
+
+        Raises:
+            CheckpointError: the disk does not take it.
+        """
+        if self._writer is not None:
+            self.flush()
+            self._writer.close()
+            self._writer = None
+
+    def _write_summary(self, step: int, summary: Summary) -> None:
+        self._write(Event(step=int(step), summary=summary))
+
+    def _write(self, event: Event) -> None:
+        event.wall_time = time.time()
+        with self._giving_up() as writer:
+            writer.write(event.SerializeToString())
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[tf.io.TFRecordWriter]:
+        """Give the writer, and give it up at an error."""
+        if self._writer is None:
+            raise CheckpointError(f"{self._path}: closed; make new Summaries to write on")
+        try:
+            with _naming(self._path, "written"):
+                yield self._writer
+        except CheckpointError:
+            self._writer = None
+            raise
+
+
+def remove_after(folder: Path, step: int) -> None:
+    """Remove every event later than ``step`` from the event files in ``folder``, and what a killed writer tore.
+
+    Only files that have any are written again, each of them beside itself and then renamed: a kill at any moment
+    leaves the old file or the new one. Subfolders belong to others.
+
+    Args:
+        folder: the folder of a run's event files.
+        step: the last step to stay.
+
+    Raises:
+        CheckpointError: a file cannot be read or written.
+    """
+    beside = folder / _REWRITTEN
+    with _naming(beside, "removed"):
+        beside.unlink(missing_ok=True)
+    for path in sorted(folder.glob(f"{_PREFIX}*")):
+        with _naming(path, "read"):
+            size = path.stat().st_size
+            whole, late = _measure(path, step)
+        if size > whole:
+            get_logger().warning(
+                "%s: its last %d bytes are no whole record, as a killed run leaves them; removed", path, size - whole
+            )
+        if size > whole or late:
+            with _naming(path, "written"):
+                _rewrite(path, beside, step)
+
+
+def _measure(path: Path, step: int) -> tuple[int, bool]:
+    """Return the bytes of a file's readable records, and whether one of them is later than ``step``."""
+    whole, late = 0, False
+    for record in _records(path):
+        whole += len(record) + _FRAME_BYTES
+        late = late or Event.FromString(record).step > step
+    return whole, late
+
+
+def _rewrite(path: Path, beside: Path, step: int) -> None:
+    with tf.io.TFRecordWriter(str(beside)) as writer:
+        for record in _records(path):
+            if Event.FromString(record).step <= step:
+                writer.write(record)
+        writer.flush()
+    _sync_file(beside)
+    beside.replace(path)
+    sync_folder(path.parent)
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    """Read a file's records one by one, up to a torn one."""
+    return RawEventFileLoader(str(path)).Load()
+
+
+def _new_path(folder: Path) -> Path:
+    """Return the path of the next event file. TensorBoard reads the files of a folder in the order of their names."""
+    stamps = [path.name.removeprefix(_PREFIX).partition(".")[0] for path in folder.glob(f"{_PREFIX}*")]
+    latest = max((int(stamp) for stamp in stamps if stamp.isdecimal()), default=0)
+    # A run that continues within the same second, or on a host whose clock is behind, comes later all the same.
+    stamp = max(int(time.time()), latest + 1)
+    return folder / f"{_PREFIX}{stamp:010d}.{socket.gethostname()}.{os.getpid()}"
+
+
+def _on_host(value: Any) -> np.ndarray:
+    # NumPy by itself makes no array of a bfloat16 tensor without dimensions.
+    return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+
+
+def _number(name: str, value: Any) -> float:
+    array = _on_host(value)
+    if array.size != 1 or array.dtype.kind in "OSUMmc":
+        raise TypeError(
+            describe(name, f"shape {array.shape}, {array.dtype}", "a single real number", "reduce it, e.g. to its mean")
+        )
+    return float(array.reshape(()))
+
+
+def _sync_file(path: Path) -> None:
+    """Bring a file's bytes to the disk, whoever wrote them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _naming(path: Path, done: str) -> Iterator[None]:
+    """Turn the errors of files, Python's and TensorFlow's, into a CheckpointError that names the file."""
+    try:
+        with naming_file(path, done):
+            yield
+    except tf.errors.OpError as error:
+        reason = error.message.removeprefix(f"{path}; ")
+        raise CheckpointError(f"{path}: cannot be {done} ({reason}); look at the disk") from error
