@@ -21,9 +21,10 @@ from hvdkit.cluster.logs import write_line
 # same command starts again. Distinct from 0 (trained to the end), 1 (an error) and 128 + n (ended by a signal).
 PREEMPTED = 75
 
-# Slurm signals the ranks and the mpirun above them, which passes the signal on: a rank gets it twice in some
-# milliseconds. Nobody asks twice so soon.
-ECHO_SECONDS = 0.3
+# A rank may get one request twice. A batch system signals the ranks and the mpirun above them, and Open MPI's mpirun
+# sends them SIGTERM a second later (odls_base_sigkill_timeout); a terminal's Ctrl-C reaches launcher and ranks, and
+# comes again from the launcher at once. A signal within so many seconds of the first is its echo.
+ECHO_SECONDS = {signal.SIGTERM: 1.5, signal.SIGINT: 0.3}
 
 # So long the main thread may take to come back from native code before a second signal ends the process without it.
 GRACE_SECONDS = 2.0
@@ -113,12 +114,13 @@ class _Requests:
         self._first: float | None = None
 
     def is_second(self, number: int) -> bool:
-        if number not in (signal.SIGINT, signal.SIGTERM):
+        echo = ECHO_SECONDS.get(signal.Signals(number))
+        if echo is None:
             return False
         now = time.monotonic()
         if self._first is None:
             self._first = now
-        return now - self._first >= ECHO_SECONDS
+        return now - self._first >= echo
 
 
 class _Watch:
