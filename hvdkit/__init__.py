@@ -22,7 +22,7 @@ from hvdkit.errors import (
 )
 
 if TYPE_CHECKING:
-    from hvdkit import callbacks, data, schedules
+    from hvdkit import callbacks, checkpoint, data, schedules
     from hvdkit.cluster import Cluster, init, is_chief, local_rank, local_size, rank, shutdown, size
     from hvdkit.collectives import (
         Average,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from hvdkit.gradients import DistributedGradientTape, average_gradients
     from hvdkit.optimizer import DistributedOptimizer
+    from hvdkit.supervisor import Supervisor
 
 _HOMES = {
     "hvdkit.cluster": ("Cluster", "init", "is_chief", "local_rank", "local_size", "rank", "shutdown", "size"),
@@ -65,9 +66,10 @@ _HOMES = {
     ),
     "hvdkit.gradients": ("DistributedGradientTape", "average_gradients"),
     "hvdkit.optimizer": ("DistributedOptimizer",),
+    "hvdkit.supervisor": ("Supervisor",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("callbacks", "data", "schedules")
+_MODULES = ("callbacks", "checkpoint", "data", "schedules")
 
 __all__ = [
     "Average",
@@ -84,6 +86,7 @@ __all__ = [
     "NonFiniteError",
     "PlanError",
     "Sum",
+    "Supervisor",
     "__version__",
     "allgather",
     "allgather_object",
@@ -95,6 +98,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "checkpoint",
     "compare_variables",
     "data",
     "grouped_allreduce",

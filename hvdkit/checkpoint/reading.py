@@ -14,15 +14,15 @@ from hvdkit.checkpoint.tensorfile import TensorFile
 from hvdkit.errors import CorruptCheckpointError
 from hvdkit.partition import intersect, positions
 
-# TensorFlow takes memory over without a copy if it is aligned like its own.
-_ALIGNMENT = 64
+# TensorFlow takes memory over without a copy if it starts at a multiple of so many bytes, as its own does.
+ALIGNMENT = 64
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Return an uninitialised array whose memory starts at a multiple of 64 bytes."""
     size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
 
 

@@ -19,7 +19,7 @@ from hvdkit.checkpoint.folder import tidy_one
 from hvdkit.checkpoint.link import chief_reads, save_through_chief
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import match
-from hvdkit.checkpoint.reading import Reader
+from hvdkit.checkpoint.reading import ALIGNMENT, Reader
 from hvdkit.checkpoint.state import Entry, State, flatten
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.collectives import broadcast, broadcast_variables
@@ -282,7 +282,8 @@ def _assign_own(entry: Entry, part: np.ndarray | None) -> None:
 
 def _taken_over(array: np.ndarray, entry: Entry) -> Any:
     """Return ``array`` as a tensor over the same memory where that can be, so that it is not copied once more."""
-    if entry.variable is None or "CPU" not in entry.variable.device.upper() or array.size == 0:
+    on_host = entry.variable is not None and "CPU" in entry.variable.device.upper()
+    if not on_host or array.size == 0 or array.ctypes.data % ALIGNMENT:  # TensorFlow's kernels abort on others
         return array
     try:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())

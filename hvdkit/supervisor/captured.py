@@ -1,0 +1,123 @@
+"""What a Supervisor saves, laid out under fixed keys."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.errors import describe
+
+
+class Generators:
+    """The process's own random generators, each rank's in its own state: Python's, NumPy's, Keras's, TensorFlow's.
+
+    TensorFlow's stateful ops (``tf.random.uniform`` and the like) keep their state inside compiled kernels, where
+    nobody can read it: a run that draws from them does not repeat. Use ``keras.random``, ``tf.random.stateless_*`` or a
+    ``tf.random.Generator``.
+    """
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return the generators by name."""
+        generators: dict[str, Any] = {"python": random, "numpy": np.random}
+        if (seeds := _keras_generator()) is not None:
+            generators["keras"] = seeds
+        with contextlib.suppress(RuntimeError):  # tf.config.experimental.enable_op_determinism forbids an unset one
+            generators["tensorflow"] = tf.random.get_global_generator()
+        return generators
+
+
+def _keras_generator() -> Any:
+    """Return the generator behind ``keras.random`` calls without a seed; Keras has no public name for it."""
+    try:
+        from keras.src.random.seed_generator import global_seed_generator
+    except ImportError:
+        return None
+    return global_seed_generator()
+
+
+class Position:
+    """The data's position, and the step, as they were when the last step ended.
+
+    A save in the middle of a step must not take the batch that is being worked on for done.
+
+    Attributes:
+        step: steps trained.
+    """
+
+    def __init__(self, data: Any):
+        self.step = 0
+        self._data = data if hasattr(data, "state") and hasattr(data, "restore") else None
+        self._at: Any = None if self._data is None else self._data.state
+
+    @property
+    def follows_data(self) -> bool:
+        """True where the data say where they are."""
+        return self._data is not None
+
+    def advance(self, steps: int, *, ahead: bool) -> None:
+        """Note that ``steps`` more are done; ``ahead`` where the data are read by somebody who reads ahead."""
+        self.step += steps
+        if self._data is not None:
+            self._at = self._data.state_at(self.step) if ahead else self._data.state
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Return what goes into the manifest."""
+        return {"global_step": self.step, "data": self._at}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to a saved position."""
+        self.step = state["global_step"]
+        if self._data is not None and state["data"] is not None:
+            self._data.restore(state["data"])
+            self._at = state["data"]
+
+
+def trained_state(
+    model: Any, optimizer: Any, variables: Any, extra: Any, position: Position
+) -> Callable[[], dict[str, Any]]:
+    """Return a function that gives the state to save, under the keys by which it is restored.
+
+    Raises:
+        ValueError: the model has no variables yet.
+        TypeError: ``variables`` holds something else.
+    """
+    if model is not None and not model.built:
+        raise ValueError(
+            describe(
+                "model",
+                "one that is not built",
+                "one that has its variables",
+                "give its first layer an Input, call model.build(shape), or call it once",
+            )
+        )
+    listed = list(variables)
+    for variable in listed:
+        if not isinstance(variable, tf.Variable | keras.Variable):
+            raise TypeError(
+                describe("variables", type(variable).__name__, "variables", "pass anything else in state={...}")
+            )
+    parts = {"model": model, "optimizer": optimizer, "variables": listed or None, "state": extra or None}
+    parts = {name: part for name, part in parts.items() if part is not None}
+    return lambda: {**parts, "random": Generators(), "position": position}
+
+
+def own_optimizer(model: Any, optimizer: Any) -> Any:
+    """Return the optimizer to save, with its slots made; by default the one that ``model`` was compiled with."""
+    if optimizer is None:
+        optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
+        if model is None:
+            raise ValueError(
+                describe(
+                    "optimizer", "one that is not built", "one that has its slots", "call optimizer.build(variables)"
+                )
+            )
+        optimizer.build(model.trainable_variables)
+    return optimizer

@@ -1,0 +1,343 @@
+"""The Supervisor: start or continue, save, summarise and stop, the same on all ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdkit import cluster
+from hvdkit.checkpoint.store import agreed_state, together
+from hvdkit.cluster.logs import get_logger
+from hvdkit.errors import CollectiveMismatchError, HvdkitError, NonFiniteError, describe
+from hvdkit.supervisor.captured import Position, own_optimizer, trained_state
+from hvdkit.supervisor.divergence import DivergenceDetector, replicated
+from hvdkit.supervisor.lock import LogdirLock
+from hvdkit.supervisor.lockstep import lockstep
+from hvdkit.supervisor.pace import Pace
+from hvdkit.supervisor.saver import Saver
+from hvdkit.supervisor.signals import PREEMPTED, StopSignals
+from hvdkit.supervisor.start import check_data, prepare_folder, restore_or_initialise
+from hvdkit.supervisor.summaries import Summaries
+
+_AGREE_SECONDS = 1.0
+
+
+class _Word(NamedTuple):
+    """What a rank says when the ranks agree. The last two count on the chief alone."""
+
+    step: int
+    stop: bool
+    signal: str | None
+    loss: float
+    saving: tuple[bool, str | None]
+    save_now: bool
+    interval: int
+
+
+class Supervisor:
+    """Runs a training session over all ranks: the successor of ``tf.train.Supervisor``.
+
+    On entry all ranks compare their models; then the newest good checkpoint of ``logdir`` is restored, at whatever
+    number of ranks it was saved, or all ranks begin from the chief's initial values. Start the same command again
+    after a crash, and training goes on where it was saved: with the same number of ranks, to the bit.
+
+    Ranks talk to each other about saving and stopping about once a second, not at every step, and all of them
+    act at the same step. Saves are written behind the training, one at a time. SIGTERM, SIGINT and SIGUSR1 are taken
+    for a wish to stop: the ranks save and end with exit code 75.
+
+    Args:
+        logdir: the run's folder, shared by all ranks: ``checkpoints/`` and TensorBoard's ``summaries/``.
+        model: a built Keras model.
+        optimizer: its optimizer; by default the one it was compiled with.
+        data: batches for :meth:`batches`; the position of a ``hk.data.GlobalBatches`` is saved and restored.
+        variables: further TensorFlow or Keras variables that all ranks hold alike.
+        state: anything else to save, by name, as :func:`hvdkit.checkpoint.save` takes it.
+        save_model_secs: save when so many seconds have gone by since the last save, by the chief's clock; None: never.
+        save_steps: also save after every so many steps.
+        max_to_keep: keep so many of the newest checkpoints; None keeps all.
+        keep_every: also keep those whose step is a multiple of it.
+        summary_steps: write the scalars given to :meth:`step`, their mean over ranks, every so many steps; None: never.
+        check_steps: compare parameters and slots over ranks every so many steps; None: never.
+        asynchronous: write timed saves behind the training.
+        gather: ranks share no file system: the chief writes everything, and saves hold the training up.
+        stop_on_nonfinite: raise NonFiniteError when the loss given to :meth:`step` is NaN or infinite; it is looked
+            at when the ranks agree, and before every save.
+
+    Attributes:
+        logdir: as given.
+        global_step: steps trained, over all runs.
+        restored_from: the checkpoint that this run continues, or None.
+
+    Raises:
+        CheckpointError: on entry: ``logdir`` is in use by another run, not shared, cannot be written, or of another
+            model. From :meth:`step` and :meth:`save`: a save failed on some rank; the previous one is as it was.
+        CorruptCheckpointError: on entry: no checkpoint of ``logdir`` is good.
+        CollectiveMismatchError: ranks have different models or data, or their parameters have come to differ.
+
+    Example::
+
+        with hk.Supervisor("runs/line", model=model, optimizer=optimizer, data=batches, save_model_secs=60) as sv:
+            for x, y in sv.batches():
+                sv.step(loss=train_step(x, y))
+    """
+
+    def __init__(
+        self,
+        logdir: str | Path,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        data: Any = None,
+        variables: Iterable[Any] = (),
+        state: Mapping[str, Any] | None = None,
+        save_model_secs: float | None = 600,
+        save_steps: int | None = None,
+        max_to_keep: int | None = 5,
+        keep_every: int | None = None,
+        summary_steps: int | None = 100,
+        check_steps: int | None = 1000,
+        asynchronous: bool = True,
+        gather: bool = False,
+        stop_on_nonfinite: bool = True,
+    ):
+        counts = {"save_steps": save_steps, "max_to_keep": max_to_keep, "keep_every": keep_every}
+        for name, value in {**counts, "summary_steps": summary_steps, "check_steps": check_steps}.items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(describe(name, value, "a whole number >= 1, or None", "pass e.g. 100"))
+        if save_model_secs is not None and not save_model_secs > 0:
+            raise ValueError(describe("save_model_secs", save_model_secs, "seconds > 0, or None", "pass e.g. 600"))
+        self.logdir = Path(logdir)
+        self.restored_from: Path | None = None
+        self._folder = self.logdir / "checkpoints"
+        self._data = data
+        self._optimizer = own_optimizer(model, optimizer)
+        self._position = Position(data)
+        self._state = trained_state(model, self._optimizer, variables, state, self._position)
+        self._seconds, self._save_steps = save_model_secs or math.inf, save_steps
+        self._saver = Saver(self._folder, self._state, max_to_keep=max_to_keep, keep_every=keep_every, gather=gather)
+        self._summary_steps = summary_steps
+        self._asynchronous, self._gather = asynchronous, gather
+        self._stop_on_nonfinite = stop_on_nonfinite
+        self._detector = (
+            DivergenceDetector(lambda: replicated(model, self._optimizer), every=check_steps) if check_steps else None
+        )
+        self._pace = Pace(min(_AGREE_SECONDS, self._seconds / 5))
+        self._lock = LogdirLock(self.logdir)
+        self._signals = StopSignals()
+        self._summaries: Summaries | None = None
+        self._wants_stop = self._stopping = self._open = False
+        self._preempted: str | None = None
+        self._loss: Any = None
+
+    # ---- the session ------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Supervisor:
+        agreed_state(self._state())  # before any file is touched
+        check_data(self._data)
+        together(lambda: self._lock.acquire() if cluster.is_chief() else None)
+        try:
+            prepare_folder(self._folder, gather=self._gather)
+            self.restored_from = restore_or_initialise(self._folder, self._state, gather=self._gather)
+            together(self._open_summaries)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._report_start()
+        self._saver.step, self._saver.when = (self.global_step if self.restored_from else None), time.monotonic()
+        self._wants_stop = self._stopping = False
+        self._signals.__enter__()
+        self._open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish_all()
+            else:
+                self._saver.abandon()  # other ranks may not come: nothing is agreed any more
+        finally:
+            self._open = False
+            if self._summaries is not None:
+                self._summaries.close()
+            self._lock.release()
+            self._signals.__exit__(kind, error, trace)
+        if kind is None and self._preempted is not None:
+            raise SystemExit(PREEMPTED)
+
+    @property
+    def global_step(self) -> int:
+        """Steps trained, over all runs."""
+        return self._position.step
+
+    def batches(self) -> Iterator[Any]:
+        """Yield batches of ``data`` until they end or all ranks have agreed to stop; then on all ranks alike.
+
+        Raises:
+            HvdkitError: the Supervisor has no ``data``.
+        """
+        if self._data is None:
+            raise HvdkitError(describe("data", None, "batches", "pass data= to hk.Supervisor, or loop yourself"))
+        source = iter(self._data) if self._position.follows_data else lockstep(self._data)
+        while not self._stopping:
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            yield batch
+
+    def step(self, **scalars: Any) -> None:
+        """Note that a step is done: every rank calls it after every step.
+
+        Args:
+            **scalars: numbers or scalar tensors, e.g. ``loss=loss``; read only when they are due. A mean over ranks of
+                each is written to the summaries.
+
+        Raises:
+            CheckpointError: a save has failed on some rank.
+            CollectiveMismatchError: parameters have come to differ between ranks.
+            NonFiniteError: ``loss`` is NaN or infinite on some rank.
+        """
+        self.advance(1, scalars)
+
+    def advance(self, steps: int, scalars: Mapping[str, Any], *, ahead: bool = False) -> None:
+        """Note that ``steps`` more are done, whose data may have been read ahead; for callbacks. See :meth:`step`."""
+        self._require_open()
+        if self._preempted is not None:  # the loop did not stop when the ranks had agreed to
+            raise SystemExit(PREEMPTED)
+        before = self.global_step
+        self._position.advance(steps, ahead=ahead)
+        self._loss = scalars.get("loss")
+        if _crosses(self._summary_steps, before, self.global_step) and scalars:
+            self._summarise(scalars)
+        if self._detector is not None:
+            self._detector.check(self.global_step)
+        save = _crosses(self._save_steps, before, self.global_step)
+        if save or self._pace.due(self.global_step):
+            self._agree(save)
+
+    def save(self) -> Path:
+        """Save now, and return the checkpoint's folder when it is whole. Every rank calls it, after :meth:`step`.
+
+        Raises:
+            CheckpointError: a rank could not write its part; the previous checkpoint is as it was.
+        """
+        self._require_open()
+        path = self._begin_save()
+        self._saver.settle()
+        return path
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop; any rank may. They agree within about a second, and :meth:`batches` ends."""
+        self._wants_stop = True
+
+    def should_stop(self) -> bool:
+        """Return True once all ranks have agreed to stop; the same on all ranks after every step."""
+        return self._stopping
+
+    def summary(self, **scalars: Any) -> None:
+        """Write scalars at the current step: the chief's values; other ranks do nothing."""
+        if self._summaries is not None:
+            self._summaries.scalars(self.global_step, **scalars)
+
+    def histogram(self, name: str, values: Any) -> None:
+        """Write a histogram of ``values``, of any shape, at the current step: the chief's."""
+        if self._summaries is not None:
+            self._summaries.histogram(self.global_step, name, values)
+
+    def image(self, name: str, images: Any) -> None:
+        """Write images ``[n, height, width, channels]``, uint8 or floats 0 to 1, at the current step: the chief's."""
+        if self._summaries is not None:
+            self._summaries.image(self.global_step, name, images)
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise HvdkitError(
+                "Supervisor: used outside its session; write `with hk.Supervisor(...) as sv:` around the loop"
+            )
+
+    def _open_summaries(self) -> None:
+        if cluster.is_chief():
+            self._summaries = Summaries(self.logdir / "summaries", resume_at=self.global_step)
+
+    def _report_start(self) -> None:
+        if cluster.is_chief():
+            came = f"from {self.restored_from}" if self.restored_from else f"afresh; no checkpoint in {self._folder}"
+            get_logger().info("training begins at step %d %s", self.global_step, came)
+
+    def _summarise(self, scalars: Mapping[str, Any]) -> None:
+        local = {name: float(np.asarray(value)) for name, value in scalars.items()}
+        everywhere = cluster.exchange().allgather(local)
+        if self._summaries is not None:
+            means = {name: math.fsum(each[name] for each in everywhere) / len(everywhere) for name in local}
+            self._summaries.scalars(self.global_step, **means)
+
+    def _agree(self, save: bool, *, last: bool = False) -> None:
+        """Hear every rank's word, and act on it at this step on all ranks; ``last``: training is over anyway."""
+        step, signal = self.global_step, self._signals.received
+        words = cluster.exchange().allgather(
+            _Word(
+                step=step,
+                stop=self._wants_stop,
+                signal=None if signal is None else signal.name,
+                loss=0.0 if self._loss is None else float(np.asarray(self._loss)),
+                saving=self._saver.progress(),
+                save_now=time.monotonic() - self._saver.when >= self._seconds,
+                interval=self._pace.proposal(step),
+            )
+        )
+        self._check(words)
+        self._saver.hear([word.saving for word in words])
+        self._stopping = self._stopping or any(word.stop or word.signal for word in words)
+        told = next((word.signal for word in words if word.signal), None)
+        if told and not last:
+            self._preempted = told
+            self.save()
+            if cluster.is_chief():
+                get_logger().warning("%s: saved at step %d; the same command goes on from there", told, step)
+        elif save or (words[0].save_now and not self._saver.busy):
+            self._begin_save()
+        if last or not self._asynchronous:
+            self._saver.settle()
+        # While a save is under way, its failure is to be known at the next step.
+        self._pace.settle(step, 1 if self._saver.busy else words[0].interval)
+
+    def _check(self, words: list[_Word]) -> None:
+        for rank, word in enumerate(words):
+            if not isinstance(word, _Word) or word.step != words[0].step:
+                raise CollectiveMismatchError(
+                    f"Supervisor: rank {rank} is elsewhere ({word}) while rank {cluster.rank()} agrees on step "
+                    f"{self.global_step}; call sv.step() as often on every rank"
+                )
+            if self._stop_on_nonfinite and not math.isfinite(word.loss):
+                raise NonFiniteError(
+                    describe(
+                        "loss",
+                        f"{word.loss} at step {word.step} on rank {rank}",
+                        "a finite number",
+                        "lower the learning rate or clip; the last checkpoint is from before",
+                    )
+                )
+
+    def _begin_save(self) -> Path:
+        if self._summaries is not None:
+            self._summaries.flush()  # whoever continues from this checkpoint must find them
+        return self._saver.begin(self.global_step)
+
+    def _finish_all(self) -> None:
+        if self._preempted is None:
+            self._agree(self._saver.step != self.global_step, last=True)
+
+
+def _crosses(every: int | None, before: int, now: int) -> bool:
+    """Return True where a multiple of ``every`` lies in ``(before, now]``."""
+    return every is not None and now // every > before // every

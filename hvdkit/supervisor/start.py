@@ -1,0 +1,68 @@
+"""How a run begins: alone on its logdir, from the newest good checkpoint, or from the chief's initial values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdkit import cluster
+from hvdkit.checkpoint.folder import listed, mark_damaged, tidy
+from hvdkit.checkpoint.store import agreed_state, check_shared, restore, together
+from hvdkit.cluster.logs import get_logger
+from hvdkit.collectives import broadcast_variables
+from hvdkit.errors import CollectiveMismatchError, CorruptCheckpointError
+
+
+def prepare_folder(folder: Path, *, gather: bool) -> None:
+    """See that all ranks share ``folder``, and remove what a killed run left half written there."""
+    if not gather:
+        check_shared(folder)
+    together(lambda: tidy(folder) if cluster.is_chief() else None)
+
+
+def check_data(data: Any) -> None:
+    """Compare the data that ranks were given, where they can say a word about themselves.
+
+    Raises:
+        CollectiveMismatchError: a rank has other data; it is named, with what differs.
+    """
+    prints = cluster.exchange().allgather(data.fingerprint() if hasattr(data, "fingerprint") else None)
+    for rank, theirs in enumerate(prints):
+        if theirs != prints[0]:
+            differing = [k for k in (theirs or {}) if theirs[k] != (prints[0] or {}).get(k)] or ["kind"]
+            raise CollectiveMismatchError(
+                f"data: rank {rank} has other {', '.join(differing)} than rank 0; give GlobalBatches the whole data "
+                "set, the same on every rank: it takes each rank's rows itself"
+            )
+
+
+def restore_or_initialise(folder: Path, state: Callable[[], Mapping[str, Any]], *, gather: bool) -> Path | None:
+    """Restore the newest good checkpoint of ``folder``; return it, or None after a start from the chief's values.
+
+    A damaged one is named, noted and passed over.
+
+    Raises:
+        CheckpointError: the newest is of another model.
+        CorruptCheckpointError: there are checkpoints, and none is good. Nothing is begun anew over them.
+    """
+    paths = cluster.exchange().broadcast(together(lambda: listed(folder) if cluster.is_chief() else []), 0)
+    damage = []
+    for path in reversed(paths):
+        try:
+            restore(path, state(), gather=gather)
+        except CorruptCheckpointError as error:
+            damage.append(str(error))
+            if cluster.is_chief():
+                get_logger().warning("checkpoint %s is damaged, and passed over: %s", path.name, error)
+                mark_damaged(path, str(error))
+        else:
+            return path
+    if paths:
+        raise CorruptCheckpointError(
+            f"{folder}: none of its {len(paths)} checkpoints is whole: {'; '.join(damage)}; repair one, or give "
+            "another logdir to begin anew"
+        )
+    replicated = [e.variable for e in agreed_state(state()).entries.values() if e.kind == "replicated"]
+    broadcast_variables([v for v in replicated if v is not None])
+    return None
