@@ -65,7 +65,7 @@ def train_classifier(config: cifar10.Config) -> None:
     digest = hk.compare_variables(model.variables)
     say(f"held-out accuracy {accuracy:.4f} on {len(data.y_test)} images after {config.steps} steps in {seconds:.1f} s")
     count = sum(weight.numpy().size for weight in model.trainable_variables)
-    say(f"all {hk.size()} ranks hold the same {count} weights, bit for bit (sha256 {digest})")
+    say(f"all {hk.size()} ranks hold the same {count} weights, bit for bit (digest {digest})")
 
 
 def parse() -> cifar10.Config | linear.Config:

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from hvdkit import cluster
-from hvdkit.errors import CollectiveMismatchError
+from hvdkit.errors import CollectiveMismatchError, describe
 
 # Below this many bytes a value goes along with its signature. At 1,000 ranks that is 16 MB a rank, still quick.
 SMALL_BYTES = 16 * 1024
@@ -83,6 +85,13 @@ def attempt(check: Callable[[], None]) -> Exception | None:
     except (ValueError, TypeError) as error:
         return error
     return None
+
+
+def check_root(root: Any) -> None:
+    """Raise ValueError where ``root`` is no rank."""
+    size = cluster.size()
+    if not isinstance(root, (int, np.integer)) or not 0 <= root < size:
+        raise ValueError(describe("root", root, f"a rank, 0 to {size - 1}", "pass the rank whose value counts"))
 
 
 def _difference(first: Call, other: Call, rank: int) -> str:

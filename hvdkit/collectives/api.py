@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import local, tensors
-from hvdkit.collectives.agreement import SMALL_BYTES, Call, agree, attempt
+from hvdkit.collectives.agreement import SMALL_BYTES, Call, agree, attempt, check_root
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op, op_label
 from hvdkit.collectives.splits import checked_splits, even_splits, fitting_splits
 from hvdkit.collectives.values import as_tensor, graph_safe, is_symbolic, like
@@ -130,7 +130,7 @@ def broadcast(x: Any, root: int = 0) -> Any:
     """
 
     def check(given: list[tf.Tensor]) -> None:
-        _check_root(root)
+        check_root(root)
         tensors.check_movable(given[0].dtype)
 
     return _run(
@@ -260,7 +260,7 @@ def broadcast_object(obj: Any, root: int = 0) -> Any:
     call = Call(f"broadcast_object(root={root})")
 
     def prepare() -> None:
-        _check_root(root)
+        check_root(root)
         call.payload = _pickled(obj) if cluster.rank() == root else None
 
     call.problem = attempt(prepare)
@@ -331,9 +331,3 @@ def _run(
     everything_here = all(c.payload is not None for c in calls)
     results: list[Any] = here([c.payload for c in calls]) if everything_here else wire(given)
     return [like(values[min(i, len(values) - 1)])(y) for i, y in enumerate(results)]
-
-
-def _check_root(root: Any) -> None:
-    size = cluster.size()
-    if not isinstance(root, (int, np.integer)) or not 0 <= root < size:
-        raise ValueError(describe("root", root, f"a rank, 0 to {size - 1}", "pass the rank whose value counts"))
