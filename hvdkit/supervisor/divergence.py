@@ -1,0 +1,143 @@
+"""Divergence: parameters that must be equal on all ranks, and have come to differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import xxhash
+
+from hvdkit import cluster
+from hvdkit.collectives.digests import digest
+from hvdkit.collectives.variables import variable_name
+from hvdkit.errors import CollectiveMismatchError, describe
+
+
+class _Report(NamedTuple):
+    """What a rank says of itself once the combined digests differ."""
+
+    step: int
+    names: list[str]
+    digests: list[bytes]
+
+
+class DivergenceDetector:
+    """Compares variables over all ranks every so many steps, bit for bit.
+
+    A comparison costs a digest of all values, about as fast as memory is read, and an exchange of 16 bytes a rank.
+    Between two comparisons it costs nothing.
+
+    For variables that are replicated: equal on all ranks because each rank makes the same updates. Not among them
+    are the moving statistics of BatchNormalization, which follow each rank's own examples, the states of random
+    generators, and gradients that are added up locally; :func:`replicated` gives a model's list without them.
+
+    Args:
+        variables: TensorFlow or Keras variables, the same list on every rank; or a function that returns it, for
+            optimizers that make their slots late.
+        every: steps between two comparisons.
+
+    Raises:
+        ValueError: ``every`` is no number of steps.
+
+    Example::
+
+        detector = DivergenceDetector(lambda: replicated(model, model.optimizer), every=500)
+        for step, batch in enumerate(batches, start=1):
+            train_step(batch)
+            detector.check(step)
+    """
+
+    def __init__(self, variables: Iterable[Any] | Callable[[], Iterable[Any]], *, every: int) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(describe("every", every, "a number of steps >= 1", "pass e.g. 500"))
+        self.every = every
+        self._variables = variables if callable(variables) else list(variables)
+        self._checked = 0
+        self._equal: int | None = None
+
+    def check(self, step: int) -> None:
+        """Compare the variables if that is due. Every rank calls it after every step; steps may jump.
+
+        Args:
+            step: steps done, the same on every rank.
+
+        Raises:
+            CollectiveMismatchError: on every rank: variables differ. It names the rank, the first variable, the
+                step, and the last step at which all were equal.
+        """
+        if step // self.every <= self._checked // self.every:
+            return
+        self._checked = step
+        if cluster.size() == 1:
+            return
+        variables = list(self._variables() if callable(self._variables) else self._variables)
+        digests = [digest(variable) for variable in variables]
+        # With the step, so that ranks at different steps do not pass for equal.
+        combined = xxhash.xxh3_128_digest(step.to_bytes(8, "little") + b"".join(digests))
+        if len(set(cluster.exchange().allgather_bytes(combined))) > 1:
+            mine = _Report(step, [variable_name(v) for v in variables], digests)
+            raise CollectiveMismatchError(_difference(cluster.exchange().allgather(mine), self._equal))
+        self._equal = step
+
+
+def replicated(model: Any, optimizer: Any) -> list[Any]:
+    """Return the variables that every rank must hold alike: parameters, and the optimizer's slots and counters.
+
+    The gradients that an optimizer adds up between two updates (``accumulate_steps``) are each rank's own, and so are
+    non-trainable weights such as moving statistics and the states of random generators.
+
+    Args:
+        model: a Keras model, or None.
+        optimizer: a Keras optimizer, or None; it may still be without its slots.
+
+    Example::
+
+        DivergenceDetector(lambda: replicated(model, model.optimizer), every=500)
+    """
+    sums = {id(v) for part in _with_inner(optimizer) for v in getattr(part, "_accumulated_gradients", ())}
+    slots = [] if optimizer is None else [v for v in optimizer.variables if id(v) not in sums]
+    return [*(() if model is None else model.trainable_variables), *slots]
+
+
+def _with_inner(optimizer: Any) -> Iterator[Any]:
+    """Yield ``optimizer`` and what a LossScaleOptimizer or MultiOptimizer holds."""
+    yield optimizer
+    for inner in (getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())):
+        if inner is not None:
+            yield from _with_inner(inner)
+
+
+def _difference(reports: list[_Report], equal_at: int | None) -> str:
+    """Say which rank differs, from the majority where there is one, else from rank 0."""
+    steps = [report.step for report in reports]
+    if len(set(steps)) > 1:
+        return (
+            f"divergence check: the ranks are at different steps, {steps} in rank order; call check() after every "
+            "step on every rank, with the number of steps done"
+        )
+    contents = [tuple(report.digests) for report in reports]
+    common, count = Counter(contents).most_common(1)[0]
+    majority = 2 * count > len(reports)
+    normal = common if majority else contents[0]
+    odd = [rank for rank, content in enumerate(contents) if content != normal]
+    ranks = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} differ"
+    right, wrong = reports[contents.index(normal)], reports[odd[0]]
+    known = "they were not compared before" if equal_at is None else f"last known equal at step {equal_at}"
+    return (
+        f"replicated variables: {ranks} from {'the majority' if majority else 'rank 0'} in "
+        f"{_what_differs(wrong, right, odd[0])}; first known to differ at step {steps[0]}, {known}; continue from a "
+        "checkpoint of before, and look for what a rank does alone: values assigned, other learning rates, gradients "
+        "not combined by hk.DistributedOptimizer, faulty memory"
+    )
+
+
+def _what_differs(wrong: _Report, right: _Report, rank: int) -> str:
+    pairs = zip_longest(wrong.digests, right.digests)
+    places = [place for place, (mine, theirs) in enumerate(pairs) if mine != theirs]
+    longer = max(wrong, right, key=lambda report: len(report.names))
+    text = f"{len(places)} of {len(longer.names)} variables, the first {longer.names[places[0]]}"
+    if len(wrong.names) != len(right.names):
+        text += f" (rank {rank} has {len(wrong.names)} variables, others have {len(right.names)})"
+    return text

@@ -1,0 +1,180 @@
+"""The detector of diverged ranks: silent while they are equal, exact about who differs where since when."""
+
+from __future__ import annotations
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+from hvdkit import cluster
+from hvdkit.collectives.digests import digest
+from hvdkit.supervisor.divergence import DivergenceDetector, replicated
+
+DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint16", "int32", "int64", "uint64", "complex64"]
+
+
+def trained(**options):
+    """A model with an optimizer, both with values of their own, the same on all ranks."""
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
+    optimizer = hk.DistributedOptimizer(keras.optimizers.Adam(0.1), **options)
+    optimizer.build(model.trainable_variables)
+    rng = np.random.default_rng(4)
+    for _ in range(3):
+        optimizer.apply([tf.constant(rng.normal(size=v.shape), v.dtype) for v in model.trainable_variables])
+    return model, optimizer
+
+
+def flip_one_bit(variable, place):
+    values = np.array(variable)
+    values.reshape(-1).view(np.uint32)[place] ^= 1
+    variable.assign(values)
+
+
+def error_on_every_rank(detector, step):
+    with pytest.raises(hk.CollectiveMismatchError) as caught:
+        detector.check(step)
+    assert len(set(hk.allgather_object(str(caught.value)))) == 1
+    return str(caught.value)
+
+
+class Counting:
+    """An exchange that counts what goes through it."""
+
+    def __init__(self, exchange):
+        self.exchange, self.sent = exchange, []
+
+    def allgather_bytes(self, data):
+        self.sent.append(len(data))
+        return self.exchange.allgather_bytes(data)
+
+    def allgather(self, value):
+        self.sent.append(value)
+        return self.exchange.allgather(value)
+
+
+def test_equal_ranks_exchange_16_bytes_every_so_many_steps(size, monkeypatch):
+    model, optimizer = trained()
+    counting = Counting(cluster.exchange())
+    monkeypatch.setattr(cluster, "exchange", lambda: counting)
+    detector = DivergenceDetector(lambda: replicated(model, optimizer), every=4)
+    due = []
+    for step in [*range(1, 13), 15, 17, 18, 30]:  # steps jump
+        before = len(counting.sent)
+        detector.check(step)
+        if len(counting.sent) > before:
+            due.append(step)
+    assert due == ([] if size == 1 else [4, 8, 12, 17, 30])
+    assert counting.sent == [16] * len(due)
+
+
+@pytest.mark.parametrize("odd", ["last", "chief"])
+def test_one_bit_of_one_slot_names_rank_variable_and_steps(odd, rank, size):
+    model, optimizer = trained()
+    variables = replicated(model, optimizer)
+    number = next(n for n, v in enumerate(variables) if "momentum" in v.path and "kernel" in v.path)
+    detector = DivergenceDetector(lambda: replicated(model, optimizer), every=5)
+    culprit = size - 1 if odd == "last" else 0
+    for step in range(1, 15):
+        if step == 12 and rank == culprit:
+            flip_one_bit(variables[number], 7)
+        detector.check(step)
+    if size == 1:
+        return detector.check(15)
+    message = error_on_every_rank(detector, 15)
+    who = f"rank {culprit} differs from the majority" if size > 2 else "rank 1 differs from rank 0"
+    assert f"{who} in 1 of {len(variables)} variables, the first {variables[number].path};" in message
+    assert "first known to differ at step 15, last known equal at step 10;" in message
+    if rank == culprit:
+        flip_one_bit(variables[number], 7)
+    detector.check(20)
+
+
+def test_without_a_majority_ranks_differ_from_rank_0(rank, size):
+    variables = [tf.Variable([1.0]), tf.Variable([float(rank)], name="own"), tf.Variable([rank // 2])]
+    detector = DivergenceDetector(variables, every=1)
+    if size == 1:
+        return detector.check(1)
+    message = error_on_every_rank(detector, 1)
+    others = "rank 1 differs" if size == 2 else f"ranks {', '.join(map(str, range(1, size)))} differ"
+    assert f"{others} from rank 0 in 1 of 3 variables, the first own:0; first known to differ at step 1" in message
+    assert "they were not compared before" in message
+
+
+def test_another_number_of_variables(rank, size):
+    variables = [tf.Variable([1.0], name=f"v{n}") for n in range(4 if rank == size - 1 else 3)]
+    detector = DivergenceDetector(variables, every=1)
+    if size == 1:
+        return detector.check(1)
+    message = error_on_every_rank(detector, 1)
+    assert f"rank {size - 1} differs" in message and "in 1 of 4 variables, the first v3:0" in message
+    assert re.search(rf"rank {size - 1} has 4 variables, others have 3", message)
+
+
+def test_ranks_at_different_steps_are_told_so(rank, size):
+    detector = DivergenceDetector([tf.Variable(1.0)], every=1)
+    if size == 1:
+        return detector.check(1)
+    assert f"different steps, {[1 + r for r in range(size)]}" in error_on_every_rank(detector, 1 + rank)
+
+
+def test_gradients_added_up_locally_do_not_count(rank, size):
+    """Half way through accumulate_steps each rank holds sums of its own; loss scales are equal and count."""
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    optimizer = hk.DistributedOptimizer(inner, accumulate_steps=2)
+    optimizer.build(model.trainable_variables)
+    names = {variable.path.rpartition("/")[2] for variable in replicated(model, optimizer)}
+    assert {"dynamic_scale", "step_counter", "iteration", "learning_rate", "kernel"} <= names
+    detector = DivergenceDetector(lambda: replicated(model, optimizer), every=1)
+    for step in range(1, 4):
+        optimizer.apply([tf.fill(v.shape, float(rank + step)) for v in model.trainable_variables])
+        detector.check(step)
+    sums = optimizer.inner_optimizer._accumulated_gradients
+    assert len({np.array(sums[0]).tobytes() for sums in hk.allgather_object([np.array(v) for v in sums])}) == size
+    assert len(replicated(model, optimizer)) == len(model.trainable_variables + optimizer.variables) - len(sums)
+
+
+def test_normalization_and_dropout_of_each_rank_do_not_count(rank):
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    model(np.full((5, 4), rank, "f4"), training=True)
+    DivergenceDetector(replicated(model, None), every=1).check(1)
+    assert replicated(None, None) == []
+
+
+def test_a_nan_equals_itself(rank, size):
+    DivergenceDetector([tf.Variable([np.nan, 0.0])], every=1).check(1)
+    if size > 1:
+        zero = tf.Variable([np.nan, -0.0 if rank == size - 1 else 0.0])
+        error_on_every_rank(DivergenceDetector([zero], every=1), 1)
+
+
+@pytest.mark.parametrize("kind", [tf.Variable, keras.Variable])
+def test_a_digest_tells_dtype_shape_and_every_bit(kind):
+    seen = set()
+    for dtype in DTYPES if kind is tf.Variable else DTYPES[:-1]:
+        for shape in ([], [6], [2, 3], [0, 3]):
+            variable = kind(tf.zeros(shape, dtype), dtype=dtype)
+            seen.add(digest(variable))
+            if shape == [2, 3]:
+                ones = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
+                ones[1, 2] = 1
+                variable.assign(tf.constant(ones))
+                seen.add(digest(variable))
+                assert digest(variable) == digest(kind(tf.constant(ones), dtype=dtype))
+    assert len(seen) == 5 * len(DTYPES if kind is tf.Variable else DTYPES[:-1])
+
+
+def test_digests_of_strings_and_of_what_is_no_variable():
+    assert digest(tf.Variable(["a", "b"])) == digest(tf.Variable(["a", "b"])) != digest(tf.Variable(["a", "c"]))
+    with pytest.raises(TypeError, match="variables: got ndarray"):
+        digest(np.zeros(2))
+    with pytest.raises(ValueError, match="every"):
+        DivergenceDetector([], every=0)
