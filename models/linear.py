@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import hvdkit as hk  # before keras: a launched rank loads TensorFlow and MPI in the order that works
@@ -28,6 +34,14 @@ class Config:
     """Learning rate of SGD."""
     seed: int = 0
     """Seed of the data, their order and the initial weights."""
+    logdir: Path | None = None
+    """Save here, and go on from the newest checkpoint in it. Default: a folder that is removed at the end."""
+    save_model_secs: float = 5
+    """Seconds between two checkpoints."""
+    max_to_keep: int = 1
+    """Checkpoints to keep."""
+    sleep: float = 0.0
+    """Seconds to rest after each step: time to press Ctrl-C, or to kill a rank, and start again."""
 
     def load(self) -> Dataset:
         """Return the table."""
@@ -43,8 +57,7 @@ def run(config: Config) -> float:
     keras.utils.set_random_seed(config.seed)
     model = keras.Sequential([keras.Input(data.x_train.shape[1:]), keras.layers.Dense(1)])
     optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(config.learning_rate))
-    optimizer.build(model.trainable_variables)
-    hk.broadcast_variables(model.variables + optimizer.variables)
+    total = tf.Variable(0.0, name="epoch_loss")  # sum of the losses of this epoch so far
 
     @tf.function
     def train_step(x, y, sample_weight):
@@ -53,19 +66,47 @@ def run(config: Config) -> float:
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
         return loss
 
-    losses = []
-    for step, (x, y) in enumerate(batches, start=1):
-        loss = train_step(x, y, batches.sample_weight)
-        hk.callbacks.check_finite(float(loss), step=step)
-        losses.append(loss)
-        if step % batches.steps_per_epoch == 0:
-            mean = hk.allreduce(float(tf.reduce_mean(losses)))
-            _report(step // batches.steps_per_epoch, mean, model)
-            losses = []
+    with (
+        folder(config.logdir) as logdir,
+        hk.Supervisor(
+            logdir,
+            model=model,
+            optimizer=optimizer,
+            data=batches,
+            variables=[total],
+            gather=config.logdir is None,
+            save_model_secs=config.save_model_secs,
+            max_to_keep=config.max_to_keep,
+            summary_steps=10,
+        ) as sv,
+    ):
+        for x, y in sv.batches():
+            if sv.global_step % batches.steps_per_epoch == 0:
+                total.assign(0.0)
+            loss = hk.allreduce(train_step(x, y, batches.sample_weight))
+            total.assign_add(loss)
+            sv.step(loss=loss)
+            if sv.global_step % batches.steps_per_epoch == 0:
+                _report(sv.global_step // batches.steps_per_epoch, float(total) / batches.steps_per_epoch, model)
+            time.sleep(config.sleep)
     error = float(np.mean(np.square(model(data.x_test) - data.y_test)))
     if hk.is_chief():
         print(f"held-out mean squared error {error:.4f}", flush=True)
     return error
+
+
+@contextlib.contextmanager
+def folder(logdir: Path | None) -> Iterator[Path]:
+    """Give ``logdir``, or a folder on the chief's host that is removed at the end."""
+    if logdir is not None:
+        yield logdir
+        return
+    path = Path(hk.broadcast_object(tempfile.mkdtemp() if hk.is_chief() else ""))
+    try:
+        yield path
+    finally:
+        if hk.is_chief():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _report(epoch: int, loss: float, model: keras.Model) -> None:

@@ -52,8 +52,8 @@ class ShardedState(Protocol):
     def local(self) -> Any:
         """This rank's part."""
 
-    def assign_local(self, values: np.ndarray) -> None:
-        """Take ``values`` as this rank's part."""
+    def assign_local(self, values: Any) -> None:
+        """Take ``values``, an array or a tensor, as this rank's part."""
 
 
 @dataclass
@@ -231,15 +231,27 @@ def _add_variable(flat: State, name: str, variable: Any, kind: Kind, resize: Res
 
 
 def _add_sharded(flat: State, name: str, item: ShardedState) -> None:
-    def read() -> np.ndarray:
-        local = item.local.value if isinstance(item.local, keras.Variable) else item.local
-        if isinstance(local, np.ndarray):
-            return local.copy()
-        return np.asarray(local.read_value() if hasattr(local, "read_value") else local)
+    def local() -> Any:
+        return item.local.value if isinstance(item.local, keras.Variable) else item.local
 
-    dtype = np.dtype(tf.as_dtype(item.dtype).as_numpy_dtype)
-    shape = tuple(int(n) for n in item.shape)
-    _add(flat, Entry(name, "sharded", dtype, shape, read, item.assign_local, tuple(item.local_index), item.partition))
+    def read() -> np.ndarray:
+        part = local()
+        if isinstance(part, np.ndarray):
+            return part.copy()
+        return np.asarray(part.read_value() if isinstance(part, tf.Variable) else part)
+
+    entry = Entry(
+        name,
+        "sharded",
+        np.dtype(tf.as_dtype(item.dtype).as_numpy_dtype),
+        tuple(int(n) for n in item.shape),
+        read,
+        item.assign_local,
+        index=tuple(item.local_index),
+        partition=item.partition,
+        variable=local() if isinstance(local(), tf.Variable) else None,
+    )
+    _add(flat, entry)
 
 
 def _add_array(flat: State, name: str, array: np.ndarray) -> None:

@@ -90,6 +90,7 @@ class GlobalBatches(Iterator[Any]):
         self._steps_per_epoch = self._known_steps_per_epoch()
         self._order_check = order.order_check(self._seed)
         self._epoch = self._step = 0  # of the next batch
+        self._restores = 0
         self._epoch_yielded = 0
         self._count: int | None = None  # b of the batch just yielded
         self._reader: Iterator[tuple[Any, int]] | None = None
@@ -203,6 +204,7 @@ class GlobalBatches(Iterator[Any]):
         self._epoch = self._epoch_yielded = arguments.integer("state['epoch']", state["epoch"], minimum=0)
         self._step = arguments.integer("state['step']", state["step"], minimum=0)
         self._count = self._reader = None
+        self._restores += 1
 
     def fingerprint(self) -> dict[str, Any]:
         """Return a cheap summary, fit for JSON, that is equal on all ranks if they were given the same data.
@@ -217,7 +219,7 @@ class GlobalBatches(Iterator[Any]):
 
         It has ``steps_per_epoch`` elements, and each pass over it goes on with the next ones, so ``fit(dataset,
         epochs=3)`` needs no other argument. It reads ahead on its own: this iterator does not move. Save
-        ``state_at(steps done)``.
+        ``state_at(steps done)``. After :meth:`restore` the next pass starts there.
 
         Keras weighs its metrics as it weighs the loss. A short last batch needs a large weight in the loss, which
         counts its few examples many times over in the metrics: leave it out with ``remainder="drop"`` (with a seed
@@ -246,7 +248,7 @@ class GlobalBatches(Iterator[Any]):
                 self._batch_size,
             )
         spec = self._source.batch_spec(self._rows[1] - self._rows[0])
-        return keras_dataset(self._copy_at, self.step, self._steps_per_epoch, spec)
+        return keras_dataset(self._copy_at, lambda: (self._restores, self.step), self._steps_per_epoch, spec)
 
     # ---- inside -----------------------------------------------------------------------------------------------
 

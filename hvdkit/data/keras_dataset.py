@@ -9,26 +9,33 @@ from typing import Any
 from hvdkit.errors import describe
 
 
-def keras_dataset(open_at: Callable[[int], Iterator[Any]], first_step: int, steps: int, spec: Any) -> Any:
-    """Return a ``tf.data.Dataset`` of ``steps`` elements whose k-th pass starts at ``first_step + k * steps``.
+def keras_dataset(
+    open_at: Callable[[int], Iterator[Any]], position: Callable[[], tuple[int, int]], steps: int, spec: Any
+) -> Any:
+    """Return a ``tf.data.Dataset`` of ``steps`` elements, each pass over which goes on where the one before ended.
 
     Why not a ``keras.utils.PyDataset``: ``fit`` shuffles the order of its batches by default, with each process's own
     random state, so that ranks would train on rows of different global batches; and it calls ``on_epoch_end``
-    before the first epoch as well as after each. It does neither to a ``tf.data.Dataset``. The number of passes
-    is counted when a pass asks for its first batch: Keras creates iterators that it never reads.
+    before the first epoch as well as after each. It does neither to a ``tf.data.Dataset``. Where a pass starts
+    is settled when it is asked for its first batch: Keras creates iterators that it never reads.
 
     Args:
         open_at: Returns an iterator over the batches ``(x, y, sample_weight)`` from a global step on.
-        first_step: The global step of the first batch.
+        position: Returns how often the data have been restored, and the global step they are at. The first pass, and
+            the first after a restore, starts there.
         steps: Batches in a pass.
         spec: The ``tf.TypeSpec`` structure of a batch ``(x, y)``.
     """
     import tensorflow as tf
 
+    origin = position()
     passes = itertools.count()
 
     def one_pass() -> Iterator[Any]:
-        start = first_step + next(passes) * steps
+        nonlocal origin, passes
+        if origin[0] != position()[0]:
+            origin, passes = position(), itertools.count()
+        start = origin[1] + next(passes) * steps
         read = 0
         for batch in itertools.islice(open_at(start), steps):
             read += 1

@@ -25,7 +25,8 @@ from hvdkit.supervisor.signals import PREEMPTED, StopSignals
 from hvdkit.supervisor.start import check_data, prepare_folder, restore_or_initialise
 from hvdkit.supervisor.summaries import Summaries
 
-_AGREE_SECONDS = 1.0
+# An agreement costs some 50 microseconds; mpirun gives ranks 1 s between SIGTERM and SIGKILL, the save included.
+_AGREE_SECONDS = 0.25
 
 
 class _Word(NamedTuple):
@@ -47,7 +48,7 @@ class Supervisor:
     number of ranks it was saved, or all ranks begin from the chief's initial values. Start the same command again
     after a crash, and training goes on where it was saved: with the same number of ranks, to the bit.
 
-    Ranks talk to each other about saving and stopping about once a second, not at every step, and all of them
+    Ranks talk to each other about saving and stopping some times a second, not at every step, and all of them
     act at the same step. Saves are written behind the training, one at a time. SIGTERM, SIGINT and SIGUSR1 are taken
     for a wish to stop: the ranks save and end with exit code 75.
 
@@ -161,16 +162,20 @@ class Supervisor:
         try:
             if kind is None:
                 self._finish_all()
-            else:
-                self._saver.abandon()  # other ranks may not come: nothing is agreed any more
         finally:
+            self.close()
+        if kind is None and self._preempted is not None:
+            raise SystemExit(PREEMPTED)
+
+    def close(self) -> None:
+        """End the session on this rank, and save nothing: after an error, when other ranks may not come any more."""
+        if self._open:
             self._open = False
+            self._saver.abandon()
             if self._summaries is not None:
                 self._summaries.close()
             self._lock.release()
-            self._signals.__exit__(kind, error, trace)
-        if kind is None and self._preempted is not None:
-            raise SystemExit(PREEMPTED)
+            self._signals.__exit__(None, None, None)
 
     @property
     def global_step(self) -> int:
@@ -235,7 +240,7 @@ class Supervisor:
         return path
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop; any rank may. They agree within about a second, and :meth:`batches` ends."""
+        """Ask all ranks to stop; any rank may. They agree within a second, and :meth:`batches` ends."""
         self._wants_stop = True
 
     def should_stop(self) -> bool:

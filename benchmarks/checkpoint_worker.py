@@ -1,0 +1,183 @@
+"""One rank of benchmarks/checkpoint.py: save and restore its share of the state, beside plain files of those bytes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import threading
+import time
+from pathlib import Path
+
+import hvdkit as hk
+
+# isort: split
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.reading import Reader
+from hvdkit.checkpoint.store import agreed_state, begin, finish
+from hvdkit.partition import rows_of
+
+COLUMNS = 256
+CHUNK = 8 * 2**20
+
+
+class Table:
+    """A table cut over the ranks in contiguous ranges."""
+
+    dtype, partition = "float32", "div"
+
+    def __init__(self, rows: int):
+        self.shape = (rows, COLUMNS)
+        self.mine = rows_of("div", rows, hk.rank(), hk.size())
+        self.local = tf.Variable(tf.random.stateless_normal([len(self.mine), COLUMNS], [hk.rank(), 0]))
+
+    @property
+    def local_index(self) -> tuple[range, ...]:
+        return self.mine, range(COLUMNS)
+
+    def assign_local(self, values) -> None:
+        self.local.assign(values)
+
+
+def main() -> None:
+    """Measure, and write the chief's results as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="on the disk to measure")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="of state, over all ranks")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    hk.init()
+    table = Table(int(args.gigabytes * 1e9) // (4 * COLUMNS))
+    results = [one_round(args.folder, table, number) for number in range(args.rounds + 1)][1:]  # the first warms up
+    if hk.is_chief():
+        (args.folder / "results.json").write_text(json.dumps(results))
+
+
+def one_round(folder: Path, table: Table, number: int) -> dict[str, float]:
+    """Measure everything once; seconds are the slowest rank's, bytes and MB the largest of any rank."""
+    state, path = {"table": table}, folder / f"step-{number:09d}"
+    result = {"plain_write": slowest(lambda: plain_write(folder / f"plain-{hk.rank()}", table))}
+    result["save"], result["save_mb"] = with_memory(lambda: hk.checkpoint.save(path, state))
+    result |= asynchronous(folder, state, table)
+    forget(folder)
+    result["plain_read"] = slowest(lambda: plain_read(folder / f"plain-{hk.rank()}"))
+    forget(folder)
+    result["restore"], result["restore_mb"] = with_memory(lambda: hk.checkpoint.restore(path, state))
+    result["read_ratio"] = read_ratio(path, table)
+    hk.barrier()
+    if hk.is_chief():
+        shutil.rmtree(path)
+        for file in folder.glob("plain-*"):
+            file.unlink()
+    hk.barrier()
+    return result
+
+
+def asynchronous(folder: Path, state, table: Table) -> dict[str, float]:
+    """Train while a save is written: how much later is the training for it, and how much memory does it take?"""
+    train = tf.function(lambda: table.local.assign_add(tf.ones_like(table.local)))
+    usual = []
+    for _ in range(6):
+        started = time.perf_counter()
+        train()
+        usual.append(time.perf_counter() - started)
+    step = statistics.median(usual)
+    stalls = {}
+
+    def save_behind() -> None:
+        started = time.perf_counter()
+        save = begin(folder / "step-900000000", agreed_state(state), step=0, token="async")
+        stalls["call"] = time.perf_counter() - started
+        train()  # the first update after the snapshot takes new memory
+        stalls["next"] = time.perf_counter() - started - stalls["call"] - step
+        while not save.done:
+            train()
+        finish(save)
+
+    _, megabytes = with_memory(save_behind)
+    hk.barrier()
+    if hk.is_chief():
+        shutil.rmtree(folder / "step-900000000")
+    everywhere = hk.allgather_object(stalls)
+    return {
+        "stall_call": max(s["call"] for s in everywhere),
+        "stall_next": max(s["next"] for s in everywhere),
+        "async_mb": megabytes,
+        "shard_mb": max(hk.allgather_object(len(table.mine) * COLUMNS * 4 / 2**20)),
+    }
+
+
+def plain_write(path: Path, table: Table) -> None:
+    """Write this rank's bytes by themselves: no faster way is known to a file system."""
+    data = memoryview(np.asarray(table.local.read_value())).cast("B")
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, len(data), CHUNK):
+            file.write(data[start : start + CHUNK])
+        os.fsync(file.fileno())
+
+
+def plain_read(path: Path) -> None:
+    """Read them back into memory."""
+    data = np.empty(path.stat().st_size, np.uint8)
+    view = memoryview(data)
+    with path.open("rb", buffering=0) as file:
+        while view:
+            view = view[file.readinto(view[:CHUNK]) :]
+
+
+def read_ratio(path: Path, table: Table) -> float:
+    """Return how many bytes are read for this rank's shard, over its own."""
+    with Reader(path, Manifest.load(path)) as reader:
+        reader.sharded("table", table.local_index)
+        return max(hk.allgather_object(reader.bytes_read / (len(table.mine) * COLUMNS * 4)))
+
+
+def forget(folder: Path) -> None:
+    """Have the kernel drop what it holds of the files, so that reading meets the disk."""
+    hk.barrier()
+    for file in folder.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+    hk.barrier()
+
+
+def slowest(action) -> float:
+    """Run on all ranks at once; return the slowest one's seconds."""
+    hk.barrier()
+    started = time.perf_counter()
+    action()
+    return max(hk.allgather_object(time.perf_counter() - started))
+
+
+def with_memory(action) -> tuple[float, float]:
+    """Return seconds as :func:`slowest`, and by how many MB the memory of any rank grew at most meanwhile."""
+    over, peak = threading.Event(), [0]
+    before = resident()
+
+    def watch() -> None:
+        while not over.wait(0.005):
+            peak[0] = max(peak[0], resident() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    seconds = slowest(action)
+    over.set()
+    watcher.join()
+    return seconds, max(hk.allgather_object(peak[0] / 2**20))
+
+
+def resident() -> int:
+    """Return this process's own memory in bytes, shared file pages left out."""
+    fields = Path("/proc/self/statm").read_text().split()
+    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()
