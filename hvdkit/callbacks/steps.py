@@ -1,4 +1,4 @@
-"""Callbacks that make ``model.fit`` right on many ranks. Pass those of this module on every rank, in one order."""
+"""Callbacks that count steps: warm-up of the learning rate, log lines, the end of a run whose loss is no number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
-from hvdkit.collectives import Sum, allreduce, broadcast_variables, grouped_allreduce
+from hvdkit.collectives import allreduce
 from hvdkit.errors import NonFiniteError, describe
 
 
@@ -35,116 +35,6 @@ class _CountsSteps(keras.callbacks.Callback):
         """Return the steps done now that Keras has ended ``batch``."""
         self._done = self._before_epoch + batch + 1
         return self._done
-
-
-class BroadcastInitial(keras.callbacks.Callback):
-    """Give every rank the chief's weights and optimizer state before the first step.
-
-    Ranks that differ in their variables' shapes or dtypes are named in a CollectiveMismatchError.
-
-    Args:
-        root: the rank whose values count.
-
-    Example::
-
-        model.fit(x, y, callbacks=[hk.callbacks.BroadcastInitial()])
-    """
-
-    def __init__(self, root: int = 0) -> None:
-        super().__init__()
-        self.root = root
-        self._done = False
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast now if the model has its variables already."""
-        self._done = False
-        if self.model.built:
-            self._broadcast()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast after the first step of a model that was built by it."""
-        if not self._done:
-            self._broadcast()
-
-    def _broadcast(self) -> None:
-        optimizer = self.model.optimizer
-        if not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
-        # The states of random generators stay each rank's own: equal ones would drop the same units on every rank.
-        weights = [v for v in self.model.variables if v.name != "seed_generator_state"]
-        broadcast_variables([*weights, *optimizer.variables], self.root)
-        self._done = True
-
-
-class MetricAverage(keras.callbacks.Callback):
-    """Make the metrics of an epoch, training and validation, those of all ranks' samples together.
-
-    A Keras metric keeps sums (a mean its total and count; AUC its counts by threshold). The sums are added over
-    ranks and the result is taken from them, so that a rank with fewer samples, or none, counts for as many as it has:
-    averaging the ranks' results would not. Metrics whose state is no sum cannot be combined this way. Weighted metrics
-    weigh by the sample weights they are given, ``GlobalBatches``' own included.
-
-    Put it before callbacks that use the metrics (ModelCheckpoint, EarlyStopping). For ``model.evaluate`` call
-    :meth:`results` after it.
-
-    Example::
-
-        model.fit(x, y, validation_data=(xv, yv), callbacks=[hk.callbacks.MetricAverage()])
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._training: dict[str, float] = {}
-        self._validation: dict[str, float] = {}
-        self._fitting = False
-
-    @staticmethod
-    def results(model: keras.Model) -> dict[str, float]:
-        """Return the metrics that ``model`` has gathered on all ranks. Every rank calls it.
-
-        Example::
-
-            model.evaluate(x_local, y_local, verbose=0)
-            print(hk.callbacks.MetricAverage.results(model)["accuracy"])
-        """
-        variables = [v for metric in model.metrics for v in metric.variables]
-        local = [np.asarray(v) for v in variables]
-        for variable, total in zip(variables, grouped_allreduce(local, Sum), strict=True):
-            variable.assign(total)
-        results = {name: float(value) for name, value in model.get_metrics_result().items()}
-        for variable, own in zip(variables, local, strict=True):
-            variable.assign(own)
-        return results
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Note that evaluations from now on are validation."""
-        self._fitting = True
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Note that ``fit`` is over."""
-        self._fitting = False
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Forget the epoch before."""
-        self._training, self._validation = {}, {}
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Keep the training metrics: validation resets them, though not on a rank that has nothing to validate."""
-        if self._fitting:
-            self._training = self.results(self.model)
-            self.model.reset_metrics()
-
-    def on_test_end(self, logs: Any = None) -> None:
-        """Keep the validation metrics."""
-        if self._fitting:
-            self._validation = self.results(self.model)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Put the metrics of all ranks into ``logs``, where later callbacks and History find them."""
-        combined = self._training or self.results(self.model)
-        combined = combined | {f"val_{name}": value for name, value in self._validation.items()}
-        if logs is not None:
-            logs.update(combined)
 
 
 class LearningRateWarmup(_CountsSteps):

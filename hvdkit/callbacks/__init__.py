@@ -1,0 +1,14 @@
+"""Callbacks that make ``model.fit`` right on many ranks. Pass those of this package on every rank, in one order."""
+
+from hvdkit.callbacks.metrics import MetricAverage
+from hvdkit.callbacks.start import BroadcastInitial
+from hvdkit.callbacks.steps import LearningRateWarmup, StepLog, StopOnNonFinite, check_finite
+
+__all__ = [
+    "BroadcastInitial",
+    "LearningRateWarmup",
+    "MetricAverage",
+    "StepLog",
+    "StopOnNonFinite",
+    "check_finite",
+]

@@ -1,0 +1,81 @@
+"""Metrics over all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdkit.collectives import Sum, grouped_allreduce
+
+
+class MetricAverage(keras.callbacks.Callback):
+    """Make the metrics of an epoch, training and validation, those of all ranks' samples together.
+
+    A Keras metric keeps sums (a mean its total and count; AUC its counts by threshold). The sums are added over
+    ranks and the result is taken from them, so that a rank with fewer samples, or none, counts for as many as it has:
+    averaging the ranks' results would not. Metrics whose state is no sum cannot be combined this way. Weighted metrics
+    weigh by the sample weights they are given, ``GlobalBatches``' own included.
+
+    Put it before callbacks that use the metrics (ModelCheckpoint, EarlyStopping). For ``model.evaluate`` call
+    :meth:`results` after it.
+
+    Example::
+
+        model.fit(x, y, validation_data=(xv, yv), callbacks=[hk.callbacks.MetricAverage()])
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._training: dict[str, float] = {}
+        self._validation: dict[str, float] = {}
+        self._fitting = False
+
+    @staticmethod
+    def results(model: keras.Model) -> dict[str, float]:
+        """Return the metrics that ``model`` has gathered on all ranks. Every rank calls it.
+
+        Example::
+
+            model.evaluate(x_local, y_local, verbose=0)
+            print(hk.callbacks.MetricAverage.results(model)["accuracy"])
+        """
+        variables = [v for metric in model.metrics for v in metric.variables]
+        local = [np.asarray(v) for v in variables]
+        for variable, total in zip(variables, grouped_allreduce(local, Sum), strict=True):
+            variable.assign(total)
+        results = {name: float(value) for name, value in model.get_metrics_result().items()}
+        for variable, own in zip(variables, local, strict=True):
+            variable.assign(own)
+        return results
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Note that evaluations from now on are validation."""
+        self._fitting = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Note that ``fit`` is over."""
+        self._fitting = False
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Forget the epoch before."""
+        self._training, self._validation = {}, {}
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Keep the training metrics: validation resets them, though not on a rank that has nothing to validate."""
+        if self._fitting:
+            self._training = self.results(self.model)
+            self.model.reset_metrics()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Keep the validation metrics."""
+        if self._fitting:
+            self._validation = self.results(self.model)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        """Put the metrics of all ranks into ``logs``, where later callbacks and History find them."""
+        combined = self._training or self.results(self.model)
+        combined = combined | {f"val_{name}": value for name, value in self._validation.items()}
+        if logs is not None:
+            logs.update(combined)

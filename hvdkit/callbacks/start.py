@@ -1,0 +1,48 @@
+"""The first step: every rank begins with the chief's values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from hvdkit.collectives import broadcast_variables
+
+
+class BroadcastInitial(keras.callbacks.Callback):
+    """Give every rank the chief's weights and optimizer state before the first step.
+
+    Ranks that differ in their variables' shapes or dtypes are named in a CollectiveMismatchError.
+
+    Args:
+        root: the rank whose values count.
+
+    Example::
+
+        model.fit(x, y, callbacks=[hk.callbacks.BroadcastInitial()])
+    """
+
+    def __init__(self, root: int = 0) -> None:
+        super().__init__()
+        self.root = root
+        self._done = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast now if the model has its variables already."""
+        self._done = False
+        if self.model.built:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast after the first step of a model that was built by it."""
+        if not self._done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        optimizer = self.model.optimizer
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        # The states of random generators stay each rank's own: equal ones would drop the same units on every rank.
+        weights = [v for v in self.model.variables if v.name != "seed_generator_state"]
+        broadcast_variables([*weights, *optimizer.variables], self.root)
+        self._done = True
