@@ -1,0 +1,87 @@
+"""Public names: said in three places, for people, for type checkers and for the lazy import, and the same in all."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import hvdkit as hk
+
+SOURCE = Path(hk.__file__)
+
+
+def imported(nodes, module):
+    """Name and home of what ``from <module>... import`` statements among ``nodes`` bring, under their public names."""
+    found = {}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == module:
+            for alias in node.names:
+                found[alias.asname or alias.name] = node.module
+    return found
+
+
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+def type_checkers_see():
+    """What stands under ``if TYPE_CHECKING:``."""
+    (block,) = [
+        node
+        for node in tree_of(SOURCE).body
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    ]
+    return imported(block.body, "hvdkit")
+
+
+def loaded_at_once():
+    """What the import of hvdkit itself brings, without what is private."""
+    found = imported(tree_of(SOURCE).body, "hvdkit")
+    return {name: home for name, home in found.items() if not name.startswith("_") or name == "__version__"}
+
+
+def test_type_checkers_and_the_lazy_import_know_the_same_names_and_homes():
+    lazy = {name: home for home, names in hk._HOMES.items() for name in names}
+    assert len(lazy) == sum(map(len, hk._HOMES.values())), "a name has two homes"
+    assert type_checkers_see() == lazy | dict.fromkeys(hk._MODULES, "hvdkit")
+
+
+def test_all_lists_every_public_name_in_order():
+    assert hk.__all__ == sorted({*type_checkers_see(), *loaded_at_once()})
+    assert dir(hk) == hk.__all__
+
+
+@pytest.mark.parametrize("name", hk.__all__)
+def test_a_public_name_is_what_its_home_has(name):
+    homes = type_checkers_see() | loaded_at_once()
+    home = importlib.import_module(homes[name])
+    value = getattr(hk, name)
+    if homes[name] == "hvdkit":
+        assert value is importlib.import_module(f"hvdkit.{name}")
+        return
+    assert value is getattr(home, name)
+    assert name in getattr(home, "__all__", [name]), f"{homes[name]} does not list {name}"
+
+
+@pytest.mark.parametrize("module", ["collectives", *hk._MODULES])
+def test_a_module_lists_what_it_has(module):
+    part = importlib.import_module(f"hvdkit.{module}")
+    for name in getattr(part, "__all__", []):
+        assert hasattr(part, name), f"hvdkit.{module} lists {name}, which it has not"
+    path = Path(part.__file__)
+    if path.name == "__init__.py":
+        assert part.__all__ == sorted(imported(tree_of(path).body, "hvdkit")), f"hvdkit.{module}.__all__"
+
+
+def test_every_public_collective_is_a_public_name_of_hvdkit():
+    from hvdkit import collectives
+
+    assert {*collectives.__all__} - {"ReduceOp"} == {*hk._HOMES["hvdkit.collectives"]}
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'hvdkit' has no attribute 'alreduce'"):
+        _ = hk.alreduce
