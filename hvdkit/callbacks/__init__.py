@@ -2,13 +2,14 @@
 
 from hvdkit.callbacks.metrics import MetricAverage
 from hvdkit.callbacks.start import BroadcastInitial
-from hvdkit.callbacks.steps import LearningRateWarmup, StepLog, StopOnNonFinite, check_finite
+from hvdkit.callbacks.steps import LearningRateWarmup, StepLog, StopOnDivergence, StopOnNonFinite, check_finite
 
 __all__ = [
     "BroadcastInitial",
     "LearningRateWarmup",
     "MetricAverage",
     "StepLog",
+    "StopOnDivergence",
     "StopOnNonFinite",
     "check_finite",
 ]

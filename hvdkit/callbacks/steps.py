@@ -1,9 +1,10 @@
-"""Callbacks that count steps: warm-up of the learning rate, log lines, the end of a run whose loss is no number."""
+"""Callbacks that count steps: warm-up of the learning rate, log lines, the end of a run that has gone wrong."""
 
 from __future__ import annotations
 
 import math
 import time
+import weakref
 from typing import Any
 
 import keras
@@ -13,15 +14,40 @@ from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives import allreduce
 from hvdkit.errors import NonFiniteError, describe
+from hvdkit.supervisor.divergence import DivergenceDetector, replicated
+
+# A model's callbacks that have a state. A callback holds its model, so neither is held here.
+_stateful: weakref.WeakKeyDictionary[Any, list[weakref.ref[_CountsSteps]]] = weakref.WeakKeyDictionary()
 
 
 class _CountsSteps(keras.callbacks.Callback):
-    """Counts steps since the first ``fit``; with ``steps_per_execution`` Keras calls once for several steps."""
+    """Counts steps since the first ``fit``; with ``steps_per_execution`` Keras calls once for several steps.
+
+    Where training is continued from a checkpoint, :meth:`restore` continues the count. It may be called before or
+    after ``on_train_begin``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._before_epoch = 0
         self._done = 0
+        self._history: Any = None
+
+    def set_model(self, model: Any) -> None:
+        """Note the model, and this callback among those of its ``fit``."""
+        super().set_model(model)
+        self._history = getattr(model, "history", None)
+        others = [ref for ref in _stateful.get(model, []) if ref() not in (None, self)]
+        _stateful[model] = [*others, weakref.ref(self)]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to keep, fit for JSON."""
+        return {"steps": self._done}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from the ``state`` of an earlier run."""
+        self._before_epoch = self._done = state["steps"]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note the steps of the epochs before."""
@@ -32,9 +58,24 @@ class _CountsSteps(keras.callbacks.Callback):
         return self._before_epoch + batch
 
     def count(self, batch: int) -> int:
-        """Return the steps done now that Keras has ended ``batch``."""
+        """Return the steps done now that Keras has ended ``batch``; to be told twice changes nothing."""
         self._done = self._before_epoch + batch + 1
         return self._done
+
+
+def stateful_callbacks(model: Any) -> list[Any]:
+    """Return the callbacks of the ``fit`` that ``model`` is in whose ``state`` a checkpoint keeps, in their order.
+
+    All are known before the first ``on_train_begin``. Those that come after the caller have not counted a batch yet
+    when the caller's ``on_train_batch_end`` runs: who reads a ``state`` there calls ``count(batch)`` of each before.
+
+    Example::
+
+        states = [callback.state for callback in stateful_callbacks(self.model)]
+    """
+    # Keras gives a model a new History for every fit, before it gives the callbacks the model.
+    known = [ref() for ref in _stateful.get(model, [])]
+    return [c for c in known if c is not None and c._history is getattr(model, "history", None)]
 
 
 class LearningRateWarmup(_CountsSteps):
@@ -42,6 +83,9 @@ class LearningRateWarmup(_CountsSteps):
 
     The rate the optimizer was made with is taken as right for one rank. For rates that also decay, use
     :class:`hvdkit.schedules.Warmup`, whose formula and source are the same.
+
+    A run that is continued from a checkpoint keeps that rate and the factor it began with, also on another number of
+    ranks: the global batch is what it was.
 
     Args:
         steps: steps over which the rate grows; 0 scales at once.
@@ -65,6 +109,7 @@ class LearningRateWarmup(_CountsSteps):
         self.steps = steps
         self.scale = scale
         self._base: float | None = None
+        self._factor = 1.0
         self._reached = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -81,14 +126,25 @@ class LearningRateWarmup(_CountsSteps):
             )
         if self._base is None:
             self._base = float(np.asarray(optimizer.learning_rate))
+            self._factor = float(cluster.size() if self.scale is None else self.scale)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The steps, the rate and the factor that training began with, and whether the factor has been reached."""
+        return {**super().state, "base": self._base, "factor": self._factor, "reached": self._reached}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from the ``state`` of an earlier run, whatever the optimizer's rate is by now."""
+        super().restore(state)
+        if state["base"] is not None:  # it is None where the state is from before the training
+            self._base, self._factor, self._reached = state["base"], state["factor"], state["reached"]
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Set this step's rate, until the factor is reached; afterwards the rate is left to others."""
         step = self.steps_before(batch)
         if not self._reached and self._base is not None:
-            scale = cluster.size() if self.scale is None else self.scale
             part = min(step / self.steps, 1.0) if self.steps else 1.0
-            self.model.optimizer.learning_rate = self._base * (1.0 + (scale - 1.0) * part)
+            self.model.optimizer.learning_rate = self._base * (1.0 + (self._factor - 1.0) * part)
             self._reached = part == 1.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -123,6 +179,32 @@ class StopOnNonFinite(_CountsSteps):
             check_finite(loss, step=step, stop=self.stop)
 
 
+class StopOnDivergence(_CountsSteps):
+    """End training when parameters or optimizer slots have come to differ between ranks.
+
+    All ranks compare them bit for bit every few steps, see :class:`hvdkit.supervisor.divergence.DivergenceDetector`,
+    and raise CollectiveMismatchError, which names the rank, the variable and the step. Put it after BroadcastInitial.
+
+    Args:
+        every: steps between two comparisons.
+
+    Raises:
+        ValueError: ``every`` is no number of steps.
+
+    Example::
+
+        model.fit(x, y, callbacks=[hk.callbacks.BroadcastInitial(), hk.callbacks.StopOnDivergence(every=500)])
+    """
+
+    def __init__(self, every: int = 500) -> None:
+        super().__init__()
+        self._detector = DivergenceDetector(lambda: replicated(self.model, self.model.optimizer), every=every)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Compare if that is due."""
+        self._detector.check(self.count(batch))
+
+
 def check_finite(loss: float, *, step: int, stop: bool = True) -> None:
     """Raise, or warn where ``stop`` is False, if this rank's ``loss`` is NaN or infinite.
 
@@ -146,7 +228,8 @@ def check_finite(loss: float, *, step: int, stop: bool = True) -> None:
 class StepLog(_CountsSteps):
     """Print step, loss, examples/sec and sec/batch on the chief every few steps, as the CIFAR-10 tutorial does.
 
-    Serves ``fit`` as a callback and a hand-written loop through :meth:`step`.
+    Serves ``fit`` as a callback and a hand-written loop through :meth:`step`. A loop that continues from a checkpoint
+    has it among what is saved: ``hk.Supervisor(..., state={"log": log})``.
 
     Args:
         global_batch_size: examples of all ranks in one step.
@@ -168,6 +251,12 @@ class StepLog(_CountsSteps):
         self._logged = 0
         self._since = time.perf_counter()
 
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from the ``state`` of an earlier run; the time between the two does not count."""
+        super().restore(state)
+        self._logged = self._done
+        self._since = time.perf_counter()
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Start the clock."""
         self._since = time.perf_counter()
@@ -180,6 +269,7 @@ class StepLog(_CountsSteps):
 
     def step(self, step: int, loss: Any) -> None:
         """Print a line if ``step`` (counted from 1) is due. ``loss`` is read then only; other ranks do nothing."""
+        self._done = step
         if not self._due(step):
             return
         steps, self._logged = step - self._logged, step

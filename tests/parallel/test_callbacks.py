@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import json
+
 import keras
 import numpy as np
 import pytest
 
 import hvdkit as hk
+from hvdkit.callbacks.steps import stateful_callbacks
 
 
 def model_of(rate=0.0, **compile_options):
@@ -95,3 +99,167 @@ def test_log_lines_come_every_so_many_steps_from_the_chief(capfd):
         log.step(step, 0.5)
     lines = [line for line in capfd.readouterr().err.splitlines() if "loss = 0.5000" in line]
     assert len(lines) == (2 if hk.is_chief() else 0)
+
+
+class Recorder(keras.callbacks.Callback):
+    """Saves model, optimizer and callbacks after ``save_at`` steps, first of all callbacks, and notes the rates."""
+
+    def __init__(self, save_at=None, others_lower_at=None):
+        super().__init__()
+        self.save_at, self.others_lower_at = save_at, others_lower_at
+        self.rates, self.saved = [], None
+
+    def on_train_batch_end(self, batch, logs=None):
+        optimizer = self.model.optimizer
+        self.rates.append(float(optimizer.learning_rate))
+        if len(self.rates) == self.others_lower_at:
+            optimizer.learning_rate = 0.001
+        if len(self.rates) == self.save_at:
+            for callback in stateful_callbacks(self.model):
+                callback.count(batch)
+            values = [v.numpy().copy() for v in [*self.model.variables, *optimizer.variables]]
+            self.saved = values, json.dumps([c.state for c in stateful_callbacks(self.model)])
+            self.model.stop_training = True
+
+
+class Restorer(keras.callbacks.Callback):
+    """Restores what a Recorder saved, when training begins."""
+
+    def __init__(self, saved):
+        super().__init__()
+        self.saved = saved
+
+    def on_train_begin(self, logs=None):
+        values, states = self.saved
+        for variable, value in zip([*self.model.variables, *self.model.optimizer.variables], values, strict=True):
+            variable.assign(value)
+        for callback, state in zip(stateful_callbacks(self.model), json.loads(states), strict=True):
+            callback.restore(state)
+
+
+ROWS = np.random.default_rng(6).normal(size=(24, 3)).astype("f4")
+
+
+def train(rows, *callbacks, epochs=1):
+    """Train a new model in a new optimizer, as a process that has just started does."""
+    model = model_of(0.02)
+    model.optimizer.build(model.trainable_variables)
+    model.fit(rows[:, :2], rows[:, 2:], batch_size=1, shuffle=False, epochs=epochs, callbacks=callbacks, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("restorer_first", [True, False])
+@pytest.mark.parametrize("at", [5, 8, 12, 15])
+def test_a_run_continued_with_new_callbacks_equals_one_never_stopped(at, restorer_first):
+    """Two epochs of 8 steps; the warm-up ends after 10, and at 13 somebody else lowers the rate."""
+    whole = Recorder(others_lower_at=13)
+    expected = train(ROWS[:8], hk.callbacks.LearningRateWarmup(10, scale=5.0), whole, epochs=2)
+    first = Recorder(save_at=at, others_lower_at=13)
+    train(ROWS[:8], first, hk.callbacks.LearningRateWarmup(10, scale=5.0), hk.callbacks.StepLog(8), epochs=2)
+    rest = np.concatenate([ROWS[:8], ROWS[:8]])[at:]
+    second = Recorder(others_lower_at=13 - at)
+    # Another scale than before: the run keeps the one it began with.
+    callbacks = [hk.callbacks.LearningRateWarmup(10), hk.callbacks.StepLog(8)]
+    callbacks.insert(0 if restorer_first else 2, Restorer(first.saved))
+    continued = train(rest, *callbacks, second)
+    assert first.rates + second.rates == whole.rates
+    for got, want in zip(continued.variables, expected.variables, strict=True):
+        assert np.array_equal(got, want)
+
+
+def test_steps_go_on_in_messages_and_lines_after_a_restore(capfd):
+    first = Recorder(save_at=6)
+    callbacks = [hk.callbacks.StopOnNonFinite(), hk.callbacks.StepLog(8, every=4)]
+    train(ROWS, first, *callbacks)
+    assert [c.state for c in callbacks] == [{"steps": 6}, {"steps": 6}]
+    capfd.readouterr()
+    rows = ROWS[6:].copy()
+    rows[8] = np.nan
+    with pytest.raises(hk.NonFiniteError, match=f"step 15 on rank {hk.rank()}"):
+        train(rows, Restorer(first.saved), hk.callbacks.StopOnNonFinite(), hk.callbacks.StepLog(8, every=4))
+    printed = capfd.readouterr().err
+    assert [f"step {n}, loss" in printed for n in (4, 7, 8, 12)] == [False, False, hk.is_chief(), hk.is_chief()]
+
+
+def test_a_hand_written_loop_continues_its_log(capfd):
+    before, log = hk.callbacks.StepLog(8, every=4), hk.callbacks.StepLog(8, every=4)
+    for step in range(1, 7):
+        before.step(step, 0.5)
+    log.restore(json.loads(json.dumps(before.state)))
+    capfd.readouterr()
+    for step in range(7, 13):
+        log.step(step, 0.5)
+    printed = capfd.readouterr().err
+    assert printed.count("loss") == (2 if hk.is_chief() else 0)
+    assert ("step 8," in printed) == ("step 12," in printed) == hk.is_chief()
+
+
+def test_a_state_from_before_the_training_changes_nothing():
+    warmup, recorder = hk.callbacks.LearningRateWarmup(4, scale=3.0), Recorder()
+    state = hk.callbacks.LearningRateWarmup(4, scale=3.0).state
+
+    class Late(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            warmup.restore(state)
+
+    train(ROWS[:6], warmup, Late(), recorder)
+    assert recorder.rates == pytest.approx([0.02, 0.03, 0.04, 0.05, 0.06, 0.06])
+
+
+def test_a_fit_sees_its_own_callbacks_only():
+    model = model_of(0.1)
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            seen.append(stateful_callbacks(self.model))
+
+        def on_train_end(self, logs=None):
+            seen.append(stateful_callbacks(self.model))
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            raise KeyError("before training")
+
+    def fit(*callbacks):
+        model.fit(ROWS[:4, :2], ROWS[:4, 2:], callbacks=list(callbacks), verbose=0)
+
+    log, warmup, stop = hk.callbacks.StepLog(8), hk.callbacks.LearningRateWarmup(2), hk.callbacks.StopOnNonFinite()
+    with pytest.raises(KeyError):
+        fit(hk.callbacks.StepLog(8), log, Fails())
+    fit(Look(), warmup, log)
+    assert seen == [[warmup, log]] * 2  # in their order, not that of the fit before
+    fit(stop, Look(), warmup)
+    assert seen[2:] == [[stop, warmup]] * 2
+    fit(Look())
+    assert seen[4:] == [[], []]
+    other = model_of(0.1)
+    assert stateful_callbacks(other) == []
+
+
+def test_nobody_is_kept_alive_for_having_a_state():
+    from hvdkit.callbacks import steps
+
+    gc.collect()
+    before = len(steps._stateful)
+    for _ in range(3):
+        train(ROWS[:2], hk.callbacks.StepLog(8))
+    gc.collect()
+    assert len(steps._stateful) <= before + 1  # Keras may hold on to the last one
+
+
+def test_divergence_in_fit_ends_it_on_every_rank(rank, size):
+    class Tamper(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 6 and rank == size - 1:
+                self.model.layers[0].kernel.assign_add([[0.0], [1e-3]])
+
+    def run():
+        train(ROWS, Tamper(), hk.callbacks.StopOnDivergence(every=4))
+
+    if size == 1:
+        return run()
+    with pytest.raises(hk.CollectiveMismatchError, match=r"kernel; first known to differ at step 8, last .* step 4;"):
+        run()
+    with pytest.raises(ValueError, match="every"):
+        hk.callbacks.StopOnDivergence(every=0)

@@ -30,7 +30,7 @@ def trained(**options):
 
 
 def flip_one_bit(variable, place):
-    values = np.array(variable)
+    values = variable.numpy().copy()
     values.reshape(-1).view(np.uint32)[place] ^= 1
     variable.assign(values)
 
@@ -136,7 +136,7 @@ def test_gradients_added_up_locally_do_not_count(rank, size):
         optimizer.apply([tf.fill(v.shape, float(rank + step)) for v in model.trainable_variables])
         detector.check(step)
     sums = optimizer.inner_optimizer._accumulated_gradients
-    assert len({np.array(sums[0]).tobytes() for sums in hk.allgather_object([np.array(v) for v in sums])}) == size
+    assert len({np.array(sums[0]).tobytes() for sums in hk.allgather_object([v.numpy() for v in sums])}) == size
     assert len(replicated(model, optimizer)) == len(model.trainable_variables + optimizer.variables) - len(sums)
 
 
