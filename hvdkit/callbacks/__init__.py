@@ -3,6 +3,7 @@
 from hvdkit.callbacks.metrics import MetricAverage
 from hvdkit.callbacks.start import BroadcastInitial
 from hvdkit.callbacks.steps import LearningRateWarmup, StepLog, StopOnDivergence, StopOnNonFinite, check_finite
+from hvdkit.callbacks.supervisor import SupervisorCallback
 
 __all__ = [
     "BroadcastInitial",
@@ -11,5 +12,6 @@ __all__ = [
     "StepLog",
     "StopOnDivergence",
     "StopOnNonFinite",
+    "SupervisorCallback",
     "check_finite",
 ]

@@ -223,11 +223,16 @@ def _add_variable(flat: State, name: str, variable: Any, kind: Kind, resize: Res
     inner = variable.value if isinstance(variable, keras.Variable) else variable
 
     def read() -> np.ndarray:
-        return np.asarray(inner.read_value())
+        return _array(inner.read_value())
 
     dtype = np.dtype(tf.as_dtype(inner.dtype).as_numpy_dtype)
     entry = Entry(name, kind, dtype, tuple(inner.shape), read, inner.assign, resize=resize, variable=inner)
     _add(flat, entry)
+
+
+def _array(tensor: tf.Tensor) -> np.ndarray:
+    """Return a tensor as an array over the same memory; TensorFlow has none of its own for a bfloat16 scalar."""
+    return np.asarray(tf.reshape(tensor, [-1])).reshape(tensor.shape) if tensor.shape.rank == 0 else np.asarray(tensor)
 
 
 def _add_sharded(flat: State, name: str, item: ShardedState) -> None:
@@ -238,7 +243,7 @@ def _add_sharded(flat: State, name: str, item: ShardedState) -> None:
         part = local()
         if isinstance(part, np.ndarray):
             return part.copy()
-        return np.asarray(part.read_value() if isinstance(part, tf.Variable) else part)
+        return _array(part.read_value() if isinstance(part, tf.Variable) else part)
 
     entry = Entry(
         name,

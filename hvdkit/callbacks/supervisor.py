@@ -1,0 +1,163 @@
+"""The Supervisor as a Keras callback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from hvdkit import cluster
+from hvdkit.callbacks.steps import stateful_callbacks
+from hvdkit.cluster.logs import get_logger
+from hvdkit.errors import HvdkitError
+from hvdkit.supervisor import Supervisor
+
+
+class SupervisorCallback(keras.callbacks.Callback):
+    """Restores or initialises, saves, summarises and stops ``model.fit`` as :class:`hvdkit.Supervisor` does a loop.
+
+    Start the same script again, and ``fit`` goes on in the epoch and at the batch where it was saved. Put it first
+    among the callbacks: those after it see the restored state. It takes the place of :class:`BroadcastInitial`, of
+    ``keras.callbacks.BackupAndRestore`` and of ``TensorBoard``.
+
+    Args:
+        logdir: the run's folder, shared by all ranks.
+        data: the ``GlobalBatches`` whose ``as_keras()`` is given to ``fit``; its position is saved. Without it,
+            ``fit`` goes on at the beginning of the epoch that it was in.
+        variables: as for :class:`hvdkit.Supervisor`.
+        state: likewise. The states of hvdkit's own callbacks (warm-up, step counts) are saved as well.
+        **options: any other argument of :class:`hvdkit.Supervisor`: ``save_model_secs``, ``max_to_keep``, ...
+
+    Attributes:
+        supervisor: the session of the ``fit`` that runs, or ran last; None before.
+
+    Raises:
+        What the Supervisor raises; SystemExit with code 75 at the end of ``fit`` after SIGTERM or SIGINT.
+
+    Example::
+
+        keep = hk.callbacks.SupervisorCallback("runs/mnist", data=batches, save_model_secs=60)
+        model.fit(batches.as_keras(), epochs=10, callbacks=[keep, hk.callbacks.MetricAverage()])
+    """
+
+    def __init__(
+        self,
+        logdir: str | Path,
+        *,
+        data: Any = None,
+        variables: Iterable[Any] = (),
+        state: Mapping[str, Any] | None = None,
+        **options: Any,
+    ):
+        super().__init__()
+        self.supervisor: Supervisor | None = None
+        self._logdir, self._data, self._options = logdir, data, options
+        self._variables, self._state = list(variables), dict(state or {})
+        self._seen = self._ends_at = 0  # batches of this epoch, and where it ends if it was begun by an earlier run
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Restore or initialise, and tell Keras the epoch to go on with."""
+        if self.supervisor is not None:
+            self.supervisor.close()  # a fit before this one was ended by an error
+        self.supervisor = Supervisor(
+            self._logdir,
+            model=self.model,
+            data=self._data,
+            variables=self._variables,
+            state={**self._state, "callbacks": _States(self.model)},
+            **self._options,
+        )
+        self.supervisor.__enter__()
+        self._find_place()
+
+    def _find_place(self) -> None:
+        step, steps = self._session.global_step, self._steps_per_epoch() or 0
+        epoch, begun = divmod(step, steps) if steps else (0, 0)
+        self.model._initial_epoch = epoch
+        self._ends_at = 0
+        if begun and self._data is None:
+            self._warn(
+                "fit: continues at step %d, in the middle of an epoch, whose batches are seen again; pass data=", step
+            )
+        elif begun:
+            self._ends_at = steps - begun
+            if self._ends_at % self.model.steps_per_execution:
+                self._warn(
+                    "fit: steps_per_execution does not divide the epoch, which ends late where it was interrupted"
+                )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Count the batches of this epoch."""
+        self._seen = 0
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
+        """Note the steps done; with ``steps_per_execution`` Keras calls once for several."""
+        for callback in stateful_callbacks(self.model):
+            callback.count(batch)  # before a save takes their states: their own turn may come after this one's
+        steps, self._seen = batch + 1 - self._seen, batch + 1
+        self._session.advance(steps, logs or {}, ahead=True)
+        if self._session.should_stop():
+            self.model.stop_training = True
+        elif self._ends_at and self._seen >= self._ends_at and not self.model.stop_training:
+            self.model.stop_training = _END_OF_EPOCH
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        """Write the epoch's metrics, and let ``fit`` go on after an epoch that an earlier run had begun."""
+        self._session.summary(**{f"epoch_{name}": value for name, value in (logs or {}).items()})
+        if self._ends_at:
+            self._ends_at = 0
+            self._data.restore(self._data.state_at(self._session.global_step))  # the next pass starts here
+        if self.model.stop_training is _END_OF_EPOCH:
+            self.model.stop_training = False
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Save what is not saved yet, and end the session."""
+        self.model._initial_epoch = None
+        self._session.__exit__(None, None, None)
+
+    @property
+    def _session(self) -> Supervisor:
+        if self.supervisor is None:
+            raise HvdkitError("SupervisorCallback: used outside model.fit")
+        return self.supervisor
+
+    def _steps_per_epoch(self) -> int | None:
+        return self.params.get("steps") if self._data is None else self._data.steps_per_epoch
+
+    @staticmethod
+    def _warn(words: str, *values: Any) -> None:
+        if cluster.is_chief():
+            get_logger().warning(words, *values)
+
+
+class _EndOfEpoch:
+    """Ends the epoch, as ``stop_training = True`` does, and can be told from another callback's wish to stop."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+_END_OF_EPOCH = _EndOfEpoch()
+
+
+class _States:
+    """The states of hvdkit's callbacks in this ``fit``, by class; one that is new in this run begins anew."""
+
+    def __init__(self, model: Any):
+        self._callbacks: dict[str, Any] = {}
+        for callback in stateful_callbacks(model):
+            same = sum(name.startswith(type(callback).__name__) for name in self._callbacks)
+            self._callbacks[f"{type(callback).__name__}{same or ''}"] = callback
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Return every callback's state."""
+        return {name: callback.state for name, callback in self._callbacks.items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Give every callback its state back."""
+        for name, callback in self._callbacks.items():
+            if name in state:
+                callback.restore(state[name])

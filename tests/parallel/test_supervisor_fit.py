@@ -1,0 +1,163 @@
+"""``fit`` under SupervisorCallback: interrupted in an epoch and continued, it equals a ``fit`` that went through."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+
+X = np.random.default_rng(3).normal(size=(96, 6)).astype(np.float32)
+Y = (X @ np.arange(6, dtype=np.float32))[:, None]
+EPOCHS, STEPS = 3, 6
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ask for a stop after so many steps of this run, as a person or a cluster would."""
+
+    def __init__(self, keep, after: int | None, number: signal.Signals | None = None):
+        super().__init__()
+        self.keep, self.left, self.number = keep, after, number
+        self.epochs: list[int] = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.left is not None:
+            self.left -= 1
+            if self.left == 0:
+                if self.number is None:
+                    self.keep.supervisor.request_stop()
+                else:
+                    os.kill(os.getpid(), self.number)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append(epoch)
+
+
+def fit(logdir, after=None, *, steps_per_execution=1, number=None, **options):
+    """Fit to the end, or to a stop; return what this rank has learnt, the callback, and the epochs that ended."""
+    keras.utils.set_random_seed(hk.rank())
+    layers = [
+        keras.layers.Dense(5),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.4),
+        keras.layers.Dense(1),
+    ]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    optimizer = hk.DistributedOptimizer(keras.optimizers.Adam(0.002), accumulate_steps=4)
+    model.compile(optimizer, "mse", metrics=["mae"], jit_compile=False, steps_per_execution=steps_per_execution)
+    batches = hk.data.GlobalBatches((X, Y), 16, shuffle_seed=1)
+    keep = hk.callbacks.SupervisorCallback(
+        logdir, data=batches, **{"save_model_secs": None, "save_steps": 1, "summary_steps": 2, **options}
+    )
+    interrupt = Interrupt(keep, after, number)
+    warmup = hk.callbacks.LearningRateWarmup(steps=10, scale=4.0)
+    callbacks = [keep, hk.callbacks.MetricAverage(), warmup, interrupt]
+    model.fit(batches.as_keras(), epochs=EPOCHS, validation_data=(X, Y), callbacks=callbacks, verbose=0, shuffle=False)
+    bits = [tf.convert_to_tensor(v).numpy().tobytes() for v in [*model.variables, *model.optimizer.variables]]
+    return bits, keep.supervisor, interrupt.epochs
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The folder of a fit that went through."""
+    folder = Path(hk.broadcast_object(tempfile.mkdtemp() if hk.is_chief() else ""))
+    bits, session, epochs = fit(folder)
+    assert session.global_step == EPOCHS * STEPS
+    assert epochs == [0, 1, 2]
+    yield folder, bits
+    hk.barrier()
+    if hk.is_chief():
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def through(whole):
+    return whole[1]
+
+
+def test_a_fit_stopped_in_epochs_and_at_their_ends_equals_one_that_went_through(shared_path, through):
+    ended = []
+    for after in (3, 1, 5, None):
+        bits, session, epochs = fit(shared_path / "parts", after)
+        ended += epochs
+    assert session.global_step == EPOCHS * STEPS
+    assert bits == through
+    assert ended[-1] == 2
+    # A fit that is done does nothing when it is started again.
+    again, session, epochs = fit(shared_path / "parts")
+    assert (again, session.global_step, epochs) == (through, EPOCHS * STEPS, [])
+
+
+def test_several_steps_per_execution_continue_alike(shared_path):
+    whole, _, _ = fit(shared_path / "through", steps_per_execution=2)  # the warm-up moves once for two steps
+    for after in (1, None):
+        bits, session, _ = fit(shared_path / "parts", after, steps_per_execution=2)
+    assert session.global_step == EPOCHS * STEPS
+    assert bits == whole
+
+
+def test_a_signal_in_fit_saves_and_ends_with_the_code_of_its_own(shared_path, through, rank, size):
+    with pytest.raises(SystemExit) as end:
+        fit(shared_path / "parts", 2 if rank == size - 1 else None, number=signal.SIGTERM)
+    assert end.value.code == 75
+    hk.barrier()
+    assert hk.checkpoint.latest(shared_path / "parts") is not None
+    bits, _, _ = fit(shared_path / "parts")
+    assert bits == through
+
+
+def test_the_epochs_metrics_are_written_once(shared_path, whole):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for after in (3, 5, None):
+        fit(shared_path / "parts", after)
+    hk.barrier()
+    curves = []
+    for folder in (whole[0], shared_path / "parts"):
+        events = EventAccumulator(str(folder / "summaries"))
+        events.Reload()
+        assert [e.step for e in events.Scalars("loss")] == list(range(2, 19, 2))
+        curves.append({e.step: e.value for e in events.Scalars("epoch_val_mae")})
+    assert all(curves[1][step] == curves[0][step] for step in curves[0])
+
+
+def test_a_fit_on_plain_arrays_goes_on_with_its_epoch(shared_path, caplog):
+    def plain(after):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse", jit_compile=False)
+        keep = hk.callbacks.SupervisorCallback(shared_path / "run", save_steps=1)
+        interrupt = Interrupt(keep, after)
+        model.fit(X, Y, batch_size=16, epochs=2, callbacks=[keep, interrupt], verbose=0, shuffle=False)
+        return keep.supervisor.global_step, interrupt.epochs
+
+    stopped, _ = plain(6 + 1)
+    step, epochs = plain(None)
+    begun = stopped % STEPS
+    assert epochs == ([1] if stopped < 2 * STEPS else [])
+    assert step == (stopped - begun + (STEPS if stopped < 2 * STEPS else 0)) + begun
+
+
+def test_the_manifest_keeps_the_callbacks(shared_path):
+    _, session, _ = fit(shared_path / "run", 3)
+    path = hk.checkpoint.latest(shared_path / "run")
+    values = json.loads((path / "manifest.json").read_text())["values"]
+    assert values["state/callbacks"]["LearningRateWarmup"]["steps"] == session.global_step
+
+
+@pytest.fixture(autouse=True)
+def clean(shared_path):
+    """Forget the test's folder when every rank is done with it."""
+    yield
+    hk.barrier()
+    if hk.is_chief():
+        shutil.rmtree(shared_path, ignore_errors=True)
