@@ -15,11 +15,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
+from hvdkit.checkpoint.entries import Entry
 from hvdkit.checkpoint.files import naming_file, remove_folder
 from hvdkit.checkpoint.folder import commit, tidy_one, writing_name
 from hvdkit.checkpoint.manifest import REPLICATED, Manifest, shard_name
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.checkpoint.state import Entry
 from hvdkit.checkpoint.tensorfile import CHUNK_BYTES, FileRecord, Outgoing, write_file
 from hvdkit.checkpoint.writing import Snapshot, assemble
 from hvdkit.collectives import tensors

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from hvdkit.checkpoint.entries import Entry, State
 from hvdkit.checkpoint.manifest import Manifest, Saved
-from hvdkit.checkpoint.state import Entry, State
 from hvdkit.errors import CheckpointError
 
 _NUMBER = re.compile(r"_\d+(?=/|$|_)")

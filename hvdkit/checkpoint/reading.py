@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdkit.checkpoint.entries import Resize
 from hvdkit.checkpoint.manifest import Manifest, Part, Saved
-from hvdkit.checkpoint.state import Resize
 from hvdkit.checkpoint.tensorfile import TensorFile
 from hvdkit.errors import CorruptCheckpointError
 from hvdkit.partition import intersect, positions

@@ -14,13 +14,14 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
+from hvdkit.checkpoint.entries import Entry, State
 from hvdkit.checkpoint.files import naming_file
 from hvdkit.checkpoint.folder import tidy_one
 from hvdkit.checkpoint.link import chief_reads, save_through_chief
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.reading import ALIGNMENT, Reader
-from hvdkit.checkpoint.state import Entry, State, flatten
+from hvdkit.checkpoint.state import flatten
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.collectives import broadcast, broadcast_variables
 from hvdkit.errors import CheckpointError, CollectiveMismatchError, CorruptCheckpointError, describe

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit.checkpoint.entries import Entry, State
 from hvdkit.checkpoint.files import naming_file, remove_folder, write_text
 from hvdkit.checkpoint.folder import commit, writing_name
 from hvdkit.checkpoint.manifest import REPLICATED, Manifest, Part, Saved, shard_name
-from hvdkit.checkpoint.state import Entry, State
 from hvdkit.checkpoint.tensorfile import FileRecord, Outgoing, write_file
 from hvdkit.errors import CheckpointError
 
