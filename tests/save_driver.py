@@ -1,0 +1,158 @@
+"""Kill saves at every system call that they make, and look at what is left. Run by tests/single/test_save_faults.py.
+
+Ranks are forked processes that write through ``hvdkit.checkpoint.writing`` as ranks do; they need neither MPI nor
+TensorFlow, for a save exchanges nothing but files. Prints one JSON line for each case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from hvdkit.checkpoint import tensorfile
+from hvdkit.checkpoint.entries import Entry, State
+from hvdkit.checkpoint.folder import latest, prune, tidy
+from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.reading import Reader
+from hvdkit.checkpoint.writing import Save, Snapshot
+from hvdkit.partition import rows_of
+
+CALLS = ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir")
+ROWS = 7
+
+
+def state_of(value: float, rank: int, size: int) -> State:
+    """Return a state whose every element tells ``value``: replicated, cut over the ranks, and one for each rank."""
+
+    def entry(name: str, kind, array: np.ndarray, shape: tuple[int, ...], index=None) -> Entry:
+        return Entry(name, kind, array.dtype, shape, lambda: array, lambda _: None, index=index, partition="mod")
+
+    rows = rows_of("mod", ROWS, rank, size)
+    entries = [
+        entry("w", "replicated", np.full(5, value), (5,)),
+        entry("table", "sharded", np.full((len(rows), 3), value), (ROWS, 3), (rows, range(3))),
+        entry("seed", "per_rank", np.full(2, value + rank), (2,)),
+    ]
+    return State(entries={e.name: e for e in entries})
+
+
+def rank_saves(target: Path, value: float, rank: int, size: int) -> None:
+    """Save as one rank; keep only the newest checkpoint."""
+    snapshot = Snapshot.of(state_of(value, rank, size), rank)
+    save = Save(
+        target,
+        snapshot,
+        step=int(value),
+        rank=rank,
+        size=size,
+        token="t",
+        committed=lambda: prune(target.parent, 1, None),
+    )
+    save.start()
+    while not save.wait(10):
+        pass
+    if save.error is not None:
+        raise save.error
+
+
+def job(
+    target: Path, value: float, size: int, victim: int | None = None, stage: int = 0, all_die: bool = False
+) -> bool:
+    """Fork the ranks of one save; return True if the victim was killed at its ``stage``-th call."""
+    pids = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                if rank == victim:
+                    die_at(stage)
+                rank_saves(target, value, rank, size)
+                os._exit(0)
+            except BaseException as error:
+                print(f"rank {rank}: {error!r}", file=sys.stderr, flush=True)
+                os._exit(1)
+        pids.append(pid)
+    killed = False
+    if victim is not None:
+        _, status = os.waitpid(pids[victim], 0)
+        killed = os.WIFSIGNALED(status)
+        if killed and not all_die:
+            time.sleep(0.01)  # the others go on for as long as a launcher takes to notice
+        for pid in [p for p in pids if p != pids[victim]] if killed else []:
+            os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        try:
+            _, status = os.waitpid(pid, 0)
+        except ChildProcessError:
+            continue
+        if not killed and status:
+            raise SystemExit(f"a rank of an undisturbed save failed: {status}")
+    return killed
+
+
+def die_at(stage: int) -> None:
+    """Send this process kill -9 at its ``stage``-th call, counted over files, folders and runs of bytes."""
+    left = [stage]
+
+    def counted(real: Callable) -> Callable:
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+    tensorfile._write = counted(tensorfile._write)
+
+
+def what_is_left(folder: Path) -> tuple[str, float]:
+    """Return the newest checkpoint's name and value, after reading and verifying every byte of it."""
+    path = latest(folder)
+    assert path is not None, f"nothing is left: {sorted(p.name for p in folder.iterdir())}"
+    manifest = Manifest.load(path)
+    with Reader(path, manifest) as reader:
+        values = {float(x) for x in reader.replicated("w")}
+        values |= {float(x) for x in reader.sharded("table", (range(ROWS), range(3))).ravel()}
+        for rank in range(manifest.size):
+            seeds = reader.per_rank("seed", rank, manifest.size, "keep")
+            assert seeds is not None
+            values |= {float(x) - rank for x in seeds}
+    assert len(values) == 1, values
+    return path.name, values.pop()
+
+
+def kill_at_every_stage(size: int, victim: int, all_die: bool, name: str) -> None:
+    """Save value 2 as ``name`` beside value 1 as step 1, killing at call 1, 2, ... until none is left."""
+    stage, killed = 0, True
+    while killed:
+        stage += 1
+        folder = Path(tempfile.mkdtemp())
+        job(folder / "step-000000001", 1.0, size)
+        killed = job(folder / name, 2.0, size, victim, stage, all_die)
+        tidy(folder)  # as the next run does at its start
+        found, value = what_is_left(folder)
+        left = sorted(p.name for p in folder.iterdir())
+        job(folder / "step-000000003", 3.0, size)
+        after = what_is_left(folder)
+        case = {"size": size, "victim": victim, "all": all_die, "name": name, "stage": stage, "killed": killed}
+        print(json.dumps({**case, "found": found, "value": value, "left": left, "after": after}), flush=True)
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    for size in (1, 2, 3, 4):
+        for victim, all_die in sorted({(0, False), (0, True), (size - 1, False)}):
+            for name in ("step-000000002", "step-000000001"):
+                kill_at_every_stage(size, victim, all_die, name)

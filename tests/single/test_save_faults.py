@@ -1,0 +1,46 @@
+"""kill -9 at every system call of a save, of one rank, the chief and all, at 1 to 4 ranks: nothing saved is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jobs
+import pytest
+
+DRIVER = Path(__file__).resolve().parents[1] / "save_driver.py"
+
+
+@pytest.fixture(scope="module")
+def cases():
+    done = subprocess.run(
+        [sys.executable, str(DRIVER)], env=jobs.environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_stage_of_a_save_was_met(cases):
+    for size in (1, 2, 3, 4):
+        chief = [c for c in cases if c["size"] == size and c["victim"] == 0 and c["killed"]]
+        assert len({c["stage"] for c in chief}) >= 20
+    assert sum(c["killed"] for c in cases) > 300
+
+
+def test_there_is_always_a_whole_checkpoint_the_old_one_or_the_new_one(cases):
+    for case in cases:
+        assert (case["found"], case["value"]) in [("step-000000001", 1.0), (case["name"], 2.0)], case
+        if not case["killed"]:
+            assert case["value"] == 2.0
+
+
+def test_old_ones_and_new_ones_both_occur(cases):
+    assert {c["value"] for c in cases if c["killed"]} == {1.0, 2.0}
+
+
+def test_no_rubbish_stays_and_the_next_save_works(cases):
+    for case in cases:
+        assert all(not name.startswith(".") for name in case["left"]), case
+        assert case["after"] == ["step-000000003", 3.0], case
