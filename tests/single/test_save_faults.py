@@ -7,17 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jobs
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from jobs import environment
 
 DRIVER = Path(__file__).resolve().parents[1] / "save_driver.py"
 
 
 @pytest.fixture(scope="module")
 def cases():
-    done = subprocess.run(
-        [sys.executable, str(DRIVER)], env=jobs.environment(), capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, str(DRIVER)], env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
