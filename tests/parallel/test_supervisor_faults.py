@@ -1,0 +1,159 @@
+"""Faults of the disk under a Supervisor, on 1 to 4 ranks: what was saved stays, and the message names the file."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import hvdkit as hk
+
+
+def session(logdir: Path, **options) -> hk.Supervisor:
+    """A model of 400 kB whose weights tell the step, and a seed of each rank's own."""
+    model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(1000, use_bias=False), keras.layers.Dropout(0.1)])
+    return hk.Supervisor(logdir, model=model, **{"save_model_secs": None, "summary_steps": None, **options})
+
+
+def weights(sv: hk.Supervisor) -> keras.Variable:
+    return sv._state()["model"].trainable_variables[0]
+
+
+def train(sv: hk.Supervisor, steps: int) -> None:
+    for _ in range(steps):
+        weights(sv).assign_add(np.ones((100, 1000), np.float32))
+        sv.step()
+
+
+def trained(logdir: Path) -> None:
+    """Leave checkpoints of steps 2 and 4."""
+    with session(logdir, save_steps=2, asynchronous=False) as sv:
+        weights(sv).assign(np.zeros((100, 1000), np.float32))
+        train(sv, 4)
+
+
+def on_chief(action, *args) -> None:
+    if hk.is_chief():
+        action(*args)
+    hk.barrier()
+
+
+def flip(file: Path, at: int = -100) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 4
+    file.write_bytes(content)
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 3)
+
+
+def edit(file: Path) -> None:
+    file.write_text(file.read_text().replace('"step": 4', '"step": 5'))
+
+
+SHARD = f"shard-{hk.size() - 1:05d}-of-{hk.size():05d}.safetensors"
+DAMAGE = {
+    "a flipped byte": ("replicated.safetensors", flip, "is damaged in rows .* to"),
+    "a flipped byte in a header": ("replicated.safetensors", lambda f: flip(f, 30), "its header is damaged"),
+    "a flipped byte in a shard": (SHARD, lambda f: flip(f, -2), "is damaged in rows"),
+    "a shard cut short": (SHARD, cut, "bytes, and .* were written"),
+    "a missing shard": (SHARD, Path.unlink, "missing, though"),
+    "an edited manifest": ("manifest.json", edit, "changed after it was written"),
+    "a manifest cut short": ("manifest.json", cut, "is damaged|changed after"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_named_and_the_checkpoint_before_is_taken(shared_path, what, caplog):
+    name, damage, words = DAMAGE[what]
+    trained(shared_path / "run")
+    on_chief(damage, shared_path / "run" / "checkpoints" / "step-000000004" / name)
+    caplog.clear()
+    with session(shared_path / "run") as sv:
+        assert sv.global_step == 2
+        np.testing.assert_array_equal(weights(sv).numpy(), np.full((100, 1000), 2.0))
+    assert (shared_path / "run" / "checkpoints" / "step-000000004").is_dir()
+    if hk.is_chief():
+        said = " ".join(record.getMessage() for record in caplog.records)
+        assert "step-000000004 is damaged, and passed over" in said
+        assert name in said
+        assert re.search(words, said), said
+
+
+@pytest.fixture
+def small_disk(shared_path):
+    """A disk of 1 MB, for room for two checkpoints of 400 kB."""
+    disk = shared_path / "disk"
+    mounted = mount(disk)
+    if not hk.broadcast_object(mounted):
+        pytest.skip("mounting a small file system takes root")
+    yield disk
+    hk.barrier()
+    on_chief(lambda: subprocess.run(["umount", "-l", disk], check=True))
+
+
+def mount(disk: Path) -> bool:
+    """Mount it on the chief's host, where all ranks of these tests are."""
+    if not hk.is_chief():
+        return False
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]
+    return os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_no_rubbish(shared_path, small_disk):
+    folder = small_disk / "run" / "checkpoints"
+    with (
+        pytest.raises(hk.CheckpointError, match=r"rank 0 failed.*No space left on device.*free space"),
+        session(small_disk / "run", save_steps=2, max_to_keep=None) as sv,
+    ):
+        train(sv, 400)
+    hk.barrier()
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == ["step-000000002", "step-000000004"]
+    assert hk.checkpoint.latest(folder).name == "step-000000004"
+    hk.barrier()
+    on_chief(shutil.rmtree, folder / "step-000000002")
+    with session(small_disk / "run", max_to_keep=None) as sv:  # room again: it goes on from step 4
+        assert sv.global_step == 4
+        train(sv, 1)
+    assert hk.checkpoint.latest(folder).name == "step-000000005"
+
+
+def test_a_read_only_disk_is_named_before_training_begins(shared_path, small_disk):
+    trained_path = small_disk / "run"
+    trained(trained_path)
+    hk.barrier()
+    on_chief(lambda: subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True))
+    with pytest.raises(hk.CheckpointError, match=r"run.*Read-only file system"):
+        session(trained_path).__enter__()
+    # Reading needs no right to write.
+    model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(1000, use_bias=False), keras.layers.Dropout(0.1)])
+    hk.checkpoint.restore(hk.checkpoint.latest(trained_path), {"model": model})
+    np.testing.assert_array_equal(model.trainable_variables[0].numpy(), np.full((100, 1000), 4.0))
+
+
+def test_what_a_killed_run_left_half_written_is_removed(shared_path):
+    trained(shared_path / "run")
+    folder = shared_path / "run" / "checkpoints"
+    on_chief(lambda: (folder / ".writing-step-000000006-12ab").mkdir())
+    on_chief(lambda: (folder / ".writing-step-000000006-12ab" / "replicated.safetensors").write_bytes(b"half"))
+    on_chief(lambda: (folder / "step-000000004").rename(folder / ".replaced-step-000000004"))
+    with session(shared_path / "run") as sv:
+        assert sv.global_step == 4
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000000002", "step-000000004"]
+
+
+@pytest.fixture(autouse=True)
+def clean(shared_path):
+    """Forget the test's folder when every rank is done with it."""
+    yield
+    hk.barrier()
+    on_chief(lambda: shutil.rmtree(shared_path, ignore_errors=True))
