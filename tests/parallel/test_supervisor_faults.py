@@ -89,7 +89,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(shared_path, what, c
 
 @pytest.fixture
 def small_disk(shared_path):
-    """A disk of 1 MB, for room for two checkpoints of 400 kB."""
+    """A disk with room for two checkpoints of 400 kB."""
     disk = shared_path / "disk"
     mounted = mount(disk)
     if not hk.broadcast_object(mounted):
@@ -104,7 +104,7 @@ def mount(disk: Path) -> bool:
     if not hk.is_chief():
         return False
     disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]
+    command = ["mount", "-t", "tmpfs", "-o", "size=1150k", "tmpfs", disk]
     return os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
 
 
