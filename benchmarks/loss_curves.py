@@ -45,7 +45,6 @@ def main() -> int:
 def losses(size: int, steps: int) -> list[float]:
     """Return the loss over the global batch at each step, read from the chief's TensorBoard file."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.util.tensor_util import make_ndarray
 
     bin_folder = Path(sys.executable).parent
     env = os.environ | {
@@ -55,12 +54,12 @@ def losses(size: int, steps: int) -> list[float]:
     }
     with tempfile.TemporaryDirectory() as folder:
         script = [sys.executable, str(ROOT / "models" / "train.py"), "cifar10", "--steps", str(steps)]
-        options = ["--learning-rate", "0.02", "--warmup-steps", "0", "--log-every", "1", "--log-dir", folder]
+        options = ["--learning-rate", "0.02", "--warmup-steps", "0", "--log-every", "1", "--logdir", folder]
         command = [str(bin_folder / "mpirun"), "-np", str(size), *script, *options]
         subprocess.run(command, env=env, check=True, capture_output=True, timeout=900)
-        events = EventAccumulator(folder, size_guidance={"tensors": 0})
+        events = EventAccumulator(f"{folder}/summaries", size_guidance={"scalars": 0})
         events.Reload()
-        return [float(make_ndarray(event.tensor_proto)) for event in events.Tensors("loss")]
+        return [event.value for event in events.Scalars("loss")]
 
 
 def draw(curves: dict[int, list[float]], file: Path) -> None:

@@ -53,8 +53,13 @@ class Config:
     """Seed of the initial weights, the order of examples and their distortion."""
     log_every: int = 10
     """Steps between two log lines."""
-    log_dir: Path | None = None
-    """Folder for TensorBoard summaries, written by the chief."""
+    logdir: Path | None = None
+    """Save here, and go on from the newest checkpoint in it; TensorBoard's summaries as well. Default: a folder that
+    is removed at the end."""
+    save_model_secs: float = 600
+    """Seconds between two checkpoints."""
+    max_to_keep: int = 5
+    """Checkpoints to keep."""
     allow_nonfinite: bool = False
     """Go on training where the loss becomes NaN or infinite."""
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from inputs import Dataset, linear_data, load_diabetes
+from training import folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,20 +90,6 @@ def run(config: Config) -> float:
     if hk.is_chief():
         print(f"held-out mean squared error {error:.4f}", flush=True)
     return error
-
-
-@contextlib.contextmanager
-def folder(logdir: Path | None) -> Iterator[Path]:
-    """Give ``logdir``, or a folder on the chief's host that is removed at the end."""
-    if logdir is not None:
-        yield logdir
-        return
-    path = Path(hk.broadcast_object(tempfile.mkdtemp() if hk.is_chief() else ""))
-    try:
-        yield path
-    finally:
-        if hk.is_chief():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _report(epoch: int, loss: float, model: keras.Model) -> None:

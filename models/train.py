@@ -43,15 +43,13 @@ def main() -> None:
 
 
 def train_classifier(config: cifar10.Config) -> None:
-    """Build on every rank, start from the chief's weights, train, evaluate, compare the ranks."""
+    """Build on every rank, train from where the logdir is, evaluate, compare the ranks."""
     data = config.load()
     batches = hk.data.GlobalBatches(
         (data.x_train, data.y_train), config.global_batch_size(), shuffle_seed=config.seed, remainder="drop"
     )
     model = config.build(data)
     model.compile(config.optimizer(), _loss(), jit_compile=False)
-    model.optimizer.build(model.trainable_variables)
-    hk.broadcast_variables(model.variables + model.optimizer.variables)
     average = cifar10.MovingAverage(model)
     say(f"{data.name}: {len(data.y_train)} training images, {config.global_batch_size()} a step over {hk.size()} ranks")
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hvdkit as hk  # before keras: a launched rank loads TensorFlow and MPI in the order that works
@@ -31,47 +34,57 @@ def loop(config: Any, model: keras.Model, batches: hk.data.GlobalBatches, averag
         optimizer.apply(grads, model.trainable_variables)
         return loss
 
-    with summaries(config) as scalar, progress(config.steps) as advance:
-        for step, (images, labels) in zip(range(1, config.steps + 1), batches, strict=False):
+    with (
+        folder(config.logdir) as logdir,
+        hk.Supervisor(logdir, model=model, data=batches, state={"log": log}, **options(config, average)) as sv,
+        progress(sv.global_step, config.steps) as advance,
+    ):
+        for images, labels in sv.batches(until=config.steps):
             loss = train_step(images, labels, batches.sample_weight)
-            hk.callbacks.check_finite(float(loss), step=step, stop=not config.allow_nonfinite)
-            average.update(tf.constant(step, tf.int64))
-            if step % config.log_every == 0:
-                loss = hk.allreduce(loss)
-                scalar(step, loss=loss, learning_rate=optimizer.learning_rate)
-                log.step(step, loss)
+            average.update(tf.constant(sv.global_step + 1, tf.int64))
+            sv.step(loss=loss, learning_rate=optimizer.learning_rate)
+            if sv.global_step % config.log_every == 0:
+                log.step(sv.global_step, hk.allreduce(loss))
             advance()
 
 
 def fit(config: Any, model: keras.Model, batches: hk.data.GlobalBatches, average: Any) -> None:
     """Train with Keras's fit: the same steps, losses and weights as :func:`loop`."""
-    epochs, steps_left = divmod(config.steps, batches.steps_per_epoch)
-    callbacks = [
-        hk.callbacks.BroadcastInitial(),
-        hk.callbacks.MetricAverage(),
-        hk.callbacks.StopOnNonFinite(stop=not config.allow_nonfinite),
-        hk.callbacks.StepLog(config.global_batch_size(), every=config.log_every),
-        _AfterStep(config.steps, average),
-    ]
-    if config.log_dir is not None and hk.is_chief():
-        callbacks.append(keras.callbacks.TensorBoard(str(config.log_dir), update_freq=config.log_every))
     verbose = 1 if hk.is_chief() and sys.stdout.isatty() else 0
-    data = batches.as_keras()
-    model.fit(data, epochs=epochs + (steps_left > 0), callbacks=callbacks, verbose=verbose, shuffle=False)
+    with folder(config.logdir) as logdir:
+        keep = hk.callbacks.SupervisorCallback(logdir, until=config.steps, data=batches, **options(config, average))
+        callbacks = [
+            _MovingAverage(average, keep),  # before the save that keeps it
+            keep,
+            hk.callbacks.MetricAverage(),
+            hk.callbacks.StopOnNonFinite(stop=not config.allow_nonfinite),
+            hk.callbacks.StepLog(config.global_batch_size(), every=config.log_every),
+        ]
+        epochs = -(-config.steps // batches.steps_per_epoch)
+        model.fit(batches.as_keras(), epochs=epochs, callbacks=callbacks, verbose=verbose, shuffle=False)
 
 
-class _AfterStep(keras.callbacks.Callback):
-    """Keep the moving average of the weights, and end after the last step asked for."""
+def options(config: Any, average: Any) -> dict[str, Any]:
+    """Return what the Supervisor of both forms is told."""
+    return {
+        "variables": average.averages,
+        "save_model_secs": config.save_model_secs,
+        "max_to_keep": config.max_to_keep,
+        "summary_steps": config.log_every,
+        "gather": config.logdir is None,
+        "stop_on_nonfinite": not config.allow_nonfinite,
+    }
 
-    def __init__(self, steps: int, average: Any) -> None:
+
+class _MovingAverage(keras.callbacks.Callback):
+    """Keep the moving average of the weights."""
+
+    def __init__(self, average: Any, keep: hk.callbacks.SupervisorCallback) -> None:
         super().__init__()
-        self.steps, self.average, self.step = steps, average, 0
+        self.average, self.keep = average, keep
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.step += 1
-        self.average.update(tf.constant(self.step, tf.int64))
-        if self.step >= self.steps:
-            self.model.stop_training = True
+        self.average.update(tf.constant(self.keep.supervisor.global_step + 1, tf.int64))
 
 
 def evaluate(model: keras.Model, images: Any, labels: Any, *, batch_size: int = 256) -> float:
@@ -87,24 +100,21 @@ def evaluate(model: keras.Model, images: Any, labels: Any, *, batch_size: int = 
 
 
 @contextlib.contextmanager
-def summaries(config: Any) -> Iterator[Any]:
-    """Give a function that writes TensorBoard scalars on the chief, and does nothing on other ranks."""
-    if config.log_dir is None or not hk.is_chief():
-        yield lambda step, **scalars: None
+def folder(logdir: Path | None) -> Iterator[Path]:
+    """Give ``logdir``, or a folder on the chief's host that is removed at the end."""
+    if logdir is not None:
+        yield logdir
         return
-    writer = tf.summary.create_file_writer(str(config.log_dir))
-
-    def scalar(step: int, **scalars: Any) -> None:
-        with writer.as_default(step):
-            for name, value in scalars.items():
-                tf.summary.scalar(name, value)
-
-    yield scalar
-    writer.close()
+    path = Path(hk.broadcast_object(tempfile.mkdtemp() if hk.is_chief() else ""))
+    try:
+        yield path
+    finally:
+        if hk.is_chief():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def progress(steps: int) -> Iterator[Any]:
+def progress(done: int, steps: int) -> Iterator[Any]:
     """Show a progress bar on the chief's terminal; without a terminal, none."""
     if not hk.is_chief() or not sys.stderr.isatty():
         yield lambda: None
@@ -112,5 +122,5 @@ def progress(steps: int) -> Iterator[Any]:
     from rich.console import Console
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("training", total=steps)
+        task = bar.add_task("training", total=steps, completed=done)
         yield lambda: bar.advance(task)

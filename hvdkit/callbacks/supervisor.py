@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from hvdkit.supervisor import Supervisor
 class SupervisorCallback(keras.callbacks.Callback):
     """Restores or initialises, saves, summarises and stops ``model.fit`` as :class:`hvdkit.Supervisor` does a loop.
 
-    Start the same script again, and ``fit`` goes on in the epoch and at the batch where it was saved. Put it first
-    among the callbacks: those after it see the restored state. It takes the place of :class:`BroadcastInitial`, of
-    ``keras.callbacks.BackupAndRestore`` and of ``TensorBoard``.
+    Start the same script again, and ``fit`` goes on in the epoch and at the batch where it was saved. It takes the
+    place of :class:`BroadcastInitial`, ``keras.callbacks.BackupAndRestore`` and ``keras.callbacks.TensorBoard``.
+    Callbacks after it see the restored state; one that changes what is saved, after each step, goes before it.
 
     Args:
         logdir: the run's folder, shared by all ranks.
+        until: end ``fit`` when so many steps have been trained in all; a run that is there already trains none.
         data: the ``GlobalBatches`` whose ``as_keras()`` is given to ``fit``; its position is saved. Without it,
             ``fit`` goes on at the beginning of the epoch that it was in.
         variables: as for :class:`hvdkit.Supervisor`.
@@ -46,6 +48,7 @@ class SupervisorCallback(keras.callbacks.Callback):
         self,
         logdir: str | Path,
         *,
+        until: int | None = None,
         data: Any = None,
         variables: Iterable[Any] = (),
         state: Mapping[str, Any] | None = None,
@@ -53,7 +56,7 @@ class SupervisorCallback(keras.callbacks.Callback):
     ):
         super().__init__()
         self.supervisor: Supervisor | None = None
-        self._logdir, self._data, self._options = logdir, data, options
+        self._logdir, self._until, self._data, self._options = logdir, until, data, options
         self._variables, self._state = list(variables), dict(state or {})
         self._seen = self._ends_at = 0  # batches of this epoch, and where it ends if it was begun by an earlier run
 
@@ -75,7 +78,7 @@ class SupervisorCallback(keras.callbacks.Callback):
     def _find_place(self) -> None:
         step, steps = self._session.global_step, self._steps_per_epoch() or 0
         epoch, begun = divmod(step, steps) if steps else (0, 0)
-        self.model._initial_epoch = epoch
+        self.model._initial_epoch = sys.maxsize if self._is_done() else epoch
         self._ends_at = 0
         if begun and self._data is None:
             self._warn(
@@ -98,7 +101,7 @@ class SupervisorCallback(keras.callbacks.Callback):
             callback.count(batch)  # before a save takes their states: their own turn may come after this one's
         steps, self._seen = batch + 1 - self._seen, batch + 1
         self._session.advance(steps, logs or {}, ahead=True)
-        if self._session.should_stop():
+        if self._session.should_stop() or self._is_done():
             self.model.stop_training = True
         elif self._ends_at and self._seen >= self._ends_at and not self.model.stop_training:
             self.model.stop_training = _END_OF_EPOCH
@@ -122,6 +125,9 @@ class SupervisorCallback(keras.callbacks.Callback):
         if self.supervisor is None:
             raise HvdkitError("SupervisorCallback: used outside model.fit")
         return self.supervisor
+
+    def _is_done(self) -> bool:
+        return self._until is not None and self._session.global_step >= self._until
 
     def _steps_per_epoch(self) -> int | None:
         return self.params.get("steps") if self._data is None else self._data.steps_per_epoch

@@ -182,8 +182,11 @@ class Supervisor:
         """Steps trained, over all runs."""
         return self._position.step
 
-    def batches(self) -> Iterator[Any]:
+    def batches(self, until: int | None = None) -> Iterator[Any]:
         """Yield batches of ``data`` until they end or all ranks have agreed to stop; then on all ranks alike.
+
+        Args:
+            until: also stop when :attr:`global_step` has reached it.
 
         Raises:
             HvdkitError: the Supervisor has no ``data``.
@@ -191,7 +194,7 @@ class Supervisor:
         if self._data is None:
             raise HvdkitError(describe("data", None, "batches", "pass data= to hk.Supervisor, or loop yourself"))
         source = iter(self._data) if self._position.follows_data else lockstep(self._data)
-        while not self._stopping:
+        while not self._stopping and (until is None or self.global_step < until):
             try:
                 batch = next(source)
             except StopIteration:

@@ -84,18 +84,28 @@ def test_moving_average_follows_its_formula():
     np.testing.assert_allclose(average.averages[0].numpy(), expected, rtol=1e-5)
 
 
-def test_train_script_learns_and_reports(capfd, tmp_path):
-    config = cifar10.Config(data="synthetic", steps=40, batch_size=64, log_dir=tmp_path, learning_rate=0.02)
+def test_train_script_learns_and_reports(capfd, shared_path):
+    config = cifar10.Config(data="synthetic", steps=40, batch_size=64, logdir=shared_path, learning_rate=0.02)
     train.train_classifier(config)
     printed = capfd.readouterr()
     if hk.is_chief():
         assert f"all {hk.size()} ranks hold the same 1068298 weights, bit for bit" in printed.out
         assert float(printed.out.split("held-out accuracy ")[1].split()[0]) > 0.3
         assert "examples/sec" in printed.err and "step 40, loss" in printed.err
-        assert list(tmp_path.glob("events.out.tfevents.*"))
+        assert list(shared_path.glob("summaries/events.out.tfevents.*"))
     else:
         assert "accuracy" not in printed.out
-        assert not list(tmp_path.iterdir())
+    # The same command again has nothing left to train, and comes to the same.
+    train.train_classifier(config)
+    if hk.is_chief():
+        lines = [
+            line
+            for text in (printed.out, capfd.readouterr().out)
+            for line in text.splitlines()
+            if "sha256" in line or "digest" in line
+        ]
+        assert len(lines) == 2
+        assert lines[0] == lines[1]
 
 
 def test_cifar10_files_are_trained_on(shared_path, capfd):
