@@ -23,7 +23,7 @@ from hvdkit.checkpoint.store import agreed_state, begin, finish
 from hvdkit.partition import rows_of
 
 COLUMNS = 256
-CHUNK = 8 * 2**20
+CHUNK = 2**20
 
 
 class Table:

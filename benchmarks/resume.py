@@ -27,6 +27,7 @@ from pathlib import Path
 
 WORKER = Path(__file__).with_name("resume_worker.py")
 STEPS = 390
+KILLED_STEPS = 900
 
 
 def main() -> int:
@@ -48,8 +49,8 @@ def main() -> int:
 
 def show_kills(folder: Path, np: int, kills: int, chance: random.Random) -> int:
     """Compare a run that is killed ``kills`` times with one that is not."""
-    print(f"a run of {np} ranks, {STEPS} steps, a checkpoint every 10: ", end="", flush=True)
-    started, flags = time.monotonic(), ["--steps", str(STEPS)]
+    print(f"a run of {np} ranks, {KILLED_STEPS} steps, a checkpoint every 10: ", end="", flush=True)
+    started, flags = time.monotonic(), ["--steps", str(KILLED_STEPS)]
     expected = finish(folder / "whole", np, *flags)
     print(f"{time.monotonic() - started:.0f} s, digests of the ranks {expected}", flush=True)
     victims = ["one rank", "the chief", "all ranks"]

@@ -1,6 +1,6 @@
 """Saving and restoring where ranks do not share a file system: the chief has the files.
 
-The chief leads. It tells all ranks what comes next, a small object; then one exchange moves the rows of about 8 MiB. So
+The chief leads. It tells all ranks what comes next, a small object; then one exchange moves the rows of about 1 MiB. So
 no rank holds more than its own part and one such piece.
 """
 
@@ -20,7 +20,7 @@ from hvdkit.checkpoint.files import naming_file, remove_folder
 from hvdkit.checkpoint.folder import commit, tidy_one, writing_name
 from hvdkit.checkpoint.manifest import REPLICATED, Manifest, shard_name
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.checkpoint.tensorfile import CHUNK_BYTES, FileRecord, Outgoing, write_file
+from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, FileRecord, Outgoing, write_file
 from hvdkit.checkpoint.writing import Snapshot, assemble
 from hvdkit.collectives import tensors
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
@@ -141,8 +141,8 @@ def chief_reads(
 
 def _hand_out(rank: int, name: str, part: np.ndarray) -> None:
     data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-    for start in range(0, len(data), CHUNK_BYTES):
-        stop = min(start + CHUNK_BYTES, len(data))
+    for start in range(0, len(data), BLOCK_BYTES):
+        stop = min(start + BLOCK_BYTES, len(data))
         _move(_Order(name, start, stop, 0, rank), data[start:stop])
 
 

@@ -41,7 +41,7 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
         state: names of models, optimizers, variables, ... ; see :func:`hvdkit.checkpoint.state.flatten`.
         step: steps trained, for the manifest; by default the number at the end of the path's name, or 0.
         gather: True where ranks do not share a file system: the chief writes everything, and gets the others' parts
-            over the network in pieces of about 8 MiB.
+            over the network in pieces of about 1 MiB.
 
     Returns:
         ``path``.

@@ -26,8 +26,9 @@ import xxhash
 from hvdkit.checkpoint.files import naming_file
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, describe
 
+# Also what moves by one call: with more, a block has left the core's cache between its checksum and its write.
 BLOCK_BYTES = 2**20
-# Bytes that move by one call; enough that the calls cost nothing.
+# What a tool that reads whole tensors holds at a time.
 CHUNK_BYTES = 8 * BLOCK_BYTES
 
 _DTYPES = {
@@ -125,7 +126,7 @@ def write_file(path: Path, tensors: Sequence[Outgoing], progress: Callable[[int]
 
     Args:
         path: the file, which must not exist.
-        tensors: what it holds. Rows are taken when their turn comes, about 8 MiB at a time.
+        tensors: what it holds. Rows are taken when their turn comes, about 1 MiB at a time.
         progress: called with every number of bytes written.
 
     Raises:
@@ -172,21 +173,18 @@ def _header(layouts: dict[str, Layout]) -> bytes:
 
 
 def _write_tensor(file: Any, tensor: Outgoing, layout: Layout, progress: Callable[[int], None]) -> Iterator[str]:
-    step = layout.block_rows
-    for first, last in _groups(layout, 0, layout.blocks):
+    for first, last in _blocks(layout, 0, layout.blocks):
         block = _bytes_of(tensor.rows(first, last))
-        for start in range(0, len(block), step * layout.row_bytes):
-            yield xxhash.xxh3_64_hexdigest(block[start : start + step * layout.row_bytes])
+        yield xxhash.xxh3_64_hexdigest(block)
         _write(file, block)
         progress(len(block))
 
 
-def _groups(layout: Layout, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Cut blocks ``[first, last)`` into runs of at most about ``CHUNK_BYTES``; give their rows ``[start, stop)``."""
-    blocks = max(1, CHUNK_BYTES // max(1, layout.block_rows * layout.row_bytes))
-    for block in range(first, last, blocks):
-        stop = min(block + blocks, last) * layout.block_rows
-        yield block * layout.block_rows, min(stop, layout.rows)
+def _blocks(layout: Layout, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Give the rows ``[start, stop)`` of blocks ``first`` to ``last - 1``."""
+    for block in range(first, last):
+        start = block * layout.block_rows
+        yield start, min(start + layout.block_rows, layout.rows)
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
@@ -255,13 +253,13 @@ class TensorFile:
         """Yield ``(start, stop, array)``: the verified rows that belong at ``[start, stop)`` of the result, in turn.
 
         Where ``into`` is given, runs of rows that are read as they lie go straight to their place in it, and ``array``
-        is None. Memory: about 8 MiB, or one row.
+        is None. Memory: about 1 MiB, or one row.
         """
         layout = self._layout(name)
         if not rows or not layout.blocks:
             return
         step = layout.block_rows
-        for first, last in _groups(layout, rows[0] // step, rows[-1] // step + 1):
+        for first, last in _blocks(layout, rows[0] // step, rows[-1] // step + 1):
             start = max(0, -((rows.start - first) // rows.step))
             stop = min(len(rows), -((rows.start - last) // rows.step))
             if start >= stop:
@@ -280,19 +278,14 @@ class TensorFile:
         return self.layouts[name]
 
     def _fill(self, name: str, layout: Layout, first: int, block: np.ndarray) -> None:
-        """Read rows from ``first`` on, whole checksum blocks, into ``block``."""
+        """Read the checksum block that begins with row ``first``."""
         view = _bytes_of(block)
         self._read_into(view, self._data + layout.start + first * layout.row_bytes)
-        number, size = first // layout.block_rows, layout.block_rows * layout.row_bytes
-        for start in range(0, len(view), size):
-            expected = layout.digests[16 * number : 16 * number + 16]
-            if xxhash.xxh3_64_hexdigest(view[start : start + size]) != expected:
-                at = first + start // layout.row_bytes
-                raise CorruptCheckpointError(
-                    f"{self.path}: {name!r} is damaged in rows {at} to "
-                    f"{min(at + layout.block_rows, layout.rows) - 1} (checksum differs)"
-                )
-            number += 1
+        number = first // layout.block_rows
+        if xxhash.xxh3_64_hexdigest(view) != layout.digests[16 * number : 16 * number + 16]:
+            raise CorruptCheckpointError(
+                f"{self.path}: {name!r} is damaged in rows {first} to {first + len(block) - 1} (checksum differs)"
+            )
 
     def _read_into(self, view: memoryview, offset: int) -> None:
         with naming_file(self.path, "read"):
