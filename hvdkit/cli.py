@@ -1,9 +1,9 @@
 """The ``hvdkit`` command.
 
-A subcommand is one entry of :data:`COMMANDS`: its name, a summary, an example, and where its config (a
-keyword-only frozen dataclass, whose field docs are the help texts) and its runner live. Both are imported
-only when that command runs, so that ``hvdkit --help`` stays fast and works before TensorFlow, Horovod or an
-MPI are installed.
+A subcommand is one entry of :data:`COMMANDS`: its name, a summary, an example, and where its config and its
+runner live. The config is a keyword-only frozen dataclass, whose field docs are the help texts, or a union of
+such, each a subcommand of its own. Both are imported only when that command runs, so that ``hvdkit --help``
+stays fast and works before TensorFlow, Horovod or an MPI are installed.
 
 A runner takes the config. It returns an exit code, or None, or a result to print.
 
@@ -44,6 +44,12 @@ COMMANDS = {
         "hvdkit build-horovod",
         config="hvdkit.build_horovod:BuildHorovod",
         runner="hvdkit.build_horovod:build_horovod",
+    ),
+    "checkpoint": Command(
+        "Say what checkpoints hold and whether they are whole; export them",
+        "hvdkit checkpoint inspect runs/mnist",
+        config="hvdkit.checkpoint.commands:Checkpoint",
+        runner="hvdkit.checkpoint.commands:checkpoint",
     ),
 }
 
@@ -97,7 +103,9 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     import tyro
 
     command = COMMANDS[name]
-    config = tyro.cli(_load(command.config), prog=f"hvdkit {name}", args=arguments)
+    kind = _load(command.config)
+    described = None if isinstance(kind, type) else f"{command.summary}."  # a union has no docstring
+    config = tyro.cli(kind, prog=f"hvdkit {name}", description=described, args=arguments)
     result = _load(command.runner)(config)
     if result is not None and not isinstance(result, int):
         print(result)

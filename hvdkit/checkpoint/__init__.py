@@ -1,7 +1,43 @@
-"""Checkpoints of N ranks that restore at any number of ranks: whole or not there, verified to the byte."""
+"""Checkpoints of N ranks that restore at any number of ranks: whole or not there, verified to the byte.
 
-from hvdkit.checkpoint.folder import latest
-from hvdkit.checkpoint.state import ShardedState
-from hvdkit.checkpoint.store import restore, save
+Names are loaded when they are first used: looking at checkpoints needs neither TensorFlow nor Horovod.
+"""
 
-__all__ = ["ShardedState", "latest", "restore", "save"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdkit.checkpoint.export import export_npy
+    from hvdkit.checkpoint.folder import latest
+    from hvdkit.checkpoint.inspecting import inspect
+    from hvdkit.checkpoint.serving import export_saved_model
+    from hvdkit.checkpoint.state import ShardedState
+    from hvdkit.checkpoint.store import restore, save
+    from hvdkit.checkpoint.verifying import verify
+
+_HOME_OF = {
+    "ShardedState": "state",
+    "export_npy": "export",
+    "export_saved_model": "serving",
+    "inspect": "inspecting",
+    "latest": "folder",
+    "restore": "store",
+    "save": "store",
+    "verify": "verifying",
+}
+
+__all__ = ["ShardedState", "export_npy", "export_saved_model", "inspect", "latest", "restore", "save", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'hvdkit.checkpoint' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"hvdkit.checkpoint.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

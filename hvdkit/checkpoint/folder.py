@@ -106,6 +106,14 @@ def is_marked(path: Path) -> bool:
     return _mark(path).exists() and path.exists()
 
 
+def noted_damage(path: Path) -> str | None:
+    """Return what :func:`mark_damaged` has noted of ``path``, or None."""
+    if not is_marked(path):
+        return None
+    with naming_file(_mark(path), "read"):
+        return _mark(path).read_text(errors="replace").strip()
+
+
 def _mark(path: Path) -> Path:
     return path.with_name(f"{_DAMAGED}{path.name}")
 

@@ -54,7 +54,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         """
         saved = self._manifest.variables[name]
         out = aligned_empty(saved.shape, np.dtype(saved.dtype))
-        return self._open(saved.parts[0]).read(name, out=out)
+        return self.open(saved.parts[0]).read(name, out=out)
 
     def per_rank(self, name: str, rank: int, size: int, resize: Resize) -> np.ndarray | None:
         """Return what ``rank`` of ``size`` takes of a tensor that each rank had of its own; None: keep what it has.
@@ -64,10 +64,10 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         """
         saved, then = self._manifest.variables[name], self._manifest.size
         if size == then or (resize == "keep" and rank < then):
-            return self._open(saved.parts[rank]).read(name)
+            return self.open(saved.parts[rank]).read(name)
         if resize == "keep":
             return None
-        total = sum(self._open(part).read(name).astype(np.float64) for part in saved.parts)
+        total = sum(self.open(part).read(name).astype(np.float64) for part in saved.parts)
         return np.asarray(total / (then if resize == "mean" else size)).astype(np.dtype(saved.dtype))
 
     def sharded(self, name: str, index: tuple[range, ...]) -> np.ndarray:
@@ -97,7 +97,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         source = tuple(positions(c, a) for c, a in zip(common, theirs, strict=True))
         target = tuple(positions(c, b) for c, b in zip(common, index, strict=True))
         rows = range(source[0].start, source[0].stop, source[0].step)
-        file = self._open(part)
+        file = self.open(part)
         into = out[target]
         whole = all(len(c) == len(a) for c, a in zip(common[1:], theirs[1:], strict=True))
         if whole and into.flags.c_contiguous and target[0].step == 1:
@@ -108,7 +108,8 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
                 into[start:stop] = block[(slice(None), *source[1:])]
         return into.size
 
-    def _open(self, part: Part) -> TensorFile:
+    def open(self, part: Part) -> TensorFile:
+        """Return the open file that holds ``part``."""
         if part.file not in self._files:
             self._files[part.file] = self._manifest.open(self._path, part.file)
         return self._files[part.file]

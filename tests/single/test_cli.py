@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from typing import get_args, get_type_hints
 
 import psutil
 import pytest
@@ -87,12 +88,17 @@ def test_an_unknown_command_is_one_line_and_exit_code_2(capsys):
 def test_each_command_has_a_documented_config_and_a_runner(name, capsys):
     config = cli._load(cli.COMMANDS[name].config)
     assert callable(cli._load(cli.COMMANDS[name].runner))
-    assert config.__dataclass_params__.frozen
-    assert all(field.kw_only for field in dataclasses.fields(config))
-    assert cli.main([name, "--help"]) == 0
-    shown = capsys.readouterr().out
-    for field in dataclasses.fields(config):
-        assert f"--{field.name.replace('_', '-')}" in shown
+    # A config, or a union of those of subcommands: Annotated[Inspect, subcommand("inspect")] | ...
+    parts = [config] if isinstance(config, type) else [get_args(one)[0] for one in get_args(config)]
+    for part in parts:
+        assert part.__dataclass_params__.frozen
+        assert all(field.kw_only for field in dataclasses.fields(part))
+        assert cli.main([name, *([] if part is config else [part.__name__.lower()]), "--help"]) == 0
+        shown = capsys.readouterr().out
+        hints = get_type_hints(part, include_extras=True)
+        for field in dataclasses.fields(part):
+            positional = "Positional" in str(hints[field.name])
+            assert (field.name.upper() if positional else f"--{field.name.replace('_', '-')}") in shown
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,175 @@
+"""``hvdkit checkpoint``: what checkpoints hold, whether they are whole, and their tensors for other programs.
+
+Looking, verifying and .npy files need neither TensorFlow nor Horovod, nor the number of ranks that saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Positional, subcommand
+
+from hvdkit.errors import CorruptCheckpointError, describe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Say what a checkpoint holds, or which checkpoints there are.
+
+    Reads the manifests alone: it takes no time, and does not see a flipped byte (`verify` does). Exit code: 0; 2 where
+    there is no checkpoint.
+
+    For example:
+        hvdkit checkpoint inspect runs/mnist          all of a run
+        hvdkit checkpoint inspect runs/mnist --json   for programs
+        hvdkit checkpoint inspect runs/mnist/checkpoints/step-000001200
+    """
+
+    path: Positional[Path]
+    """A checkpoint; or a folder of checkpoints, or a logdir."""
+    json: bool = False
+    """Print JSON in place of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Read every byte, compare it with the checksums, and tell all the damage: file, tensor and rows.
+
+    Exit code: 0 where all is whole; 1 where something is damaged; 2 where there is no checkpoint, or it cannot be read.
+
+    For example:
+        hvdkit checkpoint verify runs/mnist           all of a run
+        hvdkit checkpoint verify runs/mnist/checkpoints/step-000001200
+    """
+
+    path: Positional[Path]
+    """A checkpoint; or a folder of checkpoints, or a logdir."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write a checkpoint's tensors as .npy files, or its model as a SavedModel.
+
+    As npy: one file per tensor, sharded ones put together in global order, and values.json; bfloat16 and float8 become
+    float32. As saved-model: what the function of --model builds gets the weights, and plain TensorFlow serves it. One
+    process does it, whatever the number of ranks that saved.
+
+    For example:
+        hvdkit checkpoint export runs/mnist --to weights
+        hvdkit checkpoint export runs/mnist --to weights --names 'model/*'
+        hvdkit checkpoint export runs/mnist --to served/1 \\
+            --format saved-model --model train:build_model
+    """
+
+    path: Positional[Path]
+    """A checkpoint; or a folder of checkpoints, or a logdir, of which the newest whole one is taken."""
+    to: Path
+    """The folder to write to."""
+    format: Literal["npy", "saved-model"] = "npy"
+    """What to write."""
+    names: tuple[str, ...] = ()
+    """For npy: names of tensors, or patterns such as 'model/*'; all by default."""
+    model: str | None = None
+    """For saved-model: module:function that builds the model; modules of the current folder are found."""
+    key: str = "model"
+    """For saved-model: the model's name in the saved state."""
+    overwrite: bool = False
+    """Write into a folder that is not empty."""
+
+    def __post_init__(self) -> None:
+        if (self.format == "saved-model") != (self.model is not None):
+            remedy = "pass both --format saved-model and --model module:function, or neither"
+            raise ValueError(describe("model", self.model, "a function for a saved-model", remedy))
+        if self.model is not None and not all(self.model.partition(":")):
+            raise ValueError(describe("model", self.model, "module:function", "pass e.g. train:build_model"))
+        if self.names and self.format != "npy":
+            raise ValueError(describe("names", self.names, "none for a saved-model", "leave it out"))
+
+
+Checkpoint = (
+    Annotated[Inspect, subcommand("inspect")]
+    | Annotated[Verify, subcommand("verify")]
+    | Annotated[Export, subcommand("export")]
+)
+
+
+def checkpoint(config: Inspect | Verify | Export) -> int:
+    """Run ``hvdkit checkpoint ...``, print on stdout, and return the exit code.
+
+    Example:
+        >>> checkpoint(Verify(path=Path("runs/mnist")))  # doctest: +SKIP
+        whole: 5 checkpoint(s), 25 file(s), 310 tensor part(s), 2.1 GB read and compared
+        0
+    """
+    run: dict[type, Callable[[Any], int]] = {Inspect: _inspect, Verify: _verify, Export: _export}
+    return run[type(config)](config)
+
+
+def _inspect(config: Inspect) -> int:
+    from hvdkit.checkpoint.inspecting import inspect
+
+    found = inspect(config.path)
+    print(json.dumps(found.as_dict(), indent=2) if config.json else found)
+    return 0
+
+
+def _verify(config: Verify) -> int:
+    from hvdkit.checkpoint.verifying import bytes_at, verify
+
+    try:
+        with _progress("reading", bytes_at(config.path)) as advance:
+            read = verify(config.path, progress=advance)
+    except CorruptCheckpointError as damage:
+        print(damage)
+        return 1
+    print(read)
+    return 0
+
+
+def _export(config: Export) -> int:
+    if config.model is not None:
+        from hvdkit.checkpoint.serving import export_saved_model
+
+        model = _build(config.model)
+        export_saved_model(config.path, model, config.to, key=config.key, overwrite=config.overwrite)
+        print(f"{config.to}: a SavedModel")
+        return 0
+    from hvdkit.checkpoint.export import export_npy, exported_bytes
+
+    names = config.names or None
+    with _progress("writing", exported_bytes(config.path, names)) as advance:
+        files = export_npy(config.path, config.to, names, overwrite=config.overwrite, progress=advance)
+    print(f"{config.to}: {len(files) - 1} .npy file(s) and {files[-1].name}")
+    return 0
+
+
+def _build(path: str) -> Any:
+    """Call ``module:function``, with the current folder in reach as for ``python -m``."""
+    module, _, function = path.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    found = getattr(importlib.import_module(module), function, None)
+    if not callable(found):
+        raise ValueError(describe("model", path, f"a function of {module}", "name the one that builds the model"))
+    return found()
+
+
+@contextlib.contextmanager
+def _progress(doing: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar of bytes on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task(doing, total=total)
+        yield lambda count: bar.advance(task, count)

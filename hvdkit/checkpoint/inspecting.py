@@ -1,0 +1,282 @@
+"""What a checkpoint holds, or a folder of checkpoints, read from the manifests alone. Needs no TensorFlow."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdkit.checkpoint.folder import latest, listed, noted_damage
+from hvdkit.checkpoint.manifest import NAME, Manifest, Saved
+from hvdkit.errors import CheckpointError, describe
+
+_LONGEST_VALUE = 80  # characters of a value in the table
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        name: its key.
+        kind: "replicated", "sharded" or "per_rank".
+        shape: global shape; of a ``per_rank`` tensor, that of each rank's.
+        dtype: name of the NumPy dtype.
+        partition: of a sharded tensor, its rule.
+        parts: how many ranks hold some of it.
+        bytes: of all parts together.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    partition: str | None
+    parts: int
+    bytes: int
+
+    @classmethod
+    def of(cls, name: str, saved: Saved) -> Variable:
+        """Return what the manifest says of ``name``."""
+        copies = len(saved.parts) if saved.kind == "per_rank" else 1
+        size = math.prod(saved.shape) * np.dtype(saved.dtype).itemsize * copies
+        return cls(name, saved.kind, saved.shape, saved.dtype, saved.partition, len(saved.parts), size)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What one checkpoint holds. Its ``str()`` is a table.
+
+    Attributes:
+        path: the checkpoint's folder.
+        step: steps trained.
+        ranks: how many saved it.
+        created: UTC, ISO 8601.
+        versions: of what wrote it.
+        bytes: of all its files.
+        damage: what is wrong, as far as that shows without reading tensors; None for nothing. See :func:`verify`.
+        variables: its tensors.
+        values: its plain values, such as the position in the data.
+        rank_values: those of each rank, ``{name: [rank 0's, rank 1's, ...]}``.
+    """
+
+    path: Path
+    step: int
+    ranks: int
+    created: str
+    versions: dict[str, str]
+    bytes: int
+    damage: str | None
+    variables: tuple[Variable, ...]
+    values: dict[str, Any]
+    rank_values: dict[str, list[Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the attributes, fit for JSON."""
+        return {**asdict(self), "path": str(self.path)}
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        lines = [
+            str(self.path),
+            f"step {self.step}, saved by {_plural(self.ranks, 'rank')}, {self.created} ({versions})",
+            f"{_plural(len(self.variables), 'variable')}, {as_bytes(self.bytes)}",
+            *([f"DAMAGED: {self.damage}"] if self.damage else []),
+            "",
+            *_table([("variable", "kind", "shape", "dtype", "bytes"), *map(_row, self.variables)], right=(4,)),
+        ]
+        values = list(_flat("", self.values))
+        if values:
+            lines += ["", *_table([("value", ""), *values])]
+        if self.rank_values:
+            lines += ["", f"one of each rank's own: {', '.join(self.rank_values)}"]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Overview:
+    """One line about a checkpoint in a folder; attributes as in :class:`Inspection`, unknown ones None."""
+
+    path: Path
+    step: int | None
+    ranks: int | None
+    created: str | None
+    bytes: int | None
+    damage: str | None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The checkpoints of a folder, oldest first. Its ``str()`` is a table.
+
+    Attributes:
+        path: the folder.
+        checkpoints: its checkpoints.
+    """
+
+    path: Path
+    checkpoints: tuple[Overview, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the attributes, fit for JSON."""
+        checkpoints = [{**asdict(one), "path": str(one.path)} for one in self.checkpoints]
+        return {"path": str(self.path), "checkpoints": checkpoints}
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                one.path.name,
+                *("?" if x is None else str(x) for x in (one.step, one.ranks)),
+                "?" if one.bytes is None else as_bytes(one.bytes),
+                one.created or "?",
+                f"DAMAGED: {one.damage}" if one.damage else "whole",
+            )
+            for one in self.checkpoints
+        ]
+        head = ("checkpoint", "step", "ranks", "bytes", "created", "state")
+        return "\n".join([str(self.path), "", *_table([head, *rows], right=(1, 2, 3))])
+
+
+def inspect(path: str | Path) -> Inspection | Listing:
+    """Say what a checkpoint holds, or which checkpoints there are.
+
+    Reads manifests and the lengths of files, and no tensor. Works anywhere: one process, no ``hk.init()``, no Horovod.
+
+    Args:
+        path: a checkpoint; or a folder of checkpoints, or a ``logdir`` whose ``checkpoints`` folder holds them.
+
+    Returns:
+        An :class:`Inspection` of one, or a :class:`Listing` of all. Print it, use its attributes, or ``as_dict()``.
+
+    Raises:
+        CheckpointError: there is none.
+        CorruptCheckpointError: the one's manifest cannot be read.
+
+    Example::
+
+        print(hk.checkpoint.inspect("runs/mnist"))
+        for variable in hk.checkpoint.inspect("runs/mnist/checkpoints/step-000001200").variables:
+            print(variable.name, variable.shape)
+    """
+    path = Path(path)
+    found = checkpoints_at(path)
+    if found == [path]:
+        return _inspection(path)
+    return Listing(found[0].parent, tuple(_overview(one) for one in found))
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """Return ``[path]`` for a checkpoint, else those of the folder or ``logdir``, oldest first.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / NAME).is_file():
+        return [path]
+    inner = path / "checkpoints"
+    found = listed(inner if inner.is_dir() else path)
+    if not found:
+        raise _none_at(path)
+    return found
+
+
+def newest_at(path: Path) -> Path:
+    """Return ``path`` for a checkpoint, else the newest whole one of the folder or ``logdir``.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / NAME).is_file():
+        return path
+    newest = latest(path)
+    if newest is None:
+        raise _none_at(path)
+    return newest
+
+
+def _none_at(path: Path) -> CheckpointError:
+    got = f"{path}, which holds no whole checkpoint" if path.exists() else f"{path}, which does not exist"
+    expected = f"a folder with a {NAME}, or a logdir"
+    return CheckpointError(describe("path", got, expected, "give a logdir, or a folder such as step-000001200"))
+
+
+def _inspection(path: Path) -> Inspection:
+    manifest = Manifest.parse(path)
+    return Inspection(
+        path=path,
+        step=manifest.step,
+        ranks=manifest.size,
+        created=manifest.created,
+        versions=manifest.versions,
+        bytes=_bytes(manifest),
+        damage=_damage(path),
+        variables=tuple(Variable.of(name, saved) for name, saved in manifest.variables.items()),
+        values=manifest.values,
+        rank_values=manifest.rank_values,
+    )
+
+
+def _overview(path: Path) -> Overview:
+    try:
+        manifest = Manifest.parse(path)
+    except CheckpointError as error:
+        return Overview(path, None, None, None, None, str(error))
+    return Overview(path, manifest.step, manifest.size, manifest.created, _bytes(manifest), _damage(path))
+
+
+def _bytes(manifest: Manifest) -> int:
+    return sum(record.bytes for record in manifest.files.values())
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        Manifest.load(path)
+    except CheckpointError as error:
+        return str(error)
+    return noted_damage(path)
+
+
+def _row(variable: Variable) -> tuple[str, ...]:
+    kind = {"per_rank": f"one per rank ({variable.parts})", "sharded": f"sharded {variable.partition}"}
+    shape = " x ".join(map(str, variable.shape)) or "scalar"
+    return variable.name, kind.get(variable.kind, variable.kind), shape, variable.dtype, as_bytes(variable.bytes)
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield ``(name, value)`` for all that nested mappings hold, values cut to a line."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _flat(f"{name}/{key}" if name else str(key), part)
+    else:
+        text = json.dumps(value)
+        yield name, text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 4]} ..."
+
+
+def _table(rows: Sequence[tuple[str, ...]], right: Sequence[int] = ()) -> list[str]:
+    """Return lines with aligned columns; those in ``right`` end, and the others begin, at the same place."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def as_bytes(count: int) -> str:
+    """Return a number of bytes for people.
+
+    Example:
+        >>> as_bytes(17), as_bytes(2_500_000)
+        ('17 B', '2.5 MB')
+    """
+    power = min(4, (len(str(count)) - 1) // 3)
+    return f"{count} B" if power == 0 else f"{count / 1000**power:.1f} {'kMGT'[power - 1]}B"

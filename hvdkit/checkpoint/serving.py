@@ -1,0 +1,81 @@
+"""A checkpoint's model as a SavedModel, which plain TensorFlow serves."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from hvdkit.checkpoint.export import check_target
+from hvdkit.checkpoint.files import naming_file, remove_folder
+from hvdkit.checkpoint.inspecting import newest_at
+from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.matching import match
+from hvdkit.checkpoint.reading import Reader
+from hvdkit.checkpoint.state import flatten
+from hvdkit.checkpoint.store import own_part
+from hvdkit.errors import describe
+
+
+def export_saved_model(
+    path: str | Path, model: Any, directory: str | Path, *, key: str = "model", overwrite: bool = False
+) -> Path:
+    """Restore a checkpoint's model and write it as a SavedModel that plain TensorFlow serves.
+
+    Runs in one process, whatever the number of ranks that saved, without ``hk.init()``, Horovod or MPI. Moving
+    statistics of BatchNormalization, which each rank has of its own, become the ranks' mean.
+
+    Args:
+        path: a checkpoint; or a folder of checkpoints or a ``logdir``, of which the newest whole one is taken.
+        model: a Keras model built like the one that was saved. Its variables are set.
+        directory: where to write; it is there whole or not at all.
+        key: the model's name in the state that was saved; ``hk.Supervisor`` saves it as "model".
+        overwrite: replace ``directory`` if it is there.
+
+    Returns:
+        ``directory``.
+
+    Raises:
+        ValueError: ``directory`` is not empty, or the model is not built.
+        CheckpointError: there is no checkpoint, it is of another model, or ``directory`` cannot be written.
+        CorruptCheckpointError: the bytes are not those that were saved; it names file, tensor and rows.
+
+    Example::
+
+        hk.checkpoint.export_saved_model("runs/mnist", build_model(), "served/mnist/1")
+        outputs = tf.saved_model.load("served/mnist/1").serve(images)
+    """
+    path, directory = newest_at(Path(path)), Path(directory)
+    check_target(directory, overwrite)
+    if not model.built:
+        remedy = "give it a keras.Input, or call it once"
+        raise ValueError(describe("model", f"{model.name!r}, which is not built", "a built model", remedy))
+    _restore(path, {key: model})
+    beside = directory.with_name(f".{directory.name}.{os.getpid()}")
+    try:
+        with naming_file(directory, "written"):
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.redirect_stdout(io.StringIO()):  # it would tell of the temporary name
+                model.export(beside)
+            if directory.is_dir() and overwrite:
+                remove_folder(directory)
+            beside.rename(directory)
+    finally:
+        remove_folder(beside)
+    return directory
+
+
+def _restore(path: Path, into: dict[str, Any]) -> None:
+    """Set a state from a checkpoint in this process alone, as a world of one would."""
+    manifest, flat = Manifest.load(path), flatten(into)
+    names = match(manifest, flat, path)
+    with Reader(path, manifest) as reader:
+        for entry in flat.entries.values():
+            name = names[entry.name]
+            part = reader.replicated(name) if entry.kind == "replicated" else own_part(reader, entry, name, 0, 1)
+            if part is not None:
+                entry.assign(part)
+    for name, value in flat.values.items():
+        value.assign(manifest.rank_values[name][0] if value.per_rank else manifest.values[name])
