@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from hvdkit import cluster
 from hvdkit.checkpoint.store import agreed_state, together
 from hvdkit.cluster.logs import get_logger
-from hvdkit.errors import CollectiveMismatchError, HvdkitError, NonFiniteError, describe
+from hvdkit.errors import HvdkitError, describe
 from hvdkit.supervisor.captured import Position, own_optimizer, trained_state
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 from hvdkit.supervisor.lock import LogdirLock
@@ -24,21 +24,10 @@ from hvdkit.supervisor.saver import Saver
 from hvdkit.supervisor.signals import PREEMPTED, StopSignals
 from hvdkit.supervisor.start import check_data, prepare_folder, restore_or_initialise
 from hvdkit.supervisor.summaries import Summaries
+from hvdkit.supervisor.words import Word, compare, compare_names
 
 # An agreement costs some 50 microseconds; mpirun gives ranks 1 s between SIGTERM and SIGKILL, the save included.
 _AGREE_SECONDS = 0.25
-
-
-class _Word(NamedTuple):
-    """What a rank says when the ranks agree. The last two count on the chief alone."""
-
-    step: int
-    stop: bool
-    signal: str | None
-    loss: float
-    saving: tuple[bool, str | None]
-    save_now: bool
-    interval: int
 
 
 class Supervisor:
@@ -285,6 +274,7 @@ class Supervisor:
     def _summarise(self, scalars: Mapping[str, Any]) -> None:
         local = {name: float(np.asarray(value)) for name, value in scalars.items()}
         everywhere = cluster.exchange().allgather(local)
+        compare_names(everywhere)
         if self._summaries is not None:
             means = {name: math.fsum(each[name] for each in everywhere) / len(everywhere) for name in local}
             self._summaries.scalars(self.global_step, **means)
@@ -293,7 +283,7 @@ class Supervisor:
         """Hear every rank's word, and act on it at this step on all ranks; ``last``: training is over anyway."""
         step, signal = self.global_step, self._signals.received
         words = cluster.exchange().allgather(
-            _Word(
+            Word(
                 step=step,
                 stop=self._wants_stop,
                 signal=None if signal is None else signal.name,
@@ -303,7 +293,7 @@ class Supervisor:
                 interval=self._pace.proposal(step),
             )
         )
-        self._check(words)
+        compare(words, step, stop_on_nonfinite=self._stop_on_nonfinite)
         self._saver.hear([word.saving for word in words])
         self._stopping = self._stopping or any(word.stop or word.signal for word in words)
         told = next((word.signal for word in words if word.signal), None)
@@ -318,23 +308,6 @@ class Supervisor:
             self._saver.settle()
         # While a save is under way, its failure is to be known at the next step.
         self._pace.settle(step, 1 if self._saver.busy else words[0].interval)
-
-    def _check(self, words: list[_Word]) -> None:
-        for rank, word in enumerate(words):
-            if not isinstance(word, _Word) or word.step != words[0].step:
-                raise CollectiveMismatchError(
-                    f"Supervisor: rank {rank} is elsewhere ({word}) while rank {cluster.rank()} agrees on step "
-                    f"{self.global_step}; call sv.step() as often on every rank"
-                )
-            if self._stop_on_nonfinite and not math.isfinite(word.loss):
-                raise NonFiniteError(
-                    describe(
-                        "loss",
-                        f"{word.loss} at step {word.step} on rank {rank}",
-                        "a finite number",
-                        "lower the learning rate or clip; the last checkpoint is from before",
-                    )
-                )
 
     def _begin_save(self) -> Path:
         if self._summaries is not None:

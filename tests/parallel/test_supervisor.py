@@ -358,6 +358,16 @@ def test_bad_arguments_name_themselves(shared_path):
         hk.Supervisor(shared_path, model=Run().model).step()
 
 
+def test_scalars_of_other_names_are_named(shared_path, rank, size):
+    if size == 1:
+        pytest.skip("takes two ranks")
+    with (
+        pytest.raises(hk.CollectiveMismatchError, match=r"rank 1 gave \['loss', 'rate'\], rank 0 \['loss'\]"),
+        Run().supervised(shared_path / "run", summary_steps=1) as sv,
+    ):
+        sv.step(loss=1.0, **({"rate": 0.1} if rank == 1 else {}))
+
+
 @pytest.fixture(autouse=True)
 def clean(shared_path):
     """Forget the test's folder when every rank is done with it."""
