@@ -45,7 +45,8 @@ def export_saved_model(
     Example::
 
         hk.checkpoint.export_saved_model("runs/mnist", build_model(), "served/mnist/1")
-        outputs = tf.saved_model.load("served/mnist/1").serve(images)
+        served = tf.saved_model.load("served/mnist/1")
+        outputs = served.serve(images)
     """
     path, directory = newest_at(Path(path)), Path(directory)
     check_target(directory, overwrite)

@@ -1,0 +1,90 @@
+"""Who owns which rows: every row once, for every rule, number of rows and number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdkit.partition import intersect, positions, rows_of
+
+RULES = st.sampled_from(["div", "mod"])
+ROWS = st.integers(0, 60)
+SIZES = st.integers(1, 70)
+RANGES = st.builds(
+    lambda start, count, step: range(start, start + count * step, step),
+    st.integers(0, 40),
+    st.integers(0, 30),
+    st.integers(1, 12),
+)
+
+
+@given(RULES, ROWS, SIZES)
+def test_every_row_has_one_owner(rule, rows, size):
+    owned = [row for rank in range(size) for row in rows_of(rule, rows, rank, size)]
+    assert sorted(owned) == list(range(rows))
+
+
+@given(RULES, ROWS, SIZES)
+def test_ranks_own_equally_many_but_for_one(rule, rows, size):
+    counts = [len(rows_of(rule, rows, rank, size)) for rank in range(size)]
+    assert max(counts) - min(counts) <= 1
+    assert counts == sorted(counts, reverse=True)
+
+
+@given(ROWS, SIZES)
+def test_the_rules_are_those_of_embedding_lookup(rows, size):
+    runs = [rows_of("div", rows, rank, size) for rank in range(size)]
+    assert [row for run in runs for row in run] == list(range(rows))  # runs follow one another
+    for rank in range(size):
+        assert list(rows_of("mod", rows, rank, size)) == [row for row in range(rows) if row % size == rank]
+
+
+@pytest.mark.parametrize("rule", ["div", "mod"])
+@pytest.mark.parametrize(("rows", "expected"), [(0, [0, 0, 0, 0]), (1, [1, 0, 0, 0]), (3, [1, 1, 1, 0])])
+def test_fewer_rows_than_ranks(rule, rows, expected):
+    assert [len(rows_of(rule, rows, rank, 4)) for rank in range(4)] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("row", 5, 0, 2), "partition: got row"),
+        (("div", -1, 0, 2), "rows >= 0"),
+        (("mod", 5, 2, 2), "rank < size"),
+        (("mod", 5, -1, 2), "0 <= rank"),
+        (("mod", 5, 0, 0), "rank < size"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, told):
+    with pytest.raises(ValueError, match=told):
+        rows_of(*arguments)
+
+
+@given(RANGES, RANGES)
+def test_intersect_is_that_of_sets(a, b):
+    common = intersect(a, b)
+    assert list(common) == sorted({*a} & {*b})
+    assert bool(common) == bool({*a} & {*b})
+    assert common == intersect(b, a)
+
+
+@given(RANGES, st.data())
+def test_positions_are_where_numbers_stand(whole, data):
+    first = data.draw(st.integers(0, max(0, len(whole) - 1)))
+    part = whole[first :: data.draw(st.integers(1, 5))]
+    part = part[: data.draw(st.integers(0, len(part)))]
+    assert list(whole)[positions(part, whole)] == list(part)
+
+
+@given(RULES, RULES, ROWS, st.integers(1, 9), st.integers(1, 9), st.data())
+def test_rows_find_their_way_to_other_owners(before, after, rows, old, new, data):
+    """What a restore does: each new owner takes from each old one what is common to both."""
+    rank = data.draw(st.integers(0, new - 1))
+    mine = rows_of(after, rows, rank, new)
+    got = [None] * len(mine)
+    for owner in range(old):
+        theirs = rows_of(before, rows, owner, old)
+        common = intersect(theirs, mine)
+        got[positions(common, mine)] = list(theirs)[positions(common, theirs)]
+    assert got == list(mine)
