@@ -1,0 +1,345 @@
+"""Saving and restoring by all ranks: every kind of state comes back, and what goes wrong is told by all ranks alike."""
+
+from __future__ import annotations
+
+import random
+import resource
+import signal
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+from hvdkit.partition import rows_of
+
+GATHER = pytest.mark.parametrize("gather", [False, True], ids=["shared", "through the chief"])
+
+
+class Cut:
+    """A table cut along one axis, the smallest thing that satisfies ``hk.checkpoint.ShardedState``."""
+
+    def __init__(self, array: np.ndarray, partition: str, axis: int = 0, dtype: str | None = None):
+        self.shape, self.dtype, self.partition = array.shape, dtype or array.dtype.name, partition
+        index = [range(n) for n in array.shape]
+        index[axis] = rows_of(partition, array.shape[axis], hk.rank(), hk.size())
+        self._index = tuple(index)
+        self.local = tf.Variable(array[np.ix_(*index)], dtype=self.dtype)
+
+    @property
+    def local_index(self) -> tuple[range, ...]:
+        return self._index
+
+    def assign_local(self, values) -> None:
+        self.local.assign(values)
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+class State:
+    """One of everything, told apart by ``seed``; what each rank has of its own by the rank as well."""
+
+    def __init__(self, seed: int):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(seed)
+        layers = keras.layers
+        self.model = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(3), layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(1)]
+        )
+        self.optimizer = hk.DistributedOptimizer(keras.optimizers.Adam(0.01 * seed), accumulate_steps=2)
+        self.optimizer.build(self.model.trainable_variables)
+        for variable in self.optimizer.variables:
+            if variable.shape.rank and "accum" not in variable.path:
+                variable.assign(numbers(tuple(variable.shape), seed + 1))
+        for statistic in self.model.layers[1].non_trainable_variables[:2]:
+            statistic.assign(np.arange(3.0) + 10 * seed + hk.rank())
+        for total in self.optimizer._accumulated_gradients:
+            total.assign(np.full(total.shape, seed + hk.rank()))
+        self.half = tf.Variable(numbers((5,), seed), dtype=tf.bfloat16)
+        self.tables = {
+            "mod": Cut(numbers((11, 3), seed), "mod"),
+            "div": Cut(numbers((11, 3), seed + 1), "div"),
+            "few": Cut(numbers((2, 2), seed + 2), "mod"),
+            "none": Cut(numbers((0, 2), seed), "div"),
+            "columns": Cut(numbers((3, 7), seed + 3), "div", axis=1),
+            "half": Cut(numbers((6, 2), seed + 4), "mod", dtype="bfloat16"),
+        }
+        self.array = numbers((2, 2), seed)
+        own = 100 * seed + hk.rank()
+        self.generators = {
+            "numpy": np.random.default_rng(own),
+            "old": np.random.RandomState(own),
+            "python": random.Random(own),
+            "keras": keras.random.SeedGenerator(own),
+            "tf": tf.random.Generator.from_seed(own),
+        }
+        self.values = {"step": 10 * seed, "name": f"run {seed}", "nothing": None, "list": [1, 2.5, seed]}
+
+    def mapping(self) -> dict:
+        return dict(vars(self))
+
+    def bits(self) -> list:
+        """All variables of this rank, and the next draw of each generator."""
+        tables = [table.local for table in self.tables.values()]
+        variables = [*self.model.variables, *self.optimizer.variables, self.half, *tables]
+        g = self.generators
+        drawn = [g["numpy"].random(), g["old"].random(), g["python"].random()]
+        drawn += [keras.random.uniform((), seed=g["keras"]).numpy(), g["tf"].uniform(()).numpy()]
+        return [
+            *(tf.convert_to_tensor(v).numpy().tobytes() for v in variables),
+            *(np.float64(x).tobytes() for x in drawn),
+        ]
+
+
+def raises_on_every_rank(kind: type[Exception], action) -> list[str]:
+    """Return every rank's message, after all have raised an error that is ``kind`` or says so."""
+    with pytest.raises(kind) as caught:
+        action()
+    return hk.allgather_object(str(caught.value))
+
+
+@GATHER
+def test_everything_comes_back_to_the_bit(shared_path, gather):
+    saved, other = State(1), State(2)
+    hk.broadcast_variables([*saved.model.trainable_variables, saved.half])
+    hk.checkpoint.save(shared_path / "step-000000010", saved.mapping(), gather=gather)
+    restored = hk.checkpoint.restore(shared_path / "step-000000010", other.mapping(), gather=gather)
+    assert other.bits() == saved.bits()
+    np.testing.assert_array_equal(restored["array"], saved.array)
+    assert restored["values"] == saved.values
+    assert restored["model"] is other.model
+    assert [p.name for p in shared_path.iterdir()] == ["step-000000010"]
+    assert hk.checkpoint.inspect(shared_path / "step-000000010").step == 10
+    hk.checkpoint.verify(shared_path)
+
+
+def test_each_rank_writes_its_own_part_and_the_chief_what_is_common(shared_path, size):
+    hk.checkpoint.save(shared_path / "a", State(1).mapping())
+    shards = [f"shard-{r:05d}-of-{size:05d}.safetensors" for r in range(size)]
+    assert sorted(p.name for p in (shared_path / "a").iterdir()) == ["manifest.json", "replicated.safetensors", *shards]
+    found = {v.name: v for v in hk.checkpoint.inspect(shared_path / "a").variables}
+    parts = {"mod": size, "div": size, "few": min(2, size), "none": 0, "columns": size, "half": size}
+    assert {n: found[f"tables/{n}"].parts for n in parts} == parts
+    assert found["tables/columns"].partition == "div"
+    kinds = {n.rsplit("/", 1)[-1]: v.kind for n, v in found.items() if n.startswith("model/")}
+    assert kinds == {
+        "kernel": "replicated",
+        "bias": "replicated",
+        "gamma": "replicated",
+        "beta": "replicated",
+        "moving_mean": "per_rank",
+        "moving_variance": "per_rank",
+        "seed_generator_state": "per_rank",
+    }
+
+
+def test_replicated_state_is_the_chiefs(shared_path, rank):
+    """Also where ranks differ, which nobody should let happen: after a restore they do not."""
+    variable = tf.Variable(numbers((4,), 5) + rank)
+    array = np.full(3, 7.0 + rank)
+    hk.checkpoint.save(shared_path / "a", {"v": variable, "x": array})
+    restored = hk.checkpoint.restore(shared_path / "a", {"v": variable, "x": array})
+    np.testing.assert_array_equal(variable, numbers((4,), 5))
+    np.testing.assert_array_equal(restored["x"], np.full(3, 7.0))
+    np.testing.assert_array_equal(array, np.full(3, 7.0 + rank))
+
+
+def test_some_keys_of_what_was_saved(shared_path):
+    saved, other = State(1), State(2)
+    before = other.half.numpy()
+    hk.checkpoint.save(shared_path / "a", saved.mapping())
+    hk.checkpoint.restore(shared_path / "a", {"tables": other.tables})
+    for name, table in other.tables.items():
+        np.testing.assert_array_equal(table.local, saved.tables[name].local)
+    np.testing.assert_array_equal(other.half, before)
+
+
+@GATHER
+def test_a_checkpoint_of_the_same_name_is_replaced(shared_path, gather):
+    for seed in (1, 2):
+        hk.checkpoint.save(shared_path / "a", {"v": tf.Variable(numbers((4,), seed))}, gather=gather)
+    variable = tf.Variable(tf.zeros(4))
+    hk.checkpoint.restore(shared_path / "a", {"v": variable})
+    np.testing.assert_array_equal(variable, numbers((4,), 2))
+    assert [p.name for p in shared_path.iterdir()] == ["a"]
+
+
+def test_the_result_is_the_same_either_way(shared_path):
+    """Through the chief or by each rank: one may be restored as the other."""
+    saved, other = State(1), State(2)
+    hk.checkpoint.save(shared_path / "a", saved.mapping(), gather=True)
+    other.array = hk.checkpoint.restore(shared_path / "a", other.mapping())["array"]
+    hk.checkpoint.save(shared_path / "b", other.mapping())
+    for file in (shared_path / "a").glob("*.safetensors"):
+        assert file.read_bytes() == (shared_path / "b" / file.name).read_bytes()
+
+
+# --- ranks or models that differ
+
+
+def test_ranks_with_different_models_are_named_before_a_file_is_touched(shared_path, rank, size):
+    units = 4 if rank == size - 1 and size > 1 else 3
+    keras.utils.clear_session()
+    state = {"model": keras.Sequential([keras.Input((2,)), keras.layers.Dense(units, name="out")])}
+    if size == 1:
+        hk.checkpoint.save(shared_path / "a", state)
+        return
+    told = raises_on_every_rank(hk.CollectiveMismatchError, lambda: hk.checkpoint.save(shared_path / "a", state))
+    assert len(set(told)) == 1
+    assert f"rank {size - 1} has 'model/" in told[0] and "out/kernel' (float32[2, 4]" in told[0]
+    assert "rank 0 has" in told[0] and "(float32[2, 3]" in told[0]
+    assert not [*shared_path.iterdir()]
+
+
+def test_a_rank_with_one_variable_more_is_named(shared_path, rank, size):
+    state = {"a": tf.Variable(1.0)} | ({"b": tf.Variable(2.0)} if rank == size - 1 else {})
+    if size == 1:
+        return
+    told = raises_on_every_rank(hk.CollectiveMismatchError, lambda: hk.checkpoint.save(shared_path / "a", state))
+    assert set(told) == {told[0]} and f"only rank {size - 1} of ranks 0 and {size - 1} has 'b'" in told[0]
+
+
+def test_a_partition_that_differs_is_another_state(shared_path, rank, size):
+    table = Cut(numbers((8, 2), 1), "mod" if rank == 0 else "div")
+    if size == 1:
+        return
+    told = raises_on_every_rank(hk.CollectiveMismatchError, lambda: hk.checkpoint.save(shared_path / "a", {"t": table}))
+    assert "rank 1 has 't' (float32[8, 2], sharded div), but rank 0 has 't' (float32[8, 2], sharded mod)" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (lambda: {"w": tf.Variable(tf.ones((3, 3)))}, r"'w' was saved as float32\[3, 2\] .*is float32\[3, 3\]"),
+        (lambda: {"w": tf.Variable(tf.ones((3, 2), tf.float64))}, r"'w' was saved as float32.*is float64"),
+        (lambda: {"w": Cut(np.ones((3, 2), np.float32), "mod")}, r"'w' was saved as .*replicated.*\(sharded\) here"),
+        (lambda: {"u": tf.Variable(tf.ones((3, 2)))}, r"holds no 'u'; it has \['m', 'w'\]"),
+        (lambda: {"m": [tf.Variable(tf.ones(2), name="a")]}, r"only the checkpoint has 'm/b:0'"),
+        (lambda: {"w": tf.Variable(tf.ones((3, 2))), "n": 3}, r"holds no value 'n'"),
+    ],
+)
+def test_another_model_is_refused_and_nothing_is_changed(shared_path, other, told):
+    pair = [tf.Variable(tf.zeros(2), name="a"), tf.Variable(tf.zeros(2), name="b")]
+    hk.checkpoint.save(shared_path / "a", {"w": tf.Variable(tf.zeros((3, 2))), "m": pair})
+    into = other()
+    with pytest.raises(hk.CheckpointError, match=told):
+        hk.checkpoint.restore(shared_path / "a", into)
+    for item in tf.nest.flatten([into.get("w", 1.0), into.get("m", 1.0)]):
+        np.testing.assert_array_equal(tf.convert_to_tensor(getattr(item, "local", item)), 1.0)
+
+
+def test_what_is_not_there_is_refused_on_every_rank(shared_path):
+    told = raises_on_every_rank(
+        hk.CheckpointError, lambda: hk.checkpoint.restore(shared_path / "none", {"v": tf.Variable(1.0)})
+    )
+    assert all("none: is no checkpoint, it has no manifest.json" in text for text in told)
+
+
+def test_what_cannot_be_saved_is_named_on_every_rank(shared_path):
+    told = raises_on_every_rank(TypeError, lambda: hk.checkpoint.save(shared_path / "a", {"f": {"g": print}}))
+    assert all(text.startswith("state['f/g']: got builtin_function_or_method") for text in told)
+
+
+# --- damage and disks that fail
+
+
+@GATHER
+def test_damage_that_one_rank_meets_is_told_by_all(shared_path, gather, rank, size):
+    table = Cut(numbers((40, 8), 3), "div")
+    hk.checkpoint.save(shared_path / "a", {"t": table})
+    victim = size - 1
+    file = shared_path / "a" / f"shard-{victim:05d}-of-{size:05d}.safetensors"
+    if rank == 0:
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 16
+        file.write_bytes(data)
+    hk.barrier()
+    told = raises_on_every_rank(
+        hk.CorruptCheckpointError, lambda: hk.checkpoint.restore(shared_path / "a", {"t": table}, gather=gather)
+    )
+    rows = f"'t' is damaged in rows 0 to {len(table.local_index[0]) - 1 if rank == victim else ''}"
+    assert all(file.name in text and rows in text for text in told)
+    reader = 0 if gather else victim
+    assert all(text.startswith(f"rank {reader}: ") for r, text in enumerate(told) if r != reader)
+
+
+@pytest.mark.parametrize("victim", ["chief", "last"])
+def test_a_rank_that_cannot_write_fails_the_save_on_all(shared_path, rank, size, victim):
+    """A limit on the length of files stands for a full disk on that rank alone."""
+    victim = 0 if victim == "chief" else size - 1
+    table = Cut(numbers((4000, 64), 3), "mod")
+    path = hk.checkpoint.save(shared_path / "step-000000001", {"t": table})
+    kept = {p.name: p.read_bytes() for p in path.iterdir()}
+    table.assign_local(table.local + 1)
+    with limited_files(2**15 if rank == victim else None):
+        told = raises_on_every_rank(
+            hk.CheckpointError, lambda: hk.checkpoint.save(shared_path / "step-000000002", {"t": table})
+        )
+    name = f"shard-{victim:05d}-of-{size:05d}.safetensors"
+    for text in told:
+        assert f"not saved, rank {victim} failed: " in text and f"{name}: cannot be written (File too large)" in text
+    assert [p.name for p in shared_path.iterdir()] == ["step-000000001"]
+    assert {p.name: p.read_bytes() for p in path.iterdir()} == kept
+    hk.checkpoint.save(shared_path / "step-000000002", {"t": table})  # and the next one works
+    assert hk.checkpoint.latest(shared_path) == shared_path / "step-000000002"
+
+
+def test_a_chief_that_cannot_write_for_all_tells_all(shared_path, rank):
+    table = Cut(numbers((4000, 64), 3), "mod")
+    with limited_files(2**15 if rank == 0 else None):
+        told = raises_on_every_rank(
+            hk.CheckpointError, lambda: hk.checkpoint.save(shared_path / "a", {"t": table}, gather=True)
+        )
+    assert all("cannot be written (File too large)" in text for text in told)
+    assert all(text.startswith("rank 0: ") for text in told[1:])
+    assert not [*shared_path.iterdir()]
+
+
+class limited_files:
+    """No file of this process grows beyond so many bytes; None is no limit."""
+
+    def __init__(self, length: int | None):
+        self._length = length
+
+    def __enter__(self) -> None:
+        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self._handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        if self._length is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self._length, self._before[1]))
+
+    def __exit__(self, *error: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
+        signal.signal(signal.SIGXFSZ, self._handler)
+
+
+# --- folders
+
+
+def test_a_file_where_the_folder_should_be(shared_path, rank):
+    if rank == 0:
+        (shared_path / "file").write_text("mine")
+    hk.barrier()
+    told = raises_on_every_rank(
+        hk.CheckpointError, lambda: hk.checkpoint.save(shared_path / "file" / "a", {"v": tf.Variable(1.0)})
+    )
+    assert all("cannot be" in text and str(shared_path / "file") in text for text in told)
+    assert (shared_path / "file").read_text() == "mine"
+
+
+def test_ranks_that_do_not_share_a_folder(shared_path, rank, size):
+    """Each rank's own folder stands for hosts without a common file system."""
+    if size == 1:
+        return
+    own = shared_path / f"host-{rank}"
+    saved, other = State(1), State(2)
+    hk.broadcast_variables([*saved.model.trainable_variables, saved.half])
+    told = raises_on_every_rank(hk.CheckpointError, lambda: hk.checkpoint.save(own / "a", saved.mapping()))
+    assert all("does not share with rank 0" in text and "gather=True" in text for text in told)
+    hk.checkpoint.save(own / "a", saved.mapping(), gather=True)
+    assert Path(own / "a").exists() == (rank == 0)
+    hk.checkpoint.restore(own / "a", other.mapping(), gather=True)
+    assert other.bits() == saved.bits()
