@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
@@ -65,7 +64,6 @@ def fit(logdir, after=None, *, steps_per_execution=1, number=None, **options):
     warmup = hk.callbacks.LearningRateWarmup(steps=10, scale=4.0)
     callbacks = [keep, hk.callbacks.MetricAverage(), warmup, interrupt]
     model.fit(batches.as_keras(), epochs=EPOCHS, validation_data=(X, Y), callbacks=callbacks, verbose=0, shuffle=False)
-    gc.collect()  # TensorFlow can take 10 s to drop an iterator that was left half read while it traces the next fit
     bits = [tf.convert_to_tensor(v).numpy().tobytes() for v in [*model.variables, *model.optimizer.variables]]
     return bits, keep.supervisor, interrupt.epochs
 
