@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -228,6 +228,13 @@ def check_shared(folder: Path) -> None:
             token.unlink(missing_ok=True)
 
 
+class _Outcome(NamedTuple):
+    """How one rank fared: whether it met damage, and the words of its error, if it had one."""
+
+    corrupt: bool
+    words: str | None
+
+
 def together(action: Callable[[], T]) -> T:
     """Run ``action`` on every rank; if it fails on one, raise on all: elsewhere a CheckpointError that names it."""
     problem: Exception | None = None
@@ -235,14 +242,18 @@ def together(action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         problem = error
-    kinds = cluster.exchange().allgather(
-        None if problem is None else (isinstance(problem, CorruptCheckpointError), _words(problem))
-    )
+    words = None if problem is None else _words(problem)
+    outcomes = cluster.exchange().allgather(_Outcome(isinstance(problem, CorruptCheckpointError), words))
     if problem is not None:
         raise problem
-    for rank, failure in enumerate(kinds):
-        if failure is not None:
-            raise (CorruptCheckpointError if failure[0] else CheckpointError)(f"rank {rank}: {failure[1]}")
+    for rank, outcome in enumerate(outcomes):
+        if not isinstance(outcome, _Outcome):
+            raise CollectiveMismatchError(
+                f"rank {rank} exchanges something else ({outcome!r}) while rank {cluster.rank()} saves, restores "
+                "or begins a session; make the same calls in the same order on every rank"
+            )
+        if outcome.words is not None:
+            raise (CorruptCheckpointError if outcome.corrupt else CheckpointError)(f"rank {rank}: {outcome.words}")
     return result
 
 

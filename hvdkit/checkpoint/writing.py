@@ -134,8 +134,8 @@ class Save:
             if self._rank == 0:
                 self._make_whole(report)
         except Exception as error:  # kept for the training's thread, which raises it on all ranks
+            # The folder stays until all ranks are done: one that still writes there must not fail because it went.
             self.error = error
-            self.clean_up()
         finally:
             self._snapshot = None  # its memory is the variables' again
 

@@ -70,6 +70,11 @@ def agree(call: Call) -> list[Call]:
     if call.problem is not None:
         raise call.problem
     for rank, other in enumerate(calls):
+        if not isinstance(other, Call):
+            raise CollectiveMismatchError(
+                f"collective: rank {rank} exchanges something else ({other!r}) while rank {cluster.rank()} called "
+                f"{call}; call the same collectives in the same order on every rank"
+            )
         if other.problem is not None:
             raise CollectiveMismatchError(f"{call.kind}: rank {rank} passed a bad argument: {other.problem}")
     for rank, other in enumerate(calls):
