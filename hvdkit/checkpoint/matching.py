@@ -13,6 +13,16 @@ from hvdkit.errors import CheckpointError
 _NUMBER = re.compile(r"_\d+(?=/|$|_)")
 
 
+def without_numbers(name: str) -> str:
+    """Return a name without the numbers that Keras gives to layers as a process makes them.
+
+    Example:
+        >>> without_numbers("model/sequential_3/dense_12/kernel")
+        'model/sequential/dense/kernel'
+    """
+    return _NUMBER.sub("", name)
+
+
 def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
     """Return the saved name of every tensor in ``state``.
 
@@ -45,7 +55,7 @@ def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
 
 def _by_place(wanted: Mapping[str, Entry], saved: Mapping[str, Saved], path: Path) -> dict[str, str]:
     for mine, theirs in zip(wanted, saved, strict=False):
-        if _NUMBER.sub("", mine) != _NUMBER.sub("", theirs):
+        if without_numbers(mine) != without_numbers(theirs):
             raise CheckpointError(
                 f"{path}: is of another model: it has {theirs!r}, {saved[theirs]}, where this one has {mine!r}; build "
                 "the model that was saved, or give another logdir"

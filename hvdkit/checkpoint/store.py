@@ -19,7 +19,7 @@ from hvdkit.checkpoint.files import naming_file
 from hvdkit.checkpoint.folder import tidy_one
 from hvdkit.checkpoint.link import chief_reads, save_through_chief
 from hvdkit.checkpoint.manifest import Manifest
-from hvdkit.checkpoint.matching import match
+from hvdkit.checkpoint.matching import match, without_numbers
 from hvdkit.checkpoint.reading import ALIGNMENT, Reader
 from hvdkit.checkpoint.state import flatten
 from hvdkit.checkpoint.writing import Save, Snapshot
@@ -155,7 +155,9 @@ def agreed_manifest(path: Path) -> Manifest:
 
 
 def agreed_state(state: Mapping[str, Any]) -> State:
-    """Lay out ``state`` and compare it over ranks.
+    """Lay out ``state`` and compare it over ranks; all ranks then call its tensors by the chief's names.
+
+    Keras numbers layers as a process makes them, so that a rank that made one more has other names for the same model.
 
     Raises:
         TypeError: something in it cannot be saved.
@@ -166,15 +168,19 @@ def agreed_state(state: Mapping[str, Any]) -> State:
     signature = [*tensors, *((name, "value", (), "", None) for name in flat.values)]
     digest = hashlib.sha256(repr(signature).encode()).digest()
     if len(set(cluster.exchange().allgather_bytes(digest))) > 1:
-        _raise_difference(cluster.exchange().allgather(signature))
+        signatures = cluster.exchange().allgather(signature)
+        _compare(signatures)
+        for entry, (name, *_) in zip(flat.entries.values(), signatures[0], strict=False):
+            entry.name = name
+        flat.entries = {entry.name: entry for entry in flat.entries.values()}
     return flat
 
 
-def _raise_difference(signatures: list[list[tuple[Any, ...]]]) -> None:
+def _compare(signatures: list[list[tuple[Any, ...]]]) -> None:
     first = signatures[0]
     for rank, other in enumerate(signatures):
         for mine, theirs in zip(first, other, strict=False):
-            if mine != theirs:
+            if (without_numbers(mine[0]), *mine[1:]) != (without_numbers(theirs[0]), *theirs[1:]):
                 raise CollectiveMismatchError(
                     f"state: rank {rank} has {_shown(theirs)}, but rank 0 has {_shown(mine)}; build the same model on "
                     "every rank"

@@ -83,6 +83,20 @@ def test_a_continued_run_equals_one_that_went_through(shared_path):
     assert part.bits() == through.bits()
 
 
+def test_a_rank_that_made_more_layers_has_the_same_model(shared_path, rank):
+    """Keras numbers layers as a process makes them."""
+    through = Run()
+    with through.supervised(shared_path / "through") as sv:
+        through.train(sv)
+    for stop in (11, None):
+        if rank == 0:
+            keras.Sequential([keras.Input((6,)), keras.layers.Dense(1), keras.layers.BatchNormalization()])
+        part = Run()
+        with part.supervised(shared_path / "parts") as sv:
+            part.train(sv, until=stop)
+    assert part.bits() == through.bits()
+
+
 def test_ranks_begin_from_the_chiefs_values_and_own_seeds(shared_path, rank):
     run = Run()
     mine = run.model.layers[0].kernel.numpy().copy()
