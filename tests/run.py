@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -56,7 +55,7 @@ class Config:
     """Run nothing but tests/single."""
     k: Annotated[str, tyro.conf.arg(aliases=["-k"])] = ""
     """Run only the tests that match this pytest expression."""
-    timeout: float = 600.0
+    timeout: float = 900.0
     """Seconds after which a launch is ended as hung."""
     keep: bool = False
     """Keep the folder with every rank's output, and say where it is."""
@@ -71,39 +70,29 @@ def program(name: str) -> str:
     return found
 
 
-def single_launches(config: Config, folder: Path) -> list[Launch]:
-    """Return the launches of tests/single: the tests that start jobs of their own, and the others beside them."""
-    lanes: dict[str, list[str]] = {"one process": [], "jobs": []}
-    for file in sorted((ROOT / "tests" / "single").glob("test_*.py")):
-        lanes["jobs" if "from jobs import" in file.read_text() else "one process"].append(str(file.relative_to(ROOT)))
-    return [
-        Launch(name, 1, [*pytest(config), "--continue-on-collection-errors", *files], folder / name.replace(" ", "-"))
-        for name, files in lanes.items()
-    ]
-
-
-def pytest(config: Config) -> list[str]:
-    """Return the command that all launches share."""
-    return [sys.executable, "-X", "faulthandler", "-m", "pytest", "-q", *(["-k", config.k] if config.k else [])]
-
-
-def parallel_launches(config: Config, folder: Path) -> list[Launch]:
-    """Return the launches of tests/parallel, in their order."""
+def launches(config: Config, folder: Path) -> list[Launch]:
+    """Return all launches of this run, in their order."""
+    pytest = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-q", *(["-k", config.k] if config.k else [])]
     listed = []
+    if config.single or config.single_only:
+        command = [*pytest, "--continue-on-collection-errors", "tests/single"]
+        listed.append(Launch("one process", 1, command, folder / "single"))
+    if config.single_only:
+        return listed
     for n in config.np:
         mpirun = [program("mpirun"), "-np", str(n), "--bind-to", "none"]
         path = folder / f"mpi-{n}"
-        listed.append(Launch(f"np={n}, MPI", n, [*mpirun, *to_files(config, path, "OMPI_COMM_WORLD_RANK")], path))
+        listed.append(Launch(f"np={n}, MPI", n, [*mpirun, *to_files(pytest, path, "OMPI_COMM_WORLD_RANK")], path))
     if config.gloo:
         n, path = config.gloo_np, folder / f"gloo-{config.gloo_np}"
         horovodrun = [program("horovodrun"), "--gloo", "-np", str(n)]
-        listed.append(Launch(f"np={n}, Gloo", n, [*horovodrun, *to_files(config, path, "HOROVOD_RANK")], path))
+        listed.append(Launch(f"np={n}, Gloo", n, [*horovodrun, *to_files(pytest, path, "HOROVOD_RANK")], path))
     return listed
 
 
-def to_files(config: Config, folder: Path, rank_variable: str) -> list[str]:
+def to_files(pytest: list[str], folder: Path, rank_variable: str) -> list[str]:
     """Return the command of one rank, its output in a file of its own: on one terminal the ranks' lines would tear."""
-    command = shlex.join([*pytest(config), "tests/parallel"])
+    command = shlex.join([*pytest, "tests/parallel"])
     return ["sh", "-c", f"exec {command} > {shlex.quote(str(folder))}/rank-${rank_variable}.out 2>&1"]
 
 
@@ -139,12 +128,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def groups(config: Config, folder: Path) -> list[list[Launch]]:
-    """Return the launches, those together that run at the same time."""
-    single = [single_launches(config, folder)] if config.single or config.single_only else []
-    return single if config.single_only else [*single, *([launch] for launch in parallel_launches(config, folder))]
-
-
 def main() -> int:
     """Run all launches; return the exit code."""
     # A shell starts background jobs with Ctrl-C ignored, which their children inherit; some tests send it.
@@ -153,17 +136,15 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="hvdkit-tests-"))
     passed = failed = 0
     try:
-        for together in groups(config, folder):
-            print(f"{' and '.join(launch.name for launch in together):12} ...", flush=True)
-            with ThreadPoolExecutor() as threads:
-                list(threads.map(lambda launch: run(launch, config.timeout), together))
-            for launch in together:
-                print(f"{launch.name:12} {launch.summary()}", flush=True)
-                text = report(launch)
-                if text:
-                    print(text, flush=True)
-                passed += len(launch.passed)
-                failed += len(launch.failures)
+        for launch in launches(config, folder):
+            print(f"{launch.name:12} ...", end="", flush=True)
+            run(launch, config.timeout)
+            print(f" {launch.summary()}", flush=True)
+            text = report(launch)
+            if text:
+                print(text, flush=True)
+            passed += len(launch.passed)
+            failed += len(launch.failures)
     finally:
         if config.keep:
             print(f"every rank's output is in {folder}")

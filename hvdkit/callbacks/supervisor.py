@@ -12,7 +12,7 @@ import keras
 from hvdkit import cluster
 from hvdkit.callbacks.steps import stateful_callbacks
 from hvdkit.cluster.logs import get_logger
-from hvdkit.errors import HvdkitError
+from hvdkit.errors import HvdkitError, describe
 from hvdkit.supervisor import Supervisor
 
 
@@ -77,6 +77,15 @@ class SupervisorCallback(keras.callbacks.Callback):
 
     def _find_place(self) -> None:
         step, steps = self._session.global_step, self._steps_per_epoch() or 0
+        if steps % self.model.steps_per_execution:  # Keras then runs into the next epoch, and its steps are no epochs'
+            raise ValueError(
+                describe(
+                    "steps_per_execution",
+                    self.model.steps_per_execution,
+                    f"a divisor of the epoch's {steps} steps",
+                    "pass one to model.compile",
+                )
+            )
         epoch, begun = divmod(step, steps) if steps else (0, 0)
         self.model._initial_epoch = sys.maxsize if self._is_done() else epoch
         self._ends_at = 0
@@ -86,10 +95,6 @@ class SupervisorCallback(keras.callbacks.Callback):
             )
         elif begun:
             self._ends_at = steps - begun
-            if self._ends_at % self.model.steps_per_execution:
-                self._warn(
-                    "fit: steps_per_execution does not divide the epoch, which ends late where it was interrupted"
-                )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Count the batches of this epoch."""
@@ -109,6 +114,9 @@ class SupervisorCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Write the epoch's metrics, and let ``fit`` go on after an epoch that an earlier run had begun."""
         self._session.summary(**{f"epoch_{name}": value for name, value in (logs or {}).items()})
+        if getattr(self.model.optimizer, "use_ema", False):
+            # At the end of fit, before it calls on_train_end, Keras puts the averages in the weights' place.
+            self._session.save(wait=False)
         if self._ends_at:
             self._ends_at = 0
             self._data.restore(self._data.state_at(self._session.global_step))  # the next pass starts here

@@ -145,12 +145,20 @@ def _own_variables(layer: Any) -> tuple[set[int], set[int]]:
 def _add_optimizer(flat: State, name: str, optimizer: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     sums = {id(v) for v in getattr(inner, "_accumulated_gradients", ())}
+    steps = getattr(inner, "gradient_accumulation_steps", None) or 1
+    flat.values[f"{name}/accumulate_steps"] = Value(lambda: steps, lambda saved: _check_accumulation(steps, saved))
     for variable in optimizer.variables:
         path = f"{name}/{variable_name(variable)}"
         if id(variable) in sums:
             _add_variable(flat, path, variable, "per_rank", _sums_rule(inner))
         else:
             _add_variable(flat, path, variable, "replicated")
+
+
+def _check_accumulation(steps: int, saved: int) -> None:
+    """Gradients that were added up for an update after so many steps are of no use for one after others."""
+    if steps != saved:
+        raise ValueError(describe("accumulate_steps", steps, f"{saved}, as it was saved", "go on with the same number"))
 
 
 def _sums_rule(optimizer: Any) -> Resize:

@@ -139,12 +139,8 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
     path, flat = Path(path), agreed_state(into)
     manifest = agreed_manifest(path)
     names = together(lambda: match(manifest, flat, path))
+    together(lambda: _restore_values(path, manifest, flat))  # first: they may not fit, and then no tensor has changed
     _restore_tensors(path, manifest, flat, names, gather)
-    for name, value in flat.values.items():
-        if not value.per_rank:
-            value.assign(manifest.values[name])
-        elif cluster.rank() < manifest.size:
-            value.assign(manifest.rank_values[name][cluster.rank()])
     return {key: _filled(key, item, flat.found) for key, item in into.items()}
 
 
@@ -261,6 +257,18 @@ def together(action: Callable[[], T]) -> T:
         if outcome.words is not None:
             raise (CorruptCheckpointError if outcome.corrupt else CheckpointError)(f"rank {rank}: {outcome.words}")
     return result
+
+
+def _restore_values(path: Path, manifest: Manifest, flat: State) -> None:
+    rank = cluster.rank()
+    for name, value in flat.values.items():
+        try:
+            if not value.per_rank:
+                value.assign(manifest.values[name])
+            elif rank < manifest.size:
+                value.assign(manifest.rank_values[name][rank])
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(f"{path}: {name!r} does not fit this run: {error}") from error
 
 
 def _restore_tensors(path: Path, manifest: Manifest, flat: State, names: dict[str, str], gather: bool) -> None:

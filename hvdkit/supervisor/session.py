@@ -24,7 +24,7 @@ from hvdkit.supervisor.saver import Saver
 from hvdkit.supervisor.signals import PREEMPTED, StopSignals
 from hvdkit.supervisor.start import check_data, prepare_folder, restore_or_initialise
 from hvdkit.supervisor.summaries import Summaries
-from hvdkit.supervisor.words import Word, compare, compare_names
+from hvdkit.supervisor.words import Word, compare, compare_names, compare_options
 
 # An agreement costs some 50 microseconds; mpirun gives ranks 1 s between SIGTERM and SIGKILL, the save included.
 _AGREE_SECONDS = 0.25
@@ -102,6 +102,9 @@ class Supervisor:
                 raise ValueError(describe(name, value, "a whole number >= 1, or None", "pass e.g. 100"))
         if save_model_secs is not None and not save_model_secs > 0:
             raise ValueError(describe("save_model_secs", save_model_secs, "seconds > 0, or None", "pass e.g. 600"))
+        switches = {"asynchronous": asynchronous, "gather": gather, "stop_on_nonfinite": stop_on_nonfinite}
+        others = {"summary_steps": summary_steps, "check_steps": check_steps, "save_model_secs": save_model_secs}
+        self._told = {**counts, **others, **switches}
         self.logdir = Path(logdir)
         self.restored_from: Path | None = None
         self._folder = self.logdir / "checkpoints"
@@ -128,6 +131,7 @@ class Supervisor:
     # ---- the session ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Supervisor:
+        compare_options(self._told)
         agreed_state(self._state())  # before any file is touched
         check_data(self._data)
         together(lambda: self._lock.acquire() if cluster.is_chief() else None)
@@ -220,15 +224,19 @@ class Supervisor:
         if save or self._pace.due(self.global_step):
             self._agree(save)
 
-    def save(self) -> Path:
+    def save(self, *, wait: bool = True) -> Path:
         """Save now, and return the checkpoint's folder when it is whole. Every rank calls it, after :meth:`step`.
+
+        Args:
+            wait: False to write behind the training.
 
         Raises:
             CheckpointError: a rank could not write its part; the previous checkpoint is as it was.
         """
         self._require_open()
         path = self._begin_save()
-        self._saver.settle()
+        if wait or not self._asynchronous:
+            self._saver.settle()
         return path
 
     def request_stop(self) -> None:

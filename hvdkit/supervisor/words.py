@@ -51,6 +51,26 @@ def compare(words: Sequence[Any], step: int, *, stop_on_nonfinite: bool) -> None
             raise NonFiniteError(describe("loss", got, "a finite number", remedy))
 
 
+def compare_options(options: Mapping[str, Any]) -> None:
+    """Look whether all ranks were given the same options. Every rank calls it.
+
+    Raises:
+        CollectiveMismatchError: it names the first rank and option that differ from rank 0.
+    """
+    everywhere = cluster.exchange().allgather(dict(options))
+    for rank, theirs in enumerate(everywhere):
+        for name, value in theirs.items():
+            if value != everywhere[0][name]:
+                raise CollectiveMismatchError(
+                    f"Supervisor: {name} is {value!r} on rank {rank}, {everywhere[0][name]!r} on rank 0; give the same "
+                    "arguments on every rank"
+                )
+
+
+def _shown(scalars: Any) -> str:
+    return str(sorted(scalars)) if isinstance(scalars, Mapping) else "none"
+
+
 def compare_names(scalars: Sequence[Mapping[str, float]]) -> None:
     """Look whether all ranks gave scalars of the same names.
 
@@ -58,8 +78,8 @@ def compare_names(scalars: Sequence[Mapping[str, float]]) -> None:
         CollectiveMismatchError: they did not; it names the first rank that differs from rank 0.
     """
     for rank, theirs in enumerate(scalars):
-        if theirs.keys() != scalars[0].keys():
+        if not all(isinstance(each, Mapping) for each in (theirs, scalars[0])) or theirs.keys() != scalars[0].keys():
             raise CollectiveMismatchError(
-                f"Supervisor.step: rank {rank} gave {sorted(theirs)}, rank 0 {sorted(scalars[0])}; give the same "
+                f"Supervisor.step: rank {rank} gave {_shown(theirs)}, rank 0 {_shown(scalars[0])}; give the same "
                 "scalars on every rank"
             )

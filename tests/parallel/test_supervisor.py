@@ -26,14 +26,14 @@ Y = (X @ np.arange(6, dtype=np.float32))[:, None]
 class Run:
     """Every kind of state: dropout, moving statistics, accumulation, a schedule, a generator, a counter."""
 
-    def __init__(self, epochs: int | None = 4, units: int = 5):
+    def __init__(self, epochs: int | None = 4, units: int = 5, accumulate_steps: int = 3):
         keras.utils.set_random_seed(hk.rank())
         layers = keras.layers
         self.model = keras.Sequential(
             [keras.Input((6,)), layers.Dense(units), layers.BatchNormalization(), layers.Dropout(0.4), layers.Dense(1)]
         )
         rate = keras.optimizers.schedules.ExponentialDecay(0.05, 7, 0.9)
-        self.optimizer = hk.DistributedOptimizer(keras.optimizers.Adam(rate), accumulate_steps=3)
+        self.optimizer = hk.DistributedOptimizer(keras.optimizers.Adam(rate), accumulate_steps=accumulate_steps)
         self.batches = hk.data.GlobalBatches((X, Y), 20, shuffle_seed=1, epochs=epochs)
         self.noise = np.random.default_rng(hk.rank())
         self.seen = tf.Variable(0, dtype=tf.int64)
@@ -370,6 +370,28 @@ def test_bad_arguments_name_themselves(shared_path):
         hk.Supervisor(shared_path, model=keras.Sequential([keras.layers.Dense(1)]))
     with pytest.raises(hk.HvdkitError, match="outside its session"):
         hk.Supervisor(shared_path, model=Run().model).step()
+
+
+def test_options_that_differ_are_named_before_any_file_is_touched(shared_path, rank, size):
+    if size == 1:
+        pytest.skip("takes two ranks")
+    with pytest.raises(hk.CollectiveMismatchError, match="save_steps is 3 on rank 1, 2 on rank 0"):
+        Run().supervised(shared_path / "run", save_steps=3 if rank == 1 else 2).__enter__()
+    assert not (shared_path / "run").exists()
+
+
+def test_another_number_of_steps_to_accumulate_or_batch_size_is_refused(shared_path):
+    with Run().supervised(shared_path / "run") as sv:
+        sv.step()
+    other = Run(accumulate_steps=2)
+    with pytest.raises(hk.CheckpointError, match=r"accumulate_steps: got 2, expected 3"):
+        other.supervised(shared_path / "run").__enter__()
+    other = Run()
+    other.batches = hk.data.GlobalBatches((X, Y), 30, shuffle_seed=1)
+    kernel = other.model.layers[0].kernel.numpy().copy()
+    with pytest.raises(hk.CheckpointError, match=r"'position' does not fit this run: .*batch_size"):
+        other.supervised(shared_path / "run").__enter__()
+    np.testing.assert_array_equal(other.model.layers[0].kernel.numpy(), kernel)
 
 
 def test_scalars_of_other_names_are_named(shared_path, rank, size):

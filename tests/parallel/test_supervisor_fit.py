@@ -42,7 +42,7 @@ class Interrupt(keras.callbacks.Callback):
         self.epochs.append(epoch)
 
 
-def fit(logdir, after=None, *, steps_per_execution=1, number=None, **options):
+def fit(logdir, after=None, *, steps_per_execution=1, number=None, epochs=EPOCHS, ema=False, **options):
     """Fit to the end, or to a stop; return what this rank has learnt, the callback, and the epochs that ended."""
     keras.utils.set_random_seed(hk.rank())
     layers = [
@@ -52,7 +52,7 @@ def fit(logdir, after=None, *, steps_per_execution=1, number=None, **options):
         keras.layers.Dense(1),
     ]
     model = keras.Sequential([keras.Input((6,)), *layers])
-    optimizer = hk.DistributedOptimizer(keras.optimizers.Adam(0.002), accumulate_steps=4)
+    optimizer = hk.DistributedOptimizer(keras.optimizers.Adam(0.002, use_ema=ema), accumulate_steps=4)
     # Tracing costs more than these few steps; several in one execution have to be traced.
     how = {"run_eagerly": True} if steps_per_execution == 1 else {"steps_per_execution": steps_per_execution}
     model.compile(optimizer, "mse", metrics=["mae"], jit_compile=False, **how)
@@ -63,7 +63,7 @@ def fit(logdir, after=None, *, steps_per_execution=1, number=None, **options):
     interrupt = Interrupt(keep, after, number)
     warmup = hk.callbacks.LearningRateWarmup(steps=10, scale=4.0)
     callbacks = [keep, hk.callbacks.MetricAverage(), warmup, interrupt]
-    model.fit(batches.as_keras(), epochs=EPOCHS, validation_data=(X, Y), callbacks=callbacks, verbose=0, shuffle=False)
+    model.fit(batches.as_keras(), epochs=epochs, validation_data=(X, Y), callbacks=callbacks, verbose=0, shuffle=False)
     bits = [tf.convert_to_tensor(v).numpy().tobytes() for v in [*model.variables, *model.optimizer.variables]]
     return bits, keep.supervisor, interrupt.epochs
 
@@ -116,6 +116,19 @@ def test_several_steps_per_execution_continue_alike(shared_path):
         bits, session, _ = fit(shared_path / "parts", after, steps_per_execution=2)
     assert session.global_step == EPOCHS * STEPS
     assert bits == whole
+
+
+def test_averages_that_keras_swaps_in_at_the_end_of_fit_are_not_taken_for_weights(shared_path):
+    whole, _, _ = fit(shared_path / "through", ema=True, save_steps=None)
+    fit(shared_path / "parts", ema=True, save_steps=None, epochs=1)
+    bits, session, _ = fit(shared_path / "parts", ema=True, save_steps=None)
+    assert session.global_step == EPOCHS * STEPS
+    assert bits == whole
+
+
+def test_steps_per_execution_that_do_not_divide_the_epoch_are_refused(shared_path):
+    with pytest.raises(ValueError, match="steps_per_execution: got 4, expected a divisor of the epoch's 6 steps"):
+        fit(shared_path / "run", steps_per_execution=4)
 
 
 def test_a_signal_in_fit_saves_and_ends_with_the_code_of_its_own(shared_path, through, rank, size):
