@@ -13,7 +13,7 @@ from hvdkit import cluster
 from hvdkit.callbacks.steps import stateful_callbacks
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.supervisor import Supervisor
+from hvdkit.supervisor.session import IN_FIT, Supervisor
 
 
 class SupervisorCallback(keras.callbacks.Callback):
@@ -62,8 +62,6 @@ class SupervisorCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore or initialise, and tell Keras the epoch to go on with."""
-        if self.supervisor is not None:
-            self.supervisor.close()  # a fit before this one was ended by an error
         self.supervisor = Supervisor(
             self._logdir,
             model=self.model,
@@ -73,6 +71,7 @@ class SupervisorCallback(keras.callbacks.Callback):
             **self._options,
         )
         self.supervisor.__enter__()
+        IN_FIT.add(self.supervisor)
         self._find_place()
 
     def _find_place(self) -> None:
@@ -126,6 +125,7 @@ class SupervisorCallback(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Save what is not saved yet, and end the session."""
         self.model._initial_epoch = None
+        IN_FIT.discard(self._session)
         self._session.__exit__(None, None, None)
 
     @property

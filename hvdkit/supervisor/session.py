@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +16,7 @@ import numpy as np
 from hvdkit import cluster
 from hvdkit.checkpoint.store import agreed_state, together
 from hvdkit.cluster.logs import get_logger
-from hvdkit.errors import HvdkitError, describe
+from hvdkit.errors import CheckpointError, HvdkitError, describe
 from hvdkit.supervisor.captured import Position, own_optimizer, trained_state
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 from hvdkit.supervisor.lock import LogdirLock
@@ -28,6 +30,10 @@ from hvdkit.supervisor.words import Word, compare, compare_names, compare_option
 
 # An agreement costs some 50 microseconds; mpirun gives ranks 1 s between SIGTERM and SIGKILL, the save included.
 _AGREE_SECONDS = 0.25
+
+
+# Sessions of fits: one that an error ended was told nothing, and is closed when the next session begins.
+IN_FIT: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
 class Supervisor:
@@ -131,6 +137,10 @@ class Supervisor:
     # ---- the session ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Supervisor:
+        for left in list(IN_FIT):
+            IN_FIT.discard(left)
+            with contextlib.suppress(CheckpointError):  # its folder may be gone
+                left.close()
         compare_options(self._told)
         agreed_state(self._state())  # before any file is touched
         check_data(self._data)
@@ -164,11 +174,13 @@ class Supervisor:
         """End the session on this rank, and save nothing: after an error, when other ranks may not come any more."""
         if self._open:
             self._open = False
-            self._saver.abandon()
-            if self._summaries is not None:
-                self._summaries.close()
-            self._lock.release()
             self._signals.__exit__(None, None, None)
+            try:
+                self._saver.abandon()
+                if self._summaries is not None:
+                    self._summaries.close()
+            finally:
+                self._lock.release()
 
     @property
     def global_step(self) -> int:
