@@ -134,7 +134,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config = tyro.cli(Config, description=__doc__)
     folder = Path(tempfile.mkdtemp(prefix="hvdkit-tests-"))
-    passed = failed = 0
+    passed, failures = 0, []
     try:
         for launch in launches(config, folder):
             print(f"{launch.name:12} ...", end="", flush=True)
@@ -144,16 +144,18 @@ def main() -> int:
             if text:
                 print(text, flush=True)
             passed += len(launch.passed)
-            failed += len(launch.failures)
+            failures += [f"{test} [{launch.name}]" for test in launch.failures]
     finally:
         if config.keep:
             print(f"every rank's output is in {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
-    if passed + failed == 0:
+    if not passed and not failures:
         print("no test ran; is -k right?")
-    print(f"{passed} passed, {failed} failed")
-    return 0 if passed and not failed else 1
+    for failure in failures:  # once more: the last lines are what people see first
+        print(f"FAILED {failure}")
+    print(f"{passed} passed, {len(failures)} failed")
+    return 0 if passed and not failures else 1
 
 
 if __name__ == "__main__":

@@ -125,7 +125,6 @@ class SupervisorCallback(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Save what is not saved yet, and end the session."""
         self.model._initial_epoch = None
-        IN_FIT.discard(self._session)
         self._session.__exit__(None, None, None)
 
     @property

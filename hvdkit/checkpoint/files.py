@@ -18,6 +18,8 @@ _REMEDIES = {
     errno.EACCES: "give this user the right to write there",
     errno.EPERM: "give this user the right to write there",
     errno.ENOENT: "something removed it",
+    errno.EEXIST: "a file of that name is there: give a folder",
+    errno.ENOTDIR: "a part of the path is a file: give a folder",
 }
 
 

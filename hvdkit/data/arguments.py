@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numbers
 import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
 from hvdkit import cluster
+from hvdkit.arguments import integer
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.order import Remainder
 from hvdkit.data.stream import StreamSource
@@ -15,16 +15,6 @@ from hvdkit.errors import describe
 
 SHUFFLE_BUFFER = 10_000
 """Examples in the shuffle buffer of a stream, unless told otherwise."""
-
-
-def integer(name: str, value: Any, *, minimum: int) -> int:
-    """Return ``value`` as an int, or raise if it is none or less than ``minimum``."""
-    expected = f"an integer of at least {minimum}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(describe(name, value, expected, "pass an int"))
-    if value < minimum:
-        raise ValueError(describe(name, value, expected, "raise it"))
-    return int(value)
 
 
 def remainder(value: Any) -> Remainder:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit.arguments import integer
 from hvdkit.cluster.logs import get_logger
 from hvdkit.data import arguments, order
 from hvdkit.data.keras_dataset import keras_dataset
@@ -73,9 +74,9 @@ class GlobalBatches(Iterator[Any]):
         size: int | None = None,
     ):
         self._rank, self._size = arguments.world(rank, size)
-        self._batch_size = arguments.integer("global_batch_size", global_batch_size, minimum=1)
-        self._seed = None if shuffle_seed is None else arguments.integer("shuffle_seed", shuffle_seed, minimum=0)
-        self._epochs = None if epochs is None else arguments.integer("epochs", epochs, minimum=1)
+        self._batch_size = integer("global_batch_size", global_batch_size, minimum=1)
+        self._seed = None if shuffle_seed is None else integer("shuffle_seed", shuffle_seed, minimum=0)
+        self._epochs = None if epochs is None else integer("epochs", epochs, minimum=1)
         self._remainder = arguments.remainder(remainder)
         if self._batch_size < self._size:
             raise ValueError(
@@ -171,7 +172,7 @@ class GlobalBatches(Iterator[Any]):
         Raises:
             ValueError: ``global_step`` is negative, or beyond what has been read of a stream of unknown length.
         """
-        arguments.integer("global_step", global_step, minimum=0)
+        integer("global_step", global_step, minimum=0)
         steps = self._steps_per_epoch
         if steps is None and global_step > self._step:
             raise ValueError(
@@ -201,8 +202,8 @@ class GlobalBatches(Iterator[Any]):
                 raise ValueError(describe(f"state[{key!r}]", state[key], f"{expected!r}, as now", _REMEDIES[key]))
         if self._steps_per_epoch is None:
             self._steps_per_epoch = state["steps_per_epoch"]
-        self._epoch = self._epoch_yielded = arguments.integer("state['epoch']", state["epoch"], minimum=0)
-        self._step = arguments.integer("state['step']", state["step"], minimum=0)
+        self._epoch = self._epoch_yielded = integer("state['epoch']", state["epoch"], minimum=0)
+        self._step = integer("state['step']", state["step"], minimum=0)
         self._count = self._reader = None
         self._restores += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import random
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,24 @@ class Position:
             self._at = state["data"]
 
 
+def scalar(name: str, value: Any) -> float:
+    """Return a number given to ``step``. Raises TypeError, naming it, if it is none."""
+    try:
+        return float(np.asarray(value).item())
+    except (TypeError, ValueError) as error:
+        got = f"{type(value).__name__} {list(getattr(value, 'shape', ()))}" if hasattr(value, "shape") else value
+        remedy = "give its mean, e.g. tf.reduce_mean(loss)"
+        raise TypeError(describe(f"step({name}=...)", got, "one number", remedy)) from error
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a number of seconds > 0, or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+        raise TypeError(describe(name, value, "seconds > 0, or None", "pass e.g. 600"))
+    if value is not None and not float(value) > 0:
+        raise ValueError(describe(name, value, "seconds > 0, or None", "pass e.g. 600"))
+
+
 def trained_state(
     model: Any, optimizer: Any, variables: Any, extra: Any, position: Position
 ) -> Callable[[], dict[str, Any]]:
@@ -86,8 +105,10 @@ def trained_state(
 
     Raises:
         ValueError: the model has no variables yet.
-        TypeError: ``variables`` holds something else.
+        TypeError: ``model`` is none, or ``variables`` holds something else.
     """
+    if model is not None and not isinstance(model, keras.layers.Layer):
+        raise TypeError(describe("model", type(model).__name__, "a Keras model", "pass variables in variables=[...]"))
     if model is not None and not model.built:
         raise ValueError(
             describe(
@@ -97,7 +118,7 @@ def trained_state(
                 "give its first layer an Input, call model.build(shape), or call it once",
             )
         )
-    listed = list(variables)
+    listed = [variables] if isinstance(variables, tf.Variable | keras.Variable) else list(variables)
     for variable in listed:
         if not isinstance(variable, tf.Variable | keras.Variable):
             raise TypeError(
@@ -112,6 +133,9 @@ def own_optimizer(model: Any, optimizer: Any) -> Any:
     """Return the optimizer to save, with its slots made; by default the one that ``model`` was compiled with."""
     if optimizer is None:
         optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not isinstance(optimizer, keras.optimizers.Optimizer):
+        remedy = "pass the optimizer that trains the model"
+        raise TypeError(describe("optimizer", optimizer, "a Keras optimizer", remedy))
     if optimizer is not None and not optimizer.built:
         if model is None:
             raise ValueError(
@@ -121,3 +145,9 @@ def own_optimizer(model: Any, optimizer: Any) -> Any:
             )
         optimizer.build(model.trainable_variables)
     return optimizer
+
+
+def own_rate(optimizer: Any) -> float | None:
+    """Return the learning rate that ``optimizer`` keeps in a variable, or None where a schedule gives it."""
+    rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
+    return float(np.asarray(rate)) if isinstance(rate, keras.Variable) else None

@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from hvdkit import cluster
+from hvdkit.arguments import integer
 from hvdkit.checkpoint.store import agreed_state, together
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, HvdkitError, describe
-from hvdkit.supervisor.captured import Position, own_optimizer, trained_state
+from hvdkit.supervisor.captured import Position, check_seconds, own_optimizer, own_rate, scalar, trained_state
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 from hvdkit.supervisor.lock import LogdirLock
 from hvdkit.supervisor.lockstep import lockstep
@@ -32,8 +30,9 @@ from hvdkit.supervisor.words import Word, compare, compare_names, compare_option
 _AGREE_SECONDS = 0.25
 
 
-# Sessions of fits: one that an error ended was told nothing, and is closed when the next session begins.
-IN_FIT: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+# Sessions of fits: one that an error ended was told nothing, and is closed when the next session begins. Not by weak
+# references: of a session that is collected, the signal handlers would stay.
+IN_FIT: set[Supervisor] = set()
 
 
 class Supervisor:
@@ -104,10 +103,9 @@ class Supervisor:
     ):
         counts = {"save_steps": save_steps, "max_to_keep": max_to_keep, "keep_every": keep_every}
         for name, value in {**counts, "summary_steps": summary_steps, "check_steps": check_steps}.items():
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(describe(name, value, "a whole number >= 1, or None", "pass e.g. 100"))
-        if save_model_secs is not None and not save_model_secs > 0:
-            raise ValueError(describe("save_model_secs", save_model_secs, "seconds > 0, or None", "pass e.g. 600"))
+            if value is not None:
+                integer(name, value, minimum=1)
+        check_seconds("save_model_secs", save_model_secs)
         switches = {"asynchronous": asynchronous, "gather": gather, "stop_on_nonfinite": stop_on_nonfinite}
         others = {"summary_steps": summary_steps, "check_steps": check_steps, "save_model_secs": save_model_secs}
         self._told = {**counts, **others, **switches}
@@ -138,7 +136,6 @@ class Supervisor:
 
     def __enter__(self) -> Supervisor:
         for left in list(IN_FIT):
-            IN_FIT.discard(left)
             with contextlib.suppress(CheckpointError):  # its folder may be gone
                 left.close()
         compare_options(self._told)
@@ -147,12 +144,13 @@ class Supervisor:
         together(lambda: self._lock.acquire() if cluster.is_chief() else None)
         try:
             prepare_folder(self._folder, gather=self._gather)
+            rate = own_rate(self._optimizer)
             self.restored_from = restore_or_initialise(self._folder, self._state, gather=self._gather)
             together(self._open_summaries)
         except BaseException:
             self._lock.release()
             raise
-        self._report_start()
+        self._report_start(rate)
         self._saver.step, self._saver.when = (self.global_step if self.restored_from else None), time.monotonic()
         self._wants_stop = self._stopping = False
         self._signals.__enter__()
@@ -172,6 +170,7 @@ class Supervisor:
 
     def close(self) -> None:
         """End the session on this rank, and save nothing: after an error, when other ranks may not come any more."""
+        IN_FIT.discard(self)
         if self._open:
             self._open = False
             self._signals.__exit__(None, None, None)
@@ -286,13 +285,16 @@ class Supervisor:
         if cluster.is_chief():
             self._summaries = Summaries(self.logdir / "summaries", resume_at=self.global_step)
 
-    def _report_start(self) -> None:
+    def _report_start(self, rate: float | None) -> None:
         if cluster.is_chief():
             came = f"from {self.restored_from}" if self.restored_from else f"afresh; no checkpoint in {self._folder}"
             get_logger().info("training begins at step %d %s", self.global_step, came)
+            if (saved := own_rate(self._optimizer)) != rate:
+                words = "the saved learning rate %g goes on, not %g; to change it, assign it within the session"
+                get_logger().warning(words, saved, rate)
 
     def _summarise(self, scalars: Mapping[str, Any]) -> None:
-        local = {name: float(np.asarray(value)) for name, value in scalars.items()}
+        local = {name: scalar(name, value) for name, value in scalars.items()}
         everywhere = cluster.exchange().allgather(local)
         compare_names(everywhere)
         if self._summaries is not None:
@@ -307,7 +309,7 @@ class Supervisor:
                 step=step,
                 stop=self._wants_stop,
                 signal=None if signal is None else signal.name,
-                loss=0.0 if self._loss is None else float(np.asarray(self._loss)),
+                loss=0.0 if self._loss is None else scalar("loss", self._loss),
                 saving=self._saver.progress(),
                 save_now=time.monotonic() - self._saver.when >= self._seconds,
                 interval=self._pace.proposal(step),

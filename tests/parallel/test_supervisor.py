@@ -364,12 +364,43 @@ def test_summaries_hold_each_step_once_after_a_run_that_was_lost(shared_path, ra
 def test_bad_arguments_name_themselves(shared_path):
     with pytest.raises(ValueError, match="save_steps: got 0"):
         hk.Supervisor(shared_path, save_steps=0)
+    for bad in ({"save_steps": True}, {"save_model_secs": "60"}, {"model": 3}, {"optimizer": "adam"}):
+        (name,) = bad
+        with pytest.raises(TypeError, match=name):
+            hk.Supervisor(shared_path, **bad)
     with pytest.raises(ValueError, match="save_model_secs: got -1"):
         hk.Supervisor(shared_path, save_model_secs=-1)
     with pytest.raises(ValueError, match="model: got one that is not built"):
         hk.Supervisor(shared_path, model=keras.Sequential([keras.layers.Dense(1)]))
     with pytest.raises(hk.HvdkitError, match="outside its session"):
         hk.Supervisor(shared_path, model=Run().model).step()
+    for loss, got in (("abc", "abc"), (tf.zeros(2), r"EagerTensor \[2\]")):
+        session = hk.Supervisor(shared_path / "run", variables=tf.Variable(1.0), summary_steps=np.int64(1))
+        with pytest.raises(TypeError, match=rf"step\(loss=...\): got {got}, expected one number"), session as sv:
+            sv.step(loss=loss)
+
+
+def test_a_file_where_the_folder_should_be_is_named(shared_path):
+    if hk.is_chief():
+        (shared_path / "run").write_text("a file")
+    hk.barrier()
+    with pytest.raises(hk.CheckpointError, match="give a folder"):
+        hk.Supervisor(shared_path / "run", variables=[tf.Variable(1.0)]).__enter__()
+
+
+def test_a_saved_learning_rate_is_kept_and_said(shared_path, caplog):
+    def session(rate):
+        optimizer = keras.optimizers.SGD(rate)
+        optimizer.build([keras.Variable(1.0)])
+        return optimizer, hk.Supervisor(shared_path / "run", optimizer=optimizer)
+
+    with session(0.5)[1] as sv:
+        sv.step()
+    optimizer, again = session(0.25)
+    with again:
+        assert float(optimizer.learning_rate) == 0.5
+    if hk.is_chief():
+        assert "saved learning rate 0.5 goes on, not 0.25" in caplog.text
 
 
 def test_options_that_differ_are_named_before_any_file_is_touched(shared_path, rank, size):

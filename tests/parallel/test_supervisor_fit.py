@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -127,8 +128,15 @@ def test_averages_that_keras_swaps_in_at_the_end_of_fit_are_not_taken_for_weight
 
 
 def test_steps_per_execution_that_do_not_divide_the_epoch_are_refused(shared_path):
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ValueError, match="steps_per_execution: got 4, expected a divisor of the epoch's 6 steps"):
         fit(shared_path / "run", steps_per_execution=4)
+    # Its session was left open, and is closed by the next one though nobody holds it any more.
+    gc.collect()
+    assert signal.getsignal(signal.SIGTERM) != before
+    with hk.Supervisor(shared_path / "run", variables=[tf.Variable(1.0)]):
+        pass
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_signal_in_fit_saves_and_ends_with_the_code_of_its_own(shared_path, through, rank, size):
