@@ -22,7 +22,7 @@ from hvdkit.errors import (
 )
 
 if TYPE_CHECKING:
-    from hvdkit import callbacks, checkpoint, data, schedules
+    from hvdkit import callbacks, checkpoint, data, layers, schedules
     from hvdkit.cluster import Cluster, init, is_chief, local_rank, local_size, rank, shutdown, size
     from hvdkit.collectives import (
         Average,
@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     )
     from hvdkit.gradients import DistributedGradientTape, average_gradients
     from hvdkit.optimizer import DistributedOptimizer
+    from hvdkit.planning import plan_tables
     from hvdkit.supervisor import Supervisor
+    from hvdkit.variable import PartitionedVariable
 
 _HOMES = {
     "hvdkit.cluster": ("Cluster", "init", "is_chief", "local_rank", "local_size", "rank", "shutdown", "size"),
@@ -66,10 +68,12 @@ _HOMES = {
     ),
     "hvdkit.gradients": ("DistributedGradientTape", "average_gradients"),
     "hvdkit.optimizer": ("DistributedOptimizer",),
+    "hvdkit.planning": ("plan_tables",),
     "hvdkit.supervisor": ("Supervisor",),
+    "hvdkit.variable": ("PartitionedVariable",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("callbacks", "checkpoint", "data", "schedules")
+_MODULES = ("callbacks", "checkpoint", "data", "layers", "schedules")
 
 __all__ = [
     "Average",
@@ -84,6 +88,7 @@ __all__ = [
     "Max",
     "Min",
     "NonFiniteError",
+    "PartitionedVariable",
     "PlanError",
     "Sum",
     "Supervisor",
@@ -104,8 +109,10 @@ __all__ = [
     "grouped_allreduce",
     "init",
     "is_chief",
+    "layers",
     "local_rank",
     "local_size",
+    "plan_tables",
     "rank",
     "reducescatter",
     "schedules",

@@ -7,7 +7,9 @@ as well, and numpy reaches them by a slice on either side.
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
 
 from hvdkit.errors import describe
 
@@ -76,3 +78,119 @@ def positions(part: range, whole: range) -> slice:
         return slice(0, 0, 1)
     first, last = whole.index(part[0]), whole.index(part[-1])
     return slice(first, last + 1, max(1, (last - first) // max(1, len(part) - 1)))
+
+
+def owner(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
+    """Return the rank that holds each global row.
+
+    ``mod``: id mod N. ``div``, with e = rows div N and l = rows mod N: the first l ranks have e + 1 rows each, so that
+    the rank is max(id div (e + 1), (id - l) div e).
+
+    Args:
+        partition: ``"div"`` or ``"mod"``.
+        ids: global rows, 0 to ``rows - 1``, integers of any shape.
+        rows, size: as for :func:`rows_of`.
+
+    Returns:
+        Ranks, of the shape and dtype of ``ids``.
+
+    Raises:
+        ValueError: an id is no row, or another argument is out of range.
+
+    Example:
+        >>> owner("div", np.arange(5), 5, 2), owner("mod", np.arange(5), 5, 2)
+        (array([0, 0, 0, 1, 1]), array([0, 1, 0, 1, 0]))
+    """
+    ids = _checked_ids(partition, ids, rows, size)
+    if partition == "mod":
+        return ids % size
+    each, longer = divmod(rows, size)
+    return np.maximum(ids // (each + 1), (ids - longer) // max(each, 1))
+
+
+def local_row(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
+    """Return where each global row stands among its owner's rows. Arguments and errors as for :func:`owner`.
+
+    Example:
+        >>> local_row("div", np.arange(5), 5, 2), local_row("mod", np.arange(5), 5, 2)
+        (array([0, 1, 2, 0, 1]), array([0, 0, 1, 1, 2]))
+    """
+    ids = _checked_ids(partition, ids, rows, size)
+    if partition == "mod":
+        return ids // size
+    each, longer = divmod(rows, size)
+    ranks = owner(partition, ids, rows, size)
+    return ids - (ranks * each + np.minimum(ranks, longer))
+
+
+def global_row(partition: str, local: np.ndarray, rows: int, rank: int, size: int) -> np.ndarray:
+    """Return the global row of each of ``rank``'s rows: the inverse of :func:`owner` and :func:`local_row`.
+
+    Raises:
+        ValueError: ``rank`` has no such row.
+
+    Example:
+        >>> global_row("mod", np.arange(2), 5, 1, 2)
+        array([1, 3])
+    """
+    held = rows_of(partition, rows, rank, size)
+    local = np.asarray(local)
+    if local.size and not 0 <= local.min() <= local.max() < len(held):
+        raise ValueError(
+            describe("local", f"{local.min()} to {local.max()}", f"0 to {len(held) - 1}, the rows of rank {rank}",
+                     "pass rows of that rank")
+        )  # fmt: skip
+    return held.start + local * held.step
+
+
+class Move(NamedTuple):
+    """Rows that go from a rank's old shard to a rank's new one.
+
+    Attributes:
+        source: rank that holds them now.
+        target: rank that will hold them.
+        rows: the global rows.
+        read: where they stand in the old shard.
+        write: where they go in the new one.
+    """
+
+    source: int
+    target: int
+    rows: range
+    read: slice
+    write: slice
+
+
+def reshard(rows: int, old: tuple[str, int], new: tuple[str, int]) -> list[Move]:
+    """Return which rows of which old shard go to which new one; together they are every row once.
+
+    Args:
+        rows: global number of rows.
+        old, new: partition and number of ranks, before and after.
+
+    Raises:
+        ValueError: as for :func:`rows_of`.
+
+    Example:
+        >>> [(m.source, m.target, list(m.rows)) for m in reshard(4, ("div", 2), ("mod", 2))]
+        [(0, 0, [0]), (0, 1, [1]), (1, 0, [2]), (1, 1, [3])]
+    """
+    moves = []
+    for source in range(old[1]):
+        held = rows_of(old[0], rows, source, old[1])
+        for target in range(new[1]):
+            wanted = rows_of(new[0], rows, target, new[1])
+            common = intersect(held, wanted)
+            if common:
+                moves.append(Move(source, target, common, positions(common, held), positions(common, wanted)))
+    return moves
+
+
+def _checked_ids(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
+    rows_of(partition, rows, 0, size)  # checks the others
+    ids = np.asarray(ids)
+    if ids.dtype.kind not in "iu":
+        raise ValueError(describe("ids", f"dtype {ids.dtype}", "integers", "cast them"))
+    if ids.size and not 0 <= ids.min() <= ids.max() < rows:
+        raise ValueError(describe("ids", f"{ids.min()} to {ids.max()}", f"0 to {rows - 1}", "check them"))
+    return ids

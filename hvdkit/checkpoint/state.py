@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvdkit.checkpoint.entries import Entry, Kind, Resize, State, Value
 from hvdkit.checkpoint.tensorfile import storable
+from hvdkit.collectives.shards import piece_states, shard_of
 from hvdkit.collectives.variables import variable_name
 from hvdkit.errors import describe
 
@@ -113,11 +114,11 @@ def _add_layer(flat: State, name: str, layer: Any) -> None:
         if id(variable) in elsewhere:
             continue
         if id(variable) in seeds:
-            _add_variable(flat, path, variable, "per_rank")
+            _add_variable(flat, path, variable, "per_rank", key=name)
         elif id(variable) in statistics:
-            _add_variable(flat, path, variable, "per_rank", "mean")
+            _add_variable(flat, path, variable, "per_rank", "mean", key=name)
         else:
-            _add_variable(flat, path, variable, "replicated")
+            _add_variable(flat, path, variable, "replicated", key=name)
 
 
 def _add_sharded_layers(flat: State, name: str, layer: Any) -> set[int]:
@@ -150,9 +151,9 @@ def _add_optimizer(flat: State, name: str, optimizer: Any) -> None:
     for variable in optimizer.variables:
         path = f"{name}/{variable_name(variable)}"
         if id(variable) in sums:
-            _add_variable(flat, path, variable, "per_rank", _sums_rule(inner))
+            _add_variable(flat, path, variable, "per_rank", _sums_rule(inner), key=name)
         else:
-            _add_variable(flat, path, variable, "replicated")
+            _add_variable(flat, path, variable, "replicated", key=name)
 
 
 def _check_accumulation(steps: int, saved: int) -> None:
@@ -167,7 +168,14 @@ def _sums_rule(optimizer: Any) -> Resize:
     return "share" if how is not None and how.op.name == "Sum" else "mean"
 
 
-def _add_variable(flat: State, name: str, variable: Any, kind: Kind, resize: Resize = "keep") -> None:
+def _add_variable(
+    flat: State, name: str, variable: Any, kind: Kind, resize: Resize = "keep", *, key: str | None = None
+) -> None:
+    """Add a variable; of a shard each of its tables, under ``key``, since the variable's own name may be any."""
+    if shard_of(variable) is not None:
+        for piece in piece_states(variable):
+            _add_sharded(flat, f"{key}/{piece.name}" if key else name, piece)
+        return
     inner = variable.value if isinstance(variable, keras.Variable) else variable
 
     def read() -> np.ndarray:

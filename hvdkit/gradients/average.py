@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op
+from hvdkit.collectives.shards import shard_of
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.collectives.values import as_tensor, graph_safe, is_symbolic
 from hvdkit.errors import describe
@@ -27,6 +28,7 @@ def average_gradients(
     op: ReduceOp = Average,
     weight: Any = None,
     compression: str | None = None,
+    variables: Sequence[Any] | None = None,
 ) -> list[Gradient]:
     """Combine every gradient over all ranks; all ranks get the same result, to the bit.
 
@@ -46,6 +48,9 @@ def average_gradients(
         weight: this rank's weight, a number or scalar tensor >= 0; given on every rank or on none. Inside a graph a
             weight that is negative or NaN makes the result NaN on all ranks.
         compression: ``"fp16"`` or ``"bf16"`` to send 32- and 64-bit floats in 16 bits.
+        variables: what the gradients belong to. Those of sharded variables have been summed over the ranks on their
+            way to the owner, and are only divided by N where ``op`` is Average. Needed where there are such; ``weight``
+            then belongs to ``hk.DistributedGradientTape``, which weighs before gradients travel.
 
     Returns:
         The results in the order of ``grads``, of the same kinds and dtypes; IndexedSlices have distinct rows.
@@ -61,16 +66,47 @@ def average_gradients(
         grads = hk.average_gradients(grads, weight=len(images))
     """
     listed = list(grads)
+    sharded = [shard_of(v) is not None for v in variables] if variables is not None else [False] * len(listed)
+    if any(sharded):
+        return _beside_shards(listed, sharded, {"op": op, "weight": weight, "compression": compression})
     _agree_on(listed, op, weight, compression)
     op, wire = checked_op(op), wires.wire_dtype(compression)
     if op in (ReduceOp.Min, ReduceOp.Max):
         return _place(listed, grouped_allreduce(_dense(listed), op, "hvdkit.gradients"), [])
     if weight is not None:
-        listed, op = _weighted(listed, _share(weight, op)), ReduceOp.Sum
+        listed, op = _weighted(listed, share(weight, op)), ReduceOp.Sum
     rows = [sparse.sum_duplicates(g) for g in listed if isinstance(g, tf.IndexedSlices)]
     if cluster.size() == 1:
         return _place(listed, _dense(listed), rows)
     return _place(listed, *_combine(_dense(listed), rows, op, wire))
+
+
+def _beside_shards(grads: list[Gradient], sharded: list[bool], how: dict[str, Any]) -> list[Gradient]:
+    if how["weight"] is not None:
+        remedy = "give it to hk.DistributedGradientTape"
+        raise ValueError(describe("weight", how["weight"], "none beside gradients of sharded variables", remedy))
+    summed = [sparse.sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
+    return divide_shards(summed, sharded, how["op"], lambda replicated: average_gradients(replicated, **how))
+
+
+def divide_shards(
+    grads: Sequence[Gradient],
+    sharded: Sequence[bool],
+    op: ReduceOp,
+    combine: Callable[[list[Gradient]], list[Gradient]],
+) -> list[Gradient]:
+    """Combine replicated gradients; divide those of shards, which are sums over ranks already, by N for an average."""
+    divisor = cluster.size() if checked_op(op) == Average else 1
+    replicated = iter(combine([g for g, own in zip(grads, sharded, strict=True) if not own]))
+    pairs = zip(grads, sharded, strict=True)
+    return [mapped(g, lambda x: x / divisor) if own else next(replicated) for g, own in pairs]
+
+
+def mapped(grad: Gradient, fn: Callable[[tf.Tensor], tf.Tensor]) -> Gradient:
+    """Return a gradient whose values have gone through ``fn``."""
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(fn(grad.values), grad.indices, grad.dense_shape)
+    return None if grad is None else fn(grad)
 
 
 def _agree_on(grads: list[Gradient], op: Any, weight: Any, compression: Any) -> None:
@@ -82,7 +118,7 @@ def _agree_on(grads: list[Gradient], op: Any, weight: Any, compression: Any) -> 
         raise problem
 
 
-def _share(weight: Any, op: ReduceOp) -> tf.Tensor:
+def share(weight: Any, op: ReduceOp) -> tf.Tensor:
     """Return the factor of this rank's gradients in a plain sum: w_r, or w_r / sum_r w_r for the average.
 
     The weights are known before the gradients are, so that inside a graph their exchange runs beside the step.
@@ -96,16 +132,12 @@ def _share(weight: Any, op: ReduceOp) -> tf.Tensor:
 
 
 def _weighted(grads: list[Gradient], factor: tf.Tensor) -> list[Gradient]:
-    def scaled(x: tf.Tensor) -> tf.Tensor:
-        # A rank without examples has weight 0 and a gradient that is 0/0: it must not spoil the others'.
-        return tf.where(tf.equal(factor, 0), tf.zeros_like(x), x * tf.cast(factor, x.dtype))
+    return [mapped(zero_without_weight(g, factor), lambda x: x * tf.cast(factor, x.dtype)) for g in grads]
 
-    def one(g: Gradient) -> Gradient:
-        if isinstance(g, tf.IndexedSlices):
-            return tf.IndexedSlices(scaled(g.values), g.indices, g.dense_shape)
-        return None if g is None else scaled(g)
 
-    return [one(g) for g in grads]
+def zero_without_weight(grad: Gradient, factor: tf.Tensor) -> Gradient:
+    """Return zeros for a rank of weight 0: without examples its gradient is 0/0, and must not spoil the others'."""
+    return mapped(grad, lambda x: tf.where(tf.equal(factor, 0), tf.zeros_like(x), x))
 
 
 def _combine(

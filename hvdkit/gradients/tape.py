@@ -6,9 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.collectives.ops import Average, ReduceOp
+from hvdkit.collectives.ops import Average, ReduceOp, Sum, checked_op
+from hvdkit.collectives.shards import shard_of
 from hvdkit.collectives.values import graph_safe
-from hvdkit.gradients.average import average_gradients
+from hvdkit.gradients.average import average_gradients, share, zero_without_weight
 
 
 class DistributedGradientTape:
@@ -58,5 +59,23 @@ class DistributedGradientTape:
         Args, Returns and Raises as for ``tf.GradientTape.gradient`` and :func:`hvdkit.average_gradients`; the
         result has the structure of ``sources``.
         """
+        variables = tf.nest.flatten(sources)
+        if self._how["weight"] is not None and any(shard_of(v) is not None for v in variables):
+            return self._weighted(target, sources, *args, **kwargs)
         local = self._tape.gradient(target, sources, *args, **kwargs)
-        return tf.nest.pack_sequence_as(local, average_gradients(tf.nest.flatten(local), **self._how))
+        combined = average_gradients(tf.nest.flatten(local), variables=variables, **self._how)
+        return tf.nest.pack_sequence_as(local, combined)
+
+    def _weighted(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
+        """Weigh the loss and not its gradients: those of sharded variables travel while the tape goes back."""
+        factor = share(self._how["weight"], checked_op(self._how["op"]))
+        if output_gradients is None:
+            output_gradients = tf.nest.map_structure(tf.ones_like, target)
+        weighed = tf.nest.map_structure(lambda g: g * tf.cast(factor, g.dtype), output_gradients)
+        local = self._tape.gradient(target, sources, output_gradients=weighed, **kwargs)
+        variables = tf.nest.flatten(sources)
+        pairs = zip(tf.nest.flatten(local), variables, strict=True)
+        grads = [g if shard_of(v) is not None else zero_without_weight(g, factor) for g, v in pairs]
+        how = {**self._how, "op": Sum, "weight": None}
+        combined = average_gradients(grads, variables=variables, **how)
+        return tf.nest.pack_sequence_as(local, combined)

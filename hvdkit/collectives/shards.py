@@ -1,0 +1,115 @@
+"""Which variables are a rank's own part of something larger, and of what.
+
+Everything else takes a variable for replicated: equal on all ranks, its gradients averaged, its first values the
+chief's. A shard is marked on the variable itself, so that optimizers, checkpoints and comparisons know it without
+being told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tensorflow as tf
+
+_MARK = "_hvdkit_shard"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one table has in a variable of this rank.
+
+    Attributes:
+        table: the table's name.
+        shape: its global shape.
+        index: along each axis the global indices that this rank holds, in its order.
+        start: the variable's first row that belongs to it.
+        partition: the rule's name, for people.
+    """
+
+    table: str
+    shape: tuple[int, ...]
+    index: tuple[range, ...]
+    start: int
+    partition: str
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Where in the variable the table's part stands; columns beyond it fill rows up."""
+        rows, *others = self.index
+        return (slice(self.start, self.start + len(rows)), *(slice(0, len(axis)) for axis in others))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a variable holds: parts of one or more tables of equal width, one below the other.
+
+    Attributes:
+        owner: name of the layer or variable that the tables belong to.
+        pieces: the tables' parts; rows in none of them are unused.
+        slot: of an optimizer's slot, its name ("momentum"); None for the weights themselves.
+    """
+
+    owner: str
+    pieces: tuple[Piece, ...]
+    slot: str | None = None
+
+    def of_slot(self, slot: str) -> Shard:
+        """Return what a slot of this variable holds."""
+        return replace(self, slot=slot)
+
+
+def mark(variable: Any, shard: Shard) -> None:
+    """Note that ``variable``, TensorFlow's or Keras's, holds ``shard``."""
+    setattr(variable, _MARK, shard)
+    inner = getattr(variable, "_value", None)
+    if isinstance(inner, tf.Variable):
+        setattr(inner, _MARK, shard)
+
+
+def shard_of(variable: Any) -> Shard | None:
+    """Return what ``variable`` holds, or None for a replicated one."""
+    return getattr(variable, _MARK, None)
+
+
+class PieceState:
+    """One table's part of a variable as a checkpoint sees it: a ``hvdkit.checkpoint.state.ShardedState``.
+
+    Attributes:
+        name: of the table, with its owner and, for a slot, the slot's name.
+        shape: global shape.
+        dtype: the variable's.
+        partition: the rule's name.
+        local_index: along each axis the global indices that this rank holds.
+    """
+
+    def __init__(self, variable: Any, shard: Shard, piece: Piece):
+        self._variable = getattr(variable, "_value", variable)
+        self._box = piece.box
+        words = (shard.owner, piece.table, shard.slot)
+        self.name = "/".join(word for word in words if word)
+        self.shape, self.dtype, self.partition = piece.shape, self._variable.dtype, piece.partition
+        self.local_index = piece.index
+
+    @property
+    def local(self) -> Any:
+        """This rank's part, ``[len(i) for i in local_index]``."""
+        if self._is_whole():
+            return self._variable
+        return self._variable.read_value()[self._box]
+
+    def assign_local(self, values: Any) -> None:
+        """Take ``values`` as this rank's part."""
+        if self._is_whole():
+            self._variable.assign(values)
+        else:
+            self._variable[self._box].assign(values)
+
+    def _is_whole(self) -> bool:
+        return tuple(len(i) for i in self.local_index) == tuple(self._variable.shape)
+
+
+def piece_states(variable: Any) -> list[PieceState]:
+    """Return the tables' parts of a variable that is a shard."""
+    shard = shard_of(variable)
+    return [] if shard is None else [PieceState(variable, shard, piece) for piece in shard.pieces]

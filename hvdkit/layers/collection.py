@@ -1,0 +1,173 @@
+"""Any number of embedding tables, cut across ranks and looked up in one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.collectives.values import graph_safe
+from hvdkit.errors import HvdkitError, describe
+from hvdkit.gradients.compression import wire_dtype
+from hvdkit.layers.features import OutOfRange, bag_of
+from hvdkit.layers.store import TableStore
+from hvdkit.planning import Plan, Table, plan_tables
+from hvdkit.planning.table import check_tables
+
+
+class ShardedEmbeddingCollection(keras.layers.Layer):
+    """Embedding tables whose rows or columns are spread over the ranks: ``{feature: ids}`` to ``{feature: vectors}``.
+
+    A lookup of all features costs one exchange of ids and one of rows for each dtype, and its gradient one more,
+    whatever the number of tables; ids are made distinct before they travel. Train with ``hk.DistributedOptimizer``,
+    which knows shards by itself. Every rank calls the layer as often, with the same features; batches may differ in
+    size, and be empty.
+
+    Ids are dense tensors (with a combiner, their last axis is combined), RaggedTensors or SparseTensors; with a
+    combiner a feature may be a pair ``(ids, weights)``.
+
+    Args:
+        tables: the tables.
+        plan: "auto" (small tables on every rank, all others cut by rows); a :class:`hvdkit.planning.Plan`; or
+            placements by hand, ``{"items": "row" | "div" | "column" | "table" | "replicated"}``, the others' being
+            chosen.
+        seed: of random first values, which depend on it, the table's name and the row, not on the number of ranks.
+            None draws one for all ranks.
+        compression: "fp16" or "bf16": rows and their gradients travel in 16 bits.
+        out_of_range: what becomes of an id that is no row: "error" (on every rank, naming feature, value and table),
+            "wrap" (modulo the number of rows), or "drop" (it gives zeros, or nothing to a combiner).
+        **kwargs: of ``keras.layers.Layer``.
+
+    Raises:
+        ValueError, TypeError: an argument is none of the above; a feature is missing; ids are no integers.
+        CollectiveMismatchError: ranks have different tables or placements.
+
+    Example::
+
+        tables = [hk.layers.Table("user", 5_000_000, 32), hk.layers.Table("tags", 10_000, 16, combiner="mean")]
+        embed = hk.layers.ShardedEmbeddingCollection(tables, seed=1)
+        vectors = embed({"user": users, "tags": tf.ragged.constant([[3, 1], [], [7]])})  # [B, 32] and [B, 16]
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        plan: Any = "auto",
+        *,
+        seed: int | None = None,
+        compression: str | None = None,
+        out_of_range: OutOfRange = "error",
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self.tables = check_tables(tables)
+        self.compression, self.out_of_range, self.seed = compression, out_of_range, seed
+        self._wire = wire_dtype(compression)
+        if out_of_range not in get_args(OutOfRange):
+            raise ValueError(describe("out_of_range", out_of_range, "'error', 'wrap' or 'drop'", "pass one of them"))
+        self.plan = _plan(self.tables, plan)
+        self.features = {feature: table for table in self.tables for feature in table.features}
+        self._store: TableStore | None = None
+
+    def build(self, input_shape: Any = None) -> None:
+        """Make this rank's part of every table."""
+        if self._store is not None:
+            return
+        self._store = TableStore(
+            self,
+            self.tables,
+            self.plan.placements,
+            seed=self.seed,
+            out_of_range=self.out_of_range,
+            wire=self._wire,
+        )
+        self.built = True
+
+    @graph_safe
+    def call(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Look the features up.
+
+        Args:
+            inputs: every feature's ids, or ids and weights.
+
+        Returns:
+            Of each feature ``[..., output_dim]`` in the layer's compute dtype.
+        """
+        self._check_features(inputs)
+        bags = {name: (table, bag_of(inputs[name], table.combiner, name)) for name, table in self.features.items()}
+        found = self._tables_here().look_up(bags)
+        return {name: tf.cast(vectors, self.compute_dtype) for name, vectors in found.items()}
+
+    def compute_output_spec(self, inputs: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+        """Return the outputs' shapes, without a lookup."""
+        self._check_features(inputs)
+        return {name: output_spec(inputs[name], table, self.compute_dtype) for name, table in self.features.items()}
+
+    def gather(self, table: str, root: int | None = None) -> np.ndarray | None:
+        """Return a whole table ``[input_dim, output_dim]``: on every rank, or on ``root`` and None elsewhere.
+
+        Every rank calls it. Raises ValueError if there is no such table or rank.
+        """
+        return self._tables_here().gather(table, root)
+
+    def assign(self, table: str, full_array: Any) -> None:
+        """Set a whole table from ``[input_dim, output_dim]``; each rank takes its part, and exchanges nothing."""
+        self._tables_here().assign(table, full_array)
+
+    def _tables_here(self) -> TableStore:
+        if self._store is None:
+            self.build()
+        assert self._store is not None
+        return self._store
+
+    def _check_features(self, inputs: Any) -> None:
+        if not isinstance(inputs, Mapping) or set(inputs) != set(self.features):
+            got = sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
+            remedy = "pass every feature, and no other"
+            raise ValueError(describe("inputs", got, f"a dict of {sorted(self.features)}", remedy))
+
+    def save_own_variables(self, store: Any) -> None:
+        """Refuse: a file of one rank's part would pass for the whole."""
+        refuse_keras_file(self)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Refuse, as :meth:`save_own_variables` does."""
+        refuse_keras_file(self)
+
+
+def refuse_keras_file(layer: Any) -> None:
+    """Raise where Keras would write or read one rank's part as if it were the whole table."""
+    if cluster.size() > 1:
+        raise HvdkitError(
+            f"{layer.name}: its tables are cut across {cluster.size()} ranks, which Keras's own files do not hold; "
+            "save with hk.Supervisor or hk.checkpoint.save, and export with export_npy or export_saved_model from there"
+        )
+
+
+def output_spec(inputs: Any, table: Table, dtype: str) -> keras.KerasTensor:
+    """Return the shape and dtype of one feature's vectors."""
+    ids = inputs[0] if isinstance(inputs, tuple | list) else inputs
+    if not ids.dtype.startswith(("int", "uint")) if isinstance(ids.dtype, str) else not ids.dtype.is_integer:
+        raise TypeError(describe("ids", f"dtype {ids.dtype}", "integers", "give the Input dtype='int64'"))
+    shape = tuple(ids.shape)
+    if table.combiner is not None and len(shape) > 1:
+        shape = shape[:-1]
+    ragged = bool(getattr(ids, "ragged", False)) and table.combiner is None
+    extra = {"ragged": True} if ragged else {}
+    return keras.KerasTensor((*shape, table.output_dim), dtype=dtype, **extra)
+
+
+def _plan(tables: tuple[Table, ...], plan: Any) -> Plan:
+    if isinstance(plan, Plan):
+        if plan.size != cluster.size() or plan.tables != tables:
+            got = f"one of {len(plan.tables)} tables for {plan.size} ranks"
+            remedy = "call hk.plan_tables(tables, hk.size())"
+            raise ValueError(describe("plan", got, f"one of these tables for {cluster.size()} ranks", remedy))
+        return plan
+    if plan != "auto" and not isinstance(plan, Mapping):
+        raise TypeError(describe("plan", plan, "'auto', a Plan or a dict of placements", "pass {'table': 'row'}"))
+    return plan_tables(tables, cluster.size(), placements=None if plan == "auto" else plan)

@@ -1,0 +1,220 @@
+"""The variables of a set of tables on one rank, and the lookup of any number of features in them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.collectives import tensors
+from hvdkit.collectives.agreement import Call, agree, attempt
+from hvdkit.collectives.shards import Piece, PieceState, Shard, mark, shard_of
+from hvdkit.errors import describe
+from hvdkit.layers.features import Bag, OutOfRange, combined, in_range
+from hvdkit.planning import Group, Table, lay_out
+from hvdkit.variable.faults import find_fault, raise_everywhere
+from hvdkit.variable.initial import common_seed, initial_blocks
+from hvdkit.variable.keys import key_dtype, keys_of
+from hvdkit.variable.partitioned import gather_parts
+from hvdkit.variable.routing import Found, look_up
+
+
+class TableStore:
+    """Tables of a layer, cut across ranks as a layout says.
+
+    Args:
+        layer: the Keras layer that owns the variables.
+        tables: the tables.
+        placements: where each goes.
+        seed: of random first values, or None.
+        out_of_range: what becomes of ids that are no rows.
+        wire: dtype in which rows travel, or None.
+
+    Raises:
+        CollectiveMismatchError: ranks have different tables or placements.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        tables: Sequence[Table],
+        placements: Mapping[str, str],
+        *,
+        seed: int | None,
+        out_of_range: OutOfRange,
+        wire: tf.DType | None,
+    ):
+        self.tables = {table.name: table for table in tables}
+        self.out_of_range, self._wire, self._name = out_of_range, wire, layer.name
+        listed = [(t.name, t.input_dim, t.output_dim, t.dtype, placements[t.name]) for t in tables]
+        call = Call(f"tables {listed}")
+
+        def draw() -> None:
+            call.payload = common_seed(seed)
+
+        call.problem = attempt(draw)
+        self._seed = agree(call)[0].payload
+        self.layout = lay_out(tables, placements, cluster.size())
+        with tf.init_scope():
+            self.variables = [self._make(layer, number, group) for number, group in enumerate(self.layout.groups)]
+            self.replicated = {table.name: self._make_whole(layer, table) for table in self.layout.replicated}
+
+    def _make(self, layer: Any, number: int, group: Group) -> Any:
+        rank = cluster.rank()
+        shape = (group.rows[rank], group.width)
+        variable = layer.add_weight(
+            name=f"embeddings_{number}", shape=shape, initializer="zeros", dtype=group.dtype, autocast=False
+        )
+        pieces = []
+        for held in group.held(rank):
+            shape = (held.table.input_dim, held.table.output_dim)
+            rule = next(s.rule for s in group.slices if s.table is held.table)
+            piece = Piece(held.table.name, shape, (held.rows, held.columns), held.base, rule)
+            pieces.append(piece)
+            self._initialise(variable, held.table, piece)
+        mark(variable, Shard(self._name, tuple(pieces)))
+        return variable
+
+    def _make_whole(self, layer: Any, table: Table) -> Any:
+        shape = (table.input_dim, table.output_dim)
+        variable = layer.add_weight(
+            name=table.name, shape=shape, initializer="zeros", dtype=table.dtype, autocast=False
+        )
+        self._initialise(variable, table, Piece(table.name, shape, tuple(map(range, shape)), 0, ""))
+        return variable
+
+    def _initialise(self, variable: Any, table: Table, piece: Piece) -> None:
+        seed = int(
+            np.random.SeedSequence([self._seed, zlib.crc32(table.name.encode())]).generate_state(1, np.uint64)[0]
+        )
+        columns = piece.box[1]
+        for start, block in initial_blocks(table.initializer, piece.shape, table.dtype, seed, piece.index):
+            first = piece.start + start
+            variable._value[first : first + len(block), columns].assign(block)
+
+    def look_up(self, bags: Mapping[str, tuple[Table, Bag]]) -> dict[str, Any]:
+        """Return each feature's output. Every rank calls it, with the same features.
+
+        Args:
+            bags: of each feature its table and its ids.
+
+        Returns:
+            Of each feature ``[*shape, output_dim]``, in the table's dtype.
+
+        Raises:
+            ValueError: in eager mode, on every rank, where an id of any rank is out of range and that is an error;
+                ``tf.errors.InvalidArgumentError`` in graphs.
+        """
+        given = [] if self.out_of_range != "error" else list(bags.items())
+        labels = [f"feature {name!r} of table {table.name!r}" for name, (table, _) in given]
+        if given:
+            fault = find_fault([b.ids for _, (_, b) in given], labels, [t.input_dim for _, (t, _) in given])
+        else:
+            fault = find_fault([tf.zeros([0], tf.int32)], ["none"], [1])
+        safe = {n: (t, in_range(b, t.input_dim, self.out_of_range)) for n, (t, b) in bags.items()}
+        slices = self._look_up_slices(safe, fault)
+        outputs = {}
+        for name, (table, bag) in safe.items():
+            if table.name in self.replicated:
+                parts = [self._read_whole(table, bag)]
+            else:
+                parts = slices[name]
+            made = [combined(found, bag, table.combiner) for found in parts]
+            outputs[name] = made[0] if len(made) == 1 else _beside(made, table.output_dim)
+        return outputs
+
+    def _read_whole(self, table: Table, bag: Bag) -> Found:
+        variable = self.replicated[table.name]._value
+        if table.combiner is None:
+            return Found(variable.sparse_read(bag.ids), None)
+        distinct, place = tf.unique(bag.ids)
+        return Found(variable.sparse_read(distinct), place)
+
+    def _look_up_slices(self, bags: Mapping[str, tuple[Table, Bag]], fault: Any) -> dict[str, list[Found]]:
+        """Look all sharded features up at once; return each feature's rows, one part for each run of columns."""
+        size = self.layout.size
+        asked: list[list[tuple[str, int, tf.Tensor]]] = [[] for _ in self.layout.groups]
+        for name, (table, bag) in bags.items():
+            for number, (group, part) in enumerate(self.layout.slices.get(table.name, ())):
+                ids = tf.cast(bag.ids, key_dtype(self.layout.groups[group].keys))
+                keys = keys_of(ids, part.rule, table.input_dim, size, base=part.base, rank=part.rank)
+                asked[group].append((name, number, keys))
+        used = [g for g, wanted in enumerate(asked) if wanted]
+        if not used:  # all tables are replicated: an id out of range is an error on all ranks even so
+            words = fault.words[None]
+            if size > 1 and self.out_of_range == "error":
+                words = tensors.allgather(words, "hvdkit.lookup.faults")
+            with tf.control_dependencies(raise_everywhere(words, fault)):
+                return {name: [] for name in bags}
+        keys = [tf.concat([k for _, _, k in asked[g]], 0) if len(asked[g]) > 1 else asked[g][0][2] for g in used]
+        distinct = [any(bags[name][0].combiner for name, _, _ in asked[g]) for g in used]
+        variables = [self.variables[g]._value for g in used]
+        found = look_up(variables, keys, fault, name="hvdkit.lookup", wire=self._wire, distinct=distinct)
+        results: dict[str, dict[int, Found]] = {name: {} for name in bags}
+        for g, rows in zip(used, found, strict=True):
+            for (name, number, _), own in zip(asked[g], _split(rows, [k for _, _, k in asked[g]]), strict=True):
+                results[name][number] = own
+        return {name: [parts[i] for i in sorted(parts)] for name, parts in results.items()}
+
+    def gather(self, name: str, root: int | None) -> np.ndarray | None:
+        """Return a whole table, on every rank or on ``root`` alone and None elsewhere. Every rank calls it."""
+        table, size = self._table(name), cluster.size()
+        if root is not None and root not in range(size):
+            raise ValueError(describe("root", root, f"a rank, 0 to {size - 1}, or None", "pass one"))
+        agree(Call(f"gather({name!r}, root={root})"))
+        if name in self.replicated:
+            return self.replicated[name].numpy() if root in (None, cluster.rank()) else None
+        state = self._state(name)
+        held = [h for rank in range(size) for g in self.layout.groups for h in g.held(rank) if h.table.name == name]
+        shape = (table.input_dim, table.output_dim)
+        indices = [(h.rows, h.columns) for h in held]
+        return gather_parts(state.local, indices, shape, root, "hvdkit.gather")
+
+    def assign(self, name: str, full_array: Any) -> None:
+        """Set a whole table; each rank takes its part of ``full_array``."""
+        table, array = self._table(name), np.asarray(full_array)
+        if array.shape != (table.input_dim, table.output_dim):
+            expected = f"[{table.input_dim}, {table.output_dim}]"
+            raise ValueError(describe("full_array", f"shape {list(array.shape)}", expected, "pass the whole table"))
+        if name in self.replicated:
+            self.replicated[name].assign(array)
+            return
+        state = self._state(name)
+        box = tuple(slice(i.start, i.stop, i.step) for i in state.local_index)
+        state.assign_local(tf.cast(array[box], state.dtype))
+
+    def _table(self, name: str) -> Table:
+        if name not in self.tables:
+            raise ValueError(describe("table", repr(name), f"one of {list(self.tables)}", "check its name"))
+        return self.tables[name]
+
+    def _state(self, name: str) -> PieceState:
+        """Return this rank's part of a sharded table."""
+        for variable in self.variables:
+            shard = shard_of(variable)
+            for piece in () if shard is None else shard.pieces:
+                if piece.table == name:
+                    return PieceState(variable, shard, piece)  # type: ignore[arg-type]
+        raise AssertionError(name)
+
+
+def _split(found: Found, keys: Sequence[tf.Tensor]) -> list[Found]:
+    """Return the part of each feature whose keys were looked up together."""
+    if len(keys) == 1:
+        return [found]
+    sizes = tf.stack([tf.size(k) for k in keys])
+    if found.place is None:
+        return [Found(rows, None) for rows in tf.split(found.rows, sizes, num=len(keys))]
+    return [Found(found.rows, place) for place in tf.split(found.place, sizes, num=len(keys))]
+
+
+def _beside(parts: Sequence[Any], width: int) -> Any:
+    """Put runs of columns beside each other; the last may have been filled up."""
+    if isinstance(parts[0], tf.RaggedTensor):
+        flat = tf.concat([p.flat_values for p in parts], -1)[..., :width]
+        return parts[0].with_flat_values(flat)
+    return tf.concat(parts, -1)[..., :width]

@@ -1,0 +1,162 @@
+"""Any Keras 3 optimizer, updating with gradients combined over all ranks.
+
+Keras calls ``apply`` for every step, from ``fit`` and from hand-written loops alike. A subclass of the optimizer's own
+class is made whose ``apply`` combines the gradients before it hands them on. With ``accumulate_steps`` the
+gradients are first added up locally by Keras, and combined where Keras clips them: once for every update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import keras
+from packaging import version
+
+from hvdkit.collectives.ops import Average, ReduceOp, checked_op
+from hvdkit.errors import describe
+from hvdkit.gradients.compression import wire_dtype
+from hvdkit.optimizer.copies import copy_of, subclass
+from hvdkit.optimizer.mixins import Combining, CombiningScaled, LossScale
+from hvdkit.optimizer.reduction import Reduction
+from hvdkit.optimizer.rows import SparseUpdates
+
+if version.parse(keras.__version__) < version.parse("3.5"):
+    raise ImportError(
+        describe("keras", keras.__version__, "3.5 or newer: older ones clip before they accumulate", "upgrade keras")
+    )
+
+# Younger than Keras 3.5.
+_Multi = getattr(keras.optimizers, "MultiOptimizer", ())
+
+
+def DistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer,
+    *,
+    op: ReduceOp = Average,
+    compression: str | None = None,
+    accumulate_steps: int = 1,
+    clip_global_norm: float | None = None,
+    sparse_updates: SparseUpdates = "auto",
+) -> keras.optimizers.Optimizer:
+    """Return a copy of ``optimizer`` that combines gradients over all ranks before each update.
+
+    The copy is an instance of the optimizer's class, for ``model.compile``, ``apply`` and ``apply_gradients``; Keras
+    saves it as that class, and a saved model loads without hvdkit. Where ``optimizer`` has been built, its iteration
+    count and slots are copied. Under the ``mixed_float16`` policy the copy is a ``LossScaleOptimizer`` around it,
+    whose scaling is on where ``scale_loss`` is called, as ``fit`` does.
+
+    Args:
+        optimizer: any Keras 3 optimizer, ``LossScaleOptimizer`` and ``MultiOptimizer`` included.
+        op: ``hk.Average`` (losses are means over the local batch) or ``hk.Sum`` (losses are sums).
+        compression: None, ``"fp16"`` or ``"bf16"``: how gradients travel.
+        accumulate_steps: number of steps whose gradients are added up locally before they are combined and
+            applied. One update equals one step on all their examples; learning-rate schedules count steps, not updates.
+        clip_global_norm: upper limit of the combined gradient's L2 norm over all variables.
+        sparse_updates: how sharded tables are updated: "exact", as Keras updates the unsharded table; "lazy", only the
+            rows that the gradient has, moments included; "auto" (lazy for Adam, exact for the others). Plain SGD and
+            Adagrad are both at once.
+
+    Returns:
+        A ``keras.optimizers.Optimizer``.
+
+    Raises:
+        TypeError: ``optimizer`` is no Keras 3 optimizer, or is distributed already.
+        ValueError: another argument is none of the above.
+        HvdkitError: at the first step, inside ``jit_compile=True``: Horovod has no XLA kernels.
+
+    Example::
+
+        model.compile(hk.DistributedOptimizer(keras.optimizers.Adam(1e-3)), "mse", jit_compile=False)
+    """
+    _check_optimizer(optimizer)
+    wire_dtype(compression)
+    steps = _accumulation(optimizer, accumulate_steps)
+    if clip_global_norm is not None and not clip_global_norm > 0:
+        raise ValueError(describe("clip_global_norm", clip_global_norm, "a number > 0, or None", "pass e.g. 1.0"))
+    if sparse_updates not in get_args(SparseUpdates):
+        raise ValueError(describe("sparse_updates", sparse_updates, "'auto', 'lazy' or 'exact'", "pass one of them"))
+    if checked_op(op) not in (ReduceOp.Average, ReduceOp.Sum):
+        raise ValueError(describe("op", op, "hk.Average or hk.Sum", "pass one of them"))
+    how = Reduction(
+        op=checked_op(op),
+        compression=compression,
+        accumulate_steps=steps,
+        clip_global_norm=clip_global_norm,
+        sparse_updates=sparse_updates,
+    )
+    if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, LossScale):
+        outer = _distributed_loss_scale(LossScale(copy_of(optimizer, type(optimizer))), how)
+        outer._scaled = False  # nobody asked for it: it divides only where scale_loss has multiplied
+        return outer
+    return _distributed(optimizer, how)
+
+
+def _distributed(optimizer: Any, how: Reduction) -> Any:
+    if isinstance(optimizer, LossScale):
+        return _distributed_loss_scale(optimizer, how)
+    if _Multi and isinstance(optimizer, _Multi):
+        return _distributed_multi(optimizer, how)
+    copy = copy_of(optimizer, subclass(Combining, type(optimizer)), how.accumulate_steps)
+    copy._hvdkit = how
+    return copy
+
+
+def _distributed_loss_scale(optimizer: Any, how: Reduction) -> Any:
+    """Combine scaled gradients, so that all ranks see the same overflow; clip them unscaled, in the inner optimizer."""
+    accumulates = how.accumulate_steps > 1
+    inner = _distributed(optimizer.inner_optimizer, replace(how, combines=accumulates))
+    outer = subclass(CombiningScaled, type(optimizer)).from_config(optimizer.get_config())
+    outer.inner_optimizer = inner
+    outer._hvdkit = replace(how, combines=not accumulates, clip_global_norm=None)
+    if optimizer.built:
+        outer.build(optimizer._trainable_variables)
+        for own, other in zip(outer._variables, optimizer._variables, strict=True):
+            own.assign(other)
+    return outer
+
+
+def _distributed_multi(optimizer: Any, how: Reduction) -> Any:
+    if how.accumulate_steps > 1:
+        raise ValueError(
+            describe(
+                "accumulate_steps",
+                how.accumulate_steps,
+                "1 with a MultiOptimizer",
+                "set gradient_accumulation_steps on its inner optimizers",
+            )
+        )
+    copy = copy_of(optimizer, subclass(Combining, type(optimizer)))
+    copy._hvdkit = how
+    return copy
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, (Combining, CombiningScaled)):
+        raise TypeError(
+            describe(
+                "optimizer", "a DistributedOptimizer", "a plain Keras optimizer", "wrap it once; twice combines twice"
+            )
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            describe(
+                "optimizer",
+                f"{type(optimizer).__module__}.{type(optimizer).__name__}",
+                "a Keras 3 optimizer, e.g. keras.optimizers.SGD(0.1)",
+                "tf_keras, tf.compat.v1 and string optimizers have to be replaced by one of keras.optimizers",
+            )
+        )
+
+
+def _accumulation(optimizer: Any, accumulate_steps: int) -> int:
+    """Return how many steps to accumulate, said here or in the optimizer's own gradient_accumulation_steps."""
+    if not isinstance(accumulate_steps, int) or accumulate_steps < 1:
+        raise ValueError(describe("accumulate_steps", accumulate_steps, "a whole number >= 1", "pass e.g. 4"))
+    inner = optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer
+    own = getattr(inner, "gradient_accumulation_steps", None) or 1
+    if own > 1 and accumulate_steps not in (1, own):
+        raise ValueError(
+            describe("accumulate_steps", accumulate_steps, f"{own}, as the optimizer was made with", "say it once")
+        )
+    return max(own, accumulate_steps)

@@ -1,0 +1,166 @@
+"""What is mixed in before a Keras optimizer's class: gradients combined over ranks, and shards updated by rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.collectives import allreduce
+from hvdkit.collectives.graphs import refuse_xla
+from hvdkit.collectives.ops import Average, Min, ReduceOp
+from hvdkit.collectives.shards import mark, shard_of
+from hvdkit.collectives.values import graph_safe
+from hvdkit.errors import HvdkitError, describe
+from hvdkit.gradients.sparse import sum_duplicates
+from hvdkit.optimizer.reduction import Reduction
+from hvdkit.optimizer.rows import rule_for, update_rows
+
+LossScale = keras.optimizers.LossScaleOptimizer
+
+
+class Combining:
+    """Mixed in before a Keras optimizer class: combine gradients over ranks, then go on as that class does."""
+
+    _hvdkit = Reduction(op=Average, compression=None, accumulate_steps=1, clip_global_norm=None)
+    _hvdkit_wrapped = False
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Create the slots of ``variables``."""
+        # A LossScaleOptimizer around this one builds it, and in eager mode leaves no other trace before it skips
+        # this rank's apply while other ranks wait in theirs.
+        caller = sys._getframe(1).f_locals.get("self")
+        self._hvdkit_wrapped = isinstance(caller, LossScale) and not isinstance(caller, CombiningScaled)
+        if any(shard_of(v) is not None for v in variables):
+            _check_for_shards(self)
+        super().build(variables)  # type: ignore[misc]
+
+    def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
+        """Create a slot; that of a sharded variable is a shard like it."""
+        slot = super().add_variable_from_reference(reference_variable, name=name, initializer=initializer)  # type: ignore[misc]
+        shard = shard_of(reference_variable)
+        if shard is not None:
+            mark(slot, shard.of_slot(name or "var"))
+        return slot
+
+    @graph_safe
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        """Combine ``grads`` over all ranks and update the variables."""
+        how = self._hvdkit
+        refuse_what_breaks(self._hvdkit_wrapped)
+        variables = _listed(self, trainable_variables)
+        if how.accumulate_steps == 1:
+            scale = getattr(self, "loss_scale_factor", None)
+            grads = how.clip(how.combine(grads, variables), variables, scale)
+            return super().apply(grads, trainable_variables)  # type: ignore[misc]
+        self._hvdkit_combined = False
+        grads = how.share(grads, variables)
+        result = super().apply(grads, trainable_variables)  # type: ignore[misc]
+        if tf.inside_function() and not self._hvdkit_combined:
+            raise HvdkitError(
+                f"accumulate_steps: Keras {keras.__version__} kept the accumulated gradients; use accumulate_steps=1"
+            )
+        return result
+
+    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
+        self._hvdkit_updated = _Untracked(tuple(trainable_variables))
+        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    @graph_safe
+    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+        # Keras clips once per update, after it added up the steps' gradients and took their mean.
+        how = self._hvdkit
+        if how.accumulate_steps > 1:
+            self._hvdkit_combined = True
+            if how.op == ReduceOp.Sum:
+                grads = [g * float(how.accumulate_steps) for g in grads]
+            variables = self._hvdkit_updated.variables
+            grads = how.clip(how.combine(how.share(grads, variables, undo=True), variables), variables)
+        return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    @graph_safe
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Update one variable; of a shard the rows alone that the gradient has, where the optimizer can."""
+        if shard_of(variable) is None:
+            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
+            return
+        rule = rule_for(self, self._hvdkit.sparse_updates)
+        if rule is not None:
+            update_rows(rule, self, variable, gradient, learning_rate)
+            return
+        if isinstance(gradient, tf.IndexedSlices):
+            gradient = sum_duplicates(gradient)  # Keras takes rows to be distinct
+        super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class _Untracked:
+    """Variables that an optimizer holds but does not own: Keras would track a plain list of them."""
+
+    variables: tuple[Any, ...]
+
+
+def _listed(optimizer: Any, variables: Any) -> list[Any]:
+    """Return the variables that gradients given to ``apply`` belong to."""
+    return list(optimizer._trainable_variables if variables is None else variables)
+
+
+def _check_for_shards(optimizer: Any) -> None:
+    """Refuse what would treat a shard's rows as if they were the whole table."""
+    for name in ("clipnorm", "global_clipnorm"):
+        if getattr(optimizer, name, None) is not None:
+            remedy = "pass clip_global_norm to hk.DistributedOptimizer, which sums over ranks"
+            raise ValueError(describe(name, getattr(optimizer, name), "None beside sharded variables", remedy))
+    if hasattr(optimizer, "optimizers"):
+        remedy = "give each of its optimizers its own hk.DistributedOptimizer and apply"
+        raise ValueError(describe("optimizer", "a MultiOptimizer", "one optimizer for sharded variables", remedy))
+
+
+class CombiningScaled:
+    """Mixed in before LossScaleOptimizer: every rank takes the same branch, update or skip."""
+
+    _hvdkit: Reduction
+    _scaled = True
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Multiply ``loss`` by the current scale; from now on gradients are taken to be scaled."""
+        self._scaled = True
+        return super().scale_loss(loss)  # type: ignore[misc]
+
+    @graph_safe
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        """Combine ``grads``, skip the step where any rank's overflowed, else update the variables."""
+        refuse_what_breaks()
+        grads = self._hvdkit.combine(grads, _listed(self, trainable_variables))
+        if not self._scaled:
+            return self.inner_optimizer.apply(grads, trainable_variables)  # type: ignore[attr-defined]
+        return super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    @graph_safe
+    def check_finite(self, grads: Sequence[Any]) -> Any:
+        """Return True where every rank's gradients are finite."""
+        present = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in present])
+        alike = self._hvdkit.combines and not any(shard_of(v) is not None for v in _listed(self, None))
+        return finite if alike else allreduce(finite, Min)
+
+
+def refuse_what_breaks(wrapped: bool = False) -> None:
+    """Refuse XLA, and a loss scale around the optimizer: ranks without an overflow would wait for the one with it."""
+    if cluster.size() == 1:
+        return
+    refuse_xla()
+    if wrapped:
+        raise HvdkitError(
+            describe(
+                "optimizer",
+                "a LossScaleOptimizer around a DistributedOptimizer, which skips apply() on the rank that overflows",
+                "apply() on every rank at every step",
+                "wrap the other way round: hk.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))",
+            )
+        )

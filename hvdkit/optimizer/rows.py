@@ -1,0 +1,153 @@
+"""Updates of single rows of a table by Keras's optimizers, with the slots that stand beside them.
+
+Keras 3 takes a sparse gradient for a dense one with zeros, and updates the whole table. SGD and Adagrad leave rows with
+a zero gradient as they are, so that updating the others alone comes to the same. Other optimizers change them: moments
+decay, and go on moving the weights. These have two forms here:
+
+* "lazy": only the rows that the gradient has; the form that tables of millions of rows are trained with
+  (TensorFlow 1's ``LazyAdamOptimizer``);
+* "exact": Keras's own update of the whole shard, equal to that of a dense gradient.
+
+The formulas are those of ``keras.optimizers``, with g, m, v, a, z for the rows of gradient, moments, accumulator and
+linear term, and t the number of the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+
+from hvdkit.gradients.sparse import sum_duplicates
+
+SparseUpdates = Literal["auto", "lazy", "exact"]
+Rule = Callable[[Any, tf.Variable, tf.IndexedSlices, tf.Tensor], None]
+
+
+def rule_for(optimizer: Any, how: SparseUpdates) -> Rule | None:
+    """Return the update of single rows for ``optimizer``, or None where Keras's own of the whole shard is to be used.
+
+    "auto" is lazy for Adam, as tables are commonly trained with it, and exact for the others.
+    """
+    update = next(vars(c)["update_step"] for c in type(optimizer).__mro__ if "update_step" in vars(c) and _is_keras(c))
+    rule = next((rule for cls, rule in _RULES.items() if vars(cls)["update_step"] is update), None)
+    if rule is None:
+        return None
+    untouched_rows_stay = rule is _adagrad or (rule is _sgd and not optimizer.momentum)
+    return rule if untouched_rows_stay or how == "lazy" or (how == "auto" and rule is _adam) else None
+
+
+def _is_keras(cls: type) -> bool:
+    return not hasattr(cls, "_hvdkit") or "_hvdkit" not in vars(cls)
+
+
+def rows_of_gradient(gradient: Any) -> tf.IndexedSlices:
+    """Return the distinct rows of a gradient; of a dense one (added up over steps) those that are not zero."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return sum_duplicates(gradient)
+    axes = list(range(1, gradient.shape.rank))
+    rows = tf.where(tf.reduce_any(gradient != 0, axis=axes))[:, 0]
+    return tf.IndexedSlices(tf.gather(gradient, rows), rows)
+
+
+def _sgd(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
+    """w -= lr g;  with momentum  m = mu m - lr g,  w += m,  with Nesterov's  w += mu m - lr g."""
+    step = grad.values * rate
+    if not optimizer.momentum:
+        variable.scatter_sub(tf.IndexedSlices(step, grad.indices))
+        return
+    mu = tf.cast(optimizer.momentum, variable.dtype)
+    m = _Rows(optimizer.momentums, optimizer, variable, grad.indices)
+    moved = m.set(mu * m.values - step)
+    variable.scatter_add(tf.IndexedSlices(mu * moved - step if optimizer.nesterov else moved, grad.indices))
+
+
+def _adagrad(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
+    """a += g^2;  w -= lr g / sqrt(a + eps)."""
+    a = _Rows(optimizer._accumulators, optimizer, variable, grad.indices)
+    total = a.set(a.values + tf.square(grad.values))
+    variable.scatter_sub(tf.IndexedSlices(rate * grad.values / tf.sqrt(total + optimizer.epsilon), grad.indices))
+
+
+def _adam(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
+    """m += (1 - b1)(g - m);  v += (1 - b2)(g^2 - v);  w -= lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps)."""
+    dtype, g = variable.dtype, grad.values
+    t = tf.cast(optimizer.iterations + 1, dtype)
+    decay = [tf.pow(tf.cast(beta, dtype), t) for beta in (optimizer.beta_1, optimizer.beta_2)]
+    alpha = rate * tf.sqrt(1 - decay[1]) / (1 - decay[0])
+    m = _Rows(optimizer._momentums, optimizer, variable, grad.indices)
+    v = _Rows(optimizer._velocities, optimizer, variable, grad.indices)
+    first = m.set(m.values + (g - m.values) * (1 - optimizer.beta_1))
+    second = v.set(v.values + (tf.square(g) - v.values) * (1 - optimizer.beta_2))
+    if optimizer.amsgrad:
+        largest = _Rows(optimizer._velocity_hats, optimizer, variable, grad.indices)
+        second = largest.set(tf.maximum(largest.values, second))
+    variable.scatter_sub(tf.IndexedSlices(first * alpha / (tf.sqrt(second) + optimizer.epsilon), grad.indices))
+
+
+def _rmsprop(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
+    """v = rho v + (1 - rho) g^2;  w -= lr g / sqrt(v + eps);  centered: v less the square of the mean gradient."""
+    g, rho = grad.values, optimizer.rho
+    v = _Rows(optimizer._velocities, optimizer, variable, grad.indices)
+    spread = v.set(rho * v.values + (1 - rho) * tf.square(g))
+    if optimizer.centered:
+        mean = _Rows(optimizer._average_gradients, optimizer, variable, grad.indices)
+        spread -= tf.square(mean.set(rho * mean.values + (1 - rho) * g))
+    step = rate * g / tf.sqrt(spread + optimizer.epsilon)
+    if optimizer.momentum > 0:
+        m = _Rows(optimizer._momentums, optimizer, variable, grad.indices)
+        step = m.set(optimizer.momentum * m.values + step)
+    variable.scatter_sub(tf.IndexedSlices(step, grad.indices))
+
+
+def _ftrl(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
+    """The update of McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, as Keras writes it.
+
+    z += g' - (a'^-p - a^-p) / lr w  with  a' = a + g^2  and  g' = g + 2 shrinkage w;
+    w = (clip(z, -l1, l1) - z) / (a'^-p / lr + 2 l2).
+    """
+    power, l1 = -optimizer.learning_rate_power, optimizer.l1_regularization_strength
+    l2 = optimizer.l2_regularization_strength + optimizer.beta / (2.0 * rate)
+    a = _Rows(optimizer._accumulators, optimizer, variable, grad.indices)
+    z = _Rows(optimizer._linears, optimizer, variable, grad.indices)
+    w = variable.sparse_read(grad.indices)
+    total = a.values + tf.square(grad.values)
+    shrunk = grad.values + 2 * optimizer.l2_shrinkage_regularization_strength * w
+    linear = z.set(z.values + shrunk - (tf.pow(total, power) - tf.pow(a.values, power)) / rate * w)
+    a.set(total)
+    weights = (tf.clip_by_value(linear, -l1, l1) - linear) / (tf.pow(total, power) / rate + 2 * l2)
+    variable.scatter_update(tf.IndexedSlices(weights, grad.indices))
+
+
+class _Rows:
+    """The rows of one slot that belong to the rows of a gradient."""
+
+    def __init__(self, slots: Any, optimizer: Any, variable: tf.Variable, indices: tf.Tensor):
+        self._slot = slots[optimizer._get_variable_index(variable)]._value
+        self._indices = indices
+        self.values = self._slot.sparse_read(indices)
+
+    def set(self, values: tf.Tensor) -> tf.Tensor:
+        """Write the rows, and return them."""
+        self._slot.scatter_update(tf.IndexedSlices(values, self._indices))
+        return values
+
+
+_RULES: dict[type, Rule] = {
+    keras.optimizers.SGD: _sgd,
+    keras.optimizers.Adagrad: _adagrad,
+    keras.optimizers.Adam: _adam,
+    keras.optimizers.RMSprop: _rmsprop,
+    keras.optimizers.Ftrl: _ftrl,
+}
+
+
+def update_rows(rule: Rule, optimizer: Any, variable: tf.Variable, gradient: Any, rate: Any) -> None:
+    """Update the rows of ``variable`` that ``gradient`` has, by ``rule``."""
+    rate = tf.cast(rate, variable.dtype)
+    plain = rule is _sgd and not optimizer.momentum
+    # Plain SGD subtracts each of a row's gradients; whether they were summed before makes no difference.
+    grad = gradient if plain and isinstance(gradient, tf.IndexedSlices) else rows_of_gradient(gradient)
+    rule(optimizer, variable, tf.IndexedSlices(tf.cast(grad.values, variable.dtype), grad.indices), rate)

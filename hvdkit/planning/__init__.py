@@ -1,0 +1,7 @@
+"""Where tables go: which rank holds which rows and columns, and whether that fits. No communication, no TensorFlow."""
+
+from hvdkit.planning.layout import Group, Layout, Slice, lay_out
+from hvdkit.planning.plan import Plan, plan_tables
+from hvdkit.planning.table import PLACEMENTS, Placement, Table
+
+__all__ = ["PLACEMENTS", "Group", "Layout", "Placement", "Plan", "Slice", "Table", "lay_out", "plan_tables"]

@@ -1,0 +1,180 @@
+"""How many bytes a set of tables needs on every rank, and a placement that fits.
+
+All figures are for one rank, with V rows of D numbers of b bytes, S slots, N ranks, and k the rows that one example
+looks up in the table:
+
+    weights     (rows held) * (columns held) * b
+    slots       S * weights
+    gradients   the rows that one step updates at their owner, at most min(rows held, batch * k) * D * b
+    exchange    what one step sends and receives: ids once and rows twice, batch * k * (i + 2 * D * b), i = 4 or 8
+
+``batch`` is that of one rank. The last two are upper limits: repeated ids are sent once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdkit.arguments import integer
+from hvdkit.errors import PlanError, describe
+from hvdkit.planning.layout import Layout, lay_out
+from hvdkit.planning.table import DTYPES, PLACEMENTS, Table, check_tables
+
+# Slots for each number of a table. FTRL has an accumulator and a linear term.
+SLOTS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "rmsprop": 1, "ftrl": 2, "amsgrad": 3}
+# A dense gradient below this size costs less to average than rows cost to route.
+REPLICATED_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank, by what they are for."""
+
+    weights: int
+    slots: int
+    gradients: int
+    exchange: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.slots + self.gradients + self.exchange
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every table goes, and what that costs. Printed, it is a table.
+
+    Attributes:
+        tables: what was planned.
+        size: number of ranks.
+        placements: of each table "row", "div", "column", "table" or "replicated".
+        ranks: bytes of each rank.
+        memory_bytes: the limit, or None.
+    """
+
+    tables: tuple[Table, ...]
+    size: int
+    placements: Mapping[str, str]
+    ranks: tuple[RankBytes, ...]
+    memory_bytes: int | None = None
+
+    def __str__(self) -> str:
+        head = f"{'table':20} {'rows':>14} {'width':>6} {'whole':>10}  placement"
+        lines = [head] + [
+            f"{t.name:20} {t.input_dim:14,} {t.output_dim:6} {shown(t.bytes):>10}  {self.placements[t.name]}"
+            for t in self.tables
+        ]
+        lines += ["", f"{'rank':>4} {'weights':>10} {'slots':>10} {'gradients':>10} {'exchange':>10} {'total':>10}"]
+        lines += [
+            f"{rank:4} {shown(b.weights):>10} {shown(b.slots):>10} {shown(b.gradients):>10} {shown(b.exchange):>10} "
+            f"{shown(b.total):>10}"
+            for rank, b in enumerate(self.ranks)
+        ]
+        if self.memory_bytes is not None:
+            lines.append(f"limit {shown(self.memory_bytes)} a rank")
+        return "\n".join(lines)
+
+
+def shown(count: float) -> str:
+    """Return a number of bytes for people.
+
+    Example:
+        >>> shown(1536)
+        '1.5 KiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def plan_tables(
+    tables: Sequence[Table],
+    size: int,
+    *,
+    memory_bytes: int | None = None,
+    optimizer: str = "sgd",
+    batch_size: int = 1024,
+    ids_per_example: int = 1,
+    placements: Mapping[str, str] | None = None,
+) -> Plan:
+    """Choose where every table goes, count the bytes, and refuse what cannot fit before anything is allocated.
+
+    A table whose whole is at most 64 KiB is replicated, since its gradient then travels with the dense ones. All others
+    are cut by rows, round robin: every rank holds the same share of each, however ids are spread. Where the limit asks
+    for it, replicated tables are cut, too.
+
+    Args:
+        tables: the tables.
+        size: number of ranks.
+        memory_bytes: what one rank may need in all; None: no limit.
+        optimizer: "sgd", "momentum", "adagrad", "adam", "amsgrad", "rmsprop" or "ftrl".
+        batch_size: examples of one rank's batch.
+        ids_per_example: rows that an example looks up in each feature.
+        placements: placements of some tables by hand; the planner chooses the others'.
+
+    Returns:
+        The plan; ``print`` it.
+
+    Raises:
+        PlanError: no placement fits; it says how many bytes are missing on which rank.
+        ValueError, TypeError: an argument is out of range.
+
+    Example::
+
+        print(hk.plan_tables([hk.layers.Table("items", 10_000_000, 64)], 4, optimizer="adagrad", batch_size=4096))
+    """
+    listed, size = check_tables(tables), integer("size", size, minimum=1)
+    batch = integer("batch_size", batch_size, minimum=1) * integer("ids_per_example", ids_per_example, minimum=1)
+    if optimizer not in SLOTS:
+        raise ValueError(describe("optimizer", optimizer, f"one of {sorted(SLOTS)}", "pass its name"))
+    if memory_bytes is not None:
+        memory_bytes = integer("memory_bytes", memory_bytes, minimum=1)
+    by_hand = _checked_placements(placements or {}, listed)
+    for limit in (REPLICATED_BYTES, 0):  # cut even tiny tables only where memory asks for it
+        chosen = {t.name: by_hand.get(t.name) or ("replicated" if t.bytes <= limit else "row") for t in listed}
+        ranks = _count(lay_out(listed, chosen, size), SLOTS[optimizer], batch)
+        plan = Plan(listed, size, chosen, ranks, memory_bytes)
+        if memory_bytes is None or max(b.total for b in ranks) <= memory_bytes:
+            return plan
+    fullest = max(range(size), key=lambda rank: ranks[rank].total)
+    raise PlanError(
+        describe(
+            "memory_bytes",
+            f"{memory_bytes:,} ({shown(memory_bytes or 0)})",
+            f"at least {ranks[fullest].total:,} ({shown(ranks[fullest].total)}), which rank {fullest} of {size} needs",
+            f"start more ranks, a smaller batch or an optimizer with fewer slots:\n{plan}",
+        )
+    )
+
+
+def _checked_placements(placements: Mapping[str, str], tables: Sequence[Table]) -> Mapping[str, str]:
+    names = [table.name for table in tables]
+    for name, placement in placements.items():
+        if name not in names:
+            raise ValueError(describe("placements", f"table {name!r}", f"one of {names}", "check its name"))
+        if placement not in PLACEMENTS:
+            expected = "one of " + ", ".join(PLACEMENTS)
+            raise ValueError(describe(f"placements[{name!r}]", placement, expected, "pass one of them"))
+    return placements
+
+
+def _count(layout: Layout, slots: int, batch: int) -> tuple[RankBytes, ...]:
+    replicated = sum(table.bytes for table in layout.replicated)
+    found = []
+    for rank in range(layout.size):
+        weights, gradients, exchange = replicated, replicated, 0
+        for group in layout.groups:
+            row = group.width * DTYPES[group.dtype]
+            weights += group.rows[rank] * row
+            for part in group.slices:
+                looked_up = batch * len(part.table.features)
+                held = len(part.rows(rank, layout.size))
+                gradients += min(held, looked_up * layout.size) * row
+                if layout.size > 1:
+                    exchange += looked_up * ((4 if group.keys < 2**31 else 8) + 2 * row)
+        found.append(RankBytes(weights, slots * weights, gradients, exchange))
+    return tuple(found)

@@ -1,0 +1,197 @@
+"""The gradient contract for sharded tables: N ranks equal one process that holds the whole table."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+
+ROWS, WIDTH, STEPS = 17, 6, 4
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.3),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.8),
+    "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.8, nesterov=True),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.2),
+    "adam": lambda: keras.optimizers.Adam(0.05),
+    "amsgrad": lambda: keras.optimizers.Adam(0.05, amsgrad=True),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.02, momentum=0.5, centered=True),
+    "ftrl": lambda: keras.optimizers.Ftrl(
+        0.2, l1_regularization_strength=0.01, l2_shrinkage_regularization_strength=0.1
+    ),
+    "adamax": lambda: keras.optimizers.Adamax(0.05),
+}
+COMBINERS = [None, "sum", "mean", "sqrtn"]
+
+
+def batch(step, rank, examples):
+    """Ids, many of them twice, and targets of one rank's step."""
+    rng = np.random.default_rng([step, rank])
+    ids = np.minimum(rng.zipf(1.3, size=(examples, 3)) - 1, ROWS - 1)
+    return ids, rng.normal(size=(examples, WIDTH))
+
+
+def loss_of(vectors, targets, combiner):
+    vectors = tf.cast(vectors, tf.float64)
+    if combiner is None:
+        targets = targets[:, None]
+    return tf.reduce_mean(tf.square(vectors - targets)) if vectors.shape[0] else tf.reduce_sum(vectors)
+
+
+def reference_lookup(table, ids, combiner):
+    rows = tf.gather(table, ids)
+    if combiner is None:
+        return rows
+    return tf.reduce_sum(rows, 1) / {"sum": 1, "mean": ids.shape[1], "sqrtn": ids.shape[1] ** 0.5}[combiner]
+
+
+def reference(start, optimizer, combiner, batches, lazy, weights=None, clip=None):
+    """Train the whole table in one process; ``lazy`` puts rows back that no id named."""
+    table = keras.Variable(start)
+    optimizer.build([table])
+    for ranks in batches:
+        share = np.array([len(ids) if weights else 1 for ids, _ in ranks], float)
+        with tf.GradientTape() as tape:
+            losses = [loss_of(reference_lookup(table.value, i, combiner), t, combiner) for i, t in ranks]
+            total = tf.add_n([s * x for s, x in zip(share / share.sum(), losses, strict=True)])
+        gradient = tf.convert_to_tensor(tape.gradient(total, table.value))
+        if clip is not None:
+            gradient = tf.clip_by_global_norm([gradient], clip)[0][0]
+        state = [v for v in [table, *optimizer.variables] if tuple(v.shape) == tuple(table.shape)]
+        before = [v.numpy() for v in state]
+        optimizer.apply([gradient], [table])
+        touched = np.unique(np.concatenate([i.ravel() for i, _ in ranks]))
+        for variable, old in zip(state if lazy else [], before, strict=False):
+            values = old.copy()
+            values[touched] = variable.numpy()[touched]
+            variable.assign(values)
+    return table.numpy()
+
+
+def train(layer, optimizer, combiner, batches, rank, traced=False):
+    def step(ids, targets):
+        with tf.GradientTape() as tape:
+            loss = loss_of(layer(ids), targets, combiner)
+        variables = layer.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    run = tf.function(step, reduce_retracing=True) if traced else step
+    optimizer.build(layer.trainable_variables)
+    for ranks in batches:
+        run(*(tf.constant(x) for x in ranks[rank]))
+
+
+def all_batches(size, uneven):
+    """Of every step each rank's batch; with ``uneven`` rank r has r examples, and so the first has none."""
+    return [[batch(s, r, r if uneven and size > 1 else 5) for r in range(size)] for s in range(STEPS)]
+
+
+def layer_of(partition, combiner, **options):
+    layer = hk.layers.ShardedEmbedding(
+        ROWS, WIDTH, combiner=combiner, partition=partition, seed=7, dtype="float64", **options
+    )
+    layer.build()
+    return layer
+
+
+@pytest.mark.parametrize("partition", ["mod", "div", "column", "replicated"])
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_each_optimizer_equals_one_process(name, partition, rank, size):
+    number = list(OPTIMIZERS).index(name) + ["mod", "div", "column", "replicated"].index(partition)
+    combiner = COMBINERS[number % 4]
+    layer = layer_of(partition, combiner)
+    start, batches = layer.gather(), all_batches(size, uneven=False)
+    train(layer, hk.DistributedOptimizer(OPTIMIZERS[name]()), combiner, batches, rank, traced=number % 3 == 0)
+    lazy = name in ("adam", "amsgrad") and partition != "replicated"
+    expected = reference(start, OPTIMIZERS[name](), combiner, batches, lazy)
+    np.testing.assert_allclose(layer.gather(), expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("how", ["lazy", "exact"])
+@pytest.mark.parametrize("name", ["momentum", "nesterov", "adagrad", "adam", "amsgrad", "rmsprop", "ftrl"])
+def test_lazy_and_exact_updates(name, how, rank, size):
+    layer = layer_of("mod", "sum")
+    start, batches = layer.gather(), all_batches(size, uneven=False)
+    train(layer, hk.DistributedOptimizer(OPTIMIZERS[name](), sparse_updates=how), "sum", batches, rank)
+    expected = reference(start, OPTIMIZERS[name](), "sum", batches, how == "lazy")
+    np.testing.assert_allclose(layer.gather(), expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("combiner", COMBINERS)
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_uneven_and_empty_batches_by_weight(name, combiner, traced, rank, size):
+    layer = layer_of("mod", combiner)
+    start, batches = layer.gather(), all_batches(size, uneven=True)
+    optimizer = OPTIMIZERS[name]()
+    variables = layer.trainable_variables
+    optimizer.build(variables)
+
+    def step(ids, targets):
+        with hk.DistributedGradientTape(tf.GradientTape(), weight=tf.shape(ids)[0]) as tape:
+            loss = loss_of(layer(ids), targets, combiner)
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    run = tf.function(step) if traced else step
+    for ranks in batches:
+        run(*(tf.constant(x) for x in ranks[rank]))
+    expected = reference(start, OPTIMIZERS[name](), combiner, batches, lazy=False, weights=True)
+    np.testing.assert_allclose(layer.gather(), expected, rtol=1e-9, atol=1e-11)
+
+
+def test_the_global_norm_counts_every_rank_once(rank, size):
+    layer = layer_of("mod", "mean")
+    start, batches = layer.gather(), all_batches(size, uneven=False)
+    train(layer, hk.DistributedOptimizer(OPTIMIZERS["sgd"](), clip_global_norm=0.05), "mean", batches, rank)
+    expected = reference(start, OPTIMIZERS["sgd"](), "mean", batches, lazy=False, clip=0.05)
+    np.testing.assert_allclose(layer.gather(), expected, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"clipnorm: got 1\.0, expected None beside sharded variables"):
+        hk.DistributedOptimizer(keras.optimizers.SGD(0.1, clipnorm=1.0)).build(layer.trainable_variables)
+
+
+@pytest.mark.parametrize("op", [hk.Average, hk.Sum])
+def test_steps_are_accumulated(op, rank, size):
+    layer = layer_of("div", "sum")
+    start, batches = layer.gather(), all_batches(size, uneven=False)
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(0.1), op=op, accumulate_steps=2)
+    train(layer, optimizer, "sum", batches, rank)
+    table = tf.Variable(start)
+    for first in range(0, STEPS, 2):
+        with tf.GradientTape() as tape:
+            both = [x for ranks in batches[first : first + 2] for x in ranks]
+            losses = [loss_of(reference_lookup(table, i, "sum"), t, "sum") for i, t in both]
+            total = tf.add_n(losses) if op == hk.Sum else tf.add_n(losses) / len(losses)
+        table.assign_sub(float(np.float32(0.1)) * tf.convert_to_tensor(tape.gradient(total, table)))
+    np.testing.assert_allclose(layer.gather(), table.numpy(), rtol=1e-10)
+
+
+def test_sixteen_bits_on_the_way(rank, size):
+    exact, rounded = layer_of("mod", "mean"), layer_of("mod", "mean", compression="bf16")
+    batches = all_batches(size, uneven=False)
+    for layer in (exact, rounded):
+        train(layer, hk.DistributedOptimizer(OPTIMIZERS["adagrad"]()), "mean", batches, rank)
+    difference = np.abs(exact.gather() - rounded.gather()).max()
+    assert (difference == 0) if size == 1 else (0 < difference < 0.02)
+
+
+def test_mixed_precision_in_a_model(rank, size):
+    """Tables stay in float32, vectors are float16, and a loss scale goes through the exchange."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, combiner="sum", seed=1)
+        model = keras.Sequential([keras.Input((3,), dtype="int64"), layer, keras.layers.Dense(1, dtype="float32")])
+        model.compile(hk.DistributedOptimizer(keras.optimizers.Adagrad(0.1)), "mse", jit_compile=False)
+        assert layer.weights[0].dtype == "float32" and model.layers[0].compute_dtype == "float16"
+        ids, _ = batch(0, rank, 8)
+        before = layer.gather()
+        hk.broadcast_variables(model.variables)
+        assert (layer.gather() == before).all(), "shards are each rank's own"
+        first = model.train_on_batch(ids, np.ones((8, 1)))
+        for _ in range(5):
+            last = model.train_on_batch(ids, np.ones((8, 1)))
+        assert last < first and (layer.gather() != before).any()
+        assert hk.compare_variables(model.layers[-1].variables)
+    finally:
+        keras.config.set_dtype_policy("float32")
