@@ -1,0 +1,245 @@
+"""Sharded layers: every form of ids, combiners, placements, Keras's ways to call a layer, and bad input."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+from hvdkit.collectives import tensors
+
+Table = hk.layers.Table
+TABLES = [
+    Table("users", 23, 8, features=("buyer", "seller")),
+    Table("items", 40, 4, combiner="mean"),
+    Table("tags", 9, 4, combiner="sum"),
+    Table("words", 31, 6, combiner="sqrtn"),
+    Table("small", 3, 2),
+]
+PLANS = {
+    "auto": "auto",
+    "rows": dict.fromkeys(["users", "items", "tags", "words", "small"], "row"),
+    "mixed": {"users": "column", "items": "table", "tags": "table", "words": "div", "small": "replicated"},
+    "tables": dict.fromkeys(["users", "items", "tags", "words", "small"], "table"),
+}
+
+
+def inputs_of(rank, step=0):
+    """One rank's features, of every form; rank 1 of several has no examples."""
+    rng = np.random.default_rng([rank, step])
+    n = 0 if rank == 1 else 4 + rank
+    lengths = rng.integers(0, 4, n)
+    ragged = tf.RaggedTensor.from_row_lengths(rng.integers(0, 40, lengths.sum()), lengths)
+    places = np.argwhere(rng.random((n, 5)) < 0.5).reshape(-1, 2)
+    sparse = tf.SparseTensor(places, rng.integers(0, 9, len(places)), (n, 5))
+    weights = tf.SparseTensor(places, rng.random(len(places)).astype("f4"), (n, 5))
+    return {
+        "buyer": tf.constant(rng.integers(0, 23, (n, 2)), tf.int32),
+        "seller": tf.constant(rng.integers(0, 23, n), tf.int64),
+        "items": ragged,
+        "tags": (sparse, weights),
+        "words": (tf.constant(rng.integers(0, 31, (n, 3))), tf.constant(rng.random((n, 3)), tf.float32)),
+        "small": tf.RaggedTensor.from_row_lengths(rng.integers(0, 3, lengths.sum()), lengths),
+    }
+
+
+def numpy_lookup(tables, inputs):
+    """Every feature one example at a time."""
+    out = {name: tables["users"][inputs[name].numpy()] for name in ("buyer", "seller")}
+    rows = inputs["items"].to_list()
+    out["items"] = np.array([tables["items"][r].mean(0) if r else np.zeros(4) for r in rows]).reshape(-1, 4)
+    sparse, weights = inputs["tags"]
+    out["tags"] = np.zeros((sparse.dense_shape[0], 4))
+    for (example, _), i, w in zip(sparse.indices.numpy(), sparse.values.numpy(), weights.values.numpy(), strict=True):
+        out["tags"][example] += w * tables["tags"][i]
+    ids, w = (x.numpy() for x in inputs["words"])
+    out["words"] = (tables["words"][ids] * w[..., None]).sum(1) / np.sqrt((w * w).sum(1))[:, None]
+    out["small"] = tables["small"][inputs["small"].flat_values.numpy()]
+    return out
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_every_form_and_placement_equals_numpy(plan, rank, size):
+    layer = hk.layers.ShardedEmbeddingCollection(TABLES, PLANS[plan], seed=3)
+    layer.build()
+    tables = {table.name: layer.gather(table.name) for table in TABLES}
+    for call in (layer, tf.function(layer)):
+        found = call(inputs_of(rank))
+        assert isinstance(found["small"], tf.RaggedTensor)
+        found["small"] = found["small"].flat_values
+        for name, expected in numpy_lookup(tables, inputs_of(rank)).items():
+            np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+    held = sum(int(np.prod(v.shape)) for v in layer.weights)
+    whole = sum(t.input_dim * t.output_dim for t in TABLES)
+    if plan == "rows":
+        assert held <= whole / size + sum(t.output_dim for t in TABLES)
+    on_chief = layer.gather("users", root=0)
+    assert on_chief.shape == (23, 8) if hk.is_chief() else on_chief is None
+
+
+@pytest.mark.parametrize("plan", ["rows", "mixed"])
+def test_gradients_reach_the_rows_of_every_table(plan, rank, size):
+    layer = hk.layers.ShardedEmbeddingCollection(TABLES, PLANS[plan], seed=3)
+    layer.build()
+    before = {t.name: layer.gather(t.name) for t in TABLES}
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hk.Sum)
+
+    @tf.function
+    def step(inputs):
+        with tf.GradientTape() as tape:
+            found = layer(inputs)
+            loss = tf.add_n([tf.reduce_sum(getattr(v, "flat_values", v)) for v in found.values()])
+        optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+
+    optimizer.build(layer.trainable_variables)
+    step(inputs_of(rank))
+    for table in TABLES:
+        np.testing.assert_allclose(layer.gather(table.name), before[table.name] - _uses(table, size), atol=1e-5)
+
+
+def _uses(table, size):
+    """How much each row of a table weighs in the sum of all ranks' outputs, ``[rows, 1]``."""
+    uses = np.zeros(table.input_dim)
+    for r in range(size):
+        given = inputs_of(r)
+        for feature in table.features:
+            ids = given[feature]
+            if table.name == "items":
+                for row in ids.to_list():
+                    np.add.at(uses, row, 1 / max(1, len(row)))
+            elif table.name == "tags":
+                np.add.at(uses, ids[0].values.numpy(), ids[1].values.numpy())
+            elif table.name == "words":
+                w = ids[1].numpy()
+                np.add.at(uses, ids[0].numpy(), w / np.sqrt((w * w).sum(1, keepdims=True)))
+            else:
+                np.add.at(uses, getattr(ids, "flat_values", ids).numpy().ravel(), 1.0)
+    return uses[:, None]
+
+
+@pytest.mark.parametrize("tables", [1, 26])
+def test_a_step_makes_three_alltoalls(tables, monkeypatch, rank, size):
+    if size == 1:
+        pytest.skip("one rank exchanges nothing")
+    made = []
+    real = tensors.alltoall
+    monkeypatch.setattr(tensors, "alltoall", lambda x, splits, name: made.append(name) or real(x, splits, name))
+    listed = [Table(f"t{i}", 50 + i, 4 * (1 + i % 3), combiner="sum") for i in range(tables)]
+    layer = hk.layers.ShardedEmbeddingCollection(listed, dict.fromkeys([t.name for t in listed], "row"))
+    layer.build()
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build(layer.trainable_variables)
+
+    @tf.function
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(v) for v in layer({t.name: ids for t in listed}).values()])
+        optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+
+    graph = step.get_concrete_function(tf.TensorSpec([None, 2], tf.int64)).graph
+    assert len(made) == 3
+    assert sum(op.type == "HorovodAlltoall" for op in graph.get_operations()) == 3
+    step(tf.constant([[rank, 1], [2, 3]], tf.int64))
+
+
+class Small(keras.Model):
+    def __init__(self, layer):
+        super().__init__()
+        self.table, self.out = layer, keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, ids):
+        return self.out(self.table(ids))
+
+
+@pytest.mark.parametrize("kind", ["functional", "subclass"])
+def test_fit_evaluate_and_predict(kind, rank, size):
+    """Batches whose last is short, on ranks that see other rows; the same weights and outputs as in one process."""
+    rng = np.random.default_rng(0)
+    ids, y = rng.integers(0, 30, (50, 3)), rng.normal(size=(50, 1)).astype("f4")
+    layer = hk.layers.ShardedEmbedding(30, 4, combiner="mean", seed=5)
+    if kind == "functional":
+        given = keras.Input((3,), dtype="int64")
+        model = keras.Model(given, keras.layers.Dense(1, kernel_initializer="ones")(layer(given)))
+    else:
+        model = Small(layer)
+    model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.5)), "mse", jit_compile=False)
+    batches = hk.data.GlobalBatches((ids, y), 20, shuffle_seed=1)
+    layer.build()
+    start = layer.gather()
+    model.fit(batches.as_keras(), epochs=2, verbose=0, shuffle=False)
+
+    embed, out = keras.layers.Embedding(30, 4), keras.layers.Dense(1, kernel_initializer="ones")
+    alone = keras.Sequential([keras.Input((3,), dtype="int64"), embed, keras.layers.GlobalAveragePooling1D(), out])
+    embed.set_weights([start])
+    alone.compile(keras.optimizers.SGD(0.5), "mse", jit_compile=False)
+    whole = hk.data.GlobalBatches((ids, y), 20, shuffle_seed=1, rank=0, size=1)
+    alone.fit(whole.as_keras(), epochs=2, verbose=0, shuffle=False)
+    np.testing.assert_allclose(layer.gather(), embed.get_weights()[0], rtol=1e-4, atol=1e-6)
+    own = ids[: 7 + rank]  # every rank another number, and a short last batch
+    expected = alone.predict(own, verbose=0)
+    np.testing.assert_allclose(model.predict(own, batch_size=6 + rank, verbose=0), expected, rtol=1e-4, atol=1e-5)
+    assert np.isfinite(model.evaluate(own, y[: 7 + rank], batch_size=6 + rank, verbose=0))
+
+
+@pytest.mark.parametrize("how", ["wrap", "drop"])
+@pytest.mark.parametrize("combiner", [None, "mean"])
+def test_ids_out_of_range_are_wrapped_or_dropped_when_asked(how, combiner, rank):
+    layer = hk.layers.ShardedEmbedding(10, 3, combiner=combiner, out_of_range=how, seed=1)
+    ids = np.array([[-1, 3], [10, 25], [rank % 10, 9]])
+    found, table = layer(ids).numpy(), layer.gather()
+    rows = table[ids % 10] * (1 if how == "wrap" else ((ids >= 0) & (ids < 10))[..., None])
+    if combiner:
+        count = 2 if how == "wrap" else np.maximum(1, ((ids >= 0) & (ids < 10)).sum(1, keepdims=True))
+        rows = rows.sum(1) / count
+    np.testing.assert_allclose(found, rows, rtol=1e-6)
+
+
+@pytest.mark.parametrize("plan", ["rows", "mixed"])
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_bad_id_names_feature_value_and_table_on_every_rank(plan, traced, rank, size):
+    tables = [Table("users", 10, 2, features=("buyer", "seller")), Table("small", 3, 2)]
+    placements = {"users": "row", "small": "row" if plan == "rows" else "replicated"}
+    layer = hk.layers.ShardedEmbeddingCollection(tables, placements)
+    call = tf.function(layer) if traced else layer
+    for feature, bad in (("seller", 10), ("small", -7)):
+        given = {"buyer": tf.constant([1]), "seller": tf.constant([2]), "small": tf.constant([0])}
+        if rank == size - 1:
+            given[feature] = tf.constant([0, bad])
+        with pytest.raises((ValueError, tf.errors.InvalidArgumentError)) as error:
+            call(given)
+        said = str(error.value).replace("\\", "").replace("'", "")
+        table = "users" if feature == "seller" else "small"
+        assert f"got {bad} in feature {feature} of table {table} on rank {size - 1}" in said
+    assert call({"buyer": tf.constant([1]), "seller": tf.constant([2]), "small": tf.constant([0])})
+
+
+def test_bad_arguments_name_themselves(rank, size):
+    with pytest.raises(ValueError, match="output_dim of table 't': got 0"):
+        Table("t", 3, 0)
+    with pytest.raises(ValueError, match="input_dim of table 't': got 0"):
+        Table("t", 0, 3)
+    with pytest.raises(ValueError, match="feature 'f' twice"):
+        hk.layers.ShardedEmbeddingCollection([Table("a", 3, 2, features=("f",)), Table("b", 3, 2, features=("f",))])
+    with pytest.raises(ValueError, match=r"placements\['a'\]: got rows"):
+        hk.layers.ShardedEmbeddingCollection([Table("a", 3, 2)], {"a": "rows"})
+    with pytest.raises(ValueError, match="for 7 ranks"):
+        hk.layers.ShardedEmbeddingCollection([Table("a", 3, 2)], hk.plan_tables([Table("a", 3, 2)], 7))
+    with pytest.raises(hk.PlanError, match="memory_bytes: got 10"):
+        hk.plan_tables([Table("a", 300, 2)], size, memory_bytes=10)
+    layer = hk.layers.ShardedEmbeddingCollection([Table("a", 3, 2), Table("b", 3, 2, combiner="sum")])
+    ones = tf.constant([1])
+    with pytest.raises(ValueError, match="inputs: got"):
+        layer({"a": ones})
+    with pytest.raises(TypeError, match="ids of 'a': got float32, expected integers"):
+        layer({"a": tf.constant([1.0]), "b": ones})
+    with pytest.raises(ValueError, match="weights of 'a'"):
+        layer({"a": (ones, tf.constant([1.0])), "b": ones})
+    with pytest.raises(TypeError, match="ids: got dtype float32"):
+        hk.layers.ShardedEmbedding(3, 2)(keras.Input((2,)))
+    if size > 1:
+        with pytest.raises(hk.CollectiveMismatchError, match="tables"):
+            hk.layers.ShardedEmbedding(3 + rank, 2).build()
+        with pytest.raises(hk.HvdkitError, match="cut across"):
+            layer.save_own_variables({})
