@@ -23,7 +23,7 @@ from hvdkit.checkpoint.manifest import REPLICATED, Manifest, Part, Saved, shard_
 from hvdkit.checkpoint.tensorfile import FileRecord, Outgoing, write_file
 from hvdkit.errors import CheckpointError
 
-_FIRST_NAP, _LONGEST_NAP = 0.002, 0.1  # seconds
+_FIRST_NAP, _LONGEST_NAP = 0.002, 0.01  # seconds
 
 
 @dataclass

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdkit.partition import intersect, positions, rows_of
+from hvdkit.partition import global_row, intersect, local_row, owner, positions, reshard, rows_of
 
 RULES = st.sampled_from(["div", "mod"])
 ROWS = st.integers(0, 60)
@@ -83,8 +84,39 @@ def test_rows_find_their_way_to_other_owners(before, after, rows, old, new, data
     rank = data.draw(st.integers(0, new - 1))
     mine = rows_of(after, rows, rank, new)
     got = [None] * len(mine)
-    for owner in range(old):
-        theirs = rows_of(before, rows, owner, old)
+    for source in range(old):
+        theirs = rows_of(before, rows, source, old)
         common = intersect(theirs, mine)
         got[positions(common, mine)] = list(theirs)[positions(common, theirs)]
     assert got == list(mine)
+
+
+@given(RULES, ROWS, SIZES)
+def test_owner_local_row_and_inverse_agree_with_the_rows(rule, rows, size):
+    ids = np.arange(rows)
+    owners, local = owner(rule, ids, rows, size), local_row(rule, ids, rows, size)
+    for rank in range(size):
+        held = list(rows_of(rule, rows, rank, size))
+        assert list(ids[owners == rank]) == held
+        assert list(local[owners == rank]) == list(range(len(held)))
+        assert list(global_row(rule, np.arange(len(held)), rows, rank, size)) == held
+
+
+@given(RULES, RULES, ROWS, SIZES, SIZES)
+def test_a_resharding_takes_every_row_to_its_place(old, new, rows, before, after):
+    shards = [np.array(rows_of(old, rows, rank, before), int) for rank in range(before)]
+    made = [np.full(len(rows_of(new, rows, rank, after)), -1) for rank in range(after)]
+    for move in reshard(rows, (old, before), (new, after)):
+        assert list(shards[move.source][move.read]) == list(move.rows)
+        made[move.target][move.write] = shards[move.source][move.read]
+    for rank in range(after):
+        assert list(made[rank]) == list(rows_of(new, rows, rank, after))
+
+
+def test_bad_ids_name_themselves():
+    with pytest.raises(ValueError, match="ids: got 0 to 5, expected 0 to 4"):
+        owner("div", np.array([0, 5]), 5, 2)
+    with pytest.raises(ValueError, match="ids: got dtype float64, expected integers"):
+        local_row("mod", np.array([0.5]), 5, 2)
+    with pytest.raises(ValueError, match="local: got 0 to 2, expected 0 to 1, the rows of rank 1"):
+        global_row("mod", np.array([0, 2]), 5, 1, 2)

@@ -1,0 +1,110 @@
+"""Where tables go, and what that costs: every row of every table once, keys that tell rows apart, bytes that add up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdkit.errors import PlanError
+from hvdkit.partition import local_row, owner
+from hvdkit.planning import PLACEMENTS, Table, lay_out, plan_tables
+from hvdkit.variable.keys import keys_of
+
+SIZES = st.integers(1, 9)
+PLACED = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(1, 10), st.sampled_from(PLACEMENTS)), min_size=1, max_size=6
+)
+
+
+def tables_of(drawn):
+    tables = [Table(f"t{i}", rows, width) for i, (rows, width, _) in enumerate(drawn)]
+    return tables, {f"t{i}": placement for i, (*_, placement) in enumerate(drawn)}
+
+
+@given(PLACED, SIZES)
+def test_every_number_of_every_table_has_one_place(drawn, size):
+    tables, placements = tables_of(drawn)
+    layout = lay_out(tables, placements, size)
+    seen = {t.name: np.zeros((t.input_dim, t.output_dim), int) for t in tables}
+    for rank in range(size):
+        for group in layout.groups:
+            taken = []
+            for held in group.held(rank):
+                seen[held.table.name][np.ix_(held.rows, held.columns)] += 1
+                taken += range(held.base, held.base + len(held.rows))
+            assert len(set(taken)) == len(taken) and all(row < group.rows[rank] for row in taken)
+    for table in layout.replicated:
+        seen[table.name] += 1
+    assert all((count == 1).all() for count in seen.values())
+
+
+@settings(max_examples=25, deadline=None)
+@given(PLACED, SIZES)
+def test_a_key_is_the_place_of_its_row(drawn, size):
+    tables, placements = tables_of(drawn)
+    layout = lay_out(tables, placements, size)
+    for group in layout.groups:
+        for part in group.slices:
+            rows = part.table.input_dim
+            ids = np.arange(rows)
+            keys = keys_of(tf.constant(ids), part.rule, rows, size, base=part.base, rank=part.rank).numpy()
+            whole = part.rule == "whole"
+            ranks = np.full(rows, part.rank) if whole else owner(part.rule, ids, rows, size)
+            local = ids if whole else local_row(part.rule, ids, rows, size)
+            np.testing.assert_array_equal(keys % size, ranks)
+            np.testing.assert_array_equal(keys // size, local + part.base)
+            assert keys.max() < group.keys
+
+
+def test_rows_are_shared_out_evenly_and_tables_by_size():
+    tables = [Table("a", 1001, 8), *(Table(f"t{i}", 100 * (i + 1), 8) for i in range(6))]
+    layout = lay_out(tables, {"a": "row", **{f"t{i}": "table" for i in range(6)}}, 3)
+    (group,) = layout.groups
+    assert max(group.rows) - min(group.rows) <= 100
+    assert sum(group.rows) == sum(t.input_dim for t in tables)
+
+
+def test_bytes_are_those_of_the_formulas():
+    plan = plan_tables([Table("t", 1_000_000, 64)], 4, optimizer="adagrad", batch_size=1000, ids_per_example=2)
+    (first, *_) = plan.ranks
+    row = 64 * 4
+    assert first.weights == 250_000 * row and first.slots == first.weights
+    assert first.gradients == 2000 * 4 * row and first.exchange == 2000 * (4 + 2 * row)
+    assert "t                         1,000,000     64  244.1 MiB  row" in str(plan)
+    alone = plan_tables([Table("t", 1_000_000, 64)], 1)
+    assert alone.ranks[0].exchange == 0 and alone.ranks[0].slots == 0
+
+
+def test_a_plan_that_cannot_fit_says_what_is_missing():
+    tables = [Table("big", 10_000_000, 128), Table("tiny", 10, 4)]
+    assert plan_tables(tables, 8).placements == {"big": "row", "tiny": "replicated"}
+    with pytest.raises(
+        PlanError, match=r"memory_bytes: got 1,000,000,000 .* which rank 0 of 4 needs; start more ranks"
+    ):
+        plan_tables(tables, 4, memory_bytes=10**9)
+    assert plan_tables(tables, 8, memory_bytes=10**9).memory_bytes == 10**9
+
+
+def test_bad_arguments_name_themselves():
+    for arguments, words in (
+        ({"optimizer": "lion"}, "optimizer: got lion"),
+        ({"size": 0}, "size: got 0"),
+        ({"batch_size": 0}, "batch_size: got 0"),
+        ({"placements": {"x": "row"}}, "placements: got table 'x'"),
+        ({"placements": {"t": "rows"}}, r"placements\['t'\]: got rows"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plan_tables([Table("t", 3, 2)], **{"size": 2, **arguments})
+    with pytest.raises(ValueError, match="tables: got none"):
+        plan_tables([], 2)
+    with pytest.raises(ValueError, match="name 't' twice"):
+        plan_tables([Table("t", 3, 2), Table("t", 3, 2)], 2)
+    with pytest.raises(ValueError, match="name: got a/b"):
+        Table("a/b", 3, 2)
+    with pytest.raises(ValueError, match="combiner of table 't': got max"):
+        Table("t", 3, 2, combiner="max")
+    with pytest.raises(TypeError, match="features of table 't': got user"):
+        Table("t", 3, 2, features="user")
