@@ -43,7 +43,7 @@ def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
                 f"{path}: holds no {key!r}; it has {sorted({_key(n) for n in manifest.variables})}. Restore what was "
                 "saved, or give another logdir"
             )
-        found = {name: name for name in wanted} if set(wanted) == set(saved) else _by_place(wanted, saved, path)
+        found = _by_name(wanted, saved) or _by_place(wanted, saved, path)
         for name, other in found.items():
             _check(wanted[name], saved[other], other, path)
         pairs |= found
@@ -51,6 +51,16 @@ def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
     if missing:
         raise CheckpointError(f"{path}: holds no value {missing[0]!r}; restore what was saved, or give another logdir")
     return pairs
+
+
+def _by_name(wanted: Mapping[str, Entry], saved: Mapping[str, Saved]) -> dict[str, str]:
+    """Match names that are equal, or all different and equal without numbers; nothing where that does not do."""
+    if set(wanted) == set(saved):
+        return {name: name for name in wanted}
+    mine, theirs = ({without_numbers(name): name for name in names} for names in (wanted, saved))
+    if set(mine) != set(theirs) or len(mine) < len(wanted) or len(theirs) < len(saved):
+        return {}
+    return {name: theirs[bare] for bare, name in mine.items()}
 
 
 def _by_place(wanted: Mapping[str, Entry], saved: Mapping[str, Saved], path: Path) -> dict[str, str]:
@@ -72,8 +82,9 @@ def _by_place(wanted: Mapping[str, Entry], saved: Mapping[str, Saved], path: Pat
 
 
 def _check(entry: Entry, saved: Saved, name: str, path: Path) -> None:
-    mine = (entry.kind, entry.shape, entry.dtype.name)
-    if mine != (saved.kind, saved.shape, saved.dtype):
+    alike = (entry.shape, entry.dtype.name) == (saved.shape, saved.dtype)
+    # A table may be cut at one number of ranks and whole on every rank at another; both are one array.
+    if not alike or (entry.kind != saved.kind and "per_rank" in (entry.kind, saved.kind)):
         raise CheckpointError(
             f"{path}: {name!r} was saved as {saved}, and is {entry.dtype.name}{list(entry.shape)} ({entry.kind}) here; "
             "build the model that was saved, or give another logdir"

@@ -56,6 +56,13 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         out = aligned_empty(saved.shape, np.dtype(saved.dtype))
         return self.open(saved.parts[0]).read(name, out=out)
 
+    def whole(self, name: str) -> np.ndarray:
+        """Return the whole of a replicated or a sharded tensor. Raises as :meth:`replicated` and :meth:`sharded`."""
+        saved = self._manifest.variables[name]
+        if saved.kind == "replicated":
+            return self.replicated(name)
+        return self.sharded(name, tuple(map(range, saved.shape)))
+
     def per_rank(self, name: str, rank: int, size: int, resize: Resize) -> np.ndarray | None:
         """Return what ``rank`` of ``size`` takes of a tensor that each rank had of its own; None: keep what it has.
 
@@ -90,7 +97,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
 
     def _copy_part(self, name: str, saved: Saved, part: Part, index: tuple[range, ...], out: np.ndarray) -> int:
         """Copy what is common to ``part`` and ``index`` into ``out``; return the number of values."""
-        theirs = part.ranges()
+        theirs = part.ranges() or tuple(map(range, saved.shape))  # of a replicated one all
         common = [intersect(a, b) for a, b in zip(theirs, index, strict=True)]
         if not all(common):
             return 0

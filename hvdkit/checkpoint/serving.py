@@ -75,7 +75,7 @@ def _restore(path: Path, into: dict[str, Any]) -> None:
     with Reader(path, manifest) as reader:
         for entry in flat.entries.values():
             name = names[entry.name]
-            part = reader.replicated(name) if entry.kind == "replicated" else own_part(reader, entry, name, 0, 1)
+            part = reader.whole(name) if entry.kind == "replicated" else own_part(reader, entry, name, 0, 1)
             if part is not None:
                 entry.assign(part)
     for name, value in flat.values.items():

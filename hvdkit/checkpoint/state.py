@@ -211,6 +211,7 @@ def _add_sharded(flat: State, name: str, item: ShardedState) -> None:
         index=tuple(item.local_index),
         partition=item.partition,
         variable=local() if isinstance(local(), tf.Variable) else None,
+        rows=getattr(item, "read_rows", None),
     )
     _add(flat, entry)
 

@@ -61,19 +61,30 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
         number = re.search(r"(\d+)$", path.name)
         step = int(number[1]) if number else 0
     if gather:
-        save_through_chief(path, Snapshot.of(flat, cluster.rank()), step=step)
+        save_through_chief(path, Snapshot.of(flat, cluster.rank(), in_place=True), step=step)
         return path
     token = cluster.exchange().broadcast(secrets.token_hex(4), 0)
     together(lambda: tidy_one(path) if cluster.is_chief() else None)
     check_shared(path.parent)
-    finish(begin(path, flat, step=step, token=token))
+    finish(begin(path, flat, step=step, token=token, in_place=True))
     return path
 
 
-def begin(path: Path, state: State, *, step: int, token: str, committed: Callable[[], None] = lambda: None) -> Save:
-    """Take a snapshot on this rank and begin to write it, behind the training. Exchanges nothing."""
+def begin(
+    path: Path,
+    state: State,
+    *,
+    step: int,
+    token: str,
+    committed: Callable[[], None] = lambda: None,
+    in_place: bool = False,
+) -> Save:
+    """Take a snapshot on this rank and begin to write it, behind the training. Exchanges nothing.
+
+    With ``in_place`` the caller changes nothing until it is written, and less memory is needed.
+    """
     rank, size = cluster.rank(), cluster.size()
-    snapshot = Snapshot.of(state, rank)
+    snapshot = Snapshot.of(state, rank, in_place=in_place)
     return Save(path, snapshot, step=step, rank=rank, size=size, token=token, committed=committed).start()
 
 
@@ -279,7 +290,7 @@ def _restore_tensors(path: Path, manifest: Manifest, flat: State, names: dict[st
     def read() -> None:
         with Reader(path, manifest) as reader:
             for entry in replicated if rank == 0 else ():
-                entry.assign(_taken_over(reader.replicated(names[entry.name]), entry))
+                entry.assign(_taken_over(reader.whole(names[entry.name]), entry))
             for entry in () if gather else own:
                 _assign_own(entry, own_part(reader, entry, names[entry.name], rank, size))
 

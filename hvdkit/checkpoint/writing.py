@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hvdkit.checkpoint.entries import Entry, State
 from hvdkit.checkpoint.files import naming_file, remove_folder, write_text
 from hvdkit.checkpoint.folder import commit, writing_name
@@ -37,32 +35,42 @@ class Snapshot:
         rank_values: plain values of this rank's own.
     """
 
-    entries: list[tuple[Entry, np.ndarray | None]] = field(default_factory=list)
+    entries: list[tuple[Entry, Outgoing | None]] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     rank_values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: State, rank: int) -> Snapshot:
-        """Take the state as it is now.
+    def of(cls, state: State, rank: int, *, in_place: bool = False) -> Snapshot:
+        """Take the state as it is now; ``in_place`` where nothing changes it until it is written.
 
         On CPUs this copies nothing: TensorFlow keeps a variable's memory for as long as somebody holds what
         was read of it, and gives the variable new memory at its next update. So the most that a snapshot ever costs is
-        one copy of what is updated while it is written.
+        one copy of what is updated while it is written. Of variables that are updated by rows TensorFlow makes that
+        copy at once; in place, they are read some rows at a time.
         """
-        entries = [(e, None if e.kind == "replicated" and rank != 0 else e.read()) for e in state.entries.values()]
+
+        def take(entry: Entry) -> Outgoing | None:
+            if entry.kind == "replicated" and rank != 0:
+                return None
+            if in_place and entry.rows is not None:
+                assert entry.index is not None
+                return Outgoing(entry.name, entry.dtype, tuple(len(axis) for axis in entry.index), entry.rows)
+            return Outgoing.of(entry.name, entry.read())
+
+        entries = [(entry, take(entry)) for entry in state.entries.values()]
         values = {name: v.read() for name, v in state.values.items() if not v.per_rank}
         return cls(entries, values, {name: v.read() for name, v in state.values.items() if v.per_rank})
 
     def replicated(self) -> list[Outgoing]:
         """Return what goes into the chief's file of replicated tensors."""
-        return [Outgoing.of(e.name, array) for e, array in self.entries if e.kind == "replicated" and array is not None]
+        return [tensor for e, tensor in self.entries if e.kind == "replicated" and tensor is not None]
 
     def own(self) -> list[Outgoing]:
         """Return what goes into this rank's file; tensors without elements are left out."""
         return [
-            Outgoing.of(e.name, array)
-            for e, array in self.entries
-            if e.kind != "replicated" and array is not None and (array.size or e.kind == "per_rank")
+            tensor
+            for e, tensor in self.entries
+            if e.kind != "replicated" and tensor is not None and (0 not in tensor.shape or e.kind == "per_rank")
         ]
 
     def indices(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 _MARK = "_hvdkit_shard"
@@ -59,7 +60,7 @@ class Shard:
         return replace(self, slot=slot)
 
 
-def mark(variable: Any, shard: Shard) -> None:
+def mark(variable: Any, shard: Shard | None) -> None:
     """Note that ``variable``, TensorFlow's or Keras's, holds ``shard``."""
     setattr(variable, _MARK, shard)
     inner = getattr(variable, "_value", None)
@@ -96,7 +97,13 @@ class PieceState:
         """This rank's part, ``[len(i) for i in local_index]``."""
         if self._is_whole():
             return self._variable
-        return self._variable.read_value()[self._box]
+        return tf.constant(self.read_rows(0, len(self.local_index[0])))
+
+    def read_rows(self, start: int, stop: int) -> np.ndarray:
+        """Return rows ``[start, stop)`` of this rank's part; of a variable updated by rows no other way copies less."""
+        first, *columns = self._box
+        rows = self._variable.sparse_read(tf.range(first.start + start, first.start + stop))
+        return np.ascontiguousarray(rows.numpy()[(slice(None), *columns)])
 
     def assign_local(self, values: Any) -> None:
         """Take ``values`` as this rank's part."""

@@ -49,7 +49,7 @@ class TableStore:
         wire: tf.DType | None,
     ):
         self.tables = {table.name: table for table in tables}
-        self.out_of_range, self._wire, self._name = out_of_range, wire, layer.name
+        self.out_of_range, self._wire = out_of_range, wire
         listed = [(t.name, t.input_dim, t.output_dim, t.dtype, placements[t.name]) for t in tables]
         call = Call(f"tables {listed}")
 
@@ -65,36 +65,34 @@ class TableStore:
 
     def _make(self, layer: Any, number: int, group: Group) -> Any:
         rank = cluster.rank()
-        shape = (group.rows[rank], group.width)
-        variable = layer.add_weight(
-            name=f"embeddings_{number}", shape=shape, initializer="zeros", dtype=group.dtype, autocast=False
-        )
         pieces = []
         for held in group.held(rank):
-            shape = (held.table.input_dim, held.table.output_dim)
+            whole = (held.table.input_dim, held.table.output_dim)
             rule = next(s.rule for s in group.slices if s.table is held.table)
-            piece = Piece(held.table.name, shape, (held.rows, held.columns), held.base, rule)
-            pieces.append(piece)
-            self._initialise(variable, held.table, piece)
-        mark(variable, Shard(self._name, tuple(pieces)))
+            pieces.append(Piece(held.table.name, whole, (held.rows, held.columns), held.base, rule))
+        variable = self._add(layer, f"embeddings_{number}", (group.rows[rank], group.width), group.dtype, pieces)
+        mark(variable, Shard(variable.path.rpartition("/")[0], tuple(pieces)))
         return variable
 
     def _make_whole(self, layer: Any, table: Table) -> Any:
         shape = (table.input_dim, table.output_dim)
-        variable = layer.add_weight(
-            name=table.name, shape=shape, initializer="zeros", dtype=table.dtype, autocast=False
+        return self._add(
+            layer, table.name, shape, table.dtype, [Piece(table.name, shape, tuple(map(range, shape)), 0, "")]
         )
-        self._initialise(variable, table, Piece(table.name, shape, tuple(map(range, shape)), 0, ""))
-        return variable
 
-    def _initialise(self, variable: Any, table: Table, piece: Piece) -> None:
-        seed = int(
-            np.random.SeedSequence([self._seed, zlib.crc32(table.name.encode())]).generate_state(1, np.uint64)[0]
-        )
-        columns = piece.box[1]
-        for start, block in initial_blocks(table.initializer, piece.shape, table.dtype, seed, piece.index):
-            first = piece.start + start
-            variable._value[first : first + len(block), columns].assign(block)
+    def _add(self, layer: Any, name: str, shape: tuple[int, ...], dtype: str, pieces: Sequence[Piece]) -> Any:
+        def first_values(shape: Sequence[int], dtype: str) -> np.ndarray:
+            values = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
+            for piece in pieces:
+                mixed = np.random.SeedSequence([self._seed, zlib.crc32(piece.table.encode())])
+                seed = int(mixed.generate_state(1, np.uint64)[0])
+                initializer, (_, columns) = self.tables[piece.table].initializer, piece.box
+                for start, block in initial_blocks(initializer, piece.shape, dtype, seed, piece.index):
+                    first = piece.start + start
+                    values[first : first + len(block), columns] = block
+            return values
+
+        return layer.add_weight(name=name, shape=shape, initializer=first_values, dtype=dtype, autocast=False)
 
     def look_up(self, bags: Mapping[str, tuple[Table, Bag]]) -> dict[str, Any]:
         """Return each feature's output. Every rank calls it, with the same features.
@@ -109,6 +107,8 @@ class TableStore:
             ValueError: in eager mode, on every rank, where an id of any rank is out of range and that is an error;
                 ``tf.errors.InvalidArgumentError`` in graphs.
         """
+        for variable in self.variables:
+            mark(variable, shard_of(variable))  # Keras may have made the TensorFlow variable since
         given = [] if self.out_of_range != "error" else list(bags.items())
         labels = [f"feature {name!r} of table {table.name!r}" for name, (table, _) in given]
         if given:

@@ -36,8 +36,10 @@ class Combining:
         # this rank's apply while other ranks wait in theirs.
         caller = sys._getframe(1).f_locals.get("self")
         self._hvdkit_wrapped = isinstance(caller, LossScale) and not isinstance(caller, CombiningScaled)
-        if any(shard_of(v) is not None for v in variables):
-            _check_for_shards(self)
+        for variable in variables:
+            if (shard := shard_of(variable)) is not None:
+                _check_for_shards(self)
+                mark(variable, shard)  # the TensorFlow variable inside, which may be younger than the mark
         super().build(variables)  # type: ignore[misc]
 
     def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:

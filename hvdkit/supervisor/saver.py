@@ -26,6 +26,7 @@ class Saver:
         state: gives what to save.
         max_to_keep, keep_every: as for :class:`hvdkit.Supervisor`.
         gather: the chief writes everything, and :meth:`begin` returns when that is done.
+        asynchronous: the training goes on while a save is written.
 
     Attributes:
         step: the step of the last save that was begun, or None.
@@ -40,11 +41,12 @@ class Saver:
         max_to_keep: int | None,
         keep_every: int | None,
         gather: bool,
+        asynchronous: bool,
     ):
         self.step: int | None = None
         self.when = time.monotonic()
         self._folder, self._state, self._gather = folder, state, gather
-        self._keep = (max_to_keep, keep_every)
+        self._keep, self._asynchronous = (max_to_keep, keep_every), asynchronous
         self._save: Save | None = None
 
     @property
@@ -62,10 +64,12 @@ class Saver:
         flat = agreed_state(self._state())
         target = self._folder / step_name(step)
         if self._gather:
-            save_through_chief(target, Snapshot.of(flat, cluster.rank()), step=step, committed=self._prune)
+            snapshot = Snapshot.of(flat, cluster.rank(), in_place=True)
+            save_through_chief(target, snapshot, step=step, committed=self._prune)
         else:
             token = cluster.exchange().broadcast(secrets.token_hex(4), 0)
-            self._save = begin(target, flat, step=step, token=token, committed=self._prune)
+            in_place = not self._asynchronous
+            self._save = begin(target, flat, step=step, token=token, committed=self._prune, in_place=in_place)
         self.step, self.when = step, time.monotonic()
         return target
 

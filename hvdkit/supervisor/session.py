@@ -117,7 +117,8 @@ class Supervisor:
         self._position = Position(data)
         self._state = trained_state(model, self._optimizer, variables, state, self._position)
         self._seconds, self._save_steps = save_model_secs or math.inf, save_steps
-        self._saver = Saver(self._folder, self._state, max_to_keep=max_to_keep, keep_every=keep_every, gather=gather)
+        keep = {"max_to_keep": max_to_keep, "keep_every": keep_every}
+        self._saver = Saver(self._folder, self._state, gather=gather, asynchronous=asynchronous, **keep)
         self._summary_steps = summary_steps
         self._asynchronous, self._gather = asynchronous, gather
         self._stop_on_nonfinite = stop_on_nonfinite
