@@ -116,10 +116,13 @@ class TableStore:
         else:
             fault = find_fault([tf.zeros([0], tf.int32)], ["none"], [1])
         safe = {n: (t, in_range(b, t.input_dim, self.out_of_range)) for n, (t, b) in bags.items()}
-        slices = self._look_up_slices(safe, fault)
+        deferred = any(v._value is None for v in (*self.variables, *self.replicated.values()))
+        slices = {} if deferred else self._look_up_slices(safe, fault)
         outputs = {}
         for name, (table, bag) in safe.items():
-            if table.name in self.replicated:
+            if deferred:  # Keras infers shapes, and has not made the variables yet
+                parts = [Found(tf.zeros([tf.size(bag.ids), table.output_dim], table.dtype), None)]
+            elif table.name in self.replicated:
                 parts = [self._read_whole(table, bag)]
             else:
                 parts = slices[name]
