@@ -153,13 +153,12 @@ def combined(found: Found, bag: Bag, combiner: str | None) -> Any:
 
 def _sums(found: Found, bag: Bag) -> tf.Tensor:
     """Return the weighted sum of each example's rows, ``[examples, width]``."""
-    if bag.weights is None and found.place is not None:
+    if bag.weights is None:
         total = tf.raw_ops.SparseSegmentSumWithNumSegments(
             data=found.rows, indices=found.place, segment_ids=bag.segments, num_segments=bag.examples
         )
     else:
         rows = found.spread()
-        if bag.weights is not None:
-            rows *= tf.cast(bag.weights, rows.dtype)[:, None]
+        rows *= tf.cast(bag.weights, rows.dtype)[:, None]
         total = tf.math.unsorted_segment_sum(rows, bag.segments, bag.examples)
     return tf.ensure_shape(total, [None, found.rows.shape[1]])

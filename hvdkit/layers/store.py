@@ -20,7 +20,7 @@ from hvdkit.variable.faults import find_fault, raise_everywhere
 from hvdkit.variable.initial import common_seed, initial_blocks
 from hvdkit.variable.keys import key_dtype, keys_of
 from hvdkit.variable.partitioned import gather_parts
-from hvdkit.variable.routing import Found, look_up
+from hvdkit.variable.routing import Found, look_up, read_distinct
 
 
 class TableStore:
@@ -121,7 +121,7 @@ class TableStore:
         outputs = {}
         for name, (table, bag) in safe.items():
             if deferred:  # Keras infers shapes, and has not made the variables yet
-                parts = [Found(tf.zeros([tf.size(bag.ids), table.output_dim], table.dtype), None)]
+                parts = [Found(tf.zeros([1, table.output_dim], table.dtype), tf.zeros_like(bag.ids))]
             elif table.name in self.replicated:
                 parts = [self._read_whole(table, bag)]
             else:
@@ -131,11 +131,7 @@ class TableStore:
         return outputs
 
     def _read_whole(self, table: Table, bag: Bag) -> Found:
-        variable = self.replicated[table.name]._value
-        if table.combiner is None:
-            return Found(variable.sparse_read(bag.ids), None)
-        distinct, place = tf.unique(bag.ids)
-        return Found(variable.sparse_read(distinct), place)
+        return read_distinct(self.replicated[table.name]._value, bag.ids)
 
     def _look_up_slices(self, bags: Mapping[str, tuple[Table, Bag]], fault: Any) -> dict[str, list[Found]]:
         """Look all sharded features up at once; return each feature's rows, one part for each run of columns."""
@@ -154,9 +150,8 @@ class TableStore:
             with tf.control_dependencies(raise_everywhere(words, fault)):
                 return {name: [] for name in bags}
         keys = [tf.concat([k for _, _, k in asked[g]], 0) if len(asked[g]) > 1 else asked[g][0][2] for g in used]
-        distinct = [any(bags[name][0].combiner for name, _, _ in asked[g]) for g in used]
         variables = [self.variables[g]._value for g in used]
-        found = look_up(variables, keys, fault, name="hvdkit.lookup", wire=self._wire, distinct=distinct)
+        found = look_up(variables, keys, fault, name="hvdkit.lookup", wire=self._wire)
         results: dict[str, dict[int, Found]] = {name: {} for name in bags}
         for g, rows in zip(used, found, strict=True):
             for (name, number, _), own in zip(asked[g], _split(rows, [k for _, _, k in asked[g]]), strict=True):
@@ -210,8 +205,6 @@ def _split(found: Found, keys: Sequence[tf.Tensor]) -> list[Found]:
     if len(keys) == 1:
         return [found]
     sizes = tf.stack([tf.size(k) for k in keys])
-    if found.place is None:
-        return [Found(rows, None) for rows in tf.split(found.rows, sizes, num=len(keys))]
     return [Found(found.rows, place) for place in tf.split(found.place, sizes, num=len(keys))]
 
 

@@ -33,15 +33,15 @@ class Found:
 
     Attributes:
         rows: ``[u, width]``.
-        place: for each key the row that is its own, ``[n]``; None where there is one row for each key, in order.
+        place: for each key the row that is its own, ``[n]``.
     """
 
     rows: tf.Tensor
-    place: tf.Tensor | None
+    place: tf.Tensor
 
     def spread(self) -> tf.Tensor:
         """Return the row of each key, ``[n, width]``."""
-        return self.rows if self.place is None else _spread(self.rows, self.place)
+        return _spread(self.rows, self.place)
 
 
 def look_up(
@@ -51,7 +51,6 @@ def look_up(
     *,
     name: str,
     wire: tf.DType | None = None,
-    distinct: Sequence[bool] | None = None,
 ) -> list[Found]:
     """Return the rows of each variable for its keys.
 
@@ -63,7 +62,6 @@ def look_up(
         fault: the first id of this rank that was out of range, if there is one.
         name: makes the collectives' names.
         wire: dtype in which rows travel; None: their own.
-        distinct: for each variable, whether keys are to be made distinct with one rank as well; with more they are.
 
     Raises:
         ValueError: in eager mode, on every rank, if a rank had a fault. Inside graphs
@@ -73,8 +71,7 @@ def look_up(
     if size == 1:
         with tf.control_dependencies(raise_everywhere(fault.words[None], fault)):
             keys = [tf.identity(k) for k in keys]
-        wanted = distinct or [False] * len(keys)
-        return [_take(v, k, unique) for v, k, unique in zip(variables, keys, wanted, strict=True)]
+        return [read_distinct(v, k) for v, k in zip(variables, keys, strict=True)]
     asked = [_Asked.of(k, size) for k in keys]
     counts = tf.stack([a.counts for a in asked], axis=1)  # [N, variables]
     ids, theirs = _swap_ids(asked, counts, fault, name)
@@ -83,10 +80,9 @@ def look_up(
     return [Found(r, a.place) for r, a in zip(received, asked, strict=True)]
 
 
-def _take(variable: tf.Variable, keys: tf.Tensor, unique: bool) -> Found:
-    if not unique:
-        return Found(variable.sparse_read(keys), None)
-    distinct, place = tf.unique(keys)
+def read_distinct(variable: tf.Variable, rows: tf.Tensor) -> Found:
+    """Read rows of this rank's own, each once however often it is asked for: its gradient then is one row, too."""
+    distinct, place = tf.unique(rows)
     return Found(variable.sparse_read(distinct), place)
 
 

@@ -1,0 +1,193 @@
+"""One process of benchmarks/embedding.py: look rows up, compute a loss, update the rows, in one of several ways."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from pathlib import Path
+
+import numpy as np
+
+WARMUP_STEPS, BATCHES = 6, 8
+ROWS, WIDTH, FEATURES, SAMPLES = 1_000_000, 64, 26, 4096
+# 26 tables as recommenders have them: a few large ones, many small ones, three widths.
+SIZES = [400_000, 200_000, 100_000, 50_000] + [20_000] * 6 + [5_000] * 8 + [1_000] * 8
+WIDTHS = [64, 32, 64, 16, *([32, 64, 16] * 8)][: len(SIZES)]
+
+
+def main() -> None:
+    """Train and write this process's median milliseconds a step, and its memory, as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("way", choices=["plain", "hvdkit", "sparse", "dense"])
+    parser.add_argument("--work", choices=["one", "many"], default="one")
+    parser.add_argument("--optimizer", choices=["sgd", "adagrad", "adam"], default="sgd")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--folder", type=Path, required=True, help="where results go")
+    args = parser.parse_args()
+    start = {"plain": plain, "hvdkit": with_hvdkit, "sparse": with_horovod, "dense": with_horovod}[args.way]
+    step, rank, meet, extra = start(args)
+    for number in range(WARMUP_STEPS):
+        float(step(number))
+    seconds = []
+    for number in range(args.steps):
+        meet()
+        started = time.perf_counter()
+        float(step(number))
+        seconds.append(time.perf_counter() - started)
+    result = {
+        "ms": 1000 * sorted(seconds)[len(seconds) // 2],
+        "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        **extra(),
+    }
+    (args.folder / f"result-{rank}.json").write_text(json.dumps(result))
+    meet()
+
+
+def ids_of(work: str, rank: int) -> list[dict]:
+    """Return some batches of ids: Zipf(1.2) in each feature, every feature with favourites of its own."""
+    import tensorflow as tf
+
+    rng = np.random.default_rng(rank)
+    if work == "one":
+        shift = np.arange(FEATURES) * (ROWS // FEATURES)
+        return [
+            {"table": tf.constant((rng.zipf(1.2, (SAMPLES, FEATURES)) + shift) % ROWS, tf.int64)}
+            for _ in range(BATCHES)
+        ]
+    made = []
+    for _ in range(BATCHES):
+        batch = {}
+        for number, rows in enumerate(SIZES):
+            lengths = rng.integers(0, 4, SAMPLES)
+            flat = rng.zipf(1.2, lengths.sum()) % rows
+            batch[f"t{number}"] = tf.RaggedTensor.from_row_lengths(tf.constant(flat, tf.int64), lengths)
+        made.append(batch)
+    return made
+
+
+def optimizer_of(name: str):
+    """Return a Keras optimizer."""
+    import keras
+
+    optimizers = {"sgd": keras.optimizers.SGD, "adagrad": keras.optimizers.Adagrad, "adam": keras.optimizers.Adam}
+    return optimizers[name](0.01)
+
+
+def loss_of(found):
+    """Return the mean square of all vectors."""
+    import tensorflow as tf
+
+    return tf.add_n([tf.reduce_mean(tf.square(vectors)) for vectors in found])
+
+
+def replicated(args):
+    """Return whole tables, and the lookup of all features in them with TensorFlow's own ops."""
+    import tensorflow as tf
+
+    shapes = {"table": (ROWS, WIDTH)} if args.work == "one" else {
+        f"t{i}": (rows, width) for i, (rows, width) in enumerate(zip(SIZES, WIDTHS, strict=True))
+    }  # fmt: skip
+    tables = {name: tf.Variable(tf.random.uniform(shape, -0.05, 0.05)) for name, shape in shapes.items()}
+
+    def look_up(ids):
+        if args.work == "one":
+            return [tf.gather(tables["table"], ids["table"])]
+        return [tf.nn.embedding_lookup_sparse(tables[n], i.to_sparse(), None, combiner="sum") for n, i in ids.items()]
+
+    return tables, look_up
+
+
+def plain(args):
+    """One process, a replicated table, ``tf.gather`` and ``scatter_sub``."""
+    import tensorflow as tf
+
+    tables, look_up = replicated(args)
+    batches, variables = ids_of(args.work, 0), list(tables.values())
+    optimizer = None if args.optimizer == "sgd" else optimizer_of(args.optimizer)
+    if optimizer is not None:
+        optimizer.build(variables)
+
+    @tf.function
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = loss_of(look_up(ids))
+        grads = tape.gradient(loss, variables)
+        if optimizer is None:
+            for table, grad in zip(variables, grads, strict=True):
+                table.scatter_sub(tf.IndexedSlices(0.01 * grad.values, grad.indices))
+        else:
+            optimizer.apply(grads, variables)
+        return loss
+
+    return lambda number: step(batches[number % BATCHES]), 0, lambda: None, dict
+
+
+def with_hvdkit(args):
+    """Sharded tables and hvdkit's optimizer, with its defaults."""
+    import hvdkit as hk
+
+    cluster = hk.init()
+    import tensorflow as tf
+
+    if args.work == "one":
+        layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, seed=1)
+        layer.build()
+        look_up = lambda ids: [layer(ids["table"])]  # noqa: E731
+    else:
+        shapes = zip(SIZES, WIDTHS, strict=True)
+        tables = [hk.layers.Table(f"t{i}", rows, width, combiner="sum") for i, (rows, width) in enumerate(shapes)]
+        layer = hk.layers.ShardedEmbeddingCollection(tables, seed=1)
+        layer.build()
+        look_up = lambda ids: list(layer(ids).values())  # noqa: E731
+    optimizer = hk.DistributedOptimizer(optimizer_of(args.optimizer))
+    optimizer.build(layer.trainable_variables)
+    batches = ids_of(args.work, cluster.rank)
+
+    @tf.function
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = loss_of(look_up(ids))
+        optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+        return loss
+
+    held = sum(int(np.prod(v.shape)) * 4 for v in layer.weights)
+    return (
+        lambda number: step(batches[number % BATCHES]), cluster.rank, hk.barrier, lambda: {"table_mb": held / 2**20}
+    )  # fmt: skip
+
+
+def with_horovod(args):
+    """Replicated tables on raw Horovod: sparse gradients gathered ("sparse"), or made dense and reduced ("dense")."""
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+    import tensorflow as tf
+
+    tables, look_up = replicated(args)
+    batches, variables = ids_of(args.work, hvd.rank()), list(tables.values())
+    optimizer = optimizer_of(args.optimizer)
+    optimizer.build(variables)
+
+    @tf.function
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = loss_of(look_up(ids))
+        tape = hvd.DistributedGradientTape(tape, sparse_as_dense=args.way == "dense")
+        grads = tape.gradient(loss, variables)
+        if args.optimizer == "sgd":
+            for table, grad in zip(variables, grads, strict=True):
+                if args.way == "sparse":
+                    table.scatter_sub(tf.IndexedSlices(0.01 * grad.values, grad.indices))
+                else:
+                    table.assign_sub(0.01 * grad)
+        else:
+            optimizer.apply(grads, variables)
+        return loss
+
+    return lambda number: step(batches[number % BATCHES]), hvd.rank(), lambda: hvd.allreduce(tf.zeros([])), dict
+
+
+if __name__ == "__main__":
+    main()
