@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-WARMUP_STEPS, BATCHES = 6, 8
+WARMUP_STEPS, BATCHES = 24, 8
 ROWS, WIDTH, FEATURES, SAMPLES = 1_000_000, 64, 26, 4096
 # 26 tables as recommenders have them: a few large ones, many small ones, three widths.
 SIZES = [400_000, 200_000, 100_000, 50_000] + [20_000] * 6 + [5_000] * 8 + [1_000] * 8
@@ -153,9 +153,47 @@ def with_hvdkit(args):
         return loss
 
     held = sum(int(np.prod(v.shape)) * 4 for v in layer.weights)
-    return (
-        lambda number: step(batches[number % BATCHES]), cluster.rank, hk.barrier, lambda: {"table_mb": held / 2**20}
-    )  # fmt: skip
+
+    def extra():
+        sent, made = exchanged(lambda ids: loss_of(look_up(ids)), layer, batches[0])
+        needed = hk.allreduce(needed_bytes(layer, batches[0]), hk.Sum)
+        return {"table_mb": held / 2**20, "bytes_ratio": hk.allreduce(sent, hk.Sum) / needed, "alltoalls": made}
+
+    return lambda number: step(batches[number % BATCHES]), cluster.rank, hk.barrier, extra
+
+
+def needed_bytes(layer, batch) -> int:
+    """Return what one rank has to exchange: each distinct id, its row, and the row's gradient."""
+    store = getattr(layer, "_collection", layer)._store
+    needed = 0
+    for name, ids in batch.items():
+        table = next(iter(store.tables)) if name == "table" else name
+        if table not in store.replicated:
+            distinct = np.unique(np.asarray(getattr(ids, "flat_values", ids)))
+            needed += len(distinct) * (4 + 2 * 4 * store.tables[table].output_dim)
+    return needed
+
+
+def exchanged(loss, layer, batch) -> tuple[int, int]:
+    """Run a step's lookup and gradient once more; return bytes sent by this rank (to itself, too) and collectives."""
+    import tensorflow as tf
+
+    from hvdkit.collectives import tensors
+
+    sent, real = [], tensors.alltoall
+
+    def counting(x, splits, name):
+        sent.append(int(tf.size(x)) * x.dtype.size)
+        return real(x, splits, name)
+
+    tensors.alltoall = counting
+    try:
+        with tf.GradientTape() as tape:
+            value = loss(batch)
+        tape.gradient(value, [v.value for v in layer.trainable_variables])
+    finally:
+        tensors.alltoall = real
+    return sum(sent), len(sent)
 
 
 def with_horovod(args):
