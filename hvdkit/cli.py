@@ -51,6 +51,12 @@ COMMANDS = {
         config="hvdkit.checkpoint.commands:Checkpoint",
         runner="hvdkit.checkpoint.commands:checkpoint",
     ),
+    "plan": Command(
+        "Say where embedding tables go and how many bytes every rank needs",
+        "hvdkit plan --tables items:10000000x64 users:2000000x32 --ranks 8 --optimizer adagrad",
+        config="hvdkit.planning.command:PlanTables",
+        runner="hvdkit.planning.command:plan",
+    ),
 }
 
 OPENING = "hvdkit: train TensorFlow and Keras 3 models across GPUs and hosts with Horovod."

@@ -3,6 +3,8 @@
 horovodrun -np 4 python models/train.py cifar10
 mpirun -np 4 python models/train.py cifar10 --form fit --steps 500
 python models/train.py linear
+horovodrun -np 4 python models/train.py partitioned
+horovodrun -np 4 python models/train.py recommender
 """
 
 from __future__ import annotations
@@ -20,23 +22,25 @@ from hvdkit.cluster.launcher import promised
 # isort: split
 import cifar10
 import linear
+import partitioned
+import recommender
 import training
 import tyro
 
 Command = (
     Annotated[cifar10.Config, tyro.conf.subcommand("cifar10")]
     | Annotated[linear.Config, tyro.conf.subcommand("linear")]
+    | Annotated[partitioned.Config, tyro.conf.subcommand("partitioned")]
+    | Annotated[recommender.Config, tyro.conf.subcommand("recommender")]
 )
+RUNNERS = {linear.Config: linear.run, partitioned.Config: partitioned.run, recommender.Config: recommender.run}
 
 
 def main() -> None:
     """Read the command line, start the ranks and train."""
     config = parse()
     cluster = hk.init()
-    if isinstance(config, linear.Config):
-        linear.run(config)
-    else:
-        train_classifier(config)
+    RUNNERS.get(type(config), train_classifier)(config)
     hk.barrier()
     if cluster.is_chief:
         print("finished", flush=True)
@@ -66,7 +70,7 @@ def train_classifier(config: cifar10.Config) -> None:
     say(f"all {hk.size()} ranks hold the same {count} weights, bit for bit (digest {digest})")
 
 
-def parse() -> cifar10.Config | linear.Config:
+def parse() -> Command:
     """Return the command line's config; a mistake in it is reported by one rank, and ends all."""
     quiet = promised().rank > 0
     with contextlib.ExitStack() as stack:

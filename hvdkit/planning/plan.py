@@ -146,7 +146,7 @@ def plan_tables(
             "memory_bytes",
             f"{memory_bytes:,} ({shown(memory_bytes or 0)})",
             f"at least {ranks[fullest].total:,} ({shown(ranks[fullest].total)}), which rank {fullest} of {size} needs",
-            f"start more ranks, a smaller batch or an optimizer with fewer slots:\n{plan}",
+            "start more ranks, or take a smaller batch or an optimizer with fewer slots",
         )
     )
 

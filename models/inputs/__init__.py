@@ -1,6 +1,7 @@
 """The data sets that the scripts in ``models/`` train on."""
 
 from .cifar10 import load_cifar10
+from .clicks import Clicks, load_criteo, load_movielens, planted_clicks
 from .dataset import Dataset
 from .digits import load_digits
 from .distortion import Distortion, distorted_inputs, evaluation_inputs
@@ -8,13 +9,17 @@ from .synthetic import synthetic_images
 from .tables import linear_data, load_diabetes
 
 __all__ = [
+    "Clicks",
     "Dataset",
     "Distortion",
     "distorted_inputs",
     "evaluation_inputs",
     "linear_data",
     "load_cifar10",
+    "load_criteo",
     "load_diabetes",
     "load_digits",
+    "load_movielens",
+    "planted_clicks",
     "synthetic_images",
 ]

@@ -1,0 +1,136 @@
+"""A click model after DLRM: sharded embeddings of categorical features, their interactions, and two small networks.
+
+Naumov et al., "Deep learning recommendation model for personalization and recommendation systems", arXiv:1906.00091.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import hvdkit as hk  # before keras: a launched rank loads TensorFlow and MPI in the order that works
+
+# isort: split
+import keras
+import tensorflow as tf
+from inputs import Clicks, load_criteo, load_movielens, planted_clicks
+from training import folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Predict clicks from categorical features, each with a table of its own, cut across the ranks."""
+
+    data: Literal["planted", "criteo", "movielens"] = "planted"
+    """Made examples whose best loss is known, Criteo's TSV files, or MovieLens's ratings.csv."""
+    data_file: Path | None = None
+    """The file to read, for criteo and movielens."""
+    rows: int = 5000
+    """Rows of each table (planted, criteo)."""
+    examples: int = 120_000
+    """Examples to make, or at most to read."""
+    width: int = 4
+    """Numbers in an embedding."""
+    epochs: int = 6
+    """Passes over the data."""
+    batch_size: int = 500
+    """Examples in a step, over all ranks."""
+    optimizer: Literal["sgd", "adagrad", "adam"] = "adagrad"
+    """How tables and networks are updated."""
+    learning_rate: float = 0.2
+    """Its learning rate."""
+    seed: int = 0
+    """Seed of the data, their order and the initial weights."""
+    logdir: Path | None = None
+    """Save here, and go on from the newest checkpoint in it. Default: a folder that is removed at the end."""
+
+    def load(self) -> Clicks:
+        """Return the examples."""
+        if self.data == "planted":
+            return planted_clicks(self.examples, rows=self.rows, seed=self.seed)
+        if self.data_file is None:
+            raise ValueError(f"--data-file: got none, expected the {self.data} file; pass its path")
+        if self.data == "criteo":
+            return load_criteo(self.data_file, rows=self.rows, limit=self.examples)
+        return load_movielens(self.data_file)
+
+
+class Recommender(keras.Model):
+    """Logits of a click from numbers ``[batch, d]`` and ids ``[batch, f]``.
+
+    Every pair of the f embeddings and the numbers' own vector interacts by its dot product.
+    """
+
+    def __init__(self, rows: tuple[int, ...], width: int, seed: int):
+        super().__init__()
+        tables = [hk.layers.Table(f"c{i}", n, width, initializer=keras.initializers.RandomNormal(stddev=0.05))
+                  for i, n in enumerate(rows)]  # fmt: skip
+        self.embed = hk.layers.ShardedEmbeddingCollection(tables, seed=seed)
+        self.bottom = keras.Sequential([keras.layers.Dense(32, "relu"), keras.layers.Dense(width)])
+        self.top = keras.Sequential([keras.layers.Dense(64, "relu"), keras.layers.Dense(1)])
+
+    def call(self, inputs):
+        """Return logits ``[batch, 1]``."""
+        ids = inputs["ids"]
+        found = self.embed({f"c{i}": ids[:, i] for i in range(ids.shape[1])})
+        numbers = self.bottom(inputs["dense"])
+        vectors = tf.stack([numbers, *found.values()], axis=1)
+        count = vectors.shape[1]
+        products = tf.reshape(tf.matmul(vectors, vectors, transpose_b=True), [-1, count * count])
+        pairs = [row * count + column for row in range(count) for column in range(row)]
+        flat = tf.reshape(vectors, [-1, count * vectors.shape[2]])
+        return self.top(tf.concat([flat, tf.gather(products, pairs, axis=1)], axis=1))
+
+
+def run(config: Config) -> tuple[float, float]:
+    """Train over all ranks; return the held-out loss and AUC, over all ranks' examples."""
+    data = config.load()
+    keras.utils.set_random_seed(config.seed)
+    model = Recommender(data.rows, config.width, config.seed)
+    batches = hk.data.GlobalBatches(
+        data.part(False), config.batch_size, shuffle_seed=config.seed, epochs=config.epochs, remainder="drop"
+    )
+    model({name: part[:1] for name, part in data.part(False)[0].items()})
+    optimizer = hk.DistributedOptimizer(keras.optimizers.get(
+        {"class_name": config.optimizer, "config": {"learning_rate": config.learning_rate}}
+    ))  # fmt: skip
+    if hk.is_chief():
+        print(f"{data.name}: {len(data.labels)} examples, {len(data.rows)} tables\n{model.embed.plan}", flush=True)
+
+    @tf.function(reduce_retracing=True)
+    def train_step(inputs, labels):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels, model(inputs)))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    log = hk.callbacks.StepLog(config.batch_size, every=50)
+    with (
+        folder(config.logdir) as logdir,
+        hk.Supervisor(
+            logdir, model=model, optimizer=optimizer, data=batches, gather=config.logdir is None, save_model_secs=60
+        ) as sv,
+    ):
+        for inputs, labels in sv.batches():
+            loss = train_step(inputs, labels)
+            sv.step(loss=loss)
+            log.step(sv.global_step, loss)
+    return evaluate(model, data)
+
+
+def evaluate(model: Recommender, data: Clicks) -> tuple[float, float]:
+    """Return the loss and the AUC of the held-out examples; every rank looks at its own share of them."""
+    batches = hk.data.GlobalBatches(data.part(True), 2000, epochs=1)
+    loss, area = keras.metrics.BinaryCrossentropy(from_logits=True), keras.metrics.AUC(2000, from_logits=True)
+    for inputs, labels in batches:
+        logits = model(inputs)
+        for metric in (loss, area):
+            metric.update_state(labels, logits, sample_weight=batches.sample_weight)
+    for variable in (*loss.variables, *area.variables):  # sums over examples, which add up over ranks
+        variable.assign(hk.allreduce(variable.value, hk.Sum))
+    result = float(loss.result()), float(area.result())
+    if hk.is_chief():
+        best = "" if data.best is None else f" (best reachable {data.best[0]:.4f}, {data.best[1]:.4f})"
+        print(f"held-out loss {result[0]:.4f}, AUC {result[1]:.4f}{best} on {data.held_out} examples", flush=True)
+    return result
