@@ -137,8 +137,7 @@ def _export(config: Export) -> int:
     if config.model is not None:
         from hvdkit.checkpoint.serving import export_saved_model
 
-        model = _build(config.model)
-        export_saved_model(config.path, model, config.to, key=config.key, overwrite=config.overwrite)
+        export_saved_model(config.path, _function(config.model), config.to, key=config.key, overwrite=config.overwrite)
         print(f"{config.to}: a SavedModel")
         return 0
     from hvdkit.checkpoint.export import export_npy, exported_bytes
@@ -150,14 +149,14 @@ def _export(config: Export) -> int:
     return 0
 
 
-def _build(path: str) -> Any:
-    """Call ``module:function``, with the current folder in reach as for ``python -m``."""
+def _function(path: str) -> Callable[[], Any]:
+    """Return ``module:function``, with the current folder in reach as for ``python -m``."""
     module, _, function = path.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     found = getattr(importlib.import_module(module), function, None)
     if not callable(found):
         raise ValueError(describe("model", path, f"a function of {module}", "name the one that builds the model"))
-    return found()
+    return found
 
 
 @contextlib.contextmanager

@@ -8,6 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import keras
+
+from hvdkit import cluster
 from hvdkit.checkpoint.export import check_target
 from hvdkit.checkpoint.files import naming_file, remove_folder
 from hvdkit.checkpoint.inspecting import newest_at
@@ -16,6 +19,7 @@ from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.state import flatten
 from hvdkit.checkpoint.store import own_part
+from hvdkit.collectives.shards import shard_of
 from hvdkit.errors import describe
 
 
@@ -29,7 +33,8 @@ def export_saved_model(
 
     Args:
         path: a checkpoint; or a folder of checkpoints or a ``logdir``, of which the newest whole one is taken.
-        model: a Keras model built like the one that was saved. Its variables are set.
+        model: a Keras model built like the one that was saved, whose variables are set; or a function that builds it,
+            which a model with sharded layers needs where ``hk.init()`` was not called: here its tables are whole.
         directory: where to write; it is there whole or not at all.
         key: the model's name in the state that was saved; ``hk.Supervisor`` saves it as "model".
         overwrite: replace ``directory`` if it is there.
@@ -38,7 +43,8 @@ def export_saved_model(
         ``directory``.
 
     Raises:
-        ValueError: ``directory`` is not empty, or the model is not built.
+        ValueError: ``directory`` is not empty, the model is not built, or it is cut across ranks.
+        TypeError: ``model`` is neither.
         CheckpointError: there is no checkpoint, it is of another model, or ``directory`` cannot be written.
         CorruptCheckpointError: the bytes are not those that were saved; it names file, tensor and rows.
 
@@ -50,10 +56,27 @@ def export_saved_model(
     """
     path, directory = newest_at(Path(path)), Path(directory)
     check_target(directory, overwrite)
+    with cluster.alone():
+        whole = model if isinstance(model, keras.layers.Layer) or not callable(model) else model()
+        _check_whole(whole)
+        _restore(path, {key: whole})
+        _export(whole, directory, overwrite)
+    return directory
+
+
+def _check_whole(model: Any) -> None:
+    if not isinstance(model, keras.Model):
+        remedy = "pass a model, or a function that returns one"
+        raise TypeError(describe("model", type(model).__name__, "a Keras model", remedy))
     if not model.built:
         remedy = "give it a keras.Input, or call it once"
         raise ValueError(describe("model", f"{model.name!r}, which is not built", "a built model", remedy))
-    _restore(path, {key: model})
+    if cluster.size() > 1 and any(shard_of(v) is not None for v in model.variables):
+        remedy = "export in one process, from a function that builds it"
+        raise ValueError(describe("model", f"{model.name!r}, which is cut across ranks", "a whole model", remedy))
+
+
+def _export(model: Any, directory: Path, overwrite: bool) -> None:
     beside = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:
         with naming_file(directory, "written"):
@@ -65,7 +88,6 @@ def export_saved_model(
             beside.rename(directory)
     finally:
         remove_folder(beside)
-    return directory
 
 
 def _restore(path: Path, into: dict[str, Any]) -> None:

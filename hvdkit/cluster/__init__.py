@@ -2,6 +2,7 @@
 
 from hvdkit.cluster.world import (
     Cluster,
+    alone,
     cluster,
     exchange,
     horovod,
@@ -16,6 +17,7 @@ from hvdkit.cluster.world import (
 
 __all__ = [
     "Cluster",
+    "alone",
     "cluster",
     "exchange",
     "horovod",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import pickle
 import time
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,11 +28,11 @@ class ObjectExchange:
     """All-to-all exchange of picklable objects, called by every rank in the same order, from one thread.
 
     Args:
-        horovod: the running ``horovod.tensorflow``.
+        horovod: the running ``horovod.tensorflow``, or whoever knows rank and size in a world of one.
         communicator: an mpi4py communicator of hvdkit's own, or None to go through Horovod.
     """
 
-    def __init__(self, horovod: ModuleType, communicator: Any = None) -> None:
+    def __init__(self, horovod: Any, communicator: Any = None) -> None:
         self._horovod = horovod
         self._comm = communicator
         self._rank = horovod.rank()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from hvdkit.cluster import engine, failure, logs, settings
 from hvdkit.cluster.exchange import ObjectExchange
@@ -42,7 +44,7 @@ class Cluster:
 @dataclass
 class _World:
     cluster: Cluster
-    horovod: ModuleType
+    horovod: Any
     exchange: ObjectExchange
 
 
@@ -172,6 +174,37 @@ def _neighbours(exchange: ObjectExchange, local_size: int) -> list[frozenset[int
         return [settings.affinity()] * local_size
     here = socket.gethostname()
     return [mask for host, mask in exchange.allgather((here, settings.affinity())) if host == here]
+
+
+class _Nobody:
+    """Stands where Horovod would, in a world of one that has not started it."""
+
+    @staticmethod
+    def rank() -> int:
+        return 0
+
+    @staticmethod
+    def size() -> int:
+        return 1
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Be a world of one while the context lasts, without Horovod and MPI; where a world has begun, change nothing.
+
+    For work in one process that builds what is usually cut across ranks, such as an export.
+    """
+    global _world
+    if _world is not None:
+        yield
+        return
+    host = socket.gethostname()
+    one = Cluster(rank=0, size=1, local_rank=0, local_size=1, hosts=(host,), is_chief=True, mesh={"data": 1})
+    _world = _World(one, _Nobody, ObjectExchange(_Nobody))
+    try:
+        yield
+    finally:
+        _world = None
 
 
 def _begun() -> _World:
