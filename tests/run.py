@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -37,9 +38,23 @@ PERMISSIONS = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
 }
-# Under Gloo bytes travel by another way, and nothing else is different: files that add no exchange of their own, and
-# take long, run under MPI alone.
-NOT_UNDER_GLOO = ("test_models.py", "test_shard_training.py", "test_supervisor_fit.py")
+# Under Gloo bytes travel by another way, and nothing else is different: these have every kind of exchange in them.
+UNDER_GLOO = (
+    "test_checkpoint.py",
+    "test_cluster.py",
+    "test_collectives.py",
+    "test_divergence.py",
+    "test_embedding_collection.py",
+    "test_fit.py",
+    "test_gradients.py",
+    "test_graphs.py",
+    "test_mismatch.py",
+    "test_optimizer_traps.py",
+    "test_partitioned_variable.py",
+    "test_sparse_gradients.py",
+    "test_supervisor.py",
+    "test_variables.py",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +64,7 @@ class Config:
     np: tuple[int, ...] = (1, 2, 3, 4)
     """Numbers of ranks under MPI: one launch of tests/parallel for each."""
     gloo: bool = True
-    """Launch tests/parallel once more without MPI, by `horovodrun --gloo`, but for files that are the same there."""
+    """Launch those of tests/parallel that have every kind of exchange once more without MPI, by `horovodrun --gloo`."""
     gloo_np: int = 2
     """Number of ranks of the launch under Gloo."""
     single: bool = True
@@ -89,15 +104,16 @@ def launches(config: Config, folder: Path) -> list[Launch]:
     if config.gloo:
         n, path = config.gloo_np, folder / f"gloo-{config.gloo_np}"
         horovodrun = [program("horovodrun"), "--gloo", "-np", str(n)]
-        left_out = [f"--ignore=tests/parallel/{name}" for name in NOT_UNDER_GLOO]
-        command = to_files([*pytest, *left_out], path, "HOROVOD_RANK")
+        command = to_files(pytest, path, "HOROVOD_RANK", [f"tests/parallel/{name}" for name in UNDER_GLOO])
         listed.append(Launch(f"np={n}, Gloo", n, [*horovodrun, *command], path))
     return listed
 
 
-def to_files(pytest: list[str], folder: Path, rank_variable: str) -> list[str]:
+def to_files(
+    pytest: list[str], folder: Path, rank_variable: str, files: Sequence[str] = ("tests/parallel",)
+) -> list[str]:
     """Return the command of one rank, its output in a file of its own: on one terminal the ranks' lines would tear."""
-    command = shlex.join([*pytest, "tests/parallel"])
+    command = shlex.join([*pytest, *files])
     return ["sh", "-c", f"exec {command} > {shlex.quote(str(folder))}/rank-${rank_variable}.out 2>&1"]
 
 
