@@ -37,6 +37,7 @@ class Entry:
         resize: of a ``per_rank`` tensor, what each rank takes when the number of ranks is another: what it has
             ("keep"), the ranks' mean ("mean"), or an equal share of their sum ("share").
         variable: the variable behind it, if there is one.
+        writes: False where another rank writes the same part.
         rows: gives rows ``[start, stop)`` of this rank's part as an array of its own; None where ``read`` is as cheap.
     """
 
@@ -51,6 +52,7 @@ class Entry:
     resize: Resize = "keep"
     variable: Any = None
     rows: Callable[[int, int], np.ndarray] | None = None
+    writes: bool = True
 
 
 @dataclass

@@ -212,6 +212,7 @@ def _add_sharded(flat: State, name: str, item: ShardedState) -> None:
         partition=item.partition,
         variable=local() if isinstance(local(), tf.Variable) else None,
         rows=getattr(item, "read_rows", None),
+        writes=getattr(item, "is_writer", True),
     )
     _add(flat, entry)
 

@@ -50,7 +50,7 @@ class Snapshot:
         """
 
         def take(entry: Entry) -> Outgoing | None:
-            if entry.kind == "replicated" and rank != 0:
+            if (entry.kind == "replicated" and rank != 0) or not entry.writes:
                 return None
             if in_place and entry.rows is not None:
                 assert entry.index is not None

@@ -1,10 +1,12 @@
 """Who am I: ranks, chief, mesh, device; and the start of the engines."""
 
+from hvdkit.cluster.mesh import DATA, Group
 from hvdkit.cluster.world import (
     Cluster,
     alone,
     cluster,
     exchange,
+    group,
     horovod,
     init,
     is_chief,
@@ -16,10 +18,13 @@ from hvdkit.cluster.world import (
 )
 
 __all__ = [
+    "DATA",
     "Cluster",
+    "Group",
     "alone",
     "cluster",
     "exchange",
+    "group",
     "horovod",
     "init",
     "is_chief",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from types import ModuleType
@@ -42,15 +42,23 @@ def load_horovod() -> ModuleType:
     return hvd
 
 
-def start_horovod(promise: Promise) -> tuple[ModuleType, Any]:
+def start_horovod(
+    promise: Promise, sets: Sequence[tuple[int, ...]] = ()
+) -> tuple[ModuleType, Any, dict[tuple[int, ...], Any]]:
     """Start Horovod, and MPI before it where the launcher made an MPI world.
 
     mpi4py starts MPI so that it also ends it, at the interpreter's exit: Horovod can then be shut down and
     started again within one process.
 
+    Args:
+        promise: what the launcher said.
+        sets: ranks that will exchange something among themselves; the same on every rank. Under MPI they are compared
+            first, and none is made where they differ: Horovod would wait for ever.
+
     Returns:
-        The module ``horovod.tensorflow`` and a duplicate of ``COMM_WORLD`` that belongs to hvdkit alone, or
-        None in the communicator's place where there is no MPI world or no mpi4py.
+        The module ``horovod.tensorflow``; a duplicate of ``COMM_WORLD`` that belongs to hvdkit alone, or
+        None in the communicator's place where there is no MPI world or no mpi4py; and the process set of each of
+        ``sets``.
 
     Raises:
         ClusterError: mpi4py and Horovod load different MPI libraries, Horovod lacks the launcher's controller, or
@@ -70,13 +78,16 @@ def start_horovod(promise: Promise) -> tuple[ModuleType, Any]:
                 )
             )
         communicator = _mpi_communicator()
+    if communicator is not None and any(other != list(sets) for other in communicator.allgather(list(sets))):
+        sets = ()
+    made = {ranks: hvd.ProcessSet(list(ranks)) for ranks in sets}
     try:
         with _world_of_one() if promise is ALONE else nullcontext():
-            hvd.init()
+            hvd.init(process_sets=list(made.values()) or None)
     except Exception as error:
         raise ClusterError(f"Horovod did not start: {error}; run `hvdkit doctor`") from error
     _check_size(hvd.size(), promise)
-    return hvd, communicator
+    return hvd, communicator, made
 
 
 def _check_launcher_is_there(promise: Promise) -> None:

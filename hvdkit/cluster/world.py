@@ -8,13 +8,14 @@ import math
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from hvdkit.cluster import engine, failure, logs, settings
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.launcher import promised
+from hvdkit.cluster.mesh import Group, group_of, sets_to_make
 from hvdkit.errors import ClusterError, describe
 
 
@@ -46,6 +47,7 @@ class _World:
     cluster: Cluster
     horovod: Any
     exchange: ObjectExchange
+    sets: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
 
 _world: _World | None = None
@@ -60,8 +62,8 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
     cluster. Works under ``horovodrun`` (MPI and Gloo), ``mpirun``, ``srun`` and alone (a world of one).
 
     Args:
-        mesh: axis names and sizes whose product is the world size, e.g. ``{"data": 2, "model": 2}``.
-            Default: ``{"data": size}``.
+        mesh: axis names and sizes whose product is the world size, e.g. ``{"data": 2, "model": 2}``: along the last
+            axis ranks follow one another, along "data" batches differ. Default: ``{"data": size}``.
 
     Raises:
         ImportError: TensorFlow or Horovod is missing; the message names the command that brings it.
@@ -96,7 +98,7 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
             "call hk.shutdown() at the end only, or start under MPI"
         )
     settings.set_environment()
-    hvd, communicator = engine.start_horovod(promise)
+    hvd, communicator, sets = engine.start_horovod(promise, _sets(mesh, promise.size))
     rank, size = hvd.rank(), hvd.size()
     logs.configure(rank, size)
     exchange = ObjectExchange(hvd, communicator)
@@ -113,7 +115,15 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
         is_chief=rank == 0,
         mesh=axes,
     )
-    return _World(cluster, hvd, exchange)
+    return _World(cluster, hvd, exchange, sets)
+
+
+def _sets(mesh: Mapping[str, int] | None, size: int) -> list[tuple[int, ...]]:
+    """Return the sets of ranks that a mesh needs; none for a bad one, which is refused once ranks can talk."""
+    try:
+        return sets_to_make(_checked_mesh(mesh, size))
+    except (TypeError, ValueError):
+        return []
 
 
 def _agree_on_mesh(
@@ -216,6 +226,16 @@ def _begun() -> _World:
 def cluster() -> Cluster:
     """Return the cluster that :func:`init` made. Raises ClusterError before it."""
     return _begun().cluster
+
+
+def group(axis: str) -> Group:
+    """Return the ranks that differ from this one along ``axis`` of the mesh only; this one alone without such an axis.
+
+    Raises:
+        ClusterError: before :func:`init`.
+    """
+    world = _begun()
+    return group_of(world.cluster.rank, axis, world.cluster.mesh, world.sets)
 
 
 def horovod() -> ModuleType:

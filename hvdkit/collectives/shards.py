@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdkit import cluster
+from hvdkit.cluster.mesh import coordinates
+
 _MARK = "_hvdkit_shard"
 
 
@@ -49,11 +52,14 @@ class Shard:
         owner: name of the layer or variable that the tables belong to.
         pieces: the tables' parts; rows in none of them are unused.
         slot: of an optimizer's slot, its name ("momentum"); None for the weights themselves.
+        axis: of the mesh, along which ranks hold different parts, and along the others the same ones; None where every
+            rank has a part of its own.
     """
 
     owner: str
     pieces: tuple[Piece, ...]
     slot: str | None = None
+    axis: str | None = None
 
     def of_slot(self, slot: str) -> Shard:
         """Return what a slot of this variable holds."""
@@ -91,6 +97,8 @@ class PieceState:
         self.name = "/".join(word for word in words if word)
         self.shape, self.dtype, self.partition = piece.shape, self._variable.dtype, piece.partition
         self.local_index = piece.index
+        # Along the mesh's other axes ranks hold the same part.
+        self.is_writer = shard.axis is None or cluster.rank() == min(_holders(shard.axis))
 
     @property
     def local(self) -> Any:
@@ -114,6 +122,12 @@ class PieceState:
 
     def _is_whole(self) -> bool:
         return tuple(len(i) for i in self.local_index) == tuple(self._variable.shape)
+
+
+def _holders(axis: str) -> list[int]:
+    """Return the ranks that hold the same part of what is cut along ``axis``."""
+    mesh, mine = cluster.cluster().mesh, cluster.group(axis).index
+    return [rank for rank in range(cluster.size()) if coordinates(rank, mesh).get(axis, 0) == mine]
 
 
 def piece_states(variable: Any) -> list[PieceState]:

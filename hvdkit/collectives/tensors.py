@@ -62,41 +62,47 @@ def wire_dtype(dtype: tf.DType, op: ReduceOp) -> tf.DType:
     return wire
 
 
-def grouped_allreduce(tensors: Sequence[tf.Tensor], op: ReduceOp, name: str) -> list[tf.Tensor]:
-    """Reduce every tensor over all ranks, all tensors of one wire dtype in one exchange."""
+def grouped_allreduce(
+    tensors: Sequence[tf.Tensor], op: ReduceOp, name: str, group: cluster.Group | None = None
+) -> list[tf.Tensor]:
+    """Reduce every tensor over all ranks (or ``group``), all tensors of one wire dtype in one exchange."""
     wires = [wire_dtype(x.dtype, op) for x in tensors]
     results: list[Any] = [None] * len(tensors)
     for wire in dict.fromkeys(wires):
         places = [i for i, w in enumerate(wires) if w == wire]
-        reduced = _reduce_one_dtype([tf.cast(tensors[i], wire) for i in places], op, f"{name}_{wire.name}")
+        reduced = _reduce_one_dtype([tf.cast(tensors[i], wire) for i in places], op, f"{name}_{wire.name}", group)
         for i, y in zip(places, reduced, strict=True):
             results[i] = tf.cast(y, tensors[i].dtype)
     return results
 
 
-def _reduce_one_dtype(tensors: list[tf.Tensor], op: ReduceOp, name: str) -> list[tf.Tensor]:
+def _within(group: cluster.Group | None) -> dict[str, Any]:
+    """Return what tells Horovod that a collective is among some ranks only."""
+    return {} if group is None or group.process_set is None else {"process_set": group.process_set}
+
+
+def _reduce_one_dtype(
+    tensors: list[tf.Tensor], op: ReduceOp, name: str, group: cluster.Group | None
+) -> list[tf.Tensor]:
+    size = cluster.size() if group is None else group.size
+    if size == 1:
+        return [tf.identity(x) for x in tensors]
     from horovod.tensorflow.mpi_ops import _allreduce, _grouped_allreduce
 
-    if cluster.size() == 1:
-        return [tf.identity(x) for x in tensors]
-    scale, finish = _averaging(tensors[0].dtype, op)
+    scale, finish = _averaging(tensors[0].dtype, op, size)
+    options = {"name": op_name(name), "prescale_factor": scale, "ignore_name_scope": True, **_within(group)}
     tensors = [not_constant(x) for x in tensors]
     native = ReduceOp.Sum if op == ReduceOp.Average else op
     if len(tensors) == 1:
-        reduced = [
-            _allreduce(tensors[0], name=op_name(name), op=int(native), prescale_factor=scale, ignore_name_scope=True)
-        ]
+        reduced = [_allreduce(tensors[0], op=int(native), **options)]
     else:
-        reduced = _grouped_allreduce(
-            tensors, name=op_name(name), op=int(native), prescale_factor=scale, ignore_name_scope=True
-        )
+        reduced = _grouped_allreduce(tensors, op=int(native), **options)
     run_in_step(reduced[0])
     return [finish(y) for y in reduced]
 
 
-def _averaging(dtype: tf.DType, op: ReduceOp) -> tuple[float, Any]:
+def _averaging(dtype: tf.DType, op: ReduceOp, size: int) -> tuple[float, Any]:
     """Return the factor before a sum, and the function after it, that make the sum an average where ``op`` asks."""
-    size = cluster.size()
     if op != ReduceOp.Average:
         return 1.0, tf.identity
     if dtype.is_integer:
@@ -108,12 +114,14 @@ def _averaging(dtype: tf.DType, op: ReduceOp) -> tuple[float, Any]:
     return 1.0 / size, tf.identity
 
 
-def allgather(x: tf.Tensor, name: str) -> tf.Tensor:
-    """Concatenate ``x`` of all ranks along the first axis."""
+def allgather(x: tf.Tensor, name: str, group: cluster.Group | None = None) -> tf.Tensor:
+    """Concatenate ``x`` of all ranks (or ``group``) along the first axis."""
+    if group is not None and group.size == 1:
+        return tf.identity(x)
     from horovod.tensorflow import mpi_ops
 
     moved, back = _as_movable(x)
-    gathered = mpi_ops.allgather(not_constant(moved), name=op_name(name), ignore_name_scope=True)
+    gathered = mpi_ops.allgather(not_constant(moved), name=op_name(name), ignore_name_scope=True, **_within(group))
     run_in_step(gathered)
     return back(gathered)
 
@@ -147,7 +155,7 @@ def reducescatter(x: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
     wire = wire_dtype(x.dtype, op)
     if cluster.size() == 1:
         return tf.identity(x)
-    scale, finish = _averaging(wire, op)
+    scale, finish = _averaging(wire, op, cluster.size())
     y = _reducescatter(
         not_constant(tf.cast(x, wire)),
         name=op_name(name),

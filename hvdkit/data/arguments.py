@@ -27,7 +27,8 @@ def remainder(value: Any) -> Remainder:
 def world(rank: int | None, size: int | None) -> tuple[int, int]:
     """Return rank and size: the cluster's, or both of the caller's."""
     if rank is None and size is None:
-        return cluster.rank(), cluster.size()
+        along = cluster.group(cluster.DATA)  # ranks that differ along another axis work on one batch together
+        return along.index, along.size
     if rank is None or size is None:
         raise ValueError(describe("rank, size", (rank, size), "both or neither", "pass the two together"))
     size = integer("size", size, minimum=1)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op
-from hvdkit.collectives.shards import shard_of
+from hvdkit.collectives.shards import Shard, shard_of
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.collectives.values import as_tensor, graph_safe, is_symbolic
 from hvdkit.errors import describe
@@ -39,7 +39,8 @@ def average_gradients(
 
     Where each rank's loss is the mean over its local batch, passing the number of its local examples as ``weight``
     gives the gradient of the mean over the global batch, however unevenly that is spread. A rank without examples
-    passes 0, and then its gradients may be NaN.
+    passes 0, and then its gradients may be NaN. Ranks that work on one batch together, along other axes of the mesh
+    than "data", count once.
 
     Args:
         grads: one gradient per variable, in the same order on every rank: a dense tensor (equal shape and dtype on
@@ -66,9 +67,9 @@ def average_gradients(
         grads = hk.average_gradients(grads, weight=len(images))
     """
     listed = list(grads)
-    sharded = [shard_of(v) is not None for v in variables] if variables is not None else [False] * len(listed)
-    if any(sharded):
-        return _beside_shards(listed, sharded, {"op": op, "weight": weight, "compression": compression})
+    shards = [shard_of(v) for v in variables] if variables is not None else [None] * len(listed)
+    if any(shard is not None for shard in shards):
+        return _beside_shards(listed, shards, {"op": op, "weight": weight, "compression": compression})
     _agree_on(listed, op, weight, compression)
     op, wire = checked_op(op), wires.wire_dtype(compression)
     if op in (ReduceOp.Min, ReduceOp.Max):
@@ -78,28 +79,50 @@ def average_gradients(
     rows = [sparse.sum_duplicates(g) for g in listed if isinstance(g, tf.IndexedSlices)]
     if cluster.size() == 1:
         return _place(listed, _dense(listed), rows)
-    return _place(listed, *_combine(_dense(listed), rows, op, wire))
+    combined = _place(listed, *_combine(_dense(listed), rows, op, wire))
+    alike = copies() if op == ReduceOp.Sum else 1
+    return combined if alike == 1 else [mapped(g, lambda x: x / alike) for g in combined]
 
 
-def _beside_shards(grads: list[Gradient], sharded: list[bool], how: dict[str, Any]) -> list[Gradient]:
+def _beside_shards(grads: list[Gradient], shards: Sequence[Shard | None], how: dict[str, Any]) -> list[Gradient]:
     if how["weight"] is not None:
         remedy = "give it to hk.DistributedGradientTape"
         raise ValueError(describe("weight", how["weight"], "none beside gradients of sharded variables", remedy))
     summed = [sparse.sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-    return divide_shards(summed, sharded, how["op"], lambda replicated: average_gradients(replicated, **how))
+    return combine_kinds(summed, shards, how["op"], lambda replicated: average_gradients(replicated, **how))
 
 
-def divide_shards(
+def combine_kinds(
     grads: Sequence[Gradient],
-    sharded: Sequence[bool],
+    shards: Sequence[Shard | None],
     op: ReduceOp,
     combine: Callable[[list[Gradient]], list[Gradient]],
 ) -> list[Gradient]:
-    """Combine replicated gradients; divide those of shards, which are sums over ranks already, by N for an average."""
-    divisor = cluster.size() if checked_op(op) == Average else 1
-    replicated = iter(combine([g for g, own in zip(grads, sharded, strict=True) if not own]))
-    pairs = zip(grads, sharded, strict=True)
-    return [mapped(g, lambda x: x / divisor) if own else next(replicated) for g, own in pairs]
+    """Combine gradients of replicated variables and of shards.
+
+    With N ranks, C of which work on each batch together: a table's rows are sums over all N ranks already, of which
+    an average is 1/N and a sum 1/C. A layer's part along an axis of the mesh has the whole gradient of its batch, and
+    is combined over the ranks with other batches.
+    """
+    divisor = cluster.size() if checked_op(op) == Average else copies()
+    replicated = iter(combine([g for g, shard in zip(grads, shards, strict=True) if shard is None]))
+    parts = [g for g, s in zip(grads, shards, strict=True) if s is not None and s.axis is not None and g is not None]
+    along = cluster.group(cluster.DATA)
+    reduced = iter(grouped_allreduce(parts, checked_op(op), "hvdkit.gradients.parts", along) if parts else [])
+    results: list[Gradient] = []
+    for grad, shard in zip(grads, shards, strict=True):
+        if shard is None:
+            results.append(next(replicated))
+        elif shard.axis is None or grad is None:
+            results.append(mapped(grad, lambda x: x / divisor))
+        else:
+            results.append(next(reduced))
+    return results
+
+
+def copies() -> int:
+    """Return how many ranks work on each batch together."""
+    return cluster.size() // cluster.group(cluster.DATA).size
 
 
 def mapped(grad: Gradient, fn: Callable[[tf.Tensor], tf.Tensor]) -> Gradient:
@@ -128,7 +151,8 @@ def share(weight: Any, op: ReduceOp) -> tf.Tensor:
     w = tf.where(w >= 0, w, np.nan)
     if op == ReduceOp.Sum:
         return w
-    return tf.math.divide_no_nan(w, grouped_allreduce([w], ReduceOp.Sum, "hvdkit.weight")[0])
+    along = cluster.group(cluster.DATA)
+    return tf.math.divide_no_nan(w, grouped_allreduce([w], ReduceOp.Sum, "hvdkit.weight", along)[0])
 
 
 def _weighted(grads: list[Gradient], factor: tf.Tensor) -> list[Gradient]:

@@ -2,6 +2,15 @@
 
 from hvdkit.layers.collection import ShardedEmbeddingCollection
 from hvdkit.layers.embedding import ShardedEmbedding
+from hvdkit.layers.parallel_dense import ColumnParallelDense, RowParallelDense
+from hvdkit.layers.parallel_loss import vocabulary_parallel_cross_entropy
 from hvdkit.planning import Table
 
-__all__ = ["ShardedEmbedding", "ShardedEmbeddingCollection", "Table"]
+__all__ = [
+    "ColumnParallelDense",
+    "RowParallelDense",
+    "ShardedEmbedding",
+    "ShardedEmbeddingCollection",
+    "Table",
+    "vocabulary_parallel_cross_entropy",
+]

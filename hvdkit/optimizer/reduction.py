@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives.ops import ReduceOp
-from hvdkit.collectives.shards import shard_of
+from hvdkit.collectives.shards import Shard, shard_of
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.gradients import average_gradients
-from hvdkit.gradients.average import divide_shards, mapped
+from hvdkit.gradients.average import combine_kinds, copies, mapped
 from hvdkit.gradients.sparse import sum_duplicates
 from hvdkit.optimizer.rows import SparseUpdates
 
@@ -38,15 +38,15 @@ class Reduction:
             return average_gradients(replicated, op=self.op, compression=self.compression)
 
         # Rows of shards may be there several times: whether they have to be distinct, the update knows.
-        return divide_shards(grads, [shard_of(v) is not None for v in variables], self.op, average)
+        return combine_kinds(grads, [shard_of(v) for v in variables], self.op, average)
 
     def share(self, grads: Sequence[Any], variables: Sequence[Any], *, undo: bool = False) -> list[Any]:
         """Divide gradients of shards by N before they are added up over steps: then sums mean the same at any N."""
-        if self.op != ReduceOp.Average or cluster.size() == 1:
-            return list(grads)
-        factor = cluster.size() if undo else 1 / cluster.size()
-        pairs = zip(grads, variables, strict=True)
-        return [g if shard_of(v) is None else mapped(g, lambda x: x * factor) for g, v in pairs]
+        divisor = cluster.size() if self.op == ReduceOp.Average else copies()
+        factor = divisor if undo else 1 / divisor
+        rows = [(shard := shard_of(v)) is not None and shard.axis is None for v in variables]
+        pairs = zip(grads, rows, strict=True)
+        return [mapped(g, lambda x: x * factor) if own and divisor > 1 else g for g, own in pairs]
 
     def clip(self, grads: Sequence[Any], variables: Sequence[Any], loss_scale: float | None = None) -> list[Any]:
         """Scale all gradients so that their global norm is at most the limit.
@@ -56,15 +56,23 @@ class Reduction:
         if self.clip_global_norm is None:
             return list(grads)
         limit = self.clip_global_norm * (loss_scale or 1.0)
-        own = [g is not None and shard_of(v) is not None for g, v in zip(grads, variables, strict=True)]
-        if not any(own):
+        if not any(shard_of(v) is not None for v in variables):
             return tf.clip_by_global_norm(list(grads), limit)[0]
         distinct = [sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-        squares = _squares([g for g, sharded in zip(distinct, own, strict=True) if sharded])
-        if cluster.size() > 1:
-            squares = grouped_allreduce([squares], ReduceOp.Sum, "hvdkit.norm")[0]
-        squares += _squares([g for g, sharded in zip(distinct, own, strict=True) if not sharded])
-        return tf.clip_by_global_norm(distinct, limit, use_norm=tf.sqrt(squares))[0]
+        norm = tf.sqrt(tf.add_n(_squares_by_kind(distinct, [shard_of(v) for v in variables])))
+        return tf.clip_by_global_norm(distinct, limit, use_norm=norm)[0]
+
+
+def _squares_by_kind(grads: Sequence[Any], shards: Sequence[Shard | None]) -> list[tf.Tensor]:
+    """Return the sum of squares of all replicated gradients, of all ranks' rows, and of the parts along each axis."""
+    kinds: dict[str | None, list[Any]] = {"": []}  # "" for replicated, None for rows, else the axis
+    for grad, shard in zip(grads, shards, strict=True):
+        kinds.setdefault("" if shard is None else shard.axis, []).append(grad)
+    totals = [_squares(kinds.pop(""))]
+    for axis, own in kinds.items():
+        along = None if axis is None else cluster.group(axis)
+        totals += grouped_allreduce([_squares(own)], ReduceOp.Sum, f"hvdkit.norm_{axis or 'rows'}", along)
+    return totals
 
 
 def _squares(grads: Sequence[Any]) -> tf.Tensor:

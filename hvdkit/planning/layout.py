@@ -115,7 +115,7 @@ def lay_out(tables: Sequence[Table], placements: Mapping[str, str], size: int) -
     Example:
         >>> layout = lay_out([Table("a", 5, 2), Table("b", 3, 2)], {"a": "row", "b": "table"}, 2)
         >>> layout.groups[0].rows, [s.base for s in layout.groups[0].slices]
-        ([3, 6], [0, 3])
+        ([3, 5], [0, 2])
     """
     groups: dict[tuple[int, str], Group] = {}
     placed: dict[str, list[tuple[int, Slice]]] = {}

@@ -1,0 +1,76 @@
+"""Ranks on a grid: which of them share a row or a column of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DATA = "data"
+"""The axis along which batches differ. Along all others ranks work on one batch together."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that differ from this one along one axis only.
+
+    Attributes:
+        axis: the axis.
+        ranks: in the order of their coordinate on it.
+        index: this rank's own coordinate.
+        process_set: Horovod's set of these ranks; None where they are all ranks, or one alone.
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    index: int
+    process_set: Any = None
+
+    @property
+    def size(self) -> int:
+        """Number of its ranks."""
+        return len(self.ranks)
+
+
+def coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
+    """Return a rank's place on every axis; along the last one ranks follow one another.
+
+    Example:
+        >>> coordinates(3, {"data": 2, "model": 2}), coordinates(2, {"data": 2, "model": 2})
+        ({'data': 1, 'model': 1}, {'data': 1, 'model': 0})
+    """
+    places = {}
+    for axis, extent in reversed(list(mesh.items())):
+        rank, places[axis] = divmod(rank, extent)
+    return {axis: places[axis] for axis in mesh}
+
+
+def groups_along(axis: str, mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """Return every set of ranks that differ along ``axis`` only.
+
+    Example:
+        >>> groups_along("data", {"data": 2, "model": 2})
+        [(0, 2), (1, 3)]
+    """
+    places = list(itertools.product(*map(range, mesh.values())))
+    position = list(mesh).index(axis)
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(places):
+        found.setdefault((*place[:position], *place[position + 1 :]), []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+def sets_to_make(mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """Return the groups of all axes that are neither one rank nor all of them: those that Horovod has to be told."""
+    size = len(list(itertools.product(*map(range, mesh.values()))))
+    made = [ranks for axis in mesh for ranks in groups_along(axis, mesh)]
+    return [ranks for ranks in dict.fromkeys(made) if 1 < len(ranks) < size]
+
+
+def group_of(rank: int, axis: str, mesh: Mapping[str, int], sets: Mapping[tuple[int, ...], Any]) -> Group:
+    """Return ``rank``'s group along ``axis``; where the mesh has no such axis, the rank alone."""
+    if axis not in mesh:
+        return Group(axis, (rank,), 0)
+    ranks = next(ranks for ranks in groups_along(axis, mesh) if rank in ranks)
+    return Group(axis, ranks, ranks.index(rank), sets.get(ranks))

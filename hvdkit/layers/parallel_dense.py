@@ -1,0 +1,195 @@
+"""Dense layers of which every rank of a mesh axis holds some columns or rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.arguments import integer
+from hvdkit.collectives.agreement import Call, agree, attempt
+from hvdkit.collectives.shards import Piece, Shard, mark
+from hvdkit.collectives.values import graph_safe
+from hvdkit.errors import describe
+from hvdkit.layers.collection import refuse_keras_file
+from hvdkit.layers.grouped import added_up, beside, shared_by
+from hvdkit.partition import rows_of
+from hvdkit.variable.initial import common_seed
+
+
+class _ParallelDense(keras.layers.Layer):
+    """What both kinds share: their arguments, and weights that are parts of the unsharded layer's."""
+
+    def __init__(
+        self,
+        units: int,
+        *,
+        activation: Any = None,
+        use_bias: bool = True,
+        kernel_initializer: Any = "glorot_uniform",
+        bias_initializer: Any = "zeros",
+        seed: int | None = None,
+        axis: str = "model",
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self.units = integer("units", units, minimum=1)
+        self.activation = keras.activations.get(activation)
+        self.use_bias, self.seed, self.axis = use_bias, seed, axis
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+        if axis == cluster.DATA:
+            remedy = "name the axis whose ranks work on one batch, e.g. 'model'"
+            raise ValueError(describe("axis", axis, "an axis along which batches do not differ", remedy))
+        self._group = cluster.group(axis)
+
+    def _add(self, name: str, shape: tuple[int, ...], initializer: Any, cut: int | None) -> Any:
+        """Add a weight of which this rank holds its part along axis ``cut``, or the whole."""
+        if cut is None:
+            return self.add_weight(name=name, shape=shape, initializer=_seeded(initializer, self._seed_of(name)))
+        group = self._group
+        held = rows_of("div", shape[cut], group.index, group.size)
+        index = tuple(held if i == cut else range(n) for i, n in enumerate(shape))
+        made = _seeded(initializer, self._seed_of(name))
+
+        def first_values(_: Any, dtype: str) -> Any:
+            return np.asarray(made(shape, dtype=dtype))[tuple(slice(i.start, i.stop) for i in index)]
+
+        local = tuple(len(i) for i in index)
+        weight = self.add_weight(name=name, shape=local, initializer=first_values)
+        path = weight.path.rpartition("/")[0]
+        mark(weight, Shard(path, (Piece(name, shape, index, 0, "div"),), axis=self.axis))
+        return weight
+
+    def _seed_of(self, name: str) -> int:
+        """Return a seed that all ranks share: the layer's, the initializer's own, or one that the chief draws."""
+        given = self.kernel_initializer if name == "kernel" else self.bias_initializer
+        call = Call(f"{type(self).__name__}(units={self.units}, axis={self.axis!r}).{name}")
+
+        def draw() -> None:
+            call.payload = common_seed(self.seed, given)
+
+        call.problem = attempt(draw)
+        return int(agree(call)[0].payload) % 2**31
+
+    def save_own_variables(self, store: Any) -> None:
+        """Refuse: a file of one rank's part would pass for the whole."""
+        refuse_keras_file(self)
+
+
+class ColumnParallelDense(_ParallelDense):
+    """A dense layer of which each rank of a mesh axis holds some columns, and so computes some of the outputs.
+
+    Rank r of the M along ``axis`` holds columns ``rows_of("div", units, r, M)``. Its inputs are the same on all of
+    them. Two in a row, the second one a :class:`RowParallelDense`, need one exchange forward and one backward.
+
+    Args:
+        units: outputs over all ranks of the axis.
+        gather_output: put all ranks' outputs beside each other; False leaves each rank its own.
+        activation, use_bias, kernel_initializer, bias_initializer: as for ``keras.layers.Dense``.
+        seed: of the initializers; None takes theirs, or draws one for all ranks. With one seed, weights are those of
+            ``keras.layers.Dense``.
+        axis: of the mesh given to ``hk.init``; without such an axis the layer is whole.
+        **kwargs: of ``keras.layers.Layer``.
+
+    Raises:
+        ValueError, TypeError: an argument is none of the above.
+        CollectiveMismatchError: ranks made different layers.
+
+    Example::
+
+        hk.init(mesh={"data": 2, "model": 2})
+        block = keras.Sequential([hk.layers.ColumnParallelDense(4096, activation="gelu"),
+                                  hk.layers.RowParallelDense(1024)])
+    """
+
+    def __init__(self, units: int, *, gather_output: bool = False, **kwargs: Any):
+        super().__init__(units, **kwargs)
+        self.gather_output = gather_output
+
+    def build(self, input_shape: Any) -> None:
+        """Make this rank's columns."""
+        self.kernel = self._add("kernel", (input_shape[-1], self.units), self.kernel_initializer, 1)
+        self.bias = self._add("bias", (self.units,), self.bias_initializer, 0) if self.use_bias else None
+        self.built = True
+
+    @graph_safe
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        """Return ``[..., units]``, or this rank's ``[..., local units]``."""
+        outputs = tf.matmul(shared_by(inputs, self._group), tf.convert_to_tensor(self.kernel))
+        if self.bias is not None:
+            outputs += tf.convert_to_tensor(self.bias)
+        outputs = self.activation(outputs)
+        return beside(outputs, self.units, self._group) if self.gather_output else outputs
+
+    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+        """Return the output's shape on this rank."""
+        local = len(rows_of("div", self.units, self._group.index, self._group.size))
+        return (*input_shape[:-1], self.units if self.gather_output else local)
+
+
+class RowParallelDense(_ParallelDense):
+    """A dense layer of which each rank of a mesh axis holds some rows, for inputs of which it has some columns.
+
+    Partial products are summed over the ranks; the bias, whole on every rank, is added after.
+
+    Args:
+        units: outputs.
+        input_dim: inputs over all ranks of the axis; needed where the layer before cuts them unevenly, or where
+            ``input_is_parallel`` is True and their sum is not M times this rank's.
+        input_is_parallel: inputs are this rank's ``[..., local]``, as :class:`ColumnParallelDense` leaves them;
+            False takes this rank's columns of whole inputs.
+        others: as for :class:`ColumnParallelDense`.
+
+    Raises:
+        ValueError: inputs are not as many as this rank's rows.
+
+    Example::
+
+        hk.layers.RowParallelDense(1024)(hk.layers.ColumnParallelDense(4096, activation="gelu")(x))
+    """
+
+    def __init__(self, units: int, *, input_dim: int | None = None, input_is_parallel: bool = True, **kwargs: Any):
+        super().__init__(units, **kwargs)
+        self.input_dim, self.input_is_parallel = input_dim, input_is_parallel
+
+    def build(self, input_shape: Any) -> None:
+        """Make this rank's rows."""
+        group, given = self._group, int(input_shape[-1])
+        whole = given if not self.input_is_parallel else self.input_dim or self._all_inputs(given)
+        held = rows_of("div", whole, group.index, group.size)
+        if self.input_is_parallel and len(held) != given:
+            expected = f"{len(held)} of {whole}, this rank's share"
+            raise ValueError(describe("inputs", f"{given} columns", expected, "cut them as ColumnParallelDense does"))
+        self.kernel = self._add("kernel", (whole, self.units), self.kernel_initializer, 0)
+        self.bias = self._add("bias", (self.units,), self.bias_initializer, None) if self.use_bias else None
+        self._held = held
+        self.built = True
+
+    def _all_inputs(self, given: int) -> int:
+        everywhere = cluster.exchange().allgather((self._group.ranks, given))
+        return sum(count for ranks, count in everywhere if ranks == self._group.ranks)
+
+    @graph_safe
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        """Return ``[..., units]``, the same on all ranks of the axis."""
+        if not self.input_is_parallel:
+            inputs = shared_by(inputs, self._group)[..., self._held.start : self._held.stop]
+        outputs = added_up(tf.matmul(inputs, tf.convert_to_tensor(self.kernel)), self._group)
+        if self.bias is not None:
+            outputs += tf.convert_to_tensor(self.bias)
+        return self.activation(outputs)
+
+    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+        """Return the output's shape."""
+        return (*input_shape[:-1], self.units)
+
+
+def _seeded(initializer: Any, seed: int) -> Any:
+    """Return an initializer that draws the same numbers on every rank."""
+    if isinstance(initializer, keras.initializers.Initializer) and "seed" in initializer.get_config():
+        return type(initializer).from_config({**initializer.get_config(), "seed": seed})
+    return initializer

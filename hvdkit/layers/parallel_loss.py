@@ -1,0 +1,67 @@
+"""Softmax cross-entropy over a vocabulary of which every rank of a mesh axis has some columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.arguments import integer
+from hvdkit.collectives.values import graph_safe
+from hvdkit.errors import describe
+from hvdkit.layers.grouped import largest_over, sum_over
+from hvdkit.partition import rows_of
+
+
+@graph_safe
+def vocabulary_parallel_cross_entropy(labels: Any, logits: Any, vocabulary: int, *, axis: str = "model") -> tf.Tensor:
+    """Return each example's softmax cross-entropy; the logits stay where they are.
+
+    With z_v the logits of all ranks, m their maximum and y the label:
+
+        loss = log sum_v exp(z_v - m) + m - z_y,      d loss / d z_v = exp(z_v - m) / sum - [v = y]
+
+    Three numbers an example are exchanged: the maximum, the sum, and the label's logit (Shoeybi et al., "Megatron-LM",
+    arXiv:1909.08053, section 3).
+
+    Args:
+        labels: ``[...]`` integers, the same on all ranks of the axis.
+        logits: ``[..., local]``, this rank's columns, as ``ColumnParallelDense(vocabulary)`` leaves them.
+        vocabulary: number of columns over all ranks.
+        axis: of the mesh.
+
+    Returns:
+        ``[...]``, the same on all ranks of the axis. A label out of range gives NaN.
+
+    Raises:
+        ValueError: ``logits`` are not this rank's columns.
+
+    Example::
+
+        logits = hk.layers.ColumnParallelDense(50_000)(hidden)
+        loss = tf.reduce_mean(hk.layers.vocabulary_parallel_cross_entropy(tokens, logits, 50_000))
+    """
+    group = cluster.group(axis)
+    logits, labels = tf.convert_to_tensor(logits), tf.convert_to_tensor(labels)
+    mine = rows_of("div", integer("vocabulary", vocabulary, minimum=1), group.index, group.size)
+    if logits.shape[-1] != len(mine):
+        expected = f"{len(mine)} columns, this rank's of {vocabulary}"
+        raise ValueError(describe("logits", f"shape {logits.shape}", expected, "pass ColumnParallelDense's outputs"))
+    labels = tf.cast(labels, tf.int64)
+    local = labels - mine.start
+    onehot = tf.one_hot(local, len(mine), dtype=logits.dtype)  # zeros where the label is another rank's
+
+    @tf.custom_gradient
+    def losses(logits: tf.Tensor) -> Any:
+        low = tf.fill(tf.shape(logits)[:-1], logits.dtype.min)
+        top = tf.reduce_max(logits, axis=-1) if len(mine) else low
+        top = largest_over(top, group, "hvdkit.softmax_max")
+        powers = tf.exp(logits - top[..., None])
+        total = sum_over(tf.reduce_sum(powers, axis=-1), group, "hvdkit.softmax_sum")
+        chosen = sum_over(tf.reduce_sum(logits * onehot, axis=-1), group, "hvdkit.softmax_label")
+        valid = tf.logical_and(labels >= 0, labels < vocabulary)
+        loss = tf.where(valid, tf.math.log(total) + top - chosen, tf.constant(float("nan"), logits.dtype))
+        return loss, lambda upstream: upstream[..., None] * (powers / total[..., None] - onehot)
+
+    return losses(logits)
