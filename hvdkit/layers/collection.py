@@ -64,6 +64,7 @@ class ShardedEmbeddingCollection(keras.layers.Layer):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
+        self.supports_jit = False  # Horovod's ops and tf.unique have no XLA kernels
         self.tables = check_tables(tables)
         self.compression, self.out_of_range, self.seed = compression, out_of_range, seed
         self._wire = wire_dtype(compression)
@@ -130,13 +131,33 @@ class ShardedEmbeddingCollection(keras.layers.Layer):
             remedy = "pass every feature, and no other"
             raise ValueError(describe("inputs", got, f"a dict of {sorted(self.features)}", remedy))
 
+    def get_config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` makes an equal layer of."""
+        tables = [{**vars(t), "initializer": _initializer_config(t.initializer)} for t in self.tables]
+        own = {"seed": self.seed, "compression": self.compression, "out_of_range": self.out_of_range}
+        return {**super().get_config(), "tables": tables, "plan": dict(self.plan.placements), **own}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ShardedEmbeddingCollection:
+        """Make a layer from :meth:`get_config`'s result."""
+        tables = [Table(**{**t, "features": tuple(t["features"])}) for t in config["tables"]]
+        return cls(**{**config, "tables": tables})
+
     def save_own_variables(self, store: Any) -> None:
-        """Refuse: a file of one rank's part would pass for the whole."""
+        """Save for Keras in a world of one; refuse in others, where a file would hold one rank's part only."""
         refuse_keras_file(self)
+        super().save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Refuse, as :meth:`save_own_variables` does."""
+        """Load what Keras saved, in a world of one; refuse in others."""
         refuse_keras_file(self)
+        super().load_own_variables(store)
+
+
+def _initializer_config(initializer: Any) -> Any:
+    if isinstance(initializer, keras.initializers.Initializer):
+        return keras.initializers.serialize(initializer)
+    return initializer
 
 
 def refuse_keras_file(layer: Any) -> None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import describe
-from hvdkit.layers.collection import ShardedEmbeddingCollection, output_spec, refuse_keras_file
+from hvdkit.layers.collection import ShardedEmbeddingCollection, output_spec
 from hvdkit.layers.features import OutOfRange
 from hvdkit.planning import Table
 from hvdkit.planning.table import Combiner
@@ -61,6 +61,7 @@ class ShardedEmbedding(keras.layers.Layer):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
+        self.supports_jit = False
         if partition not in _PARTITIONS:
             raise ValueError(describe("partition", partition, f"one of {list(_PARTITIONS)}", "pass one of them"))
         dtype = self.variable_dtype
@@ -99,6 +100,10 @@ class ShardedEmbedding(keras.layers.Layer):
         """Set the whole table from ``[input_dim, output_dim]``; each rank takes its part."""
         self._collection.assign(_TABLE, full_array)
 
-    def save_own_variables(self, store: Any) -> None:
-        """Refuse: a file of one rank's part would pass for the whole."""
-        refuse_keras_file(self)
+    def get_config(self) -> dict[str, Any]:
+        """Return what ``from_config`` makes an equal layer of."""
+        (table,) = self._collection.get_config()["tables"]
+        own = {name: getattr(self._collection, name) for name in ("seed", "compression", "out_of_range")}
+        shape = {"input_dim": self.input_dim, "output_dim": self.output_dim, "combiner": self.combiner}
+        extra = {"partition": self.partition, "embeddings_initializer": table["initializer"]}
+        return {**super().get_config(), **shape, **extra, **own}

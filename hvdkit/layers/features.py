@@ -100,6 +100,8 @@ def _sparse(ids: tf.SparseTensor, weights: Any, combiner: str | None, name: str)
     if combiner is None or ids.shape.rank not in (2, None):
         remedy = "give the table a combiner, or pass dense or ragged ids"
         raise ValueError(describe(f"ids of {name!r}", "a SparseTensor", "[batch, k] with a combiner", remedy))
+    ids = tf.sparse.reorder(ids)  # segments have to ascend
+    weights = None if weights is None else tf.sparse.reorder(weights)
     examples = tf.cast(ids.dense_shape[0], tf.int32)
     segments = tf.cast(ids.indices[:, 0], tf.int32)
     return Bag(

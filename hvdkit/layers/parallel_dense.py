@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
@@ -36,6 +35,7 @@ class _ParallelDense(keras.layers.Layer):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
+        self.supports_jit = False
         self.units = integer("units", units, minimum=1)
         self.activation = keras.activations.get(activation)
         self.use_bias, self.seed, self.axis = use_bias, seed, axis
@@ -56,7 +56,7 @@ class _ParallelDense(keras.layers.Layer):
         made = _seeded(initializer, self._seed_of(name))
 
         def first_values(_: Any, dtype: str) -> Any:
-            return np.asarray(made(shape, dtype=dtype))[tuple(slice(i.start, i.stop) for i in index)]
+            return made(shape, dtype=dtype)[tuple(slice(i.start, i.stop) for i in index)]
 
         local = tuple(len(i) for i in index)
         weight = self.add_weight(name=name, shape=local, initializer=first_values)
@@ -76,8 +76,14 @@ class _ParallelDense(keras.layers.Layer):
         return int(agree(call)[0].payload) % 2**31
 
     def save_own_variables(self, store: Any) -> None:
-        """Refuse: a file of one rank's part would pass for the whole."""
+        """Save for Keras in a world of one; refuse in others, where a file would hold one rank's part only."""
         refuse_keras_file(self)
+        super().save_own_variables(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load what Keras saved, in a world of one; refuse in others."""
+        refuse_keras_file(self)
+        super().load_own_variables(store)
 
 
 class ColumnParallelDense(_ParallelDense):

@@ -114,7 +114,8 @@ def _rule(initializer: Any, shape: tuple[int, ...], dtype: str, seed: int) -> An
         raise TypeError(describe("initializer", initializer, "a Keras initializer, its name, or values", remedy))
     if isinstance(made, known.Initializer) and "seed" in made.get_config():
         made = type(made).from_config({**made.get_config(), "seed": seed % 2**31})
-    return _whole(np.asarray(made(shape, dtype=dtype)), shape)
+    with tf.init_scope():
+        return _whole(tf.convert_to_tensor(made(shape, dtype=dtype)).numpy(), shape)
 
 
 def _whole(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -215,6 +215,28 @@ def test_a_bad_id_names_feature_value_and_table_on_every_rank(plan, traced, rank
     assert call({"buyer": tf.constant([1]), "seller": tf.constant([2]), "small": tf.constant([0])})
 
 
+def test_layers_are_made_again_from_their_configs(rank, size, shared_path):
+    uniform = keras.initializers.RandomUniform(-0.5, 0.5)
+    one = hk.layers.ShardedEmbedding(9, 2, combiner="sum", partition="div", embeddings_initializer=uniform, seed=4)
+    tables = [Table("a", 9, 2, features=("x", "y"), initializer=uniform), Table("b", 30_000, 3, combiner="mean")]
+    many = hk.layers.ShardedEmbeddingCollection(tables, seed=4, out_of_range="drop")
+    for layer in (one, many):
+        again = keras.layers.deserialize(
+            keras.layers.serialize(layer), custom_objects={type(layer).__name__: type(layer)}
+        )
+        assert again.get_config() == layer.get_config()
+        again.build(), layer.build()
+        for mine, theirs in zip(again.weights, layer.weights, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    if size == 1:  # in a world of one, Keras's own files hold the whole
+        model = keras.Sequential([keras.Input((2,), dtype="int64"), one])
+        model.save_weights(shared_path / "model.weights.h5")
+        before = one.gather()
+        one.assign(np.zeros((9, 2)))
+        model.load_weights(shared_path / "model.weights.h5")
+        np.testing.assert_array_equal(one.gather(), before)
+
+
 def test_bad_arguments_name_themselves(rank, size):
     with pytest.raises(ValueError, match="output_dim of table 't': got 0"):
         Table("t", 3, 0)

@@ -17,7 +17,8 @@ HEAD = """
 import os, signal, sys, time
 from hvdkit.supervisor.signals import PREEMPTED, StopSignals
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
-def say(*words): print(*words, flush=True)
+def say(*words):  # handlers call it, too, in the middle of itself: print() refuses that
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
 LOOP = """
 with StopSignals() as stop:
