@@ -91,6 +91,8 @@ class Combining:
         if shard_of(variable) is None:
             super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
             return
+        if 0 in variable.shape:  # this rank holds nothing of it, and Keras's ops do not take that
+            return
         rule = rule_for(self, self._hvdkit.sparse_updates)
         if rule is not None:
             update_rows(rule, self, variable, gradient, learning_rate)
