@@ -9,8 +9,10 @@ leaving rank sends a word to its peers, and who waits listens for it.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -135,7 +137,10 @@ class ObjectExchange:
                     self._comm.Isend(word, dest=peer, tag=_LEAVING)
 
 
-def _on_host() -> Any:
+@contextlib.contextmanager
+def _on_host() -> Iterator[None]:
+    """Exchange now and on the CPU, also where a graph is being traced."""
     import tensorflow as tf
 
-    return tf.device("/CPU:0")
+    with tf.init_scope(), tf.device("/CPU:0"):
+        yield

@@ -50,8 +50,9 @@ def test_first_values_depend_on_the_seed_and_not_on_the_ranks(partition):
     assert len(np.unique(unseeded)) > 190 and len(set(hk.allgather_object(unseeded.tobytes()))) == 1
 
 
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int32"])
+@pytest.mark.parametrize(
+    ("dtype", "traced"), [("float32", False), ("float64", True), ("bfloat16", True), ("int32", False)]
+)
 def test_lookup_equals_indexing(partition, traced, dtype, rank):
     variable = hk.PartitionedVariable((13, 3), dtype, np.arange(39).reshape(13, 3), partition=partition)
     whole = np.arange(39).reshape(13, 3)
@@ -101,8 +102,7 @@ def test_parts_computed_on_differently(partition, rank, size):
     np.testing.assert_array_equal(variable.gather(), expected)
 
 
-@pytest.mark.parametrize("bad", [13, -1, 2**40])
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(("bad", "traced"), [(13, False), (13, True), (-1, False), (2**40, True)])
 def test_an_id_out_of_range_is_an_error_on_every_rank(partition, bad, traced, rank, size):
     variable = hk.PartitionedVariable((13, 3), partition=partition, name="table")
     lookup = tf.function(variable.lookup) if traced else variable.lookup
