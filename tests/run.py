@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -109,6 +110,13 @@ def launches(config: Config, folder: Path) -> list[Launch]:
     return listed
 
 
+def grouped(listed: list[Launch]) -> list[list[Launch]]:
+    """Return what runs at the same time: a single rank beside the tests in one process, which often wait."""
+    if len(listed) > 1 and listed[0].name == "one process" and listed[1].size == 1:
+        return [listed[:2], *([launch] for launch in listed[2:])]
+    return [[launch] for launch in listed]
+
+
 def to_files(
     pytest: list[str], folder: Path, rank_variable: str, files: Sequence[str] = ("tests/parallel",)
 ) -> list[str]:
@@ -157,15 +165,17 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="hvdkit-tests-"))
     passed, failures = 0, []
     try:
-        for launch in launches(config, folder):
-            print(f"{launch.name:12} ...", end="", flush=True)
-            run(launch, config.timeout)
-            print(f" {launch.summary()}", flush=True)
-            text = report(launch)
-            if text:
-                print(text, flush=True)
-            passed += len(launch.passed)
-            failures += [f"{test} [{launch.name}]" for test in launch.failures]
+        for group in grouped(launches(config, folder)):
+            print(f"{' and '.join(launch.name for launch in group)} ...", flush=True)
+            with ThreadPoolExecutor(len(group)) as pool:
+                list(pool.map(lambda launch: run(launch, config.timeout), group))
+            for launch in group:
+                print(f"{launch.name:12} {launch.summary()}", flush=True)
+                text = report(launch)
+                if text:
+                    print(text, flush=True)
+                passed += len(launch.passed)
+                failures += [f"{test} [{launch.name}]" for test in launch.failures]
     finally:
         if config.keep:
             print(f"every rank's output is in {folder}")

@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,10 +65,13 @@ def main() -> int:
     """Check the documents named on the command line, or all."""
     named = [Path(argument).resolve() for argument in sys.argv[1:]]
     documents = named or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    problems = []
-    for document in documents:
+
+    def checked(document: Path) -> list[str]:
         with tempfile.TemporaryDirectory() as folder:
-            problems += check(document, Path(folder))
+            return check(document, Path(folder))
+
+    with ThreadPoolExecutor(2) as pool:  # most of the time is programs that start
+        problems = [problem for found in pool.map(checked, documents) for problem in found]
     for problem in problems:
         print(problem, file=sys.stderr)
     print(f"{len(documents)} documents checked, {len(problems)} problems")

@@ -11,15 +11,16 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives.values import graph_safe
-from hvdkit.errors import HvdkitError, describe
+from hvdkit.errors import describe
 from hvdkit.gradients.compression import wire_dtype
+from hvdkit.layers.base import ShardedLayer
 from hvdkit.layers.features import OutOfRange, bag_of
 from hvdkit.layers.store import TableStore
 from hvdkit.planning import Plan, Table, plan_tables
 from hvdkit.planning.table import check_tables
 
 
-class ShardedEmbeddingCollection(keras.layers.Layer):
+class ShardedEmbeddingCollection(ShardedLayer):
     """Embedding tables whose rows or columns are spread over the ranks: ``{feature: ids}`` to ``{feature: vectors}``.
 
     A lookup of all features costs one exchange of ids and one of rows for each dtype, and its gradient one more,
@@ -64,7 +65,6 @@ class ShardedEmbeddingCollection(keras.layers.Layer):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        self.supports_jit = False  # Horovod's ops and tf.unique have no XLA kernels
         self.tables = check_tables(tables)
         self.compression, self.out_of_range, self.seed = compression, out_of_range, seed
         self._wire = wire_dtype(compression)
@@ -143,30 +143,11 @@ class ShardedEmbeddingCollection(keras.layers.Layer):
         tables = [Table(**{**t, "features": tuple(t["features"])}) for t in config["tables"]]
         return cls(**{**config, "tables": tables})
 
-    def save_own_variables(self, store: Any) -> None:
-        """Save for Keras in a world of one; refuse in others, where a file would hold one rank's part only."""
-        refuse_keras_file(self)
-        super().save_own_variables(store)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Load what Keras saved, in a world of one; refuse in others."""
-        refuse_keras_file(self)
-        super().load_own_variables(store)
-
 
 def _initializer_config(initializer: Any) -> Any:
     if isinstance(initializer, keras.initializers.Initializer):
         return keras.initializers.serialize(initializer)
     return initializer
-
-
-def refuse_keras_file(layer: Any) -> None:
-    """Raise where Keras would write or read one rank's part as if it were the whole table."""
-    if cluster.size() > 1:
-        raise HvdkitError(
-            f"{layer.name}: its tables are cut across {cluster.size()} ranks, which Keras's own files do not hold; "
-            "save with hk.Supervisor or hk.checkpoint.save, and export with export_npy or export_saved_model from there"
-        )
 
 
 def output_spec(inputs: Any, table: Table, dtype: str) -> keras.KerasTensor:

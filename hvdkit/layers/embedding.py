@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import describe
+from hvdkit.layers.base import ShardedLayer
 from hvdkit.layers.collection import ShardedEmbeddingCollection, output_spec
 from hvdkit.layers.features import OutOfRange
 from hvdkit.planning import Table
@@ -19,7 +19,7 @@ _PARTITIONS = {"mod": "row", "div": "div", "column": "column", "replicated": "re
 _TABLE = "embeddings"
 
 
-class ShardedEmbedding(keras.layers.Layer):
+class ShardedEmbedding(ShardedLayer):
     """``keras.layers.Embedding`` whose rows are spread over the ranks.
 
     Each rank holds 1/N of the table; a lookup exchanges the distinct ids and their rows. See
@@ -61,7 +61,6 @@ class ShardedEmbedding(keras.layers.Layer):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        self.supports_jit = False
         if partition not in _PARTITIONS:
             raise ValueError(describe("partition", partition, f"one of {list(_PARTITIONS)}", "pass one of them"))
         dtype = self.variable_dtype

@@ -13,13 +13,13 @@ from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.collectives.shards import Piece, Shard, mark
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import describe
-from hvdkit.layers.collection import refuse_keras_file
+from hvdkit.layers.base import ShardedLayer
 from hvdkit.layers.grouped import added_up, beside, shared_by
 from hvdkit.partition import rows_of
 from hvdkit.variable.initial import common_seed
 
 
-class _ParallelDense(keras.layers.Layer):
+class _ParallelDense(ShardedLayer):
     """What both kinds share: their arguments, and weights that are parts of the unsharded layer's."""
 
     def __init__(
@@ -35,7 +35,6 @@ class _ParallelDense(keras.layers.Layer):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        self.supports_jit = False
         self.units = integer("units", units, minimum=1)
         self.activation = keras.activations.get(activation)
         self.use_bias, self.seed, self.axis = use_bias, seed, axis
@@ -74,16 +73,6 @@ class _ParallelDense(keras.layers.Layer):
 
         call.problem = attempt(draw)
         return int(agree(call)[0].payload) % 2**31
-
-    def save_own_variables(self, store: Any) -> None:
-        """Save for Keras in a world of one; refuse in others, where a file would hold one rank's part only."""
-        refuse_keras_file(self)
-        super().save_own_variables(store)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Load what Keras saved, in a world of one; refuse in others."""
-        refuse_keras_file(self)
-        super().load_own_variables(store)
 
 
 class ColumnParallelDense(_ParallelDense):

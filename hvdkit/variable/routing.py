@@ -127,8 +127,8 @@ def _swap_ids(asked: Sequence[_Asked], counts: tf.Tensor, fault: Fault, name: st
         wanted = tf.identity(headers[:, FAULT_WORDS:])
         wanted.set_shape([size, len(asked)])
     lengths = tf.reshape(tf.concat([tf.fill([size, 1], length), wanted], 1), [-1])
-    kinds = tf.repeat(tf.tile(tf.range(len(asked) + 1), [size]), lengths)
-    return tf.dynamic_partition(received, kinds, len(asked) + 1)[1:], wanted
+    pieces = tf.split(received, lengths, num=size * (1 + len(asked)))
+    return [tf.concat(pieces[1 + v :: 1 + len(asked)], 0) for v in range(len(asked))], wanted
 
 
 def _swap_rows(

@@ -97,12 +97,9 @@ def layer_of(partition, combiner, **options):
 
 
 PARTITIONS = ["mod", "div", "column", "replicated"]
-# Every optimizer with two rules, every rule and combiner with several optimizers.
-CASES = [
-    (name, PARTITIONS[(number + turn) % 4], COMBINERS[(number + 2 * turn) % 4])
-    for number, name in enumerate(OPTIMIZERS)
-    for turn in range(2)
-]
+# Every rule and combiner with several optimizers; rows that were touched by nobody matter to all but the first four.
+CASES = [(name, PARTITIONS[i % 4], COMBINERS[(i + i // 4) % 4]) for i, name in enumerate(OPTIMIZERS)]
+CASES += [("sgd", "column", "sqrtn"), ("adagrad", "mod", None), ("rmsprop", "column", "mean"), ("adam", "div", "sum")]
 
 
 @pytest.mark.parametrize(("name", "partition", "combiner"), CASES)
@@ -116,8 +113,11 @@ def test_each_optimizer_equals_one_process(name, partition, combiner, rank, size
     np.testing.assert_allclose(layer.gather(), expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("how", ["lazy", "exact"])
-@pytest.mark.parametrize("name", ["momentum", "nesterov", "adagrad", "adam", "amsgrad", "rmsprop", "ftrl"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, "lazy") for name in ("momentum", "nesterov", "rmsprop", "ftrl")]
+    + [("adam", "exact"), ("amsgrad", "exact")],
+)
 def test_lazy_and_exact_updates(name, how, rank, size):
     layer = layer_of("mod", "sum")
     start, batches = layer.gather(), all_batches(size, uneven=False)

@@ -29,7 +29,6 @@ SCRIPT = ["models/train.py", "cifar10", "--data", "synthetic", "--steps", "2", "
         (["horovodrun", "--gloo", "-np", "2", "python"], 2),
         (["mpirun", "--tag-output", "-np", "2", "python"], 2),
         (["launch/local.sh"], 3),
-        (["python"], 1),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
