@@ -12,6 +12,7 @@ median counts:
     hvdkit-2   horovodrun -np 2
     sparse-2   raw Horovod, replicated tables, sparse gradients gathered
     dense-2    raw Horovod, replicated tables, sparse gradients made dense (one table with SGD only: it takes long)
+    torchrec-1, torchrec-2   with --torchrec PYTHON, of an environment as torchrec_worker.py says (one table, SGD)
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ def main() -> int:
     parser.add_argument("--optimizer", choices=["sgd", "adagrad", "adam"], default="sgd")
     parser.add_argument("--rounds", type=int, default=5, help="how often each way is run (default: 5)")
     parser.add_argument("--steps", type=int, default=40, help="timed steps in a run (default: 40)")
+    parser.add_argument("--torchrec", type=Path, help="the Python that has TorchRec")
     parser.add_argument("--json", type=Path, help="also write all results here")
     args = parser.parse_args()
     ways = WAYS | (DENSE if (args.work, args.optimizer) == ("one", "sgd") else {})
+    if args.torchrec is not None:
+        ways |= {"torchrec-1": ("torchrec", 1), "torchrec-2": ("torchrec", 2)}
     rounds = []
     for number in range(args.rounds):
         rounds.append({name: run(*way, args) for name, way in ways.items()})
@@ -68,6 +72,9 @@ def run(way: str, size: int, args: argparse.Namespace) -> dict[str, float]:
         worker = [sys.executable, str(HERE / "embedding_worker.py"), way, "--folder", folder, "--work", args.work]
         worker += ["--optimizer", args.optimizer, "--steps", str(args.steps)]
         command = worker if size == 1 else ["horovodrun", "-np", str(size), *worker]
+        if way == "torchrec":
+            peer = [str(HERE / "torchrec_worker.py"), "--folder", folder, "--steps", str(args.steps)]
+            command = [str(args.torchrec), "-m", "torch.distributed.run", "--nproc-per-node", str(size), *peer]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
         if done.returncode:
             sys.exit(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-4000:]}")
