@@ -137,9 +137,10 @@ class TableStore:
         """Look all sharded features up at once; return each feature's rows, one part for each run of columns."""
         size = self.layout.size
         asked: list[list[tuple[str, int, tf.Tensor]]] = [[] for _ in self.layout.groups]
+        dtype = key_dtype(self.layout.keys)  # one for all, which travel in one message
         for name, (table, bag) in bags.items():
             for number, (group, part) in enumerate(self.layout.slices.get(table.name, ())):
-                ids = tf.cast(bag.ids, key_dtype(self.layout.groups[group].keys))
+                ids = tf.cast(bag.ids, dtype)
                 keys = keys_of(ids, part.rule, table.input_dim, size, base=part.base, rank=part.rank)
                 asked[group].append((name, number, keys))
         used = [g for g, wanted in enumerate(asked) if wanted]

@@ -99,6 +99,11 @@ class Layout:
     slices: Mapping[str, tuple[tuple[int, Slice], ...]]
     replicated: tuple[Table, ...]
 
+    @property
+    def keys(self) -> int:
+        """One more than the largest key of any group."""
+        return max((group.keys for group in self.groups), default=0)
+
 
 def lay_out(tables: Sequence[Table], placements: Mapping[str, str], size: int) -> Layout:
     """Place every table.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hvdkit.errors import PlanError
 from hvdkit.partition import local_row, owner
 from hvdkit.planning import PLACEMENTS, Table, lay_out, plan_tables
-from hvdkit.variable.keys import keys_of
+from hvdkit.variable.keys import key_dtype, keys_of
 
 SIZES = st.integers(1, 9)
 PLACED = st.lists(
@@ -65,6 +65,13 @@ def test_rows_are_shared_out_evenly_and_tables_by_size():
     (group,) = layout.groups
     assert max(group.rows) - min(group.rows) <= 100
     assert sum(group.rows) == sum(t.input_dim for t in tables)
+
+
+def test_keys_of_all_groups_fit_one_dtype():
+    """A table whose keys need 64 bits beside one whose do not: their ids travel in one message."""
+    layout = lay_out([Table("small", 9, 2), Table("huge", 2**31, 4)], {"small": "row", "huge": "row"}, 2)
+    assert [key_dtype(group.keys) for group in layout.groups] == [tf.int32, tf.int64]
+    assert key_dtype(layout.keys) == tf.int64
 
 
 def test_bytes_are_those_of_the_formulas():

@@ -102,10 +102,9 @@ def test_killing_the_first_frees_it(tmp_path, start):
 
 def test_release_frees_it(tmp_path, start):
     start(tmp_path, "lock.release(); print('released', flush=True); time.sleep(60)").stdout.readline()
-    with LogdirLock(tmp_path):
-        pass
-    with LogdirLock(tmp_path):
-        pass
+    for _ in range(2):
+        with LogdirLock(tmp_path):
+            assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
 
 
 def test_a_child_that_outlives_the_holder_does_not_hold_it(tmp_path, start):
@@ -117,7 +116,7 @@ def test_a_child_that_outlives_the_holder_does_not_hold_it(tmp_path, start):
         first.wait()
         os.kill(child, 0)
         with LogdirLock(tmp_path):
-            pass
+            assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -147,7 +146,8 @@ def test_a_second_lock_in_one_process_is_refused(tmp_path, start):
 
 def test_two_logdirs_at_once(tmp_path):
     with LogdirLock(tmp_path / "a"), LogdirLock(tmp_path / "b"):
-        pass
+        for name in ("a", "b"):
+            assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path / name).acquire)
 
 
 def test_a_logdir_that_cannot_be_written():
