@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.errors import HvdkitError
+
+
+def memory(host: bool) -> Any:
+    """Return the context in which variables are made: the host's memory, or wherever they would be made anyway."""
+    return tf.device("CPU:0") if host else contextlib.nullcontext()
 
 
 class ShardedLayer(keras.layers.Layer):

@@ -89,18 +89,20 @@ class ShardedEmbeddingCollection(ShardedLayer):
         self.built = True
 
     @graph_safe
-    def call(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def call(self, inputs: Mapping[str, Any], training: bool | None = None) -> dict[str, Any]:
         """Look the features up.
 
         Args:
             inputs: every feature's ids, or ids and weights.
+            training: True, as in ``fit``: new ids of tables that evict get rows. Else they give zeros; and where
+                nobody said False either, a gradient of such a table is a LookupError.
 
         Returns:
             Of each feature ``[..., output_dim]`` in the layer's compute dtype.
         """
         self._check_features(inputs)
         bags = {name: (table, bag_of(inputs[name], table.combiner, name)) for name, table in self.features.items()}
-        found = self._tables_here().look_up(bags)
+        found = self._tables_here().look_up(bags, training=training)
         return {name: tf.cast(vectors, self.compute_dtype) for name, vectors in found.items()}
 
     def compute_output_spec(self, inputs: Mapping[str, Any], **_: Any) -> dict[str, Any]:
@@ -114,6 +116,13 @@ class ShardedEmbeddingCollection(ShardedLayer):
         Every rank calls it. Raises ValueError if there is no such table or rank.
         """
         return self._tables_here().gather(table, root)
+
+    def ids(self, table: str) -> np.ndarray:
+        """Return the id of each row of a table that evicts, ``[input_dim]`` int64, -2**63 for free rows.
+
+        Every rank calls it. Raises ValueError if the table is none that evicts.
+        """
+        return self._tables_here().ids(table)
 
     def assign(self, table: str, full_array: Any) -> None:
         """Set a whole table from ``[input_dim, output_dim]``; each rank takes its part, and exchanges nothing."""

@@ -13,7 +13,7 @@ from hvdkit.layers.base import ShardedLayer
 from hvdkit.layers.collection import ShardedEmbeddingCollection, output_spec
 from hvdkit.layers.features import OutOfRange
 from hvdkit.planning import Table
-from hvdkit.planning.table import Combiner
+from hvdkit.planning.table import Combiner, Evict
 
 _PARTITIONS = {"mod": "row", "div": "div", "column": "column", "replicated": "replicated"}
 _TABLE = "embeddings"
@@ -32,6 +32,7 @@ class ShardedEmbedding(ShardedLayer):
         combiner: "sum", "mean" or "sqrtn" over the last axis of ids; None keeps the rows apart.
         partition: "mod" (rows round robin), "div" (contiguous rows), "column" (each rank some columns of all rows) or
             "replicated".
+        evict, host: as for :class:`hvdkit.layers.Table`.
         embeddings_initializer: a Keras initializer or its name, or the whole array.
         seed: as for the collection.
         compression, out_of_range: likewise.
@@ -55,6 +56,8 @@ class ShardedEmbedding(ShardedLayer):
         combiner: Combiner | None = None,
         partition: str = "mod",
         embeddings_initializer: Any = "uniform",
+        evict: Evict | None = None,
+        host: bool = False,
         seed: int | None = None,
         compression: str | None = None,
         out_of_range: OutOfRange = "error",
@@ -64,7 +67,7 @@ class ShardedEmbedding(ShardedLayer):
         if partition not in _PARTITIONS:
             raise ValueError(describe("partition", partition, f"one of {list(_PARTITIONS)}", "pass one of them"))
         dtype = self.variable_dtype
-        self.table = Table(_TABLE, input_dim, output_dim, combiner, (), embeddings_initializer, dtype)
+        self.table = Table(_TABLE, input_dim, output_dim, combiner, (), embeddings_initializer, dtype, evict, host)
         self.input_dim, self.output_dim, self.combiner = self.table.input_dim, self.table.output_dim, combiner
         self.partition = partition
         self._collection = ShardedEmbeddingCollection(
@@ -83,9 +86,9 @@ class ShardedEmbedding(ShardedLayer):
         self.built = True
 
     @graph_safe
-    def call(self, inputs: Any) -> tf.Tensor:
+    def call(self, inputs: Any, training: bool | None = None) -> tf.Tensor:
         """Return vectors ``[*ids.shape, output_dim]``, or with a combiner ``[*ids.shape[:-1], output_dim]``."""
-        return self._collection({_TABLE: inputs})[_TABLE]
+        return self._collection({_TABLE: inputs}, training=training)[_TABLE]
 
     def compute_output_spec(self, inputs: Any, **_: Any) -> Any:
         """Return the output's shape, without a lookup."""
@@ -94,6 +97,10 @@ class ShardedEmbedding(ShardedLayer):
     def gather(self, root: int | None = None) -> np.ndarray | None:
         """Return the whole table: on every rank, or on ``root`` alone and None elsewhere. Every rank calls it."""
         return self._collection.gather(_TABLE, root)
+
+    def ids(self) -> np.ndarray:
+        """Return the id of each row of a table that evicts; see the collection's."""
+        return self._collection.ids(_TABLE)
 
     def assign(self, full_array: Any) -> None:
         """Set the whole table from ``[input_dim, output_dim]``; each rank takes its part."""
@@ -105,4 +112,5 @@ class ShardedEmbedding(ShardedLayer):
         own = {name: getattr(self._collection, name) for name in ("seed", "compression", "out_of_range")}
         shape = {"input_dim": self.input_dim, "output_dim": self.output_dim, "combiner": self.combiner}
         extra = {"partition": self.partition, "embeddings_initializer": table["initializer"]}
+        extra |= {"evict": self.table.evict, "host": self.table.host}
         return {**super().get_config(), **shape, **extra, **own}

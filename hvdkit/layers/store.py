@@ -14,13 +14,15 @@ from hvdkit.collectives import tensors
 from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.collectives.shards import Piece, PieceState, Shard, mark, shard_of
 from hvdkit.errors import describe
+from hvdkit.layers.base import memory
+from hvdkit.layers.changing import ChangingRows
 from hvdkit.layers.features import Bag, OutOfRange, combined, in_range
 from hvdkit.planning import Group, Table, lay_out
 from hvdkit.variable.faults import find_fault, raise_everywhere
 from hvdkit.variable.initial import common_seed, initial_blocks
 from hvdkit.variable.keys import key_dtype, keys_of
 from hvdkit.variable.partitioned import gather_parts
-from hvdkit.variable.routing import Found, look_up, read_distinct
+from hvdkit.variable.routing import Found, Numbered, Source, look_up, read_distinct
 
 
 class TableStore:
@@ -50,7 +52,7 @@ class TableStore:
     ):
         self.tables = {table.name: table for table in tables}
         self.out_of_range, self._wire = out_of_range, wire
-        listed = [(t.name, t.input_dim, t.output_dim, t.dtype, placements[t.name]) for t in tables]
+        listed = [(t.name, t.input_dim, t.output_dim, t.dtype, t.evict or "", placements[t.name]) for t in tables]
         call = Call(f"tables {listed}")
 
         def draw() -> None:
@@ -62,6 +64,11 @@ class TableStore:
         with tf.init_scope():
             self.variables = [self._make(layer, number, group) for number, group in enumerate(self.layout.groups)]
             self.replicated = {table.name: self._make_whole(layer, table) for table in self.layout.replicated}
+            self._changing = {
+                number: ChangingRows(layer, group.evicts, self.variables[number], self._seed)
+                for number, group in enumerate(self.layout.groups)
+                if group.evicts is not None
+            }
 
     def _make(self, layer: Any, number: int, group: Group) -> Any:
         rank = cluster.rank()
@@ -70,20 +77,32 @@ class TableStore:
             whole = (held.table.input_dim, held.table.output_dim)
             rule = next(s.rule for s in group.slices if s.table is held.table)
             pieces.append(Piece(held.table.name, whole, (held.rows, held.columns), held.base, rule))
-        variable = self._add(layer, f"embeddings_{number}", (group.rows[rank], group.width), group.dtype, pieces)
+        shape = (group.rows[rank], group.width)
+        variable = self._add(
+            layer, f"embeddings_{number}", shape, group.dtype, pieces, host=group.host, zeros=group.evicts is not None
+        )
         mark(variable, Shard(variable.path.rpartition("/")[0], tuple(pieces)))
         return variable
 
     def _make_whole(self, layer: Any, table: Table) -> Any:
         shape = (table.input_dim, table.output_dim)
-        return self._add(
-            layer, table.name, shape, table.dtype, [Piece(table.name, shape, tuple(map(range, shape)), 0, "")]
-        )
+        whole = Piece(table.name, shape, tuple(map(range, shape)), 0, "")
+        return self._add(layer, table.name, shape, table.dtype, [whole], host=table.host)
 
-    def _add(self, layer: Any, name: str, shape: tuple[int, ...], dtype: str, pieces: Sequence[Piece]) -> Any:
+    def _add(
+        self,
+        layer: Any,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        pieces: Sequence[Piece],
+        *,
+        host: bool,
+        zeros: bool = False,
+    ) -> Any:
         def first_values(shape: Sequence[int], dtype: str) -> np.ndarray:
             values = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
-            for piece in pieces:
+            for piece in () if zeros else pieces:
                 mixed = np.random.SeedSequence([self._seed, zlib.crc32(piece.table.encode())])
                 seed = int(mixed.generate_state(1, np.uint64)[0])
                 initializer, (_, columns) = self.tables[piece.table].initializer, piece.box
@@ -92,13 +111,15 @@ class TableStore:
                     values[first : first + len(block), columns] = block
             return values
 
-        return layer.add_weight(name=name, shape=shape, initializer=first_values, dtype=dtype, autocast=False)
+        with memory(host):
+            return layer.add_weight(name=name, shape=shape, initializer=first_values, dtype=dtype, autocast=False)
 
-    def look_up(self, bags: Mapping[str, tuple[Table, Bag]]) -> dict[str, Any]:
+    def look_up(self, bags: Mapping[str, tuple[Table, Bag]], *, training: bool | None) -> dict[str, Any]:
         """Return each feature's output. Every rank calls it, with the same features.
 
         Args:
             bags: of each feature its table and its ids.
+            training: whether new ids of tables that evict get rows; see :class:`hvdkit.variable.vocabulary.Vocabulary`.
 
         Returns:
             Of each feature ``[*shape, output_dim]``, in the table's dtype.
@@ -109,15 +130,15 @@ class TableStore:
         """
         for variable in self.variables:
             mark(variable, shard_of(variable))  # Keras may have made the TensorFlow variable since
-        given = [] if self.out_of_range != "error" else list(bags.items())
+        given = [(n, b) for n, b in bags.items() if self.out_of_range == "error" and not b[0].evict]
         labels = [f"feature {name!r} of table {table.name!r}" for name, (table, _) in given]
         if given:
             fault = find_fault([b.ids for _, (_, b) in given], labels, [t.input_dim for _, (t, _) in given])
         else:
             fault = find_fault([tf.zeros([0], tf.int32)], ["none"], [1])
-        safe = {n: (t, in_range(b, t.input_dim, self.out_of_range)) for n, (t, b) in bags.items()}
+        safe = {n: (t, b if t.evict else in_range(b, t.input_dim, self.out_of_range)) for n, (t, b) in bags.items()}
         deferred = any(v._value is None for v in (*self.variables, *self.replicated.values()))
-        slices = {} if deferred else self._look_up_slices(safe, fault)
+        slices = {} if deferred else self._look_up_slices(safe, fault, training)
         outputs = {}
         for name, (table, bag) in safe.items():
             if deferred:  # Keras infers shapes, and has not made the variables yet
@@ -131,9 +152,11 @@ class TableStore:
         return outputs
 
     def _read_whole(self, table: Table, bag: Bag) -> Found:
-        return read_distinct(self.replicated[table.name]._value, bag.ids)
+        return read_distinct(Numbered(self.replicated[table.name]._value), bag.ids)
 
-    def _look_up_slices(self, bags: Mapping[str, tuple[Table, Bag]], fault: Any) -> dict[str, list[Found]]:
+    def _look_up_slices(
+        self, bags: Mapping[str, tuple[Table, Bag]], fault: Any, training: bool | None
+    ) -> dict[str, list[Found]]:
         """Look all sharded features up at once; return each feature's rows, one part for each run of columns."""
         size = self.layout.size
         asked: list[list[tuple[str, int, tf.Tensor]]] = [[] for _ in self.layout.groups]
@@ -141,8 +164,9 @@ class TableStore:
         for name, (table, bag) in bags.items():
             for number, (group, part) in enumerate(self.layout.slices.get(table.name, ())):
                 ids = tf.cast(bag.ids, dtype)
-                keys = keys_of(ids, part.rule, table.input_dim, size, base=part.base, rank=part.rank)
-                asked[group].append((name, number, keys))
+                if not table.evict:
+                    ids = keys_of(ids, part.rule, table.input_dim, size, base=part.base, rank=part.rank)
+                asked[group].append((name, number, ids))
         used = [g for g, wanted in enumerate(asked) if wanted]
         if not used:  # all tables are replicated: an id out of range is an error on all ranks even so
             words = fault.words[None]
@@ -151,8 +175,11 @@ class TableStore:
             with tf.control_dependencies(raise_everywhere(words, fault)):
                 return {name: [] for name in bags}
         keys = [tf.concat([k for _, _, k in asked[g]], 0) if len(asked[g]) > 1 else asked[g][0][2] for g in used]
-        variables = [self.variables[g]._value for g in used]
-        found = look_up(variables, keys, fault, name="hvdkit.lookup", wire=self._wire)
+        sources: list[Source] = [
+            self._changing[g].source(training) if g in self._changing else Numbered(self.variables[g]._value)
+            for g in used
+        ]
+        found = look_up(sources, keys, fault, name="hvdkit.lookup", wire=self._wire)
         results: dict[str, dict[int, Found]] = {name: {} for name in bags}
         for g, rows in zip(used, found, strict=True):
             for (name, number, _), own in zip(asked[g], _split(rows, [k for _, _, k in asked[g]]), strict=True):
@@ -172,6 +199,16 @@ class TableStore:
         shape = (table.input_dim, table.output_dim)
         indices = [(h.rows, h.columns) for h in held]
         return gather_parts(state.local, indices, shape, root, "hvdkit.gather")
+
+    def ids(self, name: str) -> np.ndarray:
+        """Return the id of each row of a table that evicts, on every rank. Every rank calls it."""
+        self._table(name)
+        found = [changing for changing in self._changing.values() if changing.table.name == name]
+        if not found:
+            remedy = "ids of others are their rows"
+            raise ValueError(describe("table", repr(name), "one made with evict=", remedy))
+        agree(Call(f"ids({name!r})"))
+        return found[0].gather_ids()
 
     def assign(self, name: str, full_array: Any) -> None:
         """Set a whole table; each rank takes its part of ``full_array``."""

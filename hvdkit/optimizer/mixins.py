@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.gradients.sparse import sum_duplicates
 from hvdkit.optimizer.reduction import Reduction
+from hvdkit.optimizer.renewal import Slots
 from hvdkit.optimizer.rows import rule_for, update_rows
 
 LossScale = keras.optimizers.LossScaleOptimizer
@@ -29,6 +31,7 @@ class Combining:
 
     _hvdkit = Reduction(op=Average, compression=None, accumulate_steps=1, clip_global_norm=None)
     _hvdkit_wrapped = False
+    _hvdkit_slots: Slots | None = None
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the slots of ``variables``."""
@@ -44,10 +47,16 @@ class Combining:
 
     def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
         """Create a slot; that of a sharded variable is a shard like it."""
-        slot = super().add_variable_from_reference(reference_variable, name=name, initializer=initializer)  # type: ignore[misc]
         shard = shard_of(reference_variable)
+        inner = getattr(reference_variable, "_value", None)
+        # A table that is kept in the host's memory has its slots there, too.
+        with tf.device(inner.device) if isinstance(inner, tf.Variable) else contextlib.nullcontext():
+            slot = super().add_variable_from_reference(reference_variable, name=name, initializer=initializer)  # type: ignore[misc]
         if shard is not None:
             mark(slot, shard.of_slot(name or "var"))
+            if shard.fresh is not None:
+                self._hvdkit_slots = self._hvdkit_slots or Slots()
+                self._hvdkit_slots.add(reference_variable, name or "", slot, initializer)
         return slot
 
     @graph_safe
@@ -56,6 +65,8 @@ class Combining:
         how = self._hvdkit
         refuse_what_breaks(self._hvdkit_wrapped)
         variables = _listed(self, trainable_variables)
+        if self._hvdkit_slots is not None:
+            self._hvdkit_slots.renew(grads, variables)
         if how.accumulate_steps == 1:
             scale = getattr(self, "loss_scale_factor", None)
             grads = how.clip(how.combine(grads, variables), variables, scale)
@@ -94,12 +105,13 @@ class Combining:
         if 0 in variable.shape:  # this rank holds nothing of it, and Keras's ops do not take that
             return
         rule = rule_for(self, self._hvdkit.sparse_updates)
-        if rule is not None:
-            update_rows(rule, self, variable, gradient, learning_rate)
-            return
-        if isinstance(gradient, tf.IndexedSlices):
-            gradient = sum_duplicates(gradient)  # Keras takes rows to be distinct
-        super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
+        with tf.device(getattr(variable, "_value", variable).device):  # the host's, where the table is kept there
+            if rule is not None:
+                update_rows(rule, self, variable, gradient, learning_rate)
+                return
+            if isinstance(gradient, tf.IndexedSlices):
+                gradient = sum_duplicates(gradient)  # Keras takes rows to be distinct
+            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ and one update for each width. A row is known to all ranks by a single number, i
     key = local * N + rank            (rank = key mod N,  local = key div N)
 
 with ``local`` the row of that rank's variable. Looking up needs no more than the key, whatever rule placed the row.
+
+A table that evicts has a variable of its own. Which row an id has changes; the bucket of rows in which it stands does
+not, nor the rank of the bucket. One more row, behind all others, is nobody's.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hvdkit.partition import rows_of
-from hvdkit.planning.table import DTYPES, Table
+from hvdkit.planning.table import BUCKET, DTYPES, Table
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Slice:
     Attributes:
         table: the table.
         columns: which of its columns.
-        rule: "mod", "div", or "whole": all rows on one rank.
+        rule: "mod", "div", "bucket" (as "div", but by whole buckets), or "whole": all rows on one rank.
         rank: of "whole", that rank.
         base: the first row of the variable that holds some of it: the same on all ranks that do.
     """
@@ -40,6 +43,9 @@ class Slice:
         """Return the table's rows that ``rank`` of ``size`` holds."""
         if self.rule == "whole":
             return range(self.table.input_dim if rank == self.rank else 0)
+        if self.rule == "bucket":
+            held = rows_of("div", self.table.buckets, rank, size)
+            return range(held.start * BUCKET, held.stop * BUCKET)
         return rows_of(self.rule, self.table.input_dim, rank, size)
 
 
@@ -61,17 +67,21 @@ class Group:
         dtype: their dtype.
         rows: rows of each rank's variable.
         slices: in the order in which they were placed.
+        host: whether it stays in the host's memory.
+        evicts: the table that evicts, whose alone it is then.
     """
 
     width: int
     dtype: str
     rows: list[int]
     slices: list[Slice] = field(default_factory=list)
+    host: bool = False
+    evicts: Table | None = None
 
     @property
     def keys(self) -> int:
         """One more than the largest key."""
-        return max(self.rows) * len(self.rows)
+        return 2**63 if self.evicts is not None else max(self.rows) * len(self.rows)
 
     def held(self, rank: int) -> list[Held]:
         """Return what ``rank`` holds of each table, in an order that all ranks share; it may be nothing."""
@@ -122,21 +132,25 @@ def lay_out(tables: Sequence[Table], placements: Mapping[str, str], size: int) -
         >>> layout.groups[0].rows, [s.base for s in layout.groups[0].slices]
         ([3, 5], [0, 2])
     """
-    groups: dict[tuple[int, str], Group] = {}
+    groups: dict[tuple[int, str, bool, str], Group] = {}
     placed: dict[str, list[tuple[int, Slice]]] = {}
 
     def add(table: Table, width: int, columns: range, rule: str, rank: int = 0) -> None:
-        group = groups.setdefault((width, table.dtype), Group(width, table.dtype, [0] * size))
+        alone = table if table.evict else None
+        key = (width, table.dtype, table.host, table.name if alone else "")
+        group = groups.setdefault(key, Group(width, table.dtype, [0] * size, [], table.host, alone))
         part = Slice(table, columns, rule, group.rows[rank] if rule == "whole" else max(group.rows), rank)
         for r in range(size):
             if rows := len(part.rows(r, size)):
                 group.rows[r] = part.base + rows
+            group.rows[r] += alone is not None
         group.slices.append(part)
-        placed.setdefault(table.name, []).append((list(groups).index((width, table.dtype)), part))
+        placed.setdefault(table.name, []).append((list(groups).index(key), part))
 
     for table in tables:
         if (how := placements[table.name]) in ("row", "div"):
-            add(table, table.output_dim, range(table.output_dim), "mod" if how == "row" else "div")
+            rule = "bucket" if table.evict else "mod" if how == "row" else "div"
+            add(table, table.output_dim, range(table.output_dim), rule)
     for table in tables:
         if placements[table.name] == "column":
             width = -(-table.output_dim // size)

@@ -3,8 +3,9 @@
 All figures are for one rank, with V rows of D numbers of b bytes, S slots, N ranks, and k the rows that one example
 looks up in the table:
 
-    weights     (rows held) * (columns held) * b
-    slots       S * weights
+    weights     (rows held) * (columns held) * b, and 17 a row of a table that evicts: id, last use, whether it is new
+    slots       S * (rows held) * (columns held) * b
+    host        weights and slots of the tables that stay in the host's memory, and do not count above
     gradients   the rows that one step updates at their owner, at most min(rows held, batch * k) * D * b
     exchange    what one step sends and receives: ids once and rows twice, batch * k * (i + 2 * D * b), i = 4 or 8
 
@@ -23,6 +24,7 @@ from hvdkit.planning.table import DTYPES, PLACEMENTS, Table, check_tables
 
 # Slots for each number of a table. FTRL has an accumulator and a linear term.
 SLOTS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "rmsprop": 1, "ftrl": 2, "amsgrad": 3}
+_EVICTING_BYTES = 8 + 8 + 1
 # A dense gradient below this size costs less to average than rows cost to route.
 REPLICATED_BYTES = 64 * 1024
 
@@ -35,10 +37,11 @@ class RankBytes:
     slots: int
     gradients: int
     exchange: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All of them but ``host``: where there is a GPU, what it has to hold."""
         return self.weights + self.slots + self.gradients + self.exchange
 
 
@@ -66,10 +69,12 @@ class Plan:
             f"{t.name:20} {t.input_dim:14,} {t.output_dim:6} {shown(t.bytes):>10}  {self.placements[t.name]}"
             for t in self.tables
         ]
-        lines += ["", f"{'rank':>4} {'weights':>10} {'slots':>10} {'gradients':>10} {'exchange':>10} {'total':>10}"]
+        hosts = any(b.host for b in self.ranks)
+        head = f"{'rank':>4} {'weights':>10} {'slots':>10} {'gradients':>10} {'exchange':>10} {'total':>10}"
+        lines += ["", head + (f" {'host':>10}" if hosts else "")]
         lines += [
             f"{rank:4} {shown(b.weights):>10} {shown(b.slots):>10} {shown(b.gradients):>10} {shown(b.exchange):>10} "
-            f"{shown(b.total):>10}"
+            f"{shown(b.total):>10}" + (f" {shown(b.host):>10}" if hosts else "")
             for rank, b in enumerate(self.ranks)
         ]
         if self.memory_bytes is not None:
@@ -135,7 +140,7 @@ def plan_tables(
         memory_bytes = integer("memory_bytes", memory_bytes, minimum=1)
     by_hand = _checked_placements(placements or {}, listed)
     for limit in (REPLICATED_BYTES, 0):  # cut even tiny tables only where memory asks for it
-        chosen = {t.name: by_hand.get(t.name) or ("replicated" if t.bytes <= limit else "row") for t in listed}
+        chosen = {t.name: by_hand.get(t.name) or _chosen(t, limit) for t in listed}
         ranks = _count(lay_out(listed, chosen, size), SLOTS[optimizer], batch)
         plan = Plan(listed, size, chosen, ranks, memory_bytes)
         if memory_bytes is None or max(b.total for b in ranks) <= memory_bytes:
@@ -146,35 +151,45 @@ def plan_tables(
             "memory_bytes",
             f"{memory_bytes:,} ({shown(memory_bytes or 0)})",
             f"at least {ranks[fullest].total:,} ({shown(ranks[fullest].total)}), which rank {fullest} of {size} needs",
-            "start more ranks, or take a smaller batch or an optimizer with fewer slots",
+            "start more ranks, take a smaller batch or an optimizer with fewer slots, or tables with host=True",
         )
     )
 
 
+def _chosen(table: Table, limit: int) -> str:
+    return "replicated" if table.bytes <= limit and not table.evict else "row"
+
+
 def _checked_placements(placements: Mapping[str, str], tables: Sequence[Table]) -> Mapping[str, str]:
-    names = [table.name for table in tables]
+    names, evicting = [table.name for table in tables], [table.name for table in tables if table.evict]
     for name, placement in placements.items():
         if name not in names:
             raise ValueError(describe("placements", f"table {name!r}", f"one of {names}", "check its name"))
         if placement not in PLACEMENTS:
             expected = "one of " + ", ".join(PLACEMENTS)
             raise ValueError(describe(f"placements[{name!r}]", placement, expected, "pass one of them"))
+        if name in evicting and placement != "row":
+            raise ValueError(describe(f"placements[{name!r}]", placement, "'row' for a table that evicts", "pass it"))
     return placements
 
 
 def _count(layout: Layout, slots: int, batch: int) -> tuple[RankBytes, ...]:
-    replicated = sum(table.bytes for table in layout.replicated)
     found = []
     for rank in range(layout.size):
-        weights, gradients, exchange = replicated, replicated, 0
+        held = [(t.bytes, 0, t.host) for t in layout.replicated]
+        gradients, exchange = sum(t.bytes for t in layout.replicated), 0
         for group in layout.groups:
             row = group.width * DTYPES[group.dtype]
-            weights += group.rows[rank] * row
+            held.append(
+                (group.rows[rank] * row, _EVICTING_BYTES * group.rows[rank] * (group.evicts is not None), group.host)
+            )
             for part in group.slices:
                 looked_up = batch * len(part.table.features)
-                held = len(part.rows(rank, layout.size))
-                gradients += min(held, looked_up * layout.size) * row
+                gradients += min(len(part.rows(rank, layout.size)), looked_up * layout.size) * row
                 if layout.size > 1:
                     exchange += looked_up * ((4 if group.keys < 2**31 else 8) + 2 * row)
-        found.append(RankBytes(weights, slots * weights, gradients, exchange))
+        here = [(weights, more) for weights, more, host in held if not host]
+        host = sum(weights * (1 + slots) + more for weights, more, host in held if host)
+        weights, own_slots = sum(w + more for w, more in here), slots * sum(w for w, _ in here)
+        found.append(RankBytes(weights, own_slots, gradients, exchange, host))
     return tuple(found)

@@ -11,6 +11,9 @@ from hvdkit.errors import describe
 Placement = Literal["row", "div", "column", "table", "replicated"]
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 Combiner = Literal["sum", "mean", "sqrtn"]
+Evict = Literal["lru", "lfu"]
+# Rows among which an id of a table that evicts can stand.
+BUCKET = 32
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -27,6 +30,11 @@ class Table:
         features: names of the features that look rows up in it.
         initializer: as for ``hk.PartitionedVariable``.
         dtype: "float32", "float64", "float16" or "bfloat16".
+        evict: None: ids are rows, 0 to ``input_dim - 1``. "lru" or "lfu": ids are any 64-bit integers, such as hashes
+            of names, of which ``input_dim`` (rounded up to a multiple of 32) have a row at a time. A new id gets a free
+            row; where there is none, the row of the id that was asked for least recently, or in the fewest steps.
+        host: keep the table and its slots in the host's memory where the rank has a GPU; rows travel as they are
+            asked for.
 
     Raises:
         TypeError, ValueError: an attribute is none of the above.
@@ -43,6 +51,8 @@ class Table:
     features: tuple[str, ...] = ()
     initializer: Any = "uniform"
     dtype: str = "float32"
+    evict: Evict | None = None
+    host: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "/" in self.name:
@@ -59,6 +69,15 @@ class Table:
         object.__setattr__(self, "features", tuple(self.features) or (self.name,))
         if self.dtype not in DTYPES:
             raise ValueError(describe(f"dtype {where}", self.dtype, f"one of {sorted(DTYPES)}", "pass 'float32'"))
+        if self.evict not in (None, *get_args(Evict)):
+            raise ValueError(describe(f"evict {where}", self.evict, "None, 'lru' or 'lfu'", "pass one of them"))
+        if self.evict is not None:
+            object.__setattr__(self, "input_dim", self.buckets * BUCKET)
+
+    @property
+    def buckets(self) -> int:
+        """Number of buckets of a table that evicts."""
+        return -(-self.input_dim // BUCKET)
 
     @property
     def bytes(self) -> int:

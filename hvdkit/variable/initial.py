@@ -48,7 +48,7 @@ def initial_blocks(
     rows, *others = index
     columns = tuple(slice(axis.start, axis.stop, axis.step) for axis in others)
     numpy_dtype = tf.as_dtype(dtype).as_numpy_dtype
-    rule = _rule(initializer, tuple(shape), dtype, seed)
+    rule = rule_of(initializer, tuple(shape), dtype, seed)
     if isinstance(rule, np.ndarray):
         yield 0, rule[(slice(rows.start, rows.stop, rows.step), *columns)].astype(numpy_dtype)
         return
@@ -73,10 +73,10 @@ def common_seed(seed: int | None, initializer: Any = None) -> int:
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """Numbers between 0 and 1, turned into a distribution."""
+class Drawn:
+    """Numbers between 0 and 1, turned into a distribution; arrays and tensors alike."""
 
-    from_unit: Callable[[np.ndarray], np.ndarray]
+    from_unit: Callable[[Any], Any]
 
     def __call__(self, seed: int, rows: range, width: int) -> np.ndarray:
         counters = -(-width // _PER_COUNTER)
@@ -86,10 +86,10 @@ class _Drawn:
         return self.from_unit(unit)
 
 
-def _rule(initializer: Any, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
+def rule_of(initializer: Any, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
     """Return the whole array, or a function of seed, a run of rows and their width."""
     if isinstance(initializer, (int, float)) and not isinstance(initializer, bool):
-        return _constant(float(initializer))
+        return Constant(float(initializer))
     if isinstance(initializer, (np.ndarray, list, tuple, tf.Tensor)):
         return _whole(np.asarray(initializer), shape)
     try:
@@ -98,9 +98,9 @@ def _rule(initializer: Any, shape: tuple[int, ...], dtype: str, seed: int) -> An
         made = None
     known = keras.initializers
     if isinstance(made, known.Zeros | known.Ones):
-        return _constant(float(isinstance(made, known.Ones)))
+        return Constant(float(isinstance(made, known.Ones)))
     if isinstance(made, known.Constant) and np.ndim(made.value) == 0:
-        return _constant(float(made.value))
+        return Constant(float(made.value))
     if isinstance(made, known.RandomUniform):
         return _uniform(made.minval, made.maxval)
     if isinstance(made, known.RandomNormal):
@@ -124,30 +124,38 @@ def _whole(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
-def _constant(value: float) -> Callable[[int, range, int], np.ndarray]:
-    return lambda seed, rows, width: np.broadcast_to(value, (len(rows), width))
+@dataclass(frozen=True)
+class Constant:
+    """One number everywhere."""
+
+    value: float
+
+    def __call__(self, seed: int, rows: range, width: int) -> np.ndarray:
+        return np.broadcast_to(self.value, (len(rows), width))
 
 
-def _uniform(low: float, high: float) -> _Drawn:
-    return _Drawn(lambda unit: low + (high - low) * unit)
+def _uniform(low: float, high: float) -> Drawn:
+    return Drawn(lambda unit: low + (high - low) * unit)
 
 
-def _normal(mean: float, deviation: float) -> _Drawn:
-    return _Drawn(lambda unit: mean + deviation * _inverse_normal(unit))
+def _normal(mean: float, deviation: float) -> Drawn:
+    return Drawn(lambda unit: mean + deviation * _inverse_normal(unit))
 
 
-def _truncated(mean: float, deviation: float) -> _Drawn:
+def _truncated(mean: float, deviation: float) -> Drawn:
     """Within two standard deviations, as Keras cuts it."""
     below = 0.5 * math.erfc(2 / math.sqrt(2))
-    return _Drawn(lambda unit: mean + deviation * _inverse_normal(below + unit * (1 - 2 * below)))
+    return Drawn(lambda unit: mean + deviation * _inverse_normal(below + unit * (1 - 2 * below)))
 
 
-def _inverse_normal(probability: np.ndarray) -> np.ndarray:
+def _inverse_normal(probability: Any) -> Any:
+    if tf.is_tensor(probability):
+        return tf.math.ndtri(probability)
     with tf.init_scope(), tf.device("CPU"):
         return tf.math.ndtri(tf.constant(probability, tf.float64)).numpy()
 
 
-def _variance_scaling(made: Any, shape: tuple[int, ...]) -> _Drawn:
+def _variance_scaling(made: Any, shape: tuple[int, ...]) -> Drawn:
     """Keras's formulas, with the fans of the whole variable: stddev = sqrt(scale / n), limit = sqrt(3 scale / n)."""
     field = math.prod(shape[:-2])
     fan_in, fan_out = (shape[0], shape[0]) if len(shape) == 1 else (shape[-2] * field, shape[-1] * field)

@@ -11,14 +11,15 @@ Backwards, 4 sums gradients that belong to one row, and one alltoall takes them 
 up when they update. With one rank 1 to 3 are a plain gather. (The scheme of embedding layers since "Deep learning
 recommendation model for personalization and recommendation systems", Naumov et al., arXiv:1906.00091, section 3.)
 
-Rows are known by keys: ``key = local * N + rank``, see ``hvdkit.planning.layout``.
+Rows are known by keys: ``key = local * N + rank``, see ``hvdkit.planning.layout``; those of tables that evict by ids,
+see ``hvdkit.variable.vocabulary``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -44,8 +45,33 @@ class Found:
         return _spread(self.rows, self.place)
 
 
+class Source(Protocol):
+    """Rows of one variable, on this rank and on the others."""
+
+    def route(self, keys: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the rank of each key, int32, and what to send it."""
+
+    def read(self, sent: tf.Tensor) -> tf.Tensor:
+        """Return this rank's rows for what was sent."""
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A variable whose rows are known by ``key = local * N + rank``."""
+
+    variable: tf.Variable
+
+    def route(self, keys: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the rank of each key, and its local row."""
+        return tf.cast(keys % size, tf.int32), keys // size
+
+    def read(self, sent: tf.Tensor) -> tf.Tensor:
+        """Return local rows."""
+        return self.variable.sparse_read(sent)
+
+
 def look_up(
-    variables: Sequence[tf.Variable],
+    sources: Sequence[Source],
     keys: Sequence[tf.Tensor],
     fault: Fault,
     *,
@@ -57,7 +83,7 @@ def look_up(
     Every rank calls it with the same variables; keys, and how many there are, differ.
 
     Args:
-        variables: this rank's parts, each ``[local rows, width]``.
+        sources: where each variable's rows are.
         keys: for each variable the keys asked for, ``[n]`` int32 or int64, n >= 0.
         fault: the first id of this rank that was out of range, if there is one.
         name: makes the collectives' names.
@@ -71,27 +97,27 @@ def look_up(
     if size == 1:
         with tf.control_dependencies(raise_everywhere(fault.words[None], fault)):
             keys = [tf.identity(k) for k in keys]
-        return [read_distinct(v, k) for v, k in zip(variables, keys, strict=True)]
-    asked = [_Asked.of(k, size) for k in keys]
+        return [read_distinct(s, k) for s, k in zip(sources, keys, strict=True)]
+    asked = [_Asked.of(s, k, size) for s, k in zip(sources, keys, strict=True)]
     counts = tf.stack([a.counts for a in asked], axis=1)  # [N, variables]
     ids, theirs = _swap_ids(asked, counts, fault, name)
-    rows = [v.sparse_read(i) for v, i in zip(variables, ids, strict=True)]
+    rows = [s.read(i) for s, i in zip(sources, ids, strict=True)]
     received = _swap_rows(rows, theirs, counts, wire, name)
     return [Found(r, a.place) for r, a in zip(received, asked, strict=True)]
 
 
-def read_distinct(variable: tf.Variable, rows: tf.Tensor) -> Found:
+def read_distinct(source: Source, keys: tf.Tensor) -> Found:
     """Read rows of this rank's own, each once however often it is asked for: its gradient then is one row, too."""
-    distinct, place = tf.unique(rows)
-    return Found(variable.sparse_read(distinct), place)
+    distinct, place = tf.unique(keys)
+    return Found(source.read(distinct), place)
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What this rank asks of every rank: distinct local rows, sorted by rank.
+    """What this rank asks of every rank: distinct rows, sorted by rank.
 
     Attributes:
-        parts: for each rank the rows asked of it.
+        parts: for each rank what asks it for its rows.
         counts: how many, ``[N]`` int32.
         place: for each key the place of its row in ``concat(parts)``.
     """
@@ -101,10 +127,10 @@ class _Asked:
     place: tf.Tensor
 
     @classmethod
-    def of(cls, keys: tf.Tensor, size: int) -> _Asked:
+    def of(cls, source: Source, keys: tf.Tensor, size: int) -> _Asked:
         distinct, place = tf.unique(keys)
-        rank = tf.cast(distinct % size, tf.int32)
-        parts = tf.dynamic_partition(distinct // size, rank, size)
+        rank, sent = source.route(distinct, size)
+        parts = tf.dynamic_partition(sent, rank, size)
         order = tf.concat(tf.dynamic_partition(tf.range(tf.size(distinct)), rank, size), 0)
         sorted_place = tf.gather(tf.math.invert_permutation(order), place)
         return cls(parts, tf.stack([tf.size(p) for p in parts]), sorted_place)

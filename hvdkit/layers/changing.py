@@ -1,0 +1,88 @@
+"""What a table whose ids come and go has beside its rows: variables that say whose each row is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdkit import cluster
+from hvdkit.collectives.shards import Piece, Shard, mark, shard_of
+from hvdkit.layers.base import memory
+from hvdkit.partition import rows_of
+from hvdkit.planning import Table
+from hvdkit.planning.table import BUCKET
+from hvdkit.variable.mixing import first_rows
+from hvdkit.variable.partitioned import gather_parts
+from hvdkit.variable.vocabulary import NO_ID, Uses, Vocabulary
+
+_FIRST = {"ids": (NO_ID, "int64"), "used": (-1, "int64"), "fresh": (False, "bool")}
+
+
+class ChangingRows:
+    """Which id has which row, on this rank.
+
+    Args:
+        layer: the Keras layer that owns the variables.
+        table: the table.
+        rows: this rank's rows of it, the Keras variable.
+        seed: of first values.
+    """
+
+    def __init__(self, layer: Any, table: Table, rows: Any, seed: int):
+        self.table, self._rows = table, rows
+        self._buckets = rows_of("div", table.buckets, cluster.rank(), cluster.size())
+        shape = (table.input_dim, table.output_dim)
+        self._first_rows = first_rows(table.initializer, shape, table.dtype, seed, table.name)
+        with memory(table.host):
+            self._uses = {word: self._add(layer, word, *_FIRST[word]) for word in _FIRST}
+            self._clock = layer.add_weight(
+                name=f"{table.name}_clock", shape=(), initializer="zeros", dtype="int64", trainable=False
+            )
+        self._mark()
+
+    def _add(self, layer: Any, word: str, first: Any, dtype: str) -> Any:
+        def first_values(shape: Any, dtype: str) -> np.ndarray:
+            return np.full(shape, first, dtype)
+
+        return layer.add_weight(
+            name=f"{self.table.name}_{word}",
+            shape=(len(self._buckets), BUCKET),
+            initializer=first_values,
+            dtype=dtype,
+            trainable=False,
+            autocast=False,
+        )
+
+    def _mark(self) -> None:
+        """Mark all variables as shards; Keras may have made the TensorFlow variables since the last time."""
+        whole = shard_of(self._rows)
+        assert whole is not None
+        shape, index = (self.table.buckets, BUCKET), (self._buckets, range(BUCKET))
+        for word, variable in self._uses.items():
+            piece = Piece(self.table.name, shape, index, 0, "bucket")
+            mark(variable, Shard(whole.owner, (piece,), word))
+        mark(self._rows, Shard(whole.owner, whole.pieces, fresh=self._uses["fresh"]._value))
+
+    def source(self, training: bool | None) -> Vocabulary:
+        """Return what lookups go through."""
+        self._mark()
+        uses = {word: variable._value for word, variable in self._uses.items()}
+        return Vocabulary(
+            self._rows._value,
+            Uses(**uses, clock=self._clock._value),
+            buckets=self._buckets,
+            total=self.table.buckets,
+            evict=str(self.table.evict),
+            first_rows=self._first_rows,
+            table=self.table.name,
+            training=training,
+        )
+
+    def gather_ids(self) -> np.ndarray:
+        """Return the id of each row of the whole table, ``[input_dim]``, ``NO_ID`` for those that are free."""
+        size, shape = cluster.size(), (self.table.buckets, BUCKET)
+        indices = [(rows_of("div", self.table.buckets, rank, size), range(BUCKET)) for rank in range(size)]
+        whole = gather_parts(self._uses["ids"]._value, indices, shape, None, "hvdkit.ids")
+        assert whole is not None
+        return whole.reshape(-1)

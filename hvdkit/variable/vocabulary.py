@@ -1,0 +1,173 @@
+"""Which id has which row of a table whose ids come and go.
+
+A rank's rows stand in buckets of W. An id belongs to one bucket, which follows from the id alone, and has any row of
+it: finding an id compares it with W others, and a new id takes a free row of its bucket, or the row of the id that was
+asked for least recently (lru) or in the fewest steps (lfu). That is a set-associative cache, as GPU hash tables for
+embeddings are (NVIDIA's HierarchicalKV). It needs no hash table op, runs on GPUs, and a bucket's rows go to another
+rank by arithmetic, so that checkpoints fit any number of ranks.
+
+Ids and steps decide everything: with equal global batches an id has the same row at any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.errors import describe
+from hvdkit.planning.table import BUCKET
+from hvdkit.variable.mixing import bucket_of
+
+# The one id that no row can have: it marks rows that are free.
+NO_ID = -(2**63)
+# A row's last use: in how many steps it was asked for (lfu), times this, and the last of them.
+_STEPS = 2**40
+
+
+@dataclass(frozen=True)
+class Uses:
+    """What is known of each row: variables ``[buckets of this rank, W]``, and the step.
+
+    Attributes:
+        ids: int64, whose row it is.
+        used: int64, when it was asked for, -1 for never.
+        fresh: bool, whether it changed hands since the optimizer's last update.
+        clock: int64 scalar, equal on all ranks: the number of lookups.
+    """
+
+    ids: tf.Variable
+    used: tf.Variable
+    fresh: tf.Variable
+    clock: tf.Variable
+
+
+class Vocabulary:
+    """The rows of one table on this rank, by id: what ``hvdkit.variable.routing`` asks and reads.
+
+    Args:
+        rows: this rank's rows, ``[buckets * W + 1, width]``; the last is nobody's and stays zero.
+        uses: what is known of them.
+        buckets: which of all buckets this rank has.
+        total: number of all buckets.
+        evict: "lru" or "lfu".
+        first_rows: the function from ids to first values, see ``hvdkit.variable.mixing``.
+        table: its name, for messages.
+        training: True: new ids get rows. False: they do not. None: nobody said, and a gradient is refused.
+    """
+
+    def __init__(
+        self,
+        rows: tf.Variable,
+        uses: Uses,
+        *,
+        buckets: range,
+        total: int,
+        evict: str,
+        first_rows: Callable[[tf.Tensor], tf.Tensor],
+        table: str,
+        training: bool | None,
+    ):
+        self.rows, self._uses, self._buckets, self._total = rows, uses, buckets, total
+        self._counts, self._first_rows, self._table = evict == "lfu", first_rows, table
+        self._training = training
+
+    def route(self, ids: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the rank of each id, int32, and what to send it."""
+        each, longer = divmod(self._total, size)  # as hvdkit.partition.owner has it for "div"
+        bucket = bucket_of(ids, self._total)
+        rank = tf.maximum(bucket // (each + 1), (bucket - longer) // max(each, 1))
+        return tf.cast(rank, tf.int32), ids
+
+    def read(self, ids: tf.Tensor) -> tf.Tensor:
+        """Return the rows of ids ``[n]``, ``[n, width]``: zeros for those that have none."""
+        with tf.device(self.rows.device):
+            distinct, place = tf.unique(ids)
+            places = tf.gather(self._find(distinct), place)
+            nobody = tf.equal(places, self._nobody)
+            rows = self.rows.sparse_read(places)
+            rows = tf.where(nobody[:, None], tf.zeros_like(rows), rows)
+            return self._without_gradient(rows) if self._training is None else rows
+
+    def _without_gradient(self, rows: tf.Tensor) -> tf.Tensor:
+        """Refuse to train by a lookup that nobody said is training: new ids would never learn, without a word."""
+        remedy = "call the layer or the model with training=True, or False to keep its ids as they are"
+        expected = f"True where table {self._table!r}, whose ids change, learns"
+        return tf.raw_ops.PreventGradient(input=rows, message=describe("training", None, expected, remedy))
+
+    @property
+    def _nobody(self) -> int:
+        return len(self._buckets) * BUCKET
+
+    def _find(self, ids: tf.Tensor) -> tf.Tensor:
+        """Return the place of each of the distinct ids; new ones may get one."""
+        now = self._uses.clock.assign_add(1) if self._training else None
+        if not self._buckets:  # fewer buckets than ranks: nobody asks this one
+            return tf.fill([tf.size(ids)], tf.constant(self._nobody, tf.int64))
+        bucket = bucket_of(ids, self._total) - self._buckets.start
+        real = ids != tf.constant(NO_ID, tf.int64)
+        hits = tf.logical_and(self._uses.ids.sparse_read(bucket) == ids[:, None], real[:, None])
+        found, way = tf.reduce_any(hits, 1), tf.argmax(tf.cast(hits, tf.int8), 1)
+        places = tf.where(found, bucket * BUCKET + way, self._nobody)
+        if now is None:
+            return places
+        self._touch(tf.boolean_mask(tf.stack([bucket, way], 1), found), now)
+        missing = tf.where(tf.logical_and(tf.logical_not(found), real))[:, 0]
+        return tf.cond(tf.size(missing) > 0, lambda: self._take_in(ids, bucket, places, missing, now), lambda: places)
+
+    def _touch(self, places: tf.Tensor, now: tf.Tensor) -> None:
+        """Note that rows ``[n, 2]`` (bucket, way) were asked for."""
+        steps = self._uses.used.gather_nd(places) // _STEPS + 1 if self._counts else tf.zeros_like(places[:, 0])
+        self._uses.used.scatter_nd_update(places, steps * _STEPS + now)
+
+    def _take_in(
+        self, ids: tf.Tensor, bucket: tf.Tensor, places: tf.Tensor, missing: tf.Tensor, now: tf.Tensor
+    ) -> tf.Tensor:
+        """Give rows to the ids at ``missing``; return all places.
+
+        The new ids of one bucket take its rows in turn, the smallest id the row that was used least; rows that this
+        step uses stay. Where a bucket has no more, the others go without in this step.
+        """
+        order = tf.argsort(tf.gather(ids, missing), stable=True)
+        missing = tf.gather(missing, order)
+        missing = tf.gather(missing, tf.argsort(tf.gather(bucket, missing), stable=True))
+        bucket = tf.gather(bucket, missing)
+        turn = tf.range(tf.size(bucket)) - tf.searchsorted(bucket, bucket, side="left")
+        used = self._uses.used.sparse_read(bucket)
+        busy = tf.logical_and(used >= 0, used % _STEPS == now)
+        ways = tf.argsort(tf.where(busy, tf.int64.max, used), axis=1, stable=True)
+        fits = turn < BUCKET - tf.reduce_sum(tf.cast(busy, tf.int32), 1)
+        way = tf.gather(ways, tf.minimum(turn, BUCKET - 1), batch_dims=1)
+        missing, bucket = tf.boolean_mask(missing, fits), tf.boolean_mask(bucket, fits)
+        place = tf.stack([bucket, tf.cast(tf.boolean_mask(way, fits), tf.int64)], 1)
+        self._give(place, tf.gather(ids, missing), now)
+        return tf.tensor_scatter_nd_update(places, missing[:, None], place[:, 0] * BUCKET + place[:, 1])
+
+    def _give(self, place: tf.Tensor, ids: tf.Tensor, now: tf.Tensor) -> None:
+        """Make the rows at ``place`` those of new ids."""
+        uses, first = self._uses, _STEPS if self._counts else 0
+        uses.ids.scatter_nd_update(place, ids)
+        uses.used.scatter_nd_update(place, tf.fill([tf.size(ids)], first + now))
+        uses.fresh.scatter_nd_update(place, tf.fill([tf.size(ids)], True))
+        rows = place[:, 0] * BUCKET + place[:, 1]
+        self.rows.scatter_update(tf.IndexedSlices(self._first_rows(ids), rows))
+
+
+def take_fresh(fresh: tf.Variable, gradient: Any) -> tf.Tensor:
+    """Return the rows of a gradient that changed hands since the last update, and note that they are known.
+
+    Args:
+        fresh: as in :class:`Uses`.
+        gradient: of the table's rows, as IndexedSlices or (added up over steps) dense.
+    """
+    if isinstance(gradient, tf.IndexedSlices):
+        rows = tf.cast(gradient.indices, tf.int64)
+        rows = tf.boolean_mask(rows, rows < fresh.shape[0] * BUCKET)
+        places = tf.stack([rows // BUCKET, rows % BUCKET], 1)
+        places = tf.boolean_mask(places, fresh.gather_nd(places))
+    else:
+        places = tf.where(fresh)
+    fresh.scatter_nd_update(places, tf.fill([tf.shape(places)[0]], False))
+    return places[:, 0] * BUCKET + places[:, 1]

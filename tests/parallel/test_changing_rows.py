@@ -1,0 +1,212 @@
+"""Tables whose ids come and go: who gets a row, what it holds, and what becomes of the optimizer's slots."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+from hvdkit.planning.table import BUCKET
+from hvdkit.variable.mixing import bucket_of, first_rows
+from hvdkit.variable.vocabulary import NO_ID
+
+ROWS, WIDTH, STEPS = 3 * BUCKET, 4, 12
+WORDS = keras.initializers.RandomUniform(-1.0, 1.0)
+
+
+class Reference:
+    """One process, one dictionary: the rule of buckets, and plain optimizers on the rows that a step asks for."""
+
+    def __init__(self, evict, optimizer):
+        self.evict, self.optimizer = evict, optimizer
+        self.rows: dict[int, dict] = {}
+        self.step = 0
+        self.first = first_rows(WORDS, (ROWS, WIDTH), "float64", 7, "embeddings")
+
+    def look_up(self, ids):
+        self.step += 1
+        distinct = sorted(set(ids.ravel().tolist()))
+        for i in distinct:
+            if i in self.rows:
+                self.rows[i]["steps"] += 1
+                self.rows[i]["last"] = self.step
+        for i in distinct:
+            if i not in self.rows:
+                self.take_in(i)
+        return np.array([self.rows[i]["w"] if i in self.rows else np.zeros(WIDTH) for i in ids.ravel()])
+
+    def take_in(self, new):
+        bucket = int(bucket_of(tf.constant([new], tf.int64), ROWS // BUCKET)[0])
+        inside = {i: r for i, r in self.rows.items() if r["bucket"] == bucket}
+        if len(inside) == BUCKET:
+            age = {i: (r["steps"] if self.evict == "lfu" else 0, r["last"]) for i, r in inside.items()}
+            idle = [i for i, r in sorted(inside.items(), key=lambda item: item[1]["way"]) if r["last"] < self.step]
+            if not idle:
+                return
+            oldest = min(idle, key=lambda i: age[i])
+            way = self.rows.pop(oldest)["way"]
+        else:
+            way = min(set(range(BUCKET)) - {r["way"] for r in inside.values()})
+        w = self.first(tf.constant([new], tf.int64)).numpy()[0]
+        self.rows[new] = {"bucket": bucket, "way": way, "steps": 1, "last": self.step, "w": w, "a": 0.1, "m": 0.0}
+
+    def update(self, gradients):
+        for i, g in gradients.items():
+            if i in self.rows:
+                row = self.rows[i]
+                if self.optimizer == "adagrad":
+                    row["a"] = row["a"] + g * g
+                    row["w"] = row["w"] - 0.5 * g / np.sqrt(row["a"] + 1e-7)
+                else:
+                    row["m"] = 0.5 * row["m"] - np.float64(np.float32(0.1)) * g
+                    row["w"] = row["w"] + row["m"]
+
+
+OPTIMIZERS = {
+    "adagrad": lambda: keras.optimizers.Adagrad(0.5),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.5),
+}
+
+
+def ids_of(step, rank, many=60):
+    """Ids of which some come back, some come once, and of which a rank may have none."""
+    rng = np.random.default_rng([step, rank])
+    n = 0 if rank == 1 and step % 3 == 0 else many
+    known = rng.zipf(1.2, n) % 90
+    return np.where(rng.random(n) < 0.5, known, rng.integers(-(2**62), 2**62, n)).astype("i8")
+
+
+def layer_of(evict, **options):
+    layer = hk.layers.ShardedEmbedding(
+        ROWS - 5, WIDTH, evict=evict, embeddings_initializer=WORDS, seed=7, dtype="float64", name="t", **options
+    )
+    layer.build()
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("evict", "name", "how", "traced"),
+    [("lru", "adagrad", "auto", True), ("lfu", "momentum", "lazy", False), ("lfu", "adagrad", "auto", True)],
+)
+def test_rows_and_slots_equal_one_process(evict, name, how, traced, rank, size):
+    layer = layer_of(evict)
+    optimizer = hk.DistributedOptimizer(OPTIMIZERS[name](), op=hk.Sum, sparse_updates=how)
+    reference = Reference(evict, name)
+
+    def step(ids, weights):
+        with tf.GradientTape() as tape:
+            found = layer(ids, training=True)
+            loss = tf.reduce_sum(found * weights[:, None])
+        optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+        return found
+
+    run = tf.function(step, reduce_retracing=True) if traced else step
+    optimizer.build(layer.trainable_variables)
+    evicted = 0
+    for number in range(STEPS):
+        parts = [ids_of(number, r) for r in range(size)]
+        weights = [np.random.default_rng([9, number, r]).normal(size=len(p)) for r, p in enumerate(parts)]
+        known = set(reference.rows)
+        expected = reference.look_up(np.concatenate(parts))
+        found = run(tf.constant(parts[rank]), tf.constant(weights[rank]))
+        start = sum(len(p) for p in parts[:rank])
+        np.testing.assert_allclose(found, expected[start : start + len(parts[rank])], rtol=1e-6, atol=1e-8)
+        gradients: dict = {}
+        for i, w in zip(np.concatenate(parts).tolist(), np.concatenate(weights), strict=True):
+            gradients[i] = gradients.get(i, 0.0) + np.full(WIDTH, w)
+        reference.update(gradients)
+        evicted += len(known - set(reference.rows))
+    assert evicted > 0
+    ids, rows = layer.ids(), layer.gather()
+    assert ids.shape == (ROWS,) and rows.shape == (ROWS, WIDTH)
+    assert set(ids[ids != NO_ID].tolist()) == set(reference.rows)
+    for i, row in zip(ids.tolist(), rows, strict=True):
+        np.testing.assert_allclose(row, reference.rows[i]["w"] if i != NO_ID else 0.0, rtol=1e-6, atol=1e-8)
+    before = layer.ids()
+    unknown = layer(tf.constant([2**62 + rank, NO_ID]), training=False)
+    np.testing.assert_array_equal(unknown, np.zeros((2, WIDTH)))
+    np.testing.assert_array_equal(layer.ids(), before)
+
+
+def test_a_full_bucket_leaves_new_ids_without_a_row(rank, size):
+    layer = hk.layers.ShardedEmbedding(1, 2, evict="lru", seed=1)  # one bucket: on one rank
+    ids = tf.range(rank * 40, rank * 40 + 40, dtype=tf.int64)
+    rows = layer(ids, training=True).numpy()
+    smallest = rank * 40 + np.arange(40) < BUCKET  # those that came first, in the order of their numbers
+    np.testing.assert_array_equal((rows != 0).any(1), smallest)
+    again = layer(ids[:5]).numpy()
+    np.testing.assert_array_equal(again, rows[:5])
+    assert sorted(layer.ids().tolist()) == list(range(BUCKET))
+
+
+@pytest.mark.parametrize("how", ["exact", "accumulated", "average"])
+def test_no_slot_remembers_the_id_before(how, rank, size):
+    """An optimizer that updates whole shards, one that adds steps up, and Keras's moving average of the weights."""
+    layer = hk.layers.ShardedEmbedding(1, 2, evict="lru", embeddings_initializer=0.25, seed=1)
+    layer.build()
+    made = keras.optimizers.SGD(0.5, momentum=0.9, use_ema=how == "average", ema_momentum=0.5)
+    optimizer = hk.DistributedOptimizer(made, op=hk.Sum, accumulate_steps=2 if how == "accumulated" else 1)
+    optimizer.build(layer.trainable_variables)
+
+    def step(first, share=1.0):
+        with tf.GradientTape() as tape:
+            loss = share * tf.reduce_sum(layer(tf.range(first, first + BUCKET, dtype=tf.int64), training=True))
+        optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+
+    step(0)  # of two that are added up, the first
+    step(1000, share=0.0)  # all rows change hands, and no gradient of their own moves them
+    np.testing.assert_array_equal(layer.gather(), np.full((BUCKET, 2), 0.25))
+    for variable in optimizer.variables:
+        if variable.path.endswith("momentum") and variable.shape[0] > 1:
+            np.testing.assert_array_equal(variable, np.zeros(variable.shape))
+        if "average" in variable.path and variable.shape[0] > 1:
+            np.testing.assert_array_equal(variable[:BUCKET], np.full((BUCKET, 2), 0.25))
+
+
+def test_who_has_which_row_is_saved(shared_path, rank, size):
+    def trained(steps, seed):
+        layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, evict="lfu", seed=seed, name="words")
+        layer.build()
+        optimizer = hk.DistributedOptimizer(keras.optimizers.Adam(0.1))
+        optimizer.build(layer.trainable_variables)
+        state = {"layer": layer, "optimizer": optimizer}
+        for number in steps:
+            train(state, number)
+        return state
+
+    def train(state, number):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(state["layer"](ids_of(number, rank), training=True) - 1.0))
+        variables = state["layer"].trainable_variables
+        state["optimizer"].apply(tape.gradient(loss, variables), variables)
+
+    state, again = trained(range(6), 3), trained([], 3)
+    hk.checkpoint.restore(hk.checkpoint.save(shared_path / "step-6", state), again)
+    for number in (6, 7):
+        train(state, number), train(again, number)
+    np.testing.assert_array_equal(again["layer"].ids(), state["layer"].ids())
+    np.testing.assert_array_equal(again["layer"].gather(), state["layer"].gather())
+    for mine, theirs in zip(again["optimizer"].variables, state["optimizer"].variables, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_ids_that_come_and_go_have_rules_of_their_own():
+    table = hk.layers.Table("t", 33, 2, evict="lru")
+    assert table.input_dim == 64
+    with pytest.raises(ValueError, match=r"evict of table 't': got fifo, expected None, 'lru' or 'lfu'"):
+        hk.layers.Table("t", 33, 2, evict="fifo")
+    with pytest.raises(ValueError, match=r"placements\['t'\]: got column, expected 'row' for a table that evicts"):
+        hk.layers.ShardedEmbeddingCollection([table], {"t": "column"})
+    orthogonal = hk.layers.Table("t", 33, 2, evict="lru", initializer="orthogonal")
+    with pytest.raises(ValueError, match="initializer of table 't'"):
+        hk.layers.ShardedEmbeddingCollection([orthogonal]).build()
+    layer = hk.layers.ShardedEmbedding(33, 2, evict="lru")
+    for call in (layer, tf.function(layer)):
+        said = "training: got None, expected True where table 'embeddings'"
+        with pytest.raises(LookupError, match=said), tf.GradientTape() as tape:
+            loss = tf.reduce_sum(call(tf.constant([1, 2])))
+            tape.gradient(loss, layer.trainable_variables)
+    with pytest.raises(ValueError, match="expected one made with evict="):
+        hk.layers.ShardedEmbedding(3, 2).ids()
