@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("way", choices=["plain", "hvdkit", "sparse", "dense"])
     parser.add_argument("--work", choices=["one", "many"], default="one")
     parser.add_argument("--optimizer", choices=["sgd", "adagrad", "adam"], default="sgd")
+    parser.add_argument("--ahead", action="store_true", help="hvdkit: each step sends the next one's ids")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--folder", type=Path, required=True, help="where results go")
     args = parser.parse_args()
@@ -134,13 +135,15 @@ def with_hvdkit(args):
     if args.work == "one":
         layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, seed=1)
         layer.build()
-        look_up = lambda ids: [layer(ids["table"])]  # noqa: E731
+        look_up = lambda ids: [layer(getattr(ids, "get", lambda _: ids)("table"))]  # noqa: E731
+        ask = lambda ids: layer.ask(ids["table"])  # noqa: E731
     else:
         shapes = zip(SIZES, WIDTHS, strict=True)
         tables = [hk.layers.Table(f"t{i}", rows, width, combiner="sum") for i, (rows, width) in enumerate(shapes)]
         layer = hk.layers.ShardedEmbeddingCollection(tables, seed=1)
         layer.build()
         look_up = lambda ids: list(layer(ids).values())  # noqa: E731
+        ask = layer.ask
     optimizer = hk.DistributedOptimizer(optimizer_of(args.optimizer))
     optimizer.build(layer.trainable_variables)
     batches = ids_of(args.work, cluster.rank)
@@ -152,6 +155,20 @@ def with_hvdkit(args):
         optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
         return loss
 
+    @tf.function
+    def step_ahead(asked, following):
+        following = ask(following)
+        return following, step(asked)
+
+    asked = ask(batches[0]) if args.ahead else None
+
+    def run(number):
+        nonlocal asked
+        if not args.ahead:
+            return step(batches[number % BATCHES])
+        asked, loss = step_ahead(asked, batches[(number + 1) % BATCHES])
+        return loss
+
     held = sum(int(np.prod(v.shape)) * 4 for v in layer.weights)
 
     def extra():
@@ -159,7 +176,7 @@ def with_hvdkit(args):
         needed = hk.allreduce(needed_bytes(layer, batches[0]), hk.Sum)
         return {"table_mb": held / 2**20, "bytes_ratio": hk.allreduce(sent, hk.Sum) / needed, "alltoalls": made}
 
-    return lambda number: step(batches[number % BATCHES]), cluster.rank, hk.barrier, extra
+    return run, cluster.rank, hk.barrier, extra
 
 
 def needed_bytes(layer, batch) -> int:

@@ -15,6 +15,7 @@ from hvdkit.errors import describe
 from hvdkit.gradients.compression import wire_dtype
 from hvdkit.layers.base import ShardedLayer
 from hvdkit.layers.features import OutOfRange, bag_of
+from hvdkit.layers.lookup import Asked, ask, read
 from hvdkit.layers.store import TableStore
 from hvdkit.planning import Plan, Table, plan_tables
 from hvdkit.planning.table import check_tables
@@ -89,21 +90,44 @@ class ShardedEmbeddingCollection(ShardedLayer):
         self.built = True
 
     @graph_safe
-    def call(self, inputs: Mapping[str, Any], training: bool | None = None) -> dict[str, Any]:
+    def call(self, inputs: Mapping[str, Any] | Asked, training: bool | None = None) -> dict[str, Any]:
         """Look the features up.
 
         Args:
-            inputs: every feature's ids, or ids and weights.
+            inputs: every feature's ids, or ids and weights; or what :meth:`ask` returned.
             training: True, as in ``fit``: new ids of tables that evict get rows. Else they give zeros; and where
                 nobody said False either, a gradient of such a table is a LookupError.
 
         Returns:
             Of each feature ``[..., output_dim]`` in the layer's compute dtype.
         """
-        self._check_features(inputs)
-        bags = {name: (table, bag_of(inputs[name], table.combiner, name)) for name, table in self.features.items()}
-        found = self._tables_here().look_up(bags, training=training)
+        asked = inputs if isinstance(inputs, Asked) else self.ask(inputs)
+        found = read(self._tables_here(), asked, training)
         return {name: tf.cast(vectors, self.compute_dtype) for name, vectors in found.items()}
+
+    @graph_safe
+    def ask(self, inputs: Mapping[str, Any]) -> Asked:
+        """Tell the ranks which rows the next call needs, ahead of it: ids travel while something else is computed.
+
+        Every rank calls it. What it returns goes to the layer in place of ids, once, in the same step or a later one.
+        Rows are read then, so that results are the same.
+
+        Args:
+            inputs: as for a call.
+
+        Example::
+
+            @tf.function
+            def step(asked, labels, next_ids):
+                following = embed.ask(next_ids)  # on its way while this step computes
+                with tf.GradientTape() as tape:
+                    loss = loss_of(model(embed(asked, training=True)), labels)
+                ...
+                return following, loss
+        """
+        self._check_features(inputs)
+        bags = {name: bag_of(inputs[name], table.combiner, name) for name, table in self.features.items()}
+        return ask(self._tables_here(), bags)
 
     def compute_output_spec(self, inputs: Mapping[str, Any], **_: Any) -> dict[str, Any]:
         """Return the outputs' shapes, without a lookup."""

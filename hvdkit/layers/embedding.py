@@ -12,6 +12,7 @@ from hvdkit.errors import describe
 from hvdkit.layers.base import ShardedLayer
 from hvdkit.layers.collection import ShardedEmbeddingCollection, output_spec
 from hvdkit.layers.features import OutOfRange
+from hvdkit.layers.lookup import Asked
 from hvdkit.planning import Table
 from hvdkit.planning.table import Combiner, Evict
 
@@ -88,7 +89,13 @@ class ShardedEmbedding(ShardedLayer):
     @graph_safe
     def call(self, inputs: Any, training: bool | None = None) -> tf.Tensor:
         """Return vectors ``[*ids.shape, output_dim]``, or with a combiner ``[*ids.shape[:-1], output_dim]``."""
-        return self._collection({_TABLE: inputs}, training=training)[_TABLE]
+        given = inputs if isinstance(inputs, Asked) else {_TABLE: inputs}
+        return self._collection(given, training=training)[_TABLE]
+
+    @graph_safe
+    def ask(self, inputs: Any) -> Asked:
+        """Tell the ranks which rows the next call needs, ahead of it; see the collection's."""
+        return self._collection.ask({_TABLE: inputs})
 
     def compute_output_spec(self, inputs: Any, **_: Any) -> Any:
         """Return the output's shape, without a lookup."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 
@@ -15,8 +14,7 @@ from hvdkit.variable.routing import Found
 OutOfRange = Literal["error", "wrap", "drop"]
 
 
-@dataclass(frozen=True)
-class Bag:
+class Bag(NamedTuple):
     """The ids of one feature, laid out flat.
 
     Attributes:
@@ -115,16 +113,16 @@ def in_range(bag: Bag, rows: int, how: OutOfRange) -> Bag:
     With "error" they have been noted before, and every rank raises before a row is used.
     """
     if how == "wrap":
-        return replace(bag, ids=tf.math.floormod(bag.ids, tf.cast(rows, bag.ids.dtype)))
+        return bag._replace(ids=tf.math.floormod(bag.ids, tf.cast(rows, bag.ids.dtype)))
     bad = is_out_of_range(bag.ids, rows)
     if how == "error":
-        return replace(bag, ids=tf.where(bad, tf.zeros_like(bag.ids), bag.ids))
+        return bag._replace(ids=tf.where(bad, tf.zeros_like(bag.ids), bag.ids))
     kept = tf.where(tf.logical_not(bad))[:, 0]
     ids = tf.gather(bag.ids, kept)
     if bag.segments is None:
-        return replace(bag, ids=ids, kept=kept)
+        return bag._replace(ids=ids, kept=kept)
     weights = None if bag.weights is None else tf.gather(bag.weights, kept)
-    return replace(bag, ids=ids, segments=tf.gather(bag.segments, kept), weights=weights)
+    return bag._replace(ids=ids, segments=tf.gather(bag.segments, kept), weights=weights)
 
 
 def combined(found: Found, bag: Bag, combiner: str | None) -> Any:

@@ -10,19 +10,16 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives import tensors
 from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.collectives.shards import Piece, PieceState, Shard, mark, shard_of
 from hvdkit.errors import describe
 from hvdkit.layers.base import memory
 from hvdkit.layers.changing import ChangingRows
-from hvdkit.layers.features import Bag, OutOfRange, combined, in_range
+from hvdkit.layers.features import OutOfRange
 from hvdkit.planning import Group, Table, lay_out
-from hvdkit.variable.faults import find_fault, raise_everywhere
 from hvdkit.variable.initial import common_seed, initial_blocks
-from hvdkit.variable.keys import key_dtype, keys_of
 from hvdkit.variable.partitioned import gather_parts
-from hvdkit.variable.routing import Found, Numbered, Source, look_up, read_distinct
+from hvdkit.variable.routing import Numbered, Source
 
 
 class TableStore:
@@ -51,7 +48,8 @@ class TableStore:
         wire: tf.DType | None,
     ):
         self.tables = {table.name: table for table in tables}
-        self.out_of_range, self._wire = out_of_range, wire
+        self.features = {feature: table for table in tables for feature in table.features}
+        self.out_of_range, self.wire = out_of_range, wire
         listed = [(t.name, t.input_dim, t.output_dim, t.dtype, t.evict or "", placements[t.name]) for t in tables]
         call = Call(f"tables {listed}")
 
@@ -114,77 +112,19 @@ class TableStore:
         with memory(host):
             return layer.add_weight(name=name, shape=shape, initializer=first_values, dtype=dtype, autocast=False)
 
-    def look_up(self, bags: Mapping[str, tuple[Table, Bag]], *, training: bool | None) -> dict[str, Any]:
-        """Return each feature's output. Every rank calls it, with the same features.
+    @property
+    def deferred(self) -> bool:
+        """Whether Keras infers shapes, and has not made the variables yet."""
+        return any(v._value is None for v in (*self.variables, *self.replicated.values()))
 
-        Args:
-            bags: of each feature its table and its ids.
-            training: whether new ids of tables that evict get rows; see :class:`hvdkit.variable.vocabulary.Vocabulary`.
-
-        Returns:
-            Of each feature ``[*shape, output_dim]``, in the table's dtype.
-
-        Raises:
-            ValueError: in eager mode, on every rank, where an id of any rank is out of range and that is an error;
-                ``tf.errors.InvalidArgumentError`` in graphs.
-        """
+    def sources(self, groups: Sequence[int], training: bool | None) -> list[Source]:
+        """Return where the rows of some groups are; ``training`` as for a lookup."""
         for variable in self.variables:
             mark(variable, shard_of(variable))  # Keras may have made the TensorFlow variable since
-        given = [(n, b) for n, b in bags.items() if self.out_of_range == "error" and not b[0].evict]
-        labels = [f"feature {name!r} of table {table.name!r}" for name, (table, _) in given]
-        if given:
-            fault = find_fault([b.ids for _, (_, b) in given], labels, [t.input_dim for _, (t, _) in given])
-        else:
-            fault = find_fault([tf.zeros([0], tf.int32)], ["none"], [1])
-        safe = {n: (t, b if t.evict else in_range(b, t.input_dim, self.out_of_range)) for n, (t, b) in bags.items()}
-        deferred = any(v._value is None for v in (*self.variables, *self.replicated.values()))
-        slices = {} if deferred else self._look_up_slices(safe, fault, training)
-        outputs = {}
-        for name, (table, bag) in safe.items():
-            if deferred:  # Keras infers shapes, and has not made the variables yet
-                parts = [Found(tf.zeros([1, table.output_dim], table.dtype), tf.zeros_like(bag.ids))]
-            elif table.name in self.replicated:
-                parts = [self._read_whole(table, bag)]
-            else:
-                parts = slices[name]
-            made = [combined(found, bag, table.combiner) for found in parts]
-            outputs[name] = made[0] if len(made) == 1 else _beside(made, table.output_dim)
-        return outputs
-
-    def _read_whole(self, table: Table, bag: Bag) -> Found:
-        return read_distinct(Numbered(self.replicated[table.name]._value), bag.ids)
-
-    def _look_up_slices(
-        self, bags: Mapping[str, tuple[Table, Bag]], fault: Any, training: bool | None
-    ) -> dict[str, list[Found]]:
-        """Look all sharded features up at once; return each feature's rows, one part for each run of columns."""
-        size = self.layout.size
-        asked: list[list[tuple[str, int, tf.Tensor]]] = [[] for _ in self.layout.groups]
-        dtype = key_dtype(self.layout.keys)  # one for all, which travel in one message
-        for name, (table, bag) in bags.items():
-            for number, (group, part) in enumerate(self.layout.slices.get(table.name, ())):
-                ids = tf.cast(bag.ids, dtype)
-                if not table.evict:
-                    ids = keys_of(ids, part.rule, table.input_dim, size, base=part.base, rank=part.rank)
-                asked[group].append((name, number, ids))
-        used = [g for g, wanted in enumerate(asked) if wanted]
-        if not used:  # all tables are replicated: an id out of range is an error on all ranks even so
-            words = fault.words[None]
-            if size > 1 and self.out_of_range == "error":
-                words = tensors.allgather(words, "hvdkit.lookup.faults")
-            with tf.control_dependencies(raise_everywhere(words, fault)):
-                return {name: [] for name in bags}
-        keys = [tf.concat([k for _, _, k in asked[g]], 0) if len(asked[g]) > 1 else asked[g][0][2] for g in used]
-        sources: list[Source] = [
+        return [
             self._changing[g].source(training) if g in self._changing else Numbered(self.variables[g]._value)
-            for g in used
+            for g in groups
         ]
-        found = look_up(sources, keys, fault, name="hvdkit.lookup", wire=self._wire)
-        results: dict[str, dict[int, Found]] = {name: {} for name in bags}
-        for g, rows in zip(used, found, strict=True):
-            for (name, number, _), own in zip(asked[g], _split(rows, [k for _, _, k in asked[g]]), strict=True):
-                results[name][number] = own
-        return {name: [parts[i] for i in sorted(parts)] for name, parts in results.items()}
 
     def gather(self, name: str, root: int | None) -> np.ndarray | None:
         """Return a whole table, on every rank or on ``root`` alone and None elsewhere. Every rank calls it."""
@@ -236,19 +176,3 @@ class TableStore:
                 if piece.table == name:
                     return PieceState(variable, shard, piece)  # type: ignore[arg-type]
         raise AssertionError(name)
-
-
-def _split(found: Found, keys: Sequence[tf.Tensor]) -> list[Found]:
-    """Return the part of each feature whose keys were looked up together."""
-    if len(keys) == 1:
-        return [found]
-    sizes = tf.stack([tf.size(k) for k in keys])
-    return [Found(found.rows, place) for place in tf.split(found.place, sizes, num=len(keys))]
-
-
-def _beside(parts: Sequence[Any], width: int) -> Any:
-    """Put runs of columns beside each other; the last may have been filled up."""
-    if isinstance(parts[0], tf.RaggedTensor):
-        flat = tf.concat([p.flat_values for p in parts], -1)[..., :width]
-        return parts[0].with_flat_values(flat)
-    return tf.concat(parts, -1)[..., :width]

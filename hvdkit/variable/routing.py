@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -70,6 +70,22 @@ class Numbered:
         return self.variable.sparse_read(sent)
 
 
+class Asked(NamedTuple):
+    """What a lookup knows before any row is read. All of it tensors, so that it can go from one step to the next.
+
+    Attributes:
+        ids: of each variable what this rank is asked for, ``[m]``; with one rank, what it asks itself.
+        places: of each variable, for each key the place of its row among those that come, ``[n]``.
+        mine: how many rows of each variable this rank asked of each rank, ``[N, variables]`` int32.
+        theirs: how many each asked of this one, likewise.
+    """
+
+    ids: tuple[tf.Tensor, ...]
+    places: tuple[tf.Tensor, ...]
+    mine: tf.Tensor
+    theirs: tf.Tensor
+
+
 def look_up(
     sources: Sequence[Source],
     keys: Sequence[tf.Tensor],
@@ -78,7 +94,12 @@ def look_up(
     name: str,
     wire: tf.DType | None = None,
 ) -> list[Found]:
-    """Return the rows of each variable for its keys.
+    """Return the rows of each variable for its keys: :func:`ask`, then :func:`fetch`."""
+    return fetch(sources, ask(sources, keys, fault, name=name), name=name, wire=wire)
+
+
+def ask(sources: Sequence[Source], keys: Sequence[tf.Tensor], fault: Fault, *, name: str) -> Asked:
+    """Tell every rank which of its rows this one needs.
 
     Every rank calls it with the same variables; keys, and how many there are, differ.
 
@@ -87,7 +108,6 @@ def look_up(
         keys: for each variable the keys asked for, ``[n]`` int32 or int64, n >= 0.
         fault: the first id of this rank that was out of range, if there is one.
         name: makes the collectives' names.
-        wire: dtype in which rows travel; None: their own.
 
     Raises:
         ValueError: in eager mode, on every rank, if a rank had a fault. Inside graphs
@@ -96,14 +116,28 @@ def look_up(
     size = cluster.size()
     if size == 1:
         with tf.control_dependencies(raise_everywhere(fault.words[None], fault)):
-            keys = [tf.identity(k) for k in keys]
-        return [read_distinct(s, k) for s, k in zip(sources, keys, strict=True)]
-    asked = [_Asked.of(s, k, size) for s, k in zip(sources, keys, strict=True)]
-    counts = tf.stack([a.counts for a in asked], axis=1)  # [N, variables]
-    ids, theirs = _swap_ids(asked, counts, fault, name)
-    rows = [s.read(i) for s, i in zip(sources, ids, strict=True)]
-    received = _swap_rows(rows, theirs, counts, wire, name)
-    return [Found(r, a.place) for r, a in zip(received, asked, strict=True)]
+            distinct, places = zip(*(tf.unique(tf.identity(k)) for k in keys), strict=True)
+        counts = tf.stack([tf.size(d) for d in distinct])[None]
+        return Asked(distinct, places, counts, counts)
+    asked = [_Sorted.of(s, k, size) for s, k in zip(sources, keys, strict=True)]
+    mine = tf.stack([a.counts for a in asked], axis=1)
+    ids, theirs = _swap_ids(asked, mine, fault, name)
+    return Asked(tuple(ids), tuple(a.place for a in asked), mine, theirs)
+
+
+def fetch(sources: Sequence[Source], asked: Asked, *, name: str, wire: tf.DType | None = None) -> list[Found]:
+    """Return the rows that were asked for. Every rank calls it.
+
+    Args:
+        sources: as for :func:`ask`.
+        asked: what it returned.
+        name: makes the collectives' names.
+        wire: dtype in which rows travel; None: their own.
+    """
+    rows = [s.read(i) for s, i in zip(sources, asked.ids, strict=True)]
+    if cluster.size() > 1:
+        rows = _swap_rows(rows, asked.theirs, asked.mine, wire, name)
+    return [Found(r, place) for r, place in zip(rows, asked.places, strict=True)]
 
 
 def read_distinct(source: Source, keys: tf.Tensor) -> Found:
@@ -113,7 +147,7 @@ def read_distinct(source: Source, keys: tf.Tensor) -> Found:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Sorted:
     """What this rank asks of every rank: distinct rows, sorted by rank.
 
     Attributes:
@@ -127,7 +161,7 @@ class _Asked:
     place: tf.Tensor
 
     @classmethod
-    def of(cls, source: Source, keys: tf.Tensor, size: int) -> _Asked:
+    def of(cls, source: Source, keys: tf.Tensor, size: int) -> _Sorted:
         distinct, place = tf.unique(keys)
         rank, sent = source.route(distinct, size)
         parts = tf.dynamic_partition(sent, rank, size)
@@ -136,7 +170,9 @@ class _Asked:
         return cls(parts, tf.stack([tf.size(p) for p in parts]), sorted_place)
 
 
-def _swap_ids(asked: Sequence[_Asked], counts: tf.Tensor, fault: Fault, name: str) -> tuple[list[tf.Tensor], tf.Tensor]:
+def _swap_ids(
+    asked: Sequence[_Sorted], counts: tf.Tensor, fault: Fault, name: str
+) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Send every rank the rows asked of it; return those asked of this one, by variable, and how many by whom.
 
     A message is a header (the fault's words, how many rows of each variable) and the rows.

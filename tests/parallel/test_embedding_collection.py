@@ -144,6 +144,42 @@ def test_a_step_makes_three_alltoalls(tables, monkeypatch, rank, size):
     step(tf.constant([[rank, 1], [2, 3]], tf.int64))
 
 
+@pytest.mark.parametrize("plan", ["rows", "mixed"])
+def test_ids_that_travel_ahead_give_the_same(plan, rank, size):
+    """Each step asks for the next one's rows; they are read after the update."""
+    results = []
+    for ahead in (False, True):
+        layer = hk.layers.ShardedEmbeddingCollection([*TABLES, Table("any", 32, 2, evict="lru")], PLANS[plan], seed=3)
+        layer.build()
+        optimizer = hk.DistributedOptimizer(keras.optimizers.Adagrad(0.5))
+        optimizer.build(layer.trainable_variables)
+
+        def update(given, layer=layer, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                found = layer(given, training=True)
+                loss = tf.add_n([tf.reduce_sum(getattr(v, "flat_values", v) ** 2) for v in found.values()])
+            optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+
+        @tf.function(reduce_retracing=True)
+        def step(asked, following, update=update, layer=layer):
+            following = layer.ask(following)
+            update(asked)
+            return following
+
+        inputs = [{**inputs_of(rank, s), "any": tf.constant([s, -7, 2**40 + rank])} for s in range(4)]
+        asked = layer.ask(inputs[0])
+        for number in range(3):
+            if ahead:
+                asked = step(asked, inputs[number + 1])
+            else:
+                update(inputs[number])
+        results.append([layer.gather(t.name) for t in layer.tables])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="got 23 in feature 'buyer'"):
+        layer.ask({**inputs[0], "buyer": tf.constant([23])})
+
+
 class Small(keras.Model):
     def __init__(self, layer):
         super().__init__()

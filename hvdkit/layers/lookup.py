@@ -1,0 +1,139 @@
+"""The lookup of any number of features in a set of tables, in two halves: ask for rows, and get them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hvdkit.collectives import tensors
+from hvdkit.layers.features import Bag, combined, in_range
+from hvdkit.layers.store import TableStore
+from hvdkit.variable import routing
+from hvdkit.variable.faults import Fault, find_fault, raise_everywhere
+from hvdkit.variable.keys import key_dtype, keys_of
+from hvdkit.variable.routing import Found, Numbered, read_distinct
+
+_NAME = "hvdkit.lookup"
+
+
+class Asked(NamedTuple):
+    """What a layer's ``ask`` returns, and its call takes in place of ids.
+
+    Attributes:
+        bags: of each feature its ids.
+        rows: what was asked of the ranks; None where nothing is cut across them.
+    """
+
+    bags: dict[str, Bag]
+    rows: routing.Asked | None
+
+
+def ask(store: TableStore, bags: Mapping[str, Bag]) -> Asked:
+    """Tell every rank which rows this one needs. Every rank calls it, with the same features.
+
+    Raises:
+        ValueError: in eager mode, on every rank, where an id of any rank is out of range and that is an error;
+            ``tf.errors.InvalidArgumentError`` in graphs.
+    """
+    fault = _fault(store, bags)
+    safe = {name: _safe(store, name, bag) for name, bag in bags.items()}
+    if store.deferred:
+        return Asked(safe, None)
+    wanted = _wanted(store, safe)
+    if not wanted:
+        return Asked(_after_check(store, safe, fault), None)
+    keys = [_keys(store, safe, places) for places in wanted.values()]
+    return Asked(safe, routing.ask(store.sources(list(wanted), None), keys, fault, name=_NAME))
+
+
+def read(store: TableStore, asked: Asked, training: bool | None) -> dict[str, Any]:
+    """Return each feature's output ``[*shape, output_dim]``, in its table's dtype. Every rank calls it.
+
+    Args:
+        store: the tables.
+        asked: what :func:`ask` returned.
+        training: whether new ids of tables that evict get rows; see :class:`hvdkit.variable.vocabulary.Vocabulary`.
+    """
+    slices = {} if asked.rows is None else _slices(store, asked.bags, asked.rows, training)
+    outputs = {}
+    for name, bag in asked.bags.items():
+        table = store.features[name]
+        if table.name in store.replicated and not store.deferred:
+            parts = [read_distinct(Numbered(store.replicated[table.name]._value), bag.ids)]
+        elif name in slices:
+            parts = slices[name]
+        else:  # Keras infers shapes
+            parts = [Found(tf.zeros([1, table.output_dim], table.dtype), tf.zeros_like(bag.ids))]
+        made = [combined(found, bag, table.combiner) for found in parts]
+        outputs[name] = made[0] if len(made) == 1 else _beside(made, table.output_dim)
+    return outputs
+
+
+def _fault(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
+    """Return the first id of this rank that is out of range, where that is an error."""
+    checked = {n: store.features[n] for n in bags if store.out_of_range == "error" and not store.features[n].evict}
+    if not checked:
+        return find_fault([tf.zeros([0], tf.int32)], ["none"], [1])
+    labels = [f"feature {name!r} of table {table.name!r}" for name, table in checked.items()]
+    return find_fault([bags[n].ids for n in checked], labels, [t.input_dim for t in checked.values()])
+
+
+def _safe(store: TableStore, name: str, bag: Bag) -> Bag:
+    table = store.features[name]
+    return bag if table.evict else in_range(bag, table.input_dim, store.out_of_range)
+
+
+def _after_check(store: TableStore, bags: dict[str, Bag], fault: Fault) -> dict[str, Bag]:
+    """Return the bags once no rank has a fault: with replicated tables alone nothing else would carry it."""
+    words = fault.words[None]
+    if store.layout.size > 1 and store.out_of_range == "error":
+        words = tensors.allgather(words, f"{_NAME}.faults")
+    with tf.control_dependencies(raise_everywhere(words, fault)):
+        return {name: bag._replace(ids=tf.identity(bag.ids)) for name, bag in bags.items()}
+
+
+def _wanted(store: TableStore, bags: Mapping[str, Bag]) -> dict[int, list[tuple[str, int]]]:
+    """Return, by group, which features ask it for which of their runs of columns."""
+    wanted: dict[int, list[tuple[str, int]]] = {}
+    for name in bags:
+        for number, (group, _) in enumerate(store.layout.slices.get(store.features[name].name, ())):
+            wanted.setdefault(group, []).append((name, number))
+    return dict(sorted(wanted.items()))
+
+
+def _keys(store: TableStore, bags: Mapping[str, Bag], places: Sequence[tuple[str, int]]) -> tf.Tensor:
+    """Return the keys that features ask one group for, one after another."""
+    size, dtype = store.layout.size, key_dtype(store.layout.keys)  # one for all, which travel in one message
+    keys = []
+    for name, number in places:
+        table, ids = store.features[name], tf.cast(bags[name].ids, dtype)
+        _, part = store.layout.slices[table.name][number]
+        if not table.evict:
+            ids = keys_of(ids, part.rule, table.input_dim, size, base=part.base, rank=part.rank)
+        keys.append(ids)
+    return tf.concat(keys, 0) if len(keys) > 1 else keys[0]
+
+
+def _slices(
+    store: TableStore, bags: Mapping[str, Bag], asked: routing.Asked, training: bool | None
+) -> dict[str, list[Found]]:
+    """Return each feature's rows, one part for each run of columns."""
+    wanted = _wanted(store, bags)
+    found = routing.fetch(store.sources(list(wanted), training), asked, name=_NAME, wire=store.wire)
+    results: dict[str, dict[int, Found]] = {}
+    for places, rows in zip(wanted.values(), found, strict=True):
+        sizes = [tf.size(bags[name].ids) for name, _ in places]
+        own = [rows.place] if len(sizes) == 1 else tf.split(rows.place, tf.stack(sizes), num=len(sizes))
+        for (name, number), place in zip(places, own, strict=True):
+            results.setdefault(name, {})[number] = Found(rows.rows, place)
+    return {name: [parts[i] for i in sorted(parts)] for name, parts in results.items()}
+
+
+def _beside(parts: Sequence[Any], width: int) -> Any:
+    """Put runs of columns beside each other; the last may have been filled up."""
+    if isinstance(parts[0], tf.RaggedTensor):
+        flat = tf.concat([p.flat_values for p in parts], -1)[..., :width]
+        return parts[0].with_flat_values(flat)
+    return tf.concat(parts, -1)[..., :width]
