@@ -114,10 +114,16 @@ def combine_kinds(
         if shard is None:
             results.append(next(replicated))
         elif shard.axis is None or grad is None:
-            results.append(mapped(grad, lambda x: x / divisor))
+            results.append(_divided(grad, divisor))
         else:
             results.append(next(reduced))
     return results
+
+
+def _divided(grad: Gradient, divisor: int) -> Gradient:
+    if divisor == 1 or grad is None:
+        return grad
+    return sparse.Share(grad, divisor) if isinstance(grad, tf.IndexedSlices) else grad / divisor
 
 
 def copies() -> int:

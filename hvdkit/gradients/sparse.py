@@ -26,6 +26,19 @@ from hvdkit.gradients.compression import dtype_on_wire, reduce_dense
 TINY_DENSE_BYTES = 64 * 1024
 
 
+class Share(tf.IndexedSlices):
+    """Rows divided by a number, which remember what they were made of: an update may divide its rate instead.
+
+    Attributes:
+        whole: the values before, ``[k, ...]``.
+        divisor: what they were divided by.
+    """
+
+    def __init__(self, rows: tf.IndexedSlices, divisor: int):
+        super().__init__(rows.values / divisor, rows.indices, rows.dense_shape)
+        self.whole, self.divisor = rows.values, divisor
+
+
 def sum_duplicates(grad: tf.IndexedSlices) -> tf.IndexedSlices:
     """Return ``grad`` with each row once and its values summed.
 

@@ -90,8 +90,14 @@ def _ragged(ids: tf.RaggedTensor, weights: Any, combiner: str | None, name: str)
             describe(f"ids of {name!r}", f"{ids.shape.rank} axes", "[batch, None] with a combiner", remedy)
         )
     examples = tf.cast(ids.nrows(), tf.int32)
-    segments = tf.cast(ids.value_rowids(), tf.int32)
+    segments = _row_of_each(tf.cast(ids.row_splits, tf.int32), tf.size(flat))
     return Bag(flat, segments, examples, None if weights is None else weights.flat_values, examples[None])
+
+
+def _row_of_each(splits: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+    """Return the row of each of ``count`` values: how many rows have begun. Faster than TensorFlow's value_rowids."""
+    begins = splits[1:-1]
+    return tf.cumsum(tf.math.unsorted_segment_sum(tf.ones_like(begins), begins, count + 1))[:-1]
 
 
 def _sparse(ids: tf.SparseTensor, weights: Any, combiner: str | None, name: str) -> Bag:

@@ -44,7 +44,9 @@ def ask(store: TableStore, bags: Mapping[str, Bag]) -> Asked:
     wanted = _wanted(store, safe)
     if not wanted:
         return Asked(_after_check(store, safe, fault), None)
-    keys = [_keys(store, safe, places) for places in wanted.values()]
+    keys = [
+        [_keys(store, safe, features, number) for (_, number), features in parts.items()] for parts in wanted.values()
+    ]
     return Asked(safe, routing.ask(store.sources(list(wanted), None), keys, fault, name=_NAME))
 
 
@@ -94,26 +96,23 @@ def _after_check(store: TableStore, bags: dict[str, Bag], fault: Fault) -> dict[
         return {name: bag._replace(ids=tf.identity(bag.ids)) for name, bag in bags.items()}
 
 
-def _wanted(store: TableStore, bags: Mapping[str, Bag]) -> dict[int, list[tuple[str, int]]]:
-    """Return, by group, which features ask it for which of their runs of columns."""
-    wanted: dict[int, list[tuple[str, int]]] = {}
+def _wanted(store: TableStore, bags: Mapping[str, Bag]) -> dict[int, dict[tuple[str, int], list[str]]]:
+    """Return, by group, which runs of columns of which tables are asked for by which features."""
+    wanted: dict[int, dict[tuple[str, int], list[str]]] = {}
     for name in bags:
-        for number, (group, _) in enumerate(store.layout.slices.get(store.features[name].name, ())):
-            wanted.setdefault(group, []).append((name, number))
+        table = store.features[name].name
+        for number, (group, _) in enumerate(store.layout.slices.get(table, ())):
+            wanted.setdefault(group, {}).setdefault((table, number), []).append(name)
     return dict(sorted(wanted.items()))
 
 
-def _keys(store: TableStore, bags: Mapping[str, Bag], places: Sequence[tuple[str, int]]) -> tf.Tensor:
-    """Return the keys that features ask one group for, one after another."""
-    size, dtype = store.layout.size, key_dtype(store.layout.keys)  # one for all, which travel in one message
-    keys = []
-    for name, number in places:
-        table, ids = store.features[name], tf.cast(bags[name].ids, dtype)
-        _, part = store.layout.slices[table.name][number]
-        if not table.evict:
-            ids = keys_of(ids, part.rule, table.input_dim, size, base=part.base, rank=part.rank)
-        keys.append(ids)
-    return tf.concat(keys, 0) if len(keys) > 1 else keys[0]
+def _keys(store: TableStore, bags: Mapping[str, Bag], features: Sequence[str], number: int) -> tf.Tensor:
+    """Return the keys that features ask one run of columns for, one after another."""
+    table, size = store.features[features[0]], store.layout.size
+    dtype = key_dtype(store.layout.keys)  # one for all tables, which travel in one message
+    ids = routing.joined([tf.cast(bags[name].ids, dtype) for name in features])
+    _, part = store.layout.slices[table.name][number]
+    return ids if table.evict else keys_of(ids, part.rule, table.input_dim, size, base=part.base, rank=part.rank)
 
 
 def _slices(
@@ -121,13 +120,15 @@ def _slices(
 ) -> dict[str, list[Found]]:
     """Return each feature's rows, one part for each run of columns."""
     wanted = _wanted(store, bags)
-    found = routing.fetch(store.sources(list(wanted), training), asked, name=_NAME, wire=store.wire)
+    sources, parts = store.sources(list(wanted), training), [len(parts) for parts in wanted.values()]
+    found = routing.fetch(sources, parts, asked, name=_NAME, wire=store.wire)
     results: dict[str, dict[int, Found]] = {}
-    for places, rows in zip(wanted.values(), found, strict=True):
-        sizes = [tf.size(bags[name].ids) for name, _ in places]
-        own = [rows.place] if len(sizes) == 1 else tf.split(rows.place, tf.stack(sizes), num=len(sizes))
-        for (name, number), place in zip(places, own, strict=True):
-            results.setdefault(name, {})[number] = Found(rows.rows, place)
+    for runs, rows_of_runs in zip(wanted.values(), found, strict=True):
+        for ((_, number), features), rows in zip(runs.items(), rows_of_runs, strict=True):
+            sizes = [tf.size(bags[name].ids) for name in features]
+            places = [rows.place] if len(sizes) == 1 else tf.split(rows.place, tf.stack(sizes), num=len(sizes))
+            for name, place in zip(features, places, strict=True):
+                results.setdefault(name, {})[number] = Found(rows.rows, place)
     return {name: [parts[i] for i in sorted(parts)] for name, parts in results.items()}
 
 

@@ -23,6 +23,9 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
+from hvdkit.gradients.sparse import Share
+from hvdkit.variable.runs import split_runs, take_runs
+
 SparseUpdates = Literal["auto", "lazy", "exact"]
 Rule = Callable[[Any, tf.Variable, tf.IndexedSlices, tf.Tensor], None]
 
@@ -163,6 +166,39 @@ _RULES: dict[type, Rule] = {
 
 def update_rows(rule: Rule, optimizer: Any, variable: tf.Variable, gradient: Any, rate: Any) -> None:
     """Update the rows of ``variable`` that ``gradient`` has, by ``rule``."""
-    grad = rows_of_gradient(gradient)
-    values = tf.cast(grad.values, variable.dtype)
-    rule(optimizer, variable, tf.IndexedSlices(values, grad.indices), tf.cast(rate, variable.dtype))
+    rate, runs = tf.cast(rate, variable.dtype), take_runs(getattr(variable, "_value", variable))
+
+    def by_rows() -> None:
+        # Divided in here, since what only one branch needs is computed for that branch alone.
+        again = isinstance(gradient, Share) and runs is not None
+        rows = Share(tf.IndexedSlices(gradient.whole, gradient.indices), gradient.divisor) if again else gradient
+        grad = rows_of_gradient(rows)
+        rule(optimizer, variable, tf.IndexedSlices(tf.cast(grad.values, variable.dtype), grad.indices), rate)
+
+    if rule is not _sgd or optimizer.momentum or runs is None or not isinstance(gradient, tf.IndexedSlices):
+        by_rows()
+        return
+
+    def by_runs() -> None:
+        # Plain SGD is linear: rank after rank comes to the same as their sum, and the sum need not be made.
+        shared = isinstance(gradient, Share)
+        whole, own_rate = (gradient.whole, rate / gradient.divisor) if shared else (gradient.values, rate)
+        for ids, values in split_runs(whole, runs):
+            rule(optimizer, variable, tf.IndexedSlices(tf.cast(values, variable.dtype), ids), own_rate)
+
+    is_all = tf.equal(tf.size(gradient.indices), tf.size(runs.ids))
+    same = tf.cond(is_all, lambda: tf.reduce_all(gradient.indices == runs.ids), lambda: tf.constant(False))
+    _either(same, by_runs, by_rows)
+
+
+def _either(condition: tf.Tensor, do: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Run one of two updates."""
+
+    def running(update: Callable[[], None]) -> Callable[[], tf.Tensor]:
+        def run() -> tf.Tensor:
+            update()
+            return tf.constant(0)
+
+        return run
+
+    tf.cond(condition, running(do), running(otherwise))

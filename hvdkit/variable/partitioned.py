@@ -133,7 +133,7 @@ class PartitionedVariable:
         fault = find_fault([flat], [f"lookup of {self.name!r}"], [rows])
         safe = tf.cast(tf.where(is_out_of_range(flat, rows), tf.zeros_like(flat), flat), self._key_dtype)
         keys = keys_of(safe, self.partition, rows, cluster.size())
-        found = look_up([Numbered(self.local)], [keys], fault, name="hvdkit.lookup")[0].spread()
+        found = look_up([Numbered(self.local)], [[keys]], fault, name="hvdkit.lookup")[0][0].spread()
         return tf.reshape(found, tf.concat([tf.shape(ids), self.shape[1:]], 0))
 
     def gather(self, root: int | None = None) -> np.ndarray | None:

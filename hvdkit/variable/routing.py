@@ -26,6 +26,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.variable.faults import FAULT_WORDS, Fault, raise_everywhere
+from hvdkit.variable.runs import note_runs
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,13 @@ class Numbered:
 class Asked(NamedTuple):
     """What a lookup knows before any row is read. All of it tensors, so that it can go from one step to the next.
 
+    P parts are looked up: one for each table of each variable, those of a variable one after another.
+
     Attributes:
         ids: of each variable what this rank is asked for, ``[m]``; with one rank, what it asks itself.
-        places: of each variable, for each key the place of its row among those that come, ``[n]``.
-        mine: how many rows of each variable this rank asked of each rank, ``[N, variables]`` int32.
-        theirs: how many each asked of this one, likewise.
+        places: of each part, for each key the place of its row among the part's that come, ``[n]``.
+        mine: how many rows of each part this rank asked of each rank, ``[N, P]`` int32.
+        theirs: how many of each variable each rank asked of this one, ``[N, variables]`` int32.
     """
 
     ids: tuple[tf.Tensor, ...]
@@ -88,24 +91,25 @@ class Asked(NamedTuple):
 
 def look_up(
     sources: Sequence[Source],
-    keys: Sequence[tf.Tensor],
+    keys: Sequence[Sequence[tf.Tensor]],
     fault: Fault,
     *,
     name: str,
     wire: tf.DType | None = None,
-) -> list[Found]:
-    """Return the rows of each variable for its keys: :func:`ask`, then :func:`fetch`."""
-    return fetch(sources, ask(sources, keys, fault, name=name), name=name, wire=wire)
+) -> list[list[Found]]:
+    """Return the rows of each part of each variable for its keys: :func:`ask`, then :func:`fetch`."""
+    return fetch(sources, [len(k) for k in keys], ask(sources, keys, fault, name=name), name=name, wire=wire)
 
 
-def ask(sources: Sequence[Source], keys: Sequence[tf.Tensor], fault: Fault, *, name: str) -> Asked:
+def ask(sources: Sequence[Source], keys: Sequence[Sequence[tf.Tensor]], fault: Fault, *, name: str) -> Asked:
     """Tell every rank which of its rows this one needs.
 
-    Every rank calls it with the same variables; keys, and how many there are, differ.
+    Every rank calls it with the same variables and parts; keys, and how many there are, differ.
 
     Args:
         sources: where each variable's rows are.
-        keys: for each variable the keys asked for, ``[n]`` int32 or int64, n >= 0.
+        keys: for each variable the keys that each of its parts asks for, ``[n]`` each, all int32 or all int64, n >= 0.
+            No key is in two parts of a variable: each part's keys are made distinct by themselves.
         fault: the first id of this rank that was out of range, if there is one.
         name: makes the collectives' names.
 
@@ -116,28 +120,47 @@ def ask(sources: Sequence[Source], keys: Sequence[tf.Tensor], fault: Fault, *, n
     size = cluster.size()
     if size == 1:
         with tf.control_dependencies(raise_everywhere(fault.words[None], fault)):
-            distinct, places = zip(*(tf.unique(tf.identity(k)) for k in keys), strict=True)
-        counts = tf.stack([tf.size(d) for d in distinct])[None]
-        return Asked(distinct, places, counts, counts)
-    asked = [_Sorted.of(s, k, size) for s, k in zip(sources, keys, strict=True)]
-    mine = tf.stack([a.counts for a in asked], axis=1)
-    ids, theirs = _swap_ids(asked, mine, fault, name)
-    return Asked(tuple(ids), tuple(a.place for a in asked), mine, theirs)
+            found = [[tf.unique(tf.identity(k)) for k in parts] for parts in keys]
+        ids = tuple(joined([distinct for distinct, _ in parts]) for parts in found)
+        counts = tf.stack([tf.size(distinct) for parts in found for distinct, _ in parts])[None]
+        return Asked(ids, tuple(place for parts in found for _, place in parts), counts, counts)
+    asked = _Sorted.of(sources, keys, size)
+    wanted, theirs = _swap_ids(asked, fault, name)
+    return Asked(tuple(wanted), asked.places, asked.by_part, theirs)
 
 
-def fetch(sources: Sequence[Source], asked: Asked, *, name: str, wire: tf.DType | None = None) -> list[Found]:
-    """Return the rows that were asked for. Every rank calls it.
+def fetch(
+    sources: Sequence[Source], parts: Sequence[int], asked: Asked, *, name: str, wire: tf.DType | None = None
+) -> list[list[Found]]:
+    """Return the rows that were asked for, of each part of each variable. Every rank calls it.
 
     Args:
         sources: as for :func:`ask`.
-        asked: what it returned.
+        parts: how many each variable has.
+        asked: what :func:`ask` returned.
         name: makes the collectives' names.
         wire: dtype in which rows travel; None: their own.
     """
     rows = [s.read(i) for s, i in zip(sources, asked.ids, strict=True)]
     if cluster.size() > 1:
-        rows = _swap_rows(rows, asked.theirs, asked.mine, wire, name)
-    return [Found(r, place) for r, place in zip(rows, asked.places, strict=True)]
+        for v, source in enumerate(sources):
+            if isinstance(source, Numbered):
+                note_runs(source.variable, asked.ids[v], asked.theirs[:, v])
+        received = iter(_swap_rows(rows, parts, asked, wire, name))
+    else:
+        counts = tf.split(asked.mine[0], list(parts))
+        received = iter([part for r, c, n in zip(rows, counts, parts, strict=True) for part in _split(r, c, n)])
+    places = iter(asked.places)
+    return [[Found(next(received), next(places)) for _ in range(n)] for n in parts]
+
+
+def joined(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Concatenate along the first axis."""
+    return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+
+def _split(x: tf.Tensor, sizes: tf.Tensor, number: int) -> list[tf.Tensor]:
+    return [x] if number == 1 else tf.split(x, sizes, num=number)
 
 
 def read_distinct(source: Source, keys: tf.Tensor) -> Found:
@@ -148,96 +171,141 @@ def read_distinct(source: Source, keys: tf.Tensor) -> Found:
 
 @dataclass(frozen=True)
 class _Sorted:
-    """What this rank asks of every rank: distinct rows, sorted by rank.
+    """What this rank asks of every rank: distinct rows, sorted by part, and by rank within each.
 
     Attributes:
-        parts: for each rank what asks it for its rows.
-        counts: how many, ``[N]`` int32.
-        place: for each key the place of its row in ``concat(parts)``.
+        blocks: of each variable, of each part, what asks each rank for its rows.
+        by_part: how many, ``[N, P]`` int32.
+        by_variable: likewise, ``[N, variables]``.
+        places: of each part, for each key the place of its row in ``concat(blocks of all ranks)``.
     """
 
-    parts: list[tf.Tensor]
-    counts: tf.Tensor
-    place: tf.Tensor
+    blocks: list[list[list[tf.Tensor]]]
+    by_part: tf.Tensor
+    by_variable: tf.Tensor
+    places: tuple[tf.Tensor, ...]
 
     @classmethod
-    def of(cls, source: Source, keys: tf.Tensor, size: int) -> _Sorted:
-        distinct, place = tf.unique(keys)
-        rank, sent = source.route(distinct, size)
-        parts = tf.dynamic_partition(sent, rank, size)
-        order = tf.concat(tf.dynamic_partition(tf.range(tf.size(distinct)), rank, size), 0)
-        sorted_place = tf.gather(tf.math.invert_permutation(order), place)
-        return cls(parts, tf.stack([tf.size(p) for p in parts]), sorted_place)
+    def of(cls, sources: Sequence[Source], keys: Sequence[Sequence[tf.Tensor]], size: int) -> _Sorted:
+        numbers = [len(parts) for parts in keys]
+        found = [tf.unique(k) for parts in keys for k in parts]
+        sizes = tf.stack([tf.size(distinct) for distinct, _ in found])
+        routes, start = [], 0
+        for source, number in zip(sources, numbers, strict=True):
+            routes.append(source.route(joined([d for d, _ in found[start : start + number]]), size))
+            start += number
+        part = joined([tf.fill(tf.shape(distinct), p) for p, (distinct, _) in enumerate(found)])
+        block = part * size + joined([rank for rank, _ in routes])
+        blocks = tf.dynamic_partition(joined([sent for _, sent in routes]), block, len(found) * size)
+        order = tf.concat(tf.dynamic_partition(tf.range(tf.size(block)), block, len(found) * size), 0)
+        within = tf.math.invert_permutation(order) - tf.gather(tf.cumsum(sizes, exclusive=True), part)
+        own = _split(within, sizes, len(found))
+        counts = tf.reshape(tf.stack([tf.size(b) for b in blocks]), [len(found), size])
+        variable = [v for v, number in enumerate(numbers) for _ in range(number)]
+        of_parts = [list(blocks[p * size : (p + 1) * size]) for p in range(len(found))]
+        return cls(
+            [[of_parts[p] for p, own in enumerate(variable) if own == v] for v in range(len(numbers))],
+            tf.transpose(counts),
+            tf.transpose(tf.math.segment_sum(counts, variable)),
+            tuple(tf.gather(o, place) for o, (_, place) in zip(own, found, strict=True)),
+        )
 
 
-def _swap_ids(
-    asked: Sequence[_Sorted], counts: tf.Tensor, fault: Fault, name: str
-) -> tuple[list[tf.Tensor], tf.Tensor]:
+def _swap_ids(asked: _Sorted, fault: Fault, name: str) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Send every rank the rows asked of it; return those asked of this one, by variable, and how many by whom.
 
     A message is a header (the fault's words, how many rows of each variable) and the rows.
     """
-    size, dtype = cluster.size(), asked[0].parts[0].dtype
-    header = tf.cast(tf.concat([tf.tile(fault.words[None], [size, 1]), counts], 1), dtype)
-    length = FAULT_WORDS + len(asked)
-    message = [part for rank in range(size) for part in (header[rank], *(a.parts[rank] for a in asked))]
-    splits = tf.reduce_sum(counts, axis=1) + length
+    size, variables, dtype = cluster.size(), len(asked.blocks), asked.blocks[0][0][0].dtype
+    header = tf.cast(tf.concat([tf.tile(fault.words[None], [size, 1]), asked.by_variable], 1), dtype)
+    length = FAULT_WORDS + variables
+    message = []
+    for rank in range(size):
+        message += [header[rank], *(part[rank] for variable in asked.blocks for part in variable)]
+    splits = tf.reduce_sum(asked.by_variable, axis=1) + length
     received, theirs = tensors.alltoall(tf.concat(message, 0), splits, f"{name}.ids")
     starts = tf.cumsum(theirs, exclusive=True)
     headers = tf.cast(tf.gather(received, starts[:, None] + tf.range(length)), tf.int32)
     with tf.control_dependencies(raise_everywhere(headers[:, :FAULT_WORDS], fault)):
         wanted = tf.identity(headers[:, FAULT_WORDS:])
-        wanted.set_shape([size, len(asked)])
+        wanted.set_shape([size, variables])
     lengths = tf.reshape(tf.concat([tf.fill([size, 1], length), wanted], 1), [-1])
-    pieces = tf.split(received, lengths, num=size * (1 + len(asked)))
-    return [tf.concat(pieces[1 + v :: 1 + len(asked)], 0) for v in range(len(asked))], wanted
+    pieces = tf.split(received, lengths, num=size * (1 + variables))
+    return [tf.concat(pieces[1 + v :: 1 + variables], 0) for v in range(variables)], wanted
 
 
 def _swap_rows(
-    rows: list[tf.Tensor], out: tf.Tensor, back: tf.Tensor, wire: tf.DType | None, name: str
+    rows: list[tf.Tensor], parts: Sequence[int], asked: Asked, wire: tf.DType | None, name: str
 ) -> list[tf.Tensor]:
-    """Send ``out[r, v]`` rows of variable v to each rank r, and receive ``back[r, v]``; gradients go the other way."""
+    """Send each variable's rows to the ranks that asked for them; return those of each part. Gradients go back."""
+    variable = [v for v, number in enumerate(parts) for _ in range(number)]
+    shapes = [(rows[v].shape[1:], rows[v].dtype) for v in variable]
+    back = [(r.shape[1:], r.dtype) for r in rows]
 
     @tf.custom_gradient
     def swap(*rows: tf.Tensor) -> Any:
         def gradient(*upstream: tf.Tensor) -> Any:
-            return _exchange(list(upstream), back, out, wire, f"{name}.gradients")
+            sent = [(g, asked.mine[:, p]) for p, g in enumerate(upstream)]
+            came = [(*back[v], asked.theirs[:, v]) for v in range(len(back))]
+            return _exchange(sent, came, wire, f"{name}.gradients")
 
-        return _exchange(list(rows), out, back, wire, f"{name}.rows"), gradient
+        sent = [(r, asked.theirs[:, v]) for v, r in enumerate(rows)]
+        came = [(*shapes[p], asked.mine[:, p]) for p in range(len(shapes))]
+        return _exchange(sent, came, wire, f"{name}.rows"), gradient
 
     return list(swap(*rows))
 
 
 def _exchange(
-    rows: list[tf.Tensor], out: tf.Tensor, back: tf.Tensor, wire: tf.DType | None, name: str
+    sent: list[tuple[tf.Tensor, tf.Tensor]],
+    came: list[tuple[tf.TensorShape, tf.DType, tf.Tensor]],
+    wire: tf.DType | None,
+    name: str,
 ) -> list[tf.Tensor]:
-    """Exchange rows of all variables, those of one dtype at once."""
-    results: list[Any] = [None] * len(rows)
-    travel = [wire if wire is not None and wire.size < r.dtype.size else r.dtype for r in rows]
-    for dtype in dict.fromkeys(travel):
-        places = [i for i, d in enumerate(travel) if d == dtype]
-        sent = [tf.cast(rows[i], dtype) for i in places]
-        received = _exchange_one(
-            sent, tf.gather(out, places, axis=1), tf.gather(back, places, axis=1), f"{name}_{dtype.name}"
-        )
-        for i, r in zip(places, received, strict=True):
-            results[i] = tf.cast(r, rows[i].dtype)
+    """Exchange rows, those of one dtype at once.
+
+    Args:
+        sent: rows of variables or parts, sorted by the rank that gets them, and how many go to each, ``[N]``.
+        came: of what comes the shape of a row, the dtype, and how many come from each rank. What goes as one variable
+            may come as its parts, and the other way round: the order is the same.
+        wire: dtype in which rows travel; None: their own.
+        name: makes the collectives' names.
+    """
+
+    def on_the_way(dtype: tf.DType) -> tf.DType:
+        return wire if wire is not None and wire.size < dtype.size else dtype
+
+    results: list[Any] = [None] * len(came)
+    for dtype in dict.fromkeys(on_the_way(rows.dtype) for rows, _ in sent):
+        out = [(tf.cast(rows, dtype), counts) for rows, counts in sent if on_the_way(rows.dtype) == dtype]
+        places = [i for i, (_, own, _) in enumerate(came) if on_the_way(own) == dtype]
+        received = _exchange_one(out, [came[i][0::2] for i in places], f"{name}_{dtype.name}")
+        for i, rows in zip(places, received, strict=True):
+            results[i] = tf.cast(rows, came[i][1])
     return results
 
 
-def _exchange_one(rows: list[tf.Tensor], out: tf.Tensor, back: tf.Tensor, name: str) -> list[tf.Tensor]:
+def _exchange_one(
+    sent: list[tuple[tf.Tensor, tf.Tensor]], came: list[tuple[tf.TensorShape, tf.Tensor]], name: str
+) -> list[tf.Tensor]:
     """Exchange rows of one dtype. Of several widths, they travel as one flat tensor."""
-    if len(rows) == 1:
-        received = tensors.alltoall(rows[0], out[:, 0], name)[0]
-        received.set_shape([None, *rows[0].shape[1:]])
-        return [received]
-    size, widths = cluster.size(), [r.shape[1] for r in rows]
-    parts = [tf.split(tf.reshape(r, [-1]), out[:, i] * widths[i], num=size) for i, r in enumerate(rows)]
-    message = tf.concat([part[rank] for rank in range(size) for part in parts], 0)
-    received = tensors.alltoall(message, tf.linalg.matvec(out, widths), name)[0]
-    lengths = tf.reshape(back * tf.constant(widths), [-1])
-    pieces = tf.split(received, lengths, num=size * len(rows))
-    return [tf.reshape(tf.concat(pieces[i :: len(rows)], 0), [-1, width]) for i, width in enumerate(widths)]
+    size, flat = cluster.size(), len({tuple(shape) for shape, _ in came}) > 1
+    units = [shape.num_elements() if flat else 1 for shape, _ in came]
+    own = [rows.shape[1:].num_elements() if flat else 1 for rows, _ in sent]
+    out = [(tf.reshape(r, [-1]) if flat else r, n * unit) for (r, n), unit in zip(sent, own, strict=True)]
+    message = out[0][0]
+    if len(out) > 1:
+        blocks = [tf.split(rows, counts, num=size) for rows, counts in out]
+        message = tf.concat([of_one[rank] for rank in range(size) for of_one in blocks], 0)
+    splits = tf.add_n([counts for _, counts in out])
+    received = tensors.alltoall(message, splits, name)[0]
+    results = [received]
+    if len(came) > 1:
+        lengths = tf.stack([counts * unit for (_, counts), unit in zip(came, units, strict=True)], axis=1)
+        pieces = tf.split(received, tf.reshape(lengths, [-1]), num=size * len(came))
+        results = [tf.concat(pieces[i :: len(came)], 0) for i in range(len(came))]
+    shapes = [[-1, *shape] for shape, _ in came]
+    return [tf.ensure_shape(tf.reshape(r, s), [None, *s[1:]]) for r, s in zip(results, shapes, strict=True)]
 
 
 @tf.custom_gradient
