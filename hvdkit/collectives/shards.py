@@ -7,6 +7,7 @@ being told.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,6 +82,15 @@ def shard_of(variable: Any) -> Shard | None:
     return getattr(variable, _MARK, None)
 
 
+def write_box(variable: tf.Variable, box: Sequence[slice], values: Any) -> None:
+    """Write a part of ``variable`` where it stands: ``variable[box].assign`` would read it first, and then copy it."""
+    begin, end = [axis.start for axis in box], [axis.stop for axis in box]
+    value = tf.convert_to_tensor(values, variable.dtype)
+    tf.raw_ops.ResourceStridedSliceAssign(
+        ref=variable.handle, begin=begin, end=end, strides=[1] * len(begin), value=value
+    )
+
+
 class PieceState:
     """One table's part of a variable as a checkpoint sees it: a ``hvdkit.checkpoint.state.ShardedState``.
 
@@ -120,7 +130,7 @@ class PieceState:
         if self._is_whole():
             self._variable.assign(values)
         else:
-            self._variable[self._box].assign(values)
+            write_box(self._variable, self._box, values)
 
     def _is_whole(self) -> bool:
         return tuple(len(i) for i in self.local_index) == tuple(self._variable.shape)

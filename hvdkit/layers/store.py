@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives.agreement import Call, agree, attempt
-from hvdkit.collectives.shards import Piece, PieceState, Shard, mark, shard_of
+from hvdkit.collectives.shards import Piece, PieceState, Shard, mark, shard_of, write_box
 from hvdkit.errors import describe
 from hvdkit.layers.base import memory
 from hvdkit.layers.changing import ChangingRows
@@ -98,19 +98,31 @@ class TableStore:
         host: bool,
         zeros: bool = False,
     ) -> Any:
-        def first_values(shape: Sequence[int], dtype: str) -> np.ndarray:
-            values = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
+        def write(values: Any) -> None:
             for piece in () if zeros else pieces:
                 mixed = np.random.SeedSequence([self._seed, zlib.crc32(piece.table.encode())])
                 seed = int(mixed.generate_state(1, np.uint64)[0])
                 initializer, (_, columns) = self.tables[piece.table].initializer, piece.box
                 for start, block in initial_blocks(initializer, piece.shape, dtype, seed, piece.index):
                     first = piece.start + start
-                    values[first : first + len(block), columns] = block
+                    values(slice(first, first + len(block)), columns, block)
+
+        made_here = True
+
+        def first_values(shape: Sequence[int], dtype: str) -> Any:
+            if made_here:
+                return tf.zeros(shape, dtype)
+            values = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
+            write(lambda rows, columns, block: values.__setitem__((rows, columns), block))
             return values
 
         with memory(host):
-            return layer.add_weight(name=name, shape=shape, initializer=first_values, dtype=dtype, autocast=False)
+            weight = layer.add_weight(name=name, shape=shape, initializer=first_values, dtype=dtype, autocast=False)
+        made_here = False  # where Keras infers shapes, it makes the variable later
+        if weight._value is not None:
+            # A block at a time where it stands, so that the memory is there once.
+            write(lambda rows, columns, block: write_box(weight._value, (rows, columns), block))
+        return weight
 
     @property
     def deferred(self) -> bool:

@@ -20,8 +20,8 @@ from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.gradients.sparse import sum_duplicates
 from hvdkit.optimizer.reduction import Reduction
-from hvdkit.optimizer.renewal import Slots
 from hvdkit.optimizer.rows import rule_for, update_rows
+from hvdkit.optimizer.slots import Slots, fill
 
 LossScale = keras.optimizers.LossScaleOptimizer
 
@@ -51,8 +51,10 @@ class Combining:
         inner = getattr(reference_variable, "_value", None)
         # A table that is kept in the host's memory has its slots there, too.
         with tf.device(inner.device) if isinstance(inner, tf.Variable) else contextlib.nullcontext():
-            slot = super().add_variable_from_reference(reference_variable, name=name, initializer=initializer)  # type: ignore[misc]
+            first = initializer if shard is None else "zeros"
+            slot = super().add_variable_from_reference(reference_variable, name=name, initializer=first)  # type: ignore[misc]
         if shard is not None:
+            fill(slot, initializer)
             mark(slot, shard.of_slot(name or "var"))
             if shard.fresh is not None:
                 self._hvdkit_slots = self._hvdkit_slots or Slots()

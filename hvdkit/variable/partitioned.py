@@ -12,7 +12,7 @@ from hvdkit import cluster
 from hvdkit.arguments import integer
 from hvdkit.collectives import alltoall, tensors
 from hvdkit.collectives.agreement import Call, agree, attempt
-from hvdkit.collectives.shards import Piece, Shard, mark
+from hvdkit.collectives.shards import Piece, Shard, mark, write_box
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.partition import Partition, local_row, owner, rows_of
@@ -101,7 +101,7 @@ class PartitionedVariable:
         zeros = tf.zeros([len(axis) for axis in self.local_index], self.dtype)
         local = tf.Variable(zeros, trainable=trainable, name=self.name)
         for start, block in initial_blocks(initializer, self.shape, self.dtype.name, seed, self.local_index):
-            local[start : start + len(block)].assign(block)
+            write_box(local, (slice(start, start + len(block)),), block)
         return local
 
     def __repr__(self) -> str:

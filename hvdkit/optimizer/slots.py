@@ -1,0 +1,64 @@
+"""Slots beside shards: made where they stand, and made anew for rows that change hands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdkit.collectives.shards import shard_of, write_box
+from hvdkit.variable.vocabulary import take_fresh
+
+_BLOCK_NUMBERS = 1 << 22
+
+
+def fill(slot: Any, initializer: Any) -> None:
+    """Write a slot's first value, the same in every place, over zeros: a block at a time, so that memory is there once.
+
+    Keras's initializers would make the whole twice before the variable has it.
+    """
+    with tf.init_scope():
+        value = first_value(slot, initializer)
+        rows, width = slot.shape[0], max(1, math.prod(slot.shape[1:]))
+        if not rows or not float(value):
+            return
+        many = max(1, _BLOCK_NUMBERS // width)
+        for start in range(0, rows, many):
+            end = min(rows, start + many)
+            write_box(slot._value, (slice(start, end),), tf.fill([end - start, *slot.shape[1:]], value))
+
+
+def first_value(slot: Any, initializer: Any) -> tf.Tensor:
+    """Return the number that ``initializer`` puts in every place of ``slot``."""
+    return tf.convert_to_tensor(keras.initializers.get(initializer)((1,), dtype=slot.dtype)[0])
+
+
+class Slots:
+    """The slots that an optimizer has beside variables whose rows change hands.
+
+    What it knew of the old id must not move the new one.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[tuple[str, Any, Any]]] = {}
+
+    def add(self, reference: Any, name: str, slot: Any, initializer: Any) -> None:
+        """Note a slot of ``reference``."""
+        self._of.setdefault(id(reference._value), []).append((name, slot, initializer))
+
+    def renew(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Give the gradients' rows that have gone to another id since the last update the slots' first values."""
+        for gradient, variable in zip(grads, variables, strict=False):
+            shard = shard_of(variable)
+            if gradient is None or shard is None or shard.fresh is None:
+                continue
+            rows, inner = take_fresh(shard.fresh, gradient), getattr(variable, "_value", variable)
+            for name, slot, initializer in self._of.get(id(inner), ()):
+                if name == "average":  # Keras's moving average of the weights begins with the weights
+                    first = inner.sparse_read(rows)
+                else:
+                    first = tf.fill([tf.size(rows), slot.shape[1]], first_value(slot, initializer))
+                slot._value.scatter_update(tf.IndexedSlices(first, rows))
