@@ -15,7 +15,7 @@ from hvdkit.errors import describe
 from hvdkit.gradients.compression import wire_dtype
 from hvdkit.layers.base import ShardedLayer
 from hvdkit.layers.features import OutOfRange, bag_of
-from hvdkit.layers.lookup import Asked, ask, read
+from hvdkit.layers.lookup import Asked, abandon, ask, read
 from hvdkit.layers.store import TableStore
 from hvdkit.planning import Plan, Table, plan_tables
 from hvdkit.planning.table import check_tables
@@ -125,9 +125,15 @@ class ShardedEmbeddingCollection(ShardedLayer):
                 ...
                 return following, loss
         """
-        self._check_features(inputs)
-        bags = {name: bag_of(inputs[name], table.combiner, name) for name, table in self.features.items()}
-        return ask(self._tables_here(), bags)
+        store = self._tables_here()
+        try:
+            self._check_features(inputs)
+            bags = {name: bag_of(inputs[name], table.combiner, name) for name, table in self.features.items()}
+        except (TypeError, ValueError):
+            if tf.executing_eagerly():  # a graph that cannot be traced ends the job; here others would wait
+                abandon(store)
+            raise
+        return ask(store, bags)
 
     def compute_output_spec(self, inputs: Mapping[str, Any], **_: Any) -> dict[str, Any]:
         """Return the outputs' shapes, without a lookup."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from hvdkit.errors import describe
@@ -25,6 +26,7 @@ class Bag(NamedTuple):
         shape: of the output without its last axis; None for a ragged one.
         like: the ragged ids that a ragged output takes its rows' lengths from, or None.
         kept: with ids left out and no combiner, the places of those that are kept, ``[n]``; else None.
+        matches: whether weights stand where ids do, a bool scalar; None without weights.
     """
 
     ids: tf.Tensor
@@ -34,6 +36,7 @@ class Bag(NamedTuple):
     shape: Any = None
     like: Any = None
     kept: tf.Tensor | None = None
+    matches: tf.Tensor | None = None
 
 
 def bag_of(value: Any, combiner: str | None, name: str) -> Bag:
@@ -49,7 +52,7 @@ def bag_of(value: Any, combiner: str | None, name: str) -> Bag:
         TypeError: ids are no integers.
         ValueError: weights without a combiner, or of another shape; a SparseTensor without a combiner.
     """
-    ids, weights = value if isinstance(value, tuple | list) and len(value) == 2 else (value, None)
+    ids, weights = value if _is_pair(value) else (value, None)
     if weights is not None and combiner is None:
         remedy = "give the table a combiner"
         raise ValueError(describe(f"weights of {name!r}", "weights", "none without a combiner", remedy))
@@ -60,6 +63,13 @@ def bag_of(value: Any, combiner: str | None, name: str) -> Bag:
     if isinstance(ids, tf.SparseTensor):
         return _sparse(ids, weights, combiner, name)
     return _dense(as_ids(ids, name), weights, combiner, name)
+
+
+def _is_pair(value: Any) -> bool:
+    """Tell ids with weights from a plain list of two ids."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        return False
+    return any(tf.is_tensor(v) or isinstance(v, tf.RaggedTensor | tf.SparseTensor) or np.ndim(v) for v in value)
 
 
 def _dense(ids: tf.Tensor, weights: Any, combiner: str | None, name: str) -> Bag:
@@ -75,9 +85,11 @@ def _dense(ids: tf.Tensor, weights: Any, combiner: str | None, name: str) -> Bag
         if not weights.shape.is_compatible_with(ids.shape):
             expected = f"the ids' shape {ids.shape}"
             raise ValueError(describe(f"weights of {name!r}", f"shape {weights.shape}", expected, "one for each id"))
-        weights = tf.reshape(weights, [-1])
-    segments = tf.repeat(tf.range(examples), tf.fill([examples], tf.shape(ids)[-1]))
-    return Bag(tf.reshape(ids, [-1]), segments, examples, weights, shape)
+    segments = tf.range(tf.size(ids)) // tf.maximum(tf.shape(ids)[-1], 1)
+    found = Bag(tf.reshape(ids, [-1]), segments, examples, shape=shape)
+    if weights is None:
+        return found
+    return found._replace(weights=tf.reshape(weights, [-1]), matches=_same(tf.shape(weights), tf.shape(ids)))
 
 
 def _ragged(ids: tf.RaggedTensor, weights: Any, combiner: str | None, name: str) -> Bag:
@@ -91,7 +103,14 @@ def _ragged(ids: tf.RaggedTensor, weights: Any, combiner: str | None, name: str)
         )
     examples = tf.cast(ids.nrows(), tf.int32)
     segments = _row_of_each(tf.cast(ids.row_splits, tf.int32), tf.size(flat))
-    return Bag(flat, segments, examples, None if weights is None else weights.flat_values, examples[None])
+    found = Bag(flat, segments, examples, shape=examples[None])
+    if weights is None:
+        return found
+    matches = tf.logical_and(
+        tf.equal(weights.flat_values.shape.rank, 1),
+        _same(weights.row_splits, tf.cast(ids.row_splits, weights.row_splits.dtype)),
+    )
+    return found._replace(weights=weights.flat_values, matches=matches)
 
 
 def _row_of_each(splits: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
@@ -108,9 +127,15 @@ def _sparse(ids: tf.SparseTensor, weights: Any, combiner: str | None, name: str)
     weights = None if weights is None else tf.sparse.reorder(weights)
     examples = tf.cast(ids.dense_shape[0], tf.int32)
     segments = tf.cast(ids.indices[:, 0], tf.int32)
-    return Bag(
-        as_ids(ids.values, name), segments, examples, None if weights is None else weights.values, examples[None]
-    )
+    found = Bag(as_ids(ids.values, name), segments, examples, shape=examples[None])
+    if weights is None:
+        return found
+    return found._replace(weights=weights.values, matches=_same(ids.indices, weights.indices))
+
+
+def _same(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+    """Return whether two tensors of one rank are equal, which may differ in shape."""
+    return tf.cond(tf.reduce_all(tf.shape(a) == tf.shape(b)), lambda: tf.reduce_all(a == b), lambda: tf.constant(False))
 
 
 def in_range(bag: Bag, rows: int, how: OutOfRange) -> Bag:

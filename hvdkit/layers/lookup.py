@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from hvdkit.collectives import tensors
 from hvdkit.layers.features import Bag, combined, in_range
 from hvdkit.layers.store import TableStore
 from hvdkit.variable import routing
-from hvdkit.variable.faults import Fault, find_fault, raise_everywhere
+from hvdkit.variable.faults import Fault, find_fault, raise_everywhere, refused, rows_only, weights_match
 from hvdkit.variable.keys import key_dtype, keys_of
 from hvdkit.variable.routing import Found, Numbered, read_distinct
 
@@ -30,14 +31,19 @@ class Asked(NamedTuple):
     rows: routing.Asked | None
 
 
-def ask(store: TableStore, bags: Mapping[str, Bag]) -> Asked:
+def ask(store: TableStore, bags: Mapping[str, Bag], fault: Fault | None = None) -> Asked:
     """Tell every rank which rows this one needs. Every rank calls it, with the same features.
+
+    Args:
+        store: the tables.
+        bags: of each feature its ids.
+        fault: what is wrong on this rank, if that is known.
 
     Raises:
         ValueError: in eager mode, on every rank, where an id of any rank is out of range and that is an error;
             ``tf.errors.InvalidArgumentError`` in graphs.
     """
-    fault = _fault(store, bags)
+    fault = _fault(store, bags) if fault is None else fault
     safe = {name: _safe(store, name, bag) for name, bag in bags.items()}
     if store.deferred:
         return Asked(safe, None)
@@ -73,13 +79,24 @@ def read(store: TableStore, asked: Asked, training: bool | None) -> dict[str, An
     return outputs
 
 
+def abandon(store: TableStore) -> None:
+    """Take part in a lookup whose inputs this rank could not make sense of: the others raise, too."""
+    nothing = Bag(tf.zeros([0], tf.int32), None, tf.constant(0))
+    with contextlib.suppress(ValueError):
+        ask(store, dict.fromkeys(store.features, nothing), refused())
+
+
 def _fault(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
-    """Return the first id of this rank that is out of range, where that is an error."""
-    checked = {n: store.features[n] for n in bags if store.out_of_range == "error" and not store.features[n].evict}
-    if not checked:
-        return find_fault([tf.zeros([0], tf.int32)], ["none"], [1])
-    labels = [f"feature {name!r} of table {table.name!r}" for name, table in checked.items()]
-    return find_fault([bags[n].ids for n in checked], labels, [t.input_dim for t in checked.values()])
+    """Return the first id or weight of this rank that is wrong."""
+    checks = []
+    for name, bag in bags.items():
+        table = store.features[name]
+        where = f"feature {name!r} of table {table.name!r}"
+        if store.out_of_range == "error" and not table.evict:
+            checks.append(rows_only(bag.ids, table.input_dim, where))
+        if table.combiner is not None:  # whether there are weights or not: ranks must number checks alike
+            checks.append(weights_match(bag.weights, bag.matches, where))
+    return find_fault(checks)
 
 
 def _safe(store: TableStore, name: str, bag: Bag) -> Bag:
@@ -90,7 +107,7 @@ def _safe(store: TableStore, name: str, bag: Bag) -> Bag:
 def _after_check(store: TableStore, bags: dict[str, Bag], fault: Fault) -> dict[str, Bag]:
     """Return the bags once no rank has a fault: with replicated tables alone nothing else would carry it."""
     words = fault.words[None]
-    if store.layout.size > 1 and store.out_of_range == "error":
+    if store.layout.size > 1 and (fault.texts or tf.executing_eagerly()):
         words = tensors.allgather(words, f"{_NAME}.faults")
     with tf.control_dependencies(raise_everywhere(words, fault)):
         return {name: bag._replace(ids=tf.identity(bag.ids)) for name, bag in bags.items()}

@@ -1,50 +1,90 @@
-"""Ids that are no rows: found on one rank, raised on all, before anything is updated.
+"""Bad ids and weights: found on one rank, raised on all, before anything is updated.
 
-Inside a graph a rank that raised alone would leave the others waiting. So what is wrong travels with the ids, as a few
-words in front of them, and every rank raises the same error in the same step.
+A rank that raised alone would leave the others waiting. So what is wrong travels with the ids, as a few words in front
+of them, and every rank raises the same error in the same step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from hvdkit.errors import describe
 
-# Number of the feature, 1 for the first, 0 for no fault; and the id in two halves, as ids may travel in 32 bits.
+# Number of the check, 1 for the first, 0 where all is well; and a value in two halves, as ids may travel in 32 bits.
 FAULT_WORDS = 3
+_REFUSED = -1
 
 
-@dataclass(frozen=True)
-class Fault:
-    """The first id of this rank that is no row.
+class Check(NamedTuple):
+    """Values of one feature, which of them are bad, and what to say then.
 
     Attributes:
-        words: ``[3]`` int32: feature (1 for the first, 0: no fault), low and high half of the id.
-        labels: what to call each feature, e.g. ``"feature 'user' of table 'users'"``.
-        rows: how many rows each feature's table has.
+        values: ``[n]`` integers.
+        bad: ``[n]`` bool.
+        what: the argument, "ids" or "weights".
+        where: whose, e.g. ``"feature 'user' of table 'users'"``.
+        expected: what was expected.
+        remedy: what to do.
+    """
+
+    values: tf.Tensor
+    bad: tf.Tensor
+    what: str
+    where: str
+    expected: str
+    remedy: str
+
+
+class Fault(NamedTuple):
+    """The first thing that is wrong on this rank.
+
+    Attributes:
+        words: ``[3]`` int32: number of the check (0: none), low and high half of the value.
+        texts: of each check what, where, expected and remedy.
     """
 
     words: tf.Tensor
-    labels: tuple[str, ...]
-    rows: tuple[int, ...]
+    texts: tuple[tuple[str, str, str, str], ...]
 
 
-def find_fault(ids: Sequence[tf.Tensor], labels: Sequence[str], rows: Sequence[int]) -> Fault:
-    """Look through this rank's ids of each feature, ``[n]`` each, for the first that is out of range."""
-    wrong = tf.concat([is_out_of_range(i, r) for i, r in zip(ids, rows, strict=True)], 0)
+def rows_only(ids: tf.Tensor, rows: int, where: str) -> Check:
+    """Check that ids ``[n]`` are rows of a table of so many."""
+    remedy = "check the data, or pass out_of_range='wrap' or 'drop'"
+    return Check(ids, is_out_of_range(ids, rows), "ids", where, f"0 to {rows - 1}", remedy)
+
+
+def weights_match(weights: tf.Tensor | None, matches: tf.Tensor | None, where: str) -> Check:
+    """Check that weights stand where ids do, as ``matches`` (bool scalar) says; None where there are none."""
+    expected, remedy = "one for each id, in the same places", "give both the same shape"
+    if weights is None or matches is None:
+        return Check(tf.zeros([0], tf.int32), tf.zeros([0], tf.bool), "weights", where, expected, remedy)
+    return Check(tf.size(weights)[None], tf.logical_not(matches)[None], "weights", where, expected, remedy)
+
+
+def find_fault(checks: Sequence[Check]) -> Fault:
+    """Return the first value that is bad on this rank."""
+    texts = tuple(check[2:] for check in checks)
+    if not checks:
+        return Fault(tf.zeros([FAULT_WORDS], tf.int32), texts)
+    wrong = tf.concat([check.bad for check in checks], 0)
 
     def words() -> tf.Tensor:
-        ends = tf.cumsum(tf.stack([tf.size(i) for i in ids]))
+        ends = tf.cumsum(tf.stack([tf.size(check.values) for check in checks]))
         first = tf.argmax(wrong, output_type=tf.int32)
         number = tf.searchsorted(ends, first[None], side="right") + 1
-        value = tf.concat([tf.cast(i, tf.int64) for i in ids], 0)[first]
+        value = tf.concat([tf.cast(check.values, tf.int64) for check in checks], 0)[first]
         return tf.concat([number, tf.bitcast(value, tf.int32)], 0)
 
     found = tf.cond(tf.reduce_any(wrong), words, lambda: tf.zeros([FAULT_WORDS], tf.int32))
-    return Fault(tf.ensure_shape(found, [FAULT_WORDS]), tuple(labels), tuple(rows))
+    return Fault(tf.ensure_shape(found, [FAULT_WORDS]), texts)
+
+
+def refused() -> Fault:
+    """Return what a rank sends that could not make sense of its inputs, so that the others do not wait for it."""
+    return Fault(tf.constant([_REFUSED, 0, 0], tf.int32), ())
 
 
 def is_out_of_range(ids: tf.Tensor, rows: int) -> tf.Tensor:
@@ -59,12 +99,17 @@ def raise_everywhere(words: tf.Tensor, fault: Fault) -> list[tf.Operation]:
 
     Args:
         words: of all ranks, ``[N, 3]``.
-        fault: this rank's own, for the names.
+        fault: this rank's own, for the texts.
     """
     if tf.executing_eagerly():
         for rank, (number, *halves) in enumerate(words.numpy()):
+            if number == _REFUSED or number > len(fault.texts):
+                raise ValueError(f"lookup: rank {rank} refused its inputs; its own error says why")
             if number:
-                raise ValueError(_message(fault, number - 1, str(_joined(halves)), rank))
+                what, where, expected, remedy = fault.texts[number - 1]
+                raise ValueError(describe(what, f"{_joined(halves)} in {where} on rank {rank}", expected, remedy))
+        return []
+    if not fault.texts:
         return []
 
     def stop() -> tf.Tensor:
@@ -79,26 +124,13 @@ def _joined(halves: Sequence[int]) -> int:
     return (high << 32) | (low & 0xFFFFFFFF)
 
 
-def _message(fault: Fault, number: int, value: str, rank: int) -> str:
-    where = f"{value} in {fault.labels[number]} on rank {rank}"
-    return describe("ids", where, f"0 to {fault.rows[number] - 1}", _REMEDY)
-
-
-_REMEDY = "check the data, or pass out_of_range='wrap' or 'drop'"
-
-
 def _graph_message(words: tf.Tensor, fault: Fault) -> tf.Tensor:
     rank = tf.argmax(words[:, 0] > 0, output_type=tf.int32)
     number, value = words[rank, 0] - 1, tf.bitcast(words[rank, 1:], tf.int64)
-    label = tf.gather([_unquoted(label) for label in fault.labels], number)
-    last = tf.gather(tf.constant([r - 1 for r in fault.rows], tf.int64), number)
-    numbers = [tf.strings.as_string(n) for n in (value, rank, last)]
-    rest = f"; {_unquoted(_REMEDY)}"
+    # TensorFlow would print quotes with backslashes.
+    texts = [tf.gather([text.replace("'", "") for text in column], number) for column in zip(*fault.texts, strict=True)]
+    value, on = tf.strings.as_string(value), tf.strings.as_string(rank)
+    what, where, expected, remedy = texts
     return tf.strings.join(
-        ["ids: got ", numbers[0], " in ", label, " on rank ", numbers[1], ", expected 0 to ", numbers[2], rest]
+        [what, ": got ", value, " in ", where, " on rank ", on, ", expected ", expected, "; ", remedy]
     )
-
-
-def _unquoted(text: str) -> str:
-    """Return a text without quotes, which TensorFlow would print with backslashes."""
-    return text.replace("'", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -16,7 +17,7 @@ from hvdkit.collectives.shards import Piece, Shard, mark, write_box
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.partition import Partition, local_row, owner, rows_of
-from hvdkit.variable.faults import find_fault, is_out_of_range
+from hvdkit.variable.faults import Fault, find_fault, is_out_of_range, refused, rows_only
 from hvdkit.variable.initial import common_seed, initial_blocks
 from hvdkit.variable.keys import key_dtype, keys_of
 from hvdkit.variable.routing import Numbered, look_up
@@ -128,13 +129,22 @@ class PartitionedVariable:
             ValueError: on every rank, if an id of any rank is out of range (in a graph,
                 ``tf.errors.InvalidArgumentError``).
         """
-        ids = as_ids(ids, self.name)
-        flat, rows = tf.reshape(ids, [-1]), self.shape[0]
-        fault = find_fault([flat], [f"lookup of {self.name!r}"], [rows])
+        try:
+            ids = as_ids(ids, self.name)
+        except (TypeError, ValueError):
+            with contextlib.suppress(ValueError):
+                if tf.executing_eagerly():  # a graph that cannot be traced ends the job; here others would wait
+                    self._look_up(tf.zeros([0], tf.int32), refused())
+            raise
+        flat = tf.reshape(ids, [-1])
+        found = self._look_up(flat, find_fault([rows_only(flat, self.shape[0], f"lookup of {self.name!r}")]))
+        return tf.reshape(found, tf.concat([tf.shape(ids), self.shape[1:]], 0))
+
+    def _look_up(self, flat: tf.Tensor, fault: Fault) -> tf.Tensor:
+        rows = self.shape[0]
         safe = tf.cast(tf.where(is_out_of_range(flat, rows), tf.zeros_like(flat), flat), self._key_dtype)
         keys = keys_of(safe, self.partition, rows, cluster.size())
-        found = look_up([Numbered(self.local)], [[keys]], fault, name="hvdkit.lookup")[0][0].spread()
-        return tf.reshape(found, tf.concat([tf.shape(ids), self.shape[1:]], 0))
+        return look_up([Numbered(self.local)], [[keys]], fault, name="hvdkit.lookup")[0][0].spread()
 
     def gather(self, root: int | None = None) -> np.ndarray | None:
         """Return the whole as an array: on every rank, or on ``root`` alone and None elsewhere. Every rank calls it."""

@@ -251,6 +251,33 @@ def test_a_bad_id_names_feature_value_and_table_on_every_rank(plan, traced, rank
     assert call({"buyer": tf.constant([1]), "seller": tf.constant([2]), "small": tf.constant([0])})
 
 
+ONES = {"a": tf.constant([[1, 2]]), "b": tf.constant([1])}
+RAGGED, SPARSE = tf.ragged.constant([[1, 2]]), tf.sparse.from_dense([[1, 2]])
+INPUTS = {  # what all ranks pass, what the last one passes instead, and what it hears of that
+    "floats": (ONES, {**ONES, "b": tf.constant([1.0])}, "ids of 'b': got float32"),
+    "missing": (ONES, {"a": ONES["a"]}, "inputs: got"),
+    "shape": (ONES, {**ONES, "a": (ONES["a"], tf.ones([1, 1]))}, "weights of 'a': got shape"),
+    "ragged": (ONES, {**ONES, "a": (RAGGED, tf.ragged.constant([[1.0]]))}, "weights: got 1 in feature 'a'"),
+    "sparse": (ONES, {**ONES, "a": (SPARSE, tf.sparse.from_dense([[0.0, 2.0]]))}, "weights: got 1 in feature 'a'"),
+}
+
+
+@pytest.mark.parametrize("plan", ["row", "replicated"])
+@pytest.mark.parametrize("what", list(INPUTS))
+def test_inputs_that_one_rank_cannot_use_are_an_error_on_all(what, plan, rank, size):
+    layer = hk.layers.ShardedEmbeddingCollection(
+        [Table("a", 20, 2, combiner="sum"), Table("b", 30, 3)], {"a": plan, "b": plan}
+    )
+    given, instead, said = INPUTS[what]
+    if what in ("ragged", "sparse"):
+        others = "weights: got 1 in feature 'a' of table 'a' on rank"
+    else:
+        others = f"rank {size - 1} refused its inputs"
+    with pytest.raises((ValueError, TypeError), match=said if rank == size - 1 else others):
+        layer(instead if rank == size - 1 else given)
+    assert layer(ONES)["a"].shape == (1, 2)
+
+
 def test_layers_are_made_again_from_their_configs(rank, size, shared_path):
     uniform = keras.initializers.RandomUniform(-0.5, 0.5)
     one = hk.layers.ShardedEmbedding(9, 2, combiner="sum", partition="div", embeddings_initializer=uniform, seed=4)
