@@ -18,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated
 
 import psutil
@@ -110,11 +111,30 @@ def launches(config: Config, folder: Path) -> list[Launch]:
     return listed
 
 
-def grouped(listed: list[Launch]) -> list[list[Launch]]:
-    """Return what runs at the same time: a single rank beside the tests in one process, which often wait."""
-    if len(listed) > 1 and listed[0].name == "one process" and listed[1].size == 1:
-        return [listed[:2], *([launch] for launch in listed[2:])]
-    return [[launch] for launch in listed]
+def run_all(listed: list[Launch], timeout: float) -> Iterator[Launch]:
+    """Run all launches, and yield each as it ends.
+
+    The tests in one process often wait, and leave room for launches of one and two ranks beside them; larger ones
+    need the machine.
+    """
+    single = [launch for launch in listed if launch.name == "one process"]
+    small = [launch for launch in listed if launch.size <= 2 and launch not in single]
+    large = [launch for launch in listed if launch.size > 2]
+    ended: SimpleQueue[Launch] = SimpleQueue()
+
+    def one_after_another(lane: list[Launch]) -> None:
+        for launch in lane:
+            print(f"{launch.name} ...", flush=True)
+            run(launch, timeout)
+            ended.put(launch)
+
+    for together in ([single, small], [large]):
+        with ThreadPoolExecutor(len(together)) as pool:
+            waiting = [pool.submit(one_after_another, lane) for lane in together]
+            for _ in range(sum(map(len, together))):
+                yield ended.get()
+            for future in waiting:
+                future.result()
 
 
 def to_files(
@@ -165,17 +185,13 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="hvdkit-tests-"))
     passed, failures = 0, []
     try:
-        for group in grouped(launches(config, folder)):
-            print(f"{' and '.join(launch.name for launch in group)} ...", flush=True)
-            with ThreadPoolExecutor(len(group)) as pool:
-                list(pool.map(lambda launch: run(launch, config.timeout), group))
-            for launch in group:
-                print(f"{launch.name:12} {launch.summary()}", flush=True)
-                text = report(launch)
-                if text:
-                    print(text, flush=True)
-                passed += len(launch.passed)
-                failures += [f"{test} [{launch.name}]" for test in launch.failures]
+        for launch in run_all(launches(config, folder), config.timeout):
+            print(f"{launch.name:12} {launch.summary()}", flush=True)
+            text = report(launch)
+            if text:
+                print(text, flush=True)
+            passed += len(launch.passed)
+            failures += [f"{test} [{launch.name}]" for test in launch.failures]
     finally:
         if config.keep:
             print(f"every rank's output is in {folder}")
