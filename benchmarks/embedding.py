@@ -12,7 +12,8 @@ median counts:
     hvdkit-2   horovodrun -np 2
     sparse-2   raw Horovod, replicated tables, sparse gradients gathered
     dense-2    raw Horovod, replicated tables, sparse gradients made dense (one table with SGD only: it takes long)
-    torchrec-1, torchrec-2   with --torchrec PYTHON, of an environment as torchrec_worker.py says (one table, SGD)
+    torchrec-1, torchrec-2   with --torchrec PYTHON, of an environment as torchrec_worker.py says (one table, SGD),
+                             table by table; torchrec-columns-2: each rank half of the columns
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def main() -> int:
     args = parser.parse_args()
     ways = WAYS | (DENSE if (args.work, args.optimizer) == ("one", "sgd") else {})
     if args.torchrec is not None:
-        ways |= {"torchrec-1": ("torchrec", 1), "torchrec-2": ("torchrec", 2)}
+        ways |= {"torchrec-1": ("torchrec", 1), "torchrec-2": ("torchrec", 2), "torchrec-columns-2": ("columns", 2)}
     rounds = []
     for number in range(args.rounds):
         rounds.append({name: run(*way, args) for name, way in ways.items()})
@@ -72,8 +73,9 @@ def run(way: str, size: int, args: argparse.Namespace) -> dict[str, float]:
         worker = [sys.executable, str(HERE / "embedding_worker.py"), way, "--folder", folder, "--work", args.work]
         worker += ["--optimizer", args.optimizer, "--steps", str(args.steps)]
         command = worker if size == 1 else ["horovodrun", "-np", str(size), *worker]
-        if way == "torchrec":
+        if way in ("torchrec", "columns"):
             peer = [str(HERE / "torchrec_worker.py"), "--folder", folder, "--steps", str(args.steps)]
+            peer += ["--sharding", "column_wise"] if way == "columns" else []
             command = [str(args.torchrec), "-m", "torch.distributed.run", "--nproc-per-node", str(size), *peer]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
         if done.returncode:
