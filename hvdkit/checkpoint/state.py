@@ -145,6 +145,10 @@ def _own_variables(layer: Any) -> tuple[set[int], set[int]]:
 
 def _add_optimizer(flat: State, name: str, optimizer: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not hasattr(inner, "_hvdkit") and any(shard_of(v) is not None for v in inner._trainable_variables):
+        remedy = "wrap it; beside hk.DistributedGradientTape as hk.DistributedOptimizer(optimizer, op=None)"
+        got = f"{type(inner).__name__}, which does not know that its slots are cut across ranks"
+        raise ValueError(describe(f"optimizer {name!r}", got, "an hk.DistributedOptimizer", remedy))
     sums = {id(v) for v in getattr(inner, "_accumulated_gradients", ())}
     steps = getattr(inner, "gradient_accumulation_steps", None) or 1
     flat.values[f"{name}/accumulate_steps"] = Value(lambda: steps, lambda saved: _check_accumulation(steps, saved))

@@ -53,7 +53,7 @@ class Shard:
         owner: name of the layer or variable that the tables belong to.
         pieces: the tables' parts; rows in none of them are unused.
         slot: of an optimizer's slot, its name ("momentum"); None for the weights themselves.
-        fresh: of rows that change hands, the variable that says which have since the optimizer's last update; or None.
+        uses: of rows that change hands, a ``hvdkit.variable.vocabulary.Uses``; else None.
         axis: of the mesh, along which ranks hold different parts, and along the others the same ones; None where every
             rank has a part of its own.
     """
@@ -62,11 +62,11 @@ class Shard:
     pieces: tuple[Piece, ...]
     slot: str | None = None
     axis: str | None = None
-    fresh: Any = None
+    uses: Any = None
 
     def of_slot(self, slot: str) -> Shard:
         """Return what a slot of this variable holds."""
-        return replace(self, slot=slot, fresh=None)
+        return replace(self, slot=slot, uses=None)
 
 
 def mark(variable: Any, shard: Shard | None) -> None:

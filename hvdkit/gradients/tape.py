@@ -16,7 +16,8 @@ class DistributedGradientTape:
     """Wrap a ``tf.GradientTape`` so that :meth:`gradient` returns gradients combined over all ranks.
 
     TensorFlow and Keras variables serve alike. Works as a context manager, or around a tape that has recorded.
-    Do not use it together with ``DistributedOptimizer``: gradients would be combined twice.
+    Apply the gradients with a plain Keras optimizer, or, where there are sharded variables, whose slots it has to know,
+    with ``hk.DistributedOptimizer(optimizer, op=None)``: any other would combine them twice.
 
     Args:
         tape: the recording tape.

@@ -37,7 +37,7 @@ class ChangingRows:
         with memory(table.host):
             self._uses = {word: self._add(layer, word, *_FIRST[word]) for word in _FIRST}
             self._clock = layer.add_weight(
-                name=f"{table.name}_clock", shape=(), initializer="zeros", dtype="int64", trainable=False
+                name=f"{table.name}_clock", shape=(2,), initializer="zeros", dtype="int64", trainable=False
             )
         self._mark()
 
@@ -62,15 +62,18 @@ class ChangingRows:
         for word, variable in self._uses.items():
             piece = Piece(self.table.name, shape, index, 0, "bucket")
             mark(variable, Shard(whole.owner, (piece,), word))
-        mark(self._rows, Shard(whole.owner, whole.pieces, fresh=self._uses["fresh"]._value))
+        if self._clock._value is not None:
+            mark(self._rows, Shard(whole.owner, whole.pieces, uses=self._inner()))
+
+    def _inner(self) -> Uses:
+        return Uses(**{word: v._value for word, v in self._uses.items()}, clock=self._clock._value)
 
     def source(self, training: bool | None) -> Vocabulary:
         """Return what lookups go through."""
         self._mark()
-        uses = {word: variable._value for word, variable in self._uses.items()}
         return Vocabulary(
             self._rows._value,
-            Uses(**uses, clock=self._clock._value),
+            self._inner(),
             buckets=self._buckets,
             total=self.table.buckets,
             evict=str(self.table.evict),

@@ -56,13 +56,23 @@ def bag_of(value: Any, combiner: str | None, name: str) -> Bag:
     if weights is not None and combiner is None:
         remedy = "give the table a combiner"
         raise ValueError(describe(f"weights of {name!r}", "weights", "none without a combiner", remedy))
-    if weights is not None and type(weights) is not type(ids) and tf.is_tensor(ids) is not tf.is_tensor(weights):
-        raise ValueError(describe(f"weights of {name!r}", type(weights).__name__, type(ids).__name__, "use one form"))
+    _check_form(ids, weights, name)
     if isinstance(ids, tf.RaggedTensor):
         return _ragged(ids, weights, combiner, name)
     if isinstance(ids, tf.SparseTensor):
         return _sparse(ids, weights, combiner, name)
     return _dense(as_ids(ids, name), weights, combiner, name)
+
+
+def _check_form(ids: Any, weights: Any, name: str) -> None:
+    if weights is None:
+        return
+    forms = (tf.RaggedTensor, tf.SparseTensor)
+    if [isinstance(ids, form) for form in forms] != [isinstance(weights, form) for form in forms]:
+        raise ValueError(describe(f"weights of {name!r}", type(weights).__name__, type(ids).__name__, "use one form"))
+    dtype = weights.dtype if hasattr(weights, "dtype") else np.asarray(weights).dtype
+    if not (tf.as_dtype(dtype).is_floating or tf.as_dtype(dtype).is_integer):
+        raise TypeError(describe(f"weights of {name!r}", f"dtype {dtype}", "real numbers", "cast them to float32"))
 
 
 def _is_pair(value: Any) -> bool:
@@ -165,8 +175,11 @@ def combined(found: Found, bag: Bag, combiner: str | None) -> Any:
         mean   sum_k w_k e_k / sum_k w_k
         sqrtn  sum_k w_k e_k / sqrt(sum_k w_k^2)
 
-    An example without ids gives zeros. (As ``tf.nn.embedding_lookup_sparse``.)
+    An example without ids gives zeros. Rows of 16 bits are summed in 32. (As ``tf.nn.embedding_lookup_sparse``.)
     """
+    dtype = found.rows.dtype
+    if dtype.size == 2:  # sums of many rows, and of their gradients, need more than 16 bits
+        return tf.cast(combined(Found(tf.cast(found.rows, tf.float32), found.place), bag, combiner), dtype)
     if combiner is None:
         rows = found.spread()
         if bag.kept is not None:

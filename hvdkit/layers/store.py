@@ -140,10 +140,15 @@ class TableStore:
 
     def gather(self, name: str, root: int | None) -> np.ndarray | None:
         """Return a whole table, on every rank or on ``root`` alone and None elsewhere. Every rank calls it."""
-        table, size = self._table(name), cluster.size()
-        if root is not None and root not in range(size):
-            raise ValueError(describe("root", root, f"a rank, 0 to {size - 1}, or None", "pass one"))
-        agree(Call(f"gather({name!r}, root={root})"))
+        size = cluster.size()
+
+        def check() -> None:
+            self._table(name)
+            if root is not None and root not in range(size):
+                raise ValueError(describe("root", root, f"a rank, 0 to {size - 1}, or None", "pass one"))
+
+        agree(Call(f"gather({name!r}, root={root})", problem=attempt(check)))
+        table = self._table(name)
         if name in self.replicated:
             return self.replicated[name].numpy() if root in (None, cluster.rank()) else None
         state = self._state(name)
@@ -154,12 +159,15 @@ class TableStore:
 
     def ids(self, name: str) -> np.ndarray:
         """Return the id of each row of a table that evicts, on every rank. Every rank calls it."""
-        self._table(name)
         found = [changing for changing in self._changing.values() if changing.table.name == name]
-        if not found:
-            remedy = "ids of others are their rows"
-            raise ValueError(describe("table", repr(name), "one made with evict=", remedy))
-        agree(Call(f"ids({name!r})"))
+
+        def check() -> None:
+            self._table(name)
+            if not found:
+                remedy = "ids of others are their rows"
+                raise ValueError(describe("table", repr(name), "one made with evict=", remedy))
+
+        agree(Call(f"ids({name!r})", problem=attempt(check)))
         return found[0].gather_ids()
 
     def assign(self, name: str, full_array: Any) -> None:

@@ -33,7 +33,7 @@ _Multi = getattr(keras.optimizers, "MultiOptimizer", ())
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
     *,
-    op: ReduceOp = Average,
+    op: ReduceOp | None = Average,
     compression: str | None = None,
     accumulate_steps: int = 1,
     clip_global_norm: float | None = None,
@@ -48,14 +48,15 @@ def DistributedOptimizer(
 
     Args:
         optimizer: any Keras 3 optimizer, ``LossScaleOptimizer`` and ``MultiOptimizer`` included.
-        op: ``hk.Average`` (losses are means over the local batch) or ``hk.Sum`` (losses are sums).
+        op: ``hk.Average`` (losses are means over the local batch) or ``hk.Sum`` (losses are sums); None: gradients come
+            combined, from ``hk.DistributedGradientTape``.
         compression: None, ``"fp16"`` or ``"bf16"``: how gradients travel.
         accumulate_steps: number of steps whose gradients are added up locally before they are combined and
             applied. One update equals one step on all their examples; learning-rate schedules count steps, not updates.
         clip_global_norm: upper limit of the combined gradient's L2 norm over all variables.
         sparse_updates: how sharded tables are updated: "exact", as Keras updates the unsharded table; "lazy", only the
-            rows that the gradient has, moments included; "auto" (lazy for Adam, exact for the others). Plain SGD and
-            Adagrad are both at once.
+            rows that the gradient has, moments included; "auto" (lazy for Adam and AdamW, exact for the others). Plain
+            SGD and Adagrad are both at once.
 
     Returns:
         A ``keras.optimizers.Optimizer``.
@@ -76,10 +77,13 @@ def DistributedOptimizer(
         raise ValueError(describe("clip_global_norm", clip_global_norm, "a number > 0, or None", "pass e.g. 1.0"))
     if sparse_updates not in get_args(SparseUpdates):
         raise ValueError(describe("sparse_updates", sparse_updates, "'auto', 'lazy' or 'exact'", "pass one of them"))
-    if checked_op(op) not in (ReduceOp.Average, ReduceOp.Sum):
-        raise ValueError(describe("op", op, "hk.Average or hk.Sum", "pass one of them"))
+    if op is not None and checked_op(op) not in (ReduceOp.Average, ReduceOp.Sum):
+        raise ValueError(describe("op", op, "hk.Average, hk.Sum or None", "pass one of them"))
+    if op is None and compression is not None:
+        raise ValueError(describe("compression", compression, "None where op is None", "give it to the tape"))
     how = Reduction(
-        op=checked_op(op),
+        op=Average if op is None else checked_op(op),
+        combines=op is not None,
         compression=compression,
         accumulate_steps=steps,
         clip_global_norm=clip_global_norm,
@@ -105,10 +109,10 @@ def _distributed(optimizer: Any, how: Reduction) -> Any:
 def _distributed_loss_scale(optimizer: Any, how: Reduction) -> Any:
     """Combine scaled gradients, so that all ranks see the same overflow; clip them unscaled, in the inner optimizer."""
     accumulates = how.accumulate_steps > 1
-    inner = _distributed(optimizer.inner_optimizer, replace(how, combines=accumulates))
+    inner = _distributed(optimizer.inner_optimizer, replace(how, combines=how.combines and accumulates))
     outer = subclass(CombiningScaled, type(optimizer)).from_config(optimizer.get_config())
     outer.inner_optimizer = inner
-    outer._hvdkit = replace(how, combines=not accumulates, clip_global_norm=None)
+    outer._hvdkit = replace(how, combines=how.combines and not accumulates, clip_global_norm=None)
     if optimizer.built:
         outer.build(optimizer._trainable_variables)
         for own, other in zip(outer._variables, optimizer._variables, strict=True):

@@ -20,8 +20,8 @@ from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.gradients.sparse import sum_duplicates
 from hvdkit.optimizer.reduction import Reduction
-from hvdkit.optimizer.rows import rule_for, update_rows
-from hvdkit.optimizer.slots import Slots, fill
+from hvdkit.optimizer.rows import BY_ELEMENTS, rule_for, update_rows, updating_class
+from hvdkit.optimizer.slots import Slots, fill, renew
 
 LossScale = keras.optimizers.LossScaleOptimizer
 
@@ -56,7 +56,7 @@ class Combining:
         if shard is not None:
             fill(slot, initializer)
             mark(slot, shard.of_slot(name or "var"))
-            if shard.fresh is not None:
+            if shard.uses is not None:
                 self._hvdkit_slots = self._hvdkit_slots or Slots()
                 self._hvdkit_slots.add(reference_variable, name or "", slot, initializer)
         return slot
@@ -67,11 +67,12 @@ class Combining:
         how = self._hvdkit
         refuse_what_breaks(self._hvdkit_wrapped)
         variables = _listed(self, trainable_variables)
-        if self._hvdkit_slots is not None:
-            self._hvdkit_slots.renew(grads, variables)
+        renew(grads, variables, whole=how.accumulate_steps > 1)
         if how.accumulate_steps == 1:
             scale = getattr(self, "loss_scale_factor", None)
             grads = how.clip(how.combine(grads, variables), variables, scale)
+            if getattr(self, "clipvalue", None) is not None:  # Keras clips numbers, which are sums over ranks
+                grads = [sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
         self._hvdkit_combined = False
         grads = how.share(grads, variables)
@@ -134,6 +135,11 @@ def _check_for_shards(optimizer: Any) -> None:
         if getattr(optimizer, name, None) is not None:
             remedy = "pass clip_global_norm to hk.DistributedOptimizer, which sums over ranks"
             raise ValueError(describe(name, getattr(optimizer, name), "None beside sharded variables", remedy))
+    kind = updating_class(optimizer)
+    if kind.__module__.startswith("keras.") and kind not in BY_ELEMENTS:
+        expected = "one that updates each number by itself beside sharded variables"
+        remedy = "take " + ", ".join(sorted(cls.__name__ for cls in BY_ELEMENTS))
+        raise ValueError(describe("optimizer", kind.__name__, expected, remedy))
     if hasattr(optimizer, "optimizers"):
         remedy = "give each of its optimizers its own hk.DistributedOptimizer and apply"
         raise ValueError(describe("optimizer", "a MultiOptimizer", "one optimizer for sharded variables", remedy))

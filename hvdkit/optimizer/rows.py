@@ -33,18 +33,18 @@ Rule = Callable[[Any, tf.Variable, tf.IndexedSlices, tf.Tensor], None]
 def rule_for(optimizer: Any, how: SparseUpdates) -> Rule | None:
     """Return the update of single rows for ``optimizer``, or None where Keras's own of the whole shard is to be used.
 
-    "auto" is lazy for Adam, as tables are commonly trained with it, and exact for the others.
+    "auto" is lazy for Adam and AdamW, as tables are commonly trained with it, and exact for the others.
     """
-    update = next(vars(c)["update_step"] for c in type(optimizer).__mro__ if "update_step" in vars(c) and _is_keras(c))
-    rule = next((rule for cls, rule in _RULES.items() if vars(cls)["update_step"] is update), None)
+    rule = _RULES.get(updating_class(optimizer))
     if rule is None:
         return None
     untouched_rows_stay = rule is _adagrad or (rule is _sgd and not optimizer.momentum)
     return rule if untouched_rows_stay or how == "lazy" or (how == "auto" and rule is _adam) else None
 
 
-def _is_keras(cls: type) -> bool:
-    return not hasattr(cls, "_hvdkit") or "_hvdkit" not in vars(cls)
+def updating_class(optimizer: Any) -> type:
+    """Return the class whose ``update_step`` the optimizer has, but for hvdkit's."""
+    return next(c for c in type(optimizer).__mro__ if "update_step" in vars(c) and "_hvdkit" not in vars(c))
 
 
 def rows_of_gradient(gradient: Any) -> tf.IndexedSlices:
@@ -161,6 +161,17 @@ _RULES: dict[type, Rule] = {
     keras.optimizers.Adam: _adam,
     keras.optimizers.RMSprop: _rmsprop,
     keras.optimizers.Ftrl: _ftrl,
+}
+
+# Those whose new weight depends on this number's gradient and slots alone. Others take norms of a whole variable, of
+# which a shard is a part, and perhaps of several tables.
+BY_ELEMENTS = {
+    *_RULES,
+    keras.optimizers.AdamW,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adamax,
+    keras.optimizers.Lion,
+    keras.optimizers.Nadam,
 }
 
 

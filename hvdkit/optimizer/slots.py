@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from hvdkit.collectives.shards import shard_of, write_box
 from hvdkit.variable.vocabulary import take_fresh
 
 _BLOCK_NUMBERS = 1 << 22
+_OPTIMIZERS = "_hvdkit_slots"
 
 
 def fill(slot: Any, initializer: Any) -> None:
@@ -39,7 +41,8 @@ def first_value(slot: Any, initializer: Any) -> tf.Tensor:
 class Slots:
     """The slots that an optimizer has beside variables whose rows change hands.
 
-    What it knew of the old id must not move the new one.
+    What it knew of the old id must not move the new one. A row is new once for all optimizers: whichever updates first
+    renews the slots of all.
     """
 
     def __init__(self) -> None:
@@ -47,18 +50,33 @@ class Slots:
 
     def add(self, reference: Any, name: str, slot: Any, initializer: Any) -> None:
         """Note a slot of ``reference``."""
-        self._of.setdefault(id(reference._value), []).append((name, slot, initializer))
+        inner = reference._value
+        self._of.setdefault(id(inner), []).append((name, slot, initializer))
+        if not hasattr(inner, _OPTIMIZERS):
+            setattr(inner, _OPTIMIZERS, weakref.WeakSet())
+        getattr(inner, _OPTIMIZERS).add(self)
 
-    def renew(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Give the gradients' rows that have gone to another id since the last update the slots' first values."""
-        for gradient, variable in zip(grads, variables, strict=False):
-            shard = shard_of(variable)
-            if gradient is None or shard is None or shard.fresh is None:
-                continue
-            rows, inner = take_fresh(shard.fresh, gradient), getattr(variable, "_value", variable)
-            for name, slot, initializer in self._of.get(id(inner), ()):
-                if name == "average":  # Keras's moving average of the weights begins with the weights
-                    first = inner.sparse_read(rows)
-                else:
-                    first = tf.fill([tf.size(rows), slot.shape[1]], first_value(slot, initializer))
-                slot._value.scatter_update(tf.IndexedSlices(first, rows))
+    def of(self, variable: tf.Variable) -> list[tuple[str, Any, Any]]:
+        """Return name, slot and initializer of each slot of ``variable``."""
+        return self._of.get(id(variable), [])
+
+
+def renew(grads: Sequence[Any], variables: Sequence[Any], *, whole: bool) -> None:
+    """Give rows that have gone to another id since the last update the slots' first values.
+
+    Args:
+        grads: one for each variable.
+        variables: any; those whose rows do not change hands are passed over.
+        whole: not only the gradients' rows, as sums over steps ask for.
+    """
+    for gradient, variable in zip(grads, variables, strict=False):
+        shard = shard_of(variable)
+        if gradient is None or shard is None or shard.uses is None:
+            continue
+        rows, inner = take_fresh(shard.uses, gradient, whole), getattr(variable, "_value", variable)
+        for name, slot, initializer in [s for slots in getattr(inner, _OPTIMIZERS, ()) for s in slots.of(inner)]:
+            if name == "average":  # Keras's moving average of the weights begins with the weights
+                first = inner.sparse_read(rows)
+            else:
+                first = tf.fill([tf.size(rows), slot.shape[1]], first_value(slot, initializer))
+            slot._value.scatter_update(tf.IndexedSlices(first, rows))

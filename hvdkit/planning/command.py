@@ -9,7 +9,7 @@ from hvdkit.errors import describe
 from hvdkit.planning.plan import Plan, plan_tables
 from hvdkit.planning.table import Table
 
-_TABLE = re.compile(r"(?P<name>[^:=]+):(?P<rows>[\d_,]+)x(?P<width>\d+)(=(?P<placement>\w+))?")
+_TABLE = re.compile(r"(?P<name>[^:=]+):(?P<rows>\d[\d_,]*)x(?P<width>\d+)(=(?P<placement>\w+))?")
 _BYTES = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>|[KMGT]i?B?|B)", re.IGNORECASE)
 
 

@@ -6,7 +6,8 @@ looks up in the table:
     weights     (rows held) * (columns held) * b, and 17 a row of a table that evicts: id, last use, whether it is new
     slots       S * (rows held) * (columns held) * b
     host        weights and slots of the tables that stay in the host's memory, and do not count above
-    gradients   the rows that one step updates at their owner, at most min(rows held, batch * k) * D * b
+    gradients   the rows that one step updates at their owner, at most min(rows held, N * batch * k) * D * b; with an
+                optimizer that updates whole shards, the gradient of all rows held and as much again to compute with
     exchange    what one step sends and receives: ids once and rows twice, batch * k * (i + 2 * D * b), i = 4 or 8
 
 ``batch`` is that of one rank. The last two are upper limits: repeated ids are sent once.
@@ -22,6 +23,8 @@ from hvdkit.errors import PlanError, describe
 from hvdkit.planning.layout import Layout, lay_out
 from hvdkit.planning.table import DTYPES, PLACEMENTS, Table, check_tables
 
+# Update the whole shard, not the gradient's rows alone (``sparse_updates="auto"``).
+WHOLE_SHARDS = ("momentum", "rmsprop", "ftrl")
 # Slots for each number of a table. FTRL has an accumulator and a linear term.
 SLOTS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "rmsprop": 1, "ftrl": 2, "amsgrad": 3}
 _EVICTING_BYTES = 8 + 8 + 1
@@ -110,7 +113,7 @@ def plan_tables(
 
     A table whose whole is at most 64 KiB is replicated, since its gradient then travels with the dense ones. All others
     are cut by rows, round robin: every rank holds the same share of each, however ids are spread. Where the limit asks
-    for it, replicated tables are cut, too.
+    for it, replicated tables are cut, too, and tables of fewer rows than ranks by columns.
 
     Args:
         tables: the tables.
@@ -139,9 +142,9 @@ def plan_tables(
     if memory_bytes is not None:
         memory_bytes = integer("memory_bytes", memory_bytes, minimum=1)
     by_hand = _checked_placements(placements or {}, listed)
-    for limit in (REPLICATED_BYTES, 0):  # cut even tiny tables only where memory asks for it
-        chosen = {t.name: by_hand.get(t.name) or _chosen(t, limit) for t in listed}
-        ranks = _count(lay_out(listed, chosen, size), SLOTS[optimizer], batch)
+    for limit, few in ((REPLICATED_BYTES, 0), (0, 0), (0, size)):  # cut tiny tables only where memory asks for it
+        chosen = {t.name: by_hand.get(t.name) or _chosen(t, limit, few) for t in listed}
+        ranks = _count(lay_out(listed, chosen, size), optimizer, batch)
         plan = Plan(listed, size, chosen, ranks, memory_bytes)
         if memory_bytes is None or max(b.total for b in ranks) <= memory_bytes:
             return plan
@@ -156,8 +159,10 @@ def plan_tables(
     )
 
 
-def _chosen(table: Table, limit: int) -> str:
-    return "replicated" if table.bytes <= limit and not table.evict else "row"
+def _chosen(table: Table, limit: int, few: int) -> str:
+    if table.evict:
+        return "row"
+    return "replicated" if table.bytes <= limit else "column" if table.input_dim < few else "row"
 
 
 def _checked_placements(placements: Mapping[str, str], tables: Sequence[Table]) -> Mapping[str, str]:
@@ -173,7 +178,8 @@ def _checked_placements(placements: Mapping[str, str], tables: Sequence[Table]) 
     return placements
 
 
-def _count(layout: Layout, slots: int, batch: int) -> tuple[RankBytes, ...]:
+def _count(layout: Layout, optimizer: str, batch: int) -> tuple[RankBytes, ...]:
+    slots, whole = SLOTS[optimizer], optimizer in WHOLE_SHARDS
     found = []
     for rank in range(layout.size):
         held = [(t.bytes, 0, t.host) for t in layout.replicated]
@@ -185,9 +191,10 @@ def _count(layout: Layout, slots: int, batch: int) -> tuple[RankBytes, ...]:
             )
             for part in group.slices:
                 looked_up = batch * len(part.table.features)
-                gradients += min(len(part.rows(rank, layout.size)), looked_up * layout.size) * row
+                rows = len(part.rows(rank, layout.size))
+                gradients += (2 * rows if whole else min(rows, looked_up * layout.size)) * row
                 if layout.size > 1:
-                    exchange += looked_up * ((4 if group.keys < 2**31 else 8) + 2 * row)
+                    exchange += looked_up * ((4 if layout.keys < 2**31 else 8) + 2 * row)
         here = [(weights, more) for weights, more, host in held if not host]
         host = sum(weights * (1 + slots) + more for weights, more, host in held if host)
         weights, own_slots = sum(w + more for w, more in here), slots * sum(w for w, _ in here)

@@ -92,6 +92,8 @@ def check_tables(tables: Any) -> tuple[Table, ...]:
         TypeError: an element is no Table.
         ValueError: there is none, or a name or feature is there twice.
     """
+    if isinstance(tables, Table):
+        raise TypeError(describe("tables", "a single Table", "a list of them", "pass [table]"))
     listed = tuple(tables)
     if not listed:
         raise ValueError(describe("tables", "none", "at least one Table", "pass [hk.layers.Table(...), ...]"))

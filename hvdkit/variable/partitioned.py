@@ -148,9 +148,12 @@ class PartitionedVariable:
 
     def gather(self, root: int | None = None) -> np.ndarray | None:
         """Return the whole as an array: on every rank, or on ``root`` alone and None elsewhere. Every rank calls it."""
-        if root is not None and not 0 <= integer("root", root, minimum=0) < cluster.size():
-            raise ValueError(describe("root", root, f"a rank, 0 to {cluster.size() - 1}", "pass one"))
-        agree(Call(f"PartitionedVariable({self.name!r}).gather(root={root})"))
+
+        def check() -> None:
+            if root is not None and not 0 <= integer("root", root, minimum=0) < cluster.size():
+                raise ValueError(describe("root", root, f"a rank, 0 to {cluster.size() - 1}", "pass one"))
+
+        agree(Call(f"PartitionedVariable({self.name!r}).gather(root={root})", problem=attempt(check)))
         size, others = cluster.size(), tuple(map(range, self.shape[1:]))
         indices = [(rows_of(self.partition, self.shape[0], rank, size), *others) for rank in range(size)]
         return gather_parts(self.local, indices, self.shape, root, "hvdkit.gather")
@@ -185,18 +188,22 @@ class PartitionedVariable:
             CollectiveMismatchError: on the others.
         """
         call = Call(f"PartitionedVariable({self.name!r}).assign_rows()")
-        ids, rows = np.asarray(ids), np.asarray(rows)
-        if not ids.size:
-            ids, rows = np.zeros(0, np.int64), np.zeros((0, *self.shape[1:]))
+        ids_given, rows_given = ids, rows
+        given: list[np.ndarray] = []
 
         def check() -> None:
+            ids = np.asarray(ids_given)
+            values = np.asarray(rows_given, self.dtype.as_numpy_dtype)
+            if not ids.size and not values.size:
+                ids, values = np.zeros(0, np.int64), np.zeros((0, *self.shape[1:]), values.dtype)
+            given.extend((ids, values))
             if ids.dtype.kind not in "iu" or ids.ndim != 1:
                 raise TypeError(
                     describe("ids", f"{ids.dtype}{list(ids.shape)}", "integers [k]", "flatten or cast them")
                 )
-            if rows.shape != (len(ids), *self.shape[1:]):
+            if values.shape != (len(ids), *self.shape[1:]):
                 expected = f"{[len(ids), *self.shape[1:]]}, one row for each id"
-                raise ValueError(describe("rows", list(rows.shape), expected, "pass as many rows as ids"))
+                raise ValueError(describe("rows", list(values.shape), expected, "pass as many rows as ids"))
             if len(ids) and not 0 <= ids.min() <= ids.max() < self.shape[0]:
                 raise ValueError(
                     describe("ids", f"{ids.min()} to {ids.max()}", f"0 to {self.shape[0] - 1}", "check them")
@@ -204,7 +211,7 @@ class PartitionedVariable:
 
         call.problem = attempt(check)
         agree(call)
-        self._scatter(ids.astype(np.int64), rows)
+        self._scatter(given[0].astype(np.int64), given[1])
 
     def _scatter(self, ids: np.ndarray, rows: np.ndarray) -> None:
         """Send rows to their owners, who write them."""

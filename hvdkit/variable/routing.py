@@ -313,6 +313,7 @@ def _spread(rows: tf.Tensor, place: tf.Tensor) -> Any:
     """Gather whose gradient is dense: the sum over the places of each row."""
 
     def gradient(upstream: tf.Tensor) -> Any:
-        return tf.math.unsorted_segment_sum(upstream, place, tf.shape(rows)[0]), None
+        wide = tf.cast(upstream, tf.float32) if upstream.dtype.size == 2 else upstream
+        return tf.cast(tf.math.unsorted_segment_sum(wide, place, tf.shape(rows)[0]), upstream.dtype), None
 
     return tf.gather(rows, place), gradient

@@ -25,6 +25,10 @@ from hvdkit.variable.mixing import bucket_of
 NO_ID = -(2**63)
 # A row's last use: in how many steps it was asked for (lfu), times this, and the last of them.
 _STEPS = 2**40
+_MOST_STEPS = 2**22
+# Rows that were looked up since the last update wait for their gradients and stay, but for so many lookups only: who
+# never updates would fill the table.
+_PATIENCE = 16
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Uses:
         ids: int64, whose row it is.
         used: int64, when it was asked for, -1 for never.
         fresh: bool, whether it changed hands since the optimizer's last update.
-        clock: int64 scalar, equal on all ranks: the number of lookups.
+        clock: int64 ``[2]``, equal on all ranks: the number of lookups, and what it was at the last update.
     """
 
     ids: tf.Variable
@@ -93,7 +97,7 @@ class Vocabulary:
 
     def _without_gradient(self, rows: tf.Tensor) -> tf.Tensor:
         """Refuse to train by a lookup that nobody said is training: new ids would never learn, without a word."""
-        remedy = "call the layer or the model with training=True, or False to keep its ids as they are"
+        remedy = "pass training=True on to the layer (a model's own call has to take it), or False to keep its ids"
         expected = f"True where table {self._table!r}, whose ids change, learns"
         return tf.raw_ops.PreventGradient(input=rows, message=describe("training", None, expected, remedy))
 
@@ -103,7 +107,10 @@ class Vocabulary:
 
     def _find(self, ids: tf.Tensor) -> tf.Tensor:
         """Return the place of each of the distinct ids; new ones may get one."""
-        now = self._uses.clock.assign_add(1) if self._training else None
+        clock = None
+        if self._training:
+            with tf.control_dependencies([ids]):  # of a step that is refused nothing stays
+                clock = self._uses.clock.assign_add([1, 0])
         if not self._buckets:  # fewer buckets than ranks: nobody asks this one
             return tf.fill([tf.size(ids)], tf.constant(self._nobody, tf.int64))
         bucket = bucket_of(ids, self._total) - self._buckets.start
@@ -111,24 +118,30 @@ class Vocabulary:
         hits = tf.logical_and(self._uses.ids.sparse_read(bucket) == ids[:, None], real[:, None])
         found, way = tf.reduce_any(hits, 1), tf.argmax(tf.cast(hits, tf.int8), 1)
         places = tf.where(found, bucket * BUCKET + way, self._nobody)
-        if now is None:
+        if clock is None:
             return places
+        now, floor = clock[0], tf.maximum(clock[1], clock[0] - _PATIENCE)
         self._touch(tf.boolean_mask(tf.stack([bucket, way], 1), found), now)
         missing = tf.where(tf.logical_and(tf.logical_not(found), real))[:, 0]
-        return tf.cond(tf.size(missing) > 0, lambda: self._take_in(ids, bucket, places, missing, now), lambda: places)
+        return tf.cond(
+            tf.size(missing) > 0, lambda: self._take_in(ids, bucket, places, missing, now, floor), lambda: places
+        )
 
     def _touch(self, places: tf.Tensor, now: tf.Tensor) -> None:
         """Note that rows ``[n, 2]`` (bucket, way) were asked for."""
-        steps = self._uses.used.gather_nd(places) // _STEPS + 1 if self._counts else tf.zeros_like(places[:, 0])
+        steps = tf.zeros_like(places[:, 0])
+        if self._counts:
+            steps = tf.minimum(self._uses.used.gather_nd(places) // _STEPS + 1, _MOST_STEPS)
         self._uses.used.scatter_nd_update(places, steps * _STEPS + now)
 
     def _take_in(
-        self, ids: tf.Tensor, bucket: tf.Tensor, places: tf.Tensor, missing: tf.Tensor, now: tf.Tensor
+        self, ids: tf.Tensor, bucket: tf.Tensor, places: tf.Tensor, missing: tf.Tensor, now: tf.Tensor, floor: tf.Tensor
     ) -> tf.Tensor:
         """Give rows to the ids at ``missing``; return all places.
 
         The new ids of one bucket take its rows in turn, the smallest id the row that was used least; rows that this
-        step uses stay. Where a bucket has no more, the others go without in this step.
+        step uses stay, and those that were looked up since the last update. Where a bucket has no more, the others go
+        without in this step.
         """
         order = tf.argsort(tf.gather(ids, missing), stable=True)
         missing = tf.gather(missing, order)
@@ -136,7 +149,7 @@ class Vocabulary:
         bucket = tf.gather(bucket, missing)
         turn = tf.range(tf.size(bucket)) - tf.searchsorted(bucket, bucket, side="left")
         used = self._uses.used.sparse_read(bucket)
-        busy = tf.logical_and(used >= 0, used % _STEPS == now)
+        busy = tf.logical_and(used >= 0, used % _STEPS > floor)
         ways = tf.argsort(tf.where(busy, tf.int64.max, used), axis=1, stable=True)
         fits = turn < BUCKET - tf.reduce_sum(tf.cast(busy, tf.int32), 1)
         way = tf.gather(ways, tf.minimum(turn, BUCKET - 1), batch_dims=1)
@@ -155,19 +168,21 @@ class Vocabulary:
         self.rows.scatter_update(tf.IndexedSlices(self._first_rows(ids), rows))
 
 
-def take_fresh(fresh: tf.Variable, gradient: Any) -> tf.Tensor:
-    """Return the rows of a gradient that changed hands since the last update, and note that they are known.
+def take_fresh(uses: Uses, gradient: Any, whole: bool) -> tf.Tensor:
+    """Return the rows that changed hands since the last update, and note that they are known; an update follows.
 
     Args:
-        fresh: as in :class:`Uses`.
-        gradient: of the table's rows, as IndexedSlices or (added up over steps) dense.
+        uses: what is known of the rows.
+        gradient: of the table's rows.
+        whole: look through all rows, and not through the gradient's alone.
     """
-    if isinstance(gradient, tf.IndexedSlices):
+    uses.clock.assign(tf.stack([uses.clock[0], uses.clock[0]]))
+    if isinstance(gradient, tf.IndexedSlices) and not whole:
         rows = tf.cast(gradient.indices, tf.int64)
-        rows = tf.boolean_mask(rows, rows < fresh.shape[0] * BUCKET)
+        rows = tf.boolean_mask(rows, rows < uses.fresh.shape[0] * BUCKET)
         places = tf.stack([rows // BUCKET, rows % BUCKET], 1)
-        places = tf.boolean_mask(places, fresh.gather_nd(places))
+        places = tf.boolean_mask(places, uses.fresh.gather_nd(places))
     else:
-        places = tf.where(fresh)
-    fresh.scatter_nd_update(places, tf.fill([tf.shape(places)[0]], False))
+        places = tf.where(uses.fresh)
+    uses.fresh.scatter_nd_update(places, tf.fill([tf.shape(places)[0]], False))
     return places[:, 0] * BUCKET + places[:, 1]

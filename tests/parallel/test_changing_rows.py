@@ -165,6 +165,87 @@ def test_no_slot_remembers_the_id_before(how, rank, size):
             np.testing.assert_array_equal(variable[:BUCKET], np.full((BUCKET, 2), 0.25))
 
 
+def table_of_one_bucket(first=1.0, **options):
+    layer = hk.layers.ShardedEmbedding(1, 1, evict="lru", embeddings_initializer=first, seed=1, **options)
+    layer.build()
+    return layer
+
+
+def row_of(layer, identity):
+    return layer.gather()[layer.ids().tolist().index(identity), 0]
+
+
+def test_rows_of_a_step_stay_until_its_update(rank, size):
+    """As in a model of two towers, which calls one layer twice."""
+    layer = table_of_one_bucket()
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hk.Sum)
+    with tf.GradientTape() as tape:
+        first = layer(np.arange(100, 120), training=True)
+        second = layer(np.arange(200, 220), training=True).numpy()
+        loss = tf.reduce_sum(first) / size
+    optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+    np.testing.assert_array_equal((second != 0)[:, 0], np.arange(20) < BUCKET - 20)
+    assert row_of(layer, 119) == 0.0 and row_of(layer, 211) == 1.0
+    assert (layer(np.arange(300, 320), training=True).numpy() == 1.0).all(), "after the update rows are free again"
+
+
+def test_every_optimizer_forgets_the_id_before(rank, size):
+    layer = table_of_one_bucket()
+    optimizers = [hk.DistributedOptimizer(keras.optimizers.Adagrad(0.1), op=hk.Sum) for _ in range(2)]
+    optimizers.append(hk.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.9), op=None))  # by a tape's weights
+
+    def step(optimizer, first, share=1.0):
+        tape = tf.GradientTape()
+        if optimizer is optimizers[2]:
+            tape = hk.DistributedGradientTape(tape, weight=1.0)
+        with tape:
+            loss = share * tf.reduce_sum(layer(np.arange(first, first + BUCKET), training=True)) / size
+        optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+
+    for optimizer in optimizers:
+        step(optimizer, 0)
+    step(optimizers[0], 100)
+    step(optimizers[1], 100)
+    for optimizer in optimizers[:2]:
+        (slot,) = [v for v in optimizer.variables if "accumulator" in v.path]
+        np.testing.assert_allclose(slot[: BUCKET if slot.shape[0] > 1 else 0], 0.1 + 1.0)
+    step(optimizers[2], 200, share=0.0)
+    np.testing.assert_array_equal(layer.gather(), np.ones((BUCKET, 1)))
+
+
+def test_sums_over_steps_forget_an_id_that_left_between_them(rank, size):
+    layer = table_of_one_bucket()
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hk.Sum, accumulate_steps=2)
+
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(ids, training=True)) / size
+        optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+
+    step(np.arange(BUCKET))
+    layer(np.arange(100, 100 + BUCKET), training=True)  # a step that fails after its lookup
+    step(np.arange(100, 101))
+    assert row_of(layer, 100) == 0.0 and row_of(layer, 101) == 1.0
+
+
+def test_counts_of_steps_and_the_clock_have_an_end_and_an_order(rank, size):
+    layer = hk.layers.ShardedEmbeddingCollection(
+        [hk.layers.Table("any", 1, 1, evict="lfu"), hk.layers.Table("rows", 3, 1)], {"rows": "row"}
+    )
+    given = {"any": tf.constant([7]), "rows": tf.constant([0])}
+    layer(given, training=True)
+    weights = {v.name: v for v in layer.weights}
+    used = weights["any_used"]
+    used.assign(tf.where(used.value > 0, 2**62 + 1, used.value))  # as after millions of steps
+    layer(given, training=True)
+    assert weights["any_clock"].numpy()[0] == 2 and (used.numpy().max(initial=0) > 0 or not used.shape[0])
+    bad = {**given, "rows": tf.constant([3 if rank == 0 else 0])}
+    for call in (layer, tf.function(layer)):
+        with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
+            call(bad, training=True)
+    assert weights["any_clock"].numpy()[0] == 2
+
+
 def test_who_has_which_row_is_saved(shared_path, rank, size):
     def trained(steps, seed):
         layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, evict="lfu", seed=seed, name="words")

@@ -133,7 +133,7 @@ def test_lazy_and_exact_updates(name, how, rank, size):
 def test_uneven_and_empty_batches_by_weight(name, combiner, traced, rank, size):
     layer = layer_of("mod", combiner)
     start, batches = layer.gather(), all_batches(size, uneven=True)
-    optimizer = OPTIMIZERS[name]()
+    optimizer = hk.DistributedOptimizer(OPTIMIZERS[name](), op=None)
     variables = layer.trainable_variables
     optimizer.build(variables)
 
@@ -203,3 +203,45 @@ def test_mixed_precision_in_a_model(rank, size):
         assert hk.compare_variables(model.layers[-1].variables)
     finally:
         keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn", "sum"])
+def test_many_rows_of_sixteen_bits_are_summed_in_more(dtype, combiner, rank, size):
+    table = hk.layers.Table("t", 2000, 1, combiner=combiner, initializer=1.0, dtype=dtype)
+    layer = hk.layers.ShardedEmbeddingCollection([table], {"t": "row"}, dtype="float32")
+    layer.build()
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build(layer.trainable_variables)
+    ids = np.concatenate([np.arange(1000), np.full(1000, 5)])[None]
+    with tf.GradientTape() as tape:
+        found = layer({"t": (ids, np.ones(ids.shape, "f4"))})["t"]
+    expected = {"mean": 1.0, "sqrtn": 2000**0.5, "sum": 2000.0}[combiner]
+    np.testing.assert_allclose(found, [[expected]], rtol=0.01)
+    optimizer.apply(tape.gradient(found, layer.trainable_variables), layer.trainable_variables)
+    moved = 1.0 - 1001 / {"mean": 2000, "sqrtn": 2000**0.5, "sum": 1}[combiner]
+    np.testing.assert_allclose(layer.gather("t")[5].astype("f4"), [moved], rtol=0.02)
+
+
+def test_numbers_are_clipped_after_rows_are_added_up(rank, size):
+    layer = hk.layers.ShardedEmbedding(4, 1, embeddings_initializer=0.0)
+    layer.build()
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0, clipvalue=0.5), op=hk.Sum)
+    with tf.GradientTape() as tape:
+        loss = 0.4 * tf.reduce_sum(layer(tf.constant([1])))
+    optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+    np.testing.assert_allclose(layer.gather()[:, 0], [0.0, -min(0.5, 0.4 * size), 0.0, 0.0], rtol=1e-6)
+
+
+def test_optimizers_that_would_be_wrong_are_refused(shared_path):
+    layer = hk.layers.ShardedEmbedding(4, 2)
+    layer.build()
+    for name in ("Lamb", "Adafactor"):
+        with pytest.raises(ValueError, match=f"optimizer: got {name}, expected one that updates each number by itself"):
+            hk.DistributedOptimizer(getattr(keras.optimizers, name)()).build(layer.trainable_variables)
+    plain = keras.optimizers.Adam()
+    plain.build(layer.trainable_variables)
+    with pytest.raises(ValueError, match="does not know that its slots are cut across ranks"):
+        hk.checkpoint.save(shared_path / "plain", {"layer": layer, "optimizer": plain})
+    with pytest.raises(ValueError, match="compression: got fp16, expected None where op is None"):
+        hk.DistributedOptimizer(plain, op=None, compression="fp16")

@@ -128,3 +128,22 @@ def test_the_command_plans_what_its_words_say():
         plan(PlanTables(tables=("items",)))
     with pytest.raises(ValueError, match="--memory: got lots"):
         plan(PlanTables(tables=("items:3x2",), memory="lots"))
+
+
+def test_few_wide_rows_are_cut_by_columns_where_that_fits():
+    wide = [Table("wide", 2, 10**7)]
+    assert plan_tables(wide, 8, batch_size=1).placements == {"wide": "row"}
+    tight = plan_tables(wide, 8, batch_size=1, memory_bytes=100 * 2**20)
+    assert tight.placements == {"wide": "column"} and max(r.total for r in tight.ranks) <= 100 * 2**20
+
+
+def test_optimizers_of_whole_shards_need_a_whole_gradient():
+    table = [Table("t", 1_000_000, 64)]
+    rows, whole = (plan_tables(table, 1, optimizer=name, batch_size=10).ranks[0] for name in ("adagrad", "momentum"))
+    assert rows.weights + rows.slots == whole.weights + whole.slots
+    assert (rows.gradients, whole.gradients) == (10 * 64 * 4, 2 * 1_000_000 * 64 * 4)
+
+
+def test_a_single_table_is_no_list():
+    with pytest.raises(TypeError, match="tables: got a single Table, expected a list of them"):
+        plan_tables(Table("t", 3, 2), 1)
