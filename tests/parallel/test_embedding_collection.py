@@ -178,6 +178,8 @@ def test_ids_that_travel_ahead_give_the_same(plan, rank, size):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="got 23 in feature 'buyer'"):
         layer.ask({**inputs[0], "buyer": tf.constant([23])})
+    with pytest.raises(ValueError, match="inputs: got"):
+        hk.layers.ShardedEmbeddingCollection(TABLES)(asked)
 
 
 class Small(keras.Model):
