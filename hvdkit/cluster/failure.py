@@ -15,7 +15,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from hvdkit.cluster.logs import write_line
+from hvdkit.cluster.logs import last_line, write_line
 from hvdkit.cluster.member import Member, end_process
 from hvdkit.cluster.progress import PROGRESS
 
@@ -104,8 +104,7 @@ class _Hooks:
             record = {"cause": cause, "verb": verb, "code": code, "victim": is_victim(error)}
             self.member.fail(text=text[-_LONGEST_TEXT:], **record)
             self.member.wait(_ANSWER_SECONDS)
-        step = "" if PROGRESS.step is None else f" at step {PROGRESS.step}"
-        line = f"hvdkit: rank {self._rank} on {socket.gethostname()} {verb}{step}: {cause}"
+        line = last_line(self._rank, socket.gethostname(), verb, PROGRESS.step, cause)
         write_line("\n".join([text, line]) if text else line)
         if self.member is None and self._communicator is not None:
             sys.stdout.flush()

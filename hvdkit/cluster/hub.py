@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdkit.cluster import processes
-from hvdkit.cluster.logs import write_line
+from hvdkit.cluster.logs import last_line, write_line
 from hvdkit.cluster.progress import PROGRESS
 from hvdkit.cluster.wire import LONGEST, LONGEST_HELLO, Link, Offer, knows
 
@@ -65,8 +65,7 @@ class Fault:
 
     def line(self) -> str:
         """Return the last line of the job."""
-        step = "" if self.rank.step is None else f" at step {self.rank.step}"
-        return f"hvdkit: rank {self.rank.number} on {self.rank.host} {self.verb}{step}: {self.cause}"
+        return last_line(self.rank.number, self.rank.host, self.verb, self.rank.step, self.cause)
 
 
 class Hub:
@@ -175,8 +174,7 @@ class Hub:
     def _lost(self, rank: Rank, now: float) -> None:
         """A connection ended: without a word before, the process did."""
         rank.closed = True
-        if rank.step is not None or PROGRESS.step is not None:  # its last word is seconds old; ranks step together
-            rank.step = max(rank.step or 0, PROGRESS.step or 0)
+        _catch_up(rank)
         if not rank.left and not any(fault.rank is rank for fault in self._faults):
             cause = "died without a word (killed, out of memory, or os._exit)"
             self._faults.insert(0, Fault(rank, cause, now))
@@ -269,6 +267,7 @@ class Hub:
     def _silent(self, rank: Rank, cause: str, now: float) -> None:
         if not any(fault.kill for fault in self._faults):
             dead = [other.identity for other in self._ranks.values() if now - other.heard > self._place.heartbeat / 2]
+            _catch_up(rank)
             self._faults.insert(0, Fault(rank, cause, now, kill=dead))
 
     def _seek_stuck(self, now: float) -> None:
@@ -320,3 +319,9 @@ class Hub:
         while time.monotonic() < until:
             if any(message["kind"] == "closed" for message in rank.link.receive()):
                 return
+
+
+def _catch_up(rank: Rank) -> None:
+    """Ranks step together, and the last word of one that says no more is seconds old: go by rank 0's own step."""
+    if PROGRESS.step is not None:
+        rank.step = max(rank.step or 0, PROGRESS.step)

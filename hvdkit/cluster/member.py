@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from hvdkit.cluster import processes
-from hvdkit.cluster.logs import write_line
+from hvdkit.cluster.logs import last_line, write_line
 from hvdkit.cluster.progress import PROGRESS
 from hvdkit.cluster.wire import Link, Offer
 
@@ -87,7 +87,7 @@ class Member:
         kind = message["kind"]
         if kind == "closed":
             if not self._over.is_set():
-                self._judge("failed: died without a word (killed, out of memory, or os._exit)")
+                self._judge("died without a word (killed, out of memory, or os._exit)")
             return False
         if kind == "over":  # rank 0 has left, and whoever needs it finds out
             self._over.set()
@@ -120,7 +120,9 @@ class Member:
             self._look_at_chief(now - self._heard)
 
     def _look_at_chief(self, silent: float) -> None:
-        """Rank 0 is silent: see whether it is stopped, cut off, or busy."""
+        """Rank 0 is silent: one rank of its host sees whether it is stopped or busy; the others wait for that."""
+        if not self._may_speak and silent <= self._place.heartbeat + _LOOK_SECONDS:
+            return
         state = processes.condition(self._chief) if self._chief.place == processes.own_identity().place else None
         if state == "busy":
             self._heard = time.monotonic()
@@ -132,7 +134,7 @@ class Member:
     def _judge(self, cause: str) -> None:
         """End this rank for want of rank 0."""
         if self._may_speak:
-            write_line(f"hvdkit: rank 0 on {self._hosts[0]} {cause}")
+            write_line(last_line(0, self._hosts[0], "failed", PROGRESS.step, cause))
         processes.kill(self._chief)
         end_process(1)
 

@@ -5,12 +5,16 @@ Written by the thread that trains, at the cost of some attributes; read by the w
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+# TensorFlow's function that runs a graph, or an eager op: where a rank sleeps that waits in a graph's collective.
+_IN_GRAPH = {"quick_execute", "execute_with_cancellation"}
 
 
 class Progress:
@@ -30,7 +34,7 @@ class Progress:
         self.name = ""
         self.since = time.monotonic()
         self.waiting = False
-        self._thread = threading.get_native_id()
+        self._thread, self._ident = threading.get_native_id(), threading.get_ident()
         self._time: str | None = None
         self._ran = time.monotonic()
 
@@ -39,7 +43,7 @@ class Progress:
         self.count += 1
         self.name = name
         self.since = time.monotonic()
-        self._thread = threading.get_native_id()
+        self._thread, self._ident = threading.get_native_id(), threading.get_ident()
         self.waiting = True
 
     def end(self) -> None:
@@ -50,7 +54,7 @@ class Progress:
     def at_step(self, step: int) -> None:
         """Note the number of steps trained."""
         self.step = step
-        self._thread = threading.get_native_id()
+        self._thread, self._ident = threading.get_native_id(), threading.get_ident()
 
     def idle(self) -> float:
         """Return for how many seconds nothing has moved. Called by the watchdog, every few seconds.
@@ -66,8 +70,12 @@ class Progress:
 
     def told(self) -> dict[str, Any]:
         """Return what other ranks should know, for JSON."""
+        frame = sys._current_frames().get(self._ident)
+        waiting = self.waiting or (frame is not None and frame.f_code.co_name in _IN_GRAPH)
         words = f"{'waits in' if self.waiting else 'last collective'} {self.name}" if self.name else ""
-        return {"step": self.step, "count": self.count, "waiting": self.waiting, "words": words}
+        if frame is not None:
+            words = f"in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}; {words}".strip("; ")
+        return {"step": self.step, "count": self.count, "waiting": waiting, "words": words}
 
     def __str__(self) -> str:
         at = "" if self.step is None else f"at step {self.step}, "
