@@ -46,6 +46,7 @@ class Watchdog:
         may_speak = rank == next((r for r in range(1, len(hosts)) if beside[r] == beside[rank]), None)
         self.member = Member(link, place, rank=rank, hosts=hosts, chief=chief, may_speak=may_speak)
         self.member.start()
+        processes.wake_with_parent_gone()
         failure.report_to(self.member)
         _OPEN.append(self)
 
