@@ -74,6 +74,8 @@ class Config:
     """Run nothing but tests/single."""
     k: Annotated[str, tyro.conf.arg(aliases=["-k"])] = ""
     """Run only the tests that match this pytest expression."""
+    faults: bool = True
+    """Run tests/cluster: jobs that fail, on this host and on several in network namespaces."""
     timeout: float = 900.0
     """Seconds after which a launch is ended as hung."""
     keep: bool = False
@@ -98,6 +100,8 @@ def launches(config: Config, folder: Path) -> list[Launch]:
         listed.append(Launch("one process", 1, command, folder / "single"))
     if config.single_only:
         return listed
+    if config.faults:
+        listed.append(Launch("faults", 1, [*pytest, "tests/cluster"], folder / "faults"))
     for n in config.np:
         mpirun = [program("mpirun"), "-np", str(n), "--bind-to", "none"]
         path = folder / f"mpi-{n}"
@@ -112,8 +116,10 @@ def launches(config: Config, folder: Path) -> list[Launch]:
 
 def grouped(listed: list[Launch]) -> list[list[Launch]]:
     """Return what runs at the same time: a single rank beside the tests in one process, which often wait."""
-    if len(listed) > 1 and listed[0].name == "one process" and listed[1].size == 1:
-        return [listed[:2], *([launch] for launch in listed[2:])]
+    alone = next((launch for launch in listed if launch.name == "np=1, MPI"), None)
+    if alone is not None and listed[0].name == "one process":
+        rest = [launch for launch in listed[1:] if launch is not alone]
+        return [[listed[0], alone], *([launch] for launch in rest)]
     return [[launch] for launch in listed]
 
 

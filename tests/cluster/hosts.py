@@ -10,6 +10,7 @@ To MPI, Horovod and ssh they are hosts like any other; a link can be cut or slow
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -108,10 +109,8 @@ class Host:
         """End all its processes at once."""
         while pids := self.processes():
             for pid in pids:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
             time.sleep(0.02)
             if self._sshd is not None:
                 self._sshd.poll()
