@@ -135,6 +135,11 @@ def pid() -> int:
     return _hooks.pid
 
 
+def member() -> Member | None:
+    """Return this rank's end of the watchdog, or None where there is none."""
+    return _hooks.member
+
+
 def report_to(member: Member | None) -> None:
     """From now on this rank's failures go to rank 0 through ``member``."""
     _hooks.member = member

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdkit.cluster import processes
+from hvdkit.cluster.checks import Checks, Difference
 from hvdkit.cluster.logs import last_line, write_line
 from hvdkit.cluster.progress import PROGRESS
 from hvdkit.cluster.wire import LONGEST, LONGEST_HELLO, Link, Offer, knows
@@ -85,6 +86,7 @@ class Hub:
         self._selector.register(server, selectors.EVENT_READ, None)
         self._beaten = self._ticked = time.monotonic()
         self._stuck: tuple[float, int, float] | None = None  # stacks are due; the rank that said so; its idle seconds
+        self._checks = Checks()
         self._over = threading.Event()
         self.empty = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hvdkit-watchdog-chief", daemon=True)
@@ -168,6 +170,8 @@ class Hub:
             self._stuck = (now + _STACKS_SECONDS, rank.number, message["idle"])
             for other in self._ranks.values():
                 other.link.send("stacks")
+        elif kind == "traced":
+            self._differ(self._checks.add(rank.number, message), now)
         elif kind == "stacks":
             rank.told = message
 
@@ -231,6 +235,7 @@ class Hub:
             self.empty.set()
         self._seek_silent(now)
         self._seek_stuck(now)
+        self._differ(self._checks.overdue(now), now)
         self._settle(now)
 
     def _seek_silent(self, now: float) -> None:
@@ -291,6 +296,10 @@ class Hub:
         cause = f"no progress for {idle:.0f} s" + (f" ({words})" if words else "")
         self._faults.insert(0, Fault(least, cause + "; every rank's stacks stand above", now, verb="hangs"))
 
+    def _differ(self, found: Difference | None, now: float) -> None:
+        if found is not None and not self._faults:
+            self._faults.append(Fault(self._ranks[found.rank], found.cause, now))
+
     # ---- the end ----------------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
@@ -302,6 +311,8 @@ class Hub:
         texts = {fault.text: None for fault in self._faults if fault.text and not fault.victim and fault is not first}
         said = list(dict.fromkeys([*texts, first.text]))
         write_line("\n".join([text for text in said if text] + [first.line()]))
+        if any(identity.place != processes.own_identity().place for identity in first.kill):
+            processes.end_stuck_mpirun()
         others = [rank for rank in self._ranks.values() if not rank.closed and rank.number != 0]
         for rank in others:
             rank.link.send("end", code=first.code, kill=first.kill)

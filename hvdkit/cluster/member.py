@@ -54,6 +54,10 @@ class Member:
         """Tell rank 0 what went wrong on this rank, or what seems to have on another."""
         self._link.send("failed", step=PROGRESS.step, **record)
 
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message to rank 0."""
+        self._link.send(kind, **fields)
+
     def leave(self) -> None:
         """Say that this rank needs no other any more."""
         self._over.set()

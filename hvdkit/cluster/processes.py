@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import psutil
 
 _LOOK_SECONDS = 0.5
+_MPIRUNS = ("mpirun", "orterun", "mpiexec")
+_FORCE_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,6 +47,19 @@ def wake_with_parent_gone() -> None:
     """Have a stopped process go on when its launcher ends: then it hears that the job is over, and ends too."""
     with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+
+
+def end_stuck_mpirun() -> None:
+    """Tell an Open MPI mpirun above this process to end now: it would wait for a host that is cut off, for hours.
+
+    It tells its daemons to end their ranks at the first signal, and ends itself at a second one soon after.
+    """
+    with contextlib.suppress(psutil.Error):
+        launcher = psutil.Process().parent()
+        if launcher is not None and launcher.name().startswith(_MPIRUNS):
+            launcher.terminate()
+            time.sleep(_FORCE_SECONDS)
+            launcher.terminate()
 
 
 def find(identity: Any) -> psutil.Process | None:

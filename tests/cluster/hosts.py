@@ -108,7 +108,7 @@ class Host:
     def kill(self) -> None:
         """End all its processes at once."""
         while pids := self.processes():
-            for pid in pids:
+            for pid in reversed(pids):  # the youngest first: no daemon is left to tell of the others' end
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)

@@ -26,8 +26,6 @@ LAUNCHERS = {
     "horovodrun": ["horovodrun"],
     "horovodrun --gloo": ["horovodrun", "--gloo"],
 }
-# Open MPI's own daemons notice a lost host by these: mpirun itself would wait for it for two hours.
-KEEPALIVE = {"time": "4", "intvl": "2", "probes": "3"}
 _GONE_SECONDS = 5.0
 
 
@@ -79,8 +77,6 @@ def run(
     script = shutil.copy(SCRIPT, folder)
     rank = [sys.executable, str(script), fault, str(at), str(steps)]
     env = environment(PYTHONPATH=str(SCRIPT.parents[2]), TF_CPP_MIN_LOG_LEVEL="2", **extra)
-    if hosts is not None:
-        env |= {f"OMPI_MCA_oob_tcp_keepalive_{name}": value for name, value in KEEPALIVE.items()}
     command = [*LAUNCHERS[launcher], "-np", str(ranks), *_across(launcher, hosts, env), *rank]
     start = subprocess.Popen if hosts is None else hosts[0].start
     try:
