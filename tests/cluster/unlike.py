@@ -14,11 +14,10 @@ odd = cluster.rank == 1
 def step(x):
     y = hk.allreduce(x)
     if sys.argv[1] == "dtype" and odd:
-        return hk.allreduce(tf.cast(x, tf.float64))  # other dtype
+        return hk.allreduce(tf.cast(x, tf.float64))  # another dtype
     if sys.argv[1] == "extra" and odd:
-        y = y + hk.allreduce(x)
-    return hk.allreduce(x * 2)
+        y = y + hk.allreduce(x)  # one more
+    return hk.allreduce(x * 2)  # the second
 
 
 step(tf.ones([3]))
-step(tf.ones([3 + cluster.rank]))  # one rank traces once more: no difference
