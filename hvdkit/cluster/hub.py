@@ -26,6 +26,8 @@ _VICTIM_SECONDS = 2.0
 _LOOK_SECONDS = 2.0
 _STACKS_SECONDS = 3.0
 _END_SECONDS = 1.0
+# horovodrun stops to forward lines when the first rank ends: the last one has to be through by then.
+_FORWARD_SECONDS = 0.2
 _HELLO_SECONDS = 5.0
 
 
@@ -311,6 +313,7 @@ class Hub:
         texts = {fault.text: None for fault in self._faults if fault.text and not fault.victim and fault is not first}
         said = list(dict.fromkeys([*texts, first.text]))
         write_line("\n".join([text for text in said if text] + [first.line()]))
+        time.sleep(_FORWARD_SECONDS)
         if any(identity.place != processes.own_identity().place for identity in first.kill):
             processes.end_stuck_mpirun()
         others = [rank for rank in self._ranks.values() if not rank.closed and rank.number != 0]
