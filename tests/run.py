@@ -75,6 +75,8 @@ class Config:
     """Run nothing but tests/single."""
     k: Annotated[str, tyro.conf.arg(aliases=["-k"])] = ""
     """Run only the tests that match this pytest expression."""
+    faults: bool = True
+    """Run tests/cluster: jobs that fail, on this host and on several in network namespaces."""
     timeout: float = 900.0
     """Seconds after which a launch is ended as hung."""
     keep: bool = False
@@ -99,6 +101,8 @@ def launches(config: Config, folder: Path) -> list[Launch]:
         listed.append(Launch("one process", 1, command, folder / "single"))
     if config.single_only:
         return listed
+    if config.faults:
+        listed.append(Launch("faults", 1, [*pytest, "tests/cluster"], folder / "faults"))
     for n in config.np:
         mpirun = [program("mpirun"), "-np", str(n), "--bind-to", "none"]
         path = folder / f"mpi-{n}"
@@ -118,8 +122,8 @@ def run_all(listed: list[Launch], timeout: float) -> Iterator[Launch]:
     need the machine.
     """
     single = [launch for launch in listed if launch.name == "one process"]
-    small = [launch for launch in listed if launch.size <= 2 and launch not in single]
-    large = [launch for launch in listed if launch.size > 2]
+    alone = [launch for launch in listed if launch.size > 2 or launch.name == "faults"]
+    small = [launch for launch in listed if launch not in single and launch not in alone]
     ended: SimpleQueue[Launch] = SimpleQueue()
 
     def one_after_another(lane: list[Launch]) -> None:
@@ -128,7 +132,7 @@ def run_all(listed: list[Launch], timeout: float) -> Iterator[Launch]:
             run(launch, timeout)
             ended.put(launch)
 
-    for together in ([single, small], [large]):
+    for together in ([single, small], [alone]):
         with ThreadPoolExecutor(len(together)) as pool:
             waiting = [pool.submit(one_after_another, lane) for lane in together]
             for _ in range(sum(map(len, together))):

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit.cluster.progress import collective
 from hvdkit.errors import ClusterError, describe
 
 _LEAVING = 7
@@ -69,7 +70,8 @@ class ObjectExchange:
         if self._size == 1:
             return [data]
         mine = np.frombuffer(data, np.uint8)
-        lengths, gathered = self._over_mpi(mine) if self._comm is not None else self._over_horovod(mine)
+        with collective("an exchange of objects"):
+            lengths, gathered = self._over_mpi(mine) if self._comm is not None else self._over_horovod(mine)
         ends = np.cumsum(lengths)
         return [gathered[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]
 

@@ -37,6 +37,17 @@ def write_line(text: str) -> None:
         sys.stderr.write(data)
 
 
+def last_line(rank: int, host: str, verb: str, step: int | None, cause: str) -> str:
+    """Return the line that ends a job: who failed where, when and why.
+
+    Example:
+        >>> last_line(2, "host-b", "failed", 1234, "ValueError: the disk is full")
+        'hvdkit: rank 2 on host-b failed at step 1234: ValueError: the disk is full'
+    """
+    at = "" if step is None else f" at step {step}"
+    return f"hvdkit: rank {rank} on {host} {verb}{at}: {cause}"
+
+
 def get_logger() -> logging.Logger:
     """Return the logger named ``hvdkit``.
 

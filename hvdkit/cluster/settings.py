@@ -20,8 +20,6 @@ _BEFORE_MPI = {
     "HOROVOD_DISABLE_GROUP_FUSION": "1",
     # Horovod's thread looks for finished gradients once in so many milliseconds, and a step ends by waiting for it.
     "HOROVOD_CYCLE_TIME": "0.2",
-    # A collective that some rank never joins would wait for ever; after this many seconds the job ends instead.
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "600",
 }
 _THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 

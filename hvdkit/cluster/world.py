@@ -5,17 +5,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from hvdkit.cluster import engine, failure, logs, settings
+from hvdkit.cluster import engine, failure, logs, processes, settings, watchdog
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.launcher import promised
 from hvdkit.cluster.mesh import Group, group_of, sets_to_make
+from hvdkit.cluster.wire import Offer
 from hvdkit.errors import ClusterError, describe
 
 
@@ -48,6 +50,7 @@ class _World:
     horovod: Any
     exchange: ObjectExchange
     sets: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    watchdog: watchdog.Watchdog = field(default_factory=watchdog.Watchdog)
 
 
 _world: _World | None = None
@@ -98,14 +101,20 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
             "call hk.shutdown() at the end only, or start under MPI"
         )
     settings.set_environment()
+    watchdog.set_stall_limit()
     hvd, communicator, sets = engine.start_horovod(promise, _sets(mesh, promise.size))
     rank, size = hvd.rank(), hvd.size()
     logs.configure(rank, size)
     exchange = ObjectExchange(hvd, communicator)
-    failure.watch(rank, size, communicator)
+    if size > 1:
+        failure.watch(rank, communicator)
+        atexit.register(_leave)  # after Horovod's own, so that it runs before it
     settings.pin_device(hvd.local_rank(), hvd.local_size())
     settings.share_cores(_neighbours(exchange, hvd.local_size()))
-    hosts, axes = _agree_on_mesh(mesh, exchange, size)
+    dog, offer = watchdog.open_channel(rank, size, one_host=hvd.local_size() == size)
+    places, axes = _agree_on_mesh(mesh, exchange, size, offer)
+    hosts = tuple(place.host for place in places)
+    dog.join(places[0].offer, rank, hosts, places[0].process)
     cluster = Cluster(
         rank=rank,
         size=size,
@@ -115,7 +124,7 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
         is_chief=rank == 0,
         mesh=axes,
     )
-    return _World(cluster, hvd, exchange, sets)
+    return _World(cluster, hvd, exchange, sets, dog)
 
 
 def _sets(mesh: Mapping[str, int] | None, size: int) -> list[tuple[int, ...]]:
@@ -126,24 +135,36 @@ def _sets(mesh: Mapping[str, int] | None, size: int) -> list[tuple[int, ...]]:
         return []
 
 
+class _Place(NamedTuple):
+    """What each rank tells all others when the world begins."""
+
+    host: str
+    mesh: list[tuple[str, int]]
+    problem: str | None
+    process: processes.Identity
+    offer: Offer | None
+
+
 def _agree_on_mesh(
-    mesh: Mapping[str, int] | None, exchange: ObjectExchange, size: int
-) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the host of every rank and the mesh, or raise on every rank if any rank's mesh is bad or another."""
+    mesh: Mapping[str, int] | None, exchange: ObjectExchange, size: int, offer: Offer | None
+) -> tuple[list[_Place], dict[str, int]]:
+    """Return every rank's place and the mesh, or raise on every rank if any rank's mesh is bad or another."""
     axes: dict[str, int] = {}
     problem: Exception | None = None
     try:
         axes = _checked_mesh(mesh, size)
     except (TypeError, ValueError) as error:
         problem = error
-    places = exchange.allgather((socket.gethostname(), list(axes.items()), None if problem is None else str(problem)))
+    words = None if problem is None else str(problem)
+    mine = _Place(socket.gethostname(), list(axes.items()), words, processes.own_identity(), offer)
+    places: list[_Place] = exchange.allgather(mine)
     if problem is not None:
         raise problem
-    for rank_, (_, _, words) in enumerate(places):
-        if words is not None:
-            raise ClusterError(f"hk.init(): rank {rank_} passed a bad argument: {words}")
-    _check_meshes([place[1] for place in places])
-    return tuple(place[0] for place in places), axes
+    for rank_, place in enumerate(places):
+        if place.problem is not None:
+            raise ClusterError(f"hk.init(): rank {rank_} passed a bad argument: {place.problem}")
+    _check_meshes([place.mesh for place in places])
+    return places, axes
 
 
 def _checked_mesh(mesh: Mapping[str, int] | None, size: int) -> dict[str, int]:
@@ -282,10 +303,31 @@ def shutdown() -> None:
     with _lock:
         if _world is not None:
             failure.unwatch()
+            atexit.unregister(_leave)
+            _world.watchdog.close()
             _world.exchange.close()
             _world.horovod.shutdown()
             _world = None
             _ended = True
 
 
-atexit.register(shutdown)
+def _leave() -> None:
+    """At the interpreter's exit: tell the others first, then shut Horovod down, which ends their collectives."""
+    global _world
+    if _world is None or os.getpid() != failure.pid():
+        return
+    failure.leave()
+    _world.exchange.close()
+    _world.horovod.shutdown()
+    _world.watchdog.stay()
+    failure.unwatch()
+    _world.watchdog.close()
+    _world = None
+
+
+def _at_exit() -> None:
+    if _world is not None and (_world.cluster.size == 1 or os.getpid() == failure.pid()):
+        shutdown()
+
+
+atexit.register(_at_exit)

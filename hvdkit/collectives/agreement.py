@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit import cluster
+from hvdkit.cluster.progress import collective
 from hvdkit.errors import CollectiveMismatchError, describe
 
 # Below this many bytes a value goes along with its signature. At 1,000 ranks that is 16 MB a rank, still quick.
@@ -66,7 +67,8 @@ def agree(call: Call) -> list[Call]:
         return [call]
     # The others need the words only; an exception of any class may not survive pickling.
     sent = call if call.problem is None else Call(call.kind, problem=ValueError(str(call.problem)))
-    calls: list[Call] = cluster.exchange().allgather(sent)
+    with collective(str(call)):
+        calls: list[Call] = cluster.exchange().allgather(sent)
     if call.problem is not None:
         raise call.problem
     for rank, other in enumerate(calls):

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
+from hvdkit.cluster.progress import collective
 from hvdkit.collectives import local, tensors
 from hvdkit.collectives.agreement import SMALL_BYTES, Call, agree, attempt, check_root
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op, op_label
@@ -329,5 +330,9 @@ def _run(
             call.payload = [x.numpy() for x in given] + ([extra()] if extra else [])
     calls = agree(call)
     everything_here = all(c.payload is not None for c in calls)
-    results: list[Any] = here([c.payload for c in calls]) if everything_here else wire(given)
+    if everything_here:
+        results: list[Any] = here([c.payload for c in calls])
+    else:
+        with collective(str(call)):
+            results = wire(given)
     return [like(values[min(i, len(values) - 1)])(y) for i, y in enumerate(results)]

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import tensorflow as tf
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import control_flow_v2_func_graphs as parts
 
+from hvdkit.collectives import verifier
 from hvdkit.errors import HvdkitError, describe
 
 _PARTS_OF_FUNCTIONS = (parts.CondBranchFuncGraph, parts.WhileCondFuncGraph, parts.WhileBodyFuncGraph)
 
 
-def op_name(name: str) -> str:
+def op_name(name: str, tensors: Sequence[tf.Tensor] = (), *, uneven: bool = False) -> str:
     """Return the name by which Horovod matches this collective between ranks.
 
     A node's own name would carry the name scopes around it, and Keras numbers those by how many layers and
     optimizers a process has made so far: a chief that made one more would wait for its peers for ever. So scopes are
     ignored, and the collectives of one function are numbered in the order in which they are traced, those in its
     branches and loops included. A function that it calls numbers its own: it may have been traced before.
+
+    Args:
+        name: of the collective, as people know it.
+        tensors: what it exchanges.
+        uneven: ranks may differ in the first axis.
 
     Raises:
         HvdkitError: inside ``jit_compile=True``.
@@ -33,6 +40,7 @@ def op_name(name: str) -> str:
         graph = graph.outer_graph
     traced = graph.get_collection_ref("hvdkit_collectives")
     traced.append(name)
+    verifier.traced(graph, name, tensors, uneven)
     # The function's name comes second: "_step" and "<lambda>" may not begin the name of a node.
     return f"{name}.{re.sub('[^A-Za-z0-9_.]', '_', graph.name)}.{traced.count(name)}"
 

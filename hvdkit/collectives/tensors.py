@@ -90,7 +90,7 @@ def _reduce_one_dtype(
     from horovod.tensorflow.mpi_ops import _allreduce, _grouped_allreduce
 
     scale, finish = _averaging(tensors[0].dtype, op, size)
-    options = {"name": op_name(name), "prescale_factor": scale, "ignore_name_scope": True, **_within(group)}
+    options = {"name": op_name(name, tensors), "prescale_factor": scale, "ignore_name_scope": True, **_within(group)}
     tensors = [not_constant(x) for x in tensors]
     native = ReduceOp.Sum if op == ReduceOp.Average else op
     if len(tensors) == 1:
@@ -121,7 +121,9 @@ def allgather(x: tf.Tensor, name: str, group: cluster.Group | None = None) -> tf
     from horovod.tensorflow import mpi_ops
 
     moved, back = _as_movable(x)
-    gathered = mpi_ops.allgather(not_constant(moved), name=op_name(name), ignore_name_scope=True, **_within(group))
+    gathered = mpi_ops.allgather(
+        not_constant(moved), name=op_name(name, [x], uneven=True), ignore_name_scope=True, **_within(group)
+    )
     run_in_step(gathered)
     return back(gathered)
 
@@ -131,7 +133,7 @@ def broadcast(x: tf.Tensor, root: int, name: str) -> tf.Tensor:
     from horovod.tensorflow import mpi_ops
 
     moved, back = _as_movable(x)
-    received = mpi_ops.broadcast(not_constant(moved), root, name=op_name(name), ignore_name_scope=True)
+    received = mpi_ops.broadcast(not_constant(moved), root, name=op_name(name, [x]), ignore_name_scope=True)
     run_in_step(received)
     return back(received)
 
@@ -142,7 +144,7 @@ def alltoall(x: tf.Tensor, splits: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.
 
     moved, back = _as_movable(x)
     received, received_splits = mpi_ops.alltoall(
-        not_constant(moved), splits=splits, name=op_name(name), ignore_name_scope=True
+        not_constant(moved), splits=splits, name=op_name(name, [x], uneven=True), ignore_name_scope=True
     )
     run_in_step(received)
     return back(received), received_splits
@@ -158,7 +160,7 @@ def reducescatter(x: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
     scale, finish = _averaging(wire, op, cluster.size())
     y = _reducescatter(
         not_constant(tf.cast(x, wire)),
-        name=op_name(name),
+        name=op_name(name, [x]),
         op=int(ReduceOp.Sum),
         prescale_factor=scale,
         ignore_name_scope=True,

@@ -14,6 +14,7 @@ from hvdkit import cluster
 from hvdkit.arguments import integer
 from hvdkit.checkpoint.store import agreed_state, together
 from hvdkit.cluster.logs import get_logger
+from hvdkit.cluster.progress import PROGRESS
 from hvdkit.errors import CheckpointError, HvdkitError, describe
 from hvdkit.supervisor.captured import Position, check_seconds, own_optimizer, own_rate, scalar, trained_state
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
@@ -227,6 +228,7 @@ class Supervisor:
             raise SystemExit(PREEMPTED)
         before = self.global_step
         self._position.advance(steps, ahead=ahead)
+        PROGRESS.at_step(self.global_step)
         self._loss = scalars.get("loss")
         if _crosses(self._summary_steps, before, self.global_step) and scalars:
             self._summarise(scalars)

@@ -1,0 +1,341 @@
+"""Rank 0's end of the watchdog: it hears every rank, finds who is at fault, says so, and ends the job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdkit.cluster import processes
+from hvdkit.cluster.checks import Checks, Difference
+from hvdkit.cluster.logs import last_line, write_line
+from hvdkit.cluster.progress import PROGRESS
+from hvdkit.cluster.wire import LONGEST, LONGEST_HELLO, Link, Offer, knows
+
+# Ranks that fail together are heard together, so that the one that failed first is not taken for the only one.
+_GATHER_SECONDS = 0.25
+# A rank that calls sys.exit(n) gives the others so long to do the same.
+_EXIT_SECONDS = 2.0
+# An error that another rank caused waits so long for that rank's own word.
+_VICTIM_SECONDS = 2.0
+_LOOK_SECONDS = 2.0
+_STACKS_SECONDS = 3.0
+_END_SECONDS = 1.0
+# horovodrun stops to forward lines when the first rank ends: the last one has to be through by then.
+_FORWARD_SECONDS = 0.2
+_HELLO_SECONDS = 5.0
+
+
+@dataclass
+class Rank:
+    """What rank 0 knows of a rank."""
+
+    number: int
+    host: str
+    link: Link
+    identity: processes.Identity
+    heard: float
+    step: int | None = None
+    left: bool = False
+    closed: bool = False
+    asked: float | None = None  # when another rank was asked to look at it
+    told: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def gone(self) -> bool:
+        """It is not expected to answer any more."""
+        return self.left or self.closed
+
+
+@dataclass
+class Fault:
+    """Why the job ends: rank, cause, exit code; ``due`` is when it is settled that nobody else is at fault."""
+
+    rank: Rank
+    cause: str
+    due: float
+    verb: str = "failed"
+    code: int = 1
+    text: str = ""
+    leaving: bool = False  # by sys.exit(n): no fault if all ranks do the same
+    victim: bool = False
+    kill: list[processes.Identity] = field(default_factory=list)
+
+    def line(self) -> str:
+        """Return the last line of the job."""
+        return last_line(self.rank.number, self.rank.host, self.verb, self.rank.step, self.cause)
+
+
+class Hub:
+    """Rank 0's second thread.
+
+    Args:
+        server: listening.
+        place: the offer made to the ranks.
+    """
+
+    def __init__(self, server: socket.socket, place: Offer) -> None:
+        self._server, self._place = server, place
+        self._ranks: dict[int, Rank] = {}
+        self._faults: list[Fault] = []
+        self._strangers: dict[Link, float] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ, None)
+        self._beaten = self._ticked = time.monotonic()
+        self._stuck: tuple[float, int, float] | None = None  # stacks are due; the rank that said so; its idle seconds
+        self._checks = Checks()
+        self._over = threading.Event()
+        self.empty = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hvdkit-watchdog-chief", daemon=True)
+
+    def start(self) -> None:
+        """Let ranks in, and begin to watch."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching: ranks that go on do so alone."""
+        self._over.set()
+        for rank in list(self._ranks.values()):
+            rank.link.send("over")
+
+    def forget(self) -> None:
+        """In a forked child: the connections are its parent's."""
+        self._over.set()
+        for link in [rank.link for rank in self._ranks.values()] + list(self._strangers):
+            link.close()
+        self._server.close()
+
+    # ---- the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            for key, _ in self._selector.select(self._pause()):
+                if key.data is None:
+                    self._admit()
+                else:
+                    self._hear(key.data)
+            self._tick(time.monotonic())
+        for link in [rank.link for rank in self._ranks.values()] + list(self._strangers):
+            link.close()
+        self._selector.close()
+        self._server.close()
+
+    def _pause(self) -> float:
+        return 0.05 if self._faults or self._stuck else min(0.5, self._place.heartbeat / 10)
+
+    def _admit(self) -> None:
+        with contextlib.suppress(OSError):
+            link = Link(self._server.accept()[0])
+            link.longest = LONGEST_HELLO
+            self._strangers[link] = time.monotonic()
+            self._selector.register(link.socket, selectors.EVENT_READ, link)
+
+    def _hear(self, link: Link) -> None:
+        known = next((rank for rank in self._ranks.values() if rank.link is link), None)
+        for message in link.receive():
+            if known is not None:
+                self._take(known, message)
+            elif knows(self._place.token, message):
+                del self._strangers[link]
+                link.longest = LONGEST
+                number, identity = message["rank"], processes.Identity(*message["identity"])
+                known = self._ranks[number] = Rank(number, message["host"], link, identity, time.monotonic())
+                link.send("welcome")
+            else:
+                message = {"kind": "closed"}
+            if message["kind"] == "closed":
+                self._strangers.pop(link, None)
+                self._selector.unregister(link.socket)
+                link.close()
+                return
+
+    def _take(self, rank: Rank, message: dict[str, Any]) -> None:
+        now = rank.heard = time.monotonic()
+        rank.asked = None
+        rank.step = message.get("step", rank.step)
+        kind = message["kind"]
+        if kind == "closed":
+            self._lost(rank, now)
+        elif kind == "left":
+            rank.left = True
+            self._forget_exits()
+        elif kind == "failed":
+            self._failed(rank, message, now)
+        elif kind == "saw":
+            self._saw(self._ranks[message["rank"]], message["condition"], now)
+        elif kind == "stuck" and self._stuck is None:
+            self._stuck = (now + _STACKS_SECONDS, rank.number, message["idle"])
+            for other in self._ranks.values():
+                other.link.send("stacks")
+        elif kind == "traced":
+            self._differ(self._checks.add(rank.number, message), now)
+        elif kind == "stacks":
+            rank.told = message
+
+    def _lost(self, rank: Rank, now: float) -> None:
+        """A connection ended: without a word before, the process did."""
+        rank.closed = True
+        _catch_up(rank)
+        if not rank.left and not any(fault.rank is rank for fault in self._faults):
+            cause = "died without a word (killed, out of memory, or os._exit)"
+            self._faults.insert(0, Fault(rank, cause, now))
+
+    def _failed(self, rank: Rank, message: dict[str, Any], now: float) -> None:
+        victim, leaving = message.get("victim", False), message.get("leaving", False)
+        gone = next((other for other in self._ranks.values() if other.left), None)
+        if victim and gone is not None:
+            cause = f"ended before the others: rank {rank.number} on {rank.host} still needed it"
+            self._faults.append(Fault(gone, cause, now, verb="left the job"))
+            return
+        wait = _EXIT_SECONDS if leaving else _VICTIM_SECONDS if victim else _GATHER_SECONDS
+        self._faults.append(
+            Fault(
+                rank,
+                message["cause"],
+                now + wait,
+                verb=message.get("verb", "failed"),
+                code=message.get("code", 1),
+                text=message.get("text", ""),
+                leaving=leaving,
+                victim=victim,
+            )
+        )
+        self._forget_exits()
+
+    def _forget_exits(self) -> None:
+        """Where every rank ends by itself, whatever its exit code, nobody is at fault."""
+        leaving = {fault.rank.number for fault in self._faults if fault.leaving}
+        if len(leaving | {rank.number for rank in self._ranks.values() if rank.gone}) == len(self._ranks):
+            for number in leaving:
+                self._ranks[number].left = True
+                self._ranks[number].link.send("leave")
+            self._faults = [fault for fault in self._faults if not fault.leaving]
+
+    # ---- time -------------------------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> None:
+        if now - self._ticked > self._place.heartbeat / 2:  # this process was stopped itself, and goes on
+            for rank in self._ranks.values():
+                rank.heard = now
+        self._ticked = now
+        for link, since in list(self._strangers.items()):
+            if now - since > _HELLO_SECONDS:
+                del self._strangers[link]
+                self._selector.unregister(link.socket)
+                link.close()
+        if now - self._beaten >= self._place.heartbeat / 5:
+            self._beaten = now
+            for rank in self._ranks.values():
+                if not rank.gone:
+                    rank.link.send("beat")
+        if self._ranks and all(rank.gone or rank.number == 0 for rank in self._ranks.values()):
+            self.empty.set()
+        self._seek_silent(now)
+        self._seek_stuck(now)
+        self._differ(self._checks.overdue(now), now)
+        self._settle(now)
+
+    def _seek_silent(self, now: float) -> None:
+        for rank in self._ranks.values():
+            silent = now - rank.heard
+            if rank.gone or silent <= self._place.heartbeat or rank.number == 0:
+                continue
+            if rank.asked is None:
+                beside = self._beside(rank, now)
+                rank.asked = now if beside is not None else now - _LOOK_SECONDS
+                if beside is not None:
+                    beside.link.send("look", rank=rank.number, identity=rank.identity)
+            if now - rank.asked >= _LOOK_SECONDS:
+                self._silent(rank, f"has not answered for {silent:.0f} s: it is stopped, or its host is cut off", now)
+
+    def _beside(self, rank: Rank, now: float) -> Rank | None:
+        """Return a rank that can look at ``rank``'s process."""
+        for other in self._ranks.values():
+            near = other is not rank and other.identity.place == rank.identity.place
+            if near and not other.gone and now - other.heard < self._place.heartbeat / 2:
+                return other
+        return None
+
+    def _saw(self, rank: Rank, condition: str, now: float) -> None:
+        silent = now - rank.heard
+        rank.asked = None
+        if condition == "busy":
+            rank.heard = now
+        elif condition == "stopped":
+            self._silent(rank, f"has been stopped (SIGSTOP) for {silent:.0f} s", now)
+        elif silent > self._place.heartbeat:
+            self._silent(rank, f"has not answered for {silent:.0f} s, and does not compute", now)
+
+    def _silent(self, rank: Rank, cause: str, now: float) -> None:
+        if not any(fault.kill for fault in self._faults):
+            dead = [other.identity for other in self._ranks.values() if now - other.heard > self._place.heartbeat / 2]
+            _catch_up(rank)
+            self._faults.insert(0, Fault(rank, cause, now, kill=dead))
+
+    def _seek_stuck(self, now: float) -> None:
+        """Once every rank has written its stacks: the rank that has done least keeps the others waiting."""
+        if self._stuck is None:
+            return
+        due, number, idle = self._stuck
+        here = [rank for rank in self._ranks.values() if not rank.gone]
+        if now < due and not all(rank.told for rank in here):
+            return
+        self._stuck = None
+        told = [rank for rank in here if rank.told]
+
+        def done(rank: Rank) -> tuple[int, int, bool]:
+            return rank.step or 0, rank.told["count"], rank.told["waiting"]
+
+        least = min(told, key=done, default=self._ranks[number])
+        if told and done(least) == max(map(done, told)):
+            least = self._ranks[number]
+        words = least.told.get("words") if least.told else None
+        cause = f"no progress for {idle:.0f} s" + (f" ({words})" if words else "")
+        self._faults.insert(0, Fault(least, cause + "; every rank's stacks stand above", now, verb="hangs"))
+
+    def _differ(self, found: Difference | None, now: float) -> None:
+        if found is not None and not self._faults:
+            self._faults.append(Fault(self._ranks[found.rank], found.cause, now))
+
+    # ---- the end ----------------------------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> None:
+        """Say who is at fault and end every rank, once that is settled."""
+        due = [fault for fault in self._faults if fault.due <= now]
+        if not due:
+            return
+        first = next((fault for fault in self._faults if not fault.victim), due[0])
+        texts = {fault.text: None for fault in self._faults if fault.text and not fault.victim and fault is not first}
+        said = list(dict.fromkeys([*texts, first.text]))
+        write_line("\n".join([text for text in said if text] + [first.line()]))
+        time.sleep(_FORWARD_SECONDS)
+        if any(identity.place != processes.own_identity().place for identity in first.kill):
+            processes.end_stuck_mpirun()
+        others = [rank for rank in self._ranks.values() if not rank.closed and rank.number != 0]
+        for rank in others:
+            rank.link.send("end", code=first.code, kill=first.kill)
+        until = time.monotonic() + _END_SECONDS
+        for rank in others:
+            self._await_end(rank, until)
+        if 0 in self._ranks and not self._ranks[0].closed:
+            self._ranks[0].link.send("end", code=first.code, kill=first.kill)
+        else:
+            os._exit(first.code)
+        self._over.wait()
+
+    @staticmethod
+    def _await_end(rank: Rank, until: float) -> None:
+        while time.monotonic() < until:
+            if any(message["kind"] == "closed" for message in rank.link.receive()):
+                return
+
+
+def _catch_up(rank: Rank) -> None:
+    """Ranks step together, and the last word of one that says no more is seconds old: go by rank 0's own step."""
+    if PROGRESS.step is not None:
+        rank.step = max(rank.step or 0, PROGRESS.step)

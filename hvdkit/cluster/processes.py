@@ -1,0 +1,103 @@
+"""Processes of this host by number and start time: a number alone may have come to name another process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+_LOOK_SECONDS = 0.5
+_MPIRUNS = ("mpirun", "orterun", "mpiexec")
+_FORCE_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
+
+
+class Identity(NamedTuple):
+    """One process among all hosts: two that share ``place`` see each other's numbers."""
+
+    place: str
+    pid: int
+    started: float
+
+
+def own_identity() -> Identity:
+    """Return this process's identity."""
+    return Identity(_place(), os.getpid(), psutil.Process().create_time())
+
+
+def _place() -> str:
+    """Return what processes share that can see and signal each other: host, boot, and container."""
+    parts = [socket.gethostname()]
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
+    except OSError:
+        pass  # not Linux: the host's name has to do
+    return "/".join(parts)
+
+
+def wake_with_parent_gone() -> None:
+    """Have a stopped process go on when its launcher ends: then it hears that the job is over, and ends too."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+
+
+def end_stuck_mpirun() -> None:
+    """Tell an Open MPI mpirun above this process to end now: it would wait for a host that is cut off, for hours.
+
+    It tells its daemons to end their ranks at the first signal, and ends itself at a second one soon after.
+    """
+    with contextlib.suppress(psutil.Error):
+        launcher = psutil.Process().parent()
+        if launcher is not None and launcher.name().startswith(_MPIRUNS):
+            launcher.terminate()
+            time.sleep(_FORCE_SECONDS)
+            launcher.terminate()
+
+
+def find(identity: Any) -> psutil.Process | None:
+    """Return the process, or None where it is over, or of another host."""
+    place, pid, started = identity
+    if place != _place():
+        return None
+    try:
+        process = psutil.Process(pid)
+        return process if abs(process.create_time() - started) < 1e-3 else None
+    except psutil.Error:
+        return None
+
+
+def condition(identity: Any) -> str:
+    """Look at a process for half a second: ``"gone"``, ``"stopped"``, ``"busy"`` or ``"idle"``.
+
+    A process that computes while one of its threads cannot answer is busy: something holds Python's lock.
+    """
+    process = find(identity)
+    if process is None:
+        return "gone"
+    try:
+        before = sum(process.cpu_times()[:2])
+        time.sleep(_LOOK_SECONDS)
+        status, after = process.status(), sum(process.cpu_times()[:2])
+    except psutil.Error:
+        return "gone"
+    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return "stopped"
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return "gone"
+    return "busy" if after > before else "idle"
+
+
+def kill(identity: Any) -> None:
+    """End a process of this host at once; a stopped one, too. One that is over is left alone."""
+    process = find(identity)
+    if process is not None:
+        with contextlib.suppress(psutil.Error):
+            process.kill()

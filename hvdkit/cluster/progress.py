@@ -1,0 +1,117 @@
+"""How far this rank is: its step, its last collective, and whether the thread that trains still runs.
+
+Written by the thread that trains, at the cost of some attributes; read by the watchdog's thread.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# TensorFlow's function that runs a graph, or an eager op: where a rank sleeps that waits in a graph's collective.
+_IN_GRAPH = {"quick_execute", "execute_with_cancellation"}
+
+
+class Progress:
+    """What a rank has done last.
+
+    Attributes:
+        step: steps trained, or None where nobody counts them.
+        count: eager collectives and exchanges begun.
+        name: the last one, or "".
+        since: when it began, or ended, by ``time.monotonic``.
+        waiting: it has begun and not ended.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.count = 0
+        self.name = ""
+        self.since = time.monotonic()
+        self.waiting = False
+        self._thread, self._ident = threading.get_native_id(), threading.get_ident()
+        self._time: str | None = None
+        self._ran = time.monotonic()
+
+    def begin(self, name: str) -> None:
+        """Note that this thread begins a collective."""
+        self.count += 1
+        self.name = name
+        self.since = time.monotonic()
+        self._thread, self._ident = threading.get_native_id(), threading.get_ident()
+        self.waiting = True
+
+    def end(self) -> None:
+        """Note that the collective is done."""
+        self.since = time.monotonic()
+        self.waiting = False
+
+    def at_step(self, step: int) -> None:
+        """Note the number of steps trained."""
+        self.step = step
+        self._thread, self._ident = threading.get_native_id(), threading.get_ident()
+
+    def idle(self) -> float:
+        """Return for how many seconds nothing has moved. Called by the watchdog, every few seconds.
+
+        A rank moves while the thread that trains runs at all, outside of a collective. A graph that waits for other
+        ranks leaves it asleep; one that computes wakes it after every step.
+        """
+        now = time.monotonic()
+        spent = _cpu_time(self._thread)
+        if spent != self._time or spent is None:
+            self._time, self._ran = spent, now
+        return now - (self.since if self.waiting else max(self._ran, self.since))
+
+    def told(self) -> dict[str, Any]:
+        """Return what other ranks should know, for JSON."""
+        frame = sys._current_frames().get(self._ident)
+        waiting = self.waiting or (frame is not None and frame.f_code.co_name in _IN_GRAPH)
+        words = f"{'waits in' if self.waiting else 'last collective'} {self.name}" if self.name else ""
+        if frame is not None:
+            words = f"in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}; {words}".strip("; ")
+        return {"step": self.step, "count": self.count, "waiting": waiting, "words": words}
+
+    def __str__(self) -> str:
+        at = "" if self.step is None else f"at step {self.step}, "
+        if not self.name:
+            return f"{at}no eager collective yet"
+        ago = f"{time.monotonic() - self.since:.0f} s"
+        which = f"{self.name} (number {self.count})"
+        return f"{at}has waited in {which} for {ago}" if self.waiting else f"{at}came out of {which} {ago} ago"
+
+
+def _cpu_time(thread: int) -> str | None:
+    """Return the time that a thread has run, or None where it cannot be known."""
+    try:
+        # Nanoseconds on a core. Python's own clock of a thread may crash where the thread is over.
+        return Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]
+    except (OSError, IndexError):
+        return None
+
+
+PROGRESS = Progress()
+
+
+@contextmanager
+def collective(name: str) -> Iterator[None]:
+    """Note a collective that is begun and ended within the context.
+
+    Example::
+
+        with collective("barrier()"):
+            ...
+    """
+    if PROGRESS.waiting:  # a part of another one, whose name says more
+        yield
+        return
+    PROGRESS.begin(name)
+    try:
+        yield
+    finally:
+        PROGRESS.end()

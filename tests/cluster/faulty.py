@@ -1,0 +1,64 @@
+"""A small training script that fails as it is told, once, at step 20: ``python faulty.py FAULT RANK``."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import tensorflow as tf
+
+import hvdkit as hk
+from hvdkit.cluster.progress import PROGRESS
+
+FAULT, AT = sys.argv[1], int(sys.argv[2])
+STEPS = int(sys.argv[3]) if len(sys.argv) > 3 else 40
+
+
+def fail() -> None:
+    """Do what was asked for, on one rank."""
+    if FAULT == "raise":
+        raise ValueError("the disk is full")
+    if FAULT == "thread":
+        threading.Thread(target=lambda: [][0], name="loader").start()
+        time.sleep(1000)
+    if FAULT == "sys.exit(3)":
+        sys.exit(3)
+    if FAULT == "sys.exit(0)":
+        sys.exit(0)
+    if FAULT == "os._exit(0)":
+        os._exit(0)
+    if FAULT == "kill -9":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if FAULT == "SIGSTOP":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if FAULT == "hang":
+        time.sleep(1000)
+    if FAULT == "busy":  # holds Python's lock, longer than the heartbeat's limit: no failure
+        sum(range(120_000_000))
+        time.sleep(0.5)
+
+
+cluster = hk.init()
+step = tf.function(lambda x: hk.allreduce(x))
+x = tf.ones([1000])
+hk.barrier()
+number = 0
+while number < STEPS or FAULT in ("wait", "hosts"):
+    PROGRESS.at_step(number)
+    if number == 20:
+        if cluster.rank == AT:
+            print(f"fault at {time.time()}", flush=True)
+        if FAULT == "same":
+            raise ValueError("the same on every rank")
+        if cluster.rank == AT:
+            fail()
+    if number % 2:
+        hk.allreduce(1)
+    else:
+        step(x)
+    number += 1
+    time.sleep(0.02)
+if FAULT == "busy" and cluster.rank == AT:  # the others have ended, and wait for nothing: no failure
+    time.sleep(3)
+print(f"rank {cluster.rank} has trained {number} steps", flush=True)

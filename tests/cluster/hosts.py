@@ -1,0 +1,200 @@
+"""Several hosts on one machine: network namespaces joined by a bridge, each with its own name and sshd.
+
+To MPI, Horovod and ssh they are hosts like any other; a link can be cut or slowed down, and a host can die. Needs root,
+``iproute2`` and ``openssh-server``.
+
+    with Hosts(3) as hosts:
+        process = hosts[0].start(["hostname"], stdout=subprocess.PIPE)
+        hosts[2].cut()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SSHD = "/usr/sbin/sshd"
+_START_SECONDS = 10.0
+
+
+def missing() -> str | None:
+    """Return why there can be no hosts on this machine, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for program in ("ip", "tc", "ssh", "ssh-keygen", "unshare", "nsenter", SSHD):
+        if shutil.which(program) is None:
+            return f"{program} is not installed (Debian: iproute2, openssh-server)"
+    name = f"hk{os.getpid()}-try"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"`ip netns add` fails: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", name], check=False)
+    return None
+
+
+def _ip(*words: str, inside: str | None = None) -> None:
+    subprocess.run(["ip", *(["-n", inside] if inside else []), *words], check=True, capture_output=True)
+
+
+class Host:
+    """One host: a namespace for its network and one for its name.
+
+    Attributes:
+        name: its host name.
+        address: where the others reach it.
+    """
+
+    def __init__(self, name: str, namespace: str, address: str, folder: Path) -> None:
+        self.name, self.address, self._namespace, self._folder = name, address, namespace, folder
+        self._sshd: subprocess.Popen[bytes] | None = None
+
+    @property
+    def settings(self) -> Path:
+        """The folder whose files this host sees in /etc."""
+        return Path("/etc/netns") / self._namespace
+
+    def boot(self) -> None:
+        """Start its sshd, whose namespaces all its processes share."""
+        config = self._folder / f"sshd-{self.name}"
+        lines = {
+            "ListenAddress": self.address,
+            "HostKey": self._folder / "host-key",
+            "AuthorizedKeysFile": self._folder / "key.pub",
+            "PidFile": "none",
+            "UsePAM": "no",
+            "StrictModes": "no",
+            "PermitRootLogin": "yes",
+        }
+        config.write_text("".join(f"{name} {value}\n" for name, value in lines.items()))
+        Path("/run/sshd").mkdir(exist_ok=True)
+        start = f"hostname {self.name} && exec {SSHD} -D -e -f {config}"
+        with (self._folder / f"sshd-{self.name}.log").open("wb") as log:
+            self._sshd = subprocess.Popen(
+                ["ip", "netns", "exec", self._namespace, "unshare", "--uts", "sh", "-c", start], stderr=log, stdout=log
+            )
+
+    def is_up(self) -> bool:
+        """Return True once sshd listens."""
+        return "Server listening" in (self._folder / f"sshd-{self.name}.log").read_text()
+
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a command on this host, as a process of its own session."""
+        assert self._sshd is not None
+        enter = ["nsenter", "--target", str(self._sshd.pid), "--net", "--uts", "--mount", "--wd=."]
+        return subprocess.Popen([*enter, *command], start_new_session=True, **options)
+
+    def processes(self) -> list[int]:
+        """Return the numbers of this host's processes."""
+        listed = subprocess.run(["ip", "netns", "pids", self._namespace], capture_output=True, text=True, check=False)
+        return [int(number) for number in listed.stdout.split()]
+
+    def cut(self) -> None:
+        """Cut its cable: nobody hears of the end of any connection."""
+        _ip("link", "set", "eth0", "down", inside=self._namespace)
+
+    def slow_down(self, rate: str) -> None:
+        """Limit what it sends, e.g. to ``"1mbit"``."""
+        limit = ["tbf", "rate", rate, "burst", "32kb", "latency", "400ms"]
+        subprocess.run(["tc", "-n", self._namespace, "qdisc", "replace", "dev", "eth0", "root", *limit], check=True)
+
+    def kill(self) -> None:
+        """End all its processes at once."""
+        while pids := self.processes():
+            for pid in reversed(pids):  # the youngest first: no daemon is left to tell of the others' end
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+            if self._sshd is not None:
+                self._sshd.poll()
+
+
+class Hosts:
+    """``count`` hosts on one bridge, while the context lasts; removed with all their processes at its end.
+
+    Args:
+        count: number of hosts, named host-a, host-b, ...
+    """
+
+    def __init__(self, count: int) -> None:
+        self._prefix = f"hk{os.getpid()}"
+        self._switch = f"{self._prefix}-sw"
+        self.folder = Path(tempfile.mkdtemp(prefix="hvdkit-hosts-"))
+        self._hosts = [
+            Host(f"host-{letter}", f"{self._prefix}-{letter}", f"10.77.0.{number}", self.folder)
+            for number, letter in enumerate("abcdefgh"[:count], start=1)
+        ]
+
+    def __getitem__(self, number: int) -> Host:
+        return self._hosts[number]
+
+    def __enter__(self) -> Hosts:
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+
+    @property
+    def list(self) -> str:
+        """The hosts with a slot each, as ``-H`` takes them."""
+        return ",".join(f"{host.address}:1" for host in self._hosts)
+
+    @property
+    def ssh_arguments(self) -> str:
+        """What ssh needs to come in without a question."""
+        quiet = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+        return f"-F none -i {self.key} {quiet}"
+
+    @property
+    def key(self) -> Path:
+        """The key that all hosts accept."""
+        return self.folder / "key"
+
+    def _make(self) -> None:
+        for name in ("key", "host-key"):
+            path = str(self.folder / name)
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
+        # The bridge lives in a namespace of its own: nothing of this machine's network is touched.
+        _ip("netns", "add", self._switch)
+        _ip("link", "add", "br0", "type", "bridge", inside=self._switch)
+        _ip("link", "set", "br0", "up", inside=self._switch)
+        names = "".join(f"{host.address} {host.name}\n" for host in self._hosts)
+        for host in self._hosts:
+            # `ip netns exec` puts this file in the place of /etc/hosts.
+            host.settings.mkdir(parents=True)
+            (host.settings / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+            inside, port = host._namespace, host.name
+            _ip("netns", "add", inside)
+            _ip("link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", self._switch, inside=inside)
+            _ip("link", "set", port, "master", "br0", "up", inside=self._switch)
+            _ip("address", "add", f"{host.address}/24", "dev", "eth0", inside=inside)
+            _ip("link", "set", "eth0", "up", inside=inside)
+            _ip("link", "set", "lo", "up", inside=inside)
+            host.boot()
+        until = time.monotonic() + _START_SECONDS
+        while not all(host.is_up() for host in self._hosts):
+            if time.monotonic() > until:
+                raise RuntimeError("no sshd: " + "".join(p.read_text() for p in self.folder.glob("sshd-*.log")))
+            time.sleep(0.02)
+
+    def _remove(self) -> None:
+        for host in self._hosts:
+            host.kill()
+            if host._sshd is not None:
+                host._sshd.wait()
+            subprocess.run(["ip", "netns", "delete", host._namespace], capture_output=True, check=False)
+            shutil.rmtree(host.settings, ignore_errors=True)
+        subprocess.run(["ip", "netns", "delete", self._switch], capture_output=True, check=False)
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,139 @@
+"""Start jobs that fail, on one host or several, and say how they ended."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from hosts import Hosts  # noqa: E402
+from jobs import BIN, environment  # noqa: E402
+
+SCRIPT = Path(__file__).with_name("faulty.py")
+LAUNCHERS = {
+    "mpirun": ["mpirun", "--bind-to", "none"],
+    "horovodrun": ["horovodrun"],
+    "horovodrun --gloo": ["horovodrun", "--gloo"],
+}
+_GONE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended.
+
+    Attributes:
+        code: the launcher's exit code; None where it had not ended in time.
+        seconds: from the fault until no process of the job was left.
+        output: everything that was written.
+        last: the last line of hvdkit, without the launcher's tag.
+        left: processes that outlived the launcher by five seconds.
+    """
+
+    code: int | None
+    seconds: float
+    output: str
+    last: str
+    left: list[str]
+
+
+def run(
+    fault: str,
+    launcher: str,
+    *,
+    ranks: int = 2,
+    at: int = 1,
+    hosts: Hosts | None = None,
+    act: Callable[[], None] | None = None,
+    limit: float = 60,
+    steps: int = 40,
+    **extra: str,
+) -> Ending:
+    """Run the script with ``fault`` on rank ``at``.
+
+    Args:
+        fault: what :mod:`faulty` is to do.
+        launcher: one of :data:`LAUNCHERS`.
+        ranks: number of ranks.
+        at: the rank that fails.
+        hosts: one rank on each of these; on this machine where None.
+        act: called when the script has reached its fault.
+        limit: seconds after which the job is ended.
+        steps: number of steps where nothing fails.
+        **extra: environment variables.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="hvdkit-fault-"))
+    script = shutil.copy(SCRIPT, folder)
+    rank = [sys.executable, str(script), fault, str(at), str(steps)]
+    env = environment(PYTHONPATH=str(SCRIPT.parents[2]), TF_CPP_MIN_LOG_LEVEL="2", **extra)
+    command = [*LAUNCHERS[launcher], "-np", str(ranks), *_across(launcher, hosts, env), *rank]
+    start = subprocess.Popen if hosts is None else hosts[0].start
+    try:
+        with (folder / "out").open("wb") as out:
+            process = start(command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        return _watch(process, folder, act, limit)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _across(launcher: str, hosts: Hosts | None, env: dict[str, str]) -> list[str]:
+    """Return the launcher's arguments for several hosts."""
+    if hosts is None:
+        return []
+    if launcher != "mpirun":
+        return ["-H", hosts.list, "--ssh-identity-file", str(hosts.key), "--network-interface", "eth0"]
+    network = [word for part in ("btl", "oob") for word in ("--mca", f"{part}_tcp_if_include", "eth0")]
+    passed = [n for n in env if n in ("PATH", "PYTHONPATH") or n.startswith(("HVDKIT_", "TF_", "OMPI_"))]
+    ssh = ["--mca", "plm_rsh_args", hosts.ssh_arguments, "--prefix", str(BIN.parent)]
+    return ["-H", hosts.list, *ssh, *network, *(word for name in passed for word in ("-x", name))]
+
+
+def _watch(process: Any, folder: Path, act: Callable[[], None] | None, limit: float) -> Ending:
+    started, since = time.time(), None
+    while process.poll() is None and time.time() - started < limit:
+        time.sleep(0.02)
+        if since is None and (found := re.search(r"fault at ([\d.]+)", _read(folder))):
+            since = float(found[1])
+            if act is not None:
+                act()
+                since = time.time()
+    code, until = process.poll(), time.time() + _GONE_SECONDS
+    while (left := _of(folder)) and code is not None and time.time() < until:
+        time.sleep(0.02)
+    ended = time.time()
+    for member in left:
+        member.kill()
+    process.wait()
+    text = _read(folder)
+    if since is None and (found := re.search(r"fault at ([\d.]+)", text)):
+        since = float(found[1])
+    lines = [re.sub(r"^\[[\d,]+\]<std\w+>: ?", "", line) for line in text.splitlines()]
+    last = next((line for line in reversed(lines) if line.startswith("hvdkit: ")), "")
+    return Ending(code, ended - (since or started), text, last, [" ".join(_words(member)) for member in left])
+
+
+def _read(folder: Path) -> str:
+    return (folder / "out").read_text(errors="replace")
+
+
+def _of(folder: Path) -> list[psutil.Process]:
+    """Return the processes whose command line names the job's script: ranks, launchers, and their shells."""
+    return [p for p in psutil.process_iter() if any(str(folder) in word for word in _words(p))]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
+    except psutil.Error:
+        return []

@@ -1,0 +1,57 @@
+"""Three hosts, of which one dies, is cut off, or is slow: hosts are network namespaces, all else is real."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from hosts import Hosts, missing
+from jobs_that_fail import run
+
+WHY = missing()
+pytestmark = pytest.mark.skipif(WHY is not None, reason=f"no hosts: {WHY}")
+
+
+def test_a_host_dies():
+    with Hosts(3) as hosts:
+        ending = run("wait", "mpirun", ranks=3, hosts=hosts, act=hosts[1].kill)
+    assert ending.last.startswith("hvdkit: rank 1 on host-b failed at step "), ending.output
+    assert ending.code and not ending.left and ending.seconds < 5, (ending.seconds, ending.left)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_a_host_is_cut_off(launcher):
+    with Hosts(3) as hosts:
+        ending = run("wait", launcher, ranks=3, hosts=hosts, act=hosts[1].cut, HVDKIT_HEARTBEAT_SECONDS="4")
+    expected = "has not answered for 4 s: it is stopped, or its host is cut off"
+    assert ending.last.startswith("hvdkit: rank 1 on host-b failed at step "), ending.output
+    assert ending.last.endswith(expected), ending.last
+    assert ending.code, ending.output
+    # What is left on the host that was cut off is ssh's: its ranks have ended too.
+    assert not [words for words in ending.left if "ssh" not in words.split()[0]], ending.left
+    assert ending.seconds < 15
+
+
+def test_a_stopped_rank_alone_on_its_host():
+    with Hosts(3) as hosts:
+        run_ = {"ranks": 3, "hosts": hosts, "HVDKIT_HEARTBEAT_SECONDS": "3"}
+        ending = run("SIGSTOP", "horovodrun --gloo", **run_)
+    assert ending.last.startswith("hvdkit: rank 1 on host-b failed at step "), ending.output
+    assert ending.code and not ending.left and ending.seconds < 12, (ending.seconds, ending.left)
+
+
+def test_a_slow_link_is_no_failure():
+    """At 1 Mbit/s a step of 4 KB takes some time; the job ends when it has done what it was asked for."""
+    with Hosts(3) as hosts:
+
+        def slow_down() -> None:
+            for number in range(3):
+                hosts[number].slow_down("1mbit")
+
+        ending = run("none", "mpirun", ranks=3, hosts=hosts, act=slow_down, steps=150, HVDKIT_HEARTBEAT_SECONDS="3")
+    assert ending.code == 0 and not ending.last, ending.output
+    assert ending.output.count("has trained 150 steps") == 3 and ending.seconds > 3, ending.seconds

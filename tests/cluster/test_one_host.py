@@ -1,0 +1,72 @@
+"""Whatever ends one rank ends the job: soon, not with 0, without a process left, and naming the rank at fault."""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from jobs_that_fail import run
+
+HOST = socket.gethostname()
+DIED = "died without a word (killed, out of memory, or os._exit)"
+# (fault, launcher, exit code or None for any but 0, seconds, what the last line says)
+FAULTS = [
+    ("raise", "horovodrun --gloo", 1, 5, "failed at step 20: ValueError: the disk is full"),
+    ("thread", "mpirun", 1, 5, "failed at step 20: IndexError: list index out of range (in thread loader)"),
+    ("sys.exit(3)", "mpirun", 3, 6, "failed at step 20: sys.exit(3) while other ranks went on"),
+    ("sys.exit(0)", "horovodrun --gloo", 1, 5, f"left the job at step 20: ended before the others: rank 0 on {HOST}"),
+    ("os._exit(0)", "horovodrun --gloo", 1, 5, f"failed at step 20: {DIED}"),
+    ("kill -9", "mpirun", 137, 5, f"failed at step 20: {DIED}"),
+    ("kill -9", "horovodrun", None, 5, f"failed at step 20: {DIED}"),
+    ("SIGSTOP", "horovodrun --gloo", 1, 8, "failed at step 20: has been stopped (SIGSTOP) for"),
+    ("hang", "mpirun", 1, 15, "hangs at step 20: no progress for"),
+]
+
+
+@pytest.fixture(scope="module")
+def endings(request):
+    """How the jobs of all tests that were chosen end, two jobs at a time: most of the time they start, or wait."""
+    chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
+    with ThreadPoolExecutor(2) as pool:
+        yield {tuple(job.items()): pool.submit(run, **job) for job in (params["job"] for params in chosen)}
+
+
+def job(fault, launcher, at=1, heartbeat="3"):
+    """The arguments of one job."""
+    settings = {"HVDKIT_HEARTBEAT_SECONDS": heartbeat, "HVDKIT_WATCHDOG_SECONDS": "6"}
+    return {"fault": fault, "launcher": launcher, "at": at, **settings}
+
+
+@pytest.mark.parametrize(("job", "code", "seconds", "words"), [(job(*f[:2]), *f[2:]) for f in FAULTS])
+def test_one_rank_fails(endings, job, code, seconds, words):
+    ending = endings[tuple(job.items())].result()
+    assert ending.last.startswith(f"hvdkit: rank 1 on {HOST} {words}"), ending.output
+    assert ending.code == code if code is not None else ending.code, ending.output
+    assert not ending.left and ending.seconds < seconds, (ending.left, ending.seconds)
+    assert ending.output.count("hvdkit: ") == 1 and "has trained" not in ending.output, ending.output
+    if job["fault"] == "hang":  # the stacks of all ranks, and the line where the one at fault stands
+        stacks = re.findall(r"\[rank (\d)\] at step 20, .* its stacks", ending.output)
+        assert sorted(stacks) == ["0", "1"] and "faulty.py" in ending.last
+
+
+@pytest.mark.parametrize("job", [job("SIGSTOP", "mpirun", at=0)])
+def test_the_chief_is_stopped(endings, job):
+    """Nobody is left to ask: a rank beside it sees that it is stopped, ends it, and speaks in its place."""
+    ending = endings[tuple(job.items())].result()
+    assert ending.last.startswith(f"hvdkit: rank 0 on {HOST} failed at step 20: has been stopped for"), ending.output
+    assert ending.code and not ending.left and ending.seconds < 10
+
+
+@pytest.mark.parametrize("job", [job("busy", "mpirun", heartbeat="1.5")])
+def test_no_false_alarm(endings, job):
+    """A rank holds Python's lock for longer than heartbeats may stay away, and ends when the others have ended."""
+    ending = endings[tuple(job.items())].result()
+    assert ending.code == 0 and not ending.last, ending.output
+    assert ending.output.count("has trained 40 steps") == 2 and ending.seconds > 3 + 1.5, ending.seconds
