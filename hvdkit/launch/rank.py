@@ -24,7 +24,7 @@ import sys
 import termios
 import time
 
-HELLO, STDOUT, STDERR, END = 1, 2, 3, 4
+STDOUT, STDERR, HELLO, END = 1, 2, 3, 4  # outputs by the numbers of their files
 LEAVE = 0
 HEADER = struct.Struct("!BI")
 # How `hvdkit run` is found: "PORT TOKEN ADDRESS..." in the variable, or in the file that the variable names. A file
