@@ -81,6 +81,7 @@ class Attempt:
         output: where everybody's lines go.
         signals: that come to ``hvdkit run``.
         grace: seconds to save after a signal.
+        places: the host of each rank, by the name that the person gave it; empty: by its own.
     """
 
     engine: str
@@ -91,6 +92,7 @@ class Attempt:
     output: Output
     signals: Signals
     grace: float
+    places: tuple[str, ...] = ()
 
     def run(self) -> Verdict:
         """Start the engine, see it to its end and return what became of the job."""
@@ -162,7 +164,8 @@ class Attempt:
     def _happened(self, event: Event) -> None:
         course = self.course
         if event.kind == "began":
-            course.began(event.rank, event.details["host"])
+            host = self.places[event.rank] if self.places else event.details["host"]
+            course.began(event.rank, host)
         elif event.kind == "output":
             self.output.feed(event.rank, event.channel, event.data)
             course.said(event.rank, event.data)

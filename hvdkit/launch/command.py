@@ -22,6 +22,7 @@ from hvdkit.launch.config import Run
 from hvdkit.launch.engines import ENGINES, CommandLine, Start, engine_environment, passed_on
 from hvdkit.launch.hosts import Host, parse_hosts, pbs_hosts, placed, read_hostfile, slurm_hosts
 from hvdkit.launch.output import Output
+from hvdkit.launch.reach import Answer, Network, checked, deliver, network, reaching, refuse
 from hvdkit.launch.verdict import Verdict
 
 WRAPPER = (sys.executable, "-IS", str(Path(rank.__file__).resolve()), "--")
@@ -44,7 +45,10 @@ def run(config: Run, program: Sequence[str]) -> int | str:
         return kubernetes(config, program)
     job = prepare(config, program)
     if config.dry_run:
-        return str(job.command_line(job.first_hosts(), program))
+        hosts = job.first_hosts()
+        way, answers = job.network(hosts)
+        refuse(answers)
+        return str(job.command_line(hosts, program, way.interface))
     if config.logs is not None:
         try:
             config.logs.mkdir(parents=True, exist_ok=True)
@@ -98,16 +102,23 @@ class Job:
             start = replace(start, mpi=self.chosen.mpi)
         return ENGINES[self.chosen.engine](start)
 
+    def network(self, hosts: tuple[Host, ...]) -> tuple[Network, list[Answer]]:
+        """Look at ``hosts`` over ssh; return how they are reached, and the answers of all but this one.
+
+        Raises:
+            ClusterError: those that answer have no network in common.
+        """
+        others = [host.name for host in hosts if not host.is_local]
+        if not others:
+            return Network(None, ("127.0.0.1",)), []
+        if not self.config.check or self.chosen.engine == "srun":
+            return reaching(self.config.interface), []
+        answers = checked(others, self.config.ssh_args, self.config.check_timeout)
+        good = [answer for answer in answers if answer.problem is None]
+        return (network(good, self.config.interface) if good else Network(None, ("127.0.0.1",))), answers
+
     def attempt(
-        self,
-        hosts: tuple[Host, ...],
-        program: Sequence[str],
-        output: Output,
-        signals: Signals,
-        *,
-        addresses: Sequence[str] = ("127.0.0.1",),
-        interface: str | None = None,
-        told_in: str | None = None,
+        self, hosts: tuple[Host, ...], program: Sequence[str], output: Output, signals: Signals, way: Network
     ) -> Verdict:
         """Start the job once and return what became of it.
 
@@ -116,24 +127,33 @@ class Job:
             program: what the ranks run.
             output: where their lines go.
             signals: that come to this process.
-            addresses: of this host, where the ranks can reach it.
-            interface: by which hosts reach each other.
-            told_in: file that tells ranks where to connect, on every host; by default a variable does.
+            way: by which ranks on other hosts reach this one.
         """
-        size = self.ranks(hosts)
-        channel = Channel(addresses, size, self._settings)
+        size, config = self.ranks(hosts), self.config
+        channel = Channel(way.addresses, size, self._settings)
         environment = engine_environment(self.environment, self.names)
+        environment[rank.VARIABLE] = channel.told
+        line = self.command_line(hosts, [*WRAPPER, *program], way.interface, (rank.VARIABLE,))
+        places = tuple(host.name for host in hosts for _ in range(host.slots))
+        attempt = Attempt(
+            self.chosen.engine, line, environment, size, channel, output, signals, config.grace, places
+        )
+        if self.chosen.engine != "gloo":
+            return attempt.run()
+        for name in config.env:
+            environment.pop(name, None)
+        others = [host.name for host in hosts if not host.is_local]
         with tempfile.TemporaryDirectory(prefix="hvdkit-run-") as folder:
-            environment[rank.VARIABLE] = channel.told
-            if self.chosen.engine == "gloo":
-                for name in self.config.env:
-                    environment.pop(name, None)
-                environment[rank.VARIABLE] = str(Path(folder) / "told")
-                (Path(folder) / "told").write_text(channel.told)
-            line = self.command_line(hosts, [*WRAPPER, *program], interface, (rank.VARIABLE,))
-            return Attempt(
-                self.chosen.engine, line, environment, size, channel, output, signals, self.config.grace
-            ).run()
+            told = Path(folder) / "told"
+            told.write_text(channel.told)
+            environment[rank.VARIABLE] = str(told)
+            try:
+                if others:
+                    deliver(others, config.ssh_args, config.check_timeout, told, channel.told)
+                return attempt.run()
+            finally:
+                if others:
+                    deliver(others, config.ssh_args, config.check_timeout, told, None)
 
     def _settings(self, number: int) -> dict[str, Any]:
         """Return what a rank's wrapper is answered."""

@@ -7,8 +7,10 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from hvdkit.doctor.devices import interfaces
 from hvdkit.errors import describe
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")
@@ -32,10 +34,12 @@ class Host:
         return f"{self.name}:{self.slots}"
 
 
+@cache
 def local_names() -> set[str]:
-    """Return the names by which this host goes."""
+    """Return the names and addresses by which this host goes."""
     whole = socket.gethostname()
-    return {"localhost", "127.0.0.1", whole, whole.partition(".")[0]}
+    addresses = {interface.address for interface in interfaces()}
+    return {"localhost", "127.0.0.1", whole, whole.partition(".")[0]} | addresses
 
 
 def parse_hosts(text: str, argument: str = "-H") -> tuple[Host, ...]:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hvdkit.launch.hosts import Host, placed
 from hvdkit.launch.output import Output
+from hvdkit.launch.reach import Network, refuse
 from hvdkit.launch.verdict import Verdict, shell_code
 
+if TYPE_CHECKING:
+    from hvdkit.launch.attempt import Signals
+    from hvdkit.launch.command import Job
+
 LONGEST_PAUSE_SECONDS = 60.0
-# A host on which the job failed so many times in a row is left out.
+# A host on which the job failed so many times in a row is left out from then on.
 FAILURES_TO_LEAVE = 2
 USAGE = 2
 
@@ -68,19 +74,51 @@ def is_final(verdict: Verdict) -> bool:
     return verdict.code in (0, USAGE) or verdict.stopped
 
 
-def run(job, program: Sequence[str], output: Output, signals) -> int:
-    """Run attempts until one ends well, is stopped, or none is left; return the last one's exit code."""
-    config = job.config
-    hosts = job.first_hosts()
+def run(job: Job, program: Sequence[str], output: Output, signals: Signals) -> int:
+    """Run attempts until one ends well, is stopped, or none is left; return the last one's exit code.
+
+    Raises:
+        ClusterError: before the first attempt a host is not as it must be.
+    """
+    config, taken = job.config, job.first_hosts()
+    way, answers = job.network(taken)
+    refuse(answers)
+    least = config.min_np or sum(host.slots for host in taken)
+    book = Hosts(job.hosts, config.np, least)
     for restart in range(config.max_restarts + 1):
-        output.note(job.ranks(hosts), f"--- hvdkit run: attempt {restart + 1}, {job.ranks(hosts)} ranks")
-        verdict = job.attempt(hosts, program, output, signals)
+        ranks = job.ranks(taken)
+        output.note(ranks, f"--- hvdkit run: attempt {restart + 1}, {ranks} ranks")
+        verdict = job.attempt(taken, program, output, signals, way)
         if verdict.line:
             output.line(f"hvdkit run: {verdict.line}")
         if is_final(verdict) or restart == config.max_restarts:
-            return verdict.code
+            break
+        book.failed(verdict.host)
         wait = pause(config.backoff, restart + 1)
         output.line(f"hvdkit run: starting again in {wait:g} s (restart {restart + 1} of {config.max_restarts})")
         if (stopped := signals.wait(wait)) is not None:
             return shell_code(-stopped)
+        if job.hosts:
+            again = regroup(job, book, output)
+            if again is None:
+                break
+            taken, way = again
     return verdict.code
+
+
+def regroup(job: Job, book: Hosts, output: Output) -> tuple[tuple[Host, ...], Network] | None:
+    """Return who takes part in the next attempt and how they are reached, or None where there are too few."""
+    way, answers = job.network(job.hosts)
+    silent = {answer.host for answer in answers if answer.problem}
+    for answer in answers:
+        if answer.problem:
+            output.line(f"hvdkit run: without host {answer.host}: {answer.problem}")
+    taken = book.next({host.name for host in job.hosts} - silent)
+    if taken is None:
+        output.line(f"hvdkit run: the hosts that are left have fewer than {book.least} slots (--min-np); giving up")
+        return None
+    left_out = [host.name for host in job.hosts if host.name not in silent | {one.name for one in taken}]
+    if left_out:
+        output.line(f"hvdkit run: without {', '.join(left_out)}, where the job failed or which is not needed")
+    output.line(f"hvdkit run: {job.ranks(taken)} ranks on {', '.join(map(str, taken))}")
+    return taken, way
