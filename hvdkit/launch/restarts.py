@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from hvdkit.launch.command import Job
 
 LONGEST_PAUSE_SECONDS = 60.0
-# A host on which the job failed so many times in a row is left out from then on.
-FAILURES_TO_LEAVE = 2
 USAGE = 2
 
 
@@ -36,22 +33,22 @@ class Hosts:
     all: tuple[Host, ...]
     np: int | None
     least: int
-    in_a_row: Counter[str] = field(default_factory=Counter)
+    left_out: set[str] = field(default_factory=set)
+    _last: str | None = None
 
     def failed(self, name: str | None) -> None:
-        """Note on which host the attempt failed first; on every other it did not."""
-        count = self.in_a_row[name] if name else 0
-        self.in_a_row.clear()
-        if name:
-            self.in_a_row[name] = count + 1
+        """Note on which host the attempt failed first."""
+        if name is not None and name == self._last:
+            self.left_out.add(name)
+        self._last = name
 
     def next(self, answering: set[str]) -> tuple[Host, ...] | None:
         """Return who takes part next, of the hosts that answer, or None where they are too few.
 
-        A host that failed twice in a row comes last: it is left out if the others have slots enough for the least.
+        A host on which the job failed twice in a row is left out from then on, if the others have slots enough.
         """
         there = [host for host in self.all if host.name in answering]
-        good = [host for host in there if self.in_a_row[host.name] < FAILURES_TO_LEAVE]
+        good = [host for host in there if host.name not in self.left_out]
         for hosts in (good, there):
             slots = sum(host.slots for host in hosts)
             if slots >= self.least:
@@ -85,25 +82,27 @@ def run(job: Job, program: Sequence[str], output: Output, signals: Signals) -> i
     refuse(answers)
     least = config.min_np or sum(host.slots for host in taken)
     book = Hosts(job.hosts, config.np, least)
-    for restart in range(config.max_restarts + 1):
+    restart = 0
+    while True:
         ranks = job.ranks(taken)
         output.note(ranks, f"--- hvdkit run: attempt {restart + 1}, {ranks} ranks")
         verdict = job.attempt(taken, program, output, signals, way)
         if verdict.line:
             output.line(f"hvdkit run: {verdict.line}")
-        if is_final(verdict) or restart == config.max_restarts:
-            break
+        if is_final(verdict):
+            return verdict.code
         book.failed(verdict.host)
-        wait = pause(config.backoff, restart + 1)
-        output.line(f"hvdkit run: starting again in {wait:g} s (restart {restart + 1} of {config.max_restarts})")
-        if (stopped := signals.wait(wait)) is not None:
-            return shell_code(-stopped)
-        if job.hosts:
-            again = regroup(job, book, output)
-            if again is None:
-                break
-            taken, way = again
-    return verdict.code
+        again = None
+        while again is None:
+            if restart == config.max_restarts:
+                return verdict.code
+            restart += 1
+            wait = pause(config.backoff, restart)
+            output.line(f"hvdkit run: starting again in {wait:g} s (restart {restart} of {config.max_restarts})")
+            if (stopped := signals.wait(wait)) is not None:
+                return shell_code(-stopped)
+            again = regroup(job, book, output) if job.hosts else (taken, way)
+        taken, way = again
 
 
 def regroup(job: Job, book: Hosts, output: Output) -> tuple[tuple[Host, ...], Network] | None:
@@ -115,7 +114,7 @@ def regroup(job: Job, book: Hosts, output: Output) -> tuple[tuple[Host, ...], Ne
             output.line(f"hvdkit run: without host {answer.host}: {answer.problem}")
     taken = book.next({host.name for host in job.hosts} - silent)
     if taken is None:
-        output.line(f"hvdkit run: the hosts that are left have fewer than {book.least} slots (--min-np); giving up")
+        output.line(f"hvdkit run: the hosts that are left have fewer than {book.least} slots (--min-np)")
         return None
     left_out = [host.name for host in job.hosts if host.name not in silent | {one.name for one in taken}]
     if left_out:
