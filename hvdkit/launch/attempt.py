@@ -22,8 +22,8 @@ from hvdkit.launch.verdict import Course, Verdict
 
 # After a rank failed the others have so long to say their last words, and so long again after SIGTERM.
 LAST_WORDS_SECONDS, AFTER_TERM_SECONDS = 1.0, 2.0
-# Once all ranks have ended the engine has so long to end, and so long again after SIGTERM.
-ENGINE_SECONDS = 4.0
+# Once all ranks have ended the engine has so long to end, and so long again after SIGTERM; less where it waits in vain.
+ENGINE_SECONDS, CUT_OFF_SECONDS = 4.0, 0.5
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KEPT_LINES = 40
 
@@ -187,7 +187,9 @@ class Attempt:
         if course.over:
             for other in course.ranks:
                 self.channel.order(other)
-            self._end_engine(ENGINE_SECONDS)
+            # An engine waits for ever for a host that is cut off.
+            cut_off = any(one.lost for one in course.ranks.values())
+            self._end_engine(CUT_OFF_SECONDS if cut_off else ENGINE_SECONDS)
         elif course.stopped_by is None and not course.failing:
             self.channel.order(rank)  # an engine that sees a failed rank leave would end the others in mid-save
 
@@ -226,7 +228,7 @@ class Attempt:
         """End the engine if it has not ended by itself after ``seconds``."""
         until = time.monotonic() + seconds
         if not self._engine_end_at or until < self._engine_end_at[0][0]:
-            self._engine_end_at = [(until, signal.SIGTERM), (until + ENGINE_SECONDS, signal.SIGKILL)]
+            self._engine_end_at = [(until, signal.SIGTERM), (until + min(2 * seconds, ENGINE_SECONDS), signal.SIGKILL)]
 
     def _engine_said(self, key: Any) -> None:
         try:

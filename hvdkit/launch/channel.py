@@ -118,6 +118,8 @@ class Channel:
         if kind != HELLO or not hmac.compare_digest(str(hello["token"]), self._token):
             raise ValueError("a stranger")
         promise = promised(hello["place"])
+        if promise.size != self._size or promise.rank in self.ranks:
+            raise ValueError("a rank that is not one of this attempt")
         wrapper.rank = promise.rank
         self.ranks[promise.rank] = wrapper
         answer = json.dumps(self._settings(promise.rank)).encode()

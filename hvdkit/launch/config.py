@@ -36,8 +36,8 @@ class Run:
     k8s: bool = False
     """Make an MPIJob for Kubernetes (kubeflow.org/v2beta1); needs --image."""
     engine: EngineKind = "auto"
-    """What starts the ranks: mpirun, horovodrun (over MPI), gloo (horovodrun --gloo) or srun; auto takes what Horovod was
-    built for."""
+    """What starts the ranks: mpirun, horovodrun (over MPI), gloo (horovodrun --gloo) or srun; auto takes what Horovod
+    was built for."""
     dry_run: bool = False
     """Print the command (or the manifest) that would run, and start nothing."""
     max_restarts: int = 0

@@ -91,7 +91,7 @@ def mpirun(start: Start) -> CommandLine:
 
 
 def open_mpi_4(start: Start) -> CommandLine:
-    """Open MPI 4: threads are not bound to one core, and more ranks than cores are allowed: slots are checked before."""
+    """Open MPI 4: threads are not bound to one core; more ranks than cores are fine, slots have been checked."""
     argv = [start.program, "-np", str(start.np), "--bind-to", "none", "--map-by", "slot", "--oversubscribe"]
     argv += ["--allow-run-as-root"] if start.root else []
     if start.hosts:

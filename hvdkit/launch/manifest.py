@@ -101,7 +101,8 @@ def kubernetes(config: Run, program: Sequence[str]) -> int | str:
         return text.rstrip("\n")
     kubectl = shutil.which("kubectl")
     if kubectl is None:
-        raise ClusterError(describe("--k8s", "no kubectl", "kubectl on PATH", "install it, or save what --dry-run prints"))
+        remedy = "install it, or save what --dry-run prints"
+        raise ClusterError(describe("--k8s", "no kubectl", "kubectl on PATH", remedy))
     done = subprocess.run([kubectl, "create", "-f", "-"], input=text, text=True, check=False)
     if done.returncode == 0:
         labels = f"training.kubeflow.org/job-name={config.name},training.kubeflow.org/job-role=launcher"

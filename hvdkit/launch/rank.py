@@ -16,6 +16,7 @@ import ctypes
 import fcntl
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -34,6 +35,8 @@ SIGNALS_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUS
 # From these variables `hvdkit run` reads which rank this is.
 PLACE = ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "HOROVOD_", "SLURM_", "PMIX_RANK")
 CONNECT_SECONDS = 10.0
+# A host that has not acknowledged anything for so long is cut off.
+SILENT_SECONDS = 9
 # Once `hvdkit run` is gone: so long the program has, after SIGTERM.
 ORPHAN_SECONDS = 5.0
 # Once the program has ended: so long its children, which hold its pipes, are waited for.
@@ -56,14 +59,16 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def keep_alive(connection: socket.socket, seconds: int = 15) -> None:
-    """Notice within ``seconds`` that the other host has gone without a word."""
+def keep_alive(connection: socket.socket) -> None:
+    """Notice within :data:`SILENT_SECONDS` that the other host has gone, while nothing is being sent to it.
+
+    Not by TCP_USER_TIMEOUT: that also ends a connection whose reader merely pauses, as a stopped terminal does.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, seconds // 3))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, seconds // 6))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_SECONDS // 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
 
 
 def descendants(pid: int) -> list[int]:
@@ -71,7 +76,7 @@ def descendants(pid: int) -> list[int]:
     found = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children") as file:  # noqa: PTH123: pathlib takes as long as all of this
+            with open(f"/proc/{pid}/task/{task}/children") as file:  # noqa: PTH123: pathlib costs a third of the start
                 for child in map(int, file.read().split()):
                     found += [child, *descendants(child)]
     return found
@@ -108,10 +113,26 @@ class Connection:
         keep_alive(self.socket)
 
     def send(self, kind: int, payload: bytes) -> None:
+        data = memoryview(HEADER.pack(kind, len(payload)) + payload)
         try:
-            self.socket.sendall(HEADER.pack(kind, len(payload)) + payload)
+            while data:
+                if select.select([], [self.socket], [], 0.5)[1]:
+                    with contextlib.suppress(BlockingIOError):
+                        data = data[self.socket.send(data, socket.MSG_DONTWAIT) :]
+                elif self.is_silent():
+                    raise Lost
         except OSError as error:
             raise Lost from error
+
+    def is_silent(self) -> bool:
+        """Say whether something was sent and nothing has been acknowledged for :data:`SILENT_SECONDS`.
+
+        Keep-alives are not sent while data is on its way. A reader that pauses acknowledges what its host has
+        buffered, and is sent no more, so nothing is on its way then. Source: struct tcp_info of linux/tcp.h.
+        """
+        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+        on_its_way, milliseconds = struct.unpack_from("I", info, 24)[0], struct.unpack_from("I", info, 56)[0]
+        return on_its_way > 0 and milliseconds > SILENT_SECONDS * 1000
 
     def greet(self, host: str) -> dict:
         """Say who this is; return the settings that come back."""
@@ -223,7 +244,10 @@ class Wrapper:
         return code if code >= 0 else 128 - code
 
     def _turn(self, seconds: float) -> None:
-        for key, _ in self.selector.select(seconds):
+        ready = self.selector.select(seconds)
+        if not ready and not self.lost and self.connection.is_silent():
+            self._orphaned()
+        for key, _ in ready:
             file = key.fd
             if file == self.wakeup:
                 self._signalled(os.read(file, 64))
@@ -319,8 +343,10 @@ def main(arguments: list[str]) -> int:
         connection = Connection(told())
         settings = connection.greet(host)
     except (OSError, Lost) as error:
-        why = str(error) or "hvdkit run refused this rank"
-        print(f"hvdkit run: on {host}: {why}; name another --interface", file=sys.stderr)
+        why = f"{error}; name another --interface"
+        if isinstance(error, Lost):
+            why = "hvdkit run refused this rank: the engine did not tell it its place; is it of another MPI?"
+        print(f"hvdkit run: on {host}: {why}", file=sys.stderr)
         return 1
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     environment.update(settings["environment"])

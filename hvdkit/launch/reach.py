@@ -182,7 +182,7 @@ def _named(answers: Sequence[Answer], named: str, mine: Sequence[Interface]) -> 
     without = [answer.host for answer in answers if not (answer.addresses or {}).get(named)]
     if without:
         got = f"{named}, which {', '.join(without)} has not"
-        raise ClusterError(describe("--interface", got, "one that all hosts have", "leave it out: it is found over ssh"))
+        raise ClusterError(describe("--interface", got, "one that all hosts have", "leave it out, to have it found"))
     return Network(named, tuple(interface.address for interface in found))
 
 

@@ -71,7 +71,8 @@ SLEEPER = "subprocess.Popen(['sleep', '4000'])\nprint('up', flush=True)\n"
 
 def test_output_logs_and_environment(tmp_path):
     code = (
-        "for number in range(300): sys.stdout.write(f'{RANK} says'); sys.stdout.write(f' {number} ' + 'x' * 200 + '\\n')\n"
+        "for number in range(300):\n"
+        "    sys.stdout.write(f'{RANK} says')\n    sys.stdout.write(f' {number} ' + 'x' * 200 + '\\n')\n"
         "print('other', os.environ.get('MINE'), os.environ.get('NOT_NAMED'), file=sys.stderr)\n"
         "assert 'tensorflow' not in sys.modules and 'HVDKIT_RUN' not in os.environ"
     )
@@ -115,7 +116,8 @@ def test_a_signal_to_hvdkit_run_ends_all_ranks(tmp_path, number, code):
     mark = str(tmp_path)
     script = (
         f"def save(*_): time.sleep(0.4 * (RANK + 1)); open({mark!r} + f'/saved-{{RANK}}', 'w'); sys.exit(75)\n"
-        f"signal.signal(15, save); signal.signal(2, save)\n{SLEEPER}open({mark!r} + f'/up-{{RANK}}', 'w'); time.sleep(90)"
+        f"signal.signal(15, save); signal.signal(2, save)\n{SLEEPER}"
+        f"open({mark!r} + f'/up-{{RANK}}', 'w'); time.sleep(90)"
     )
     process = start("-np", "3", code=script, mark=mark)
     until(lambda: len(list(tmp_path.glob("up-*"))) == 3)
@@ -177,7 +179,7 @@ def test_it_starts_again_and_says_so(tmp_path):
         (["-np", "2", "--", "train.py"], "write: -- python train.py"),
         (["--", "python"], "-np: got none"),
         (["-np", "3", "-H", "localhost:2", "--", "python"], "-np: got 3, expected at most 2 ranks (localhost:2)"),
-        (["-np", "2", "-H", "no-such-host.invalid:2", "--", "python"], "host no-such-host.invalid: its name is unknown"),
+        (["-np", "2", "-H", "no-such-host.invalid:2", "--", "python"], "no-such-host.invalid: its name is unknown"),
         (["-np", "2", "--hostfile", "none", "--", "python"], "--hostfile: got none (No such file or directory)"),
         (["-H", "localhost:2", "--min-np", "3", "--", "python"], "--min-np: got 3"),
         (["-np", "2", "--slurm", "--", "python"], "--slurm: got no SLURM_JOB_NODELIST"),
@@ -217,7 +219,8 @@ def test_rank_0_has_a_terminal_where_hvdkit_run_has_one(tmp_path):
         except OSError:
             pass
 
-    code = "import os,sys,time; print(sys.stdout.isatty())\nfor i in range(3): print(f'\\r{i}/2', end=''); time.sleep(0.1)\nprint()"
+    code = "import sys, time; print(sys.stdout.isatty())\n"
+    code += "for i in range(3): print(f'\\r{i}/2', end=''); time.sleep(0.1)\nprint()"
     command = [*RUN, "-np", "2", "--", sys.executable, "-c", code]
     process = subprocess.Popen(command, env=environment(PYTHONPATH=str(ROOT)), stdout=terminal, stderr=terminal)
     os.close(terminal)
