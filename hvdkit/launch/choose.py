@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from hvdkit.doctor.facts import Mpi, Program, find_mpirun, find_program, mpi_prefix
+from hvdkit.doctor.facts import Mpi, Program, find_mpirun, find_program
 from hvdkit.doctor.process import run
 from hvdkit.errors import ClusterError, describe
 
@@ -132,7 +132,7 @@ def _check_horovodrun(engine: str, facts: Facts) -> None:
 
 
 def _prefix(program: Program) -> str:
-    return mpi_prefix({"libmpi": [str(Path(program.path).absolute().parent.parent / "lib" / "libmpi.so")]})
+    return str(Path(program.path).absolute().parent.parent)
 
 
 def _missing(name: str, remedy: str) -> str:

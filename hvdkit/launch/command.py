@@ -134,7 +134,9 @@ class Job:
         environment = engine_environment(self.environment, self.names)
         environment[rank.VARIABLE] = channel.told
         line = self.command_line(hosts, [*WRAPPER, *program], way.interface, (rank.VARIABLE,))
-        places = tuple(host.name for host in hosts for _ in range(host.slots))
+        # Ranks fill one host after the other; Slurm may choose otherwise.
+        filled = () if self.chosen.engine == "srun" else hosts
+        places = tuple(host.name for host in filled for _ in range(host.slots))
         attempt = Attempt(
             self.chosen.engine, line, environment, size, channel, output, signals, config.grace, places
         )

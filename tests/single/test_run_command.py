@@ -235,6 +235,25 @@ def test_rank_0_has_a_terminal_where_hvdkit_run_has_one(tmp_path):
     assert text.count("[rank 1] 2/2") == 1 and "[rank 1] 1/2" not in text
 
 
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [
+        ("hosts.sh", {"HOSTS": "localhost:2", "RESTARTS": "0"}),
+        ("slurm.sbatch", {"SLURM_JOB_NODELIST": HOST, "SLURM_TASKS_PER_NODE": "2", "RESTARTS": "0"}),
+    ],
+)
+def test_launchers_to_copy(tmp_path, launcher, variables):
+    (tmp_path / "train.py").write_text("import sys; print('trained', sys.argv[1]); sys.exit(int(sys.argv[1]))")
+    for code in ("0", "3"):
+        command = ["bash", str(ROOT / "launch" / launcher), str(tmp_path / "train.py"), code]
+        env = environment(PYTHONPATH=str(ROOT), LOGS=str(tmp_path / "logs"), **variables)
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=40, check=False)
+        assert done.returncode == int(code), done.stderr
+        assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] trained {code}" for rank in (0, 1)]
+    alone = subprocess.run(["bash", str(ROOT / "launch" / launcher)], capture_output=True, text=True, check=False)
+    assert alone.returncode == 2 and f"launch/{launcher} models/train.py cifar10" in alone.stderr
+
+
 def test_training_goes_on_by_itself_after_a_rank_was_killed(tmp_path):
     logdir = tmp_path / "line"
     command = [*RUN, "-np", "2", "--max-restarts", "1", "--backoff", "0.1", "--", sys.executable]
