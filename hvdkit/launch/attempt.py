@@ -17,7 +17,7 @@ import psutil
 from hvdkit.launch.channel import Channel, Event
 from hvdkit.launch.engines import CommandLine
 from hvdkit.launch.output import Output
-from hvdkit.launch.rank import adopt_orphans, die_with_parent
+from hvdkit.launch.rank import SILENT_SECONDS, adopt_orphans, die_with_parent
 from hvdkit.launch.verdict import Course, Verdict
 
 # After a rank failed the others have so long to say their last words, and so long again after SIGTERM.
@@ -100,6 +100,7 @@ class Attempt:
         self._end_at: list[tuple[float, signal.Signals]] = []
         self._engine_end_at: list[tuple[float, signal.Signals]] = []
         self._partial: dict[int, bytes] = {}
+        self._ending = False
         self._begin = time.monotonic()
         adopt_orphans()
         self._start()
@@ -179,11 +180,15 @@ class Attempt:
     def _one_less(self, rank: int) -> None:
         """Decide what follows from the end of one rank."""
         course, now = self.course, time.monotonic()
-        if course.failing and not self._end_at:
-            self._end_at = [
-                (now + LAST_WORDS_SECONDS, signal.SIGTERM),
-                (now + LAST_WORDS_SECONDS + AFTER_TERM_SECONDS, signal.SIGKILL),
-            ]
+        if course.failing:
+            # Ranks that only follow another leave time to find out which: its host may be cut off.
+            delay = LAST_WORDS_SECONDS if course.first is not None else SILENT_SECONDS + 1.0
+            if not self._ending or (len(self._end_at) == 2 and self._end_at[0][0] > now + delay):
+                self._ending = True
+                self._end_at = [
+                    (now + delay, signal.SIGTERM),
+                    (now + delay + AFTER_TERM_SECONDS, signal.SIGKILL),
+                ]
         if course.over:
             for other in course.ranks:
                 self.channel.order(other)

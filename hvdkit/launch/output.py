@@ -41,8 +41,8 @@ class Output:
         rest = (tail or head) + (b"\r" if rest.endswith(b"\r") else b"")
         self._begun[rank, channel] = rest
         tag = b"[rank %d] " % rank
-        if lines:
-            self.write(channel, b"".join(tag + final(line) + b"\n" for line in lines))
+        if lines:  # hvdkit's own lines in a rank have the tag already, for launchers that give none
+            self.write(channel, b"".join(tag + final(line).removeprefix(tag) + b"\n" for line in lines))
         if rank == 0 and self._is_terminal[channel]:
             self._show(tag + final(rest) if rest else b"")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 # What hvdkit's ranks say before they end, and Open MPI of a rank that called MPI_Abort.
 _SAID = re.compile(rb"hvdkit: rank (\d+) on (\S+) (.+)")
+_FOLLOWS = b"another rank left the job"
 _ABORTED = re.compile(r"MPI_ABORT was invoked on rank (\d+).*?errorcode (-?\d+)", re.DOTALL)
 _ENDED_BY_OTHERS = {-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGKILL}
 _HINTS = {
@@ -28,12 +29,14 @@ class Rank:
         code: its program's exit code, negative for a signal; None while it runs, or where it was lost.
         lost: its wrapper's connection broke.
         ended_by_us: it was told to end after another's failure, or after a signal to the job.
+        follows: it said itself that it fails because another rank does.
     """
 
     host: str = ""
     code: int | None = None
     lost: bool = False
     ended_by_us: bool = False
+    follows: bool = False
 
     @property
     def over(self) -> bool:
@@ -62,7 +65,9 @@ class Course:
     def said(self, rank: int, data: bytes) -> None:
         """Note the first word of a rank that it fails: what others say later follows from it."""
         found = _SAID.search(data)
-        if found and self.first in (None, rank) and self.words is None and int(found[1]) == rank:
+        if found and _FOLLOWS in found[3]:
+            self.ranks[rank].follows = True
+        elif found and self.first in (None, rank) and self.words is None and int(found[1]) == rank:
             self.first, self.words = rank, found[3].decode(errors="replace").strip()
 
     def ended(self, rank: int, code: int, signals: list[int]) -> None:
@@ -78,13 +83,16 @@ class Course:
 
     def _first(self, rank: int) -> None:
         one = self.ranks[rank]
-        if self.first is None and self.stopped_by is None and one.failed and not one.ended_by_us:
+        if self.first is None and self.stopped_by is None and one.failed and not (one.ended_by_us or one.follows):
             self.first = rank
 
     @property
     def failing(self) -> bool:
         """Say whether some rank has ended badly, so that the rest cannot go on."""
-        return self.first is not None and self.ranks[self.first].failed
+        return self.stopped_by is None and bool(self._failed_by_themselves())
+
+    def _failed_by_themselves(self) -> list[int]:
+        return [rank for rank, one in self.ranks.items() if one.failed and not one.ended_by_us]
 
     @property
     def over(self) -> bool:
@@ -101,8 +109,9 @@ class Course:
             if self.first is not None:
                 code = int(found[2]) & 0xFF or 1
                 self.ranks[self.first].code, self.words = code, f"called MPI_Abort with {code}"
-        if self.first is not None:
-            return self._failed(self.first, engine_code, tail)
+        failed = [self.first] if self.first is not None else self._failed_by_themselves()
+        if failed:
+            return self._failed(failed[0], engine_code, tail)
         missing = [rank for rank in range(self.size) if rank not in self.ranks]
         unfinished = [rank for rank, one in sorted(self.ranks.items()) if one.code != 0]
         if not missing and not unfinished and engine_code == 0:

@@ -274,9 +274,11 @@ def test_verdicts(events, code, line):
 
 def test_a_rank_that_says_why_it_fails_is_quoted_and_mpi_abort_is_found():
     told = course()
+    told.said(2, b"[rank 2] hvdkit: rank 2 on node2 failed: ClusterError: another rank left the job, and ...\n")
+    told.ended(2, 1, [])
+    assert told.failing and told.first is None
     told.said(1, b"Traceback ...\n[rank 1] hvdkit: rank 1 on node1 failed: ValueError: bad batch\n")
-    told.said(0, b"hvdkit: rank 0 on node0 failed: another rank left the job\n")
-    told.ended(0, 1, [])
+    told.said(0, b"hvdkit: rank 0 on node0 failed: OSError: later\n")
     told.ended(1, 1, [])
     assert told.verdict(1, 1.0).line == "rank 1 on node1 failed: ValueError: bad batch; the job ended after 1.0 s"
     told = course((0, -15, 15), (1, -9, 15), (2, -15, 15))
@@ -293,13 +295,13 @@ def test_lines_are_whole_and_progress_bars_keep_what_is_left_of_them(tmp_path):
     output.feed(0, 1, b"be")
     output.feed(1, 1, b"other\n")
     output.feed(0, 1, b"gun\n 10%\r 50%\r")
-    output.feed(0, 1, b"100%\r\nrest")
+    output.feed(0, 1, b"100%\r\n[rank 0] tagged\nrest")
     output.ended(0)
     out.close()
     assert (tmp_path / "out").read_bytes().splitlines() == [
-        b"[rank 1] other", b"[rank 0] begun", b"[rank 0] 100%", b"[rank 0] rest",
+        b"[rank 1] other", b"[rank 0] begun", b"[rank 0] 100%", b"[rank 0] tagged", b"[rank 0] rest",
     ]  # fmt: skip
-    assert (tmp_path / "rank-0.log").read_bytes() == b"begun\n 10%\r 50%\r100%\r\nrest"
+    assert (tmp_path / "rank-0.log").read_bytes() == b"begun\n 10%\r 50%\r100%\r\n[rank 0] tagged\nrest"
 
 
 def test_on_a_terminal_rank_0s_progress_stays_below_the_lines():
