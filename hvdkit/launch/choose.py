@@ -19,27 +19,18 @@ from hvdkit.errors import ClusterError, describe
 _PLUGINS = {"Open MPI": ("pmix", "pmix_v5", "pmix_v4", "pmix_v3"), "MPICH": ("pmi2", "pmix"), "Intel MPI": ("pmi2",)}
 
 
-@dataclass(frozen=True)
-class Built:
-    """What Horovod's library for TensorFlow was built with."""
-
-    mpi: bool
-    gloo: bool
-
-
 class Facts:
     """What is known of engines on this machine; each is found when it is first asked for."""
 
     @cached_property
-    def built(self) -> Built:
-        """What Horovod was built with, read from its library's file: loading it would load TensorFlow for seconds."""
-        spec = importlib.util.find_spec("horovod")
-        folder = Path(spec.origin).parent / "tensorflow" if spec and spec.origin else None
-        for file in folder.glob("mpi_lib*.so") if folder else ():
-            with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                mpi = data.find(b"libmpi") != -1  # a name in its list of needed libraries
-                return Built(mpi, data.find(b"_ZN4gloo") != -1)
-        raise ClusterError("Horovod is not installed, or not built for TensorFlow; run `hvdkit build-horovod`")
+    def built_mpi(self) -> bool:
+        """Whether Horovod was built with MPI: then its library needs that of MPI by name."""
+        return _horovod_has(b"libmpi")
+
+    @cached_property
+    def built_gloo(self) -> bool:
+        """Whether Horovod was built with Gloo: then its library has Gloo's symbols."""
+        return _horovod_has(b"_ZN4gloo")
 
     @cached_property
     def mpirun(self) -> Program | None:
@@ -56,6 +47,16 @@ class Facts:
             return ()
         listed = run(["srun", "--mpi=list"], timeout=20)
         return tuple(re.findall(r"^\s*(?:srun: )?(\w+)\s*$", listed.stdout + listed.stderr, re.MULTILINE))
+
+
+def _horovod_has(text: bytes) -> bool:
+    """Look into the file of Horovod's library for TensorFlow: loading it would load TensorFlow for seconds."""
+    spec = importlib.util.find_spec("horovod")
+    folder = Path(spec.origin).parent / "tensorflow" if spec and spec.origin else None
+    for file in folder.glob("mpi_lib*.so") if folder else ():
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return data.find(text) != -1
+    raise ClusterError("Horovod is not installed, or not built for TensorFlow; run `hvdkit build-horovod`")
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,11 @@ def choose(engine: str, slurm: bool, facts: Facts) -> Chosen:
 
 
 def _automatic(slurm: bool, facts: Facts) -> str:
-    if slurm and facts.built.mpi and _plugin(facts) is not None:
+    if slurm and facts.built_mpi and _plugin(facts) is not None:
         return "srun"
-    if facts.built.mpi and facts.mpirun is not None and facts.mpirun.mpi is not None:
+    if facts.built_mpi and facts.mpirun is not None and facts.mpirun.mpi is not None:
         return "mpirun"
-    if facts.built.gloo:
+    if facts.built_gloo:
         return "gloo"
     raise ClusterError(_missing("mpirun", "load the MPI module that Horovod was built with, or `hvdkit build-horovod`"))
 
@@ -121,7 +122,7 @@ def _plugin(facts: Facts) -> str | None:
 
 def _check_horovodrun(engine: str, facts: Facts) -> None:
     kind = "Gloo" if engine == "gloo" else "MPI"
-    if not (facts.built.gloo if engine == "gloo" else facts.built.mpi):
+    if not (facts.built_gloo if engine == "gloo" else facts.built_mpi):
         raise ClusterError(
             describe(f"--engine {engine}", f"a Horovod without {kind}", f"one with {kind}", "hvdkit build-horovod")
         )

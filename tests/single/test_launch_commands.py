@@ -15,7 +15,7 @@ from hvdkit.doctor.facts import Mpi, Program
 from hvdkit.doctor.host import SECRET
 from hvdkit.errors import ClusterError
 from hvdkit.launch import engines, hosts, reach, restarts, verdict
-from hvdkit.launch.choose import Built, Facts, choose
+from hvdkit.launch.choose import Facts, choose
 from hvdkit.launch.config import Run
 from hvdkit.launch.engines import Start
 from hvdkit.launch.hosts import Host, parse_hosts
@@ -172,14 +172,14 @@ def found(built, mpi=None, plugins=(), horovodrun="/bin/horovodrun"):
     """Facts as they would be on some machine."""
     facts = Facts()
     program = Program("/mpi/bin/mpirun", True, mpi) if mpi else None
-    vars(facts).update(built=built, mpirun=program, srun_plugins=plugins)
+    vars(facts).update(built_mpi="mpi" in built, built_gloo="gloo" in built, mpirun=program, srun_plugins=plugins)
     vars(facts)["horovodrun"] = Program(horovodrun, True) if horovodrun else None
     return facts
 
 
 def test_the_engine_follows_what_horovod_was_built_with():
     four, five = Mpi("Open MPI", "4.1.8"), Mpi("Open MPI", "5.0.3")
-    both, gloo, mpi = Built(True, True), Built(False, True), Built(True, False)
+    both, gloo, mpi = ("mpi", "gloo"), ("gloo",), ("mpi",)
     assert choose("auto", False, found(both, four)).engine == "mpirun"
     assert choose("auto", False, found(both, four)).prefix == "/mpi"
     assert choose("auto", False, found(both)).engine == "gloo"
