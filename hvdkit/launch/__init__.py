@@ -14,5 +14,5 @@ its output, its end and the signals for it travel there, alike under every engin
     channel.py     the connections of the ranks' wrappers (rank.py)
     output.py      whole lines of all ranks in one stream, and a log for each
     verdict.py     pure: which rank failed first, the exit code, the last line
-    restarts.py    pure: who takes part in the next attempt, and when
+    restarts.py    attempt after attempt: who takes part in the next, and when
 """

@@ -183,6 +183,7 @@ class Attempt:
         if course.failing:
             # Ranks that only follow another leave time to find out which: its host may be cut off.
             delay = LAST_WORDS_SECONDS if course.first is not None else SILENT_SECONDS + 1.0
+            delay = self.grace if course.saving else delay
             if not self._ending or (len(self._end_at) == 2 and self._end_at[0][0] > now + delay):
                 self._ending = True
                 self._end_at = [
@@ -211,6 +212,7 @@ class Attempt:
             self._end_at = [(now, signal.SIGKILL)]
             self._end_engine(0.0)
         elif number in (signal.SIGUSR1, signal.SIGUSR2):
+            self.course.notified = True
             for rank in self.course.ranks:
                 self.channel.order(rank, number)
 

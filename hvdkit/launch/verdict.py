@@ -57,6 +57,7 @@ class Course:
     first: int | None = None
     words: str | None = None
     stopped_by: signal.Signals | None = None
+    notified: bool = False  # SIGUSR1 or SIGUSR2 was passed on: schedulers announce the end of a job so
     engine_lines: list[str] = field(default_factory=list)
 
     def began(self, rank: int, host: str) -> None:
@@ -90,6 +91,11 @@ class Course:
     def failing(self) -> bool:
         """Say whether some rank has ended badly, so that the rest cannot go on."""
         return self.stopped_by is None and bool(self._failed_by_themselves())
+
+    @property
+    def saving(self) -> bool:
+        """Say whether the ranks that have ended did so to go on later, so that the others are about to."""
+        return {self.ranks[rank].code for rank in self._failed_by_themselves()} == {PREEMPTED}
 
     def _failed_by_themselves(self) -> list[int]:
         return [rank for rank, one in self.ranks.items() if one.failed and not one.ended_by_us]
@@ -136,9 +142,9 @@ class Course:
         else:
             words = self.words or how(one.code)
         code = shell_code(one.code) if one.code is not None and not one.ended_by_us else 0
-        return Verdict(
-            code or shell_code(engine_code) or 1, f"rank {rank} on {one.host} {words}{tail}", rank, one.host, one.lost
-        )
+        line = f"rank {rank} on {one.host} {words}{tail}"
+        code = code or shell_code(engine_code) or 1
+        return Verdict(code, line, rank, one.host, stopped=self.notified and code == PREEMPTED)
 
     def _stopped(self, tail: str) -> Verdict:
         assert self.stopped_by is not None
@@ -159,7 +165,6 @@ class Verdict:
     line: str
     rank: int | None = None
     host: str | None = None
-    lost: bool = False
     stopped: bool = False
 
 
