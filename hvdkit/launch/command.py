@@ -137,9 +137,7 @@ class Job:
         # Ranks fill one host after the other; Slurm may choose otherwise.
         filled = () if self.chosen.engine == "srun" else hosts
         places = tuple(host.name for host in filled for _ in range(host.slots))
-        attempt = Attempt(
-            self.chosen.engine, line, environment, size, channel, output, signals, config.grace, places
-        )
+        attempt = Attempt(self.chosen.engine, line, environment, size, channel, output, signals, config.grace, places)
         if self.chosen.engine != "gloo":
             return attempt.run()
         for name in config.env:

@@ -50,7 +50,8 @@ TCP = "--mca btl_tcp_if_include eth0"
             "mpirun",
             SPREAD | {"mpi": Mpi("Open MPI", "5.0.11")},
             "mpirun -np 3 --bind-to none --map-by slot:OVERSUBSCRIBE --host node1:2,node2:1 --mca pml ob1 "
-            f"--prefix /env --prtemca plm_ssh_args '-p 2222' {TCP} --prtemca prte_if_include eth0 -x PATH -x TF_X python train.py",
+            f"--prefix /env --prtemca plm_ssh_args '-p 2222' {TCP} --prtemca prte_if_include eth0 "
+            "-x PATH -x TF_X python train.py",
         ),
         (
             "mpirun",
@@ -328,7 +329,7 @@ def test_the_manifest_is_an_mpijob_and_the_one_to_copy_is_made_so():
     assert container["command"][:6] == ["hvdkit", "run", "-np", "4", "--hostfile", "/etc/mpi/hostfile"]
     assert worker["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 2}
     for wrong in ({"np": 3}, {"np": None}, {"name": "A_b"}, {"env": ("TOKEN",)}):
-        with pytest.raises(ValueError, match="-np|--name|--env"):
+        with pytest.raises(ValueError, match=r"-np|--name|--env"):
             manifest(Run(**{"np": 4, "k8s": True, "image": "i", "slots_per_worker": 2} | wrong), ["python"])
     shown = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
     copied = Run(np=4, k8s=True, image="registry.example/train:1", slots_per_worker=2, max_restarts=3, name="train")
