@@ -51,7 +51,7 @@ class Run:
     interface: str | None = None
     """Network interface by which hosts reach each other; by default it is found over ssh."""
     ssh_args: str = ""
-    """Arguments for ssh, e.g. "-p 2222 -i key"; the engine gets them, too."""
+    """Arguments for ssh, e.g. --ssh-args="-p 2222 -i key"; the engine gets them, too."""
     check: bool = True
     """Look at all hosts over ssh before the start: reachable, the same Python and the same versions."""
     check_timeout: float = 15.0

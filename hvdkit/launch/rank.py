@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import io
 import json
 import os
 import select
@@ -50,7 +51,7 @@ class Lost(Exception):
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """In a child, before it becomes its program: get a signal when the parent ends, however that ends."""
+    """In a child: get a signal when the parent ends, however that ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
@@ -72,19 +73,16 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def _read(path: str) -> str:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(file, 1 << 16).decode()
-    finally:
-        os.close(file)
+    with io.FileIO(path) as file:
+        return file.readall().decode()
 
 
 def descendants(pid: int) -> list[int]:
     """Return the process ids of all children of ``pid``, and theirs."""
     found = []
     with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            for child in map(int, _read(f"/proc/{pid}/task/{task}/children").split()):
+        for task in os.scandir(f"/proc/{pid}/task"):
+            for child in map(int, _read(f"{task.path}/children").split()):
                 found += [child, *descendants(child)]
     return found
 
@@ -148,19 +146,15 @@ class Connection:
     def greet(self, host: str) -> dict:
         """Say who this is; return the settings that come back."""
         place = {name: value for name, value in os.environ.items() if name.startswith(PLACE)}
-        hello = {"token": self.token, "host": host, "pid": os.getpid(), "place": place}
-        self.send(HELLO, json.dumps(hello).encode())
+        self.send(HELLO, json.dumps({"token": self.token, "host": host, "pid": os.getpid(), "place": place}).encode())
         self.socket.settimeout(None)
         length = HEADER.unpack(self._receive(HEADER.size))[1]
         return json.loads(self._receive(length))
 
     def _receive(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            more = self.socket.recv(count - len(data))
-            if not more:
-                raise Lost
-            data += more
+        data = self.socket.recv(count, socket.MSG_WAITALL)
+        if len(data) < count:
+            raise Lost
         return data
 
 
@@ -214,8 +208,7 @@ def _pipe(terminal: dict | None) -> tuple[int, int]:
         reader, writer = os.pipe()
     else:
         reader, writer = os.openpty()
-        size = struct.pack("HHHH", terminal["lines"], terminal["columns"], 0, 0)
-        fcntl.ioctl(writer, termios.TIOCSWINSZ, size)
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", terminal["lines"], terminal["columns"], 0, 0))
         modes = termios.tcgetattr(writer)
         modes[1] &= ~termios.OPOST  # line ends stay as they were written
         termios.tcsetattr(writer, termios.TCSANOW, modes)
@@ -227,9 +220,7 @@ class Wrapper:
     """One rank from its start to its end."""
 
     def __init__(self, connection: Connection, program: Program, wakeup: int) -> None:
-        self.connection = connection
-        self.program = program
-        self.wakeup = wakeup
+        self.connection, self.program, self.wakeup = connection, program, wakeup
         self.lost = self.leave = False
         self.deadline: float | None = None
         self.selector = selectors.DefaultSelector()
@@ -242,13 +233,12 @@ class Wrapper:
             self._turn(0.5)
             if self.deadline is not None and time.monotonic() > self.deadline:
                 self.program.kill(signal.SIGKILL)
-        ended = time.time()
         until = time.monotonic() + DRAIN_SECONDS
         while self.program.files and time.monotonic() < until:
             self._turn(0.05)
         end_descendants()
         code = self.program.status
-        self._send(END, json.dumps({"code": code, "time": ended, "signals": self.program.signals}).encode())
+        self._send(END, json.dumps({"code": code, "signals": self.program.signals}).encode())
         # While this process lives, the engine knows of no failure, and lets other ranks save.
         while not (self.lost or self.leave):
             self._turn(0.5)

@@ -24,7 +24,7 @@ _SSH = (  # what ssh says -> what is wrong, and the remedy
      "make sure that it is the same host, then ssh-keygen -R {host} and ssh {host} once"),
     ("Host key verification failed", "its host key is not known here", "ssh {host} once, and accept its key"),
     ("Permission denied", "it refuses the login", "ssh-copy-id {host}; ssh must need no password"),
-    ("Connection refused", "no ssh server listens there", "start sshd, or pass its port: --ssh-args '-p 2222'"),
+    ("Connection refused", "no ssh server listens there", "start sshd, or pass its port: --ssh-args='-p 2222'"),
     ("timed out", "it does not answer", "is it up, and does a firewall stand between?"),
     ("No route to host", "there is no route to it", "is it up, and in this network?"),
 )  # fmt: skip
