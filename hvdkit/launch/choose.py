@@ -48,6 +48,11 @@ class Facts:
         listed = run(["srun", "--mpi=list"], timeout=20)
         return tuple(re.findall(r"^\s*(?:srun: )?(\w+)\s*$", listed.stdout + listed.stderr, re.MULTILINE))
 
+    def srun_can(self, plugin: str) -> bool:
+        """Start one task with a plugin: srun also lists plugins whose libraries are not installed."""
+        tried = run(["srun", f"--mpi={plugin}", "--ntasks", "1", "--nodes", "1", "--overlap", "true"], timeout=20)
+        return tried.code == 0
+
 
 def _horovod_has(text: bytes) -> bool:
     """Look into the file of Horovod's library for TensorFlow: loading it would load TensorFlow for seconds."""
@@ -94,7 +99,7 @@ def choose(engine: str, slurm: bool, facts: Facts) -> Chosen:
 
 
 def _automatic(slurm: bool, facts: Facts) -> str:
-    if slurm and facts.built_mpi and _plugin(facts) is not None:
+    if slurm and facts.built_mpi and (plugin := _plugin(facts)) is not None and facts.srun_can(plugin):
         return "srun"
     if facts.built_mpi and facts.mpirun is not None and facts.mpirun.mpi is not None:
         return "mpirun"
