@@ -30,9 +30,17 @@ class Command(NamedTuple):
     example: str
     config: str
     runner: str
+    takes_program: bool = False  # what comes after -- goes to the runner as it is
 
 
 COMMANDS = {
+    "run": Command(
+        "Start a program on many ranks, here, on hosts, under Slurm or on Kubernetes",
+        "hvdkit run -np 4 -- python train.py",
+        config="hvdkit.launch.config:Run",
+        runner="hvdkit.launch.command:run",
+        takes_program=True,
+    ),
     "doctor": Command(
         "Say what is wrong with this machine's set-up, and the remedy",
         "hvdkit doctor -np 4",
@@ -109,10 +117,14 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     import tyro
 
     command = COMMANDS[name]
+    program: tuple[list[str], ...] = ()
+    if command.takes_program:
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        arguments, program = arguments[:end], (arguments[end + 1 :],)
     kind = _load(command.config)
     described = None if isinstance(kind, type) else f"{command.summary}."  # a union has no docstring
     config = tyro.cli(kind, prog=f"hvdkit {name}", description=described, args=arguments)
-    result = _load(command.runner)(config)
+    result = _load(command.runner)(config, *program)
     if result is not None and not isinstance(result, int):
         print(result)
     sys.stdout.flush()

@@ -13,7 +13,8 @@ PACKAGE = ROOT / "hvdkit"
 LAYERS = [
     {"__main__", "__init__"},
     {"cli"},
-    {"callbacks", "schedules", "doctor", "build_horovod", "launch", "models"},
+    {"launch"},
+    {"callbacks", "schedules", "doctor", "build_horovod", "models"},
     {"supervisor"},
     {"checkpoint", "data"},
     {"optimizer", "layers"},

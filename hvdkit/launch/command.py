@@ -1,0 +1,208 @@
+"""``hvdkit run``, from its options to its exit code."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hvdkit.doctor.facts import outside_a_job
+from hvdkit.doctor.host import SECRET
+from hvdkit.errors import describe
+from hvdkit.launch import rank, restarts
+from hvdkit.launch.attempt import Attempt, Signals
+from hvdkit.launch.channel import Channel
+from hvdkit.launch.choose import Chosen, Facts, choose, explain
+from hvdkit.launch.config import Run
+from hvdkit.launch.engines import ENGINES, CommandLine, Start, engine_environment, passed_on
+from hvdkit.launch.hosts import Host, parse_hosts, pbs_hosts, placed, read_hostfile, slurm_hosts
+from hvdkit.launch.output import Output
+from hvdkit.launch.reach import Answer, Network, checked, deliver, network, reaching, refuse
+from hvdkit.launch.verdict import Verdict
+
+WRAPPER = (sys.executable, "-IS", str(Path(rank.__file__).resolve()), "--")
+
+
+def run(config: Run, program: Sequence[str]) -> int | str:
+    """Start ``program`` on all ranks and see it to its end, as often as ``config`` allows.
+
+    Returns:
+        The exit code: 0 where every rank of the last attempt ended with 0, else that of the first that failed, 128 + n
+        for a signal; 75 where the ranks saved after SIGTERM; 130 after Ctrl-C. With ``dry_run`` what would run.
+
+    Raises:
+        ValueError: an option, a host or the program is wrong; nothing has been started.
+        ClusterError: a host is not as it must be, or an engine is missing; nothing has been started.
+    """
+    if config.k8s:
+        from hvdkit.launch.manifest import kubernetes
+
+        return kubernetes(config, program)
+    job = prepare(config, program)
+    if config.dry_run:
+        hosts = job.first_hosts()
+        way, answers = job.network(hosts)
+        refuse(answers)
+        return str(job.command_line(hosts, program, way.interface))
+    if config.logs is not None:
+        try:
+            config.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            got = f"{config.logs} ({error.strerror})"
+            raise ValueError(describe("--logs", got, "a folder that can be written", "name another")) from None
+    output = Output({1: sys.stdout.buffer, 2: sys.stderr.buffer}, config.logs)
+    with Signals() as signals:
+        return restarts.run(job, program, output, signals)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that is ready to start: its options, its hosts and its engine."""
+
+    config: Run
+    hosts: tuple[Host, ...]
+    chosen: Chosen
+    names: tuple[str, ...]
+    environment: dict[str, str]
+
+    def first_hosts(self) -> tuple[Host, ...]:
+        """Return the hosts of the first attempt and their ranks; none where all ranks run on this machine alone."""
+        return placed(self.hosts, self.config.np) if self.hosts else ()
+
+    def ranks(self, hosts: tuple[Host, ...]) -> int:
+        """Return the number of ranks of an attempt on ``hosts``."""
+        return sum(host.slots for host in hosts) if hosts else self.config.np or 1
+
+    def command_line(
+        self,
+        hosts: tuple[Host, ...],
+        command: Sequence[str],
+        interface: str | None = None,
+        names: tuple[str, ...] = (),
+    ) -> CommandLine:
+        """Return the engine's command line for an attempt."""
+        start = Start(
+            np=self.ranks(hosts),
+            command=tuple(command),
+            hosts=() if _only_here(hosts) else hosts,
+            names=(*self.names, *names),
+            interface=interface or self.config.interface,
+            ssh_args=self.config.ssh_args,
+            root=os.geteuid() == 0,
+            program=self.chosen.program,
+            prefix=self.chosen.prefix,
+            slurm_mpi=self.chosen.slurm_mpi,
+        )
+        if self.chosen.mpi is not None:
+            start = replace(start, mpi=self.chosen.mpi)
+        return ENGINES[self.chosen.engine](start)
+
+    def network(self, hosts: tuple[Host, ...]) -> tuple[Network, list[Answer]]:
+        """Look at ``hosts`` over ssh; return how they are reached, and the answers of all but this one.
+
+        Raises:
+            ClusterError: those that answer have no network in common.
+        """
+        others = [host.name for host in hosts if not host.is_local]
+        if not others:
+            return Network(None, ("127.0.0.1",)), []
+        if not self.config.check or self.chosen.engine == "srun":
+            return reaching(self.config.interface), []
+        answers = checked(others, self.config.ssh_args, self.config.check_timeout)
+        good = [answer for answer in answers if answer.problem is None]
+        return (network(good, self.config.interface) if good else Network(None, ("127.0.0.1",))), answers
+
+    def attempt(
+        self, hosts: tuple[Host, ...], program: Sequence[str], output: Output, signals: Signals, way: Network
+    ) -> Verdict:
+        """Start the job once and return what became of it.
+
+        Args:
+            hosts: and how many ranks each of them gets.
+            program: what the ranks run.
+            output: where their lines go.
+            signals: that come to this process.
+            way: by which ranks on other hosts reach this one.
+        """
+        size, config = self.ranks(hosts), self.config
+        channel = Channel(way.addresses, size, self._settings)
+        environment = engine_environment(self.environment, self.names)
+        environment[rank.VARIABLE] = channel.told
+        line = self.command_line(hosts, [*WRAPPER, *program], way.interface, (rank.VARIABLE,))
+        # Ranks fill one host after the other; Slurm may choose otherwise.
+        filled = () if self.chosen.engine == "srun" else hosts
+        places = tuple(host.name for host in filled for _ in range(host.slots))
+        attempt = Attempt(self.chosen.engine, line, environment, size, channel, output, signals, config.grace, places)
+        if self.chosen.engine != "gloo":
+            return attempt.run()
+        for name in config.env:
+            environment.pop(name, None)
+        others = [host.name for host in hosts if not host.is_local]
+        with tempfile.TemporaryDirectory(prefix="hvdkit-run-") as folder:
+            told = Path(folder) / "told"
+            told.write_text(channel.told)
+            environment[rank.VARIABLE] = str(told)
+            try:
+                if others:
+                    deliver(others, config.ssh_args, config.check_timeout, told, channel.told)
+                return attempt.run()
+            finally:
+                if others:
+                    deliver(others, config.ssh_args, config.check_timeout, told, None)
+
+    def _settings(self, number: int) -> dict[str, Any]:
+        """Return what a rank's wrapper is answered."""
+        # Values of named variables come this way under Gloo: horovodrun would write them on a command line.
+        added = {name: self.environment[name] for name in self.config.env} if self.chosen.engine == "gloo" else {}
+        added["PYTHONUNBUFFERED"] = self.environment.get("PYTHONUNBUFFERED", "1")
+        terminal = None
+        if number == 0 and sys.stdout.isatty():
+            size = shutil.get_terminal_size()
+            terminal = {"lines": size.lines, "columns": max(20, size.columns - len("[rank 0] "))}
+        return {"environment": added, "terminal": terminal}
+
+
+def prepare(config: Run, program: Sequence[str]) -> Job:
+    """Find hosts and engine, and refuse what cannot work.
+
+    Raises:
+        ValueError: an option, a host or the program is wrong.
+        ClusterError: an engine is missing.
+    """
+    environment = outside_a_job(os.environ)
+    explain(program, shutil.which(program[0]) if program else None)
+    hosts = _hosts(config, environment)
+    if not hosts and config.np is None:
+        raise ValueError(describe("-np", "none", "a number of ranks", "hvdkit run -np 4 -- python train.py"))
+    if hosts:
+        _check_least(config, placed(hosts, config.np))
+    chosen = choose(config.engine, config.slurm, Facts())
+    return Job(config, hosts, chosen, passed_on(environment, config.env, SECRET), environment)
+
+
+def _hosts(config: Run, environment: dict[str, str]) -> tuple[Host, ...]:
+    """Return the hosts that the options, or the cluster's variables, name; none: this machine."""
+    if config.hosts is not None:
+        return parse_hosts(config.hosts)
+    if config.hostfile is not None:
+        return read_hostfile(config.hostfile)
+    if config.slurm:
+        return slurm_hosts(environment)
+    return pbs_hosts(environment) or ()
+
+
+def _check_least(config: Run, hosts: tuple[Host, ...]) -> None:
+    total = sum(host.slots for host in hosts)
+    if config.min_np is not None and config.min_np > total:
+        raise ValueError(
+            describe("--min-np", config.min_np, f"at most the {total} ranks of these hosts", "lower it, or add hosts")
+        )
+
+
+def _only_here(hosts: tuple[Host, ...]) -> bool:
+    return len(hosts) == 1 and hosts[0].is_local

@@ -1,0 +1,105 @@
+"""The output of all ranks as one stream of whole lines, and a log of each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import BinaryIO
+
+CLEAR = b"\r\x1b[K"
+
+
+class Output:
+    """Write whole lines with the rank before them; rank 0's progress bar stays below them on a terminal.
+
+    A progress bar writes a line again and again with a carriage return between. On a terminal rank 0's is shown as it
+    grows; of all others, and in files, a line is what was left of it when it ended.
+
+    Args:
+        files: standard output (1) and standard error (2).
+        logs: folder for a log of each rank, or None.
+    """
+
+    def __init__(self, files: dict[int, BinaryIO], logs: Path | None = None) -> None:
+        self._files = files
+        self._logs = logs
+        self._open_logs: dict[int, BinaryIO] = {}
+        self._begun: dict[tuple[int, int], bytes] = {}
+        self._is_terminal = {channel: file.isatty() for channel, file in files.items()}
+        self._shown = b""
+
+    def feed(self, rank: int, channel: int, data: bytes) -> None:
+        """Take what ``rank`` wrote; whole lines are written on at once."""
+        if self._logs is not None:
+            self._log(rank).write(data)
+            self._log(rank).flush()
+        *lines, rest = (self._begun.get((rank, channel), b"") + data).split(b"\n")
+        # Of what a progress bar has overwritten nothing is kept, lest it grow for as long as training lasts.
+        head, _, tail = rest.rstrip(b"\r").rpartition(b"\r")
+        rest = (tail or head) + (b"\r" if rest.endswith(b"\r") else b"")
+        self._begun[rank, channel] = rest
+        tag = b"[rank %d] " % rank
+        if lines:  # hvdkit's own lines in a rank have the tag already, for launchers that give none
+            self.write(channel, b"".join(tag + final(line).removeprefix(tag) + b"\n" for line in lines))
+        if rank == 0 and self._is_terminal[channel]:
+            self._show(tag + final(rest) if rest else b"")
+
+    def write(self, channel: int, data: bytes) -> None:
+        """Write lines as they are, with one call, above a progress bar."""
+        bar, self._shown = self._shown, b""
+        _write_all(self._files[channel], (CLEAR if bar else b"") + data)
+        self._show(bar)
+
+    def line(self, text: str) -> None:
+        """Write a line of ``hvdkit run`` itself on standard error."""
+        self.write(2, text.encode(errors="replace") + b"\n")
+
+    def ended(self, rank: int) -> None:
+        """Write what is left of a line that ``rank`` did not end, and close its log."""
+        for channel in (1, 2):
+            if rest := self._begun.pop((rank, channel), b""):
+                self._show(b"")
+                self.write(channel, b"[rank %d] %b\n" % (rank, final(rest)))
+        if rank in self._open_logs:
+            self._open_logs.pop(rank).close()
+
+    def note(self, size: int, text: str) -> None:
+        """Write a line into the logs of all ranks."""
+        if self._logs is not None:
+            for rank in range(size):
+                self._log(rank).write(text.encode() + b"\n")
+
+    def _log(self, rank: int) -> BinaryIO:
+        if rank not in self._open_logs:
+            assert self._logs is not None
+            self._open_logs[rank] = (self._logs / f"rank-{rank}.log").open("ab")
+        return self._open_logs[rank]
+
+    def _show(self, bar: bytes) -> None:
+        """Show ``bar`` on the terminal's last line, in place of the one before."""
+        if bar == self._shown:
+            return
+        terminal = next((file for channel, file in self._files.items() if self._is_terminal[channel]), None)
+        if terminal is not None:
+            width = shutil.get_terminal_size().columns
+            _write_all(terminal, CLEAR + bar[: width - 1])
+        self._shown = bar
+
+
+def final(line: bytes) -> bytes:
+    """Return what a terminal shows of a line in the end.
+
+    Example:
+        >>> final(b" 10%\\r 50%\\r100%\\r")
+        b'100%'
+    """
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    view = memoryview(data)
+    with contextlib.suppress(BrokenPipeError):  # whoever reads no more does not end the job
+        while view:
+            view = view[os.write(file.fileno(), view) :]

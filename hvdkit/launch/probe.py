@@ -1,0 +1,55 @@
+"""What runs on another host over ssh before the start, and says what is there. The standard library alone.
+
+Its source is sent on standard input, so that nothing needs to be installed for it to say what is missing. A line before
+it sets GIVEN: the folder of hvdkit on the host that asks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+from importlib import metadata
+from pathlib import Path
+
+DISTRIBUTIONS = {"TensorFlow": ("tensorflow", "tensorflow-cpu"), "Keras": ("keras",), "Horovod": ("horovod",)}
+MARK = "hvdkit-probe "
+
+
+def versions(folder: str) -> dict[str, str | None]:
+    """Return the versions that must be the same on all hosts; None for what is not installed."""
+    found: dict[str, str | None] = {"Python": ".".join(map(str, sys.version_info[:2]))}
+    for name, distributions in DISTRIBUTIONS.items():
+        found[name] = next((version for one in distributions if (version := _version(one))), None)
+    file = Path(folder) / "_version.py"
+    text = re.search(r'__version__ = "([^"]+)"', file.read_text()) if file.exists() else None
+    found["hvdkit"] = text[1] if text else None
+    return found
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def report(folder: str) -> dict[str, object]:
+    """Return everything that the check wants to know of this host."""
+    try:
+        import psutil
+
+        addresses = {
+            name: [(one.address, one.netmask) for one in found if one.family == socket.AF_INET]
+            for name, found in psutil.net_if_addrs().items()
+        }
+    except ImportError:
+        addresses = {}
+    client, _, server, _ = os.environ.get("SSH_CONNECTION", "- - - -").split()
+    return {"versions": versions(folder), "addresses": addresses, "client": client, "server": server}
+
+
+if __name__ == "__main__":
+    print(MARK + json.dumps(report(globals()["GIVEN"])))

@@ -1,0 +1,350 @@
+"""The wrapper around one rank: starts the program, sends its output and its end to ``hvdkit run``, leaves no orphan.
+
+It runs by its path, in an isolated interpreter and on the standard library alone, so that four of them cost next to
+nothing to start: ``import hvdkit`` in a process that a launcher started would load TensorFlow.
+
+    python -IS .../hvdkit/launch/rank.py -- python train.py
+
+Frames on the connection are a byte of kind, four of length, and the payload; from ``hvdkit run`` come, after the
+answer to the greeting, single bytes: the number of a signal for the program, or LEAVE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import io
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import struct
+import sys
+import termios
+import time
+
+STDOUT, STDERR, HELLO, END = 1, 2, 3, 4  # outputs by the numbers of their files
+LEAVE = 0
+HEADER = struct.Struct("!BI")
+# How `hvdkit run` is found: "PORT TOKEN ADDRESS..." in the variable, or in the file that the variable names. A file
+# serves where the engine writes values of variables on command lines, which everybody on the host can read.
+VARIABLE = "HVDKIT_RUN"
+SIGNALS_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
+# From these variables `hvdkit run` reads which rank this is.
+PLACE = ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "HOROVOD_", "SLURM_", "PMIX_RANK")
+CONNECT_SECONDS = 10.0
+# A host that has not acknowledged anything for so long is cut off.
+SILENT_SECONDS = 9
+# Once `hvdkit run` is gone: so long the program has, after SIGTERM.
+ORPHAN_SECONDS = 5.0
+# Once the program has ended: so long its children, which hold its pipes, are waited for.
+DRAIN_SECONDS = 0.3
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Lost(Exception):
+    """The connection to ``hvdkit run`` has ended."""
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """In a child: get a signal when the parent ends, however that ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, so that all can be found."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Notice within :data:`SILENT_SECONDS` that the other host has gone, while nothing is being sent to it.
+
+    Not by TCP_USER_TIMEOUT: that also ends a connection whose reader merely pauses, as a stopped terminal does.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_SECONDS // 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+
+
+def _read(path: str) -> str:
+    with io.FileIO(path) as file:
+        return file.readall().decode()
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the process ids of all children of ``pid``, and theirs."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in os.scandir(f"/proc/{pid}/task"):
+            for child in map(int, _read(f"{task.path}/children").split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def end_descendants() -> None:
+    """Kill every process below this one, and those that come to light when their parents are gone."""
+    until = time.monotonic() + 2.0
+    while (found := descendants(os.getpid())) and time.monotonic() < until:
+        _kill(found)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.005)
+
+
+class Connection:
+    """The way to ``hvdkit run``."""
+
+    def __init__(self, told: str) -> None:
+        port, token, *addresses = told.split()
+        self.token = token
+        problem: OSError | None = None
+        for address in addresses:
+            try:
+                self.socket = socket.create_connection((address, int(port)), CONNECT_SECONDS)
+                break
+            except OSError as error:
+                problem = error
+        else:
+            raise OSError(f"hvdkit run cannot be reached at {', '.join(addresses)} port {port} ({problem})")
+        keep_alive(self.socket)
+
+    def send(self, kind: int, payload: bytes) -> None:
+        data = memoryview(HEADER.pack(kind, len(payload)) + payload)
+        try:
+            while data:
+                if select.select([], [self.socket], [], 0.5)[1]:
+                    with contextlib.suppress(BlockingIOError):
+                        data = data[self.socket.send(data, socket.MSG_DONTWAIT) :]
+                elif self.is_silent():
+                    raise Lost
+        except OSError as error:
+            raise Lost from error
+
+    def is_silent(self) -> bool:
+        """Say whether something was sent and nothing has been acknowledged for :data:`SILENT_SECONDS`.
+
+        Keep-alives are not sent while data is on its way. A reader that pauses acknowledges what its host has
+        buffered, and is sent no more, so nothing is on its way then. Source: struct tcp_info of linux/tcp.h.
+        """
+        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+        on_its_way, milliseconds = struct.unpack_from("I", info, 24)[0], struct.unpack_from("I", info, 56)[0]
+        return on_its_way > 0 and milliseconds > SILENT_SECONDS * 1000
+
+    def greet(self, host: str) -> dict:
+        """Say who this is; return the settings that come back."""
+        place = {name: value for name, value in os.environ.items() if name.startswith(PLACE)}
+        self.send(HELLO, json.dumps({"token": self.token, "host": host, "pid": os.getpid(), "place": place}).encode())
+        self.socket.settimeout(None)
+        length = HEADER.unpack(self._receive(HEADER.size))[1]
+        return json.loads(self._receive(length))
+
+    def _receive(self, count: int) -> bytes:
+        data = self.socket.recv(count, socket.MSG_WAITALL)
+        if len(data) < count:
+            raise Lost
+        return data
+
+
+class Program:
+    """The program of this rank: its process, and where its output is read."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], terminal: dict | None) -> None:
+        self.signals: list[int] = []  # that came to this wrapper by others than hvdkit run
+        self.status: int | None = None
+        outputs = [_pipe(terminal), _pipe(terminal)]
+        self.files = {outputs[0][0]: STDOUT, outputs[1][0]: STDERR}
+        me = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                die_with_parent()
+                if os.getppid() != me:
+                    os._exit(137)
+                os.dup2(outputs[0][1], 1)
+                os.dup2(outputs[1][1], 2)
+                for number in (*SIGNALS_PASSED_ON, signal.SIGCHLD, signal.SIGPIPE):
+                    signal.signal(number, signal.SIG_DFL)
+                os.execvpe(command[0], command, environment)
+            except OSError as error:
+                os.write(2, f"hvdkit run: {command[0]}: {error.strerror}\n".encode())
+                os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+            finally:
+                os._exit(126)
+        for _, writer in outputs:
+            os.close(writer)
+
+    def kill(self, number: int) -> None:
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def reap(self) -> None:
+        """Collect ended children, the program's orphans among them."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                if pid == self.pid:
+                    self.status = os.waitstatus_to_exitcode(status)
+
+
+def _pipe(terminal: dict | None) -> tuple[int, int]:
+    """Return reader and writer of a pipe, or of a terminal as wide as the one that shows it, for progress bars."""
+    if terminal is None:
+        reader, writer = os.pipe()
+    else:
+        reader, writer = os.openpty()
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", terminal["lines"], terminal["columns"], 0, 0))
+        modes = termios.tcgetattr(writer)
+        modes[1] &= ~termios.OPOST  # line ends stay as they were written
+        termios.tcsetattr(writer, termios.TCSANOW, modes)
+    os.set_inheritable(writer, False)
+    return reader, writer
+
+
+class Wrapper:
+    """One rank from its start to its end."""
+
+    def __init__(self, connection: Connection, program: Program, wakeup: int) -> None:
+        self.connection, self.program, self.wakeup = connection, program, wakeup
+        self.lost = self.leave = False
+        self.deadline: float | None = None
+        self.selector = selectors.DefaultSelector()
+        for file in (*program.files, wakeup, connection.socket.fileno()):
+            self.selector.register(file, selectors.EVENT_READ)
+
+    def run(self) -> int:
+        """Serve until the program has ended; return its exit code as a shell would."""
+        while self.program.status is None:
+            self._turn(0.5)
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                self.program.kill(signal.SIGKILL)
+        until = time.monotonic() + DRAIN_SECONDS
+        while self.program.files and time.monotonic() < until:
+            self._turn(0.05)
+        end_descendants()
+        code = self.program.status
+        self._send(END, json.dumps({"code": code, "signals": self.program.signals}).encode())
+        # While this process lives, the engine knows of no failure, and lets other ranks save.
+        while not (self.lost or self.leave):
+            self._turn(0.5)
+        return code if code >= 0 else 128 - code
+
+    def _turn(self, seconds: float) -> None:
+        ready = self.selector.select(seconds)
+        if not ready and not self.lost and self.connection.is_silent():
+            self._orphaned()
+        for key, _ in ready:
+            file = key.fd
+            if file == self.wakeup:
+                self._signalled(os.read(file, 64))
+            elif file in self.program.files:
+                self._forward(file)
+            elif not self.lost:
+                self._obey()
+
+    def _signalled(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number != signal.SIGCHLD:
+                self.program.signals.append(number)
+                self.program.kill(number)
+        self.program.reap()
+
+    def _forward(self, file: int) -> None:
+        try:
+            data = os.read(file, 65536)
+        except OSError:  # a terminal whose writers are gone
+            data = b""
+        if data:
+            self._send(self.program.files[file], data)
+            return
+        self.selector.unregister(file)
+        del self.program.files[file]
+
+    def _send(self, kind: int, payload: bytes) -> None:
+        try:
+            if not self.lost:
+                self.connection.send(kind, payload)
+        except Lost:
+            self._orphaned()
+
+    def _obey(self) -> None:
+        try:
+            orders = self.connection.socket.recv(64)
+        except OSError:
+            orders = b""
+        if not orders:
+            self._orphaned()
+        for order in orders:
+            if order == LEAVE:
+                self.leave = True
+            else:
+                self.program.kill(order)
+                if order == signal.SIGKILL:
+                    _kill(descendants(self.program.pid))
+        self.program.reap()
+
+    def _orphaned(self) -> None:
+        """``hvdkit run`` is gone, or out of reach: nobody would ever end this rank."""
+        self.lost = True
+        self.selector.unregister(self.connection.socket.fileno())
+        self.program.kill(signal.SIGCONT)
+        self.program.kill(signal.SIGTERM)
+        self.deadline = time.monotonic() + ORPHAN_SECONDS
+
+
+def _catch_signals() -> int:
+    """Return a file in which the number of every signal appears."""
+    reader, writer = os.pipe()
+    for file in (reader, writer):
+        os.set_blocking(file, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in (*SIGNALS_PASSED_ON, signal.SIGCHLD):
+        signal.signal(number, lambda number, frame: None)
+    return reader
+
+
+def told() -> str:
+    """Return what the variable, or the file that it names, says of ``hvdkit run``."""
+    text = os.environ[VARIABLE]
+    if text.startswith("/"):
+        return _read(text)
+    return text
+
+
+def main(arguments: list[str]) -> int:
+    """Run the program named after ``--``; return its exit code."""
+    command = arguments[arguments.index("--") + 1 :]
+    host = socket.gethostname()
+    adopt_orphans()
+    wakeup = _catch_signals()
+    try:
+        connection = Connection(told())
+        settings = connection.greet(host)
+    except (OSError, Lost) as error:
+        why = f"{error}; name another --interface"
+        if isinstance(error, Lost):
+            why = "hvdkit run refused this rank: the engine did not tell it its place; is it of another MPI?"
+        print(f"hvdkit run: on {host}: {why}", file=sys.stderr)
+        return 1
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment.update(settings["environment"])
+    return Wrapper(connection, Program(command, environment, settings["terminal"]), wakeup).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

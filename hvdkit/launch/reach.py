@@ -1,0 +1,239 @@
+"""The check over ssh before the start: every host answers, has the same software, and a network to the others."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdkit.doctor.devices import Interface, interfaces
+from hvdkit.errors import ClusterError, describe
+from hvdkit.launch import probe
+
+_FOLDER = Path(probe.__file__).resolve().parent.parent
+_SSH = (  # what ssh says -> what is wrong, and the remedy
+    ("Could not resolve hostname", "its name is unknown", "check the name, or add it to ~/.ssh/config or /etc/hosts"),
+    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key has changed",
+     "make sure that it is the same host, then ssh-keygen -R {host} and ssh {host} once"),
+    ("Host key verification failed", "its host key is not known here", "ssh {host} once, and accept its key"),
+    ("Permission denied", "it refuses the login", "ssh-copy-id {host}; ssh must need no password"),
+    ("Connection refused", "no ssh server listens there", "start sshd, or pass its port: --ssh-args='-p 2222'"),
+    ("timed out", "it does not answer", "is it up, and does a firewall stand between?"),
+    ("No route to host", "there is no route to it", "is it up, and in this network?"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a host said, or the ``problem`` that kept it from answering."""
+
+    host: str
+    problem: str | None = None
+    versions: dict[str, str | None] | None = None
+    addresses: dict[str, list[Any]] | None = None
+    client: str = ""
+    server: str = ""
+
+
+@dataclass(frozen=True)
+class Network:
+    """How hosts reach each other: an interface's name, or a subnet where names differ, and this host's addresses."""
+
+    interface: str | None
+    addresses: tuple[str, ...]
+
+
+def ssh_command(host: str, ssh_args: str, timeout: float, command: Sequence[str]) -> list[str]:
+    """Return the command that runs ``command`` on ``host``, asking nobody anything.
+
+    Example:
+        >>> ssh_command("node1", "-p 2222", 5, ["true"])
+        ['ssh', '-p', '2222', '-o', 'BatchMode=yes', '-o', 'ConnectTimeout=5', 'node1', 'true']
+    """
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, round(timeout))}"]
+    return ["ssh", *shlex.split(ssh_args), *options, host, shlex.join(command)]
+
+
+def ask_all(hosts: Sequence[str], ssh_args: str, timeout: float) -> list[Answer]:
+    """Ask all hosts at once; return their answers in order."""
+    if not hosts:
+        return []
+    with ThreadPoolExecutor(min(64, len(hosts))) as pool:
+        return list(pool.map(lambda host: ask(host, ssh_args, timeout), hosts))
+
+
+def ask(host: str, ssh_args: str, timeout: float) -> Answer:
+    """Ask one host what it has; a host that cannot be asked is an answer with a problem."""
+    source = Path(probe.__file__).read_text(encoding="utf-8")
+    source = source.replace("from __future__ import annotations\n", f"GIVEN = {str(_FOLDER)!r}\n", 1)
+    source = f"from __future__ import annotations\n{source}"
+    command = ssh_command(host, ssh_args, timeout, [sys.executable, "-"])
+    try:
+        done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return Answer(host, f"it does not answer within {timeout:g} s; is it up, and its file system not stuck?")
+    except FileNotFoundError:
+        return Answer(host, "there is no ssh here; install an OpenSSH client")
+    for line in done.stdout.splitlines():
+        if line.startswith(probe.MARK):
+            said = json.loads(line.removeprefix(probe.MARK))
+            return Answer(host, None, said["versions"], said["addresses"], said["client"], said["server"])
+    return Answer(host, refusal(host, done.returncode, done.stderr))
+
+
+def refusal(host: str, code: int, text: str) -> str:
+    """Say why a host did not answer, from what ssh, or its shell, said.
+
+    Example:
+        >>> refusal("node9", 255, "ssh: Could not resolve hostname node9: Name or service not known")
+        'its name is unknown; check the name, or add it to ~/.ssh/config or /etc/hosts'
+    """
+    for words, what, remedy in _SSH:
+        if words in text:
+            return f"{what}; {remedy.format(host=host)}"
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+    if code in (126, 127):
+        return f"it has no {sys.executable} ({last}); install the same environment at the same path there"
+    return f"ssh ended with exit code {code}: {last}; try `ssh {host} {sys.executable} --version`"
+
+
+def differences(answer: Answer, mine: dict[str, str | None]) -> str | None:
+    """Say in what a host differs from this one, or None.
+
+    Example:
+        >>> differences(Answer("n", versions={"Keras": "3.5", "hvdkit": "1"}), {"Keras": "3.6", "hvdkit": "1"})
+        'it has Keras 3.5 where this host has 3.6; install the same versions on all hosts'
+    """
+    theirs = answer.versions or {}
+    found = [
+        f"{name} {theirs.get(name) or '(none)'} where this host has {version or 'none'}"
+        for name, version in mine.items()
+        if theirs.get(name) != version
+    ]
+    return f"it has {', '.join(found)}; install the same versions on all hosts" if found else None
+
+
+def checked(hosts: Sequence[str], ssh_args: str, timeout: float) -> list[Answer]:
+    """Ask all hosts; an answer has a problem where the host cannot be asked or has other versions than this one."""
+    mine = probe.versions(str(_FOLDER))
+    return [
+        answer if answer.problem else Answer(**{**vars(answer), "problem": differences(answer, mine)})
+        for answer in ask_all(hosts, ssh_args, timeout)
+    ]
+
+
+def refuse(answers: Sequence[Answer]) -> None:
+    """Raise if any host has a problem.
+
+    Raises:
+        ClusterError: names each host, what is wrong with it, and the remedy.
+    """
+    problems = [f"host {answer.host}: {answer.problem}" for answer in answers if answer.problem]
+    if problems:
+        raise ClusterError(" | ".join(problems))
+
+
+def network(answers: Sequence[Answer], named: str | None, mine: Sequence[Interface] | None = None) -> Network:
+    """Return the interface by which this host and those that answered reach each other.
+
+    It is the one that ssh came by, since that is known to work; loopback and bridges of one host are refused.
+
+    Args:
+        answers: of other hosts, without problems.
+        named: the interface that --interface names.
+        mine: this host's interfaces.
+
+    Raises:
+        ClusterError: there is no such interface, on this host or another.
+    """
+    mine = interfaces() if mine is None else mine
+    if named is not None:
+        return _named(answers, named, mine)
+    by_address = {interface.address: interface for interface in mine}
+    used = {answer.client: answer.host for answer in answers}
+    for address, host in used.items():
+        if address not in by_address or by_address[address].local_only:
+            name = by_address[address].name if address in by_address else address
+            remedy = "name one that reaches all hosts: --interface eth0"
+            raise ClusterError(
+                describe("--interface", f"{name}, by which ssh to {host} goes", "one that others can reach", remedy)
+            )
+    names = {by_address[address].name for address in used}
+    for answer in answers:
+        names |= {n for n, found in (answer.addresses or {}).items() if answer.server in (a for a, _ in found)}
+    if len(names) == 1:
+        return Network(names.pop(), tuple(used))
+    return Network(_subnet(answers, names), tuple(used))
+
+
+def _named(answers: Sequence[Answer], named: str, mine: Sequence[Interface]) -> Network:
+    found = [interface for interface in mine if interface.name == named]
+    if not found or found[0].local_only:
+        choices = ", ".join(interface.name for interface in mine if not interface.local_only) or "none here"
+        why = "which reaches no other host" if found else "which this host does not have"
+        raise ClusterError(describe("--interface", f"{named}, {why}", f"one of {choices}", "name another"))
+    without = [answer.host for answer in answers if not (answer.addresses or {}).get(named)]
+    if without:
+        got = f"{named}, which {', '.join(without)} has not"
+        raise ClusterError(describe("--interface", got, "one that all hosts have", "leave it out, to have it found"))
+    return Network(named, tuple(interface.address for interface in found))
+
+
+def _subnet(answers: Sequence[Answer], names: set[str]) -> str:
+    """Return the network that all hosts' addresses are in."""
+    nets = set()
+    for answer in answers:
+        masks = [mask for found in (answer.addresses or {}).values() for one, mask in found if one == answer.server]
+        if masks:
+            nets.add(ipaddress.ip_network(f"{answer.server}/{masks[0]}", strict=False))
+    everybody = [ipaddress.ip_address(one) for answer in answers for one in (answer.client, answer.server)]
+    for net in nets:
+        if all(address in net for address in everybody):
+            return str(net)
+    raise ClusterError(
+        describe("--interface", " and ".join(sorted(names)), "one network that all hosts are in", "pass --interface")
+    )
+
+
+def reaching(named: str | None) -> Network:
+    """Return this host's addresses where nobody was asked: those of the named interface, or all that may serve.
+
+    Raises:
+        ClusterError: there is none.
+    """
+    found = [one for one in interfaces() if (one.name == named if named else not one.local_only)]
+    if not found or any(one.local_only for one in found):
+        got = named or "none that reaches other hosts"
+        raise ClusterError(describe("--interface", got, "an interface that other hosts can reach", "name another"))
+    return Network(named, tuple(one.address for one in found))
+
+
+def deliver(hosts: Sequence[str], ssh_args: str, timeout: float, path: Path, text: str | None) -> None:
+    """Write a file that only its owner can read on all hosts, or, for no ``text``, remove it.
+
+    Raises:
+        ClusterError: it could not be written somewhere.
+    """
+    script = f"umask 077; mkdir -p {shlex.quote(str(path.parent))} && cat > {shlex.quote(str(path))}"
+    if text is None:
+        script = f"rm -rf {shlex.quote(str(path.parent))}"
+
+    def send(host: str) -> str | None:
+        command = ssh_command(host, ssh_args, timeout, ["sh", "-c", script])
+        try:
+            done = subprocess.run(command, input=text or "", capture_output=True, text=True, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return f"host {host}: it does not answer within {timeout:g} s"
+        return None if done.returncode == 0 else f"host {host}: {refusal(host, done.returncode, done.stderr)}"
+
+    with ThreadPoolExecutor(min(64, len(hosts))) as pool:
+        problems = [problem for problem in pool.map(send, hosts) if problem]
+    if problems and text is not None:
+        raise ClusterError(" | ".join(problems))

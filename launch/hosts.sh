@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Start a script on several hosts over ssh:  HOSTS=node1:4,node2:4 launch/hosts.sh models/train.py cifar10
+#   HOSTS=...     hosts and their slots, or HOSTFILE=... with a host a line: node1 slots=4
+#   RESTARTS=3    start again so often after a failure (default 3), from the newest checkpoint
+#   MIN_NP=4      go on with so many ranks where hosts are lost (default: all)
+#   SSH_ARGS=...  arguments for ssh, e.g. "-p 2222 -i key"
+#   PYTHON=...    another Python than the one that is found first
+# Every host needs the same environment at the same path, and a login by ssh that asks for no password.
+set -euo pipefail
+
+[[ $# -gt 0 && -n ${HOSTS:-}${HOSTFILE:-} ]] || { sed -n '2,8s/^# //p' "$0" >&2; exit 2; }
+
+exec hvdkit run ${HOSTS:+-H "$HOSTS"} ${HOSTFILE:+--hostfile "$HOSTFILE"} ${SSH_ARGS:+--ssh-args="$SSH_ARGS"} \
+    --max-restarts "${RESTARTS:-3}" ${MIN_NP:+--min-np "$MIN_NP"} --logs "${LOGS:-logs}" -- "${PYTHON:-python}" "$@"

@@ -1,0 +1,275 @@
+"""``hvdkit run`` with real engines and ranks: output, exit codes, signals, restarts, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from jobs import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = [sys.executable, "-m", "hvdkit", "run"]
+HOST = socket.gethostname()
+# Every process of a test's job has this in its environment, whoever its parent is: TF_... is passed on by itself.
+MARK = "TF_HVDKIT_TEST_MARK"
+
+
+def start(*options, code, mark, **extra):
+    """Start ranks that run ``code``; each knows its number as RANK."""
+    place = "import os, signal, subprocess, sys, time\n"
+    place += "RANK = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('HOROVOD_RANK', '0')))\n"
+    env = environment(PYTHONPATH=str(ROOT), **{MARK: mark}, **extra)
+    return subprocess.Popen(
+        [*RUN, *options, "--", sys.executable, "-c", place + code],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background job ignores it
+    )
+
+
+def finish(process, timeout=40):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err, (err.splitlines() or [""])[-1]
+
+
+def left(mark):
+    """Return the processes of a job that are still there, their commands."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                found.append(process.cmdline())
+        except psutil.Error:
+            continue
+    return found
+
+
+def until(condition, seconds=15.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+SLEEPER = "subprocess.Popen(['sleep', '4000'])\nprint('up', flush=True)\n"
+
+
+def test_output_logs_and_environment(tmp_path):
+    code = (
+        "for number in range(300):\n"
+        "    sys.stdout.write(f'{RANK} says')\n    sys.stdout.write(f' {number} ' + 'x' * 200 + '\\n')\n"
+        "print('other', os.environ.get('MINE'), os.environ.get('NOT_NAMED'), file=sys.stderr)\n"
+        "assert 'tensorflow' not in sys.modules and 'HVDKIT_RUN' not in os.environ"
+    )
+    logs = tmp_path / "logs"
+    options = ["-np", "3", "--logs", str(logs), "--env", "MINE"]
+    code, out, err, _ = finish(start(*options, code=code, mark=str(tmp_path), MINE="s3cret", NOT_NAMED="x"))
+    assert code == 0, err
+    lines = out.splitlines()
+    assert len(lines) == 900
+    for rank in range(3):
+        mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert mine == [f"[rank {rank}] {rank} says {number} {'x' * 200}" for number in range(300)]
+        assert (logs / f"rank-{rank}.log").read_text().count(f"{rank} says") == 300
+    assert sorted(err.splitlines()) == [f"[rank {rank}] other s3cret None" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "words"),
+    [
+        ("sys.exit(3)", 3, "ended with exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"was killed by SIGKILL \(out of memory\?\)"),
+        # The wrapper goes first: its program must not stay.
+        ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)", None, "is out of reach"),
+    ],
+)
+def test_the_first_rank_that_fails_is_named_and_nothing_is_left(tmp_path, failure, code, words):
+    mark = str(tmp_path)
+    script = f"{SLEEPER}if RANK == 1: time.sleep(0.3); {failure}\nsignal.signal(15, signal.SIG_IGN); time.sleep(90)"
+    begin = time.monotonic()
+    got, _, err, last = finish(start("-np", "3", code=script, mark=mark))
+    assert time.monotonic() - begin < 15
+    assert got == code if code is not None else got not in (0, 2), err
+    assert re.fullmatch(rf"hvdkit run: rank 1 on {HOST} {words}.*; the job ended after \d+\.\d s", last), err
+    until(lambda: not left(mark), 5)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_a_signal_to_hvdkit_run_ends_all_ranks(tmp_path, number, code):
+    mark = str(tmp_path)
+    script = (
+        f"def save(*_): time.sleep(0.4 * (RANK + 1)); open({mark!r} + f'/saved-{{RANK}}', 'w'); sys.exit(75)\n"
+        f"for number in (2, 10, 15): signal.signal(number, save)\n{SLEEPER}"
+        f"open({mark!r} + f'/up-{{RANK}}', 'w'); time.sleep(90)"
+    )
+    process = start("-np", "3", "--max-restarts", "1", code=script, mark=mark)
+    until(lambda: len(list(tmp_path.glob("up-*"))) == 3)
+    process.send_signal(number)
+    got, _, err, _ = finish(process)
+    assert got == code and "starting again" not in err, err
+    if number != signal.SIGKILL:  # a rank that has saved does not end those that are still at it
+        assert len(list(tmp_path.glob("saved-*"))) == 3
+    until(lambda: not left(mark), 8)
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path):
+    mark = str(tmp_path)
+    script = f"signal.signal(2, lambda *_: None); open({mark!r} + f'/up-{{RANK}}', 'w')\nwhile True: time.sleep(1)"
+    process = start("-np", "2", code=script, mark=mark)
+    until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130
+    assert time.monotonic() - begin < 3
+    until(lambda: not left(mark), 3)
+
+
+def test_under_gloo_no_secret_is_on_a_command_line_and_the_exit_code_is_kept(tmp_path):
+    mark = str(tmp_path)
+    script = f"open({mark!r} + f'/up-{{RANK}}', 'w').write(os.environ['TOKEN']); time.sleep(2); sys.exit(RANK and 5)"
+    process = start("-np", "2", "--engine", "gloo", "--env", "TOKEN", code=script, mark=mark, TOKEN="s3cret")
+    until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
+    assert not [one.pid for one in psutil.process_iter(["cmdline"]) if "s3cret" in " ".join(one.info["cmdline"] or [])]
+    code, _, err, last = finish(process)
+    assert (tmp_path / "up-0").read_text() == "s3cret"
+    assert code == 5 and f"rank 1 on {HOST} ended with exit code 5" in last, err
+
+
+def test_it_starts_again_and_says_so(tmp_path):
+    script = (
+        f"tries = {str(tmp_path)!r} + f'/tries-{{RANK}}'\nopen(tries, 'a').write('x')\n"
+        "sys.exit(0 if len(open(tries).read()) == 3 else 4 if RANK else time.sleep(30))"
+    )
+    options = ["-np", "2", "--max-restarts", "2", "--backoff", "0.1", "--logs", str(tmp_path)]
+    code, _, err, _ = finish(start(*options, code=script, mark=str(tmp_path)))
+    assert code == 0, err
+    assert err.count("rank 1 on") == 2
+    assert "starting again in 0.1 s (restart 1 of 2)" in err and "in 0.2 s (restart 2 of 2)" in err
+    assert (tmp_path / "rank-1.log").read_text().count("--- hvdkit run: attempt") == 3
+    # Wrong usage is no failure: it would be wrong again.
+    code, _, err, _ = finish(start(*options, code="sys.exit(2)", mark=str(tmp_path)))
+    assert (code, err.count("starting again")) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-np", "2", "--"], "program: got none"),
+        (["-np", "2", "--", "no-such-program"], "program: got no-such-program"),
+        (["-np", "2", "--", "train.py"], "write: -- python train.py"),
+        (["--", "python"], "-np: got none"),
+        (["-np", "3", "-H", "localhost:2", "--", "python"], "-np: got 3, expected at most 2 ranks (localhost:2)"),
+        (["-np", "2", "-H", "no-such-host.invalid:2", "--", "python"], "no-such-host.invalid: its name is unknown"),
+        (["-np", "2", "--hostfile", "none", "--", "python"], "--hostfile: got none (No such file or directory)"),
+        (["-H", "localhost:2", "--min-np", "3", "--", "python"], "--min-np: got 3"),
+        (["-np", "2", "--slurm", "--", "python"], "--slurm: got no SLURM_JOB_NODELIST"),
+        (["-np", "2", "--env", "NOT_SET_ANYWHERE", "--", "python"], "--env: got NOT_SET_ANYWHERE"),
+        (["-np", "2", "--logs", "/dev/null/x", "--", "python"], "--logs: got /dev/null/x"),
+    ],
+)
+def test_wrong_usage_is_told_before_anything_starts(capsys, monkeypatch, arguments, words):
+    from hvdkit.cli import main
+
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    assert main(["run", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_dry_run_starts_nothing(capsys, monkeypatch):
+    from hvdkit.cli import main
+
+    monkeypatch.setenv("MY_TOKEN", "s3cret")
+    assert main(["run", "-np", "2", "--dry-run", "--engine", "mpirun", "--env", "MY_TOKEN", "--", "python", "a b"]) == 0
+    shown = capsys.readouterr().out
+    assert "mpirun -np 2 " in shown and "-x MY_TOKEN" in shown and shown.endswith("python 'a b'\n")
+    assert "s3cret" not in shown
+    assert main(["run", "-np", "2", "--dry-run", "--engine", "gloo", "--", "python", "train.py"]) == 0
+    assert re.fullmatch(r"\S*horovodrun --gloo -np 2 python train\.py\n", capsys.readouterr().out)
+
+
+def test_rank_0_has_a_terminal_where_hvdkit_run_has_one(tmp_path):
+    screen, terminal = os.openpty()
+    shown = bytearray()
+
+    def read():
+        try:
+            while data := os.read(screen, 4096):
+                shown.extend(data)
+        except OSError:
+            pass
+
+    code = "import sys, time; print(sys.stdout.isatty())\n"
+    code += "for i in range(3): print(f'\\r{i}/2', end=''); time.sleep(0.1)\nprint()"
+    command = [*RUN, "-np", "2", "--", sys.executable, "-c", code]
+    process = subprocess.Popen(command, env=environment(PYTHONPATH=str(ROOT)), stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert process.wait(timeout=30) == 0
+    reader.join(timeout=10)
+    os.close(screen)
+    text = shown.decode()
+    assert "[rank 0] True" in text and "[rank 1] False" in text
+    assert "\r\x1b[K[rank 0] 1/2" in text  # while it grows
+    assert text.count("[rank 1] 2/2") == 1 and "[rank 1] 1/2" not in text
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [
+        ("hosts.sh", {"HOSTS": "localhost:2", "RESTARTS": "0"}),
+        ("slurm.sbatch", {"SLURM_JOB_NODELIST": HOST, "SLURM_TASKS_PER_NODE": "2", "RESTARTS": "0"}),
+    ],
+)
+def test_launchers_to_copy(tmp_path, launcher, variables):
+    (tmp_path / "train.py").write_text("import sys; print('trained', sys.argv[1]); sys.exit(int(sys.argv[1]))")
+    for code in ("0", "3"):
+        command = ["bash", str(ROOT / "launch" / launcher), str(tmp_path / "train.py"), code]
+        env = environment(PYTHONPATH=str(ROOT), LOGS=str(tmp_path / "logs"), **variables)
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=40, check=False)
+        assert done.returncode == int(code), done.stderr
+        assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] trained {code}" for rank in (0, 1)]
+    alone = subprocess.run(["bash", str(ROOT / "launch" / launcher)], capture_output=True, text=True, check=False)
+    assert alone.returncode == 2 and f"launch/{launcher} models/train.py cifar10" in alone.stderr
+
+
+def test_training_goes_on_by_itself_after_a_rank_was_killed(tmp_path):
+    logdir = tmp_path / "line"
+    command = [*RUN, "-np", "2", "--max-restarts", "1", "--backoff", "0.1", "--", sys.executable]
+    command += [str(ROOT / "models" / "train.py"), "linear", "--logdir", str(logdir), "--epochs", "20"]
+    command += ["--save-model-secs", "0.5", "--sleep", "0.01"]
+    process = subprocess.Popen(
+        command, env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    until(lambda: any((logdir / "checkpoints").glob("step-*")), 60)
+    ranks = [
+        one for one in psutil.Process(process.pid).children(recursive=True) if "train.py" in " ".join(one.cmdline()[:3])
+    ]
+    ranks[-1].send_signal(signal.SIGKILL)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, output
+    assert "was killed by SIGKILL" in output
+    assert int(re.search(r"training begins at step (\d+) from", output)[1]) > 0
+    assert "finished" in output
