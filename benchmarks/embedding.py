@@ -12,6 +12,7 @@ median counts:
     hvdkit-2   horovodrun -np 2
     sparse-2   raw Horovod, replicated tables, sparse gradients gathered
     dense-2    raw Horovod, replicated tables, sparse gradients made dense (one table with SGD only: it takes long)
+    hvdkit-2-ahead           with --ahead: each step sends the next one's ids
     torchrec-1, torchrec-2   with --torchrec PYTHON, of an environment as torchrec_worker.py says (one table, SGD),
                              table by table; torchrec-columns-2: each rank half of the columns
 """
@@ -42,10 +43,13 @@ def main() -> int:
     parser.add_argument("--optimizer", choices=["sgd", "adagrad", "adam"], default="sgd")
     parser.add_argument("--rounds", type=int, default=5, help="how often each way is run (default: 5)")
     parser.add_argument("--steps", type=int, default=40, help="timed steps in a run (default: 40)")
+    parser.add_argument("--ahead", action="store_true", help="also with ids that travel a step ahead (layer.ask)")
     parser.add_argument("--torchrec", type=Path, help="the Python that has TorchRec")
     parser.add_argument("--json", type=Path, help="also write all results here")
     args = parser.parse_args()
     ways = WAYS | (DENSE if (args.work, args.optimizer) == ("one", "sgd") else {})
+    if args.ahead:
+        ways |= {"hvdkit-2-ahead": ("ahead", 2)}
     if args.torchrec is not None:
         ways |= {"torchrec-1": ("torchrec", 1), "torchrec-2": ("torchrec", 2), "torchrec-columns-2": ("columns", 2)}
     rounds = []
@@ -70,7 +74,8 @@ def run(way: str, size: int, args: argparse.Namespace) -> dict[str, float]:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
     with tempfile.TemporaryDirectory() as folder:
-        worker = [sys.executable, str(HERE / "embedding_worker.py"), way, "--folder", folder, "--work", args.work]
+        kind = ["hvdkit", "--ahead"] if way == "ahead" else [way]
+        worker = [sys.executable, str(HERE / "embedding_worker.py"), *kind, "--folder", folder, "--work", args.work]
         worker += ["--optimizer", args.optimizer, "--steps", str(args.steps)]
         command = worker if size == 1 else ["horovodrun", "-np", str(size), *worker]
         if way in ("torchrec", "columns"):

@@ -125,6 +125,25 @@ def plain(args):
     return lambda number: step(batches[number % BATCHES]), 0, lambda: None, dict
 
 
+def sharded(work):
+    """Return the layer, its lookup of all features (of ids, or of what was asked), and how to ask ahead."""
+    import hvdkit as hk
+
+    if work == "one":
+        layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, seed=1)
+        layer.build()
+        return (
+            layer,
+            lambda ids: [layer(ids["table"] if isinstance(ids, dict) else ids)],
+            lambda i: layer.ask(i["table"]),
+        )
+    shapes = zip(SIZES, WIDTHS, strict=True)
+    tables = [hk.layers.Table(f"t{i}", rows, width, combiner="sum") for i, (rows, width) in enumerate(shapes)]
+    layer = hk.layers.ShardedEmbeddingCollection(tables, seed=1)
+    layer.build()
+    return layer, lambda ids: list(layer(ids).values()), layer.ask
+
+
 def with_hvdkit(args):
     """Sharded tables and hvdkit's optimizer, with its defaults."""
     import hvdkit as hk
@@ -132,18 +151,7 @@ def with_hvdkit(args):
     cluster = hk.init()
     import tensorflow as tf
 
-    if args.work == "one":
-        layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, seed=1)
-        layer.build()
-        look_up = lambda ids: [layer(getattr(ids, "get", lambda _: ids)("table"))]  # noqa: E731
-        ask = lambda ids: layer.ask(ids["table"])  # noqa: E731
-    else:
-        shapes = zip(SIZES, WIDTHS, strict=True)
-        tables = [hk.layers.Table(f"t{i}", rows, width, combiner="sum") for i, (rows, width) in enumerate(shapes)]
-        layer = hk.layers.ShardedEmbeddingCollection(tables, seed=1)
-        layer.build()
-        look_up = lambda ids: list(layer(ids).values())  # noqa: E731
-        ask = layer.ask
+    layer, look_up, ask = sharded(args.work)
     optimizer = hk.DistributedOptimizer(optimizer_of(args.optimizer))
     optimizer.build(layer.trainable_variables)
     batches = ids_of(args.work, cluster.rank)

@@ -101,8 +101,9 @@ class ShardedEmbeddingCollection(ShardedLayer):
         Returns:
             Of each feature ``[..., output_dim]`` in the layer's compute dtype.
         """
+        if isinstance(inputs, Asked):
+            self._check_features(inputs.bags)
         asked = inputs if isinstance(inputs, Asked) else self.ask(inputs)
-        self._check_features(asked.bags)
         found = read(self._tables_here(), asked, training)
         return {name: tf.cast(vectors, self.compute_dtype) for name, vectors in found.items()}
 
