@@ -17,6 +17,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import NamedTuple
 
 from hvdkit._version import __version__
@@ -30,7 +31,7 @@ class Command(NamedTuple):
     example: str
     config: str
     runner: str
-    takes_program: bool = False  # what comes after -- goes to the runner as it is
+    takes_program: bool = False  # what comes after the options, or --, goes to the runner as it is
 
 
 COMMANDS = {
@@ -117,11 +118,10 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     import tyro
 
     command = COMMANDS[name]
+    kind = _load(command.config)
     program: tuple[list[str], ...] = ()
     if command.takes_program:
-        end = arguments.index("--") if "--" in arguments else len(arguments)
-        arguments, program = arguments[:end], (arguments[end + 1 :],)
-    kind = _load(command.config)
+        arguments, *program = _split_off_program(arguments, kind)
     described = None if isinstance(kind, type) else f"{command.summary}."  # a union has no docstring
     config = tyro.cli(kind, prog=f"hvdkit {name}", description=described, args=arguments)
     result = _load(command.runner)(config, *program)
@@ -129,6 +129,25 @@ def _dispatch(name: str, arguments: list[str]) -> int:
         print(result)
     sys.stdout.flush()
     return result if isinstance(result, int) else 0
+
+
+def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], list[str]]:
+    """Return the options and the program: what stands after ``--``, else from the first word that is no option's on.
+
+    Example:
+        >>> from hvdkit.launch.config import Run
+        >>> _split_off_program(["-np", "2", "--dry-run", "python", "train.py", "--lr", "1"], Run)
+        (['-np', '2', '--dry-run'], ['python', 'train.py', '--lr', '1'])
+    """
+    names = [field.name.replace("_", "-") for field in fields(kind) if isinstance(field.default, bool)]
+    switches = {"-h", "--help", *(f"--{no}{name}" for name in names for no in ("", "no-"))}
+    place = 0
+    while place < len(arguments) and arguments[place].startswith("-") and arguments[place] != "--":
+        word = arguments[place]
+        alone = "=" in word or word.replace("_", "-") in switches
+        place += 1 if alone else 2
+    program = arguments[place:]
+    return arguments[:place], program[1:] if program[:1] == ["--"] else program
 
 
 def _exit_code(stop: SystemExit) -> int:

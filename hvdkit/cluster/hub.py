@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdkit.cluster import processes
 from hvdkit.cluster.checks import Checks, Difference
-from hvdkit.cluster.logs import last_line, write_line
+from hvdkit.cluster.logs import DIED, last_line, write_line
 from hvdkit.cluster.progress import PROGRESS
 from hvdkit.cluster.wire import LONGEST, LONGEST_HELLO, Link, Offer, knows
 
@@ -99,9 +99,9 @@ class Hub:
 
     def close(self) -> None:
         """Stop watching: ranks that go on do so alone."""
-        self._over.set()
         for rank in list(self._ranks.values()):
             rank.link.send("over")
+        self._over.set()  # only now: the thread closes the connections at once, and one without a word is a death
 
     def forget(self) -> None:
         """In a forked child: the connections are its parent's."""
@@ -182,7 +182,7 @@ class Hub:
         rank.closed = True
         _catch_up(rank)
         if not rank.left and not any(fault.rank is rank for fault in self._faults):
-            cause = "died without a word (killed, out of memory, or os._exit)"
+            cause = f"{DIED} (killed, out of memory, or os._exit)"
             self._faults.insert(0, Fault(rank, cause, now))
 
     def _failed(self, rank: Rank, message: dict[str, Any], now: float) -> None:

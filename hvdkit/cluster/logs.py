@@ -37,6 +37,10 @@ def write_line(text: str) -> None:
         sys.stderr.write(data)
 
 
+# What is known of a rank of which only the connection has ended.
+DIED = "died without a word"
+
+
 def last_line(rank: int, host: str, verb: str, step: int | None, cause: str) -> str:
     """Return the line that ends a job: who failed where, when and why.
 

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from hvdkit.cluster import processes
-from hvdkit.cluster.logs import last_line, write_line
+from hvdkit.cluster.logs import DIED, last_line, write_line
 from hvdkit.cluster.progress import PROGRESS
 from hvdkit.cluster.wire import Link, Offer
 
@@ -91,7 +91,7 @@ class Member:
         kind = message["kind"]
         if kind == "closed":
             if not self._over.is_set():
-                self._judge("died without a word (killed, out of memory, or os._exit)")
+                self._judge(f"{DIED} (killed, out of memory, or os._exit)")
             return False
         if kind == "over":  # rank 0 has left, and whoever needs it finds out
             self._over.set()

@@ -22,8 +22,9 @@ from hvdkit.launch.verdict import Course, Verdict
 
 # After a rank failed the others have so long to say their last words, and so long again after SIGTERM.
 LAST_WORDS_SECONDS, AFTER_TERM_SECONDS = 1.0, 2.0
-# Once all ranks have ended the engine has so long to end, and so long again after SIGTERM; less where it waits in vain.
-ENGINE_SECONDS, CUT_OFF_SECONDS = 4.0, 0.5
+# Once all ranks have ended the engine has so long to end, and so long again after SIGTERM. After a failure it has
+# nothing to add, and Open MPI's waits for seconds where several hosts fail together, for hours where one is cut off.
+ENGINE_SECONDS, FAILED_ENGINE_SECONDS, CUT_OFF_SECONDS = 4.0, 1.0, 0.5
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KEPT_LINES = 40
 
@@ -100,6 +101,7 @@ class Attempt:
         self._end_at: list[tuple[float, signal.Signals]] = []
         self._engine_end_at: list[tuple[float, signal.Signals]] = []
         self._partial: dict[int, bytes] = {}
+        self._held: list[bytes] = []
         self._ending = False
         self._begin = time.monotonic()
         adopt_orphans()
@@ -116,7 +118,15 @@ class Attempt:
                     file.close()
         for rank in self.course.ranks:
             self.output.ended(rank)
-        return self.course.verdict(self._process.returncode, time.monotonic() - self._begin)
+        verdict = self.course.verdict(self._process.returncode, time.monotonic() - self._begin)
+        if verdict.code and verdict.rank is None and not verdict.stopped:
+            self.output.write(2, b"".join(self._held))
+        return verdict
+
+    @property
+    def lost_hosts(self) -> set[str]:
+        """Return the hosts whose ranks are out of reach."""
+        return {one.host for one in self.course.ranks.values() if one.lost}
 
     def _start(self) -> None:
         try:
@@ -160,7 +170,7 @@ class Attempt:
             pass
         for channel, rest in self._partial.items():
             if rest:
-                self.output.write(channel, b"[%b] %b\n" % (self.engine.encode(), rest))
+                self._write_engine(channel, [rest])
 
     def _happened(self, event: Event) -> None:
         course = self.course
@@ -193,9 +203,9 @@ class Attempt:
         if course.over:
             for other in course.ranks:
                 self.channel.order(other)
-            # An engine waits for ever for a host that is cut off.
             cut_off = any(one.lost for one in course.ranks.values())
-            self._end_engine(CUT_OFF_SECONDS if cut_off else ENGINE_SECONDS)
+            failed = FAILED_ENGINE_SECONDS if course.failing else ENGINE_SECONDS
+            self._end_engine(CUT_OFF_SECONDS if cut_off else failed)
         elif course.stopped_by is None and not course.failing:
             self.channel.order(rank)  # an engine that sees a failed rank leave would end the others in mid-save
 
@@ -247,11 +257,21 @@ class Attempt:
             return
         *lines, rest = (self._partial.get(key.data, b"") + data).split(b"\n")
         self._partial[key.data] = rest
-        tag = b"[%b] " % self.engine.encode()
         if lines:
-            self.output.write(key.data, b"".join(tag + line + b"\n" for line in lines))
+            self._write_engine(key.data, lines)
         kept = [line.decode(errors="replace") for line in lines]
         self.course.engine_lines = [*self.course.engine_lines, *kept][-_KEPT_LINES:]
+
+    def _write_engine(self, channel: int, lines: list[bytes]) -> None:
+        """Write the engine's lines; what it says after a rank's failure only where that rank is not known in the end.
+
+        Engines fill a screen to say that a process has ended, and would push up the lines that say why.
+        """
+        data = b"".join(b"[%b] %b\n" % (self.engine.encode(), line) for line in lines)
+        if self._ending or self.course.stopped_by is not None:
+            self._held.append(data)
+        else:
+            self.output.write(channel, data)
 
 
 def end_children() -> None:

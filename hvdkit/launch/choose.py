@@ -95,7 +95,9 @@ def choose(engine: str, slurm: bool, facts: Facts) -> Chosen:
     if facts.horovodrun is None:
         raise ClusterError(_missing("horovodrun", "hvdkit build-horovod"))
     _check_horovodrun(engine, facts)
-    return Chosen(engine, facts.horovodrun.path)
+    # horovodrun names no prefix by itself: on other hosts the mpirun of a virtual environment is not on PATH.
+    prefix = _prefix(facts.mpirun) if engine == "horovodrun" and facts.mpirun else None
+    return Chosen(engine, facts.horovodrun.path, prefix=prefix)
 
 
 def _automatic(slurm: bool, facts: Facts) -> str:

@@ -152,8 +152,9 @@ class Job:
                     deliver(others, config.ssh_args, config.check_timeout, told, channel.told)
                 return attempt.run()
             finally:
-                if others:
-                    deliver(others, config.ssh_args, config.check_timeout, told, None)
+                here = [name for name in others if name not in attempt.lost_hosts]
+                if here:
+                    deliver(here, config.ssh_args, config.check_timeout, told, None)
 
     def _settings(self, number: int) -> dict[str, Any]:
         """Return what a rank's wrapper is answered."""

@@ -163,14 +163,14 @@ def horovodrun(start: Start, *, gloo: bool = False) -> CommandLine:
     if start.hosts:
         argv += ["-H", _with_slots(start)]
     if start.spread:
-        argv += _horovod_ssh(start.ssh_args, gloo)
+        argv += _horovod_ssh(start.ssh_args, None if gloo else start.prefix, gloo)
         if start.interface:
             argv += ["--network-interfaces", _named(start.interface, "horovodrun")]
     return CommandLine((*argv, *start.command))
 
 
-def _horovod_ssh(ssh_args: str, gloo: bool) -> list[str]:
-    """horovodrun takes a port and a key; over MPI it hands any other argument to mpirun."""
+def _horovod_ssh(ssh_args: str, prefix: str | None, gloo: bool) -> list[str]:
+    """horovodrun takes a port and a key; over MPI it hands any other argument, and the prefix, to mpirun."""
     found, rest = [], []
     words = iter(shlex.split(ssh_args))
     for word in words:
@@ -182,7 +182,10 @@ def _horovod_ssh(ssh_args: str, gloo: bool) -> list[str]:
     if rest and gloo:
         remedy = "put the rest into ~/.ssh/config, or use --engine mpirun"
         raise ValueError(describe("--ssh-args", ssh_args, "-p PORT and -i FILE only, for horovodrun --gloo", remedy))
-    return ["--mpi-args", "-mca plm_rsh_args " + shlex.quote(ssh_args)] if rest else found
+    if rest:
+        found = []
+    passed = [*(["--prefix", prefix] if prefix else []), *(["-mca", "plm_rsh_args", ssh_args] if rest else [])]
+    return [*found, "--mpi-args", shlex.join(passed)] if passed else found
 
 
 def srun(start: Start) -> CommandLine:

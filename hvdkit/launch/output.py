@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import BinaryIO
 
 CLEAR = b"\r\x1b[K"
+_TAG = re.compile(rb"\[rank \d+\] ")
 
 
 class Output:
@@ -41,8 +43,10 @@ class Output:
         rest = (tail or head) + (b"\r" if rest.endswith(b"\r") else b"")
         self._begun[rank, channel] = rest
         tag = b"[rank %d] " % rank
-        if lines:  # hvdkit's own lines in a rank have the tag already, for launchers that give none
-            self.write(channel, b"".join(tag + final(line).removeprefix(tag) + b"\n" for line in lines))
+        if lines:
+            # hvdkit's own lines have a tag already, for launchers that give none; rank 0 writes what others have said.
+            shown = [line if _TAG.match(line) else tag + line for line in map(final, lines)]
+            self.write(channel, b"".join(line + b"\n" for line in shown))
         if rank == 0 and self._is_terminal[channel]:
             self._show(tag + final(rest) if rest else b"")
 

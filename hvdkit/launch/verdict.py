@@ -6,8 +6,10 @@ import re
 import signal
 from dataclasses import dataclass, field
 
-# What hvdkit's ranks say before they end, and Open MPI of a rank that called MPI_Abort.
-_SAID = re.compile(rb"hvdkit: rank (\d+) on (\S+) (.+)")
+from hvdkit.cluster.logs import DIED
+
+# What hvdkit's ranks say before they end (cluster.logs.last_line), and Open MPI of a rank that called MPI_Abort.
+_SAID = re.compile(rb"^(?:\[rank \d+\] )?hvdkit: rank (\d+) on (\S+) (.+)", re.MULTILINE)
 _FOLLOWS = b"another rank left the job"
 _ABORTED = re.compile(r"MPI_ABORT was invoked on rank (\d+).*?errorcode (-?\d+)", re.DOTALL)
 _ENDED_BY_OTHERS = {-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGKILL}
@@ -17,7 +19,7 @@ _HINTS = {
     signal.SIGBUS: " (is /dev/shm full?)",
     signal.SIGABRT: " (a failed check in native code)",
 }
-INTERRUPTED, PREEMPTED, OUT_OF_REACH = 130, 75, 1
+PREEMPTED, OUT_OF_REACH = 75, 1
 
 
 @dataclass
@@ -64,12 +66,19 @@ class Course:
         self.ranks[rank] = Rank(host)
 
     def said(self, rank: int, data: bytes) -> None:
-        """Note the first word of a rank that it fails: what others say later follows from it."""
+        """Note who failed and why, by the first word of a rank: what is said later follows from it.
+
+        A rank that speaks of another one has heard all of them (the watchdog): it knows better than the order in which
+        their ends became known here. One that speaks of itself may have been let down by the first.
+        """
         found = _SAID.search(data)
-        if found and _FOLLOWS in found[3]:
+        if found is None or self.words is not None:
+            return
+        at_fault = int(found[1])
+        if _FOLLOWS in found[3]:
             self.ranks[rank].follows = True
-        elif found and self.first in (None, rank) and self.words is None and int(found[1]) == rank:
-            self.first, self.words = rank, found[3].decode(errors="replace").strip()
+        elif at_fault in self.ranks and (at_fault != rank or self.first in (None, rank)):
+            self.first, self.words = at_fault, found[3].decode(errors="replace").strip()
 
     def ended(self, rank: int, code: int, signals: list[int]) -> None:
         """Note the end of a rank's program; ``signals`` reached its wrapper from others than ``hvdkit run``."""
@@ -140,11 +149,21 @@ class Course:
         if one.lost and self.words is None:
             words = "is out of reach (its host is down, the network is cut, or its wrapper was killed)"
         else:
-            words = self.words or how(one.code)
+            words = self._words(one)
         code = shell_code(one.code) if one.code is not None and not one.ended_by_us else 0
         line = f"rank {rank} on {one.host} {words}{tail}"
-        code = code or shell_code(engine_code) or 1
+        code = code or (OUT_OF_REACH if one.lost else shell_code(engine_code) or 1)
         return Verdict(code, line, rank, one.host, stopped=self.notified and code == PREEMPTED)
+
+    def _words(self, one: Rank) -> str:
+        """Return what is known of a rank's end: its own words, and the signal, which ranks cannot see."""
+        if self.words is None:
+            return how(one.code)
+        killed = one.code is not None and one.code < 0 and not one.ended_by_us
+        if not killed or DIED not in self.words:
+            return self.words
+        step = re.search(r" at step \d+", self.words)
+        return how(one.code) + (step[0] if step else "")
 
     def _stopped(self, tail: str) -> Verdict:
         assert self.stopped_by is not None

@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces joined by a bridge, each with its own name and sshd.
+"""Several hosts on one machine: network namespaces joined by a bridge, each with its own name, sshd and settings.
 
 To MPI, Horovod and ssh they are hosts like any other; a link can be cut or slowed down, and a host can die. Needs root,
 ``iproute2`` and ``openssh-server``.
@@ -151,17 +151,6 @@ class Hosts:
         """The hosts with a slot each, as ``-H`` takes them."""
         return ",".join(f"{host.address}:1" for host in self._hosts)
 
-    @property
-    def ssh_arguments(self) -> str:
-        """What ssh needs to come in without a question."""
-        quiet = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
-        return f"-F none -i {self.key} {quiet}"
-
-    @property
-    def key(self) -> Path:
-        """The key that all hosts accept."""
-        return self.folder / "key"
-
     def _make(self) -> None:
         for name in ("key", "host-key"):
             path = str(self.folder / name)
@@ -170,10 +159,16 @@ class Hosts:
         _ip("netns", "add", self._switch)
         _ip("link", "add", "br0", "type", "bridge", inside=self._switch)
         _ip("link", "set", "br0", "up", inside=self._switch)
+        # What a person has set up on a cluster: ssh comes in without a question.
+        ssh = {"IdentityFile": self.folder / "key", "StrictHostKeyChecking": "yes", "LogLevel": "ERROR"}
+        ssh["GlobalKnownHostsFile"] = self.folder / "known-hosts"
+        key = (self.folder / "host-key.pub").read_text()
+        (self.folder / "known-hosts").write_text("".join(f"{h.address},{h.name} {key}" for h in self._hosts))
         names = "".join(f"{host.address} {host.name}\n" for host in self._hosts)
         for host in self._hosts:
-            # `ip netns exec` puts this file in the place of /etc/hosts.
-            host.settings.mkdir(parents=True)
+            # `ip netns exec` puts what is in this folder in the place of /etc/hosts and /etc/ssh.
+            (host.settings / "ssh").mkdir(parents=True)
+            (host.settings / "ssh" / "ssh_config").write_text("".join(f"{name} {ssh[name]}\n" for name in ssh))
             (host.settings / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
             inside, port = host._namespace, host.name
             _ip("netns", "add", inside)

@@ -25,6 +25,8 @@ LAUNCHERS = {
     "mpirun": ["mpirun", "--bind-to", "none"],
     "horovodrun": ["horovodrun"],
     "horovodrun --gloo": ["horovodrun", "--gloo"],
+    "hvdkit run": ["hvdkit", "run"],
+    "hvdkit run, Gloo": ["hvdkit", "run", "--engine", "gloo"],
 }
 _GONE_SECONDS = 5.0
 
@@ -91,12 +93,15 @@ def _across(launcher: str, hosts: Hosts | None, env: dict[str, str]) -> list[str
     """Return the launcher's arguments for several hosts."""
     if hosts is None:
         return []
+    if launcher.startswith("hvdkit run"):
+        return ["-H", hosts.list]
     if launcher != "mpirun":
-        return ["-H", hosts.list, "--ssh-identity-file", str(hosts.key), "--network-interface", "eth0"]
+        prefix = ["--mpi-args", f"--prefix {BIN.parent}"] if launcher == "horovodrun" else []
+        return ["-H", hosts.list, "--network-interface", "eth0", *prefix]
     network = [word for part in ("btl", "oob") for word in ("--mca", f"{part}_tcp_if_include", "eth0")]
     passed = [n for n in env if n in ("PATH", "PYTHONPATH") or n.startswith(("HVDKIT_", "TF_", "OMPI_"))]
-    ssh = ["--mca", "plm_rsh_args", hosts.ssh_arguments, "--prefix", str(BIN.parent)]
-    return ["-H", hosts.list, *ssh, *network, *(word for name in passed for word in ("-x", name))]
+    where = ["-H", hosts.list, "--prefix", str(BIN.parent)]
+    return [*where, *network, *(word for name in passed for word in ("-x", name))]
 
 
 def _watch(process: Any, folder: Path, act: Callable[[], None] | None, limit: float) -> Ending:
@@ -119,7 +124,7 @@ def _watch(process: Any, folder: Path, act: Callable[[], None] | None, limit: fl
     if since is None and (found := re.search(r"fault at ([\d.]+)", text)):
         since = float(found[1])
     lines = [re.sub(r"^\[[\d,]+\]<std\w+>: ?", "", line) for line in text.splitlines()]
-    last = next((line for line in reversed(lines) if line.startswith("hvdkit: ")), "")
+    last = next((line for line in reversed(lines) if line.startswith(("hvdkit: ", "hvdkit run: "))), "")
     return Ending(code, ended - (since or started), text, last, [" ".join(_words(member)) for member in left])
 
 

@@ -68,7 +68,8 @@ TCP = "--mca btl_tcp_if_include eth0"
         (
             "horovodrun",
             SPREAD | {"program": "horovodrun"},
-            "horovodrun --mpi -np 3 -H node1:2,node2:1 --ssh-port 2222 --network-interfaces eth0 python train.py",
+            "horovodrun --mpi -np 3 -H node1:2,node2:1 --ssh-port 2222 --mpi-args '--prefix /env' "
+            "--network-interfaces eth0 python train.py",
         ),
         (
             "gloo",
@@ -92,7 +93,7 @@ def test_what_an_engine_cannot_do_is_refused():
     with pytest.raises(ValueError, match=r"--ssh-args: got -F conf.*mpirun"):
         engines.horovodrun(Start(**SPREAD | {"ssh_args": "-F conf"}), gloo=True)
     over_mpi = engines.horovodrun(Start(**SPREAD | {"ssh_args": "-F conf"})).argv
-    assert "-mca plm_rsh_args '-F conf'" in over_mpi
+    assert "--prefix /env -mca plm_rsh_args '-F conf'" in over_mpi
     with pytest.raises(ValueError, match=r"--interface: got 10.0.0.0/24"):
         engines.mpich(Start(**SPREAD | {"interface": "10.0.0.0/24"}))
     with pytest.raises(ValueError, match="unknown MPI"):
@@ -282,6 +283,12 @@ def test_a_rank_that_says_why_it_fails_is_quoted_and_mpi_abort_is_found():
     told.said(0, b"hvdkit: rank 0 on node0 failed: OSError: later\n")
     told.ended(1, 1, [])
     assert told.verdict(1, 1.0).line == "rank 1 on node1 failed: ValueError: bad batch; the job ended after 1.0 s"
+    told = course((2, 1))  # the first whose end is known here need not be the first that failed
+    told.said(0, b"[rank 0] hvdkit: rank 1 on node1 failed at step 7: died without a word (killed)\n")
+    told.ended(1, -9, [])
+    judged = told.verdict(1, 1.0)
+    assert (judged.rank, judged.code) == (1, 137)
+    assert judged.line.startswith("rank 1 on node1 was killed by SIGKILL (out of memory?) at step 7;")
     told = course((0, -15, 15), (1, -9, 15), (2, -15, 15))
     told.engine_lines = ["MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD", "with errorcode 6."]
     judged = told.verdict(6, 1.0)
@@ -296,13 +303,13 @@ def test_lines_are_whole_and_progress_bars_keep_what_is_left_of_them(tmp_path):
     output.feed(0, 1, b"be")
     output.feed(1, 1, b"other\n")
     output.feed(0, 1, b"gun\n 10%\r 50%\r")
-    output.feed(0, 1, b"100%\r\n[rank 0] tagged\nrest")
+    output.feed(0, 1, b"100%\r\n[rank 0] tagged\n[rank 2] said\nrest")
     output.ended(0)
     out.close()
     assert (tmp_path / "out").read_bytes().splitlines() == [
-        b"[rank 1] other", b"[rank 0] begun", b"[rank 0] 100%", b"[rank 0] tagged", b"[rank 0] rest",
+        b"[rank 1] other", b"[rank 0] begun", b"[rank 0] 100%", b"[rank 0] tagged", b"[rank 2] said", b"[rank 0] rest",
     ]  # fmt: skip
-    assert (tmp_path / "rank-0.log").read_bytes() == b"begun\n 10%\r 50%\r100%\r\n[rank 0] tagged\nrest"
+    assert (tmp_path / "rank-0.log").read_bytes() == b"begun\n 10%\r 50%\r100%\r\n[rank 0] tagged\n[rank 2] said\nrest"
 
 
 def test_on_a_terminal_rank_0s_progress_stays_below_the_lines():
