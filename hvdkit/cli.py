@@ -119,7 +119,7 @@ def _dispatch(name: str, arguments: list[str]) -> int:
 
     command = COMMANDS[name]
     kind = _load(command.config)
-    program: tuple[list[str], ...] = ()
+    program: list[list[str]] = []
     if command.takes_program:
         arguments, *program = _split_off_program(arguments, kind)
     described = None if isinstance(kind, type) else f"{command.summary}."  # a union has no docstring
