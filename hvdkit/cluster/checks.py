@@ -1,19 +1,24 @@
-"""``HVDKIT_CHECK=1``: the collectives that ranks trace into their graphs, compared on rank 0 through the watchdog.
+"""``HVDKIT_CHECK=1``: in which collective each rank waits, compared on rank 0 through the watchdog.
 
-Ranks match collectives by name. One that traces another list than the others would wait for them for ever: here the
-first difference is found when the graphs are made, before any of them runs into it.
+Ranks match the collectives of their graphs by name, and those that they call in Python by order. Where they build or
+run unlike graphs, all of them come to wait, each for something that another one never comes to: another dtype, a branch
+that one takes alone. Or they match by chance, and go on with wrong numbers: two in another order, one more in between.
+Both are found within seconds, with the source lines.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
-# A rank that has traced more than another, for so long, is not just ahead of it.
-PATIENCE = 10.0
+# Messages of ranks that come out of a collective, and go into the next one, are so long on their way at most.
+SETTLED = 2.0
+_OURS = str(Path(__file__).resolve().parents[1])
+_THEIRS = ("/tensorflow/", "/keras/", "/horovod/", "/autograph_generated", "__autograph_generated", "/contextlib.py")
 
 
 def enabled() -> bool:
@@ -21,73 +26,135 @@ def enabled() -> bool:
     return os.environ.get("HVDKIT_CHECK") == "1"
 
 
-class Traced(NamedTuple):
-    """A collective in a graph.
+def source_line(frames: Iterable[tuple[str, int]]) -> str:
+    """Return the innermost of ``frames``, each a file and a line, outside of hvdkit, TensorFlow and Keras."""
+    every = list(frames)
+    own = [(file, line) for file, line in every if not file.startswith(_OURS) and not any(p in file for p in _THEIRS)]
+    file, line = (own or every)[-1]
+    return f"{file}:{line}"
+
+
+class Waiting(NamedTuple):
+    """A collective that a rank waits in.
 
     Attributes:
-        what: collective, name, dtypes and shapes; the same on all ranks.
+        what: collective, dtypes and shapes.
         line: the person's source line that led to it.
+        ranks: those that take part; None: everybody.
+        alike: ``what`` has to be the same on all of them.
     """
 
     what: str
     line: str
+    ranks: tuple[int, ...] | None
+    alike: bool
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.line})"
 
 
 class Difference(NamedTuple):
-    """The first collective that is not the same."""
+    """The first rank that differs from the others, and in what."""
 
     rank: int
     cause: str
 
 
-@dataclass
-class Trace:
-    """What one rank traced into one function, in order, and when it last added to it."""
-
-    collectives: list[Traced]
-    changed: float
-
-
-class Checks:
-    """What all ranks have traced. A function that is traced again, for another shape, is compared by itself."""
+class Waits:
+    """The collectives in which ranks wait right now, by the name by which ranks match them."""
 
     def __init__(self) -> None:
-        self._traces: dict[tuple[str, int], dict[int, Trace]] = defaultdict(dict)
+        self._pending: dict[int, dict[str, Waiting]] = defaultdict(dict)
+        self._last: dict[int, dict[str, Waiting]] = defaultdict(dict)  # by name, whether it waits in it or not
+        self._shuffled: Difference | None = None
+        self._changed = time.monotonic()
 
-    def add(self, rank: int, message: dict[str, Any]) -> Difference | None:
-        """Take a rank's next collective; return the difference to what rank 0, or the lowest rank, has there."""
-        key = (message["function"], message["trace"])
-        trace = self._traces[key].setdefault(rank, Trace([], 0.0))
-        trace.collectives.append(Traced(message["what"], message["line"]))
-        trace.changed = time.monotonic()
-        place = len(trace.collectives) - 1
-        there = {r: t.collectives[place] for r, t in sorted(self._traces[key].items()) if len(t.collectives) > place}
-        first = next(iter(there))
-        for other, collective in there.items():
-            if collective.what != there[first].what:
-                return _difference(message["function"], place, other, collective, first, there[first])
+    def begin(self, rank: int, message: dict[str, Any]) -> None:
+        """Note that a rank waits in a collective."""
+        ranks = message.get("ranks")
+        waiting = Waiting(
+            message["what"], message["line"], tuple(ranks) if ranks else None, message.get("alike", False)
+        )
+        self._pending[rank][message["key"]] = waiting
+        self._changed = time.monotonic()
+        if waiting.alike and self._shuffled is None:
+            self._last[rank][message["key"]] = waiting
+            self._shuffled = self._seek_shuffled(rank, message["key"], waiting.line)
+
+    def end(self, rank: int, message: dict[str, Any]) -> None:
+        """Note that a rank has come out of a collective."""
+        self._pending[rank].pop(message["key"], None)
+        self._changed = time.monotonic()
+
+    def waiting(self, rank: int) -> Waiting | None:
+        """Return the collective in which ``rank`` has waited longest."""
+        return next(iter(self._pending[rank].values()), None)
+
+    def difference(self, ranks: set[int], now: float) -> Difference | None:
+        """Return what keeps ``ranks`` from going on, once no message about it can be on its way any more."""
+        if self._shuffled is not None or now - self._changed < SETTLED:
+            return self._shuffled
+        return self.unlike() or self._deadlock(ranks)
+
+    def _seek_shuffled(self, rank: int, key: str, line: str) -> Difference | None:
+        """Return the difference where one line has two names, on two ranks, of which one is another line there.
+
+        Other lines alone are none: ranks may call one function, or ``fit``, from different lines.
+        """
+        here = {name: one.line for name, one in self._last[rank].items()}
+        again = any(name != key and one == line for name, one in here.items())
+        for other in self._last.keys() - {rank}:
+            there = {name: one.line for name, one in self._last[other].items()}
+            for name, one in there.items():
+                if name != key and one == line and here.get(name, line) != line:
+                    return self._compare(name)
+            taken = there.get(key, line)
+            if taken != line and (taken in here.values() or (line in there.values() and not again)):
+                return self._compare(key)
         return None
 
-    def overdue(self, now: float) -> Difference | None:
-        """Return the first collective that some rank has, and another lacks, in a function that both have traced."""
-        for (function, _), traces in self._traces.items():
-            ranks = sorted(traces)
-            longest = max(ranks, key=lambda rank: len(traces[rank].collectives))
-            shortest = min(ranks, key=lambda rank: len(traces[rank].collectives))
-            place, latest = len(traces[shortest].collectives), max(trace.changed for trace in traces.values())
-            if len(traces[longest].collectives) > place and now - latest > PATIENCE:
-                extra = traces[longest].collectives[place]
-                return Difference(
-                    longest if shortest == ranks[0] else shortest,
-                    f"CollectiveMismatchError: collective {place + 1} of {function} is {extra.what} ({extra.line}) on "
-                    f"rank {longest}, and missing on rank {shortest}; build the same graph on every rank",
-                )
+    def _compare(self, key: str) -> Difference | None:
+        same = {rank: found[key] for rank, found in sorted(self._last.items()) if key in found}
+        return _unlike(same, [waiting.line for waiting in same.values()])
+
+    def unlike(self) -> Difference | None:
+        """Return the first rank that waits in another collective than others that wait in the one of the same name."""
+        together: dict[str, dict[int, Waiting]] = defaultdict(dict)
+        for rank in sorted(self._pending):
+            for key, waiting in self._pending[rank].items():
+                if waiting.alike:
+                    together[key][rank] = waiting
+        differences = (_unlike(there, [waiting.what for waiting in there.values()]) for there in together.values())
+        return next((difference for difference in differences if difference is not None), None)
+
+    def _deadlock(self, ranks: set[int]) -> Difference | None:
+        """Return who waits where, if all of ``ranks`` wait and no collective has all that it needs."""
+        if not ranks or not all(self._pending[rank] for rank in ranks):
+            return None
+        for rank in ranks:
+            for key, waiting in self._pending[rank].items():
+                if all(key in self._pending[other] for other in waiting.ranks or ranks):
+                    return None  # under way: large, or over a slow network
+        where = {rank: next(iter(self._pending[rank])) for rank in sorted(ranks)}
+        usual = Counter(where.values()).most_common(1)[0][0]
+        other = next(rank for rank, key in where.items() if key == usual)
+        theirs = self._pending[other][usual]
+        odd = min(rank for rank in theirs.ranks or ranks if usual not in self._pending[rank])
+        words = f"waits in {self.waiting(odd)}, but rank {other} in {theirs}, and neither can go on"
+        return Difference(odd, f"CollectiveMismatchError: {words}; let every rank come to the same collectives")
+
+
+def _unlike(there: dict[int, Waiting], kinds: list[str]) -> Difference | None:
+    """Return the first rank of ``there`` whose kind is not the usual one, if any.
+
+    Most ranks are taken to be right, of equally many those with the lowest one.
+    """
+    usual = Counter(kinds).most_common(1)[0][0]
+    if all(kind == usual for kind in kinds):
         return None
-
-
-def _difference(function: str, place: int, rank: int, mine: Traced, first: int, theirs: Traced) -> Difference:
-    return Difference(
-        rank,
-        f"CollectiveMismatchError: collective {place + 1} of {function} is {mine.what} ({mine.line}), but on rank "
-        f"{first} {theirs.what} ({theirs.line}); build the same graph on every rank",
+    odd, other = (
+        next(r for r, kind in zip(there, kinds, strict=True) if (kind == usual) is is_usual)
+        for is_usual in (False, True)
     )
+    words = f"is in {there[odd]}, but rank {other} in {there[other]}"
+    return Difference(odd, f"CollectiveMismatchError: {words}; build the same graph on every rank")

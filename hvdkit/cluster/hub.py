@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdkit.cluster import processes
-from hvdkit.cluster.checks import Checks, Difference
+from hvdkit.cluster.checks import Difference, Waits
 from hvdkit.cluster.logs import DIED, last_line, write_line
 from hvdkit.cluster.progress import PROGRESS
 from hvdkit.cluster.wire import LONGEST, LONGEST_HELLO, Link, Offer, knows
@@ -88,7 +88,7 @@ class Hub:
         self._selector.register(server, selectors.EVENT_READ, None)
         self._beaten = self._ticked = time.monotonic()
         self._stuck: tuple[float, int, float] | None = None  # stacks are due; the rank that said so; its idle seconds
-        self._checks = Checks()
+        self._waits = Waits()
         self._over = threading.Event()
         self.empty = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hvdkit-watchdog-chief", daemon=True)
@@ -172,8 +172,10 @@ class Hub:
             self._stuck = (now + _STACKS_SECONDS, rank.number, message["idle"])
             for other in self._ranks.values():
                 other.link.send("stacks")
-        elif kind == "traced":
-            self._differ(self._checks.add(rank.number, message), now)
+        elif kind == "waits":
+            self._waits.begin(rank.number, message)
+        elif kind == "came":
+            self._waits.end(rank.number, message)
         elif kind == "stacks":
             rank.told = message
 
@@ -189,7 +191,9 @@ class Hub:
         victim, leaving = message.get("victim", False), message.get("leaving", False)
         gone = next((other for other in self._ranks.values() if other.left), None)
         if victim and gone is not None:
-            cause = f"ended before the others: rank {rank.number} on {rank.host} still needed it"
+            where = self._waits.waiting(rank.number)
+            needed = f" in {where}" if where is not None else ""
+            cause = f"ended before the others: rank {rank.number} on {rank.host} still needed it{needed}"
             self._faults.append(Fault(gone, cause, now, verb="left the job"))
             return
         wait = _EXIT_SECONDS if leaving else _VICTIM_SECONDS if victim else _GATHER_SECONDS
@@ -237,7 +241,9 @@ class Hub:
             self.empty.set()
         self._seek_silent(now)
         self._seek_stuck(now)
-        self._differ(self._checks.overdue(now), now)
+        here = {rank.number for rank in self._ranks.values() if not rank.gone}
+        if not self._faults:
+            self._differ(self._waits.difference(here, now), now)
         self._settle(now)
 
     def _seek_silent(self, now: float) -> None:
@@ -299,8 +305,9 @@ class Hub:
         self._faults.insert(0, Fault(least, cause + "; every rank's stacks stand above", now, verb="hangs"))
 
     def _differ(self, found: Difference | None, now: float) -> None:
-        if found is not None and not self._faults:
-            self._faults.append(Fault(self._ranks[found.rank], found.cause, now))
+        """Put what ``HVDKIT_CHECK=1`` has found before all that follows from it."""
+        if found is not None:
+            self._faults.insert(0, Fault(self._ranks[found.rank], found.cause, now))
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -309,6 +316,7 @@ class Hub:
         due = [fault for fault in self._faults if fault.due <= now]
         if not due:
             return
+        self._differ(self._waits.unlike(), now)
         first = next((fault for fault in self._faults if not fault.victim), due[0])
         texts = {fault.text: None for fault in self._faults if fault.text and not fault.victim and fault is not first}
         said = list(dict.fromkeys([*texts, first.text]))

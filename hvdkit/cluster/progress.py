@@ -8,10 +8,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from hvdkit.cluster.checks import source_line
 
 # TensorFlow's function that runs a graph, or an eager op: where a rank sleeps that waits in a graph's collective.
 _IN_GRAPH = {"quick_execute", "execute_with_cancellation"}
@@ -26,6 +29,7 @@ class Progress:
         name: the last one, or "".
         since: when it began, or ended, by ``time.monotonic``.
         waiting: it has begun and not ended.
+        tell: called with "waits" and "came", and what about, at each of them; None but for ``HVDKIT_CHECK=1``.
     """
 
     def __init__(self) -> None:
@@ -34,6 +38,7 @@ class Progress:
         self.name = ""
         self.since = time.monotonic()
         self.waiting = False
+        self.tell: Callable[..., None] | None = None
         self._thread, self._ident = threading.get_native_id(), threading.get_ident()
         self._time: str | None = None
         self._ran = time.monotonic()
@@ -45,11 +50,16 @@ class Progress:
         self.since = time.monotonic()
         self._thread, self._ident = threading.get_native_id(), threading.get_ident()
         self.waiting = True
+        if self.tell is not None:
+            line = source_line((frame.filename, frame.lineno or 0) for frame in traceback.extract_stack())
+            self.tell("waits", key=f"eager {self.count}", what=name, line=line)
 
     def end(self) -> None:
         """Note that the collective is done."""
         self.since = time.monotonic()
         self.waiting = False
+        if self.tell is not None:
+            self.tell("came", key=f"eager {self.count}")
 
     def at_step(self, step: int) -> None:
         """Note the number of steps trained."""

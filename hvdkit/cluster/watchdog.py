@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from hvdkit.cluster import failure, processes, wire
+from hvdkit.cluster import checks, failure, processes, wire
 from hvdkit.cluster.hub import Hub
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.member import Member
+from hvdkit.cluster.progress import PROGRESS
 from hvdkit.errors import describe
 
 HEARTBEAT = "HVDKIT_HEARTBEAT_SECONDS"
@@ -48,6 +49,8 @@ class Watchdog:
         self.member.start()
         processes.wake_with_parent_gone()
         failure.report_to(self.member)
+        if checks.enabled():
+            PROGRESS.tell = self.member.send
         _OPEN.append(self)
 
     def stay(self) -> None:
@@ -61,7 +64,7 @@ class Watchdog:
             self.member.leave()
         if self.hub is not None:
             self.hub.close()
-        self.member = self.hub = None
+        self.member = self.hub = PROGRESS.tell = None
         if self in _OPEN:
             _OPEN.remove(self)
 
@@ -126,7 +129,7 @@ def _forget() -> None:
             dog.member.forget()
         if dog.hub is not None:
             dog.hub.forget()
-        dog.member = dog.hub = None
+        dog.member = dog.hub = PROGRESS.tell = None
     failure.report_to(None)
 
 

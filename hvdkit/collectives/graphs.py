@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework.ops import EagerTensor
@@ -16,31 +17,51 @@ from hvdkit.errors import HvdkitError, describe
 _PARTS_OF_FUNCTIONS = (parts.CondBranchFuncGraph, parts.WhileCondFuncGraph, parts.WhileBodyFuncGraph)
 
 
-def op_name(name: str, tensors: Sequence[tf.Tensor] = (), *, uneven: bool = False) -> str:
+def run_collective(
+    name: str,
+    tensors: Sequence[tf.Tensor],
+    native: Callable[[list[tf.Tensor], str], Any],
+    *,
+    shown: Sequence[tf.Tensor] | None = None,
+    uneven: bool = False,
+    ranks: Sequence[int] | None = None,
+) -> Any:
+    """Return what Horovod's op ``native`` makes of ``tensors``, in eager mode or as a part of a graph that runs it.
+
+    Args:
+        name: of the collective, as people know it.
+        tensors: what it exchanges.
+        native: is given the tensors, ready for it, and the name by which ranks match.
+        shown: what people gave, where ``tensors`` is a conversion of it.
+        uneven: ranks may differ in the first axis.
+        ranks: those that take part; None for all.
+
+    Raises:
+        HvdkitError: inside ``jit_compile=True``.
+    """
+    if not tf.inside_function():
+        return native(list(tensors), name)
+    ready = [_not_constant(x) for x in tensors]
+    known = tensors if shown is None else shown
+    result = verifier.run(native, ready, _op_name(name), name=name, shown=known, uneven=uneven, ranks=ranks)
+    _run_in_step(tf.nest.flatten(result)[0])
+    return result
+
+
+def _op_name(name: str) -> str:
     """Return the name by which Horovod matches this collective between ranks.
 
     A node's own name would carry the name scopes around it, and Keras numbers those by how many layers and
     optimizers a process has made so far: a chief that made one more would wait for its peers for ever. So scopes are
     ignored, and the collectives of one function are numbered in the order in which they are traced, those in its
     branches and loops included. A function that it calls numbers its own: it may have been traced before.
-
-    Args:
-        name: of the collective, as people know it.
-        tensors: what it exchanges.
-        uneven: ranks may differ in the first axis.
-
-    Raises:
-        HvdkitError: inside ``jit_compile=True``.
     """
-    if not tf.inside_function():
-        return name
     refuse_xla()
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, _PARTS_OF_FUNCTIONS):
         graph = graph.outer_graph
     traced = graph.get_collection_ref("hvdkit_collectives")
     traced.append(name)
-    verifier.traced(graph, name, tensors, uneven)
     # The function's name comes second: "_step" and "<lambda>" may not begin the name of a node.
     return f"{name}.{re.sub('[^A-Za-z0-9_.]', '_', graph.name)}.{traced.count(name)}"
 
@@ -58,13 +79,13 @@ def refuse_xla() -> None:
         )
 
 
-def not_constant(x: tf.Tensor) -> tf.Tensor:
+def _not_constant(x: tf.Tensor) -> tf.Tensor:
     """Return ``x`` in a form that TensorFlow cannot take for a constant.
 
     It would run a collective of constants while it prepares the graph: on the rank that traces a function anew, for
     a last batch that is smaller and so weighs less, but not on the others, which would never answer.
     """
-    if not tf.inside_function() or not _may_be_constant(x):
+    if not _may_be_constant(x):
         return x
     return tf.where(tf.timestamp() >= 0, x, x)
 
@@ -95,7 +116,7 @@ def _is_inside(graph: tf.Graph) -> bool:
     return getattr(getattr(graph, "outer_graph", None), "building_function", False)
 
 
-def run_in_step(result: tf.Tensor) -> None:
+def _run_in_step(result: tf.Tensor) -> None:
     """Have TensorFlow run the collective that made ``result`` at every step, and one call at a time.
 
     Horovod does not tell TensorFlow that its ops have effects. So TensorFlow would leave out those whose result a
@@ -103,6 +124,5 @@ def run_in_step(result: tf.Tensor) -> None:
     the first is under way, which Horovod refuses. An assertion about the result counts as an effect. It holds back
     other functions' calls and turns only, not the collectives beside this one.
     """
-    if tf.inside_function():
-        # A condition known beforehand would be left out, with everything that only it needs.
-        tf.raw_ops.Assert(condition=tf.timestamp() >= 0, data=[tf.reshape(result, [-1])[:1]])
+    # A condition known beforehand would be left out, with everything that only it needs.
+    tf.raw_ops.Assert(condition=tf.timestamp() >= 0, data=[tf.reshape(result, [-1])[:1]])

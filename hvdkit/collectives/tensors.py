@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives.graphs import not_constant, op_name, run_in_step
+from hvdkit.collectives.graphs import run_collective
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.errors import describe
 
@@ -81,6 +81,10 @@ def _within(group: cluster.Group | None) -> dict[str, Any]:
     return {} if group is None or group.process_set is None else {"process_set": group.process_set}
 
 
+def _ranks(group: cluster.Group | None) -> Sequence[int] | None:
+    return None if group is None else group.ranks
+
+
 def _reduce_one_dtype(
     tensors: list[tf.Tensor], op: ReduceOp, name: str, group: cluster.Group | None
 ) -> list[tf.Tensor]:
@@ -90,15 +94,15 @@ def _reduce_one_dtype(
     from horovod.tensorflow.mpi_ops import _allreduce, _grouped_allreduce
 
     scale, finish = _averaging(tensors[0].dtype, op, size)
-    options = {"name": op_name(name, tensors), "prescale_factor": scale, "ignore_name_scope": True, **_within(group)}
-    tensors = [not_constant(x) for x in tensors]
-    native = ReduceOp.Sum if op == ReduceOp.Average else op
-    if len(tensors) == 1:
-        reduced = [_allreduce(tensors[0], op=int(native), **options)]
-    else:
-        reduced = _grouped_allreduce(tensors, op=int(native), **options)
-    run_in_step(reduced[0])
-    return [finish(y) for y in reduced]
+    native = int(ReduceOp.Sum if op == ReduceOp.Average else op)
+    options = {"op": native, "prescale_factor": scale, "ignore_name_scope": True, **_within(group)}
+
+    def reduce(ready: list[tf.Tensor], matched: str) -> list[tf.Tensor]:
+        if len(ready) == 1:
+            return [_allreduce(ready[0], name=matched, **options)]
+        return _grouped_allreduce(ready, name=matched, **options)
+
+    return [finish(y) for y in run_collective(name, tensors, reduce, ranks=_ranks(group))]
 
 
 def _averaging(dtype: tf.DType, op: ReduceOp, size: int) -> tuple[float, Any]:
@@ -121,11 +125,11 @@ def allgather(x: tf.Tensor, name: str, group: cluster.Group | None = None) -> tf
     from horovod.tensorflow import mpi_ops
 
     moved, back = _as_movable(x)
-    gathered = mpi_ops.allgather(
-        not_constant(moved), name=op_name(name, [x], uneven=True), ignore_name_scope=True, **_within(group)
-    )
-    run_in_step(gathered)
-    return back(gathered)
+
+    def gather(ready: list[tf.Tensor], matched: str) -> tf.Tensor:
+        return mpi_ops.allgather(ready[0], name=matched, ignore_name_scope=True, **_within(group))
+
+    return back(run_collective(name, [moved], gather, shown=[x], uneven=True, ranks=_ranks(group)))
 
 
 def broadcast(x: tf.Tensor, root: int, name: str) -> tf.Tensor:
@@ -133,9 +137,11 @@ def broadcast(x: tf.Tensor, root: int, name: str) -> tf.Tensor:
     from horovod.tensorflow import mpi_ops
 
     moved, back = _as_movable(x)
-    received = mpi_ops.broadcast(not_constant(moved), root, name=op_name(name, [x]), ignore_name_scope=True)
-    run_in_step(received)
-    return back(received)
+
+    def receive(ready: list[tf.Tensor], matched: str) -> tf.Tensor:
+        return mpi_ops.broadcast(ready[0], root, name=matched, ignore_name_scope=True)
+
+    return back(run_collective(name, [moved], receive, shown=[x]))
 
 
 def alltoall(x: tf.Tensor, splits: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
@@ -143,10 +149,11 @@ def alltoall(x: tf.Tensor, splits: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.
     from horovod.tensorflow import mpi_ops
 
     moved, back = _as_movable(x)
-    received, received_splits = mpi_ops.alltoall(
-        not_constant(moved), splits=splits, name=op_name(name, [x], uneven=True), ignore_name_scope=True
-    )
-    run_in_step(received)
+
+    def exchange(ready: list[tf.Tensor], matched: str) -> tuple[tf.Tensor, tf.Tensor]:
+        return mpi_ops.alltoall(ready[0], splits=splits, name=matched, ignore_name_scope=True)
+
+    received, received_splits = run_collective(name, [moved], exchange, shown=[x], uneven=True)
     return back(received), received_splits
 
 
@@ -158,15 +165,12 @@ def reducescatter(x: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
     if cluster.size() == 1:
         return tf.identity(x)
     scale, finish = _averaging(wire, op, cluster.size())
-    y = _reducescatter(
-        not_constant(tf.cast(x, wire)),
-        name=op_name(name, [x]),
-        op=int(ReduceOp.Sum),
-        prescale_factor=scale,
-        ignore_name_scope=True,
-    )
-    run_in_step(y)
-    return tf.cast(finish(y), x.dtype)
+    options = {"op": int(ReduceOp.Sum), "prescale_factor": scale, "ignore_name_scope": True}
+
+    def reduce(ready: list[tf.Tensor], matched: str) -> tf.Tensor:
+        return _reducescatter(ready[0], name=matched, **options)
+
+    return tf.cast(finish(run_collective(name, [tf.cast(x, wire)], reduce, shown=[x])), x.dtype)
 
 
 def check_movable(dtype: tf.DType) -> None:

@@ -1,45 +1,75 @@
-"""``HVDKIT_CHECK=1``: each rank reports the collectives that it traces into graphs. Off, it costs nothing."""
+"""``HVDKIT_CHECK=1``: each rank reports when it waits in a collective of a graph. Off, graphs are what they are."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.util import tf_stack
 
 from hvdkit.cluster import checks, failure
 
-_COLLECTION = "hvdkit_trace"
-_OURS = str(Path(__file__).resolve().parents[1])
-_THEIRS = ("/tensorflow/", "/keras/", "/horovod/", "/autograph_generated", "__autograph_generated", "/contextlib.py")
-_traces: Counter[str] = Counter()
+_MOST_SHAPES = 4
 
 
-def traced(graph: tf.Graph, name: str, tensors: Sequence[tf.Tensor], uneven: bool) -> None:
-    """Report a collective of the function that ``graph`` is made for."""
-    member = failure.member()
-    if member is None or not checks.enabled():
-        return
-    number = graph.get_collection_ref(_COLLECTION)
-    if not number:
-        _traces[graph.name] += 1
-        number.append(_traces[graph.name])
-    shapes = ", ".join(_shown(x, uneven) for x in tensors[:4]) + (f" and {len(tensors) - 4} more" * (len(tensors) > 4))
-    member.send("traced", function=graph.name, trace=number[0], what=f"{name} of {shapes}", line=_source_line())
+def run(
+    native: Callable[[list[tf.Tensor], str], Any],
+    tensors: list[tf.Tensor],
+    full: str,
+    *,
+    name: str,
+    shown: Sequence[tf.Tensor],
+    uneven: bool,
+    ranks: Sequence[int] | None,
+) -> Any:
+    """Return what ``native`` makes of ``tensors`` in a graph, with a report before and one after it where asked for.
+
+    Args:
+        native: Horovod's op; is given the tensors and ``full``.
+        tensors: what it exchanges.
+        full: the name by which ranks match the collective.
+        name: its name for people.
+        shown: the tensors that people know.
+        uneven: ranks may differ in the first axis.
+        ranks: those that take part; None for all.
+    """
+    if failure.member() is None or not checks.enabled():
+        return native(tensors, full)
+    # TensorFlow's own stack: AutoGraph's code appears in it as it was written.
+    line = checks.source_line((frame.filename, frame.lineno) for frame in tf_stack.extract_stack())
+    key = f"{full} {list(ranks)}" if ranks else full
+    more = f" and {len(shown) - _MOST_SHAPES} more" * (len(shown) > _MOST_SHAPES)
+    told = {"key": key, "line": line, "ranks": ranks, "alike": True}
+
+    def waits(*shapes: np.ndarray) -> dict[str, Any]:
+        of = ", ".join(_shape(x.dtype, shape.tolist(), uneven) for x, shape in zip(shown, shapes, strict=False))
+        return {"what": f"{name} of {of}{more}", **told}
+
+    ready = _after_report("waits", waits, tensors, [tf.shape(x) for x in shown[:_MOST_SHAPES]])
+    return _after_report("came", lambda: {"key": key}, native(ready, full))
 
 
-def _shown(x: tf.Tensor, uneven: bool) -> str:
-    axes = x.shape.as_list() if x.shape.rank is not None else ["any"]
-    if uneven and axes:
-        axes[0] = "*"
-    return f"{x.dtype.name}[{', '.join('?' if axis is None else str(axis) for axis in axes)}]"
+def _after_report(
+    kind: str, told: Callable[..., dict[str, Any]], values: Any, arguments: Sequence[tf.Tensor] = ()
+) -> Any:
+    """Return ``values``, one tensor or several, made by telling rank 0 what ``told`` says once they are there."""
+
+    def tell(_: np.ndarray, *known: np.ndarray) -> np.ndarray:
+        if (member := failure.member()) is not None:
+            member.send(kind, **told(*known))
+        return np.zeros((), np.int32)
+
+    every = tf.nest.flatten(values)
+    with tf.control_dependencies(every):
+        # A function with state would hold back every other collective of the graph until this one is over. One without
+        # is called at every step only if its argument, any element, is not known before and its result is used.
+        element = tf.reshape(every[0], [-1])[:1]
+        sent = tf.numpy_function(tell, [element, *arguments], tf.int32, stateful=False)
+    sent = tf.ensure_shape(sent, [])
+    return tf.nest.map_structure(lambda x: tf.where(sent >= 0, x, x), values)
 
 
-def _source_line() -> str:
-    """Return the innermost line outside of hvdkit, TensorFlow and Keras; AutoGraph's own code as it was written."""
-    frames = [(frame.filename, frame.lineno) for frame in tf_stack.extract_stack()]
-    own = [(file, line) for file, line in frames if not file.startswith(_OURS) and not any(p in file for p in _THEIRS)]
-    file, line = (own or frames)[-1]
-    return f"{file}:{line}"
+def _shape(dtype: tf.DType, axes: list[int], uneven: bool) -> str:
+    return f"{dtype.name}[{', '.join(map(str, ['*', *axes[1:]] if uneven and axes else axes))}]"

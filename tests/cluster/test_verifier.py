@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,61 +14,106 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jobs import MPI, run
 
-from hvdkit.cluster.checks import PATIENCE, Checks
+from hvdkit.cluster.checks import SETTLED, Waits
 
 SCRIPT = Path(__file__).with_name("unlike.py")
 LINES = {text.split("  # ")[1]: n for n, text in enumerate(SCRIPT.read_text().splitlines(), 1) if "  # " in text}
 
 
-def test_the_line_that_differs():
-    code = f"import runpy, sys; sys.argv = ['', 'dtype']; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    job = run(code, MPI, 2, HVDKIT_CHECK="1")
+def run_unlike(kind, ranks=2):
+    code = f"import runpy, sys; sys.argv = ['', {kind!r}]; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    return run(code, MPI, ranks, HVDKIT_CHECK="1")
+
+
+def at(comment, of="float32[3]"):
+    return f"hvdkit.allreduce_{of.partition('[')[0]} of {of} ({SCRIPT}:{LINES[comment]})"
+
+
+NOTHING = {"nothing": (2, "")}
+KINDS = {
+    "dtype": (2, f"waits in {at('another dtype', 'float64[3]')}, but rank 0 in {at('the second')}, and neither can"),
+    # Of three ranks the second one is another.
+    "shape": (3, f"is in {at('the second', 'float32[2]')}, but rank 0 in {at('the second')}; build the same graph"),
+    "extra": (2, f"is in {at('one more')}, but rank 0 in {at('the second')}; build the same graph"),
+    "branch": (3, f"waits in {at('in a branch')}, but rank 0 in {at('after it')}, and neither can go on"),
+    "eager": (2, f"waits in barrier() ({SCRIPT}:{LINES['alone']}), but rank 0 in {at('the first')}, and neither"),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    """All of them, two at a time: most of the time they start, or wait."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {kind: pool.submit(run_unlike, kind, ranks) for kind, (ranks, _) in (KINDS | NOTHING).items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_lines_that_differ(jobs, kind):
+    job = jobs[kind].result()
     assert job.code == 1
-    mine = f"hvdkit.allreduce_float64 of float64[3] ({SCRIPT}:{LINES['another dtype']})"
-    theirs = f"hvdkit.allreduce_float32 of float32[3] ({SCRIPT}:{LINES['the second']})"
-    assert f"collective 2 of step is {mine}, but on rank 0 {theirs}" in job.output, job.output
-    assert "hvdkit: rank 1 on" in job.output
+    words = r"hvdkit: rank 1 on \S+ failed: CollectiveMismatchError: " + re.escape(KINDS[kind][1])
+    assert re.search(words, job.output), job.output
 
 
-def traced(*names, function="step", trace=1):
-    return [{"function": function, "trace": trace, "what": name, "line": f"{name}.py:1"} for name in names]
+def test_ranks_that_do_alike_are_left_alone(jobs):
+    job = jobs["nothing"].result()
+    assert job.code == 0 and job.output.count("trained") == 2 and "hvdkit:" not in job.output, job.output
 
 
-def compare(*ranks):
-    """The first difference, where ranks report in turns."""
-    checks = Checks()
-    longest = max(map(len, ranks))
-    found = [
-        checks.add(rank, told[place])
-        for place in range(longest)
-        for rank, told in enumerate(ranks)
-        if place < len(told)
-    ]
-    return checks, next((difference for difference in found if difference), None)
+def wait_in(*pending, seconds=SETTLED + 1):
+    """What keeps ranks apart that wait in "a", in "a01" where only ranks 0 and 1 take part, or in "a=x" as an x."""
+    waits = Waits()
+    for rank, words in enumerate(pending):
+        for key, _, what in (word.partition("=") for word in words.split()):
+            name = key[0] if key[0].isalpha() else what
+            place = {"what": what or name, "line": f"{name}.py:1", "alike": True}
+            waits.begin(rank, {"key": key, "ranks": [int(number) for number in key[1:]] or None, **place})
+            waits.begin(rank, {"key": "done", "what": "done", "line": "done.py:1", "alike": True})
+            waits.end(rank, {"key": "done"})
+    return waits.difference(set(range(len(pending))), time.monotonic() + seconds)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_like_graphs(ranks):
-    checks, found = compare(*[traced("a", "b", "a")] * ranks)
-    assert found is None and checks.overdue(1e12) is None
+def test_ranks_that_go_on_by_themselves():
+    assert wait_in("a", "a", "a") is None  # under way
+    assert wait_in("a", "") is None  # one that computes will come
+    assert wait_in("a b", "b c") is None
+    assert wait_in("a", "b", seconds=0) is None  # messages are on their way
+    assert wait_in("a01", "a01", "b") is None
 
 
-def test_a_function_traced_again_on_one_rank():
-    checks, found = compare(traced("a", "b") + traced("a", "b", trace=2), traced("a", "b"))
-    assert found is None and checks.overdue(1e12) is None
+def test_one_function_after_another_with_lines_in_common():
+    """Ranks train with the lines a and b, and evaluate with b alone, by a function of the same name, out of step."""
+    waits = Waits()
+    for rank, key, line in ((0, "1", "a"), (1, "1", "a"), (0, "2", "b"), (1, "2", "b"), (0, "1", "b"), (1, "1", "b")):
+        waits.begin(rank, {"key": key, "what": "x", "line": line, "alike": True})
+        assert waits.difference({0, 1}, time.monotonic()) is None
+        waits.end(rank, {"key": key})
 
 
-def test_another_order():
-    _, found = compare(traced("a", "b", "c"), traced("a", "b", "c"), traced("a", "c", "b"))
-    assert found.rank == 2 and "collective 2 of step is c (c.py:1), but on rank 0 b (b.py:1)" in found.cause
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 2, 1, 3, 4), (3, 4, 0, 2, 1)])
+def test_one_more_is_found_whatever_comes_first(order):
+    begun = [(1, "1", "a"), (1, "2", "more"), (1, "3", "b"), (0, "1", "a"), (0, "2", "b")]
+    waits = Waits()
+    for rank, key, line in (begun[place] for place in order):
+        waits.begin(rank, {"key": key, "what": "x", "line": line, "alike": True})
+        waits.end(rank, {"key": key})
+    found = waits.difference({0, 1}, time.monotonic())
+    assert found.rank == 1 and "is in x (more), but rank 0 in x (b)" in found.cause
 
 
 @pytest.mark.parametrize(
-    ("ranks", "odd"), [((["a", "b"], ["a"]), 1), ((["a"], ["a", "b"]), 1), ((["a"] * 2, ["a"]), 1)]
+    ("pending", "odd", "words"),
+    [
+        (("a", "a", "b"), 2, "waits in b (b.py:1), but rank 0 in a (a.py:1)"),
+        (("b", "a", "a"), 0, "waits in b (b.py:1), but rank 1 in a (a.py:1)"),
+        (("a01", "b", "b"), 0, "waits in a (a.py:1), but rank 1 in b (b.py:1)"),
+        (("a=x", "a=x", "a=y"), 2, "is in y (a.py:1), but rank 0 in x (a.py:1)"),
+        # The same dtypes and shapes, in another order: "b" on rank 1 has the name of "c" on rank 0.
+        (("1=b 2=c", "1=c 2=b"), 1, "is in c (c.py:1), but rank 0 in b (b.py:1)"),
+        (("1=b 2=c", "1=x 2=b 3=c", "1=b 2=c"), 1, "is in x (x.py:1), but rank 0 in b (b.py:1)"),
+        (("a=y", "a=x", "a=x"), 0, "is in y (a.py:1), but rank 1 in x (a.py:1)"),
+    ],
 )
-def test_one_that_is_missing(ranks, odd):
-    checks, found = compare(*[traced(*names) for names in ranks])
-    last = max(trace.changed for traces in checks._traces.values() for trace in traces.values())
-    assert found is None and checks.overdue(last + PATIENCE - 1) is None  # it may still come
-    late = checks.overdue(last + PATIENCE + 1)
-    assert late.rank == odd and "missing on rank" in late.cause
+def test_ranks_that_cannot_go_on(pending, odd, words):
+    found = wait_in(*pending)
+    assert found.rank == odd and words in found.cause
