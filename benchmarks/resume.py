@@ -123,7 +123,7 @@ def draw(whole: list, resized: list, plot: Path) -> None:
     plt.figure(figsize=(7, 3.5))
     steps, through, _ = zip(*whole, strict=True)
     plt.plot(steps, through, color="0.7", linewidth=4, label="4 ranks, through")
-    for np in (4, 2, 3):
+    for np in dict.fromkeys(size for _, _, size in resized):
         part = [(s, loss) for s, loss, size in resized if size == np]
         label = f"continued on {np} ranks" if np != 4 else "4 ranks, stopped"
         plt.plot(*zip(*part, strict=True), linewidth=1, label=label)

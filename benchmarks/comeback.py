@@ -1,0 +1,108 @@
+"""Show a run that loses a host and goes on with those that are left.
+
+    python benchmarks/comeback.py --plot docs/comeback.png      # some 2 minutes; needs root, iproute2, openssh-server
+
+Four hosts (network namespaces with sshd), a rank on each, started by ``hvdkit run --max-restarts 1 --min-np 3``. At a
+random step the cable of one of them is cut. It prints how long it took until the job was over and until it trained
+again, and its losses beside those of a run of four ranks that nobody touched.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cluster"), str(ROOT / "benchmarks")]
+
+from hosts import Hosts, missing  # noqa: E402
+from jobs import environment  # noqa: E402
+from resume import draw, losses  # noqa: E402
+
+WORKER = ROOT / "benchmarks" / "resume_worker.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Cut one of four hosts off in the middle of a run."""
+
+    steps: int = 300
+    """Steps of the run."""
+    seed: int = 0
+    """Of the step and the host."""
+    heartbeat: float = 10.0
+    """HVDKIT_HEARTBEAT_SECONDS."""
+    plot: Path | None = None
+    """Write the loss curves here."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What became of a run: (step, loss, ranks) by step, its exit code and output, and seconds from the cut on."""
+
+    losses: list[tuple[int, float, int]]
+    code: int
+    output: str
+    over: float = 0.0
+    again: float = 0.0
+
+
+def train(folder: Path, config: Config, cut_at: int | None = None, victim: int = 0) -> Run:
+    """Train on four hosts; cut host ``victim`` off once step ``cut_at`` is done."""
+    folder.mkdir()
+    log = folder / "log" / "losses.jsonl"
+    command = ["hvdkit", "run", "--max-restarts", "1", "--min-np", "3"]
+    program = [sys.executable, str(WORKER), str(folder / "log"), "--steps", str(config.steps), "--dropout", "0"]
+    env = environment(PYTHONPATH=str(ROOT), HVDKIT_HEARTBEAT_SECONDS=str(config.heartbeat), TF_CPP_MIN_LOG_LEVEL="2")
+    with Hosts(4) as hosts, (folder / "out").open("wb") as out:
+        process = hosts[0].start(
+            [*command, "-H", hosts.list, "--", *program], env=env, stdout=out, stderr=subprocess.STDOUT
+        )
+        cut = over = again = 0.0
+        while process.poll() is None:
+            time.sleep(0.05)
+            lines = log.read_text().count("\n") if log.exists() else 0
+            if cut_at is not None and not cut and lines >= cut_at:
+                hosts[victim].cut()
+                cut, before = time.monotonic(), lines
+            if cut and not over and "; the job ended after" in (folder / "out").read_text(errors="replace"):
+                over, before = time.monotonic() - cut, lines
+            if over and not again and lines > before:
+                again = time.monotonic() - cut
+    output = (folder / "out").read_text(errors="replace")
+    return Run(losses(folder / "log"), process.returncode, output, over, again)
+
+
+def main() -> int:
+    """Run both, print what became of them, and return 1 where the losses differ."""
+    config = tyro.cli(Config, description=__doc__)
+    if (why := missing()) is not None:
+        sys.exit(f"no hosts on this machine: {why}")
+    chance = random.Random(config.seed)
+    step, victim = chance.randint(config.steps // 4, config.steps * 3 // 4), chance.randint(1, 3)
+    with tempfile.TemporaryDirectory() as name:
+        whole = train(Path(name) / "whole", config)
+        cut = train(Path(name) / "cut", config, step, victim)
+    print("\n".join(line for line in cut.output.splitlines() if line.startswith("hvdkit run:")))
+    print(f"host {victim} cut off at step {step}: over after {cut.over:.1f} s, in training after {cut.again:.1f} s")
+    print(f"exit codes {whole.code} and {cut.code}; last steps {whole.losses[-1][0]} and {cut.losses[-1][0]}")
+    print("| step | 4 ranks, through | continued | on ranks |\n|---|---|---|---|")
+    for (number, through, _), (_, continued, ranks) in zip(whole.losses, cut.losses, strict=True):
+        if number % (config.steps // 10) == 0:
+            print(f"| {number} | {through:.6f} | {continued:.6f} | {ranks} |")
+    differences = [abs(a - b) / a for (_, a, _), (_, b, _) in zip(whole.losses, cut.losses, strict=True)]
+    print(f"largest relative difference {max(differences):.1e}")
+    if config.plot:
+        draw(whole.losses, cut.losses, config.plot)
+    return int(max(differences) > 0.01 or cut.code != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
