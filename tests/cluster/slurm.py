@@ -134,6 +134,7 @@ SlurmctldLogFile={self.folder}/slurmctld.log
 SlurmdPidFile={self.folder}/slurmd-%n.pid
 SlurmdLogFile={self.folder}/slurmd-%n.log
 SlurmdSpoolDir={self.folder}/spool-%n
+TmpFS={self.folder}/spool-%n
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -192,4 +193,3 @@ def _until(condition: Callable[[], bool], problem: str, details: Callable[[], st
         if time.monotonic() > limit:
             raise RuntimeError(f"{problem}:\n{details()}")
         time.sleep(0.02)
-

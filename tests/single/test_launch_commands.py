@@ -219,7 +219,7 @@ def test_the_interface_between_hosts():
     assert reach.network([one, answer("b", "10.0.0.3", "ens3")], None, mine).interface == "10.0.0.0/24"
     assert reach.network([one, two], "eth0", mine).addresses == ("10.0.0.1",)
     for named, answers, message in (
-        (None, [answer("a", "172.17.0.2", client="172.17.0.1")], "got docker0, by which ssh to a goes"),
+        (None, [answer("a", "172.17.0.2", client="172.17.0.1")], "got docker0, by which a is reached"),
         (None, [answer("a", "10.0.0.2", client="192.168.7.7")], "got 192.168.7.7"),
         (None, [one, answer("b", "10.9.0.3", "ens3")], "one network that all hosts are in"),
         ("lo", [one], "lo, which reaches no other host"),
