@@ -118,10 +118,12 @@ class Slurm:
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         for host in self._hosts:
             (self.folder / f"spool-{host.name}").mkdir()
-        nodes = "".join(
-            f"NodeName={host.name} NodeAddr={host.address} CPUs={self._slots} State=UNKNOWN\n" for host in self._hosts
-        )
         first = self._hosts[0]
+        # A job that does not need all nodes is not given the first: any of its own may die, and the controller lives.
+        nodes = "".join(
+            f"NodeName={host.name} NodeAddr={host.address} CPUs={self._slots} Weight={2 if host is first else 1}\n"
+            for host in self._hosts
+        )
         (self.folder / "slurm.conf").write_text(f"""\
 ClusterName=hvdkit
 SlurmctldHost={first.name}({first.address})
@@ -148,11 +150,16 @@ SlurmdTimeout={NODE_SECONDS}
 KillWait={KILL_WAIT_SECONDS}
 MessageTimeout=5
 SchedulerParameters=sched_interval=2,batch_sched_delay=0,bf_interval=2
-{nodes}PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP
+# Jobs of `urgent` take the nodes of others, which have so many seconds to save and are queued again.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{nodes}PartitionName=all Nodes=ALL Default=YES MaxTime=60 PriorityTier=1 GraceTime=30
+PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=2 PreemptMode=OFF
 """)
 
     def _start(self) -> None:
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        said = (self.folder / "daemons.log").open("wb")
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
         files = {name: f"--{option}={self.folder}/munge.{name}" for name, option in _MUNGE.items()}
         self._daemons.append(subprocess.Popen([MUNGED, "--foreground", "--force", *files.values()], **quiet))
         _until((self.folder / "munge.socket").exists, "munged does not start", self.logs)
@@ -164,7 +171,7 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=0,bf_interval=2
 
     def idle(self) -> int:
         """Return the number of nodes that wait for jobs."""
-        return self.run("sinfo", "--noheader", "--Node", "--format=%T", check=False).split().count("idle")
+        return self.run("sinfo", "--noheader", "--partition=all", "--Node", "--format=%T", check=False).split().count("idle")
 
     def _processes(self) -> list[int]:
         return [pid for host in self._hosts for pid in host.processes()]

@@ -264,12 +264,13 @@ def course(*events, size=3):
         ([(2, -9), (0, 1)], 137, r"rank 2 on node2 was killed by SIGKILL \(out of memory\?\); the job ended"),
         ([(0, -15, 15), (1, -11)], 139, "rank 1 on node1 was killed by SIGSEGV"),
         ([(1, None), (0, 1)], 1, "rank 1 on node1 is out of reach"),
+        ([(1, 75, 15), (0, 75, 15), (2, 75, 15)], 75, "rank 1 on node1 ended with exit code 75"),  # Slurm's signal
         ([(0, 0), (1, 0)], 1, "rank 2 on node2 did not say how it ended"),  # never 0 where a rank is missing
     ],
 )
 def test_verdicts(events, code, line):
     judged = course(*events).verdict(0 if code in (0, 1) else 1, 12.3)
-    assert judged.code == code
+    assert judged.code == code and judged.stopped == (code == 75)
     assert re.match(line, judged.line) if line else judged.line == ""
 
 
