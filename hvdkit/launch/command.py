@@ -86,10 +86,12 @@ class Job:
         names: tuple[str, ...] = (),
     ) -> CommandLine:
         """Return the engine's command line for an attempt."""
+        # Within Slurm an engine that is given no hosts takes all of the allocation, the lost ones, too.
+        here = _only_here(hosts) and not self.by_slurm
         start = Start(
             np=self.ranks(hosts),
             command=tuple(command),
-            hosts=() if _only_here(hosts) and self.chosen.engine != "srun" else hosts,
+            hosts=() if here else hosts,
             names=(*self.names, *names),
             interface=interface or self.config.interface,
             ssh_args=self.config.ssh_args,

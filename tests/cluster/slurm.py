@@ -16,20 +16,28 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hosts as machine
 from hosts import Hosts
+from jobs_that_fail import SCRIPT, Ending, environment, watch
 
 MUNGED, SLURMCTLD, SLURMD = "/usr/sbin/munged", "/usr/sbin/slurmctld", "/usr/sbin/slurmd"
 # A node that has not answered for so long is down; a job that is told to end has KILL_WAIT_SECONDS.
 NODE_SECONDS, KILL_WAIT_SECONDS = 4, 5
 _START_SECONDS = 20.0
 _PROGRAMS = (MUNGED, SLURMCTLD, SLURMD, "sbatch", "srun", "scontrol")
+LAUNCHERS = {
+    "srun": ["srun", "--mpi=pmix"],
+    "mpirun in salloc": ["salloc", "--quiet", "mpirun", "--bind-to", "none"],
+    "hvdkit run --slurm": ["salloc", "--quiet", "hvdkit", "run", "--slurm", "--"],
+}
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL")
 
 
@@ -39,6 +47,42 @@ def missing() -> str | None:
         if shutil.which(program) is None:
             return f"{program} is not installed (Debian: slurm-wlm, munge)"
     return machine.missing()
+
+
+def run(
+    fault: str,
+    launcher: str,
+    slurm: Slurm,
+    *,
+    nodes: int = 3,
+    act: Callable[[], None] | None = None,
+    limit: float = 60,
+    **extra: str,
+) -> Ending:
+    """Run the script of :mod:`jobs_that_fail` under Slurm, a rank on each of ``nodes``; rank 1 fails.
+
+    Args:
+        fault: what :mod:`faulty` is to do.
+        launcher: one of :data:`LAUNCHERS`.
+        slurm: where.
+        nodes: number of nodes.
+        act: called when the script has reached its fault.
+        limit: seconds after which the job is ended.
+        **extra: environment variables.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="hvdkit-fault-"))
+    first, *rest = LAUNCHERS[launcher]
+    place = [f"--nodes={nodes}", "--ntasks-per-node=1"]
+    command = [first, *place, *rest, sys.executable, shutil.copy(SCRIPT, folder), fault, "1"]
+    env = environment(PYTHONPATH=str(SCRIPT.parents[2]), TF_CPP_MIN_LOG_LEVEL="2", **extra)
+    try:
+        with (folder / "out").open("wb") as out:
+            process = slurm.start(command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        ending = watch(process, folder, act, limit)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    said = [line for line in ending.output.splitlines() if re.match(r"hvdkit run: |hvdkit: ", line)]
+    return replace(ending, last=said[-1] if said else "")
 
 
 class Slurm:
@@ -104,6 +148,11 @@ class Slurm:
             if time.monotonic() > limit:
                 raise TimeoutError(f"job {number} is {job['JobState']} after {seconds:g} s:\n{self.logs()}")
             time.sleep(0.1)
+
+    def without_pmix(self) -> str | None:
+        """Return why srun cannot start ranks of Open MPI, or None: Debian's plugin opens a file of another package."""
+        said = self.run("srun", "--mpi=pmix", "--nodes=1", "true", check=False)
+        return f"{said.strip().splitlines()[0]} (Debian: libpmix-dev)" if "error" in said else None
 
     def logs(self) -> str:
         """Return the last lines of all daemons."""
@@ -171,7 +220,11 @@ PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=2 PreemptMode=OFF
 
     def idle(self) -> int:
         """Return the number of nodes that wait for jobs."""
-        return self.run("sinfo", "--noheader", "--partition=all", "--Node", "--format=%T", check=False).split().count("idle")
+        return (
+            self.run("sinfo", "--noheader", "--partition=all", "--Node", "--format=%T", check=False)
+            .split()
+            .count("idle")
+        )
 
     def _processes(self) -> list[int]:
         return [pid for host in self._hosts for pid in host.processes()]
