@@ -1,4 +1,4 @@
-"""A real Slurm over three hosts: ``launch/slurm.sbatch``, plain ``srun`` and ``mpirun``; preemption, and a lost node."""
+"""A real Slurm over three hosts: ``launch/slurm.sbatch``, plain ``srun`` and ``mpirun``, preemption and a lost node."""
 
 from __future__ import annotations
 
