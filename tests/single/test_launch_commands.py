@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,8 @@ from hvdkit.doctor.devices import Interface
 from hvdkit.doctor.facts import Mpi, Program
 from hvdkit.doctor.host import SECRET
 from hvdkit.errors import ClusterError
-from hvdkit.launch import engines, hosts, reach, restarts, verdict
-from hvdkit.launch.choose import Facts, choose
+from hvdkit.launch import command, engines, hosts, reach, restarts, verdict
+from hvdkit.launch.choose import Chosen, Facts, choose
 from hvdkit.launch.config import Run
 from hvdkit.launch.engines import Start
 from hvdkit.launch.hosts import Host, parse_hosts
@@ -86,6 +88,17 @@ TCP = "--mca btl_tcp_if_include eth0"
 )
 def test_command_lines(engine, facts, expected):
     assert shlex.split(str(engines.ENGINES[engine](Start(**facts)))) == shlex.split(expected)
+
+
+def test_within_slurm_no_engine_needs_ssh():
+    mpich = engines.mpirun(Start(**SPREAD | {"mpi": Mpi("MPICH", "5.0.2"), "slurm": True}))
+    intel = engines.mpirun(Start(**SPREAD | {"mpi": Mpi("Intel MPI", "2021.17"), "slurm": True}))
+    assert " -launcher slurm -hosts " in str(mpich) and " -bootstrap slurm " in str(intel)
+    job = command.Job(Run(slurm=True), (), Chosen("mpirun", "mpirun"), (), {})
+    assert job.by_slurm and not replace(job, chosen=Chosen("gloo", "horovodrun")).by_slurm
+    here = (Host(socket.gethostname(), 1),)  # the one that is left: an mpirun without -H would take the lost ones, too
+    assert f"-H {socket.gethostname()}:1" in str(job.command_line(here, ("true",)))
+    assert "-H" not in str(replace(job, config=Run(np=1)).command_line(here, ("true",)))
 
 
 def test_what_an_engine_cannot_do_is_refused():
