@@ -207,24 +207,23 @@ PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=2 PreemptMode=OFF
 """)
 
     def _start(self) -> None:
-        said = (self.folder / "daemons.log").open("wb")
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
-        files = {name: f"--{option}={self.folder}/munge.{name}" for name, option in _MUNGE.items()}
-        self._daemons.append(subprocess.Popen([MUNGED, "--foreground", "--force", *files.values()], **quiet))
+        with (self.folder / "daemons.log").open("wb") as said:
+            self._start_daemons({"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said})
+        _until(lambda: self.idle() == len(list(self._hosts)), "not all nodes are idle", self.logs)
+
+    def _start_daemons(self, files: dict[str, Any]) -> None:
+        places = {name: f"--{option}={self.folder}/munge.{name}" for name, option in _MUNGE.items()}
+        self._daemons.append(subprocess.Popen([MUNGED, "--foreground", "--force", *places.values()], **files))
         _until((self.folder / "munge.socket").exists, "munged does not start", self.logs)
         env = {**os.environ, **self.environment}
-        self._daemons.append(self._hosts[0].start([SLURMCTLD, "-D"], env=env, **quiet))
+        self._daemons.append(self._hosts[0].start([SLURMCTLD, "-D"], env=env, **files))
         for host in self._hosts:
-            self._daemons.append(host.start([SLURMD, "-D", "-N", host.name], env=env, **quiet))
-        _until(lambda: self.idle() == len(list(self._hosts)), "not all nodes are idle", self.logs)
+            self._daemons.append(host.start([SLURMD, "-D", "-N", host.name], env=env, **files))
 
     def idle(self) -> int:
         """Return the number of nodes that wait for jobs."""
-        return (
-            self.run("sinfo", "--noheader", "--partition=all", "--Node", "--format=%T", check=False)
-            .split()
-            .count("idle")
-        )
+        states = self.run("sinfo", "--noheader", "--partition=all", "--Node", "--format=%T", check=False)
+        return states.split().count("idle")
 
     def _processes(self) -> list[int]:
         return [pid for host in self._hosts for pid in host.processes()]

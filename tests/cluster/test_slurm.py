@@ -61,6 +61,29 @@ def test_training_is_preempted_and_goes_on(cluster, tmp_path):
     assert f"[rank 0] training begins at step {saved[1]} from" in after and after.endswith("[rank 0] finished\n"), text
 
 
+def check_lost_nodes(slurm, log, left, queued, text):
+    """Of two jobs that have lost a node one goes on with the other; the second is queued again, and gets a third."""
+    for name, job in (("left", left), ("queued", queued)):
+        assert slurm.wait(job)["ExitCode"] == "0:0", text()
+        assert "hvdkit run: rank 1 on host-c is out of reach" in log[name].read_text(), text()
+        assert "hvdkit run: without host host-c: its slurmd does not answer" in log[name].read_text(), text()
+    assert "hvdkit run: 1 ranks on host-b:1" in log["left"].read_text(), text()
+    assert f"hvdkit: exit code 69; job {queued} is queued again" in log["queued"].read_text(), text()
+
+    began = re.findall(r"^\[rank (\d)\] rank on (\S+)", log["queued"].read_text(), re.MULTILINE)
+    assert set(began[:2]) == {("0", "host-b"), ("1", "host-c")}, text()
+    assert set(began[2:]) == {("0", "host-a"), ("1", "host-b")}, text()
+
+
+def check_last_words(log, plain, text):
+    """Without hvdkit run, too, hvdkit says who failed, where and why; srun waits for no stopped rank."""
+    for name, process in plain.items():
+        assert process.wait(60) == (137 if name == "srun" else 3), text()
+        (line,) = re.findall("^hvdkit: .*", log[name].read_text(), re.MULTILINE)
+        cause = "has not answered for 3 s" if name == "srun" else "sys.exit(3) while other ranks went on"
+        assert line.startswith(f"hvdkit: rank 1 on host-b failed at step 20: {cause}"), text()
+
+
 def test_jobs_that_fail(cluster, tmp_path):
     """All at once: a node dies, a rank of one job fails twice, and ranks under plain srun and mpirun end."""
     hosts, slurm = cluster
@@ -73,9 +96,9 @@ def test_jobs_that_fail(cluster, tmp_path):
     def text():
         return "\n".join(f"--- {name}: {file.read_text()}" for name, file in log.items() if file.exists())
 
-    def submit(name, *command, **extra):
+    def submit(name, *command):
         nodes = ["--nodes=2", "--ntasks-per-node=1", f"--output={log[name]}"]
-        return slurm.submit([*nodes, *command], variables(PYTHON="sh", RESTARTS="1", **extra))
+        return slurm.submit([*nodes, *command], variables(PYTHON="sh", RESTARTS="1"))
 
     def start(name, *command):
         with log[name].open("w") as file:
@@ -87,8 +110,7 @@ def test_jobs_that_fail(cluster, tmp_path):
     run = f"hvdkit run --slurm --engine mpirun --max-restarts 2 --min-np 1 -- sh {tmp_path}/wait {done}"
     left = submit("left", "--no-kill", "--exclude=host-a", f"--wrap={run}")
     queued = submit("queued", SBATCH, f"{tmp_path}/wait", str(done))
-    for name in ("left", "queued"):
-        until(lambda name=name: text().count("] rank on host-") >= 2 + 2 * (name == "queued"), 30, text)
+    until(lambda: text().count("] rank on host-") == 4, 30, text)
     hosts[2].kill()
     there = ["--nodes=2", "--ntasks-per-node=1", "--exclude=host-c"]
     plain = {"mpirun": start("mpirun", "salloc", "--quiet", *there, "mpirun")}
@@ -98,28 +120,12 @@ def test_jobs_that_fail(cluster, tmp_path):
     until(lambda: "] rank on host-a" in log["queued"].read_text(), 60, text)
     done.touch()
 
-    # Of two jobs that have lost a node one goes on with the other; the second is queued again, and gets a third.
-    for name, job in (("left", left), ("queued", queued)):
-        assert slurm.wait(job)["ExitCode"] == "0:0", text()
-        assert "hvdkit run: rank 1 on host-c is out of reach" in log[name].read_text(), text()
-        assert "hvdkit run: without host host-c: its slurmd does not answer" in log[name].read_text(), text()
-    assert "hvdkit run: 1 ranks on host-b:1" in log["left"].read_text(), text()
-    assert f"hvdkit: exit code 69; job {queued} is queued again" in log["queued"].read_text(), text()
-
-    began = re.findall(r"^\[rank (\d)\] rank on (\S+)", log["queued"].read_text(), re.MULTILINE)
-    assert set(began[:2]) == {("0", "host-b"), ("1", "host-c")}, text()
-    assert set(began[2:]) == {("0", "host-a"), ("1", "host-b")}, text()
-
+    check_lost_nodes(slurm, log, left, queued, text)
     # A failure is told, repeated as often as was asked for, and its exit code is the job's.
     assert slurm.wait(fails)["ExitCode"] == "3:0", text()
     said = re.findall(r"^hvdkit run: rank 1 on host-b (.+?);", log["fails"].read_text(), re.MULTILINE)
     assert said == ["was killed by SIGKILL (out of memory?)", "ended with exit code 3"], text()
 
-    # Without hvdkit run, too, the last word of hvdkit says who failed, where and why; srun waits for no stopped rank.
-    for name, process in plain.items():
-        assert process.wait(60) == (137 if name == "srun" else 3), text()
-        (line,) = re.findall("^hvdkit: .*", log[name].read_text(), re.MULTILINE)
-        cause = "has not answered for 3 s" if name == "srun" else "sys.exit(3) while other ranks went on"
-        assert line.startswith(f"hvdkit: rank 1 on host-b failed at step 20: {cause}"), text()
+    check_last_words(log, plain, text)
     if without_pmix:
         pytest.skip(without_pmix)
