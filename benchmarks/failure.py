@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cluster")]
 
+import slurm as under_slurm  # noqa: E402
 from hosts import Hosts, missing  # noqa: E402
 from jobs import MPI  # noqa: E402
 from jobs import run as run_code  # noqa: E402
@@ -53,6 +55,8 @@ class Config:
     """Which launchers."""
     hosts: bool = True
     """Also three hosts in network namespaces, one of which is cut off, or dies."""
+    slurm: bool = True
+    """Also under a Slurm of three hosts, where it is installed."""
     overhead: bool = True
     """Also the watchdog's cost."""
 
@@ -74,6 +78,18 @@ def overhead(repeats: int = 3) -> str:
     return f"a step of {EXCHANGES} eager exchanges, 2 ranks: {watched:.0f} us with the watchdog, {without:.0f} without"
 
 
+def slurm_rows(faults: tuple[str, ...]) -> Iterator[str]:
+    """Run all faults under Slurm, and return the rows; hosts are lost last, each time with a new Slurm."""
+    for launcher in under_slurm.LAUNCHERS:
+        with Hosts(3) as hosts, under_slurm.Slurm(hosts) as slurm:
+            for fault in faults:
+                yield row(fault, f"Slurm: {launcher}", under_slurm.run(fault, launcher, slurm))
+        for fault in ("host cut off", "host dies"):
+            with Hosts(3) as hosts, under_slurm.Slurm(hosts) as slurm:
+                act = hosts[1].cut if fault == "host cut off" else hosts[1].kill
+                yield row(fault, f"Slurm: {launcher}", under_slurm.run("wait", launcher, slurm, act=act))
+
+
 def main() -> None:
     """Print the table, row by row."""
     config = tyro.cli(Config, description=__doc__)
@@ -88,6 +104,9 @@ def main() -> None:
                 with Hosts(3) as hosts:
                     act = hosts[1].cut if fault == "host cut off" else hosts[1].kill
                     print(row(fault, launcher, run("wait", launcher, ranks=3, hosts=hosts, act=act)), flush=True)
+    if config.slurm and under_slurm.missing() is None:
+        for line in slurm_rows(config.faults):
+            print(line, flush=True)
     if config.overhead:
         print(overhead())
 

@@ -77,6 +77,7 @@ def start_horovod(
                     "run `hvdkit build-horovod --mpi wheel`, or start with `horovodrun --gloo`",
                 )
             )
+        _check_plugin_of_srun(promise)
         communicator = _mpi_communicator()
     if communicator is not None and any(other != list(sets) for other in communicator.allgather(list(sets))):
         sets = ()
@@ -103,6 +104,21 @@ def _check_launcher_is_there(promise: Promise) -> None:
             f"start with `mpirun -np {promise.size} python ...`, or unset the OMPI_COMM_WORLD variables",
         )
     )
+
+
+def _check_plugin_of_srun(promise: Promise) -> None:
+    """Open MPI learns its ranks by PMIx, and aborts where srun has none for it; others have ways of their own."""
+    if promise.launcher != "srun (Slurm)" or promise.size == 1 or "PMIX_RANK" in os.environ:
+        return
+    if mapped_libraries("libmpi.so.40"):
+        raise ClusterError(
+            describe(
+                "srun --mpi",
+                os.environ.get("SLURM_MPI_TYPE", "none"),
+                "pmix, by which Open MPI learns its ranks",
+                "srun --mpi=pmix (`srun --mpi=list` shows what this Slurm has), or `hvdkit run --slurm`",
+            )
+        )
 
 
 def _mpi_communicator() -> Any:

@@ -322,7 +322,8 @@ class Hub:
         said = list(dict.fromkeys([*texts, first.text]))
         write_line("\n".join([text for text in said if text] + [first.line()]))
         time.sleep(_FORWARD_SECONDS)
-        if any(identity.place != processes.own_identity().place for identity in first.kill):
+        elsewhere = any(identity.place != processes.own_identity().place for identity in first.kill)
+        if elsewhere:
             processes.end_stuck_mpirun()
         others = [rank for rank in self._ranks.values() if not rank.closed and rank.number != 0]
         for rank in others:
@@ -330,6 +331,8 @@ class Hub:
         until = time.monotonic() + _END_SECONDS
         for rank in others:
             self._await_end(rank, until)
+        if elsewhere:
+            processes.end_stuck_step()
         if 0 in self._ranks and not self._ranks[0].closed:
             self._ranks[0].link.send("end", code=first.code, kill=first.kill)
         else:

@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +61,16 @@ def end_stuck_mpirun() -> None:
             launcher.terminate()
             time.sleep(_FORCE_SECONDS)
             launcher.terminate()
+
+
+def end_stuck_step() -> None:
+    """Have Slurm end the step that this process is a task of: srun would wait for a task that is stopped elsewhere."""
+    with contextlib.suppress(psutil.Error, OSError):
+        daemon = psutil.Process().parent()
+        if daemon is not None and daemon.name().startswith("slurmstepd"):
+            step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
+            with Path(os.devnull).open("r+b") as nothing:
+                subprocess.Popen(["scancel", "--signal=KILL", step], stdin=nothing, stdout=nothing, stderr=nothing)
 
 
 def find(identity: Any) -> psutil.Process | None:

@@ -6,7 +6,7 @@ its output, its end and the signals for it travel there, alike under every engin
     config.py      the options
     command.py     runs all of the below
     hosts.py       hosts and slots: -H, hostfile, Slurm, PBS; which ranks go where
-    reach.py       the check over ssh before the start (probe.py is what runs there); the network between hosts
+    reach.py       the check before the start, by ssh or srun (probe.py is what runs there); the network between hosts
     choose.py      the engine: what Horovod was built with, which MPI is there, what Slurm can do
     engines.py     pure: the command line of each engine
     manifest.py    pure: an MPIJob for Kubernetes

@@ -22,7 +22,7 @@ from hvdkit.launch.config import Run
 from hvdkit.launch.engines import ENGINES, CommandLine, Start, engine_environment, passed_on
 from hvdkit.launch.hosts import Host, parse_hosts, pbs_hosts, placed, read_hostfile, slurm_hosts
 from hvdkit.launch.output import Output
-from hvdkit.launch.reach import Answer, Network, checked, deliver, network, reaching, refuse
+from hvdkit.launch.reach import Answer, Network, checked, deliver, network, reaching, refuse, srun_command, ssh_command
 from hvdkit.launch.verdict import Verdict
 
 WRAPPER = (sys.executable, "-IS", str(Path(rank.__file__).resolve()), "--")
@@ -86,10 +86,12 @@ class Job:
         names: tuple[str, ...] = (),
     ) -> CommandLine:
         """Return the engine's command line for an attempt."""
+        # Within Slurm an engine that is given no hosts takes all of the allocation, the lost ones, too.
+        here = _only_here(hosts) and not self.by_slurm
         start = Start(
             np=self.ranks(hosts),
             command=tuple(command),
-            hosts=() if _only_here(hosts) else hosts,
+            hosts=() if here else hosts,
             names=(*self.names, *names),
             interface=interface or self.config.interface,
             ssh_args=self.config.ssh_args,
@@ -97,13 +99,24 @@ class Job:
             program=self.chosen.program,
             prefix=self.chosen.prefix,
             slurm_mpi=self.chosen.slurm_mpi,
+            slurm=self.by_slurm,
         )
         if self.chosen.mpi is not None:
             start = replace(start, mpi=self.chosen.mpi)
         return ENGINES[self.chosen.engine](start)
 
+    @property
+    def by_slurm(self) -> bool:
+        """Say whether Slurm starts what runs on other hosts: nobody needs ssh then."""
+        return self.config.slurm and self.chosen.engine in ("srun", "mpirun")
+
+    def _remote(self, host: str, command: Sequence[str]) -> list[str]:
+        if self.by_slurm:
+            return srun_command(host, command)
+        return ssh_command(host, self.config.ssh_args, self.config.check_timeout, command)
+
     def network(self, hosts: tuple[Host, ...]) -> tuple[Network, list[Answer]]:
-        """Look at ``hosts`` over ssh; return how they are reached, and the answers of all but this one.
+        """Look at ``hosts``; return how they are reached, and the answers of all but this one.
 
         Raises:
             ClusterError: those that answer have no network in common.
@@ -111,9 +124,9 @@ class Job:
         others = [host.name for host in hosts if not host.is_local]
         if not others:
             return Network(None, ("127.0.0.1",)), []
-        if not self.config.check or self.chosen.engine == "srun":
+        if not self.config.check:
             return reaching(self.config.interface), []
-        answers = checked(others, self.config.ssh_args, self.config.check_timeout)
+        answers = checked(others, self._remote, self.config.check_timeout)
         good = [answer for answer in answers if answer.problem is None]
         return (network(good, self.config.interface) if good else Network(None, ("127.0.0.1",))), answers
 

@@ -49,11 +49,12 @@ class Run:
     logs: Path | None = None
     """Folder for a log of each rank: rank-0.log, rank-1.log, ..."""
     interface: str | None = None
-    """Network interface by which hosts reach each other; by default it is found over ssh."""
+    """Network interface by which hosts reach each other; by default it is found over ssh, or by srun."""
     ssh_args: str = ""
     """Arguments for ssh, e.g. --ssh-args="-p 2222 -i key"; the engine gets them, too."""
     check: bool = True
-    """Look at all hosts over ssh before the start: reachable, the same Python and the same versions."""
+    """Look at all hosts before the start, over ssh, or with --slurm by srun: reachable, the same Python and the same
+    versions."""
     check_timeout: float = 15.0
     """Seconds after which a host that does not answer counts as unreachable."""
     grace: float = 30.0

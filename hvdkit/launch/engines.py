@@ -36,6 +36,7 @@ class Start:
         mpi: the MPI that ``program`` is of.
         prefix: where that MPI is installed, on every host.
         slurm_mpi: srun's plugin for this MPI.
+        slurm: Slurm starts an engine's helpers on other hosts. Open MPI's mpirun sees by itself that it may.
     """
 
     np: int
@@ -49,6 +50,7 @@ class Start:
     mpi: Mpi = field(default_factory=lambda: Mpi("Open MPI", "4.1"))
     prefix: str | None = None
     slurm_mpi: str = "pmix"
+    slurm: bool = False
 
     @property
     def spread(self) -> bool:
@@ -126,7 +128,7 @@ def mpich(start: Start) -> CommandLine:
     argv = [start.program, "-n", str(start.np), "-bind-to", "none"]
     environment = {}
     if start.hosts:
-        argv += ["-launcher", "ssh", "-hosts", _with_slots(start)]
+        argv += ["-launcher", "slurm" if start.slurm else "ssh", "-hosts", _with_slots(start)]
     if start.spread and start.ssh_args:
         environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = start.ssh_args
     if start.spread and start.interface:
@@ -141,7 +143,7 @@ def intel_mpi(start: Start) -> CommandLine:
     if start.spread:
         if start.ssh_args:
             environment["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = start.ssh_args
-        argv += ["-bootstrap", "ssh"]
+        argv += ["-bootstrap", "slurm" if start.slurm else "ssh"]
         if start.interface:
             argv += ["-iface", _named(start.interface, "Intel MPI")]
     argv += ["-genvlist", ",".join(start.names)]

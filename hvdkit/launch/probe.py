@@ -1,4 +1,4 @@
-"""What runs on another host over ssh before the start, and says what is there. The standard library alone.
+"""What runs on another host before the start, over ssh or by srun, and says what is there. The standard library alone.
 
 Its source is sent on standard input, so that nothing needs to be installed for it to say what is missing. A line before
 it sets GIVEN: the folder of hvdkit on the host that asks.
@@ -47,8 +47,22 @@ def report(folder: str) -> dict[str, object]:
         }
     except ImportError:
         addresses = {}
-    client, _, server, _ = os.environ.get("SSH_CONNECTION", "- - - -").split()
+    client, server = _ends()
     return {"versions": versions(folder), "addresses": addresses, "client": client, "server": server}
+
+
+def _ends() -> tuple[str, str]:
+    """Return the addresses of the host that asks and of this one, as the connection between them has them."""
+    if "SSH_CONNECTION" in os.environ:
+        client, _, server, _ = os.environ["SSH_CONNECTION"].split()
+        return client, server
+    client = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "-")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+            route.connect((client, 9))  # sends nothing
+            return client, route.getsockname()[0]
+    except OSError:
+        return client, "-"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The check over ssh before the start: every host answers, has the same software, and a network to the others."""
+"""The check before the start, over ssh or by Slurm: every host answers, has the same software, a way to the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from hvdkit.errors import ClusterError, describe
 from hvdkit.launch import probe
 
 _FOLDER = Path(probe.__file__).resolve().parent.parent
-_SSH = (  # what ssh says -> what is wrong, and the remedy
+_SAID = (  # what ssh or srun says -> what is wrong, and the remedy
     ("Could not resolve hostname", "its name is unknown", "check the name, or add it to ~/.ssh/config or /etc/hosts"),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key has changed",
      "make sure that it is the same host, then ssh-keygen -R {host} and ssh {host} once"),
@@ -27,7 +27,11 @@ _SSH = (  # what ssh says -> what is wrong, and the remedy
     ("Connection refused", "no ssh server listens there", "start sshd, or pass its port: --ssh-args='-p 2222'"),
     ("timed out", "it does not answer", "is it up, and does a firewall stand between?"),
     ("No route to host", "there is no route to it", "is it up, and in this network?"),
+    ("Communication connection failure", "its slurmd does not answer", "is it up, and in this network?"),
+    ("Requested node configuration is not available", "Slurm has taken it from this job", "see `sinfo -R`"),
 )  # fmt: skip
+# The command that runs another on a host.
+Remote = Callable[[str, Sequence[str]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -61,47 +65,59 @@ def ssh_command(host: str, ssh_args: str, timeout: float, command: Sequence[str]
     return ["ssh", *shlex.split(ssh_args), *options, host, shlex.join(command)]
 
 
-def ask_all(hosts: Sequence[str], ssh_args: str, timeout: float) -> list[Answer]:
+def srun_command(host: str, command: Sequence[str]) -> list[str]:
+    """Return the command that runs ``command`` once on ``host`` of this Slurm allocation, beside whatever runs there.
+
+    Example:
+        >>> " ".join(srun_command("node1", ["true"]))
+        'srun --nodelist=node1 --nodes=1 --ntasks=1 --overlap --mpi=none --quiet --export=PATH,LD_LIBRARY_PATH true'
+    """
+    place = [f"--nodelist={host}", "--nodes=1", "--ntasks=1", "--overlap"]
+    return ["srun", *place, "--mpi=none", "--quiet", "--export=PATH,LD_LIBRARY_PATH", *command]
+
+
+def ask_all(hosts: Sequence[str], remote: Remote, timeout: float) -> list[Answer]:
     """Ask all hosts at once; return their answers in order."""
     if not hosts:
         return []
     with ThreadPoolExecutor(min(64, len(hosts))) as pool:
-        return list(pool.map(lambda host: ask(host, ssh_args, timeout), hosts))
+        return list(pool.map(lambda host: ask(host, remote, timeout), hosts))
 
 
-def ask(host: str, ssh_args: str, timeout: float) -> Answer:
+def ask(host: str, remote: Remote, timeout: float) -> Answer:
     """Ask one host what it has; a host that cannot be asked is an answer with a problem."""
     source = Path(probe.__file__).read_text(encoding="utf-8")
     source = source.replace("from __future__ import annotations\n", f"GIVEN = {str(_FOLDER)!r}\n", 1)
     source = f"from __future__ import annotations\n{source}"
-    command = ssh_command(host, ssh_args, timeout, [sys.executable, "-"])
+    command = remote(host, [sys.executable, "-"])
     try:
         done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         return Answer(host, f"it does not answer within {timeout:g} s; is it up, and its file system not stuck?")
     except FileNotFoundError:
-        return Answer(host, "there is no ssh here; install an OpenSSH client")
+        return Answer(host, f"there is no {command[0]} here; install it (ssh: an OpenSSH client)")
     for line in done.stdout.splitlines():
         if line.startswith(probe.MARK):
             said = json.loads(line.removeprefix(probe.MARK))
             return Answer(host, None, said["versions"], said["addresses"], said["client"], said["server"])
-    return Answer(host, refusal(host, done.returncode, done.stderr))
+    return Answer(host, refusal(host, done.returncode, done.stderr, command[0]))
 
 
-def refusal(host: str, code: int, text: str) -> str:
-    """Say why a host did not answer, from what ssh, or its shell, said.
+def refusal(host: str, code: int, text: str, asked_by: str = "ssh") -> str:
+    """Say why a host did not answer, from what ssh or srun, or its shell, said.
 
     Example:
         >>> refusal("node9", 255, "ssh: Could not resolve hostname node9: Name or service not known")
         'its name is unknown; check the name, or add it to ~/.ssh/config or /etc/hosts'
     """
-    for words, what, remedy in _SSH:
+    for words, what, remedy in _SAID:
         if words in text:
             return f"{what}; {remedy.format(host=host)}"
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
     if code in (126, 127):
         return f"it has no {sys.executable} ({last}); install the same environment at the same path there"
-    return f"ssh ended with exit code {code}: {last}; try `ssh {host} {sys.executable} --version`"
+    by_hand = f"ssh {host}" if asked_by == "ssh" else f"srun --nodelist={host} --overlap"
+    return f"{asked_by} ended with exit code {code}: {last}; try `{by_hand} {sys.executable} --version`"
 
 
 def differences(answer: Answer, mine: dict[str, str | None]) -> str | None:
@@ -120,12 +136,12 @@ def differences(answer: Answer, mine: dict[str, str | None]) -> str | None:
     return f"it has {', '.join(found)}; install the same versions on all hosts" if found else None
 
 
-def checked(hosts: Sequence[str], ssh_args: str, timeout: float) -> list[Answer]:
+def checked(hosts: Sequence[str], remote: Remote, timeout: float) -> list[Answer]:
     """Ask all hosts; an answer has a problem where the host cannot be asked or has other versions than this one."""
     mine = probe.versions(str(_FOLDER))
     return [
         answer if answer.problem else Answer(**{**vars(answer), "problem": differences(answer, mine)})
-        for answer in ask_all(hosts, ssh_args, timeout)
+        for answer in ask_all(hosts, remote, timeout)
     ]
 
 
@@ -143,7 +159,7 @@ def refuse(answers: Sequence[Answer]) -> None:
 def network(answers: Sequence[Answer], named: str | None, mine: Sequence[Interface] | None = None) -> Network:
     """Return the interface by which this host and those that answered reach each other.
 
-    It is the one that ssh came by, since that is known to work; loopback and bridges of one host are refused.
+    It is the one that ssh or srun came by, since that is known to work; loopback and bridges of one host are refused.
 
     Args:
         answers: of other hosts, without problems.
@@ -163,7 +179,7 @@ def network(answers: Sequence[Answer], named: str | None, mine: Sequence[Interfa
             name = by_address[address].name if address in by_address else address
             remedy = "name one that reaches all hosts: --interface eth0"
             raise ClusterError(
-                describe("--interface", f"{name}, by which ssh to {host} goes", "one that others can reach", remedy)
+                describe("--interface", f"{name}, by which {host} is reached", "one that others can reach", remedy)
             )
     names = {by_address[address].name for address in used}
     for answer in answers:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 LONGEST_PAUSE_SECONDS = 60.0
 USAGE = 2
+# EX_UNAVAILABLE of sysexits.h: too few hosts are left; elsewhere, or later, the job can go on.
+TOO_FEW_HOSTS = 69
 
 
 @dataclass
@@ -74,6 +76,8 @@ def is_final(verdict: Verdict) -> bool:
 def run(job: Job, program: Sequence[str], output: Output, signals: Signals) -> int:
     """Run attempts until one ends well, is stopped, or none is left; return the last one's exit code.
 
+    That is :data:`TOO_FEW_HOSTS` where hosts were lost and had not come back for the last restart.
+
     Raises:
         ClusterError: before the first attempt a host is not as it must be.
     """
@@ -92,16 +96,17 @@ def run(job: Job, program: Sequence[str], output: Output, signals: Signals) -> i
         if is_final(verdict):
             return verdict.code
         book.failed(verdict.host)
-        again = None
+        again, too_few = None, False
         while again is None:
             if restart == config.max_restarts:
-                return verdict.code
+                return TOO_FEW_HOSTS if too_few else verdict.code
             restart += 1
             wait = pause(config.backoff, restart)
             output.line(f"hvdkit run: starting again in {wait:g} s (restart {restart} of {config.max_restarts})")
             if (stopped := signals.wait(wait)) is not None:
                 return shell_code(-stopped)
             again = regroup(job, book, output) if job.hosts else (taken, way)
+            too_few = again is None
         taken, way = again
 
 

@@ -59,7 +59,8 @@ class Course:
     first: int | None = None
     words: str | None = None
     stopped_by: signal.Signals | None = None
-    notified: bool = False  # SIGUSR1 or SIGUSR2 was passed on: schedulers announce the end of a job so
+    # SIGUSR1 or SIGUSR2 was passed on, or Slurm has signalled a rank itself: schedulers announce the end of a job so.
+    notified: bool = False
     engine_lines: list[str] = field(default_factory=list)
 
     def began(self, rank: int, host: str) -> None:
@@ -84,6 +85,7 @@ class Course:
         """Note the end of a rank's program; ``signals`` reached its wrapper from others than ``hvdkit run``."""
         one = self.ranks[rank]
         one.code = code
+        self.notified = self.notified or bool(signals)
         one.ended_by_us = one.ended_by_us or (bool(signals) and code in _ENDED_BY_OTHERS)
         self._first(rank)
 

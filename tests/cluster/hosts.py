@@ -17,7 +17,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,9 @@ class Hosts:
 
     def __getitem__(self, number: int) -> Host:
         return self._hosts[number]
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self._hosts)
 
     def __enter__(self) -> Hosts:
         try:

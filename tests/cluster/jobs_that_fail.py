@@ -84,7 +84,7 @@ def run(
     try:
         with (folder / "out").open("wb") as out:
             process = start(command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
-        return _watch(process, folder, act, limit)
+        return watch(process, folder, act, limit)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -104,7 +104,8 @@ def _across(launcher: str, hosts: Hosts | None, env: dict[str, str]) -> list[str
     return [*where, *network, *(word for name in passed for word in ("-x", name))]
 
 
-def _watch(process: Any, folder: Path, act: Callable[[], None] | None, limit: float) -> Ending:
+def watch(process: Any, folder: Path, act: Callable[[], None] | None, limit: float) -> Ending:
+    """See a job to its end, whose processes have ``folder`` on their command lines and write to ``out`` in it."""
     started, since = time.time(), None
     while process.poll() is None and time.time() - started < limit:
         time.sleep(0.02)

@@ -33,6 +33,11 @@ def test_a_world_smaller_than_promised(rank, size):
     assert f"mpirun -np {size}" in job.output
 
 
+def test_srun_without_a_plugin_for_mpi():
+    job = run("import hvdkit as hk; hk.init()", SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2", SLURM_MPI_TYPE="none")
+    assert job.code == 1 and "srun --mpi: got none" in job.output and "srun --mpi=pmix (`srun" in job.output, job.output
+
+
 def test_more_ranks_than_slots():
     job = run("print('began')", MPI, 64, OMPI_MCA_rmaps_base_oversubscribe="0")
     assert job.code != 0 and job.seconds < QUICK and "began" not in job.output

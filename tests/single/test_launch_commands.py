@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,8 @@ from hvdkit.doctor.devices import Interface
 from hvdkit.doctor.facts import Mpi, Program
 from hvdkit.doctor.host import SECRET
 from hvdkit.errors import ClusterError
-from hvdkit.launch import engines, hosts, reach, restarts, verdict
-from hvdkit.launch.choose import Facts, choose
+from hvdkit.launch import command, engines, hosts, reach, restarts, verdict
+from hvdkit.launch.choose import Chosen, Facts, choose
 from hvdkit.launch.config import Run
 from hvdkit.launch.engines import Start
 from hvdkit.launch.hosts import Host, parse_hosts
@@ -87,6 +89,17 @@ TCP = "--mca btl_tcp_if_include eth0"
 )
 def test_command_lines(engine, facts, expected):
     assert shlex.split(str(engines.ENGINES[engine](Start(**facts)))) == shlex.split(expected)
+
+
+def test_within_slurm_no_engine_needs_ssh():
+    mpich = engines.mpirun(Start(**SPREAD | {"mpi": Mpi("MPICH", "5.0.2"), "slurm": True}))
+    intel = engines.mpirun(Start(**SPREAD | {"mpi": Mpi("Intel MPI", "2021.17"), "slurm": True}))
+    assert " -launcher slurm -hosts " in str(mpich) and " -bootstrap slurm " in str(intel)
+    job = command.Job(Run(slurm=True), (), Chosen("mpirun", "mpirun"), (), {})
+    assert job.by_slurm and not replace(job, chosen=Chosen("gloo", "horovodrun")).by_slurm
+    here = (Host(socket.gethostname(), 1),)  # the one that is left: an mpirun without -H would take the lost ones, too
+    assert f"-H {socket.gethostname()}:1" in str(job.command_line(here, ("true",)))
+    assert "-H" not in str(replace(job, config=Run(np=1)).command_line(here, ("true",)))
 
 
 def test_what_an_engine_cannot_do_is_refused():
@@ -220,7 +233,7 @@ def test_the_interface_between_hosts():
     assert reach.network([one, answer("b", "10.0.0.3", "ens3")], None, mine).interface == "10.0.0.0/24"
     assert reach.network([one, two], "eth0", mine).addresses == ("10.0.0.1",)
     for named, answers, message in (
-        (None, [answer("a", "172.17.0.2", client="172.17.0.1")], "got docker0, by which ssh to a goes"),
+        (None, [answer("a", "172.17.0.2", client="172.17.0.1")], "got docker0, by which a is reached"),
         (None, [answer("a", "10.0.0.2", client="192.168.7.7")], "got 192.168.7.7"),
         (None, [one, answer("b", "10.9.0.3", "ens3")], "one network that all hosts are in"),
         ("lo", [one], "lo, which reaches no other host"),
@@ -265,12 +278,13 @@ def course(*events, size=3):
         ([(2, -9), (0, 1)], 137, r"rank 2 on node2 was killed by SIGKILL \(out of memory\?\); the job ended"),
         ([(0, -15, 15), (1, -11)], 139, "rank 1 on node1 was killed by SIGSEGV"),
         ([(1, None), (0, 1)], 1, "rank 1 on node1 is out of reach"),
+        ([(1, 75, 15), (0, 75, 15), (2, 75, 15)], 75, "rank 1 on node1 ended with exit code 75"),  # Slurm's signal
         ([(0, 0), (1, 0)], 1, "rank 2 on node2 did not say how it ended"),  # never 0 where a rank is missing
     ],
 )
 def test_verdicts(events, code, line):
     judged = course(*events).verdict(0 if code in (0, 1) else 1, 12.3)
-    assert judged.code == code
+    assert judged.code == code and judged.stopped == (code == 75)
     assert re.match(line, judged.line) if line else judged.line == ""
 
 
