@@ -8,12 +8,12 @@ import selectors
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from hvdkit.cluster import processes
 from hvdkit.cluster.checks import Difference, Waits
-from hvdkit.cluster.logs import DIED, last_line, write_line
+from hvdkit.cluster.fault import Fault, Rank
+from hvdkit.cluster.logs import DIED, write_line
 from hvdkit.cluster.progress import PROGRESS
 from hvdkit.cluster.wire import LONGEST, LONGEST_HELLO, Link, Offer, knows
 
@@ -29,46 +29,6 @@ _END_SECONDS = 1.0
 # horovodrun stops to forward lines when the first rank ends: the last one has to be through by then.
 _FORWARD_SECONDS = 0.2
 _HELLO_SECONDS = 5.0
-
-
-@dataclass
-class Rank:
-    """What rank 0 knows of a rank."""
-
-    number: int
-    host: str
-    link: Link
-    identity: processes.Identity
-    heard: float
-    step: int | None = None
-    left: bool = False
-    closed: bool = False
-    asked: float | None = None  # when another rank was asked to look at it
-    told: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def gone(self) -> bool:
-        """It is not expected to answer any more."""
-        return self.left or self.closed
-
-
-@dataclass
-class Fault:
-    """Why the job ends: rank, cause, exit code; ``due`` is when it is settled that nobody else is at fault."""
-
-    rank: Rank
-    cause: str
-    due: float
-    verb: str = "failed"
-    code: int = 1
-    text: str = ""
-    leaving: bool = False  # by sys.exit(n): no fault if all ranks do the same
-    victim: bool = False
-    kill: list[processes.Identity] = field(default_factory=list)
-
-    def line(self) -> str:
-        """Return the last line of the job."""
-        return last_line(self.rank.number, self.rank.host, self.verb, self.rank.step, self.cause)
 
 
 class Hub:

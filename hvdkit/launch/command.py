@@ -110,13 +110,12 @@ class Job:
         """Say whether Slurm starts what runs on other hosts: nobody needs ssh then."""
         return self.config.slurm and self.chosen.engine in ("srun", "mpirun")
 
-    def _remote(self, host: str, command: Sequence[str]) -> list[str]:
-        if self.by_slurm:
-            return srun_command(host, command)
-        return ssh_command(host, self.config.ssh_args, self.config.check_timeout, command)
-
-    def network(self, hosts: tuple[Host, ...]) -> tuple[Network, list[Answer]]:
+    def network(self, hosts: tuple[Host, ...], connect_timeout: float | None = None) -> tuple[Network, list[Answer]]:
         """Look at ``hosts``; return how they are reached, and the answers of all but this one.
+
+        Args:
+            hosts: to ask.
+            connect_timeout: seconds that ssh may take to come in; by default --check-timeout.
 
         Raises:
             ClusterError: those that answer have no network in common.
@@ -126,7 +125,14 @@ class Job:
             return Network(None, ("127.0.0.1",)), []
         if not self.config.check:
             return reaching(self.config.interface), []
-        answers = checked(others, self._remote, self.config.check_timeout)
+        timeout = self.config.check_timeout if connect_timeout is None else connect_timeout
+
+        def remote(host: str, command: Sequence[str]) -> list[str]:
+            if self.by_slurm:
+                return srun_command(host, command)
+            return ssh_command(host, self.config.ssh_args, timeout, command)
+
+        answers = checked(others, remote, self.config.check_timeout)
         good = [answer for answer in answers if answer.problem is None]
         return (network(good, self.config.interface) if good else Network(None, ("127.0.0.1",))), answers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from hvdkit.launch.command import Job
 
 LONGEST_PAUSE_SECONDS = 60.0
+# Before a restart a host may just have been lost: those that are left should not wait long for it.
+CONNECT_SECONDS = 2.0
 USAGE = 2
 # EX_UNAVAILABLE of sysexits.h: too few hosts are left; elsewhere, or later, the job can go on.
 TOO_FEW_HOSTS = 69
@@ -103,16 +106,19 @@ def run(job: Job, program: Sequence[str], output: Output, signals: Signals) -> i
             restart += 1
             wait = pause(config.backoff, restart)
             output.line(f"hvdkit run: starting again in {wait:g} s (restart {restart} of {config.max_restarts})")
-            if (stopped := signals.wait(wait)) is not None:
+            begin_at = time.monotonic() + wait
+            if (stopped := signals.wait(wait - CONNECT_SECONDS)) is not None:
                 return shell_code(-stopped)
             again = regroup(job, book, output) if job.hosts else (taken, way)
             too_few = again is None
+            if (stopped := signals.wait(begin_at - time.monotonic())) is not None:
+                return shell_code(-stopped)
         taken, way = again
 
 
 def regroup(job: Job, book: Hosts, output: Output) -> tuple[tuple[Host, ...], Network] | None:
     """Return who takes part in the next attempt and how they are reached, or None where there are too few."""
-    way, answers = job.network(job.hosts)
+    way, answers = job.network(job.hosts, min(CONNECT_SECONDS, job.config.check_timeout))
     silent = {answer.host for answer in answers if answer.problem}
     for answer in answers:
         if answer.problem:
