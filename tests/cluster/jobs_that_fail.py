@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -74,10 +75,16 @@ def run(
         limit: seconds after which the job is ended.
         steps: number of steps where nothing fails.
         **extra: environment variables.
+
+    Raises:
+        NoMemoryGroup: for the fault "out of memory", where no process can be given little of it.
     """
     folder = Path(tempfile.mkdtemp(prefix="hvdkit-fault-"))
     script = shutil.copy(SCRIPT, folder)
     rank = [sys.executable, str(script), fault, str(at), str(steps)]
+    group = memory_group() if fault == "out of memory" else None
+    if group is not None:
+        extra["HVDKIT_TEST_GROUP"] = str(group)
     env = environment(PYTHONPATH=str(SCRIPT.parents[2]), TF_CPP_MIN_LOG_LEVEL="2", **extra)
     command = [*LAUNCHERS[launcher], "-np", str(ranks), *_across(launcher, hosts, env), *rank]
     start = subprocess.Popen if hosts is None else hosts[0].start
@@ -87,6 +94,24 @@ def run(
         return watch(process, folder, act, limit)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if group is not None:
+            group.rmdir()
+
+
+def memory_group() -> Path:
+    """Make a group of processes that have 128 MiB; raise NoMemoryGroup where this user, or this kernel, cannot."""
+    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(tempfile.mkdtemp(prefix="hvdkit-", dir=root)) if os.access(root, os.W_OK) else None
+        if group is not None and (group / limit).exists():
+            (group / limit).write_text(str(2**27))
+            return group
+        if group is not None:
+            group.rmdir()
+    raise NoMemoryGroup("no group of processes with a limit of memory can be made here")
+
+
+class NoMemoryGroup(OSError):
+    """Memory cannot be limited on this machine."""
 
 
 def _across(launcher: str, hosts: Hosts | None, env: dict[str, str]) -> list[str]:

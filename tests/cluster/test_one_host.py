@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from jobs_that_fail import run
+from jobs_that_fail import NoMemoryGroup, run
 
 HOST = socket.gethostname()
 DIED = "died without a word (killed, out of memory, or os._exit)"
@@ -25,6 +25,8 @@ FAULTS = [
     ("os._exit(0)", "horovodrun --gloo", 1, 5, f"failed at step 20: {DIED}"),
     ("kill -9", "mpirun", 137, 5, f"failed at step 20: {DIED}"),
     ("kill -9", "horovodrun", None, 5, f"failed at step 20: {DIED}"),
+    ("out of memory", "hvdkit run", 137, 5, "was killed by SIGKILL (out of memory?) at step 20; the job ended after"),
+    ("raise", "hvdkit run, Gloo", 1, 5, "failed at step 20: ValueError: the disk is full; the job ended after"),
     ("SIGSTOP", "horovodrun --gloo", 1, 8, "failed at step 20: has been stopped (SIGSTOP) for"),
     ("hang", "mpirun", 1, 15, "hangs at step 20: no progress for"),
 ]
@@ -46,8 +48,12 @@ def job(fault, launcher, at=1, heartbeat="3"):
 
 @pytest.mark.parametrize(("job", "code", "seconds", "words"), [(job(*f[:2]), *f[2:]) for f in FAULTS])
 def test_one_rank_fails(endings, job, code, seconds, words):
-    ending = endings[tuple(job.items())].result()
-    assert ending.last.startswith(f"hvdkit: rank 1 on {HOST} {words}"), ending.output
+    try:
+        ending = endings[tuple(job.items())].result()
+    except NoMemoryGroup as why:
+        pytest.skip(str(why))
+    own = "hvdkit run: " if job["launcher"].startswith("hvdkit run") else "hvdkit: "
+    assert ending.last.startswith(f"{own}rank 1 on {HOST} {words}"), ending.output
     assert ending.code == code if code is not None else ending.code, ending.output
     assert not ending.left and ending.seconds < seconds, (ending.left, ending.seconds)
     assert ending.output.count("hvdkit: ") == 1 and "has trained" not in ending.output, ending.output
