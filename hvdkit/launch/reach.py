@@ -110,12 +110,12 @@ def refusal(host: str, code: int, text: str, asked_by: str = "ssh") -> str:
         >>> refusal("node9", 255, "ssh: Could not resolve hostname node9: Name or service not known")
         'its name is unknown; check the name, or add it to ~/.ssh/config or /etc/hosts'
     """
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+    if code in (126, 127):  # a shell's there: its words may be those of a login that fails
+        return f"it has no {sys.executable} ({last}); install the same environment at the same path there"
     for words, what, remedy in _SAID:
         if words in text:
             return f"{what}; {remedy.format(host=host)}"
-    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
-    if code in (126, 127):
-        return f"it has no {sys.executable} ({last}); install the same environment at the same path there"
     by_hand = f"ssh {host}" if asked_by == "ssh" else f"srun --nodelist={host} --overlap"
     return f"{asked_by} ended with exit code {code}: {last}; try `{by_hand} {sys.executable} --version`"
 
@@ -153,7 +153,7 @@ def refuse(answers: Sequence[Answer]) -> None:
     """
     problems = [f"host {answer.host}: {answer.problem}" for answer in answers if answer.problem]
     if problems:
-        raise ClusterError(" | ".join(problems))
+        raise ClusterError("\n".join(problems))
 
 
 def network(answers: Sequence[Answer], named: str | None, mine: Sequence[Interface] | None = None) -> Network:
@@ -252,4 +252,4 @@ def deliver(hosts: Sequence[str], ssh_args: str, timeout: float, path: Path, tex
     with ThreadPoolExecutor(min(64, len(hosts))) as pool:
         problems = [problem for problem in pool.map(send, hosts) if problem]
     if problems and text is not None:
-        raise ClusterError(" | ".join(problems))
+        raise ClusterError("\n".join(problems))

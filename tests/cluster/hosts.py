@@ -11,6 +11,7 @@ To MPI, Horovod and ssh they are hosts like any other; a link can be cut or slow
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from typing import Any
 
 SSHD = "/usr/sbin/sshd"
 _START_SECONDS = 10.0
+_NUMBERS = (f"-{number}" for number in itertools.count())
 
 
 def missing() -> str | None:
@@ -100,6 +102,14 @@ class Host:
         """Cut its cable: nobody hears of the end of any connection."""
         _ip("link", "set", "eth0", "down", inside=self._namespace)
 
+    def plug_in(self) -> None:
+        """Plug it in again."""
+        _ip("link", "set", "eth0", "up", inside=self._namespace)
+
+    def put(self, source: Path, target: Path) -> None:
+        """Have this host alone see ``source``, a file or a folder, at ``target``."""
+        self.start(["mount", "--bind", str(source), str(target)]).wait()
+
     def slow_down(self, rate: str) -> None:
         """Limit what it sends, e.g. to ``"1mbit"``."""
         limit = ["tbf", "rate", rate, "burst", "32kb", "latency", "400ms"]
@@ -124,7 +134,7 @@ class Hosts:
     """
 
     def __init__(self, count: int) -> None:
-        self._prefix = f"hk{os.getpid()}"
+        self._prefix = f"hk{os.getpid()}{next(_NUMBERS)}"
         self._switch = f"{self._prefix}-sw"
         self.folder = Path(tempfile.mkdtemp(prefix="hvdkit-hosts-"))
         self._hosts = [
@@ -164,6 +174,7 @@ class Hosts:
         _ip("link", "set", "br0", "up", inside=self._switch)
         # What a person has set up on a cluster: ssh comes in without a question.
         ssh = {"IdentityFile": self.folder / "key", "StrictHostKeyChecking": "yes", "LogLevel": "ERROR"}
+        ssh["UserKnownHostsFile"] = Path(os.devnull)
         ssh["GlobalKnownHostsFile"] = self.folder / "known-hosts"
         key = (self.folder / "host-key.pub").read_text()
         (self.folder / "known-hosts").write_text("".join(f"{h.address},{h.name} {key}" for h in self._hosts))

@@ -1,0 +1,124 @@
+"""``hvdkit run`` over three hosts: some that are not as they must be, and a run that loses one for a time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from hosts import Hosts, missing
+from jobs import BIN, environment
+from resume import WORKER, losses
+
+import hvdkit
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 150
+WHY = missing()
+pytestmark = pytest.mark.skipif(WHY is not None, reason=f"no hosts: {WHY}")
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    with Hosts(3) as several:
+        yield several
+
+
+def start(hosts, *words, out, **extra):
+    env = environment(PYTHONPATH=str(ROOT), TF_CPP_MIN_LOG_LEVEL="2", **extra)
+    with out.open("wb") as file:
+        return hosts[0].start(["hvdkit", "run", "-H", hosts.list, *words], env=env, stdout=file, stderr=file)
+
+
+def until(condition, seconds, out):
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, out.read_text()
+        time.sleep(0.05)
+
+
+def test_a_host_is_lost_and_comes_back(hosts, tmp_path):
+    """Cut off, it is left out; plugged in again, it is taken in at the next start. Losses are those of one process."""
+    out, log = tmp_path / "out", tmp_path / "log" / "losses.jsonl"
+    flags = ["--steps", str(STEPS), "--dropout", "0"]
+    worker = [sys.executable, str(WORKER)]
+    options = ["--max-restarts", "2", "--min-np", "2", "--backoff", "0.1"]
+    process = start(hosts, *options, "--", *worker, str(log.parent), *flags, out=out, HVDKIT_HEARTBEAT_SECONDS="3")
+
+    def trained(ranks):
+        return log.exists() and log.read_text().count(f", {ranks}]")
+
+    until(lambda: trained(3) > 30, 60, out)
+    hosts[2].cut()
+    began = time.monotonic()
+    until(lambda: trained(2) > 0, 60, out)
+    assert time.monotonic() - began < 20
+    hosts[2].plug_in()
+    until(lambda: trained(2) > 30, 60, out)
+    rank = next(pid for pid in hosts[1].processes() if psutil.Process(pid).cmdline()[:2] == worker)
+    os.kill(rank, signal.SIGKILL)
+    alone = subprocess.run([*worker, str(tmp_path / "alone"), *flags, "--rest", "0"], env=environment(), check=True)
+    assert alone.returncode == 0 and process.wait(90) == 0, out.read_text()
+
+    text = out.read_text()
+    said = [line.removeprefix("hvdkit run: ") for line in text.splitlines() if line.startswith("hvdkit run: ")]
+    assert re.match(r"rank 2 on 10\.77\.0\.3 failed at step \d+: has not answered for 3 s", said[0]), text
+    assert said[1:3] == [
+        "starting again in 0.1 s (restart 1 of 2)",
+        f"without host 10.77.0.3: {said[2].split(': ')[1]}",
+    ]
+    assert said[3] == "2 ranks on 10.77.0.1:1, 10.77.0.2:1", text
+    assert re.match(r"rank 1 on 10\.77\.0\.2 was killed by SIGKILL \(out of memory\?\) at step \d+", said[4]), text
+    assert said[5:] == ["starting again in 0.2 s (restart 2 of 2)", f"3 ranks on {hosts.list.replace(',', ', ')}"], text
+    here, there = losses(log.parent), losses(tmp_path / "alone")
+    assert [step for step, _, _ in here] == list(range(1, STEPS + 1))
+    assert {ranks for _, _, ranks in here} == {2, 3} and here[-1][2] == 3
+    assert [loss for _, loss, _ in here] == pytest.approx([loss for _, loss, _ in there], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ssh_args", "problem"),
+    [
+        ("-o GlobalKnownHostsFile=/dev/null", "its host key is not known here; ssh {host} once, and accept its key"),
+        ("-o PubkeyAuthentication=no", "it refuses the login; ssh-copy-id {host}; ssh must need no password"),
+        ("-p 2222", "no ssh server listens there; start sshd, or pass its port: --ssh-args='-p 2222'"),
+    ],
+)
+def test_hosts_that_cannot_be_reached(hosts, tmp_path, ssh_args, problem):
+    process = start(hosts, f"--ssh-args={ssh_args}", "--", "true", out=tmp_path / "out")
+    assert process.wait(20) == 2
+    text = (tmp_path / "out").read_text()
+    for host in ("10.77.0.2", "10.77.0.3"):
+        assert f"host {host}: {problem.format(host=host)}" in text
+
+
+def test_hosts_with_other_software(tmp_path):
+    """Each host sees files of its own in some places; before anything starts all are named that differ."""
+    package = Path(hvdkit.__file__).parent
+    about = next(file for file in metadata.files("keras") if file.name == "METADATA").locate()
+    (tmp_path / "_version.py").write_text('__version__ = "0.0.9"\n')
+    (tmp_path / "METADATA").write_text(re.sub(r"(?m)^Version: .*", "Version: 2.15.0", Path(about).read_text()))
+    (tmp_path / "empty").mkdir()
+    with Hosts(3) as hosts:
+        hosts[1].put(tmp_path / "_version.py", package / "_version.py")
+        hosts[1].put(tmp_path / "METADATA", Path(about))
+        hosts[2].put(tmp_path / "empty", BIN)
+        process = start(hosts, "--", "true", out=tmp_path / "out")
+        assert process.wait(30) == 2
+    text = (tmp_path / "out").read_text()
+    mine = f"Keras 2.15.0 where this host has {metadata.version('keras')}, "
+    mine += f"hvdkit 0.0.9 where this host has {hvdkit.__version__}; install the same versions on all hosts"
+    assert f"host 10.77.0.2: it has {mine}" in text
+    assert re.search(rf"host 10\.77\.0\.3: it has no {BIN}/python\S* \(.*\); install the same environment", text), text
