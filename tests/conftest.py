@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,14 @@ def report_text(report: pytest.TestReport) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     if RECORDS:
         config.pluginmanager.register(Recorder(Path(RECORDS), promised().rank), "hvdkit-recorder")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector off all that test files import: Keras and some tests run it often."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()

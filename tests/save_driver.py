@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from hvdkit.partition import rows_of
 
 CALLS = ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir")
 ROWS = 7
+WORKERS = 6
 
 
 def state_of(value: float, rank: int, size: int) -> State:
@@ -133,9 +135,9 @@ def what_is_left(folder: Path) -> tuple[str, float]:
     return path.name, values.pop()
 
 
-def kill_at_every_stage(size: int, victim: int, all_die: bool, name: str) -> None:
+def kill_at_every_stage(size: int, victim: int, all_die: bool, name: str) -> list[dict[str, object]]:
     """Save value 2 as ``name`` beside value 1 as step 1, killing at call 1, 2, ... until none is left."""
-    stage, killed = 0, True
+    stage, killed, cases = 0, True, []
     while killed:
         stage += 1
         folder = Path(tempfile.mkdtemp())
@@ -147,12 +149,24 @@ def kill_at_every_stage(size: int, victim: int, all_die: bool, name: str) -> Non
         job(folder / "step-000000003", 3.0, size)
         after = what_is_left(folder)
         case = {"size": size, "victim": victim, "all": all_die, "name": name, "stage": stage, "killed": killed}
-        print(json.dumps({**case, "found": found, "value": value, "left": left, "after": after}), flush=True)
+        cases.append({**case, "found": found, "value": value, "left": left, "after": after})
         shutil.rmtree(folder)
+    return cases
+
+
+def main() -> None:
+    """Go through all cases, several at a time: what takes time is the disk's fsync."""
+    with ProcessPoolExecutor(WORKERS) as pool:
+        going = [
+            pool.submit(kill_at_every_stage, size, victim, all_die, name)
+            for size in (4, 3, 2, 1)
+            for victim, all_die in sorted({(0, False), (0, True), (size - 1, False)})
+            for name in ("step-000000002", "step-000000001")
+        ]
+        for one in going:
+            for case in one.result():
+                print(json.dumps(case))
 
 
 if __name__ == "__main__":
-    for size in (1, 2, 3, 4):
-        for victim, all_die in sorted({(0, False), (0, True), (size - 1, False)}):
-            for name in ("step-000000002", "step-000000001"):
-                kill_at_every_stage(size, victim, all_die, name)
+    main()

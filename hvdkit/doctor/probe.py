@@ -8,6 +8,7 @@ here starts MPI, except the stage ``alone``.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -138,4 +139,6 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # all that is imported lives as long as the process, which is short
     main(sys.argv[1:])
+    gc.freeze()  # nor look through it at exit

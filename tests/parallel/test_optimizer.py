@@ -34,6 +34,16 @@ MAKERS = {
     "SGD": lambda **k: opts.SGD(0.1, momentum=0.9, **k),
     "ScheduleFreeAdamW": lambda **k: opts.ScheduleFreeAdamW(0.01, **k),
 }
+OPTIONS = (
+    {"clipnorm": 0.1},
+    {"global_clipnorm": 0.1},
+    {"clipvalue": 0.05},
+    {"weight_decay": 0.1},
+    {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3},
+    {"loss_scale_factor": 8.0},
+    {"gradient_accumulation_steps": 2},
+    {"learning_rate": opts.schedules.ExponentialDecay(0.1, 2, 0.5, staircase=True)},
+)
 # Names that keras.optimizers exports beside optimizers.
 NO_OPTIMIZERS = {"Optimizer", "OptimizerMap"}
 
@@ -41,6 +51,14 @@ NO_OPTIMIZERS = {"Optimizer", "OptimizerMap"}
 def exported():
     names = [n for n in dir(opts) if isinstance(getattr(opts, n), type)]
     return {n for n in names if issubclass(getattr(opts, n), opts.Optimizer)} - NO_OPTIMIZERS
+
+
+def option_of(options):
+    return next(iter(options))
+
+
+def sgd_with(options):
+    return lambda: opts.SGD(**({"learning_rate": 0.1} | options))
 
 
 def test_every_optimizer_class_is_covered():
@@ -75,10 +93,12 @@ def fitted(optimizer, *, distributed, **compile_options):
     return model
 
 
-def fitted_alone(make):
-    """Return the weights after one process fitted on all examples: the chief, whose cores the others share."""
-    weights = fitted(make(), distributed=False).get_weights() if hk.is_chief() else None
-    return hk.broadcast_object(weights)
+@pytest.fixture(scope="module")
+def fitted_alone():
+    """The weights after one process fitted on all examples, for each optimizer and options: a rank does its share."""
+    made = [*((name, MAKERS[name]) for name in sorted(exported())), *((option_of(o), sgd_with(o)) for o in OPTIONS)]
+    mine = {key: fitted(make(), distributed=False).get_weights() for key, make in made[hk.rank() :: hk.size()]}
+    return {key: weights for some in hk.allgather_object(mine) for key, weights in some.items()}
 
 
 def assert_equal(model, reference, rtol=1e-4, atol=3e-6):
@@ -89,35 +109,21 @@ def assert_equal(model, reference, rtol=1e-4, atol=3e-6):
 
 
 @pytest.mark.parametrize("name", sorted(exported()))
-def test_fit_equals_one_process(name):
+def test_fit_equals_one_process(name, fitted_alone):
     optimizer = hk.DistributedOptimizer(MAKERS[name]())
     assert type(optimizer).__name__ == name and isinstance(optimizer, getattr(opts, name))
-    assert_equal(fitted(optimizer, distributed=True), fitted_alone(MAKERS[name]))
+    assert_equal(fitted(optimizer, distributed=True), fitted_alone[name])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"clipnorm": 0.1},
-        {"global_clipnorm": 0.1},
-        {"clipvalue": 0.05},
-        {"weight_decay": 0.1},
-        {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3},
-        {"loss_scale_factor": 8.0},
-        {"gradient_accumulation_steps": 2},
-        {"learning_rate": opts.schedules.ExponentialDecay(0.1, 2, 0.5, staircase=True)},
-    ],
-    ids=lambda o: next(iter(o)),
-)
-def test_keras_options_keep_their_meaning(options):
-    make = lambda: opts.SGD(**({"learning_rate": 0.1} | options))  # noqa: E731
-    assert_equal(fitted(hk.DistributedOptimizer(make()), distributed=True), fitted_alone(make))
+@pytest.mark.parametrize("options", OPTIONS, ids=option_of)
+def test_keras_options_keep_their_meaning(options, fitted_alone):
+    optimizer = hk.DistributedOptimizer(sgd_with(options)())
+    assert_equal(fitted(optimizer, distributed=True), fitted_alone[option_of(options)])
 
 
 @pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 4}])
-def test_ways_to_run_a_step(options):
-    reference = fitted_alone(lambda: opts.Adam(0.01))
-    assert_equal(fitted(hk.DistributedOptimizer(opts.Adam(0.01)), distributed=True, **options), reference)
+def test_ways_to_run_a_step(options, fitted_alone):
+    assert_equal(fitted(hk.DistributedOptimizer(MAKERS["Adam"]()), distributed=True, **options), fitted_alone["Adam"])
 
 
 def looped(optimizer, accumulate=1, reduce_loss=tf.reduce_mean, micro=None):

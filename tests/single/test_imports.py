@@ -55,9 +55,11 @@ def test_the_first_use_names_the_command_that_brings_what_is_missing(missing, us
 
 def test_one_process_needs_no_mpi():
     job = run(
-        blocked("mpi4py") + "import hvdkit as hk; print(hk.init().size, hk.allgather_object('x'), hk.allreduce(2.0))"
+        blocked("mpi4py")
+        + "import gc, hvdkit as hk; print(hk.init().size, hk.allgather_object('x'), hk.allreduce(2.0))\n"
+        + "print(gc.isenabled(), gc.get_freeze_count() > 200_000)"
     )
-    assert job.code == 0 and "1 ['x'] 2.0" in job.output, job.output
+    assert job.code == 0 and "1 ['x'] 2.0\nTrue True\n" in job.output, job.output
 
 
 def test_a_launcher_started_by_a_process_that_was_alone():
