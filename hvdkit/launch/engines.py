@@ -124,13 +124,16 @@ def open_mpi_5(start: Start) -> CommandLine:
 
 
 def mpich(start: Start) -> CommandLine:
-    """MPICH: Hydra passes everything on unless it is given a list of names."""
+    """MPICH: Hydra passes everything on unless it is given a list of names, of which 5.0 forgets the very last variable.
+
+    That one stands for itself here, so that none of the others is lost on the way to other hosts.
+    """
     argv = [start.program, "-n", str(start.np), "-bind-to", "none"]
-    environment = {}
+    environment = {"HVDKIT_LAST": "1"} if start.spread else {}
     if start.hosts:
         argv += ["-launcher", "slurm" if start.slurm else "ssh", "-hosts", _with_slots(start)]
     if start.spread and start.ssh_args:
-        environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = start.ssh_args
+        environment = {"HYDRA_LAUNCHER_EXTRA_ARGS": start.ssh_args, **environment}
     if start.spread and start.interface:
         argv += ["-iface", _named(start.interface, "MPICH")]
     return CommandLine((*argv, "-genvlist", ",".join(start.names), *start.command), environment)
