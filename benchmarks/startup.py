@@ -1,4 +1,4 @@
-"""What starting costs: `import hvdkit` over `import tensorflow`, `hk.init()` over `hvd.init()`, `hvdkit run` over mpirun.
+"""What starting costs: `import hvdkit` over TensorFlow's, `hk.init()` over `hvd.init()`, `hvdkit run` over `mpirun`.
 
     python benchmarks/startup.py
 

@@ -124,9 +124,9 @@ def open_mpi_5(start: Start) -> CommandLine:
 
 
 def mpich(start: Start) -> CommandLine:
-    """MPICH: Hydra passes everything on unless it is given a list of names, of which 5.0 forgets the very last variable.
+    """MPICH: Hydra passes everything on unless it is given a list of names.
 
-    That one stands for itself here, so that none of the others is lost on the way to other hosts.
+    Hydra 5.0 forgets the last variable of its environment on the way to other hosts: here that is one nobody needs.
     """
     argv = [start.program, "-n", str(start.np), "-bind-to", "none"]
     environment = {"HVDKIT_LAST": "1"} if start.spread else {}

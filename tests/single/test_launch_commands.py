@@ -58,8 +58,8 @@ TCP = "--mca btl_tcp_if_include eth0"
         (
             "mpirun",
             SPREAD | {"mpi": Mpi("MPICH", "5.0.2")},
-            "HYDRA_LAUNCHER_EXTRA_ARGS='-p 2222' HVDKIT_LAST=1 mpirun -n 3 -bind-to none -launcher ssh -hosts node1:2,node2:1 "
-            "-iface eth0 -genvlist PATH,TF_X python train.py",
+            "HYDRA_LAUNCHER_EXTRA_ARGS='-p 2222' HVDKIT_LAST=1 mpirun -n 3 -bind-to none -launcher ssh "
+            "-hosts node1:2,node2:1 -iface eth0 -genvlist PATH,TF_X python train.py",
         ),
         (
             "mpirun",
