@@ -17,10 +17,11 @@ pytestmark = pytest.mark.skipif(WHY is not None, reason=f"no hosts: {WHY}")
 
 
 def test_a_host_dies():
+    """A plain mpirun may end rank 0, which would say so, before it has; nobody ends hvdkit run."""
     with Hosts(3) as hosts:
-        ending = run("wait", "mpirun", ranks=3, hosts=hosts, act=hosts[1].kill)
-    assert ending.last.startswith("hvdkit: rank 1 on host-b failed at step "), ending.output
-    assert ending.code and not ending.left and ending.seconds < 5, (ending.seconds, ending.left)
+        ending = run("wait", "hvdkit run", ranks=3, hosts=hosts, act=hosts[1].kill)
+    assert ending.last.startswith("hvdkit run: rank 1 on 10.77.0.2 "), ending.output
+    assert ending.code == 1 and not ending.left and ending.seconds < 5, (ending.seconds, ending.left)
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])

@@ -62,9 +62,7 @@ def test_a_host_is_lost_and_comes_back(hosts, tmp_path):
 
     until(lambda: trained(3) > 30, 60, out)
     hosts[2].cut()
-    began = time.monotonic()
     until(lambda: trained(2) > 0, 60, out)
-    assert time.monotonic() - began < 20
     hosts[2].plug_in()
     until(lambda: trained(2) > 30, 60, out)
     rank = next(pid for pid in hosts[1].processes() if psutil.Process(pid).cmdline()[:2] == worker)

@@ -253,23 +253,3 @@ def test_launchers_to_copy(tmp_path, launcher, variables):
         assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] trained {code}" for rank in (0, 1)]
     alone = subprocess.run(["bash", str(ROOT / "launch" / launcher)], capture_output=True, text=True, check=False)
     assert alone.returncode == 2 and f"launch/{launcher} models/train.py cifar10" in alone.stderr
-
-
-def test_training_goes_on_by_itself_after_a_rank_was_killed(tmp_path):
-    logdir = tmp_path / "line"
-    command = [*RUN, "-np", "2", "--max-restarts", "1", "--backoff", "0.1", "--", sys.executable]
-    command += [str(ROOT / "models" / "train.py"), "linear", "--logdir", str(logdir), "--epochs", "20"]
-    command += ["--save-model-secs", "0.5", "--sleep", "0.01"]
-    process = subprocess.Popen(
-        command, env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    until(lambda: any((logdir / "checkpoints").glob("step-*")), 60)
-    ranks = [
-        one for one in psutil.Process(process.pid).children(recursive=True) if "train.py" in " ".join(one.cmdline()[:3])
-    ]
-    ranks[-1].send_signal(signal.SIGKILL)
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 0, output
-    assert "was killed by SIGKILL" in output
-    assert int(re.search(r"training begins at step (\d+) from", output)[1]) > 0
-    assert "finished" in output
