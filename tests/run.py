@@ -40,6 +40,8 @@ PERMISSIONS = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
 }
+# Those of tests/cluster that look at how long a failure lasts, each by itself.
+IN_TIME = ("test_hosts.py", "test_one_host.py")
 # Under Gloo bytes travel by another way, and nothing else is different: these have every kind of exchange in them.
 UNDER_GLOO = (
     "test_checkpoint.py",
@@ -102,7 +104,10 @@ def launches(config: Config, folder: Path) -> list[Launch]:
     if config.single_only:
         return listed
     if config.faults:
-        listed.append(Launch("faults", 1, [*pytest, "tests/cluster"], folder / "faults"))
+        others = sorted({path.name for path in (ROOT / "tests" / "cluster").glob("test_*.py")} - set(IN_TIME))
+        for name, files in (("faults", others), ("faults, hosts", IN_TIME[:1]), ("faults, here", IN_TIME[1:])):
+            command = [*pytest, *(f"tests/cluster/{file}" for file in files)]
+            listed.append(Launch(name, 1, command, folder / name.replace(", ", "-")))
     for n in config.np:
         mpirun = [program("mpirun"), "-np", str(n), "--bind-to", "none"]
         path = folder / f"mpi-{n}"
@@ -118,12 +123,13 @@ def launches(config: Config, folder: Path) -> list[Launch]:
 def run_all(listed: list[Launch], timeout: float) -> Iterator[Launch]:
     """Run all launches, and yield each as it ends.
 
-    The tests in one process often wait, and leave room for launches of one and two ranks beside them; larger ones
-    need the machine.
+    The tests in one process often wait, and leave room for launches of one and two ranks beside them, faults for larger
+    ones. Tests of how soon a job ends have the machine for themselves.
     """
     single = [launch for launch in listed if launch.name == "one process"]
-    alone = [launch for launch in listed if launch.size > 2 or launch.name == "faults"]
-    small = [launch for launch in listed if launch not in single and launch not in alone]
+    faults, hosts, here = ([x for x in listed if x.name == f"faults{part}"] for part in ("", ", hosts", ", here"))
+    large = [launch for launch in listed if launch.size > 2]
+    small = [launch for launch in listed if launch not in [*single, *faults, *hosts, *here, *large]]
     ended: SimpleQueue[Launch] = SimpleQueue()
 
     def one_after_another(lane: list[Launch]) -> None:
@@ -132,7 +138,7 @@ def run_all(listed: list[Launch], timeout: float) -> Iterator[Launch]:
             run(launch, timeout)
             ended.put(launch)
 
-    for together in ([single, small], [alone]):
+    for together in ([single, small], [large, faults], [hosts, here]):
         with ThreadPoolExecutor(len(together)) as pool:
             waiting = [pool.submit(one_after_another, lane) for lane in together]
             for _ in range(sum(map(len, together))):

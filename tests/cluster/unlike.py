@@ -16,10 +16,10 @@ odd = cluster.rank == 1
 def step(x):
     y = hk.allreduce(x)  # the first
     if KIND == "dtype" and odd:
-        return hk.allreduce(tf.cast(x, tf.float64))  # another dtype
+        return hk.allreduce(tf.cast(y, tf.float64))  # another dtype
     if KIND == "extra" and odd:
         y = y + hk.allreduce(x)  # one more
-    return hk.allreduce(x[: 2 if KIND == "shape" and odd else 3] * 2)  # the second
+    return hk.allreduce(y[: 2 if KIND == "shape" and odd else 3] * 2)  # the second
 
 
 @tf.function
