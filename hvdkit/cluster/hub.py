@@ -15,7 +15,7 @@ from hvdkit.cluster.checks import Difference, Waits
 from hvdkit.cluster.fault import Fault, Rank
 from hvdkit.cluster.logs import DIED, write_line
 from hvdkit.cluster.progress import PROGRESS
-from hvdkit.cluster.wire import LONGEST, LONGEST_HELLO, Link, Offer, knows
+from hvdkit.cluster.wire import LONE, LONGEST, LONGEST_HELLO, Link, Offer, knows
 
 # Ranks that fail together are heard together, so that the one that failed first is not taken for the only one.
 _GATHER_SECONDS = 0.25
@@ -213,6 +213,9 @@ class Hub:
                 continue
             if rank.asked is None:
                 beside = self._beside(rank, now)
+                cut_off = rank.link.is_cut_off(self._place.heartbeat / 2)
+                if beside is None and not cut_off and silent <= LONE * self._place.heartbeat:
+                    continue
                 rank.asked = now if beside is not None else now - _LOOK_SECONDS
                 if beside is not None:
                     beside.link.send("look", rank=rank.number, identity=rank.identity)

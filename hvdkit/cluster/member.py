@@ -15,7 +15,7 @@ from typing import Any
 from hvdkit.cluster import processes
 from hvdkit.cluster.logs import DIED, last_line, write_line
 from hvdkit.cluster.progress import PROGRESS
-from hvdkit.cluster.wire import Link, Offer
+from hvdkit.cluster.wire import LONE, Link, Offer
 
 _FLUSH_SECONDS = 0.5
 # Another host's ranks give those beside a silent rank 0 so long to look at it.
@@ -132,7 +132,9 @@ class Member:
             self._heard = time.monotonic()
         elif state is not None:
             self._judge(f"has been {_SHOWN[state]} for {silent:.0f} s")
-        elif silent > self._place.heartbeat + _LOOK_SECONDS:
+        elif silent > _LOOK_SECONDS + self._place.heartbeat * (
+            1 if self._link.is_cut_off(self._place.heartbeat / 2) else LONE
+        ):
             self._judge(f"has not answered for {silent:.0f} s: it is stopped, or one of the two hosts is cut off")
 
     def _judge(self, cause: str) -> None:

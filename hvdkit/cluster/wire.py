@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
 import ipaddress
 import json
 import os
 import secrets
 import socket
+import struct
+import termios
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +20,9 @@ import psutil
 
 _SEND_SECONDS = 2.0
 _CONNECT_SECONDS = 2.0
+# A rank that nobody can look at may be silent for so many times the heartbeat's limit, if its host answers: it may be
+# computing without letting its other threads run.
+LONE = 3
 # What a stranger may send before it is shut out, and the longest message of a rank.
 LONGEST_HELLO, LONGEST = 4096, 2**24
 # The variables by which people choose the network of a job.
@@ -76,6 +82,19 @@ class Link:
             except ValueError:
                 message = None
             yield message if isinstance(message, dict) and "kind" in message else {"kind": "closed"}
+
+    def is_cut_off(self, seconds: float) -> bool:
+        """Return True where the other host has acknowledged nothing for so long, though something was sent to it.
+
+        A process that is stopped, or computes without letting its other threads run, has a host that acknowledges.
+        Source: struct tcp_info of linux/tcp.h. Elsewhere than on Linux it is not known, and taken to be so.
+        """
+        try:
+            info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+            queued = struct.unpack("i", fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4)))[0]
+        except (AttributeError, OSError):
+            return True
+        return queued > 0 and struct.unpack_from("I", info, 56)[0] > seconds * 1000
 
     def close(self) -> None:
         """Close this end."""

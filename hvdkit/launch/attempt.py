@@ -181,7 +181,7 @@ class Attempt:
             self.output.feed(event.rank, event.channel, event.data)
             course.said(event.rank, event.data)
         elif event.kind == "ended":
-            course.ended(event.rank, event.details["code"], event.details["signals"])
+            course.ended(event.rank, event.details["code"], event.details["signals"], event.details["stopped"])
             self._one_less(event.rank)
         else:
             course.lost(event.rank)

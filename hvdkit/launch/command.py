@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hvdkit.cluster.watchdog import HEARTBEAT, seconds
 from hvdkit.doctor.facts import outside_a_job
 from hvdkit.doctor.host import SECRET
 from hvdkit.errors import describe
@@ -25,6 +26,7 @@ from hvdkit.launch.output import Output
 from hvdkit.launch.reach import Answer, Network, checked, deliver, network, reaching, refuse, srun_command, ssh_command
 from hvdkit.launch.verdict import Verdict
 
+STOPPED_SECONDS = 3.0
 WRAPPER = (sys.executable, "-IS", str(Path(rank.__file__).resolve()), "--")
 
 
@@ -184,7 +186,9 @@ class Job:
         if number == 0 and sys.stdout.isatty():
             size = shutil.get_terminal_size()
             terminal = {"lines": size.lines, "columns": max(20, size.columns - len("[rank 0] "))}
-        return {"environment": added, "terminal": terminal}
+        # A little more than hvdkit's own limit, whose message says more.
+        stopped = seconds(HEARTBEAT) + STOPPED_SECONDS if seconds(HEARTBEAT) else float("inf")
+        return {"environment": added, "terminal": terminal, "stopped_seconds": stopped}
 
 
 def prepare(config: Run, program: Sequence[str]) -> Job:
@@ -195,6 +199,7 @@ def prepare(config: Run, program: Sequence[str]) -> Job:
         ClusterError: an engine is missing.
     """
     environment = outside_a_job(os.environ)
+    seconds(HEARTBEAT)  # refused here rather than on every rank
     explain(program, shutil.which(program[0]) if program else None)
     hosts = _hosts(config, environment)
     if not hosts and config.np is None:

@@ -35,13 +35,9 @@ VARIABLE = "HVDKIT_RUN"
 SIGNALS_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 # From these variables `hvdkit run` reads which rank this is.
 PLACE = ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "HOROVOD_", "SLURM_", "PMIX_RANK")
-CONNECT_SECONDS = 10.0
-# A host that has not acknowledged anything for so long is cut off.
-SILENT_SECONDS = 9
-# Once `hvdkit run` is gone: so long the program has, after SIGTERM.
-ORPHAN_SECONDS = 5.0
-# Once the program has ended: so long its children, which hold its pipes, are waited for.
-DRAIN_SECONDS = 0.3
+CONNECT_SECONDS, SILENT_SECONDS = 10.0, 9  # a host that has not acknowledged anything for so long is cut off
+# So long the program has after SIGTERM, once `hvdkit run` is gone; and its children, which hold its pipes, after it.
+ORPHAN_SECONDS, DRAIN_SECONDS = 5.0, 0.3
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -56,15 +52,13 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends, so that all can be found."""
+    """Become the parent of every descendant whose own parent ends."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Notice within :data:`SILENT_SECONDS` that the other host has gone, while nothing is being sent to it.
-
-    Not by TCP_USER_TIMEOUT: that also ends a connection whose reader merely pauses, as a stopped terminal does.
-    """
+    """Notice within :data:`SILENT_SECONDS` that the other host has gone, while nothing is being sent to it."""
+    # Not by TCP_USER_TIMEOUT: that also ends a connection whose reader merely pauses, as a stopped terminal does.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 3)
@@ -118,7 +112,8 @@ class Connection:
             except OSError as error:
                 problem = error
         else:
-            raise OSError(f"hvdkit run cannot be reached at {', '.join(addresses)} port {port} ({problem})")
+            where = f"{', '.join(addresses)} port {port}"
+            raise OSError(f"hvdkit run cannot be reached at {where} ({problem}); name another --interface")
         keep_alive(self.socket)
 
     def send(self, kind: int, payload: bytes) -> None:
@@ -136,8 +131,7 @@ class Connection:
     def is_silent(self) -> bool:
         """Say whether something was sent and nothing has been acknowledged for :data:`SILENT_SECONDS`.
 
-        Keep-alives are not sent while data is on its way. A reader that pauses acknowledges what its host has
-        buffered, and is sent no more, so nothing is on its way then. Source: struct tcp_info of linux/tcp.h.
+        No keep-alives are sent then. To a reader that pauses nothing is on its way. Source: linux/tcp.h, tcp_info.
         """
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
         on_its_way, milliseconds = struct.unpack_from("I", info, 24)[0], struct.unpack_from("I", info, 56)[0]
@@ -154,7 +148,7 @@ class Connection:
     def _receive(self, count: int) -> bytes:
         data = self.socket.recv(count, socket.MSG_WAITALL)
         if len(data) < count:
-            raise Lost
+            raise Lost("hvdkit run refused this rank: the engine did not tell it its place; is it of another MPI?")
         return data
 
 
@@ -164,6 +158,7 @@ class Program:
     def __init__(self, command: list[str], environment: dict[str, str], terminal: dict | None) -> None:
         self.signals: list[int] = []  # that came to this wrapper by others than hvdkit run
         self.status: int | None = None
+        self.stopped_at: float | None = None
         outputs = [_pipe(terminal), _pipe(terminal)]
         self.files = {outputs[0][0]: STDOUT, outputs[1][0]: STDERR}
         me = os.getpid()
@@ -195,10 +190,12 @@ class Program:
         """Collect ended children, the program's orphans among them."""
         with contextlib.suppress(ChildProcessError):
             while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
                 if not pid:
                     return
-                if pid == self.pid:
+                if pid == self.pid and (os.WIFSTOPPED(status) or os.WIFCONTINUED(status)):
+                    self.stopped_at = time.monotonic() if os.WIFSTOPPED(status) else None
+                elif pid == self.pid:
                     self.status = os.waitstatus_to_exitcode(status)
 
 
@@ -219,8 +216,9 @@ def _pipe(terminal: dict | None) -> tuple[int, int]:
 class Wrapper:
     """One rank from its start to its end."""
 
-    def __init__(self, connection: Connection, program: Program, wakeup: int) -> None:
+    def __init__(self, connection: Connection, program: Program, wakeup: int, stopped_seconds: float) -> None:
         self.connection, self.program, self.wakeup = connection, program, wakeup
+        self.stopped_seconds = stopped_seconds
         self.lost = self.leave = False
         self.deadline: float | None = None
         self.selector = selectors.DefaultSelector()
@@ -229,16 +227,22 @@ class Wrapper:
 
     def run(self) -> int:
         """Serve until the program has ended; return its exit code as a shell would."""
+        now = time.monotonic()
         while self.program.status is None:
             self._turn(0.5)
-            if self.deadline is not None and time.monotonic() > self.deadline:
+            before, now = now, time.monotonic()
+            if self.program.stopped_at is not None and now - before > 2.0:  # this process was stopped, too
+                self.program.stopped_at = now
+            stopped = self.program.stopped_at is not None and now - self.program.stopped_at > self.stopped_seconds
+            if stopped or (self.deadline is not None and now > self.deadline):
                 self.program.kill(signal.SIGKILL)
         until = time.monotonic() + DRAIN_SECONDS
         while self.program.files and time.monotonic() < until:
             self._turn(0.05)
         end_descendants()
         code = self.program.status
-        self._send(END, json.dumps({"code": code, "signals": self.program.signals}).encode())
+        end = {"code": code, "signals": self.program.signals, "stopped": self.program.stopped_at is not None}
+        self._send(END, json.dumps(end).encode())
         # While this process lives, the engine knows of no failure, and lets other ranks save.
         while not (self.lost or self.leave):
             self._turn(0.5)
@@ -321,9 +325,7 @@ def _catch_signals() -> int:
 def told() -> str:
     """Return what the variable, or the file that it names, says of ``hvdkit run``."""
     text = os.environ[VARIABLE]
-    if text.startswith("/"):
-        return _read(text)
-    return text
+    return _read(text) if text.startswith("/") else text
 
 
 def main(arguments: list[str]) -> int:
@@ -336,14 +338,12 @@ def main(arguments: list[str]) -> int:
         connection = Connection(told())
         settings = connection.greet(host)
     except (OSError, Lost) as error:
-        why = f"{error}; name another --interface"
-        if isinstance(error, Lost):
-            why = "hvdkit run refused this rank: the engine did not tell it its place; is it of another MPI?"
-        print(f"hvdkit run: on {host}: {why}", file=sys.stderr)
+        print(f"hvdkit run: on {host}: {error}", file=sys.stderr)
         return 1
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     environment.update(settings["environment"])
-    return Wrapper(connection, Program(command, environment, settings["terminal"]), wakeup).run()
+    program = Program(command, environment, settings["terminal"])
+    return Wrapper(connection, program, wakeup, settings["stopped_seconds"]).run()
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ class Rank:
         lost: its wrapper's connection broke.
         ended_by_us: it was told to end after another's failure, or after a signal to the job.
         follows: it said itself that it fails because another rank does.
+        stopped: it was ended since it had been stopped (SIGSTOP) for too long.
     """
 
     host: str = ""
@@ -39,6 +40,7 @@ class Rank:
     lost: bool = False
     ended_by_us: bool = False
     follows: bool = False
+    stopped: bool = False
 
     @property
     def over(self) -> bool:
@@ -81,10 +83,17 @@ class Course:
         elif at_fault in self.ranks and (at_fault != rank or self.first in (None, rank)):
             self.first, self.words = at_fault, found[3].decode(errors="replace").strip()
 
-    def ended(self, rank: int, code: int, signals: list[int]) -> None:
-        """Note the end of a rank's program; ``signals`` reached its wrapper from others than ``hvdkit run``."""
+    def ended(self, rank: int, code: int, signals: list[int], stopped: bool = False) -> None:
+        """Note the end of a rank's program.
+
+        Args:
+            rank: its number.
+            code: its exit code, negative for a signal.
+            signals: that reached its wrapper from others than ``hvdkit run``.
+            stopped: it stood still (SIGSTOP), and was ended for it.
+        """
         one = self.ranks[rank]
-        one.code = code
+        one.code, one.stopped = code, stopped
         self.notified = self.notified or bool(signals)
         one.ended_by_us = one.ended_by_us or (bool(signals) and code in _ENDED_BY_OTHERS)
         self._first(rank)
@@ -159,13 +168,14 @@ class Course:
 
     def _words(self, one: Rank) -> str:
         """Return what is known of a rank's end: its own words, and the signal, which ranks cannot see."""
+        ended = "was stopped (SIGSTOP), and did not go on" if one.stopped else how(one.code)
         if self.words is None:
-            return how(one.code)
+            return ended
         killed = one.code is not None and one.code < 0 and not one.ended_by_us
         if not killed or DIED not in self.words:
             return self.words
         step = re.search(r" at step \d+", self.words)
-        return how(one.code) + (step[0] if step else "")
+        return ended + (step[0] if step else "")
 
     def _stopped(self, tail: str) -> Verdict:
         assert self.stopped_by is not None

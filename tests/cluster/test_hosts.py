@@ -37,12 +37,28 @@ def test_a_host_is_cut_off(launcher):
     assert ending.seconds < 15
 
 
-def test_a_stopped_rank_alone_on_its_host():
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ("horovodrun --gloo", "hvdkit: rank 1 on host-b failed at step 20: has not answered for 6 s: it is stopped"),
+        ("hvdkit run", "hvdkit run: rank 1 on 10.77.0.2 was stopped (SIGSTOP), and did not go on at step 20;"),
+    ],
+)
+def test_a_stopped_rank_alone_on_its_host(launcher, words):
+    """Nobody beside it sees that it does not compute, but for hvdkit run: else it is given three times as long."""
     with Hosts(3) as hosts:
-        run_ = {"ranks": 3, "hosts": hosts, "HVDKIT_HEARTBEAT_SECONDS": "3"}
-        ending = run("SIGSTOP", "horovodrun --gloo", **run_)
-    assert ending.last.startswith("hvdkit: rank 1 on host-b failed at step "), ending.output
+        ending = run("SIGSTOP", launcher, ranks=3, hosts=hosts, HVDKIT_HEARTBEAT_SECONDS="2")
+    assert ending.last.startswith(words), ending.output
     assert ending.code and not ending.left and ending.seconds < 12, (ending.seconds, ending.left)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_lone_rank_that_computes_is_no_failure(at):
+    """It holds Python's lock longer than the heartbeat's limit, and its host acknowledges what it is sent."""
+    with Hosts(2) as hosts:
+        ending = run("busy", "mpirun", at=at, hosts=hosts, HVDKIT_HEARTBEAT_SECONDS="1")
+    assert ending.code == 0 and not ending.last, ending.output
+    assert ending.output.count("has trained 40 steps") == 2 and ending.seconds > 3 + 1.5, ending.seconds
 
 
 def test_a_slow_link_is_no_failure():
