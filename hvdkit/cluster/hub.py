@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import socket
@@ -29,6 +28,8 @@ _END_SECONDS = 1.0
 # horovodrun stops to forward lines when the first rank ends: the last one has to be through by then.
 _FORWARD_SECONDS = 0.2
 _HELLO_SECONDS = 5.0
+# More that have not said who they are than ranks are left to come, and so many, are turned away.
+_STRANGERS = 64
 
 
 class Hub:
@@ -37,10 +38,12 @@ class Hub:
     Args:
         server: listening.
         place: the offer made to the ranks.
+        size: number of ranks. Once all are in, the door is closed.
     """
 
-    def __init__(self, server: socket.socket, place: Offer) -> None:
-        self._server, self._place = server, place
+    def __init__(self, server: socket.socket, place: Offer, size: int) -> None:
+        server.setblocking(False)
+        self._server, self._place, self._size = server, place, size
         self._ranks: dict[int, Rank] = {}
         self._faults: list[Fault] = []
         self._strangers: dict[Link, float] = {}
@@ -75,7 +78,7 @@ class Hub:
     def _run(self) -> None:
         while not self._over.is_set():
             for key, _ in self._selector.select(self._pause()):
-                if key.data is None:
+                if key.fileobj is self._server:
                     self._admit()
                 else:
                     self._hear(key.data)
@@ -89,11 +92,17 @@ class Hub:
         return 0.05 if self._faults or self._stuck else min(0.5, self._place.heartbeat / 10)
 
     def _admit(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             link = Link(self._server.accept()[0])
-            link.longest = LONGEST_HELLO
-            self._strangers[link] = time.monotonic()
-            self._selector.register(link.socket, selectors.EVENT_READ, link)
+        except OSError:  # it is gone again, or this process has no file left: do not ask again and again for it
+            time.sleep(0.01)
+            return
+        if len(self._strangers) >= self._size - len(self._ranks) + _STRANGERS:
+            link.close()
+            return
+        link.longest = LONGEST_HELLO
+        self._strangers[link] = time.monotonic()
+        self._selector.register(link.socket, selectors.EVENT_READ, link)
 
     def _hear(self, link: Link) -> None:
         known = next((rank for rank in self._ranks.values() if rank.link is link), None)
@@ -101,11 +110,7 @@ class Hub:
             if known is not None:
                 self._take(known, message)
             elif knows(self._place.token, message):
-                del self._strangers[link]
-                link.longest = LONGEST
-                number, identity = message["rank"], processes.Identity(*message["identity"])
-                known = self._ranks[number] = Rank(number, message["host"], link, identity, time.monotonic())
-                link.send("welcome")
+                known = self._let_in(link, message)
             else:
                 message = {"kind": "closed"}
             if message["kind"] == "closed":
@@ -114,12 +119,28 @@ class Hub:
                 link.close()
                 return
 
+    def _let_in(self, link: Link, message: dict[str, Any]) -> Rank:
+        del self._strangers[link]
+        link.longest = LONGEST
+        number, identity = message["rank"], processes.Identity(*message["identity"])
+        rank = self._ranks[number] = Rank(number, message["host"], link, identity, time.monotonic())
+        link.send("welcome")
+        return rank
+
     def _take(self, rank: Rank, message: dict[str, Any]) -> None:
         now = rank.heard = time.monotonic()
         rank.asked = None
         rank.step = message.get("step", rank.step)
         kind = message["kind"]
-        if kind == "closed":
+        if kind == "joined":
+            rank.joined = True
+            if len(self._ranks) == self._size and all(one.joined for one in self._ranks.values()):
+                self._selector.unregister(self._server)
+                self._server.close()
+        elif kind == "closed" and not rank.joined:  # it had waited too long for its welcome, and goes on without
+            if self._ranks.get(rank.number) is rank:
+                del self._ranks[rank.number]
+        elif kind == "closed":
             self._lost(rank, now)
         elif kind == "left":
             rank.left = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ _LOOK_SECONDS = 0.5
 _MPIRUNS = ("mpirun", "orterun", "mpiexec")
 _FORCE_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
+_FILES = 512
 
 
 class Identity(NamedTuple):
@@ -42,6 +44,17 @@ def _place() -> str:
     except OSError:
         pass  # not Linux: the host's name has to do
     return "/".join(parts)
+
+
+def allow_files(number: int) -> None:
+    """Let this process open ``number`` files and those that it opens anyway; 1,024 is a common limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number + _FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+            )
 
 
 def wake_with_parent_gone() -> None:

@@ -92,7 +92,8 @@ def open_channel(rank: int, size: int, one_host: bool) -> tuple[Watchdog, wire.O
         get_logger().warning("watchdog: rank 0 cannot listen (%s), so that failures may go unnoticed", error)
         return Watchdog(), None
     place = wire.offer(server, one_host, max(_SHORTEST_HEARTBEAT, heartbeat), patience)
-    hub = Hub(server, place)
+    processes.allow_files(size)
+    hub = Hub(server, place, size)
     hub.start()
     return Watchdog(hub=hub), place
 
