@@ -23,6 +23,9 @@ _EXIT_SECONDS = 2.0
 # An error that another rank caused waits so long for that rank's own word.
 _VICTIM_SECONDS = 2.0
 _LOOK_SECONDS = 2.0
+# Where all ranks of a host are silent and the host itself is not, they may hold Python's lock, as when all of them load
+# one large file: so many heartbeats they have.
+_UNSEEN = 6
 _STACKS_SECONDS = 3.0
 _END_SECONDS = 1.0
 # horovodrun stops to forward lines when the first rank ends: the last one has to be through by then.
@@ -123,12 +126,13 @@ class Hub:
         del self._strangers[link]
         link.longest = LONGEST
         number, identity = message["rank"], processes.Identity(*message["identity"])
-        rank = self._ranks[number] = Rank(number, message["host"], link, identity, time.monotonic())
+        now = time.monotonic()
+        rank = self._ranks[number] = Rank(number, message["host"], link, identity, now, now)
         link.send("welcome")
         return rank
 
     def _take(self, rank: Rank, message: dict[str, Any]) -> None:
-        now = rank.heard = time.monotonic()
+        now = rank.heard = rank.seen = time.monotonic()
         rank.asked = None
         rank.step = message.get("step", rank.step)
         kind = message["kind"]
@@ -206,7 +210,7 @@ class Hub:
     def _tick(self, now: float) -> None:
         if now - self._ticked > self._place.heartbeat / 2:  # this process was stopped itself, and goes on
             for rank in self._ranks.values():
-                rank.heard = now
+                rank.heard = rank.seen = now
         self._ticked = now
         for link, since in list(self._strangers.items()):
             if now - since > _HELLO_SECONDS:
@@ -220,6 +224,8 @@ class Hub:
                     rank.link.send("beat")
         if self._ranks and all(rank.gone or rank.number == 0 for rank in self._ranks.values()):
             self.empty.set()
+        else:
+            self.empty.clear()
         self._seek_silent(now)
         self._seek_stuck(now)
         here = {rank.number for rank in self._ranks.values() if not rank.gone}
@@ -232,29 +238,27 @@ class Hub:
             silent = now - rank.heard
             if rank.gone or silent <= self._place.heartbeat or rank.number == 0:
                 continue
-            if rank.asked is None:
-                beside = self._beside(rank, now)
-                rank.asked = now if beside is not None else now - _LOOK_SECONDS
-                if beside is not None:
-                    beside.link.send("look", rank=rank.number, identity=rank.identity)
-            if now - rank.asked >= _LOOK_SECONDS:
+            beside = [
+                other
+                for other in self._ranks.values()
+                if other is not rank and not other.gone and other.identity.place == rank.identity.place
+            ]
+            limit = self._place.heartbeat * (_UNSEEN if beside else 1)
+            if now - rank.seen > limit or rank.link.is_cut_off(self._place.heartbeat / 2):
                 self._silent(rank, f"has not answered for {silent:.0f} s: it is stopped, or its host is cut off", now)
-
-    def _beside(self, rank: Rank, now: float) -> Rank | None:
-        """Return a rank that can look at ``rank``'s process."""
-        for other in self._ranks.values():
-            near = other is not rank and other.identity.place == rank.identity.place
-            if near and not other.gone and now - other.heard < self._place.heartbeat / 2:
-                return other
-        return None
+            elif rank.asked is None or now - rank.asked > _LOOK_SECONDS:
+                rank.asked = now
+                awake = max(beside, key=lambda other: other.heard)
+                awake.link.send("look", rank=rank.number, identity=rank.identity)
 
     def _saw(self, rank: Rank, condition: str, now: float) -> None:
         silent = now - rank.heard
-        rank.asked = None
         if condition == "busy":
-            rank.heard = now
+            rank.heard = rank.seen = now
         elif condition == "stopped":
             self._silent(rank, f"has been stopped (SIGSTOP) for {silent:.0f} s", now)
+        elif condition == "idle" and not 0 < self._place.patience < silent:
+            rank.seen = now  # it may wait for a file while it holds Python's lock
         elif silent > self._place.heartbeat:
             self._silent(rank, f"has not answered for {silent:.0f} s, and does not compute", now)
 
