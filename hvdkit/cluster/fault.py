@@ -19,6 +19,8 @@ class Rank:
     link: Link
     identity: processes.Identity
     heard: float
+    seen: float  # alive: it has spoken, or one beside it has looked
+    joined: bool = False  # it knows that it was let in
     step: int | None = None
     left: bool = False
     closed: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import socket
@@ -24,11 +23,16 @@ _EXIT_SECONDS = 2.0
 # An error that another rank caused waits so long for that rank's own word.
 _VICTIM_SECONDS = 2.0
 _LOOK_SECONDS = 2.0
+# Where all ranks of a host are silent and the host itself is not, they may hold Python's lock, as when all of them load
+# one large file: so many heartbeats they have.
+_UNSEEN = 6
 _STACKS_SECONDS = 3.0
 _END_SECONDS = 1.0
 # horovodrun stops to forward lines when the first rank ends: the last one has to be through by then.
 _FORWARD_SECONDS = 0.2
 _HELLO_SECONDS = 5.0
+# More that have not said who they are than ranks are left to come, and so many, are turned away.
+_STRANGERS = 64
 
 
 class Hub:
@@ -37,10 +41,12 @@ class Hub:
     Args:
         server: listening.
         place: the offer made to the ranks.
+        size: number of ranks. Once all are in, the door is closed.
     """
 
-    def __init__(self, server: socket.socket, place: Offer) -> None:
-        self._server, self._place = server, place
+    def __init__(self, server: socket.socket, place: Offer, size: int) -> None:
+        server.setblocking(False)
+        self._server, self._place, self._size = server, place, size
         self._ranks: dict[int, Rank] = {}
         self._faults: list[Fault] = []
         self._strangers: dict[Link, float] = {}
@@ -75,7 +81,7 @@ class Hub:
     def _run(self) -> None:
         while not self._over.is_set():
             for key, _ in self._selector.select(self._pause()):
-                if key.data is None:
+                if key.fileobj is self._server:
                     self._admit()
                 else:
                     self._hear(key.data)
@@ -89,11 +95,17 @@ class Hub:
         return 0.05 if self._faults or self._stuck else min(0.5, self._place.heartbeat / 10)
 
     def _admit(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             link = Link(self._server.accept()[0])
-            link.longest = LONGEST_HELLO
-            self._strangers[link] = time.monotonic()
-            self._selector.register(link.socket, selectors.EVENT_READ, link)
+        except OSError:  # it is gone again, or this process has no file left: do not ask again and again for it
+            time.sleep(0.01)
+            return
+        if len(self._strangers) >= self._size - len(self._ranks) + _STRANGERS:
+            link.close()
+            return
+        link.longest = LONGEST_HELLO
+        self._strangers[link] = time.monotonic()
+        self._selector.register(link.socket, selectors.EVENT_READ, link)
 
     def _hear(self, link: Link) -> None:
         known = next((rank for rank in self._ranks.values() if rank.link is link), None)
@@ -101,11 +113,7 @@ class Hub:
             if known is not None:
                 self._take(known, message)
             elif knows(self._place.token, message):
-                del self._strangers[link]
-                link.longest = LONGEST
-                number, identity = message["rank"], processes.Identity(*message["identity"])
-                known = self._ranks[number] = Rank(number, message["host"], link, identity, time.monotonic())
-                link.send("welcome")
+                known = self._let_in(link, message)
             else:
                 message = {"kind": "closed"}
             if message["kind"] == "closed":
@@ -114,12 +122,29 @@ class Hub:
                 link.close()
                 return
 
+    def _let_in(self, link: Link, message: dict[str, Any]) -> Rank:
+        del self._strangers[link]
+        link.longest = LONGEST
+        number, identity = message["rank"], processes.Identity(*message["identity"])
+        now = time.monotonic()
+        rank = self._ranks[number] = Rank(number, message["host"], link, identity, now, now)
+        link.send("welcome")
+        return rank
+
     def _take(self, rank: Rank, message: dict[str, Any]) -> None:
-        now = rank.heard = time.monotonic()
+        now = rank.heard = rank.seen = time.monotonic()
         rank.asked = None
         rank.step = message.get("step", rank.step)
         kind = message["kind"]
-        if kind == "closed":
+        if kind == "joined":
+            rank.joined = True
+            if len(self._ranks) == self._size and all(one.joined for one in self._ranks.values()):
+                self._selector.unregister(self._server)
+                self._server.close()
+        elif kind == "closed" and not rank.joined:  # it had waited too long for its welcome, and goes on without
+            if self._ranks.get(rank.number) is rank:
+                del self._ranks[rank.number]
+        elif kind == "closed":
             self._lost(rank, now)
         elif kind == "left":
             rank.left = True
@@ -185,7 +210,7 @@ class Hub:
     def _tick(self, now: float) -> None:
         if now - self._ticked > self._place.heartbeat / 2:  # this process was stopped itself, and goes on
             for rank in self._ranks.values():
-                rank.heard = now
+                rank.heard = rank.seen = now
         self._ticked = now
         for link, since in list(self._strangers.items()):
             if now - since > _HELLO_SECONDS:
@@ -199,6 +224,8 @@ class Hub:
                     rank.link.send("beat")
         if self._ranks and all(rank.gone or rank.number == 0 for rank in self._ranks.values()):
             self.empty.set()
+        else:
+            self.empty.clear()
         self._seek_silent(now)
         self._seek_stuck(now)
         here = {rank.number for rank in self._ranks.values() if not rank.gone}
@@ -211,32 +238,27 @@ class Hub:
             silent = now - rank.heard
             if rank.gone or silent <= self._place.heartbeat or rank.number == 0:
                 continue
-            if rank.asked is None:
-                beside = self._beside(rank, now)
-                cut_off = rank.link.is_cut_off(self._place.heartbeat / 2)
-                if beside is None and not cut_off and silent <= LONE * self._place.heartbeat:
-                    continue
-                rank.asked = now if beside is not None else now - _LOOK_SECONDS
-                if beside is not None:
-                    beside.link.send("look", rank=rank.number, identity=rank.identity)
-            if now - rank.asked >= _LOOK_SECONDS:
+            beside = [
+                other
+                for other in self._ranks.values()
+                if other is not rank and not other.gone and other.identity.place == rank.identity.place
+            ]
+            limit = self._place.heartbeat * (_UNSEEN if beside else LONE)
+            if now - rank.seen > limit or rank.link.is_cut_off(self._place.heartbeat / 2):
                 self._silent(rank, f"has not answered for {silent:.0f} s: it is stopped, or its host is cut off", now)
-
-    def _beside(self, rank: Rank, now: float) -> Rank | None:
-        """Return a rank that can look at ``rank``'s process."""
-        for other in self._ranks.values():
-            near = other is not rank and other.identity.place == rank.identity.place
-            if near and not other.gone and now - other.heard < self._place.heartbeat / 2:
-                return other
-        return None
+            elif beside and (rank.asked is None or now - rank.asked > _LOOK_SECONDS):
+                rank.asked = now
+                awake = max(beside, key=lambda other: other.heard)
+                awake.link.send("look", rank=rank.number, identity=rank.identity)
 
     def _saw(self, rank: Rank, condition: str, now: float) -> None:
         silent = now - rank.heard
-        rank.asked = None
         if condition == "busy":
-            rank.heard = now
+            rank.heard = rank.seen = now
         elif condition == "stopped":
             self._silent(rank, f"has been stopped (SIGSTOP) for {silent:.0f} s", now)
+        elif condition == "idle" and not 0 < self._place.patience < silent:
+            rank.seen = now  # it may wait for a file while it holds Python's lock
         elif silent > self._place.heartbeat:
             self._silent(rank, f"has not answered for {silent:.0f} s, and does not compute", now)
 

@@ -18,7 +18,7 @@ from hvdkit.cluster.progress import PROGRESS
 from hvdkit.cluster.wire import LONE, Link, Offer
 
 _FLUSH_SECONDS = 0.5
-# Another host's ranks give those beside a silent rank 0 so long to look at it.
+# Rank 0 is silent: so long the ranks beside it, and then those of other hosts, leave it to the first that looks.
 _LOOK_SECONDS = 2.0
 
 
@@ -31,14 +31,23 @@ class Member:
         rank: this rank.
         hosts: the host of each rank.
         chief: rank 0's process.
+        watched: others stand beside rank 0.
         may_speak: this rank writes the last line where rank 0 is gone.
     """
 
     def __init__(
-        self, link: Link, place: Offer, *, rank: int, hosts: tuple[str, ...], chief: Any, may_speak: bool
+        self,
+        link: Link,
+        place: Offer,
+        *,
+        rank: int,
+        hosts: tuple[str, ...],
+        chief: processes.Identity,
+        watched: bool,
+        may_speak: bool,
     ) -> None:
         self._link, self._place, self._rank, self._hosts = link, place, rank, hosts
-        self._chief, self._may_speak = chief, may_speak
+        self._chief, self._watched, self._may_speak = chief, watched, may_speak
         self._over = threading.Event()  # no more watching, or the verdict is here
         self._answered = threading.Event()
         self._heard = self._beaten = self._ticked = time.monotonic()
@@ -125,16 +134,18 @@ class Member:
 
     def _look_at_chief(self, silent: float) -> None:
         """Rank 0 is silent: one rank of its host sees whether it is stopped or busy; the others wait for that."""
-        if not self._may_speak and silent <= self._place.heartbeat + _LOOK_SECONDS:
+        is_late = silent > self._place.heartbeat + _LOOK_SECONDS
+        is_hung = 0 < self._place.patience < silent
+        if self._chief.place == processes.own_identity().place:
+            if self._may_speak or is_late:
+                state = processes.condition(self._chief)
+                if state == "busy":
+                    self._heard = time.monotonic()
+                elif state != "idle" or is_hung:
+                    self._judge(f"has been {_SHOWN[state]} for {silent:.0f} s")
             return
-        state = processes.condition(self._chief) if self._chief.place == processes.own_identity().place else None
-        if state == "busy":
-            self._heard = time.monotonic()
-        elif state is not None:
-            self._judge(f"has been {_SHOWN[state]} for {silent:.0f} s")
-        elif silent > _LOOK_SECONDS + self._place.heartbeat * (
-            1 if self._link.is_cut_off(self._place.heartbeat / 2) else LONE
-        ):
+        is_lone = not self._watched and silent > LONE * self._place.heartbeat + _LOOK_SECONDS
+        if is_hung or is_lone or (is_late and self._link.is_cut_off(self._place.heartbeat / 2)):
             self._judge(f"has not answered for {silent:.0f} s: it is stopped, or one of the two hosts is cut off")
 
     def _judge(self, cause: str) -> None:

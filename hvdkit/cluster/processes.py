@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +20,14 @@ _LOOK_SECONDS = 0.5
 _MPIRUNS = ("mpirun", "orterun", "mpiexec")
 _FORCE_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
+_FILES = 512
 
 
 class Identity(NamedTuple):
-    """One process among all hosts: two that share ``place`` see each other's numbers."""
+    """One process among all hosts: two that share ``place`` see each other's numbers.
+
+    ``started`` is in the kernel's clock since it booted: whoever sets the time of day does not change it.
+    """
 
     place: str
     pid: int
@@ -30,11 +36,22 @@ class Identity(NamedTuple):
 
 def own_identity() -> Identity:
     """Return this process's identity."""
-    return Identity(_place(), os.getpid(), psutil.Process().create_time())
+    return Identity(_place(), os.getpid(), _started(os.getpid()))
 
 
+def _started(pid: int) -> float:
+    try:
+        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError):
+        return psutil.Process(pid).create_time()  # not Linux, or it is over
+
+
+@cache
 def _place() -> str:
-    """Return what processes share that can see and signal each other: host, boot, and container."""
+    """Return what processes share that can see and signal each other: host, boot, and container.
+
+    Once: a host may be given another name while training runs.
+    """
     parts = [socket.gethostname()]
     try:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -42,6 +59,17 @@ def _place() -> str:
     except OSError:
         pass  # not Linux: the host's name has to do
     return "/".join(parts)
+
+
+def allow_files(number: int) -> None:
+    """Let this process open ``number`` files and those that it opens anyway; 1,024 is a common limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number + _FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+            )
 
 
 def wake_with_parent_gone() -> None:
@@ -79,8 +107,7 @@ def find(identity: Any) -> psutil.Process | None:
     if place != _place():
         return None
     try:
-        process = psutil.Process(pid)
-        return process if abs(process.create_time() - started) < 1e-3 else None
+        return psutil.Process(pid) if _started(pid) == started else None
     except psutil.Error:
         return None
 
@@ -88,7 +115,8 @@ def find(identity: Any) -> psutil.Process | None:
 def condition(identity: Any) -> str:
     """Look at a process for half a second: ``"gone"``, ``"stopped"``, ``"busy"`` or ``"idle"``.
 
-    A process that computes while one of its threads cannot answer is busy: something holds Python's lock.
+    A process that computes while one of its threads cannot answer is busy: something holds Python's lock. So is one
+    that waits for a disk or for pages that were swapped out, and one that a debugger has stopped.
     """
     process = find(identity)
     if process is None:
@@ -99,11 +127,21 @@ def condition(identity: Any) -> str:
         status, after = process.status(), sum(process.cpu_times()[:2])
     except psutil.Error:
         return "gone"
-    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+    if status == psutil.STATUS_STOPPED:
         return "stopped"
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return "gone"
-    return "busy" if after > before else "idle"
+    is_held = status == psutil.STATUS_TRACING_STOP or _waits_for_disk(process.pid)
+    return "busy" if after > before or is_held else "idle"
+
+
+def _waits_for_disk(pid: int) -> bool:
+    """Return True where a thread of the process is in uninterruptible sleep."""
+    with contextlib.suppress(OSError, IndexError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            if (task / "stat").read_text().rpartition(")")[2].split()[0] == "D":
+                return True
+    return False
 
 
 def kill(identity: Any) -> None:

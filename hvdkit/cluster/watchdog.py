@@ -6,6 +6,7 @@ Rank 0 listens; every rank, rank 0 too, connects when the world begins, and says
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdkit.cluster import checks, failure, processes, wire
@@ -31,8 +32,10 @@ class Watchdog:
     member: Member | None = None
     hub: Hub | None = None
 
-    def join(self, place: wire.Offer | None, rank: int, hosts: tuple[str, ...], chief: processes.Identity) -> None:
-        """Connect to rank 0, where it made an offer."""
+    def join(
+        self, place: wire.Offer | None, rank: int, hosts: tuple[str, ...], ranks: Sequence[processes.Identity]
+    ) -> None:
+        """Connect to rank 0, where it made an offer; ``ranks`` are the processes of all."""
         if place is None:
             return
         link = wire.connect(place, {"rank": rank, "host": hosts[rank], "identity": processes.own_identity()})
@@ -43,9 +46,11 @@ class Watchdog:
                 *(rank, hosts[rank], hosts[0], place.port, ", ".join(place.addresses)),
             )
             return
-        beside = [host == hosts[0] for host in hosts]
+        beside = [process.place == ranks[0].place for process in ranks]
         may_speak = rank == next((r for r in range(1, len(hosts)) if beside[r] == beside[rank]), None)
-        self.member = Member(link, place, rank=rank, hosts=hosts, chief=chief, may_speak=may_speak)
+        self.member = Member(
+            link, place, rank=rank, hosts=hosts, chief=ranks[0], watched=sum(beside) > 1, may_speak=may_speak
+        )
         self.member.start()
         processes.wake_with_parent_gone()
         failure.report_to(self.member)
@@ -92,7 +97,8 @@ def open_channel(rank: int, size: int, one_host: bool) -> tuple[Watchdog, wire.O
         get_logger().warning("watchdog: rank 0 cannot listen (%s), so that failures may go unnoticed", error)
         return Watchdog(), None
     place = wire.offer(server, one_host, max(_SHORTEST_HEARTBEAT, heartbeat), patience)
-    hub = Hub(server, place)
+    processes.allow_files(size)
+    hub = Hub(server, place, size)
     hub.start()
     return Watchdog(hub=hub), place
 

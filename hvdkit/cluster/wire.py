@@ -23,6 +23,8 @@ _CONNECT_SECONDS = 2.0
 # A rank that nobody can look at may be silent for so many times the heartbeat's limit, if its host answers: it may be
 # computing without letting its other threads run.
 LONE = 3
+# Rank 0 may have a thousand others to welcome, or hold Python's lock.
+_WELCOME_SECONDS = 15.0
 # What a stranger may send before it is shut out, and the longest message of a rank.
 LONGEST_HELLO, LONGEST = 4096, 2**24
 # The variables by which people choose the network of a job.
@@ -51,17 +53,22 @@ class Link:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.longest = LONGEST
-        self._left = b""
+        self._left = self._unsent = b""
         self._lock = threading.Lock()
 
     def send(self, kind: str, **fields: Any) -> bool:
-        """Send one message; return False where nobody takes it."""
+        """Send one message; return False where nobody takes it. What did not go at once goes with the next one."""
         data = json.dumps({"kind": kind, **fields}).encode() + b"\n"
-        try:
-            with self._lock:
-                self.socket.sendall(data)
-        except OSError:
-            return False
+        with self._lock:
+            self._unsent += data
+            try:
+                while self._unsent:
+                    self._unsent = self._unsent[self.socket.send(self._unsent) :]
+            except TimeoutError:
+                return False
+            except OSError:
+                self._unsent = b""
+                return False
         return True
 
     def receive(self) -> Iterator[dict[str, Any]]:
@@ -79,7 +86,7 @@ class Link:
         for line in lines:
             try:
                 message = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):  # a stranger may send anything
                 message = None
             yield message if isinstance(message, dict) and "kind" in message else {"kind": "closed"}
 
@@ -125,7 +132,8 @@ def _own_addresses() -> list[str]:
     found: list[tuple[bool, str]] = []
     for interface, entries in psutil.net_if_addrs().items():
         for entry in entries:
-            if entry.family not in (socket.AF_INET, socket.AF_INET6) or not states[interface].isup:
+            is_up = interface in states and states[interface].isup  # others come and go with containers
+            if entry.family not in (socket.AF_INET, socket.AF_INET6) or not is_up:
                 continue
             address = ipaddress.ip_address(entry.address.partition("%")[0])
             if not address.is_loopback and not address.is_link_local:
@@ -141,7 +149,10 @@ def connect(place: Offer, hello: dict[str, Any]) -> Link | None:
         except OSError:
             continue
         # An address such as a bridge's own may lead to another machine, or another job.
+        link.socket.settimeout(_WELCOME_SECONDS)
         if link.send("hello", token=place.token, **hello) and any(m["kind"] == "welcome" for m in link.receive()):
+            link.socket.settimeout(_SEND_SECONDS)
+            link.send("joined")
             return link
         link.close()
     return None
@@ -160,5 +171,5 @@ def _nearest_first(addresses: Sequence[str]) -> list[str]:
 
 def knows(token: str, message: dict[str, Any]) -> bool:
     """Return True for the hello of a rank of this job."""
-    said = message.get("token")
-    return message["kind"] == "hello" and isinstance(said, str) and hmac.compare_digest(said.encode(), token.encode())
+    said = str(message.get("token")).encode(errors="replace")
+    return message["kind"] == "hello" and hmac.compare_digest(said, token.encode())

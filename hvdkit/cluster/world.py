@@ -114,7 +114,7 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     dog, offer = watchdog.open_channel(rank, size, one_host=hvd.local_size() == size)
     places, axes = _agree_on_mesh(mesh, exchange, size, offer)
     hosts = tuple(place.host for place in places)
-    dog.join(places[0].offer, rank, hosts, places[0].process)
+    dog.join(places[0].offer, rank, hosts, [place.process for place in places])
     cluster = Cluster(
         rank=rank,
         size=size,

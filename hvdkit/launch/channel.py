@@ -8,15 +8,19 @@ import json
 import secrets
 import selectors
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvdkit.cluster.launcher import promised
+from hvdkit.cluster.processes import allow_files
 from hvdkit.errors import ClusterError
 from hvdkit.launch.rank import END, HEADER, HELLO, LEAVE, STDERR, STDOUT, keep_alive
 
 _LARGEST_FRAME = 1 << 20
+# A wrapper greets at once. Whoever does not, and more of them than ranks are left to come and so many, is no wrapper.
+_GREET_SECONDS, _STRANGERS = 10.0, 64
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,10 @@ class Channel:
         self._size = size
         self._settings = settings
         self._token = secrets.token_hex(16)
+        allow_files(2 * size)  # a connection and a log for each rank
         self.selector = selectors.DefaultSelector()
         self.ranks: dict[int, _Wrapper] = {}
-        self._listening = []
+        self._strangers: dict[_Wrapper, float] = {}
         port = 0
         for address in addresses:
             try:
@@ -60,21 +65,17 @@ class Channel:
                 ) from error
             listener.setblocking(False)
             port = listener.getsockname()[1]
-            self._listening.append(listener)
             self.selector.register(listener, selectors.EVENT_READ, listener)
         self.told = " ".join([str(port), self._token, *addresses])
 
     def take(self, key: selectors.SelectorKey) -> Iterator[Event]:
         """Return the events of a file that the selector says is ready."""
         if isinstance(key.data, socket.socket):
-            with contextlib.suppress(OSError):
-                connection, _ = key.data.accept()
-                keep_alive(connection)
-                # Writes wait: they are small, and a rank reads them at once or is gone.
-                connection.settimeout(5.0)
-                self.selector.register(connection, selectors.EVENT_READ, _Wrapper(connection))
+            self._admit(key.data)
             return
         wrapper = key.data
+        if wrapper.gone:
+            return
         try:
             data = wrapper.connection.recv(1 << 16)
         except (BlockingIOError, TimeoutError):
@@ -88,8 +89,30 @@ class Channel:
         try:
             for kind, payload in wrapper.frames():
                 yield from self._event(wrapper, kind, payload)
-        except (ValueError, KeyError, OSError):  # a stranger at our port, or a rank that went away
+        except (ValueError, KeyError, OSError, TypeError, AttributeError, RecursionError):
+            # A stranger at our port, who may send anything, or a rank that went away.
             yield from self._gone(wrapper)
+
+    def _admit(self, listener: socket.socket) -> None:
+        now = time.monotonic()
+        for wrapper, since in list(self._strangers.items()):
+            if now - since > _GREET_SECONDS:
+                for _ in self._gone(wrapper):
+                    pass
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # it is gone again, or this process has no file left: do not ask again and again for it
+            time.sleep(0.01)
+            return
+        if len(self._strangers) >= self._size - len(self.ranks) + _STRANGERS:
+            connection.close()
+            return
+        keep_alive(connection)
+        # Writes wait: they are small, and a rank reads them at once or is gone.
+        connection.settimeout(5.0)
+        wrapper = _Wrapper(connection)
+        self._strangers[wrapper] = now
+        self.selector.register(connection, selectors.EVENT_READ, wrapper)
 
     def order(self, rank: int, number: int = LEAVE) -> None:
         """Send a signal to a rank's program, or let its wrapper leave."""
@@ -115,19 +138,21 @@ class Channel:
             yield Event("ended", wrapper.rank, details=json.loads(payload))
 
     def _greeted(self, wrapper: _Wrapper, kind: int, hello: dict[str, Any]) -> Event:
-        if kind != HELLO or not hmac.compare_digest(str(hello["token"]), self._token):
+        if kind != HELLO or not hmac.compare_digest(str(hello["token"]).encode(errors="replace"), self._token.encode()):
             raise ValueError("a stranger")
+        del self._strangers[wrapper]
         promise = promised(hello["place"])
         if promise.size != self._size or promise.rank in self.ranks:
             raise ValueError("a rank that is not one of this attempt")
-        wrapper.rank = promise.rank
-        self.ranks[promise.rank] = wrapper
         answer = json.dumps(self._settings(promise.rank)).encode()
         wrapper.connection.sendall(HEADER.pack(HELLO, len(answer)) + answer)
+        wrapper.rank = promise.rank
+        self.ranks[promise.rank] = wrapper
         details = {"host": hello["host"], "pid": hello["pid"], "size": promise.size}
         return Event("began", promise.rank, details=details)
 
     def _gone(self, wrapper: _Wrapper) -> Iterator[Event]:
+        self._strangers.pop(wrapper, None)
         self.selector.unregister(wrapper.connection)
         wrapper.connection.close()
         wrapper.gone = True

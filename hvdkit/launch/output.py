@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import shutil
 from pathlib import Path
 from typing import BinaryIO
@@ -35,8 +36,7 @@ class Output:
     def feed(self, rank: int, channel: int, data: bytes) -> None:
         """Take what ``rank`` wrote; whole lines are written on at once."""
         if self._logs is not None:
-            self._log(rank).write(data)
-            self._log(rank).flush()
+            self._write_log(rank, data)
         *lines, rest = (self._begun.get((rank, channel), b"") + data).split(b"\n")
         # Of what a progress bar has overwritten nothing is kept, lest it grow for as long as training lasts.
         head, _, tail = rest.rstrip(b"\r").rpartition(b"\r")
@@ -53,7 +53,8 @@ class Output:
     def write(self, channel: int, data: bytes) -> None:
         """Write lines as they are, with one call, above a progress bar."""
         bar, self._shown = self._shown, b""
-        _write_all(self._files[channel], (CLEAR if bar else b"") + data)
+        with contextlib.suppress(OSError):  # whoever reads no more, or a disk that is full, does not end the job
+            _write_all(self._files[channel], (CLEAR if bar else b"") + data)
         self._show(bar)
 
     def line(self, text: str) -> None:
@@ -73,13 +74,18 @@ class Output:
         """Write a line into the logs of all ranks."""
         if self._logs is not None:
             for rank in range(size):
-                self._log(rank).write(text.encode() + b"\n")
+                self._write_log(rank, text.encode() + b"\n")
 
-    def _log(self, rank: int) -> BinaryIO:
-        if rank not in self._open_logs:
-            assert self._logs is not None
-            self._open_logs[rank] = (self._logs / f"rank-{rank}.log").open("ab")
-        return self._open_logs[rank]
+    def _write_log(self, rank: int, data: bytes) -> None:
+        """Write to a rank's log. A disk that is full ends the logs, not the job."""
+        assert self._logs is not None
+        try:
+            if rank not in self._open_logs:
+                self._open_logs[rank] = (self._logs / f"rank-{rank}.log").open("ab", buffering=0)
+            _write_all(self._open_logs[rank], data)
+        except OSError as error:
+            self.line(f"hvdkit run: {self._logs} cannot be written ({error.strerror}): no more logs of ranks")
+            self._logs = None
 
     def _show(self, bar: bytes) -> None:
         """Show ``bar`` on the terminal's last line, in place of the one before."""
@@ -88,7 +94,8 @@ class Output:
         terminal = next((file for channel, file in self._files.items() if self._is_terminal[channel]), None)
         if terminal is not None:
             width = shutil.get_terminal_size().columns
-            _write_all(terminal, CLEAR + bar[: width - 1])
+            with contextlib.suppress(OSError):
+                _write_all(terminal, CLEAR + bar[: width - 1])
         self._shown = bar
 
 
@@ -104,6 +111,8 @@ def final(line: bytes) -> bytes:
 
 def _write_all(file: BinaryIO, data: bytes) -> None:
     view = memoryview(data)
-    with contextlib.suppress(BrokenPipeError):  # whoever reads no more does not end the job
-        while view:
+    while view:
+        try:
             view = view[os.write(file.fileno(), view) :]
+        except BlockingIOError:  # a terminal, or a pipe, that somebody else has set so
+            select.select([], [file], [], 1.0)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import time
+
+import pytest
 
 from hvdkit.cluster import processes, wire
 from hvdkit.cluster.hub import Hub
@@ -22,7 +26,7 @@ def test_a_hub_that_closes_says_so_before_it_is_gone():
     for _ in range(5):
         server = wire.listen(one_host=True)
         place = wire.offer(server, True, 1.0, 0.0)
-        hub = Hub(server, place)
+        hub = Hub(server, place, 4)
         hub.start()
         hello = {"host": "here", "identity": processes.own_identity()}
         links = [wire.connect(place, {"rank": rank, **hello}) for rank in range(4)]
@@ -30,14 +34,26 @@ def test_a_hub_that_closes_says_so_before_it_is_gone():
         assert [kinds(link) for link in links] == [["over", "closed"]] * 4
 
 
-def test_strangers_are_not_let_in():
+def test_strangers_are_not_let_in_and_end_nothing():
     server = wire.listen(one_host=True)
     place = wire.offer(server, True, 1.0, 0.0)
-    hub = Hub(server, place)
+    hub = Hub(server, place, 1)
     hub.start()
     hello = {"rank": 0, "host": "here", "identity": processes.own_identity()}
     assert wire.connect(place._replace(token="guessed"), hello) is None
+    silent = [socket.create_connection(("127.0.0.1", place.port)) for _ in range(200)]
+    for said in (b'{"kind": "hello", "token": "\\ud800"}\n', b"[" * 60_000 + b"\n", b'["kind"]\n', b"\xff\n"):
+        with socket.create_connection(("127.0.0.1", place.port)) as stranger:
+            stranger.sendall(said)
+    for one in silent:
+        one.close()
+    # A rank that waited too long for its welcome has not died.
+    with socket.create_connection(("127.0.0.1", place.port)) as gone:
+        gone.sendall(json.dumps({"kind": "hello", "token": place.token, **hello}).encode() + b"\n")
     link = wire.connect(place, hello)
     assert link is not None
+    time.sleep(0.3)
+    with pytest.raises(ConnectionRefusedError):  # everybody is in
+        socket.create_connection(("127.0.0.1", place.port))
     hub.close()
-    assert kinds(link) == ["over", "closed"]
+    assert kinds(link)[-2:] == ["over", "closed"]
