@@ -163,7 +163,7 @@ class Course:
             words = self._words(one)
         code = shell_code(one.code) if one.code is not None and not one.ended_by_us else 0
         line = f"rank {rank} on {one.host} {words}{tail}"
-        code = code or (OUT_OF_REACH if one.lost else shell_code(engine_code) or 1)
+        code = code or (OUT_OF_REACH if one.lost or one.code == 0 else shell_code(engine_code) or 1)
         return Verdict(code, line, rank, one.host, stopped=self.notified and code == PREEMPTED)
 
     def _words(self, one: Rank) -> str:
@@ -171,8 +171,7 @@ class Course:
         ended = "was stopped (SIGSTOP), and did not go on" if one.stopped else how(one.code)
         if self.words is None:
             return ended
-        killed = one.code is not None and one.code < 0 and not one.ended_by_us
-        if not killed or DIED not in self.words:
+        if DIED not in self.words or one.code is None or one.ended_by_us:
             return self.words
         step = re.search(r" at step \d+", self.words)
         return ended + (step[0] if step else "")
