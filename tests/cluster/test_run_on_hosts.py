@@ -36,10 +36,10 @@ def hosts():
         yield several
 
 
-def start(hosts, *words, out, **extra):
+def begin(hosts, *command, out, **extra):
     env = environment(PYTHONPATH=str(ROOT), TF_CPP_MIN_LOG_LEVEL="2", **extra)
     with out.open("wb") as file:
-        return hosts[0].start(["hvdkit", "run", "-H", hosts.list, *words], env=env, stdout=file, stderr=file)
+        return hosts[0].start(command, env=env, stdout=file, stderr=file)
 
 
 def until(condition, seconds, out):
@@ -50,12 +50,16 @@ def until(condition, seconds, out):
 
 
 def test_a_host_is_lost_and_comes_back(hosts, tmp_path):
-    """Cut off, it is left out; plugged in again, it is taken in at the next start. Losses are those of one process."""
+    """Cut off, it is left out; plugged in again, it is taken in at the next start. Losses are those of one process.
+
+    By the launcher to copy.
+    """
     out, log = tmp_path / "out", tmp_path / "log" / "losses.jsonl"
     flags = ["--steps", str(STEPS), "--dropout", "0"]
     worker = [sys.executable, str(WORKER)]
-    options = ["--max-restarts", "2", "--min-np", "2", "--backoff", "0.1"]
-    process = start(hosts, *options, "--", *worker, str(log.parent), *flags, out=out, HVDKIT_HEARTBEAT_SECONDS="3")
+    options = {"HOSTS": hosts.list, "RESTARTS": "2", "MIN_NP": "2", "LOGS": str(tmp_path / "logs"), "PYTHON": worker[0]}
+    command = [str(ROOT / "launch" / "hosts.sh"), worker[1], str(log.parent), *flags]
+    process = begin(hosts, *command, out=out, HVDKIT_HEARTBEAT_SECONDS="3", **options)
 
     def trained(ranks):
         return log.exists() and log.read_text().count(f", {ranks}]")
@@ -74,12 +78,13 @@ def test_a_host_is_lost_and_comes_back(hosts, tmp_path):
     said = [line.removeprefix("hvdkit run: ") for line in text.splitlines() if line.startswith("hvdkit run: ")]
     assert re.match(r"rank 2 on 10\.77\.0\.3 failed at step \d+: has not answered for 3 s", said[0]), text
     assert said[1:3] == [
-        "starting again in 0.1 s (restart 1 of 2)",
+        "starting again in 1 s (restart 1 of 2)",
         f"without host 10.77.0.3: {said[2].split(': ')[1]}",
     ]
     assert said[3] == "2 ranks on 10.77.0.1:1, 10.77.0.2:1", text
     assert re.match(r"rank 1 on 10\.77\.0\.2 was killed by SIGKILL \(out of memory\?\) at step \d+", said[4]), text
-    assert said[5:] == ["starting again in 0.2 s (restart 2 of 2)", f"3 ranks on {hosts.list.replace(',', ', ')}"], text
+    assert said[5:] == ["starting again in 2 s (restart 2 of 2)", f"3 ranks on {hosts.list.replace(',', ', ')}"], text
+    assert "--- hvdkit run: attempt 3, 3 ranks" in (tmp_path / "logs" / "rank-2.log").read_text()
     here, there = losses(log.parent), losses(tmp_path / "alone")
     assert [step for step, _, _ in here] == list(range(1, STEPS + 1))
     assert {ranks for _, _, ranks in here} == {2, 3} and here[-1][2] == 3
@@ -95,7 +100,8 @@ def test_a_host_is_lost_and_comes_back(hosts, tmp_path):
     ],
 )
 def test_hosts_that_cannot_be_reached(hosts, tmp_path, ssh_args, problem):
-    process = start(hosts, f"--ssh-args={ssh_args}", "--", "true", out=tmp_path / "out")
+    command = ["hvdkit", "run", "-H", hosts.list, f"--ssh-args={ssh_args}", "--", "true"]
+    process = begin(hosts, *command, out=tmp_path / "out")
     assert process.wait(20) == 2
     text = (tmp_path / "out").read_text()
     for host in ("10.77.0.2", "10.77.0.3"):
@@ -113,7 +119,7 @@ def test_hosts_with_other_software(tmp_path):
         hosts[1].put(tmp_path / "_version.py", package / "_version.py")
         hosts[1].put(tmp_path / "METADATA", Path(about))
         hosts[2].put(tmp_path / "empty", BIN)
-        process = start(hosts, "--", "true", out=tmp_path / "out")
+        process = begin(hosts, "hvdkit", "run", "-H", hosts.list, "true", out=tmp_path / "out")
         assert process.wait(30) == 2
     text = (tmp_path / "out").read_text()
     mine = f"Keras 2.15.0 where this host has {metadata.version('keras')}, "
