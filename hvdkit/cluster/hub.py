@@ -299,7 +299,7 @@ class Hub:
     def _settle(self, now: float) -> None:
         """Say who is at fault and end every rank, once that is settled."""
         due = [fault for fault in self._faults if fault.due <= now]
-        if not due:
+        if not due or self._over.is_set():  # ranks that have heard that it is over may go as they like
             return
         self._differ(self._waits.unlike(), now)
         first = next((fault for fault in self._faults if not fault.victim), due[0])

@@ -131,16 +131,22 @@ def condition(identity: Any) -> str:
         return "stopped"
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return "gone"
-    is_held = status == psutil.STATUS_TRACING_STOP or _waits_for_disk(process.pid)
+    is_held = status == psutil.STATUS_TRACING_STOP or any(map(waits_for_disk, threads(process.pid)))
     return "busy" if after > before or is_held else "idle"
 
 
-def _waits_for_disk(pid: int) -> bool:
-    """Return True where a thread of the process is in uninterruptible sleep."""
+def threads(pid: int | None = None) -> set[int]:
+    """Return the kernel's numbers of a process's threads, of this one by default; none where they cannot be known."""
+    try:
+        return {int(task.name) for task in Path(f"/proc/{pid or os.getpid()}/task").iterdir()}
+    except OSError:
+        return set()
+
+
+def waits_for_disk(thread: int) -> bool:
+    """Return True where a thread is in uninterruptible sleep."""
     with contextlib.suppress(OSError, IndexError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            if (task / "stat").read_text().rpartition(")")[2].split()[0] == "D":
-                return True
+        return Path(f"/proc/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "D"
     return False
 
 

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.cluster.checks import source_line
+from hvdkit.cluster.processes import threads, waits_for_disk
 
 # TensorFlow's function that runs a graph, or an eager op: where a rank sleeps that waits in a graph's collective.
 _IN_GRAPH = {"quick_execute", "execute_with_cancellation"}
+# Threads that together take less of a core do not work: they look now and then whether there is something to do.
+_WORKING = 0.02
 
 
 class Progress:
@@ -40,8 +43,10 @@ class Progress:
         self.waiting = False
         self.tell: Callable[..., None] | None = None
         self._thread, self._ident = threading.get_native_id(), threading.get_ident()
-        self._time: str | None = None
-        self._ran = time.monotonic()
+        self._ran = self._looked = time.monotonic()
+        self._time: int | None = None
+        self._times: dict[int, int] = {}
+        self._waiters: set[int] = set()
 
     def begin(self, name: str) -> None:
         """Note that this thread begins a collective."""
@@ -69,14 +74,31 @@ class Progress:
     def idle(self) -> float:
         """Return for how many seconds nothing has moved. Called by the watchdog, every few seconds.
 
-        A rank moves while the thread that trains runs at all, outside of a collective. A graph that waits for other
-        ranks leaves it asleep; one that computes wakes it after every step.
+        A rank moves while the thread that trains runs at all, outside of a collective. A graph leaves it asleep, for
+        hours where the graph has the loop over all steps: then other threads compute, or wait for a disk. Where they
+        sleep, too, the graph waits for other ranks.
         """
         now = time.monotonic()
         spent = _cpu_time(self._thread)
-        if spent != self._time or spent is None:
+        if spent != self._time or spent is None or self._others_work(now - self._looked):
             self._time, self._ran = spent, now
+        self._looked = now
         return now - (self.since if self.waiting else max(self._ran, self.since))
+
+    def _others_work(self, seconds: float) -> bool:
+        """Return True if this process's threads have worked; those of Horovod and MPI wait by looking."""
+        ours = {t.native_id for t in threading.enumerate() if t.name.startswith("hvdkit-watchdog")}
+        times = {t: _cpu_time(t) or 0 for t in threads() - self._waiters - ours}
+        worked = sum(spent - self._times.get(thread, 0) for thread, spent in times.items())
+        self._times = times
+        return worked > _WORKING * seconds * 1e9 or any(map(waits_for_disk, times))
+
+    @contextmanager
+    def starting_waiters(self) -> Iterator[None]:
+        """Take the threads that begin within the context for such as wait by looking."""
+        before = threads()
+        yield
+        self._waiters |= threads() - before
 
     def told(self) -> dict[str, Any]:
         """Return what other ranks should know, for JSON."""
@@ -96,11 +118,11 @@ class Progress:
         return f"{at}has waited in {which} for {ago}" if self.waiting else f"{at}came out of {which} {ago} ago"
 
 
-def _cpu_time(thread: int) -> str | None:
-    """Return the time that a thread has run, or None where it cannot be known."""
+def _cpu_time(thread: int) -> int | None:
+    """Return the nanoseconds that a thread has run, or None where it cannot be known."""
     try:
-        # Nanoseconds on a core. Python's own clock of a thread may crash where the thread is over.
-        return Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]
+        # Python's own clock of a thread may crash where the thread is over.
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0])
     except (OSError, IndexError):
         return None
 

@@ -17,6 +17,7 @@ from hvdkit.cluster import engine, failure, logs, processes, settings, watchdog
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.launcher import promised
 from hvdkit.cluster.mesh import Group, group_of, sets_to_make
+from hvdkit.cluster.progress import PROGRESS
 from hvdkit.cluster.wire import Offer
 from hvdkit.errors import ClusterError, describe
 
@@ -102,7 +103,8 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
         )
     settings.set_environment()
     watchdog.set_stall_limit()
-    hvd, communicator, sets = engine.start_horovod(promise, _sets(mesh, promise.size))
+    with PROGRESS.starting_waiters():
+        hvd, communicator, sets = engine.start_horovod(promise, _sets(mesh, promise.size))
     rank, size = hvd.rank(), hvd.size()
     logs.configure(rank, size)
     exchange = ObjectExchange(hvd, communicator)

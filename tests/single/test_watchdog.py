@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
 
 from hvdkit.cluster import processes, wire
 from hvdkit.cluster.hub import Hub
+from hvdkit.cluster.progress import Progress
 
 
 def kinds(link):
@@ -57,3 +64,72 @@ def test_strangers_are_not_let_in_and_end_nothing():
         socket.create_connection(("127.0.0.1", place.port))
     hub.close()
     assert kinds(link)[-2:] == ["over", "closed"]
+
+
+def test_a_rank_whose_other_threads_compute_does_not_hang():
+    """A graph that has the loop over all steps in it leaves the thread that called it asleep."""
+    progress, busy = Progress(), threading.Event()
+
+    def compute():
+        while not busy.is_set():
+            hashlib.sha256(b"x" * 2**20)
+
+    def idle_for(seconds):
+        """Look as the watchdog does, from a thread of its own, while the thread that trains sleeps."""
+        found = []
+
+        def look():
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                found.append(progress.idle())
+                time.sleep(0.1)
+
+        watcher = threading.Thread(target=look, name="hvdkit-watchdog")
+        watcher.start()
+        watcher.join()
+        return found[-1]
+
+    with progress.starting_waiters():  # as Horovod's own thread, which is never still
+        ready = threading.Event()
+        waiter = threading.Thread(target=lambda: (ready.set(), compute()))
+        waiter.start()
+        ready.wait()
+    assert idle_for(1.0) > 0.5
+    worker = threading.Thread(target=compute)
+    worker.start()
+    assert idle_for(1.0) < 0.5
+    busy.set()
+    waiter.join()
+    worker.join()
+
+
+def test_what_is_seen_of_a_process():
+    """Its start is told by the kernel's clock; one that a debugger holds is not taken for stopped."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        identity = processes.own_identity()._replace(pid=child.pid, started=processes._started(child.pid))
+        time.sleep(0.3)
+        assert processes.condition(identity) == "idle"
+        os.kill(child.pid, signal.SIGSTOP)
+        assert processes.condition(identity) == "stopped"
+        assert processes.condition(identity._replace(started=identity.started + 1)) == "gone"
+        processes.kill(identity)
+        assert child.wait(5) == -signal.SIGKILL and processes.condition(identity) == "gone"
+    finally:
+        child.kill()
+
+
+def test_the_chief_waits_for_ranks_that_come_after_it():
+    server = wire.listen(one_host=True)
+    place = wire.offer(server, True, 1.0, 0.0)
+    hub = Hub(server, place, 2)
+    hub.start()
+    hello = {"host": "here", "identity": processes.own_identity()}
+    chief = wire.connect(place, {"rank": 0, **hello})
+    assert chief is not None and hub.empty.wait(5)
+    other = wire.connect(place, {"rank": 1, **hello})
+    time.sleep(0.3)
+    assert other is not None and not hub.empty.is_set()
+    other.send("left")
+    assert hub.empty.wait(5)
+    hub.close()
