@@ -56,6 +56,7 @@ class Hub:
         self._stuck: tuple[float, int, float] | None = None  # stacks are due; the rank that said so; its idle seconds
         self._waits = Waits()
         self._over = threading.Event()
+        self._complete = threading.Event()
         self.empty = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hvdkit-watchdog-chief", daemon=True)
 
@@ -64,7 +65,8 @@ class Hub:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching: ranks that go on do so alone."""
+        """Stop watching, once all ranks have come in; those that go on do so alone."""
+        self._complete.wait(_HELLO_SECONDS)
         for rank in list(self._ranks.values()):
             rank.link.send("over")
         self._over.set()  # only now: the thread closes the connections at once, and one without a word is a death
@@ -141,6 +143,7 @@ class Hub:
             if len(self._ranks) == self._size and all(one.joined for one in self._ranks.values()):
                 self._selector.unregister(self._server)
                 self._server.close()
+                self._complete.set()
         elif kind == "closed" and not rank.joined:  # it had waited too long for its welcome, and goes on without
             if self._ranks.get(rank.number) is rank:
                 del self._ranks[rank.number]

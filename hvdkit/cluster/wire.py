@@ -54,6 +54,7 @@ class Link:
         self.socket = connection
         self.longest = LONGEST
         self._left = self._unsent = b""
+        self._kept: list[dict[str, Any]] = []
         self._lock = threading.Lock()
 
     def send(self, kind: str, **fields: Any) -> bool:
@@ -73,6 +74,8 @@ class Link:
 
     def receive(self) -> Iterator[dict[str, Any]]:
         """Yield the messages that are here; one of kind ``"closed"`` at the end of the connection."""
+        kept, self._kept = self._kept, []
+        yield from kept
         try:
             data = self.socket.recv(65536)
         except TimeoutError:
@@ -150,7 +153,9 @@ def connect(place: Offer, hello: dict[str, Any]) -> Link | None:
             continue
         # An address such as a bridge's own may lead to another machine, or another job.
         link.socket.settimeout(_WELCOME_SECONDS)
-        if link.send("hello", token=place.token, **hello) and any(m["kind"] == "welcome" for m in link.receive()):
+        answers = list(link.receive()) if link.send("hello", token=place.token, **hello) else []
+        if answers and answers[0]["kind"] == "welcome":
+            link._kept = answers[1:]  # rank 0 may be on its way out already
             link.socket.settimeout(_SEND_SECONDS)
             link.send("joined")
             return link
