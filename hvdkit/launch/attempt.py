@@ -63,10 +63,12 @@ class Signals:
         until = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self.file, selectors.EVENT_READ)
-            while (left := until - time.monotonic()) > 0:
-                if selector.select(left) and (found := [n for n in self.read() if n in STOP_SIGNALS]):
+            while True:
+                left = until - time.monotonic()
+                if selector.select(max(0.0, left)) and (found := [n for n in self.read() if n in STOP_SIGNALS]):
                     return found[0]
-        return None
+                if left <= 0:
+                    return None
 
 
 @dataclass

@@ -36,8 +36,9 @@ SIGNALS_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUS
 # From these variables `hvdkit run` reads which rank this is.
 PLACE = ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "HOROVOD_", "SLURM_", "PMIX_RANK")
 CONNECT_SECONDS = 10.0
-# A host that has not acknowledged anything for so long is cut off.
-SILENT_SECONDS = 9
+# A host that has not acknowledged anything for so long is cut off: just before the watchdog's limit, if that is longer.
+_HEARTBEAT = os.environ.get("HVDKIT_HEARTBEAT_SECONDS", "").partition(".")[0]
+SILENT_SECONDS = min(max(9, int(_HEARTBEAT) - 1), 86_400) if _HEARTBEAT.isdigit() else 9
 # Once `hvdkit run` is gone: so long the program has, after SIGTERM.
 ORPHAN_SECONDS = 5.0
 # Once the program has ended: so long its children, which hold its pipes, are waited for.
@@ -321,9 +322,7 @@ def _catch_signals() -> int:
 def told() -> str:
     """Return what the variable, or the file that it names, says of ``hvdkit run``."""
     text = os.environ[VARIABLE]
-    if text.startswith("/"):
-        return _read(text)
-    return text
+    return _read(text) if text.startswith("/") else text
 
 
 def main(arguments: list[str]) -> int:
