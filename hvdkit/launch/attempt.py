@@ -240,6 +240,7 @@ class Attempt:
                 self._end_engine(ENGINE_SECONDS)
         while self._engine_end_at and self._engine_end_at[0][0] <= now:
             _, number = self._engine_end_at.pop(0)
+            self.course.engine_ended_by_us = True
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
