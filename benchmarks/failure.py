@@ -115,7 +115,7 @@ def main() -> None:
                     act = hosts[1].cut if fault == "host cut off" else hosts[1].kill
                     print(row(fault, launcher, run("wait", launcher, ranks=3, hosts=hosts, act=act)), flush=True)
     if config.slurm and under_slurm.missing() is None:
-        for line in slurm_rows(config.faults):
+        for line in slurm_rows(tuple(fault for fault in config.faults if fault != "out of memory")):
             print(line, flush=True)
     if config.overhead:
         print(overhead())

@@ -63,10 +63,12 @@ class Signals:
         until = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self.file, selectors.EVENT_READ)
-            while (left := until - time.monotonic()) > 0:
-                if selector.select(left) and (found := [n for n in self.read() if n in STOP_SIGNALS]):
+            while True:
+                left = until - time.monotonic()
+                if selector.select(max(0.0, left)) and (found := [n for n in self.read() if n in STOP_SIGNALS]):
                     return found[0]
-        return None
+                if left <= 0:
+                    return None
 
 
 @dataclass
@@ -238,6 +240,7 @@ class Attempt:
                 self._end_engine(ENGINE_SECONDS)
         while self._engine_end_at and self._engine_end_at[0][0] <= now:
             _, number = self._engine_end_at.pop(0)
+            self.course.engine_ended_by_us = True
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 

@@ -127,6 +127,7 @@ class Channel:
             if isinstance(key.data, (socket.socket, _Wrapper)):
                 self.selector.unregister(key.fileobj)
                 (key.data if isinstance(key.data, socket.socket) else key.data.connection).close()
+        self.selector.close()
 
     def _event(self, wrapper: _Wrapper, kind: int, payload: bytes) -> Iterator[Event]:
         if wrapper.rank is None:

@@ -26,8 +26,7 @@ import sys
 import termios
 import time
 
-STDOUT, STDERR, HELLO, END = 1, 2, 3, 4  # outputs by the numbers of their files
-LEAVE = 0
+STDOUT, STDERR, HELLO, END, LEAVE = 1, 2, 3, 4, 0  # outputs by the numbers of their files
 HEADER = struct.Struct("!BI")
 # How `hvdkit run` is found: "PORT TOKEN ADDRESS..." in the variable, or in the file that the variable names. A file
 # serves where the engine writes values of variables on command lines, which everybody on the host can read.
@@ -35,8 +34,10 @@ VARIABLE = "HVDKIT_RUN"
 SIGNALS_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 # From these variables `hvdkit run` reads which rank this is.
 PLACE = ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "HOROVOD_", "SLURM_", "PMIX_RANK")
-CONNECT_SECONDS, SILENT_SECONDS = 10.0, 9  # a host that has not acknowledged anything for so long is cut off
-# So long the program has after SIGTERM, once `hvdkit run` is gone; and its children, which hold its pipes, after it.
+# A host that has not acknowledged anything for so long is cut off: just before the watchdog's limit, if that is longer.
+_LIMIT = os.environ.get("HVDKIT_HEARTBEAT_SECONDS", "").partition(".")[0]
+CONNECT_SECONDS, SILENT_SECONDS = 10.0, min(max(9, int(_LIMIT) - 1), 86_400) if _LIMIT.isdigit() else 9
+# So long the program has once `hvdkit run` is gone; and its children, which hold its pipes, after it.
 ORPHAN_SECONDS, DRAIN_SECONDS = 5.0, 0.3
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -58,7 +59,7 @@ def adopt_orphans() -> None:
 
 def keep_alive(connection: socket.socket) -> None:
     """Notice within :data:`SILENT_SECONDS` that the other host has gone, while nothing is being sent to it."""
-    # Not by TCP_USER_TIMEOUT: that also ends a connection whose reader merely pauses, as a stopped terminal does.
+    # TCP_USER_TIMEOUT would also end a connection whose reader merely pauses, as a stopped terminal does.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 3)
@@ -340,8 +341,7 @@ def main(arguments: list[str]) -> int:
     except (OSError, Lost) as error:
         print(f"hvdkit run: on {host}: {error}", file=sys.stderr)
         return 1
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    environment.update(settings["environment"])
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE} | settings["environment"]
     program = Program(command, environment, settings["terminal"])
     return Wrapper(connection, program, wakeup, settings["stopped_seconds"]).run()
 

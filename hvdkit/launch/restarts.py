@@ -86,6 +86,8 @@ def run(job: Job, program: Sequence[str], output: Output, signals: Signals) -> i
     """
     config, taken = job.config, job.first_hosts()
     way, answers = job.network(taken)
+    if (stopped := signals.wait(0)) is not None:  # Ctrl-C ends ssh, too, and no host is to blame
+        return shell_code(-stopped)
     refuse(answers)
     least = config.min_np or sum(host.slots for host in taken)
     book = Hosts(job.hosts, config.np, least)

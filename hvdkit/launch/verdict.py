@@ -63,6 +63,8 @@ class Course:
     stopped_by: signal.Signals | None = None
     # SIGUSR1 or SIGUSR2 was passed on, or Slurm has signalled a rank itself: schedulers announce the end of a job so.
     notified: bool = False
+    # It was ended after all ranks: its exit code says nothing then, and neither do the seconds that a large job needs.
+    engine_ended_by_us: bool = False
     engine_lines: list[str] = field(default_factory=list)
 
     def began(self, rank: int, host: str) -> None:
@@ -140,7 +142,7 @@ class Course:
             return self._failed(failed[0], engine_code, tail)
         missing = [rank for rank in range(self.size) if rank not in self.ranks]
         unfinished = [rank for rank, one in sorted(self.ranks.items()) if one.code != 0]
-        if not missing and not unfinished and engine_code == 0:
+        if not missing and not unfinished and (engine_code == 0 or self.engine_ended_by_us):
             return Verdict(0, "")
         if missing and not self.ranks:
             what = f"{self.engine} ended with exit code {engine_code} before any rank began"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 from pathlib import Path
 
+from hvdkit.launch.attempt import Signals
 from hvdkit.launch.channel import Channel
 from hvdkit.launch.output import Output
 from hvdkit.launch.rank import HEADER, HELLO
@@ -53,3 +55,10 @@ def test_a_full_disk_ends_logs_but_no_job(tmp_path):
     assert lines[0] == "[rank 0] one" and lines[-1] == "[rank 0] three"
     assert "cannot be written (No space left on device)" in lines[1] and len(lines) == 3
     assert (tmp_path / "rank-0.log").read_text() == "one\n"
+
+
+def test_a_signal_that_has_come_is_seen_without_waiting():
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.wait(0) == signal.SIGTERM
+        assert signals.wait(0) is None

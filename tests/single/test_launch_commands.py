@@ -288,6 +288,16 @@ def test_verdicts(events, code, line):
     assert re.match(line, judged.line) if line else judged.line == ""
 
 
+def test_an_engine_that_lingers_fails_no_job():
+    told = course((0, 0), (1, 0), (2, 0))
+    assert told.verdict(-15, 1.0).code == 143
+    told.engine_ended_by_us = True
+    assert told.verdict(-15, 1.0).code == 0
+    told = course((0, 0), (1, 0))
+    told.engine_ended_by_us = True
+    assert told.verdict(-15, 1.0).code == 143  # never 0 where a rank is missing
+
+
 def test_a_rank_that_says_why_it_fails_is_quoted_and_mpi_abort_is_found():
     told = course()
     told.said(2, b"[rank 2] hvdkit: rank 2 on node2 failed: ClusterError: another rank left the job, and ...\n")
