@@ -165,7 +165,11 @@ class Course:
             words = self._words(one)
         code = shell_code(one.code) if one.code is not None and not one.ended_by_us else 0
         line = f"rank {rank} on {one.host} {words}{tail}"
-        code = code or (OUT_OF_REACH if one.lost or one.code == 0 else shell_code(engine_code) or 1)
+        if code == 0 and not one.lost and one.code != 0:
+            # It was ended in its turn. The watchdog has ended the others with the code of what was wrong.
+            told = [shell_code(r.code) for r in self.ranks.values() if r.code and not r.ended_by_us]
+            code = told[0] if told else shell_code(engine_code)
+        code = code or OUT_OF_REACH
         return Verdict(code, line, rank, one.host, stopped=self.notified and code == PREEMPTED)
 
     def _words(self, one: Rank) -> str:

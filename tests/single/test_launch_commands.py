@@ -313,6 +313,13 @@ def test_a_rank_that_says_why_it_fails_is_quoted_and_mpi_abort_is_found():
     judged = told.verdict(1, 1.0)
     assert (judged.rank, judged.code) == (1, 137)
     assert judged.line.startswith("rank 1 on node1 was killed by SIGKILL (out of memory?) at step 7;")
+    told = course()  # it had left, and its process still stood when the others had ended
+    told.said(0, b"[rank 0] hvdkit: rank 2 on node2 left the job at step 7: ended before the others\n")
+    told.ended(0, 1, [])
+    told.ended(1, 1, [])
+    told.ranks[2].ended_by_us = True
+    told.ended(2, -15, [])
+    assert told.verdict(143, 1.0).code == 1
     told = course((0, -15, 15), (1, -9, 15), (2, -15, 15))
     told.engine_lines = ["MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD", "with errorcode 6."]
     judged = told.verdict(6, 1.0)
