@@ -145,12 +145,12 @@ class Channel:
         promise = promised(hello["place"])
         if promise.size != self._size or promise.rank in self.ranks:
             raise ValueError("a rank that is not one of this attempt")
+        began = Event("began", promise.rank, details={"host": hello["host"]})
         answer = json.dumps(self._settings(promise.rank)).encode()
         wrapper.connection.sendall(HEADER.pack(HELLO, len(answer)) + answer)
-        wrapper.rank = promise.rank
+        wrapper.rank = promise.rank  # from here on its loss is that of a rank
         self.ranks[promise.rank] = wrapper
-        details = {"host": hello["host"], "pid": hello["pid"], "size": promise.size}
-        return Event("began", promise.rank, details=details)
+        return began
 
     def _gone(self, wrapper: _Wrapper) -> Iterator[Event]:
         self._strangers.pop(wrapper, None)

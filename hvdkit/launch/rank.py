@@ -141,7 +141,7 @@ class Connection:
     def greet(self, host: str) -> dict:
         """Say who this is; return the settings that come back."""
         place = {name: value for name, value in os.environ.items() if name.startswith(PLACE)}
-        self.send(HELLO, json.dumps({"token": self.token, "host": host, "pid": os.getpid(), "place": place}).encode())
+        self.send(HELLO, json.dumps({"token": self.token, "host": host, "place": place}).encode())
         self.socket.settimeout(None)
         length = HEADER.unpack(self._receive(HEADER.size))[1]
         return json.loads(self._receive(length))

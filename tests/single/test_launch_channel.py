@@ -33,7 +33,7 @@ def test_strangers_end_nothing():
     for one in silent:
         one.close()
     assert turn(channel) == []
-    hello = json.dumps({"token": token, "host": "here", "pid": 1, "place": {}}).encode()
+    hello = json.dumps({"token": token, "host": "here", "place": {}}).encode()
     with socket.create_connection(("127.0.0.1", int(port))) as wrapper:
         wrapper.sendall(HEADER.pack(HELLO, len(hello)) + hello)
         assert turn(channel) == ["began"]
