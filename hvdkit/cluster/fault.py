@@ -22,6 +22,7 @@ class Rank:
     seen: float  # alive: it has spoken, or one beside it has looked
     joined: bool = False  # it knows that it was let in
     step: int | None = None
+    idle: float = 0.0  # seconds for which nothing has moved there
     left: bool = False
     closed: bool = False
     asked: float | None = None  # when another rank was asked to look at it

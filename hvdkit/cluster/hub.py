@@ -26,6 +26,8 @@ _LOOK_SECONDS = 2.0
 # Where all ranks of a host are silent and the host itself is not, they may hold Python's lock, as when all of them load
 # one large file: so many heartbeats they have.
 _UNSEEN = 6
+# While one rank works the others may wait for it, as for a download on the chief: so many times the watchdog's limit.
+_WAITING = 6
 _STACKS_SECONDS = 3.0
 _END_SECONDS = 1.0
 # horovodrun stops to forward lines when the first rank ends: the last one has to be through by then.
@@ -136,7 +138,7 @@ class Hub:
     def _take(self, rank: Rank, message: dict[str, Any]) -> None:
         now = rank.heard = rank.seen = time.monotonic()
         rank.asked = None
-        rank.step = message.get("step", rank.step)
+        rank.step, rank.idle = message.get("step", rank.step), message.get("idle", rank.idle)
         kind = message["kind"]
         if kind == "joined":
             rank.joined = True
@@ -156,7 +158,7 @@ class Hub:
             self._failed(rank, message, now)
         elif kind == "saw":
             self._saw(self._ranks[message["rank"]], message["condition"], now)
-        elif kind == "stuck" and self._stuck is None:
+        elif kind == "stuck" and self._stuck is None and self._is_hung(message["idle"]):
             self._stuck = (now + _STACKS_SECONDS, rank.number, message["idle"])
             for other in self._ranks.values():
                 other.link.send("stacks")
@@ -271,6 +273,11 @@ class Hub:
             _catch_up(rank)
             self._faults.insert(0, Fault(rank, cause, now, kill=dead))
 
+    def _is_hung(self, idle: float) -> bool:
+        """Return True unless some rank works, and the one that has been idle for so long may be waiting for it."""
+        here = [rank for rank in self._ranks.values() if not rank.gone]
+        return all(rank.idle > self._place.patience for rank in here) or idle > _WAITING * self._place.patience
+
     def _seek_stuck(self, now: float) -> None:
         """Once every rank has written its stacks: the rank that has done least keeps the others waiting."""
         if self._stuck is None:
@@ -294,8 +301,9 @@ class Hub:
 
     def _differ(self, found: Difference | None, now: float) -> None:
         """Put what ``HVDKIT_CHECK=1`` has found before all that follows from it."""
-        if found is not None:
-            self._faults.insert(0, Fault(self._ranks[found.rank], found.cause, now))
+        rank = self._ranks.get(found.rank) if found is not None else None
+        if found is not None and rank is not None:
+            self._faults.insert(0, Fault(rank, found.cause, now))
 
     # ---- the end ----------------------------------------------------------------------------------------------
 

@@ -51,7 +51,6 @@ class Member:
         self._over = threading.Event()  # no more watching, or the verdict is here
         self._answered = threading.Event()
         self._heard = self._beaten = self._ticked = time.monotonic()
-        self._stuck = False
         self._interval = place.heartbeat / 5
         self._thread = threading.Thread(target=self._run, name="hvdkit-watchdog", daemon=True)
 
@@ -125,9 +124,8 @@ class Member:
         if now - self._beaten >= self._interval:
             self._beaten = now
             idle = PROGRESS.idle()
-            self._link.send("beat", step=PROGRESS.step)
-            if self._place.patience and idle > self._place.patience and not self._stuck:
-                self._stuck = True
+            self._link.send("beat", step=PROGRESS.step, idle=idle)
+            if self._place.patience and idle > self._place.patience:
                 self._link.send("stuck", idle=idle, **PROGRESS.told())
         if now - self._heard > self._place.heartbeat:
             self._look_at_chief(now - self._heard)

@@ -247,6 +247,8 @@ def deliver(hosts: Sequence[str], ssh_args: str, timeout: float, path: Path, tex
             done = subprocess.run(command, input=text or "", capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:
             return f"host {host}: it does not answer within {timeout:g} s"
+        except FileNotFoundError:
+            return "there is no ssh here; install an OpenSSH client"
         return None if done.returncode == 0 else f"host {host}: {refusal(host, done.returncode, done.stderr)}"
 
     with ThreadPoolExecutor(min(64, len(hosts))) as pool:

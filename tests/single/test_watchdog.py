@@ -66,6 +66,25 @@ def test_strangers_are_not_let_in_and_end_nothing():
     assert kinds(link)[-2:] == ["over", "closed"]
 
 
+def test_a_rank_that_works_is_waited_for():
+    """One rank downloads while the other waits at a barrier: no hang, until the first does not move either."""
+    server = wire.listen(one_host=True)
+    place = wire.offer(server, True, 10.0, 5.0)
+    hub = Hub(server, place, 2)
+    hub.start()
+    hello = {"host": "here", "identity": processes.own_identity()}
+    works, waits = (wire.connect(place, {"rank": rank, **hello}) for rank in (0, 1))
+    told = {"count": 1, "waiting": True, "words": ""}
+    for idle, asked in ((0.0, []), (6.0, ["stacks"])):
+        works.send("beat", idle=idle)
+        time.sleep(0.3)
+        waits.send("stuck", idle=6.0, **told)
+        waits.socket.settimeout(1.0)
+        assert [message["kind"] for message in waits.receive()] == asked
+    hub.close()
+    assert kinds(works)[-2:] == ["over", "closed"]
+
+
 def test_a_rank_whose_other_threads_compute_does_not_hang():
     """A graph that has the loop over all steps in it leaves the thread that called it asleep."""
     progress, busy = Progress(), threading.Event()
