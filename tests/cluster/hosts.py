@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 SSHD = "/usr/sbin/sshd"
+# Where Debian has what administrators use, `tc` for one; not everybody's PATH leads there.
+os.environ["PATH"] += f"{os.pathsep}/usr/sbin{os.pathsep}/sbin"
 _START_SECONDS = 10.0
 _NUMBERS = (f"-{number}" for number in itertools.count())
 

@@ -78,7 +78,8 @@ def test_plain_tensorflow_serves_it_with_the_ranks_mean_statistics(saved, tmp_pa
     model = build()
     assert hk.checkpoint.export_saved_model(path, model, tmp_path / "served" / "1") == tmp_path / "served" / "1"
     np.testing.assert_array_equal(model(X, training=False), expected)
-    np.testing.assert_allclose(served(tmp_path / "served" / "1"), expected, rtol=1e-6)
+    # Sums of terms as large as 6 in float32: what is left of them near 0 is only so exact.
+    np.testing.assert_allclose(served(tmp_path / "served" / "1"), expected, rtol=1e-6, atol=2e-6)
     assert [p.name for p in (tmp_path / "served").iterdir() if p.is_dir()] == ["1"]
 
 
