@@ -22,6 +22,7 @@ from hosts import Hosts  # noqa: E402
 from jobs import BIN, environment  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("faulty.py")
+PATHS = f"{SCRIPT.parents[2]}{os.pathsep}{SCRIPT.with_name('absent')}"
 LAUNCHERS = {
     "mpirun": ["mpirun", "--bind-to", "none"],
     "horovodrun": ["horovodrun"],
@@ -85,7 +86,7 @@ def run(
     group = memory_group() if fault == "out of memory" else None
     if group is not None:
         extra["HVDKIT_TEST_GROUP"] = str(group)
-    env = environment(PYTHONPATH=str(SCRIPT.parents[2]), TF_CPP_MIN_LOG_LEVEL="2", **extra)
+    env = environment(PYTHONPATH=PATHS, TF_CPP_MIN_LOG_LEVEL="2", **extra)
     command = [*LAUNCHERS[launcher], "-np", str(ranks), *_across(launcher, hosts, env), *rank]
     start = subprocess.Popen if hosts is None else hosts[0].start
     try:

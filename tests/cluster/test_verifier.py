@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jobs import MPI, run
+from jobs_that_fail import PATHS
 
 from hvdkit.cluster.checks import SETTLED, Waits
 
@@ -22,7 +24,7 @@ LINES = {text.split("  # ")[1]: n for n, text in enumerate(SCRIPT.read_text().sp
 
 def run_unlike(kind, ranks=2):
     code = f"import runpy, sys; sys.argv = ['', {kind!r}]; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    return run(code, MPI, ranks, HVDKIT_CHECK="1")
+    return run(code, MPI, ranks, HVDKIT_CHECK="1", PYTHONPATH=PATHS)
 
 
 def at(comment, of="float32[3]"):
