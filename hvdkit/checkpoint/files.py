@@ -42,8 +42,13 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, sync: bool = True) -> None:
     """Write a small file so that it is either the old one or the new one, on the disk, whatever happens.
+
+    Args:
+        path: the file.
+        text: what it will hold.
+        sync: bring its name to the disk, too. Not where others may move the folder as soon as the file is there.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -59,7 +64,8 @@ def write_text(path: Path, text: str) -> None:
         except OSError:
             beside.unlink(missing_ok=True)
             raise
-        sync_folder(path.parent)
+        if sync:
+            sync_folder(path.parent)
 
 
 def remove_folder(path: Path) -> None:

@@ -158,7 +158,8 @@ class Save:
             files[name] = write_file(self._folder / name, own)
         report = {"files": files, "indices": snapshot.indices(), "rank_values": snapshot.rank_values}
         if self._rank != 0:
-            write_text(self._report(self._rank), json.dumps(report))
+            # With the last report the chief gives the folder its name, which may be before this returns.
+            write_text(self._report(self._rank), json.dumps(report), sync=False)
         return report
 
     def _make_whole(self, own: dict[str, Any]) -> None:

@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jobs import environment
 
+from hvdkit.checkpoint.writing import Save, Snapshot
+
 DRIVER = Path(__file__).resolve().parents[1] / "save_driver.py"
 
 
@@ -45,3 +47,17 @@ def test_no_rubbish_stays_and_the_next_save_works(cases):
     for case in cases:
         assert all(not name.startswith(".") for name in case["left"]), case
         assert case["after"] == ["step-000000003", 3.0], case
+
+
+def test_the_chief_may_take_the_last_report_at_once(tmp_path, monkeypatch):
+    """As soon as it is there the folder may get its name, while the rank that wrote it is not back yet."""
+    replace = Path.replace
+
+    def taken(self, target):
+        replace(self, target)
+        target.parent.rename(tmp_path / "step-1")
+
+    monkeypatch.setattr(Path, "replace", taken)
+    save = Save(tmp_path / "step-1", Snapshot(), step=1, rank=1, size=2, token="token").start()
+    assert save.wait(10) and save.error is None
+    assert (tmp_path / "step-1" / "rank-00001.json").exists()
