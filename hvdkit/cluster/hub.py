@@ -174,8 +174,7 @@ class Hub:
         rank.closed = True
         _catch_up(rank)
         if not rank.left and not any(fault.rank is rank for fault in self._faults):
-            cause = f"{DIED} (killed, out of memory, or os._exit)"
-            self._faults.insert(0, Fault(rank, cause, now))
+            self._faults.insert(0, Fault(rank, DIED, now))
 
     def _failed(self, rank: Rank, message: dict[str, Any], now: float) -> None:
         victim, leaving = message.get("victim", False), message.get("leaving", False)

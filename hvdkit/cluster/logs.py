@@ -38,7 +38,7 @@ def write_line(text: str) -> None:
 
 
 # What is known of a rank of which only the connection has ended.
-DIED = "died without a word"
+DIED = "died without a word (killed, out of memory, or os._exit)"
 
 
 def last_line(rank: int, host: str, verb: str, step: int | None, cause: str) -> str:

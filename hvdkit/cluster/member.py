@@ -99,7 +99,7 @@ class Member:
         kind = message["kind"]
         if kind == "closed":
             if not self._over.is_set():
-                self._judge(f"{DIED} (killed, out of memory, or os._exit)")
+                self._judge(DIED)
             return False
         if kind == "over":  # rank 0 has left, and whoever needs it finds out
             self._over.set()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hvdkit.cluster.logs import DIED
 from hvdkit.doctor.devices import Interface
 from hvdkit.doctor.facts import Mpi, Program
 from hvdkit.doctor.host import SECRET
@@ -308,7 +309,7 @@ def test_a_rank_that_says_why_it_fails_is_quoted_and_mpi_abort_is_found():
     told.ended(1, 1, [])
     assert told.verdict(1, 1.0).line == "rank 1 on node1 failed: ValueError: bad batch; the job ended after 1.0 s"
     told = course((2, 1))  # the first whose end is known here need not be the first that failed
-    told.said(0, b"[rank 0] hvdkit: rank 1 on node1 failed at step 7: died without a word (killed)\n")
+    told.said(0, f"[rank 0] hvdkit: rank 1 on node1 failed at step 7: {DIED}\n".encode())
     told.ended(1, -9, [])
     judged = told.verdict(1, 1.0)
     assert (judged.rank, judged.code) == (1, 137)
