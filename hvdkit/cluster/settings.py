@@ -10,6 +10,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdkit.cluster import rings
+from hvdkit.cluster.launcher import Promise
 from hvdkit.cluster.logs import get_logger
 
 _BEFORE_MPI = {
@@ -24,9 +26,9 @@ _BEFORE_MPI = {
 _THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 
-def set_environment() -> None:
+def set_environment(promise: Promise) -> None:
     """Set the variables that MPI and Horovod read when they start, unless the person has set them."""
-    for name, value in _BEFORE_MPI.items():
+    for name, value in (_BEFORE_MPI | rings.variables(promise, os.environ)).items():
         os.environ.setdefault(name, value)
 
 

@@ -101,7 +101,7 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
             "hk.init(): called after hk.shutdown() under horovodrun --gloo, where Horovod cannot begin a second time; "
             "call hk.shutdown() at the end only, or start under MPI"
         )
-    settings.set_environment()
+    settings.set_environment(promise)
     watchdog.set_stall_limit()
     with PROGRESS.starting_waiters():
         hvd, communicator, sets = engine.start_horovod(promise, _sets(mesh, promise.size))

@@ -9,7 +9,8 @@ might crash or hang runs in a subprocess with a time limit. The way through the 
     mpi.py         checks: the MPI library, the launchers, Open MPI's traps
     host.py        checks: cores, root, shared memory, ssh, environment
     devices.py     checks: network interfaces, GPUs
-    live.py        checks: two ranks start with each launcher and do one allreduce (allreduce.py)
+    live.py        checks: two ranks start with each launcher and do one allreduce (allreduce.py); by which algorithm
+                   MPI does it (algorithm.py)
     report.py      shows the findings, as text or JSON
     process.py     runs a command that may crash or hang
 """

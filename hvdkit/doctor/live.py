@@ -1,11 +1,14 @@
-"""Start two ranks with each launcher and let them do one allreduce: does everything together work?"""
+"""Start ranks: does everything together work with each launcher, and by which algorithm does MPI allreduce?"""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from pathlib import Path
 
+from hvdkit.cluster import rings
+from hvdkit.doctor import algorithm
 from hvdkit.doctor.facts import Facts, outside_a_job
 from hvdkit.doctor.finding import Finding
 from hvdkit.doctor.host import ROOT_VARIABLES
@@ -13,6 +16,8 @@ from hvdkit.doctor.process import Outcome, run
 
 RANKS = 2
 LINE = re.compile(r"hvdkit-allreduce (\{.*?\})")
+ALGORITHM = Path(algorithm.__file__)  # run as a file: the package would load TensorFlow in a launched process
+ALGORITHM_LINE = re.compile(r"hvdkit-algorithm (\{.*?\})")
 CHILD = [sys.executable, "-m", "hvdkit.doctor.allreduce"]
 REMEDIES = (  # what a launcher's last lines say -> what helps
     (re.compile(r"not enough slots", re.I), "mpirun --oversubscribe"),
@@ -81,4 +86,33 @@ def remedy_for(text: str, outcome: Outcome, argv: list[str]) -> str:
     return "mend the findings above, then run it by hand: " + " ".join(argv)
 
 
-CHECKS = (run_mpirun, run_gloo)
+def allreduce(facts: Facts, timeout: float) -> Finding:
+    """See by which algorithm MPI adds a small and a large message up, between hosts as ``hk.init()`` has it.
+
+    A ring is what large ones need: any other algorithm sends more bytes, or all to one place.
+    """
+    name = "allreduce"
+    if facts.mpirun is None or not facts.mpi4py.loaded("mpi4py"):
+        return Finding(name, "note", "not tried: needs mpirun, and an mpi4py that loads")
+    ours = facts.open_mpi is not None and not rings.chosen(facts.environment)
+    options = ["--oversubscribe"] if facts.open_mpi else []
+    argv = [facts.mpirun.path, *options, "-np", str(algorithm.RANKS), sys.executable, str(ALGORITHM)]
+    environment = outside_a_job(facts.environment) | dict.fromkeys(ROOT_VARIABLES, "1")
+    outcome = run(argv, timeout=timeout, env=environment | (rings.rules_in_force() if ours else {}))
+    seen = ALGORITHM_LINE.search(outcome.stdout)
+    details = {"command": argv, "rules": str(rings.RULES) if ours else None}
+    if outcome.code != 0 or seen is None:
+        return Finding(name, "note", f"not seen: the start of {algorithm.RANKS} ranks {outcome.how}", details=details)
+    small, large = json.loads(seen[1]).values()
+    whose = "hk.init()'s rules for several hosts" if ours else "the choice of this MPI, or yours"
+    what = f"{algorithm.SIZES[1] >> 20} MiB by {large}, {algorithm.SIZES[0]} bytes by {small} ({whose})"
+    details |= {"small": small, "large": large}
+    if large == "wrong" or small == "wrong":
+        return Finding(name, "problem", f"the sums are wrong: {what}", "use another MPI", details)
+    if large == "ring" or not facts.open_mpi:
+        return Finding(name, "ok" if large == "ring" else "note", what, details=details)
+    remedy = "unset the OMPI_MCA_coll variables, and see ~/.openmpi/mca-params.conf, unless you measured"
+    return Finding(name, "note", f"{what}: between hosts a ring sends fewer bytes", remedy, details)
+
+
+CHECKS = (run_mpirun, run_gloo, allreduce)

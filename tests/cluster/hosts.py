@@ -112,9 +112,9 @@ class Host:
         """Have this host alone see ``source``, a file or a folder, at ``target``."""
         self.start(["mount", "--bind", str(source), str(target)]).wait()
 
-    def slow_down(self, rate: str) -> None:
-        """Limit what it sends, e.g. to ``"1mbit"``."""
-        limit = ["tbf", "rate", rate, "burst", "32kb", "latency", "400ms"]
+    def slow_down(self, rate: str, burst: str = "32kb", latency: str = "400ms") -> None:
+        """Limit what it sends, e.g. to ``"1mbit"``; a fast link needs more in one ``burst``."""
+        limit = ["tbf", "rate", rate, "burst", burst, "latency", latency]
         subprocess.run(["tc", "-n", self._namespace, "qdisc", "replace", "dev", "eth0", "root", *limit], check=True)
 
     def kill(self) -> None:

@@ -87,7 +87,7 @@ def run(
     if group is not None:
         extra["HVDKIT_TEST_GROUP"] = str(group)
     env = environment(PYTHONPATH=PATHS, TF_CPP_MIN_LOG_LEVEL="2", **extra)
-    command = [*LAUNCHERS[launcher], "-np", str(ranks), *_across(launcher, hosts, env), *rank]
+    command = [*LAUNCHERS[launcher], "-np", str(ranks), *across(launcher, hosts, env), *rank]
     start = subprocess.Popen if hosts is None else hosts[0].start
     try:
         with (folder / "out").open("wb") as out:
@@ -115,7 +115,7 @@ class NoMemoryGroup(OSError):
     """Memory cannot be limited on this machine."""
 
 
-def _across(launcher: str, hosts: Hosts | None, env: dict[str, str]) -> list[str]:
+def across(launcher: str, hosts: Hosts | None, env: dict[str, str]) -> list[str]:
     """Return the launcher's arguments for several hosts."""
     if hosts is None:
         return []

@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hosts import Hosts, missing
-from jobs_that_fail import run
+from jobs import environment
+from jobs_that_fail import PATHS, across, run
 
 WHY = missing()
 pytestmark = pytest.mark.skipif(WHY is not None, reason=f"no hosts: {WHY}")
+
+
+RING = """
+import numpy as np
+import hvdkit as hk
+from hvdkit.doctor.algorithm import algorithm
+cluster = hk.init()
+mine = np.random.default_rng(cluster.rank).normal(size=500_000).astype("float32")
+total = hk.allreduce(mine, hk.Sum)
+every = hk.allgather_object(mine)
+if cluster.is_chief:
+    print("added up by:", algorithm(every, total))
+"""
+
+
+def test_large_messages_go_round_a_ring():
+    """Whoever launched the ranks: here an mpirun that knows nothing of hvdkit."""
+    env = environment(PYTHONPATH=PATHS, TF_CPP_MIN_LOG_LEVEL="2")
+    with Hosts(4) as hosts:
+        command = ["mpirun", "-np", "4", *across("mpirun", hosts, env), sys.executable, "-c", RING]
+        process = hosts[0].start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0 and "added up by: ring" in output, output
 
 
 def test_a_host_dies():

@@ -211,6 +211,15 @@ def test_a_launcher_of_another_mpi_makes_every_process_rank_0_of_1(here, tmp_pat
     assert [result["size"] for result in found.details["results"]] == [1, 1]
 
 
+def test_by_which_algorithm_messages_are_added_up(here):
+    found = live.allreduce(here, timeout=60)
+    assert (found.status, found.details["large"]) == ("ok", "ring"), found.what
+    chosen = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "1"}
+    found = live.allreduce(dataclasses.replace(here, environment=dict(here.environment) | chosen), timeout=60)
+    assert (found.status, found.details["small"]) == ("note", "one rank after the other"), found.what
+    assert found.remedy
+
+
 # --- report -----------------------------------------------------------------------------------------------
 
 

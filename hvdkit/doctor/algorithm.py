@@ -1,0 +1,90 @@
+"""By which algorithm an MPI allreduces: seen in the order of its additions.
+
+    mpirun -np 4 python algorithm.py
+
+A sum of four floats depends on its brackets. Ranks allreduce random numbers, and rank 0 finds which of the fifteen
+ways to put brackets around four numbers gives each part of the result, to the bit. A ring adds each part in the order
+of the ranks from another one on; recursive doubling (or halving) adds pairs of pairs; a reduction to one rank adds all
+parts alike.
+Run as a script, it imports no TensorFlow; prints one JSON line: bytes -> algorithm.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+
+RANKS = 4
+SIZES = (4096, 8 * 1024 * 1024)
+_BLOCKS = 64
+
+
+def main() -> None:
+    """Allreduce each size and print what rank 0 sees."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    found = {}
+    for nbytes in SIZES:
+        mine = np.random.default_rng(world.rank).normal(size=nbytes // 4).astype(np.float32)
+        result = np.empty_like(mine)
+        world.Allreduce(mine, result)
+        every = world.gather(mine)
+        if world.rank == 0:
+            found[nbytes] = algorithm(every, result)
+    if world.rank == 0:
+        print("hvdkit-algorithm " + json.dumps(found), flush=True)
+
+
+def algorithm(ranks: Any, result: np.ndarray) -> str:
+    """Return the name of what adds the arrays of ``ranks`` up to ``result``.
+
+    Args:
+        ranks: four float32 arrays [n], by rank.
+        result: float32 [n], their sum as an MPI has made it.
+
+    Returns:
+        "ring", "recursive doubling" (or halving), "one rank after the other", "another", or "wrong" for no sum at all.
+
+    Example:
+        >>> x = [np.random.default_rng(r).normal(size=4096).astype(np.float32) for r in range(4)]
+        >>> algorithm(x, (x[0] + x[1]) + (x[2] + x[3]))
+        'recursive doubling'
+    """
+    if not np.allclose(sum(x.astype(np.float64) for x in ranks), result, atol=1e-5):
+        return "wrong"
+    chains = {order: _chain(ranks, order) for order in itertools.permutations(range(RANKS)) if order[0] < order[1]}
+    pairs = [(ranks[a] + ranks[b]) + (ranks[c] + ranks[d]) for a, b, c, d in ((0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 1, 2))]
+    if any(np.array_equal(pair, result) for pair in pairs):
+        return "recursive doubling"
+    if any(np.array_equal(chain, result) for chain in chains.values()):
+        return "one rank after the other"
+    # Where each block of a ring begins, its neighbours add up: rank k+1 has the first word on part k.
+    starts = [{start for start in range(RANKS) if _equal(chains, start, result, block)} for block in _blocks(result)]
+    return "ring" if all(starts) and len(set.union(*starts)) == RANKS else "another"
+
+
+def _chain(ranks: Any, order: tuple[int, ...]) -> np.ndarray:
+    total = ranks[order[0]]
+    for rank in order[1:]:
+        total = total + ranks[rank]
+    return total
+
+
+def _blocks(result: np.ndarray) -> list[slice]:
+    """Return parts of the array, small enough that each lies within one of a ring's."""
+    edges = np.linspace(0, len(result), _BLOCKS + 1).astype(int)
+    return [slice(a + (b - a) // 4, b - (b - a) // 4) for a, b in itertools.pairwise(edges)]
+
+
+def _equal(chains: dict[tuple[int, ...], np.ndarray], start: int, result: np.ndarray, block: slice) -> bool:
+    order = tuple((start + step) % RANKS for step in range(RANKS))
+    first, second = sorted(order[:2])  # of two numbers the order does not matter
+    return np.array_equal(chains[(first, second) + order[2:]][block], result[block])
+
+
+if __name__ == "__main__":
+    main()

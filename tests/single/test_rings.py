@@ -1,0 +1,84 @@
+"""Rules by which large messages go round a ring, and how the doctor sees what goes by which algorithm."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from hvdkit.cluster import rings
+from hvdkit.cluster.launcher import promised
+from hvdkit.doctor import algorithm
+
+TWO_HOSTS = {
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+def of_file(size: int, nbytes: int) -> int:
+    """Read the file as Open MPI does: the last size of communicator, and of message, that is not larger."""
+    words = [word for line in rings.RULES.read_text().splitlines() for word in line.split("#")[0].split()]
+    numbers = iter(map(int, words))
+    assert (next(numbers), next(numbers)) == (1, 2), "one collective, the allreduce"
+    found = rings.OWN_CHOICE
+    for _ in range(next(numbers)):
+        ranks = next(numbers)
+        for _ in range(next(numbers)):
+            limit, chosen = next(numbers), next(numbers)
+            assert (next(numbers), next(numbers)) == (0, 0), "no topology, no segments"
+            if ranks <= size and limit <= nbytes:
+                found = chosen
+            elif ranks <= size and limit == 0:
+                found = rings.OWN_CHOICE
+    assert next(numbers, None) is None
+    return found
+
+
+def test_the_file_says_what_the_rule_says():
+    for size in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024):
+        for nbytes in (4, 4096, 100_000, 2**19, 2**20, 25_000_000, 100_000_000, 2**28):
+            assert of_file(size, nbytes) == rings.rule(size, nbytes), (size, nbytes)
+
+
+def test_rules_are_for_several_hosts_whose_owner_has_not_chosen(monkeypatch, tmp_path):
+    monkeypatch.setattr(rings, "_FILE", tmp_path / "mca-params.conf")
+    two = promised(TWO_HOSTS)
+    assert rings.variables(two, TWO_HOSTS)["OMPI_MCA_coll_tuned_dynamic_rules_filename"] == str(rings.RULES)
+    assert rings.variables(dataclasses.replace(two, local_size=4), TWO_HOSTS) == {}
+    assert rings.variables(dataclasses.replace(two, controller="gloo"), TWO_HOSTS) == {}
+    for name in ("OMPI_MCA_coll", "OMPI_MCA_coll_tuned_use_dynamic_rules", "OMPI_MCA_coll_hcoll_enable"):
+        assert rings.variables(two, TWO_HOSTS | {name: "0"}) == {}
+    (tmp_path / "mca-params.conf").write_text("# coll is mine\nbtl = tcp,self\n")
+    assert rings.variables(two, TWO_HOSTS)
+    (tmp_path / "mca-params.conf").write_text("btl = tcp,self\n coll_tuned_priority = 10\n")
+    assert rings.variables(two, TWO_HOSTS) == {}
+
+
+@pytest.mark.parametrize(("nodes", "several"), [("1", False), ("2", True)])
+def test_srun_says_how_many_hosts_there_are(nodes, several):
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": nodes}
+    assert bool(rings.variables(promised(step), step)) is several
+
+
+def test_the_order_of_additions_tells_the_algorithm():
+    x = [np.random.default_rng(rank).normal(size=40_000).astype(np.float32) for rank in range(4)]
+
+    def ring(parts: int) -> np.ndarray:
+        """Each part begins at another rank; a segmented ring goes round several times."""
+        pieces = []
+        for number, part in enumerate(itertools.pairwise(np.linspace(0, 40_000, parts + 1).astype(int))):
+            order = [x[(number + 1 + step) % 4][slice(*part)] for step in range(4)]
+            pieces.append(((order[0] + order[1]) + order[2]) + order[3])
+        return np.concatenate(pieces)
+
+    assert algorithm.algorithm(x, ring(4)) == algorithm.algorithm(x, ring(16)) == "ring"
+    assert algorithm.algorithm(x, ring(1)) == algorithm.algorithm(x, x[3] + (x[2] + (x[1] + x[0])))
+    assert algorithm.algorithm(x, ring(1)) == "one rank after the other"
+    assert algorithm.algorithm(x, (x[2] + x[0]) + (x[3] + x[1])) == "recursive doubling"
+    assert algorithm.algorithm(x, np.sum(x, axis=0, dtype=np.float64).astype(np.float32)) == "another"
+    assert algorithm.algorithm(x, 2 * ring(4)) == "wrong"
