@@ -11,7 +11,8 @@ from dataclasses import dataclass
 class Promise:
     """The place in the world that a launcher gave to this process.
 
-    ``controller`` is what Horovod must coordinate through: ``"mpi"`` or ``"gloo"``.
+    ``controller`` is what Horovod must coordinate through: ``"mpi"`` or ``"gloo"``. ``hosts`` is their number where the
+    launcher says it: srun knows of local ranks only where it was asked for a number on each host.
     """
 
     launcher: str
@@ -20,6 +21,12 @@ class Promise:
     local_rank: int
     local_size: int
     controller: str
+    hosts: int | None = None
+
+    @property
+    def on_several_hosts(self) -> bool:
+        """Whether ranks are on more hosts than this one."""
+        return self.size > self.local_size if self.hosts is None else self.hosts > 1
 
 
 ALONE = Promise(launcher="none", rank=0, size=1, local_rank=0, local_size=1, controller="gloo")
@@ -58,6 +65,7 @@ def promised(environ: Mapping[str, str] | None = None) -> Promise:
                 local_rank=_number(env.get(local_rank), 0),
                 local_size=_number(env.get(local_size), 1),
                 controller="gloo" if name.endswith("--gloo") else "mpi",
+                hosts=_number(env.get("SLURM_STEP_NUM_NODES"), 1) if name.startswith("srun") else None,
             )
     return ALONE
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit.cluster import rings
+from hvdkit import rings
 from hvdkit.cluster.launcher import Promise
 from hvdkit.cluster.logs import get_logger
 
@@ -28,7 +28,10 @@ _THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 def set_environment(promise: Promise) -> None:
     """Set the variables that MPI and Horovod read when they start, unless the person has set them."""
-    for name, value in (_BEFORE_MPI | rings.variables(promise, os.environ)).items():
+    wanted = dict(_BEFORE_MPI)
+    if promise.controller == "mpi" and promise.on_several_hosts and not rings.chosen(os.environ):
+        wanted |= rings.variables()
+    for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
 

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from hvdkit.cluster import rings
+from hvdkit import rings
 from hvdkit.doctor import algorithm
 from hvdkit.doctor.facts import Facts, outside_a_job
 from hvdkit.doctor.finding import Finding
@@ -98,7 +98,7 @@ def allreduce(facts: Facts, timeout: float) -> Finding:
     options = ["--oversubscribe"] if facts.open_mpi else []
     argv = [facts.mpirun.path, *options, "-np", str(algorithm.RANKS), sys.executable, str(ALGORITHM)]
     environment = outside_a_job(facts.environment) | dict.fromkeys(ROOT_VARIABLES, "1")
-    outcome = run(argv, timeout=timeout, env=environment | (rings.rules_in_force() if ours else {}))
+    outcome = run(argv, timeout=timeout, env=environment | (rings.variables() if ours else {}))
     seen = ALGORITHM_LINE.search(outcome.stdout)
     details = {"command": argv, "rules": str(rings.RULES) if ours else None}
     if outcome.code != 0 or seen is None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 
 import numpy as np
 import pytest
 
-from hvdkit.cluster import rings
+from hvdkit import rings
+from hvdkit.cluster import settings
 from hvdkit.cluster.launcher import promised
 from hvdkit.doctor import algorithm
 
@@ -48,21 +50,27 @@ def test_the_file_says_what_the_rule_says():
 def test_rules_are_for_several_hosts_whose_owner_has_not_chosen(monkeypatch, tmp_path):
     monkeypatch.setattr(rings, "_FILE", tmp_path / "mca-params.conf")
     two = promised(TWO_HOSTS)
-    assert rings.variables(two, TWO_HOSTS)["OMPI_MCA_coll_tuned_dynamic_rules_filename"] == str(rings.RULES)
-    assert rings.variables(dataclasses.replace(two, local_size=4), TWO_HOSTS) == {}
-    assert rings.variables(dataclasses.replace(two, controller="gloo"), TWO_HOSTS) == {}
+
+    def chosen_for(promise, **environ: str) -> str | None:
+        monkeypatch.setattr(os, "environ", environ)
+        settings.set_environment(promise)
+        return environ.get("OMPI_MCA_coll_tuned_dynamic_rules_filename")
+
+    assert chosen_for(two) == str(rings.RULES)
+    assert chosen_for(dataclasses.replace(two, local_size=4)) is None
+    assert chosen_for(dataclasses.replace(two, controller="gloo")) is None
     for name in ("OMPI_MCA_coll", "OMPI_MCA_coll_tuned_use_dynamic_rules", "OMPI_MCA_coll_hcoll_enable"):
-        assert rings.variables(two, TWO_HOSTS | {name: "0"}) == {}
+        assert chosen_for(two, **{name: "0"}) is None
     (tmp_path / "mca-params.conf").write_text("# coll is mine\nbtl = tcp,self\n")
-    assert rings.variables(two, TWO_HOSTS)
+    assert chosen_for(two)
     (tmp_path / "mca-params.conf").write_text("btl = tcp,self\n coll_tuned_priority = 10\n")
-    assert rings.variables(two, TWO_HOSTS) == {}
+    assert chosen_for(two) is None
 
 
 @pytest.mark.parametrize(("nodes", "several"), [("1", False), ("2", True)])
 def test_srun_says_how_many_hosts_there_are(nodes, several):
     step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": nodes}
-    assert bool(rings.variables(promised(step), step)) is several
+    assert promised(step).on_several_hosts is several
 
 
 def test_the_order_of_additions_tells_the_algorithm():

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdkit.cluster.launcher import Promise
-
 RULES = Path(__file__).with_name("open-mpi-rules.conf")
 # Whoever has set one of these has chosen, for all collectives or for this one.
 _CHOSEN = "OMPI_MCA_coll"
@@ -40,33 +38,17 @@ def rule(size: int, nbytes: int) -> int:
     return RING if nbytes >= size * _PART_BYTES else OWN_CHOICE
 
 
-def variables(promise: Promise, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what Open MPI has to find in the environment when it starts.
-
-    Nothing on one host, or where the person has chosen.
-    """
-    if promise.controller != "mpi" or not _on_several_hosts(promise, environ):
-        return {}
-    return {} if chosen(environ) else rules_in_force()
-
-
 def chosen(environ: Mapping[str, str]) -> bool:
     """Return True where the person has said how collectives are done."""
     return any(name.startswith(_CHOSEN) for name in environ) or _chooses(_FILE)
 
 
-def rules_in_force() -> dict[str, str]:
-    """Return the variables that have Open MPI's coll/tuned read the rules."""
+def variables() -> dict[str, str]:
+    """Return what Open MPI has to find in the environment when it starts, to go by the rules."""
     return {
         "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
         "OMPI_MCA_coll_tuned_dynamic_rules_filename": str(RULES),
     }
-
-
-def _on_several_hosts(promise: Promise, environ: Mapping[str, str]) -> bool:
-    # srun says how many ranks a host has only where it was asked for a number.
-    nodes = environ.get("SLURM_STEP_NUM_NODES", "") if promise.launcher == "srun (Slurm)" else ""
-    return int(nodes) > 1 if nodes.isdigit() else promise.size > promise.local_size
 
 
 def _chooses(file: Path) -> bool:
