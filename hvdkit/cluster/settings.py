@@ -13,6 +13,7 @@ from pathlib import Path
 from hvdkit import rings
 from hvdkit.cluster.launcher import Promise
 from hvdkit.cluster.logs import get_logger
+from hvdkit.errors import describe
 
 _BEFORE_MPI = {
     # Open MPI waits by spinning; Horovod's background thread then eats the core that should compute.
@@ -23,6 +24,8 @@ _BEFORE_MPI = {
     # Horovod's thread looks for finished gradients once in so many milliseconds, and a step ends by waiting for it.
     "HOROVOD_CYCLE_TIME": "0.2",
 }
+# Smaller messages cost more than the wait that they spare; in one message nothing travels before all is computed.
+_BUCKET, _BUCKET_BYTES = "HVDKIT_BUCKET_BYTES", 8 * 1024 * 1024
 _THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 
@@ -33,6 +36,18 @@ def set_environment(promise: Promise) -> None:
         wanted |= rings.variables()
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+
+
+def bucket_bytes() -> int:
+    """Return how many bytes of gradients travel together at least: HVDKIT_BUCKET_BYTES, 8 MiB by default.
+
+    Raises:
+        ValueError: the variable is no whole number of at least 1.
+    """
+    text = os.environ.get(_BUCKET, str(_BUCKET_BYTES))
+    if not text.strip().isdigit() or int(text) < 1:
+        raise ValueError(describe(_BUCKET, text, "a number of bytes, at least 1", "unset it, or write e.g. 8388608"))
+    return int(text)
 
 
 def available_cores() -> int:

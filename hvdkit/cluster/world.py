@@ -145,6 +145,7 @@ class _Place(NamedTuple):
     problem: str | None
     process: processes.Identity
     offer: Offer | None
+    bucket_bytes: int
 
 
 def _agree_on_mesh(
@@ -152,19 +153,24 @@ def _agree_on_mesh(
 ) -> tuple[list[_Place], dict[str, int]]:
     """Return every rank's place and the mesh, or raise on every rank if any rank's mesh is bad or another."""
     axes: dict[str, int] = {}
+    bucket_bytes = 0
     problem: Exception | None = None
     try:
         axes = _checked_mesh(mesh, size)
+        bucket_bytes = settings.bucket_bytes()
     except (TypeError, ValueError) as error:
         problem = error
     words = None if problem is None else str(problem)
-    mine = _Place(socket.gethostname(), list(axes.items()), words, processes.own_identity(), offer)
+    mine = _Place(socket.gethostname(), list(axes.items()), words, processes.own_identity(), offer, bucket_bytes)
     places: list[_Place] = exchange.allgather(mine)
     if problem is not None:
         raise problem
     for rank_, place in enumerate(places):
         if place.problem is not None:
             raise ClusterError(f"hk.init(): rank {rank_} passed a bad argument: {place.problem}")
+        if place.bucket_bytes != places[0].bucket_bytes:
+            got, expected = f"{place.bucket_bytes} on rank {rank_}", f"{places[0].bucket_bytes}, as on rank 0"
+            raise ClusterError(describe("HVDKIT_BUCKET_BYTES", got, expected, "set it to one number everywhere"))
     _check_meshes([place.mesh for place in places])
     return places, axes
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from hvdkit import cluster
+from hvdkit.cluster.settings import bucket_bytes
 from hvdkit.collectives import tensors
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.errors import describe
@@ -41,7 +42,41 @@ def dtype_on_wire(dtype: tf.DType, wire: tf.DType | None) -> tf.DType:
 
 
 def reduce_dense(grads: Sequence[tf.Tensor], op: ReduceOp, wire: tf.DType | None, name: str) -> list[tf.Tensor]:
-    """Return each dense gradient combined over all ranks by ``op``, Average or Sum, in the gradient's own dtype."""
+    """Return each dense gradient combined over all ranks by ``op``, Average or Sum, in the gradient's own dtype.
+
+    Gradients go out in buckets, those of the last variables first: the backward pass computes them first, and goes on
+    while they travel.
+    """
+    results: dict[int, tf.Tensor] = {}
+    nbytes = [(g.shape.num_elements() or 0) * dtype_on_wire(g.dtype, wire).size for g in grads]
+    for number, places in enumerate(buckets(nbytes, bucket_bytes())):
+        each = name if number == 0 else f"{name}_{number}"
+        results |= zip(places, _reduce_bucket([grads[i] for i in places], op, wire, each), strict=True)
+    return [results[i] for i in range(len(grads))]
+
+
+def buckets(nbytes: Sequence[int], limit: int) -> list[list[int]]:
+    """Return the numbers of gradients that travel together, from the last one on; a bucket is full at ``limit`` bytes.
+
+    What would be a small rest rides with the bucket before.
+
+    Example:
+        >>> buckets([10, 60, 50, 70, 40], 100)
+        [[4, 3], [2, 1, 0]]
+    """
+    made: list[list[int]] = []
+    room = 0
+    for place in reversed(range(len(nbytes))):
+        rest = sum(nbytes[: place + 1])
+        if not made or (room <= 0 and rest > limit / 2):
+            made.append([])
+            room = limit
+        made[-1].append(place)
+        room -= nbytes[place]
+    return made
+
+
+def _reduce_bucket(grads: Sequence[tf.Tensor], op: ReduceOp, wire: tf.DType | None, name: str) -> list[tf.Tensor]:
     narrowed = [dtype_on_wire(g.dtype, wire) != g.dtype for g in grads]
     if wire != tf.bfloat16:
         sent = [tf.cast(g, dtype_on_wire(g.dtype, wire)) for g in grads]

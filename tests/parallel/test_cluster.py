@@ -82,6 +82,19 @@ def test_meshes_that_differ_or_fail_on_one_rank_only(begun_again, rank, size):
         assert hk.allgather_object(hk.init().rank) == list(range(size))
 
 
+def test_buckets_that_differ_or_are_no_number(begun_again, rank, size, monkeypatch):
+    for value, kind in (("400", hk.ClusterError), ("8 MB", ValueError)):
+        hk.shutdown()
+        odd = rank == size - 1 and (size > 1 or kind is ValueError)
+        if not odd and size == 1:
+            continue
+        with monkeypatch.context() as patched, pytest.raises(kind if odd else hk.ClusterError, match="BUCKET_BYTES"):
+            if odd:
+                patched.setenv("HVDKIT_BUCKET_BYTES", value)
+            hk.init()
+        assert hk.allgather_object(hk.init().rank) == list(range(size))
+
+
 def test_cores_are_shared_out(size):
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     if any(os.environ.get(name) for name in ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")):

@@ -166,6 +166,21 @@ def test_compression_does_compress(compression, step, size):
     assert np.allclose(result, 1.0 + step, rtol=2.0**-7)
 
 
+@pytest.mark.parametrize("compression", [None, "fp16", "bf16"])
+def test_buckets_change_nothing_but_when_gradients_travel(compression, rank, size, monkeypatch):
+    monkeypatch.setenv("HVDKIT_BUCKET_BYTES", "400")
+    by_rank = [[np.full(n, (r + 1) * (n + 1), np.float32) for n in (90, 1, 120, 3, 5, 200)] for r in range(size)]
+    for results in both_ways(lambda g: hk.average_gradients(g, compression=compression), tensors(by_rank[rank])):
+        for n, result in zip((90, 1, 120, 3, 5, 200), results, strict=True):
+            np.testing.assert_allclose(result, np.full(n, (size + 1) / 2 * (n + 1)), rtol=2.0**-8)
+    step = tf.function(lambda g: hk.average_gradients(g, compression=compression))
+    graph = step.get_concrete_function(tensors(by_rank[rank])).graph
+    exchanges = [node for node in graph.get_operations() if node.type.startswith("Horovod")]
+    # By numbers: 200; 5, 3 and 120; 1 and 90. In 16 bits the last two are one. bf16 takes two exchanges for each.
+    expected = {None: 3, "fp16": 2, "bf16": 4}[compression]
+    assert len(exchanges) == (expected if size > 1 else 0), [node.name for node in exchanges]
+
+
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
 def test_narrow_gradients_are_not_compressed_again(compression, rank, size):
     """bfloat16 has less precision than float16, and float16 less range than bfloat16."""
