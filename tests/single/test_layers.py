@@ -13,6 +13,7 @@ PACKAGE = ROOT / "hvdkit"
 LAYERS = [
     {"__main__", "__init__"},
     {"cli"},
+    {"bench"},
     {"launch"},
     {"callbacks", "schedules", "doctor", "build_horovod", "models"},
     {"supervisor"},
