@@ -24,9 +24,13 @@ _BEFORE_MPI = {
 _THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 
-def set_environment() -> None:
-    """Set the variables that MPI and Horovod read when they start, unless the person has set them."""
-    for name, value in _BEFORE_MPI.items():
+def set_environment(*, timeline: bool = False) -> None:
+    """Set the variables that MPI and Horovod read when they start, unless the person has set them.
+
+    Args:
+        timeline: let Horovod's timeline be started later.
+    """
+    for name, value in (_BEFORE_MPI | ({"HOROVOD_TIMELINE": "DYNAMIC"} if timeline else {})).items():
         os.environ.setdefault(name, value)
 
 

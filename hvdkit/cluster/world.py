@@ -20,6 +20,9 @@ from hvdkit.cluster.mesh import Group, group_of, sets_to_make
 from hvdkit.cluster.progress import PROGRESS
 from hvdkit.cluster.wire import Offer
 from hvdkit.errors import ClusterError, describe
+from hvdkit.profiling.record import Record
+from hvdkit.profiling.recorder import Recorder
+from hvdkit.profiling.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,7 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
         ImportError: TensorFlow or Horovod is missing; the message names the command that brings it.
         ClusterError: the world is not what the launcher promised, was begun with another mesh, or another rank's
             mesh is bad.
-        ValueError: ``mesh`` does not multiply to the world size.
+        ValueError: ``mesh`` does not multiply to the world size, or ``HVDKIT_PROFILE`` cannot be understood.
 
     Example::
 
@@ -101,7 +104,8 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
             "hk.init(): called after hk.shutdown() under horovodrun --gloo, where Horovod cannot begin a second time; "
             "call hk.shutdown() at the end only, or start under MPI"
         )
-    settings.set_environment()
+    profile = Settings.told(os.environ)
+    settings.set_environment(timeline=profile is not None and profile.timeline)
     watchdog.set_stall_limit()
     with PROGRESS.starting_waiters():
         hvd, communicator, sets = engine.start_horovod(promise, _sets(mesh, promise.size))
@@ -126,6 +130,8 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
         is_chief=rank == 0,
         mesh=axes,
     )
+    if profile is not None:
+        PROGRESS.profile = Recorder(profile, Record(rank, hosts[rank]), exchange, hvd, logs.get_logger().warning)
     return _World(cluster, hvd, exchange, sets, dog)
 
 
@@ -304,6 +310,7 @@ def shutdown() -> None:
     global _world, _ended
     with _lock:
         if _world is not None:
+            _end_profile()
             failure.unwatch()
             atexit.unregister(_leave)
             _world.watchdog.close()
@@ -318,6 +325,7 @@ def _leave() -> None:
     global _world
     if _world is None or os.getpid() != failure.pid():
         return
+    _end_profile()
     failure.leave()
     _world.exchange.close()
     _world.horovod.shutdown()
@@ -325,6 +333,13 @@ def _leave() -> None:
     failure.unwatch()
     _world.watchdog.close()
     _world = None
+
+
+def _end_profile() -> None:
+    """Put together what ranks have recorded, unless this rank ends by an error: others would wait for it."""
+    if PROGRESS.profile is not None and failure.exit_code() == 0:
+        PROGRESS.profile.finish()
+    PROGRESS.profile = None
 
 
 def _at_exit() -> None:

@@ -22,6 +22,7 @@ LAYERS = [
     {"gradients", "variable"},
     {"collectives", "planning"},
     {"cluster", "partition"},
+    {"profiling"},
     {"arguments"},
     {"errors", "_version"},
 ]
