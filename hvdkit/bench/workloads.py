@@ -127,8 +127,8 @@ def optimizer(name: str, learning_rate: float = 0.01) -> keras.optimizers.Optimi
     return keras.optimizers.get({"class_name": name, "config": {"learning_rate": learning_rate}})
 
 
-def train_step(work: Workload, optimizer: keras.optimizers.Optimizer) -> Callable[[Any, Any], tf.Tensor]:
-    """Return a compiled training step: from inputs and labels to the loss.
+def train_step(work: Workload, optimizer: keras.optimizers.Optimizer) -> Any:
+    """Return a compiled training step, a ``tf.function``: from inputs and labels to the loss.
 
     Args:
         work: what to compute.

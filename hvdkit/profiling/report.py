@@ -88,7 +88,8 @@ def verdict(found: Sequence[Row]) -> str:
         # Where ranks wait for each other in turn, none of them does more than the rest.
         usual = {name: sum(row.parts[name] for row in others) / len(others) for name in PARTS}
         why = max((name for name in PARTS if name != "wait"), key=lambda name: slow.parts[name] - usual[name])
-        reason = f"for its {why} takes {slow.parts[why]:.1f} ms, elsewhere {usual[why]:.1f}"
+        name = "Python (other)" if why == "other" else why
+        reason = f"for its {name} takes {slow.parts[why]:.1f} ms, elsewhere {usual[why]:.1f}"
         told = f"rank {slow.rank} is waited for: {slow.waited_for:.1f} ms of {step:.1f} a step, {reason}"
         return f"{told}; exchange takes {exchange:.1f}" if why != "exchange" else told
     most = max(means, key=lambda name: means[name])

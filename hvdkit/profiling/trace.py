@@ -94,6 +94,8 @@ def _draw_parts(drawn: _Drawn, parts: RankParts) -> None:
         drawn.slice(STEPS, "steps", f"step {step.step}", (step.start, step.end), args=shown)
     for name in PARTS:
         for span in parts.moments[name]:
+            if span[1] - span[0] < SHORTEST_NS:
+                continue
             drawn.slice(WHERE, "where the time goes", name, span, cname=_COLOURS[name])
 
 
@@ -113,10 +115,9 @@ def _draw_record(drawn: _Drawn, record: Record, met: list[Met]) -> None:
         if span.kind == "op":
             thread = threads[span.track]
             name, _, kind = span.name.rpartition(":")
+            shown = f"TensorFlow {span.track.partition('/')[0]} {thread + 1}"
             # Perfetto gives a colour to each name, so that the kind tells more than the place in the model.
-            drawn.slice(
-                THREADS + thread, f"TensorFlow {span.track}", kind, (span.start, span.end), args={"op": name or kind}
-            )
+            drawn.slice(THREADS + thread, shown, kind, (span.start, span.end), args={"op": name or kind})
     tensors = {name: number for number, name in enumerate(dict.fromkeys(p.tensor for p in record.phases))}
     for phase in record.phases:
         drawn.slice(TENSORS + tensors[phase.tensor], f"Horovod {phase.tensor}", phase.name, (phase.start, phase.end))
