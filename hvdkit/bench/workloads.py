@@ -162,7 +162,7 @@ def measure(
         batches: at least ``warm_up + steps`` of them.
         steps: to time.
         warm_up: to do before: the first traces the graph, and memory and caches fill.
-        each: called after every step, with its number, from 1.
+        each: called after every step, with its number, from 1; its time does not count.
 
     Raises:
         ValueError: there are too few batches.
@@ -175,9 +175,9 @@ def measure(
             remedy = "pass an iterator that goes on"
             raise ValueError(describe("batches", number - 1, f"{warm_up + steps} of them", remedy))
         float(step(*batch))
-        each(number)
         if number > warm_up:
             times.append(time.perf_counter() - started)
+        each(number)
     return times
 
 

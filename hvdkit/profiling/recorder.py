@@ -115,23 +115,22 @@ class Recorder:
             return
         if self._before is None:
             self._before = step - 1
-        if self._recording:
-            if step > self._record.marks[-1].step:
-                self._record.marks.append(Mark(step, time.monotonic_ns()))
-            if step - self._before >= self._settings.last:
-                self._stop()
-        elif step - self._before >= self._settings.first - 1:
+        done, marks = step - self._before, self._record.marks
+        # The profiler takes its time to start, not the same on all ranks: that belongs to a step before.
+        if not self._recording and done >= self._settings.first - 2:
             self._start()
-            self._record.marks.append(Mark(step, time.monotonic_ns()))
             self._recording = True
+        if done >= self._settings.first - 1 and (not marks or step > marks[-1].step):
+            marks.append(Mark(step, time.monotonic_ns()))
+        if done >= self._settings.last:
+            self._stop()
 
     def _start(self) -> None:
         try:
             import tensorflow as tf
 
             self._folder = Path(tempfile.mkdtemp(prefix="hvdkit-profile-"))
-            options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=1, python_tracer_level=0)
-            tf.profiler.experimental.start(str(self._folder), options=options)
+            tf.profiler.experimental.start(str(self._folder))
             self._tracing = True
             self._clock = time.monotonic_ns()
             with tf.profiler.experimental.Trace(xplane.CLOCK):

@@ -84,12 +84,14 @@ def verdict(found: Sequence[Row]) -> str:
     exchange = sum(row.parts["exchange"] for row in found) / len(found)
     means = {name: sum(row.parts[name] for row in found) / len(found) for name in PARTS}
     if len(found) > 1 and slow.waited_for >= WORTH_A_WORD * step:
-        others = [row for row in found if row is not slow]
-        # Where ranks wait for each other in turn, none of them does more than the rest.
+        others = sorted((row for row in found if row is not slow), key=lambda row: -row.waited_for)
         usual = {name: sum(row.parts[name] for row in others) / len(others) for name in PARTS}
         why = max((name for name in PARTS if name != "wait"), key=lambda name: slow.parts[name] - usual[name])
         name = "Python (other)" if why == "other" else why
         reason = f"for its {name} takes {slow.parts[why]:.1f} ms, elsewhere {usual[why]:.1f}"
+        if slow.parts[why] - usual[why] < slow.waited_for / 2:
+            turns = ", ".join(f"rank {row.rank} for {row.waited_for:.1f}" for row in others[:3])
+            reason = f"but none of its parts takes so much longer than elsewhere: ranks are late by turns ({turns})"
         told = f"rank {slow.rank} is waited for: {slow.waited_for:.1f} ms of {step:.1f} a step, {reason}"
         return f"{told}; exchange takes {exchange:.1f}" if why != "exchange" else told
     most = max(means, key=lambda name: means[name])

@@ -29,8 +29,8 @@ class Settings:
     timeline: bool = False
 
     def __post_init__(self) -> None:
-        if not 2 <= self.first <= self.last:
-            expected = "2 <= FIRST <= LAST: the first step traces the graph"
+        if not 3 <= self.first <= self.last:
+            expected = "3 <= FIRST <= LAST: the first step traces the graph, and in another the profiler starts"
             raise ValueError(describe("steps to profile", f"{self.first}-{self.last}", expected, "name others"))
 
     @classmethod

@@ -114,7 +114,7 @@ def _draw_record(drawn: _Drawn, record: Record, met: list[Met]) -> None:
     for span in record.spans:
         if span.kind == "op":
             thread = threads[span.track]
-            name, _, kind = span.name.rpartition(":")
+            name, _, kind = span.name.replace(": ", ":").rpartition(":")
             shown = f"TensorFlow {span.track.partition('/')[0]} {thread + 1}"
             # Perfetto gives a colour to each name, so that the kind tells more than the place in the model.
             drawn.slice(THREADS + thread, shown, kind, (span.start, span.end), args={"op": name or kind})

@@ -20,6 +20,7 @@ from hvdkit.profiling.record import Collective, Span
 # The recorder notes this name at a moment that it knows by the monotonic clock.
 CLOCK = "hvdkit.clock"
 _OP = re.compile(r"(?P<name>[\w./\-<>+]+):(?P<kind>_?[A-Z]\w*)")
+_EAGER = re.compile(r"EagerLocalExecute: (?P<kind>[A-Z]\w*)")
 _START, _DONE = "ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done"
 # Events around the ops that tf.data runs.
 _PIPELINE = ("Iterator::", "InstantiatedCapturedFunction::")
@@ -57,6 +58,7 @@ def read(path: Path, clock: int) -> Traced:
         raise ValueError(f"{path.name}: no event {CLOCK}, so that its times cannot be told")
     shift = clock - min(marked)
     spans: list[Span] = []
+    eager: list[Collective] = []
     begun: dict[tuple[Any, Any], list[int]] = defaultdict(list)
     ended: dict[tuple[Any, Any], list[int]] = defaultdict(list)
     for on_device, track, events in lines:
@@ -66,7 +68,9 @@ def read(path: Path, clock: int) -> Traced:
             if event.name in (_START, _DONE) and str(event.details.get("kernel_type", "")).startswith("Horovod"):
                 pairs = begun if event.name == _START else ended
                 pairs[event.details.get("step_id"), event.details.get("name")].append(event.start)
-    collectives = []
+            elif (found := _EAGER.fullmatch(event.name)) and found["kind"].startswith("Horovod"):
+                eager.append(Collective(f"eager {found['kind']}", event.start, event.end, True))
+    collectives = eager
     for (number, name), starts in begun.items():
         # A run of a graph has each collective once, or one after the other where it stands in a loop.
         for start, end in zip(sorted(starts), sorted(ended[number, name]), strict=False):
@@ -79,7 +83,7 @@ def _of_host(track: str, events: list[_Event]) -> Iterator[Span]:
     pipeline = union((e.start, e.end) for e in events if e.name.startswith(_PIPELINE))
     starts = [start for start, _ in pipeline]
     for event in events:
-        found = _OP.fullmatch(event.name)
+        found = _OP.fullmatch(event.name) or _EAGER.fullmatch(event.name)
         kind = found["kind"] if found else event.name
         if kind.startswith(_NEXT):
             yield Span("input", kind, track, event.start, event.end)
