@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hvdkit.bench.config import Bench
-from hvdkit.bench.figures import Run, as_json, show
+from hvdkit.bench.figures import Round, Run, as_json, show
 from hvdkit.bench.worker import MARK, RankResult, Told
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.launch import restarts
@@ -36,18 +36,22 @@ def bench(config: Bench, program: Sequence[str]) -> int:
     _check_writable(config)
     if program:
         return _profile_program(config, program)
-    runs = []
-    code, run = _time(config, config.np)
-    if run is not None:
-        runs.append(run)
+    rounds: list[Round] = []
+    for number in range(config.rounds):
+        unprofiled = replace(config, profile=None, timeline=False, profile_steps=None)
+        code, run = _time(unprofiled if number else config, config.np)
+        if run is None:
+            return code
+        alone = None
         if config.scaling and run.ranks > 1:
-            code, alone = _time(replace(config, profile=None), 1, run.threads)
-            runs += [alone] if alone is not None else []
-    if runs:
-        show(config, runs, sys.stdout)
-    if config.json is not None and code == 0:
-        config.json.write_text(json.dumps(as_json(config, runs), indent=1), encoding="utf-8")
-    return code
+            code, alone = _time(unprofiled, 1, run.threads)
+            if alone is None:
+                return code
+        rounds.append(Round(run, alone))
+    show(config, rounds, sys.stdout)
+    if config.json is not None:
+        config.json.write_text(json.dumps(as_json(config, rounds), indent=1), encoding="utf-8")
+    return 0
 
 
 def _check_writable(config: Bench) -> None:

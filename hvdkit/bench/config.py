@@ -46,6 +46,8 @@ class Bench:
     """Steps to time, after the warm-up."""
     warm_up: int = 10
     """Steps before."""
+    rounds: int = 1
+    """How often to do all that: on a machine with other work the rounds meet it alike, and medians count."""
     optimizer: OptimizerName | None = None
     """How weights are updated; by default as is usual for the model."""
     scaling: bool = True
@@ -69,7 +71,7 @@ class Bench:
         if self.model not in MODELS:
             raise ValueError(describe("--model", self.model, " or ".join(MODELS), "pass one of them"))
         self.launched(self.np)  # refuses what hvdkit run refuses
-        for name, least in (("batch", 1), ("steps", 1), ("warm_up", 1)):
+        for name, least in (("batch", 1), ("steps", 1), ("warm_up", 1), ("rounds", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 flag = f"--{name.replace('_', '-')}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
@@ -72,29 +72,58 @@ class Run:
         return max(one.memory for one in self.each)
 
 
-def efficiency(runs: Sequence[Run]) -> float | None:
-    """Return the examples per second and rank beside those of one rank alone; None where that was not timed.
+@dataclass(frozen=True)
+class Round:
+    """Jobs that ran one after the other: on all ranks, and on one alone, if it was wanted."""
 
-    Both have the same examples a rank and the same threads a rank ("weak scaling").
-    """
-    alone = next((run for run in runs if run.ranks == 1), None)
-    return None if alone is None or runs[0] is alone else alone.median / runs[0].median
+    all: Run
+    alone: Run | None = None
+
+    @property
+    def efficiency(self) -> float | None:
+        """Examples per second and rank beside those of one rank alone.
+
+        Both have the same examples a rank and the same threads a rank ("weak scaling").
+        """
+        return None if self.alone is None else self.alone.median / self.all.median
 
 
-def show(config: Bench, runs: Sequence[Run], stream: TextIO) -> None:
+def joined(runs: Sequence[Run]) -> Run:
+    """Return all rounds' steps as those of one run."""
+    each = [
+        replace(
+            ranks[0],
+            seconds=[second for one in ranks for second in one.seconds],
+            memory=max(one.memory for one in ranks),
+        )
+        for ranks in zip(*(run.each for run in runs), strict=True)
+    ]
+    return replace(runs[0], each=tuple(each))
+
+
+def both(rounds: Sequence[Round]) -> tuple[list[Run], float | None]:
+    """Return the run on all ranks, the one of one alone, and the median of the rounds' efficiencies."""
+    alone = [one.alone for one in rounds if one.alone is not None]
+    shares = [one.efficiency for one in rounds if one.efficiency is not None]
+    runs = [joined([one.all for one in rounds]), *([joined(alone)] if alone else [])]
+    return runs, statistics.median(shares) if shares else None
+
+
+def show(config: Bench, rounds: Sequence[Round], stream: TextIO) -> None:
     """Print the table."""
+    runs, share = both(rounds)
     console = Console(file=stream, highlight=False)
     if not stream.isatty():
         console.width = NARROWEST
     first = runs[0].each[0]
     threads = f", {first.threads} threads" if first.threads > 1 else ", 1 thread" if first.threads else ""
+    shown = f"{len(rounds)} times {config.steps}" if len(rounds) > 1 else str(config.steps)
     about = f"{config.model}, {config.batch_size} examples a rank, {config.optimizer_name}"
-    console.print(f"{about}, {first.device}{threads} a rank; {config.steps} steps after {config.warm_up}")
+    console.print(f"{about}, {first.device}{threads} a rank; {shown} steps after {config.warm_up}")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     names = ("ranks", "ms/step", "quartiles", "examples/s", "efficiency", "collectives", "MB sent", "MB a rank")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    share = efficiency(runs)
     for run in runs:
         low, high = run.quartiles
         busiest = max(run.each, key=lambda one: one.sent)
@@ -114,15 +143,17 @@ def show(config: Bench, runs: Sequence[Run], stream: TextIO) -> None:
         console.print("steps differ by much: something else runs on these machines, and the figures are rough")
 
 
-def as_json(config: Bench, runs: Sequence[Run]) -> dict[str, Any]:
+def as_json(config: Bench, rounds: Sequence[Round]) -> dict[str, Any]:
     """Return the figures for machines; docs/profiling.md names the keys."""
+    runs, share = both(rounds)
     return {
         "format_version": FORMAT_VERSION,
         "hvdkit": __version__,
         "model": config.model,
         "batch": config.batch_size,
         "optimizer": config.optimizer_name,
-        "scaling_efficiency": efficiency(runs),
+        "rounds": len(rounds),
+        "scaling_efficiency": share,
         "runs": [
             {
                 "ranks": run.ranks,
