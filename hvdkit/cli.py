@@ -42,6 +42,13 @@ COMMANDS = {
         runner="hvdkit.launch.command:run",
         takes_program=True,
     ),
+    "bench": Command(
+        "Time a training step on many ranks, and say where its time goes",
+        "hvdkit bench -np 2 --model cifar10 --profile runs/profile",
+        config="hvdkit.bench.config:Bench",
+        runner="hvdkit.bench.command:bench",
+        takes_program=True,
+    ),
     "doctor": Command(
         "Say what is wrong with this machine's set-up, and the remedy",
         "hvdkit doctor -np 4",

@@ -12,6 +12,7 @@ import numpy as np
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
+from hvdkit.cluster.progress import PROGRESS
 from hvdkit.collectives import allreduce
 from hvdkit.errors import NonFiniteError, describe
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
@@ -60,7 +61,13 @@ class _CountsSteps(keras.callbacks.Callback):
     def count(self, batch: int) -> int:
         """Return the steps done now that Keras has ended ``batch``; to be told twice changes nothing."""
         self._done = self._before_epoch + batch + 1
+        _tell_profile(self, self._done)
         return self._done
+
+
+def _tell_profile(callback: _CountsSteps, step: int) -> None:
+    if PROGRESS.profile is not None:
+        PROGRESS.profile.at_step(step, f"{type(callback).__name__} {id(callback)}")
 
 
 def stateful_callbacks(model: Any) -> list[Any]:
@@ -270,6 +277,7 @@ class StepLog(_CountsSteps):
     def step(self, step: int, loss: Any) -> None:
         """Print a line if ``step`` (counted from 1) is due. ``loss`` is read then only; other ranks do nothing."""
         self._done = step
+        _tell_profile(self, step)
         if not self._due(step):
             return
         steps, self._logged = step - self._logged, step

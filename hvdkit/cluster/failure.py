@@ -135,6 +135,11 @@ def pid() -> int:
     return _hooks.pid
 
 
+def exit_code() -> int:
+    """Return the code with which this rank ends by ``sys.exit``, as far as is known; 0 while it runs."""
+    return _hooks.exit_code
+
+
 def member() -> Member | None:
     """Return this rank's end of the watchdog, or None where there is none."""
     return _hooks.member

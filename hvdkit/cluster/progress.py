@@ -10,12 +10,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hvdkit.cluster.checks import source_line
 from hvdkit.cluster.processes import threads, waits_for_disk
+from hvdkit.profiling.recorder import Recorder
 
 # TensorFlow's function that runs a graph, or an eager op: where a rank sleeps that waits in a graph's collective.
 _IN_GRAPH = {"quick_execute", "execute_with_cancellation"}
@@ -33,6 +34,7 @@ class Progress:
         since: when it began, or ended, by ``time.monotonic``.
         waiting: it has begun and not ended.
         tell: called with "waits" and "came", and what about, at each of them; None but for ``HVDKIT_CHECK=1``.
+        profile: records some steps; None but for ``HVDKIT_PROFILE``.
     """
 
     def __init__(self) -> None:
@@ -42,6 +44,7 @@ class Progress:
         self.since = time.monotonic()
         self.waiting = False
         self.tell: Callable[..., None] | None = None
+        self.profile: Recorder | None = None
         self._thread, self._ident = threading.get_native_id(), threading.get_ident()
         self._ran = self._looked = time.monotonic()
         self._time: int | None = None
@@ -55,6 +58,8 @@ class Progress:
         self.since = time.monotonic()
         self._thread, self._ident = threading.get_native_id(), threading.get_ident()
         self.waiting = True
+        if self.profile is not None:
+            self.profile.began(name)
         if self.tell is not None:
             line = source_line((frame.filename, frame.lineno or 0) for frame in traceback.extract_stack())
             self.tell("waits", key=f"eager {self.count}", what=name, line=line)
@@ -63,6 +68,8 @@ class Progress:
         """Note that the collective is done."""
         self.since = time.monotonic()
         self.waiting = False
+        if self.profile is not None:
+            self.profile.ended()
         if self.tell is not None:
             self.tell("came", key=f"eager {self.count}")
 
@@ -70,6 +77,8 @@ class Progress:
         """Note the number of steps trained."""
         self.step = step
         self._thread, self._ident = threading.get_native_id(), threading.get_ident()
+        if self.profile is not None:
+            self.profile.at_step(step)
 
     def idle(self) -> float:
         """Return for how many seconds nothing has moved. Called by the watchdog, every few seconds.
@@ -128,6 +137,18 @@ def _cpu_time(thread: int) -> int | None:
 
 
 PROGRESS = Progress()
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def spending(kind: Literal["input", "save"]) -> AbstractContextManager[None]:
+    """Note, for a profile, what the training thread spends its time on within the context.
+
+    Example::
+
+        with spending("input"):
+            batch = next(source)
+    """
+    return _NOTHING if PROGRESS.profile is None else PROGRESS.profile.span(kind)
 
 
 @contextmanager

@@ -29,9 +29,14 @@ _BUCKET, _BUCKET_BYTES = "HVDKIT_BUCKET_BYTES", 8 * 1024 * 1024
 _THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 
-def set_environment(promise: Promise) -> None:
-    """Set the variables that MPI and Horovod read when they start, unless the person has set them."""
-    wanted = dict(_BEFORE_MPI)
+def set_environment(promise: Promise, *, timeline: bool = False) -> None:
+    """Set the variables that MPI and Horovod read when they start, unless the person has set them.
+
+    Args:
+        promise: what the launcher said.
+        timeline: let Horovod's timeline be started later.
+    """
+    wanted = _BEFORE_MPI | ({"HOROVOD_TIMELINE": "DYNAMIC"} if timeline else {})
     if promise.controller == "mpi" and promise.on_several_hosts and not rings.chosen(os.environ):
         wanted |= rings.variables()
     for name, value in wanted.items():

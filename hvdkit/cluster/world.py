@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-from hvdkit.cluster import engine, failure, logs, processes, settings, watchdog
+from hvdkit.cluster import engine, failure, logs, places, settings, watchdog
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.launcher import promised
 from hvdkit.cluster.mesh import Group, group_of, sets_to_make
 from hvdkit.cluster.progress import PROGRESS
-from hvdkit.cluster.wire import Offer
 from hvdkit.errors import ClusterError, describe
+from hvdkit.profiling.record import Record
+from hvdkit.profiling.recorder import Recorder
+from hvdkit.profiling.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
         ImportError: TensorFlow or Horovod is missing; the message names the command that brings it.
         ClusterError: the world is not what the launcher promised, was begun with another mesh, or another rank's
             mesh is bad.
-        ValueError: ``mesh`` does not multiply to the world size.
+        ValueError: ``mesh`` does not multiply to the world size, or ``HVDKIT_PROFILE`` cannot be understood.
 
     Example::
 
@@ -101,7 +102,8 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
             "hk.init(): called after hk.shutdown() under horovodrun --gloo, where Horovod cannot begin a second time; "
             "call hk.shutdown() at the end only, or start under MPI"
         )
-    settings.set_environment(promise)
+    profile = Settings.told(os.environ)
+    settings.set_environment(promise, timeline=profile is not None and profile.timeline)
     watchdog.set_stall_limit()
     with PROGRESS.starting_waiters():
         hvd, communicator, sets = engine.start_horovod(promise, _sets(mesh, promise.size))
@@ -114,9 +116,9 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     settings.pin_device(hvd.local_rank(), hvd.local_size())
     settings.share_cores(_neighbours(exchange, hvd.local_size()))
     dog, offer = watchdog.open_channel(rank, size, one_host=hvd.local_size() == size)
-    places, axes = _agree_on_mesh(mesh, exchange, size, offer)
-    hosts = tuple(place.host for place in places)
-    dog.join(places[0].offer, rank, hosts, [place.process for place in places])
+    every, axes = places.agree(mesh, exchange, size, offer)
+    hosts = tuple(place.host for place in every)
+    dog.join(every[0].offer, rank, hosts, [place.process for place in every])
     cluster = Cluster(
         rank=rank,
         size=size,
@@ -126,81 +128,17 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
         is_chief=rank == 0,
         mesh=axes,
     )
+    if profile is not None:
+        PROGRESS.profile = Recorder(profile, Record(rank, hosts[rank]), exchange, hvd, logs.get_logger().warning)
     return _World(cluster, hvd, exchange, sets, dog)
 
 
 def _sets(mesh: Mapping[str, int] | None, size: int) -> list[tuple[int, ...]]:
     """Return the sets of ranks that a mesh needs; none for a bad one, which is refused once ranks can talk."""
     try:
-        return sets_to_make(_checked_mesh(mesh, size))
+        return sets_to_make(places.checked_mesh(mesh, size))
     except (TypeError, ValueError):
         return []
-
-
-class _Place(NamedTuple):
-    """What each rank tells all others when the world begins."""
-
-    host: str
-    mesh: list[tuple[str, int]]
-    problem: str | None
-    process: processes.Identity
-    offer: Offer | None
-    bucket_bytes: int
-
-
-def _agree_on_mesh(
-    mesh: Mapping[str, int] | None, exchange: ObjectExchange, size: int, offer: Offer | None
-) -> tuple[list[_Place], dict[str, int]]:
-    """Return every rank's place and the mesh, or raise on every rank if any rank's mesh is bad or another."""
-    axes: dict[str, int] = {}
-    bucket_bytes = 0
-    problem: Exception | None = None
-    try:
-        axes = _checked_mesh(mesh, size)
-        bucket_bytes = settings.bucket_bytes()
-    except (TypeError, ValueError) as error:
-        problem = error
-    words = None if problem is None else str(problem)
-    mine = _Place(socket.gethostname(), list(axes.items()), words, processes.own_identity(), offer, bucket_bytes)
-    places: list[_Place] = exchange.allgather(mine)
-    if problem is not None:
-        raise problem
-    for rank_, place in enumerate(places):
-        if place.problem is not None:
-            raise ClusterError(f"hk.init(): rank {rank_} passed a bad argument: {place.problem}")
-        if place.bucket_bytes != places[0].bucket_bytes:
-            got, expected = f"{place.bucket_bytes} on rank {rank_}", f"{places[0].bucket_bytes}, as on rank 0"
-            raise ClusterError(describe("HVDKIT_BUCKET_BYTES", got, expected, "set it to one number everywhere"))
-    _check_meshes([place.mesh for place in places])
-    return places, axes
-
-
-def _checked_mesh(mesh: Mapping[str, int] | None, size: int) -> dict[str, int]:
-    axes = {"data": size} if mesh is None else dict(mesh)
-    whole = all(isinstance(extent, int) and extent > 0 for extent in axes.values())
-    if not axes or not whole or math.prod(axes.values()) != size:
-        raise ValueError(
-            describe(
-                "mesh",
-                axes,
-                f"positive axis sizes whose product is the world size, {size}",
-                "change the axes or start another number of ranks",
-            )
-        )
-    return axes
-
-
-def _check_meshes(meshes: list[list[tuple[str, int]]]) -> None:
-    for rank_, mesh in enumerate(meshes):
-        if mesh != meshes[0]:
-            raise ClusterError(
-                describe(
-                    "mesh",
-                    f"{dict(mesh)} on rank {rank_}",
-                    f"{dict(meshes[0])}, as on rank 0",
-                    "pass one mesh everywhere",
-                )
-            )
 
 
 def _neighbours(exchange: ObjectExchange, local_size: int) -> list[frozenset[int]]:
@@ -310,6 +248,7 @@ def shutdown() -> None:
     global _world, _ended
     with _lock:
         if _world is not None:
+            _end_profile()
             failure.unwatch()
             atexit.unregister(_leave)
             _world.watchdog.close()
@@ -324,6 +263,7 @@ def _leave() -> None:
     global _world
     if _world is None or os.getpid() != failure.pid():
         return
+    _end_profile()
     failure.leave()
     _world.exchange.close()
     _world.horovod.shutdown()
@@ -331,6 +271,13 @@ def _leave() -> None:
     failure.unwatch()
     _world.watchdog.close()
     _world = None
+
+
+def _end_profile() -> None:
+    """Put together what ranks have recorded, unless this rank ends by an error: others would wait for it."""
+    if PROGRESS.profile is not None and failure.exit_code() == 0:
+        PROGRESS.profile.finish()
+    PROGRESS.profile = None
 
 
 def _at_exit() -> None:

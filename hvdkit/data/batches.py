@@ -10,6 +10,7 @@ import numpy as np
 
 from hvdkit.arguments import integer
 from hvdkit.cluster.logs import get_logger
+from hvdkit.cluster.progress import spending
 from hvdkit.data import arguments, order
 from hvdkit.data.keras_dataset import keras_dataset
 from hvdkit.errors import describe
@@ -101,7 +102,8 @@ class GlobalBatches(Iterator[Any]):
 
     def __next__(self) -> Any:
         while self._epochs is None or self._epoch < self._epochs:
-            batch = self._read()
+            with spending("input"):
+                batch = self._read()
             if batch is not None:
                 return batch
             self._end_epoch()

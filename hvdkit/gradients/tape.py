@@ -10,6 +10,7 @@ from hvdkit.collectives.ops import Average, ReduceOp, Sum, checked_op
 from hvdkit.collectives.shards import shard_of
 from hvdkit.collectives.values import graph_safe
 from hvdkit.gradients.average import average_gradients, share, zero_without_weight
+from hvdkit.gradients.steps import tell_profile
 
 
 class DistributedGradientTape:
@@ -64,8 +65,7 @@ class DistributedGradientTape:
         if self._how["weight"] is not None and any(shard_of(v) is not None for v in variables):
             return self._weighted(target, sources, *args, **kwargs)
         local = self._tape.gradient(target, sources, *args, **kwargs)
-        combined = average_gradients(tf.nest.flatten(local), variables=variables, **self._how)
-        return tf.nest.pack_sequence_as(local, combined)
+        return self._packed(local, average_gradients(tf.nest.flatten(local), variables=variables, **self._how))
 
     def _weighted(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
         """Weigh the loss and not its gradients: those of sharded variables travel while the tape goes back."""
@@ -78,5 +78,9 @@ class DistributedGradientTape:
         pairs = zip(tf.nest.flatten(local), variables, strict=True)
         grads = [g if shard_of(v) is not None else zero_without_weight(g, factor) for g, v in pairs]
         how = {**self._how, "op": Sum, "weight": None}
-        combined = average_gradients(grads, variables=variables, **how)
+        return self._packed(local, average_gradients(grads, variables=variables, **how))
+
+    @staticmethod
+    def _packed(local: Any, combined: list[Any]) -> Any:
+        tell_profile(combined, "tape")
         return tf.nest.pack_sequence_as(local, combined)

@@ -15,6 +15,7 @@ from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.gradients import average_gradients
 from hvdkit.gradients.average import combine_kinds, copies, mapped
 from hvdkit.gradients.sparse import sum_duplicates
+from hvdkit.gradients.steps import tell_profile
 from hvdkit.optimizer.rows import SparseUpdates
 
 
@@ -38,7 +39,9 @@ class Reduction:
             return average_gradients(replicated, op=self.op, compression=self.compression)
 
         # Rows of shards may be there several times: whether they have to be distinct, the update knows.
-        return combine_kinds(grads, [shard_of(v) for v in variables], self.op, average)
+        combined = combine_kinds(grads, [shard_of(v) for v in variables], self.op, average)
+        tell_profile(combined, f"optimizer {id(self)}")
+        return combined
 
     def share(self, grads: Sequence[Any], variables: Sequence[Any], *, undo: bool = False) -> list[Any]:
         """Divide gradients of shards by N before they are added up over steps: then sums mean the same at any N."""

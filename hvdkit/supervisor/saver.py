@@ -13,6 +13,7 @@ from hvdkit.checkpoint.folder import prune, step_name
 from hvdkit.checkpoint.link import save_through_chief
 from hvdkit.checkpoint.store import agreed_state, begin, finish, progress_of, settled
 from hvdkit.checkpoint.writing import Save, Snapshot
+from hvdkit.cluster.progress import spending
 
 # So long a session that ends by an error waits for a save that is under way.
 GIVE_UP_SECONDS = 30.0
@@ -61,15 +62,16 @@ class Saver:
             CheckpointError: the save before failed on some rank, or this one, where the chief writes everything.
         """
         self.settle()
-        flat = agreed_state(self._state())
         target = self._folder / step_name(step)
-        if self._gather:
-            snapshot = Snapshot.of(flat, cluster.rank(), in_place=True)
-            save_through_chief(target, snapshot, step=step, committed=self._prune)
-        else:
-            token = cluster.exchange().broadcast(secrets.token_hex(4), 0)
-            in_place = not self._asynchronous
-            self._save = begin(target, flat, step=step, token=token, committed=self._prune, in_place=in_place)
+        with spending("save"):
+            flat = agreed_state(self._state())
+            if self._gather:
+                snapshot = Snapshot.of(flat, cluster.rank(), in_place=True)
+                save_through_chief(target, snapshot, step=step, committed=self._prune)
+            else:
+                token = cluster.exchange().broadcast(secrets.token_hex(4), 0)
+                in_place = not self._asynchronous
+                self._save = begin(target, flat, step=step, token=token, committed=self._prune, in_place=in_place)
         self.step, self.when = step, time.monotonic()
         return target
 
@@ -86,7 +88,8 @@ class Saver:
         if self._save is not None:
             save = self._save
             try:
-                over = settled(save, words)
+                with spending("save"):
+                    over = settled(save, words)
             except BaseException:
                 self._save = None
                 raise
@@ -96,7 +99,8 @@ class Saver:
         """Wait until the save that is under way is over. Raises as :meth:`hear` does."""
         if self._save is not None:
             save, self._save = self._save, None
-            finish(save)
+            with spending("save"):
+                finish(save)
 
     def abandon(self) -> None:
         """Give this rank's part of a save that is under way some time to end; other ranks are not asked."""

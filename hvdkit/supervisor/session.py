@@ -14,7 +14,7 @@ from hvdkit import cluster
 from hvdkit.arguments import integer
 from hvdkit.checkpoint.store import agreed_state, together
 from hvdkit.cluster.logs import get_logger
-from hvdkit.cluster.progress import PROGRESS
+from hvdkit.cluster.progress import PROGRESS, spending
 from hvdkit.errors import CheckpointError, HvdkitError, describe
 from hvdkit.supervisor.captured import Position, check_seconds, own_optimizer, own_rate, scalar, trained_state
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
@@ -202,7 +202,8 @@ class Supervisor:
         source = iter(self._data) if self._position.follows_data else lockstep(self._data)
         while not self._stopping and (until is None or self.global_step < until):
             try:
-                batch = next(source)
+                with spending("input"):
+                    batch = next(source)
             except StopIteration:
                 return
             yield batch

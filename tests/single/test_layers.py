@@ -13,6 +13,7 @@ PACKAGE = ROOT / "hvdkit"
 LAYERS = [
     {"__main__", "__init__"},
     {"cli"},
+    {"bench"},
     {"launch"},
     {"callbacks", "schedules", "doctor", "build_horovod", "models"},
     {"supervisor"},
@@ -21,6 +22,7 @@ LAYERS = [
     {"gradients", "variable"},
     {"collectives", "planning"},
     {"cluster", "partition"},
+    {"profiling"},
     {"arguments", "rings"},
     {"errors", "_version"},
 ]

@@ -1,0 +1,158 @@
+"""``hvdkit bench``, from its options to its table."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from hvdkit.bench.config import Bench
+from hvdkit.bench.figures import Round, Run, as_json, show
+from hvdkit.bench.worker import MARK, RankResult, Told
+from hvdkit.errors import HvdkitError, describe
+from hvdkit.launch import restarts
+from hvdkit.launch.attempt import Signals
+from hvdkit.launch.command import Job, prepare
+from hvdkit.launch.output import Output
+from hvdkit.profiling.settings import TIMELINE, VARIABLE, Settings
+
+# Steps of a built-in workload that are profiled, after those that are timed.
+PROFILED = 11
+
+
+def bench(config: Bench, program: Sequence[str]) -> int:
+    """Time a built-in workload, or profile ``program``.
+
+    Returns:
+        The exit code: 0, or that of the job that failed; 1 where a program left no profile.
+
+    Raises:
+        ValueError: an option, a host or the program is wrong; nothing has been started.
+        ClusterError: a host is not as it must be, or an engine is missing; nothing has been started.
+    """
+    _check_writable(config)
+    if program:
+        return _profile_program(config, program)
+    rounds: list[Round] = []
+    for number in range(config.rounds):
+        unprofiled = replace(config, profile=None, timeline=False, profile_steps=None)
+        code, run = _time(unprofiled if number else config, config.np)
+        if run is None:
+            return code
+        alone = None
+        if config.scaling and run.ranks > 1:
+            code, alone = _time(unprofiled, 1, run.threads)
+            if alone is None:
+                return code
+        rounds.append(Round(run, alone))
+    show(config, rounds, sys.stdout)
+    if config.json is not None:
+        config.json.write_text(json.dumps(as_json(config, rounds), indent=1), encoding="utf-8")
+    return 0
+
+
+def _check_writable(config: Bench) -> None:
+    """Refuse before hours of measuring what would fail after them; remove what an earlier profile left."""
+    try:
+        if config.profile is not None:
+            config.profile.mkdir(parents=True, exist_ok=True)
+            for name in ("trace.json.gz", "profile.json"):
+                (config.profile / name).unlink(missing_ok=True)
+    except OSError as error:
+        got = f"{config.profile} ({error.strerror})"
+        raise ValueError(describe("--profile", got, "a folder that can be written", "name another")) from None
+    if config.json is not None:
+        try:
+            config.json.open("a").close()
+        except OSError as error:
+            got = f"{config.json} ({error.strerror})"
+            raise ValueError(describe("--json", got, "a file that can be written", "name another")) from None
+
+
+def _time(config: Bench, np: int | None, threads: int | None = None) -> tuple[int, Run | None]:
+    """Run the workload on ``np`` ranks; return the exit code and the figures.
+
+    Args:
+        config: what to run.
+        np: number of ranks; None as the options say.
+        threads: that each rank computes with; None: as hvdkit shares the cores out.
+    """
+    before = config.warm_up + config.steps
+    told = Told(
+        model=config.model,
+        batch=config.batch_size,
+        optimizer=config.optimizer_name,
+        steps=config.steps,
+        warm_up=config.warm_up,
+        extra=0 if config.profile is None else PROFILED + 1,
+    )
+    extra = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
+    if threads:
+        extra |= {"TF_NUM_INTRAOP_THREADS": str(threads), "TF_NUM_INTEROP_THREADS": str(max(2, threads))}
+    if config.profile is not None:
+        # Between the timed steps and the profiled ones the profiler starts.
+        extra |= _asked(Settings(config.profile.resolve(), before + 2, before + 1 + PROFILED, config.timeline))
+    program = [sys.executable, "-m", "hvdkit.bench.worker", json.dumps(asdict(told))]
+    code, results = _launch(config, np, program, extra)
+    if code:
+        return code, None
+    if results is None:
+        raise HvdkitError("hvdkit bench: the ranks ended without a word of what they measured; see their output above")
+    return 0, Run(len(results), config.batch_size, tuple(RankResult(**one) for one in results))
+
+
+def _profile_program(config: Bench, program: Sequence[str]) -> int:
+    if config.profile is None:
+        remedy = "pass --profile FOLDER, or leave the program out to time a built-in model"
+        raise ValueError(describe("--profile", "none", "a folder, for a program", remedy))
+    folder = config.profile.resolve()
+    code, _ = _launch(config, config.np, program, _asked(config.profiled(folder)))
+    made = folder / "profile.json"
+    if code == 0 and made.exists() and config.json is not None:
+        config.json.write_text(made.read_text(encoding="utf-8"), encoding="utf-8")
+    if code == 0 and not made.exists() and config.hosts is None:
+        what = "no profile was written: the program never called hk.init()"
+        print(f"hvdkit bench: {what}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _asked(settings: Settings) -> dict[str, str]:
+    """Return the variables that ask every rank for a profile."""
+    timeline = {TIMELINE: "1"} if settings.timeline else {}
+    return {VARIABLE: f"{settings.folder}:{settings.first}-{settings.last}", **timeline}
+
+
+def _launch(
+    config: Bench, np: int | None, program: Sequence[str], extra: Mapping[str, str]
+) -> tuple[int, list[dict[str, Any]] | None]:
+    """Start ``program`` on ``np`` ranks, see it to its end, and return its exit code and what the chief measured."""
+    job = with_variables(prepare(config.launched(np), program), extra)
+    output = Listening({1: sys.stdout.buffer, 2: sys.stderr.buffer})
+    with Signals() as signals:
+        code = restarts.run(job, program, output, signals)
+    return code, output.results
+
+
+def with_variables(job: Job, extra: Mapping[str, str]) -> Job:
+    """Return ``job`` with further environment variables, which all its ranks get."""
+    names = tuple(sorted({*job.names, *extra}))
+    return replace(job, environment={**job.environment, **extra}, names=names)
+
+
+class Listening(Output):
+    """The output of all ranks; takes the chief's line of figures out of it."""
+
+    results: list[dict[str, Any]] | None = None
+
+    def write(self, channel: int, data: bytes) -> None:
+        """Write lines as they are, but for the figures."""
+        lines = data.splitlines(keepends=True)
+        for line in lines:
+            _, found, figures = line.partition(MARK.encode())
+            if found:
+                self.results = json.loads(figures)
+        super().write(channel, b"".join(line for line in lines if MARK.encode() not in line))

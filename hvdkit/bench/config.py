@@ -1,0 +1,109 @@
+"""The options of ``hvdkit bench``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
+
+from hvdkit.bench.workloads import BATCHES, MODELS, USUAL_OPTIMIZERS, ModelName, OptimizerName
+from hvdkit.errors import describe
+from hvdkit.launch.config import EngineKind, Run
+from hvdkit.profiling.settings import FIRST, LAST, Settings
+
+RANKS = 2
+_STEPS = re.compile(r"(\d+)-(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Time a training step on many ranks, and say where its time goes.
+
+    Without a program a built-in model is trained on made-up data; with one (hvdkit bench --profile runs/profile
+    -np 2 -- python train.py) that program's steps are profiled.
+
+    Raises:
+        ValueError: an option is none of its choices, or contradicts another.
+
+    Example:
+        >>> Bench(model="mlp").batch_size
+        32
+    """
+
+    np: Annotated[int | None, arg(aliases=["-np"])] = None
+    """Ranks to start; by default 2, or as many as the hosts of -H have slots."""
+    hosts: Annotated[str | None, arg(aliases=["-H"])] = None
+    """Hosts and their slots, e.g. node1:4,node2:4; a host without a number has one slot."""
+    model: ModelName = "cifar10"
+    """What to train: mlp (100 MB of gradients), cifar10 (the CIFAR-10 tutorial's network), resnet50 and vgg16 (on 32x32
+    images), or recommender (26 tables cut across the ranks)."""
+    batch: int | None = None
+    """Examples in a step on each rank; by default as many as suit the model."""
+    steps: int = 30
+    """Steps to time, after the warm-up."""
+    warm_up: int = 10
+    """Steps before."""
+    rounds: int = 1
+    """How often to do all that: on a machine with other work the rounds meet it alike, and medians count."""
+    optimizer: OptimizerName | None = None
+    """How weights are updated; by default as is usual for the model."""
+    scaling: bool = True
+    """Time one rank alone as well, with as many threads as each of the others has."""
+    profile: Path | None = None
+    """Profile some steps, and write all ranks' trace into this folder (docs/profiling.md)."""
+    profile_steps: str | None = None
+    """Which steps of a program to profile, FIRST-LAST counted from 1; by default 10-20."""
+    timeline: bool = False
+    """Have Horovod's own timeline in the profile, too: rank 0's phases of each tensor. It slows rank 0 down."""
+    json: Path | None = None
+    """Write the figures into this file as well."""
+    engine: EngineKind = "auto"
+    """What starts the ranks, as for hvdkit run."""
+    interface: str | None = None
+    """Network interface by which hosts reach each other, as for hvdkit run."""
+    ssh_args: str = ""
+    """Arguments for ssh, as for hvdkit run."""
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(describe("--model", self.model, " or ".join(MODELS), "pass one of them"))
+        self.launched(self.np)  # refuses what hvdkit run refuses
+        for name, least in (("batch", 1), ("steps", 1), ("warm_up", 1), ("rounds", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(describe(flag, value, f"at least {least}", "pass another number"))
+        if self.profile is None and (self.timeline or self.profile_steps is not None):
+            flag = "--timeline" if self.timeline else "--profile-steps"
+            raise ValueError(describe("--profile", "none", f"a folder, for {flag}", "pass --profile FOLDER"))
+        if self.profile is not None:
+            self.profiled(self.profile)
+
+    def launched(self, np: int | None) -> Run:
+        """Return the options with which ``hvdkit run`` starts ``np`` ranks."""
+        ranks = RANKS if np is None and self.hosts is None else np
+        return Run(
+            np=ranks, hosts=self.hosts, engine=self.engine, interface=self.interface, ssh_args=self.ssh_args
+        )  # fmt: skip
+
+    def profiled(self, folder: Path) -> Settings:
+        """Return what is to be recorded of a program."""
+        if self.profile_steps is None:
+            return Settings(folder, FIRST, LAST, self.timeline)
+        found = _STEPS.fullmatch(self.profile_steps)
+        if found is None:
+            raise ValueError(describe("--profile-steps", self.profile_steps, "FIRST-LAST", "write e.g. 50-60"))
+        return Settings(folder, int(found[1]), int(found[2]), self.timeline)
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in a step on each rank."""
+        return BATCHES[self.model] if self.batch is None else self.batch
+
+    @property
+    def optimizer_name(self) -> str:
+        """How weights are updated."""
+        return self.optimizer or USUAL_OPTIMIZERS[self.model]

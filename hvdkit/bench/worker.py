@@ -1,0 +1,112 @@
+"""One rank of ``hvdkit bench``: times a built-in workload's steps.
+
+    python -m hvdkit.bench.worker '{"model": "cifar10", "batch": 64, ...}'
+
+The chief writes all ranks' figures as one line, which ``hvdkit bench`` takes out of the output.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import hvdkit as hk
+from hvdkit.bench.workloads import Workload, measure, optimizer, train_step, workload
+from hvdkit.cluster.progress import PROGRESS
+
+MARK = "hvdkit-bench: "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a rank is told: as for :class:`hvdkit.bench.config.Bench`; ``extra`` are steps for the profile."""
+
+    model: str
+    batch: int
+    optimizer: str
+    steps: int
+    warm_up: int
+    extra: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """One rank's figures.
+
+    Attributes:
+        seconds: of each step.
+        memory: the most bytes that the process has used.
+        threads: that compute on this rank.
+        collectives: Horovod's ops in a step.
+        sent: bytes that this rank gives to them in a step.
+        device: "GPU" or "CPU".
+    """
+
+    seconds: list[float]
+    memory: int
+    threads: int
+    collectives: int
+    sent: int
+    device: str
+
+
+def main() -> None:
+    """Train, and say what was measured."""
+    told = Told(**json.loads(sys.argv[1]))
+    hk.init()
+    import tensorflow as tf
+
+    work = workload(told.model, told.batch)
+    combining = hk.DistributedOptimizer(optimizer(told.optimizer))
+    step = train_step(work, combining)
+    seconds = measure(step, work.batches(), told.steps, told.warm_up, PROGRESS.at_step)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if told.extra:
+        before = told.steps + told.warm_up
+        measure(step, work.batches(), told.extra, 0, lambda number: PROGRESS.at_step(before + number))
+    collectives, sent = traffic(step, work, combining)
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    device = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+    mine = RankResult(
+        seconds=seconds, memory=memory, threads=threads, collectives=collectives, sent=sent, device=device
+    )
+    everyone = hk.allgather_object(asdict(mine))
+    if hk.is_chief():
+        print(MARK + json.dumps(everyone), flush=True)
+
+
+def traffic(step: Any, work: Workload, combining: Any) -> tuple[int, int]:
+    """Return how many collectives a step has, and the bytes that this rank gives to them. Every rank calls it.
+
+    Sizes that only a batch decides, as of the rows that ranks ask each other for, are those of one batch.
+    """
+    import tensorflow as tf
+
+    def collectives(graph: Any) -> list[Any]:
+        return [op for op in graph.get_operations() if op.type.startswith("Horovod")]
+
+    def sizes(op: Any) -> list[Any]:
+        return [tensor for tensor in op.inputs if tensor.dtype.is_floating or tensor.dtype.is_integer]
+
+    found = collectives(step.get_concrete_function(*work.data[0]).graph)
+    tensors = [tensor for op in found for tensor in sizes(op)]
+    if all(tensor.shape.is_fully_defined() for tensor in tensors):
+        return len(found), sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tensors)
+
+    plain = train_step(work, combining).python_function
+
+    @tf.function
+    def counted(inputs: Any, labels: Any) -> Any:
+        loss = plain(inputs, labels)
+        inside = [tensor for op in collectives(tf.compat.v1.get_default_graph()) for tensor in sizes(op)]
+        sent = [tf.size(tensor, tf.int64) * tensor.dtype.size for tensor in inside]
+        return loss, tf.add_n(sent)
+
+    return len(found), int(counted(*work.data[0])[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Sets of moments: sorted lists of ``(start, end)`` that do not touch. All times are whole nanoseconds."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import TypeAlias
+
+Interval: TypeAlias = tuple[int, int]
+Intervals: TypeAlias = list[Interval]
+
+
+def union(spans: Iterable[Interval]) -> Intervals:
+    """Return all moments of ``spans``, which may overlap in any way and stand in any order.
+
+    Example:
+        >>> union([(5, 7), (0, 2), (1, 3), (7, 7)])
+        [(0, 3), (5, 7)]
+    """
+    result: Intervals = []
+    for start, end in sorted(spans):
+        if end <= start:
+            continue
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
+def both(a: Intervals, b: Intervals) -> Intervals:
+    """Return the moments that are in ``a`` and in ``b``.
+
+    Example:
+        >>> both([(0, 3), (5, 7)], [(2, 6)])
+        [(2, 3), (5, 6)]
+    """
+    result, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            result.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return result
+
+
+def without(a: Intervals, b: Intervals) -> Intervals:
+    """Return the moments that are in ``a`` and not in ``b``.
+
+    Example:
+        >>> without([(0, 3), (5, 7)], [(2, 6)])
+        [(0, 2), (6, 7)]
+    """
+    result, j = [], 0
+    for start, end in a:
+        while j < len(b) and b[j][1] <= start:
+            j += 1
+        k = j
+        while k < len(b) and b[k][0] < end:
+            if start < b[k][0]:
+                result.append((start, b[k][0]))
+            start = max(start, b[k][1])
+            k += 1
+        if start < end:
+            result.append((start, end))
+    return result
+
+
+def clip(a: Intervals, start: int, end: int) -> Intervals:
+    """Return the moments of ``a`` from ``start`` to ``end``.
+
+    Example:
+        >>> clip([(0, 3), (5, 7), (8, 9)], 2, 6)
+        [(2, 3), (5, 6)]
+    """
+    first = max(0, bisect_right(a, (start, start)) - 1)
+    result = []
+    for one in a[first:]:
+        if one[0] >= end:
+            break
+        if max(one[0], start) < min(one[1], end):
+            result.append((max(one[0], start), min(one[1], end)))
+    return result
+
+
+def total(a: Intervals) -> int:
+    """Return the length of all of ``a``."""
+    return sum(end - start for start, end in a)

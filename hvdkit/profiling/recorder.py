@@ -1,0 +1,215 @@
+"""Records some steps of this rank, and puts all ranks' records together on the chief.
+
+A program's steps are counted by ``hk.Supervisor`` and hvdkit's callbacks. Where none of them is used, the place where
+gradients are combined serves: there the graph tells the recorder that it has come by.
+
+No failure here is one of the training: it is told in one line. Yet every rank takes part in what ranks exchange at the
+end, whatever failed before, lest the others wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hvdkit.profiling import collect, timeline, xplane
+from hvdkit.profiling.record import Collective, Mark, Record, Span
+from hvdkit.profiling.settings import Settings
+
+Say = Callable[[str], None]
+SUPERVISOR = "hk.Supervisor"
+
+
+class Recorder:
+    """Records this rank's steps ``first`` to ``last``. What it is told comes from the training thread.
+
+    Args:
+        settings: what to record, and where it goes.
+        record: of this rank, empty.
+        exchange: of objects among all ranks: ``allgather``, ``broadcast`` and ``allgather_bytes``.
+        horovod: the running ``horovod.tensorflow``.
+        say: tells people a line.
+    """
+
+    def __init__(self, settings: Settings, record: Record, exchange: Any, horovod: Any, say: Say) -> None:
+        self.over = False
+        self._settings, self._record, self._exchange, self._horovod, self._say = (
+            settings, record, exchange, horovod, say,
+        )  # fmt: skip
+        self._lock = threading.Lock()
+        self._recording = self._stopped = self._tracing = False
+        self._source = ("", -1)  # who counts the steps, and how much that is worth
+        self._before: int | None = None  # steps before the first that this run counts
+        self._passed: dict[str, int] = {}
+        self._begun: list[tuple[str, int]] = []
+        self._clock = 0
+        self._folder: Path | None = None
+        self._main = threading.main_thread().ident
+
+    # ---- what it is told ----------------------------------------------------------------------------------------
+
+    def at_step(self, step: int, source: str = SUPERVISOR) -> None:
+        """Note that ``step`` has ended, as a Supervisor or a callback counts them; called twice, the first counts.
+
+        Args:
+            step: its number.
+            source: who counts. A Supervisor is believed before callbacks, and of those the first.
+        """
+        with self._failures_told(), self._lock:
+            if self._believed(source, 2 if source == SUPERVISOR else 1, step):
+                self._ended(step)
+        if self._stopped:
+            self.finish()
+
+    def passed(self, place: str) -> None:
+        """Note that this rank's gradients have been combined, at ``place``: a step, where nobody else counts them."""
+        with self._failures_told(), self._lock:
+            self._passed[place] = self._passed.get(place, 0) + 1
+            if self._believed(place, 0, self._passed[place]):
+                self._ended(self._passed[place])
+
+    @contextlib.contextmanager
+    def span(self, kind: str) -> Iterator[None]:
+        """Note that the training thread waits for input, or saves, within the context."""
+        start = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            if self._recording and threading.get_ident() == self._main:
+                self._record.spans.append(Span(kind, kind, "training", start, time.monotonic_ns()))
+
+    def began(self, name: str) -> None:
+        """Note that the training thread begins an eager collective, or an exchange of objects."""
+        if self._recording and threading.get_ident() == self._main:
+            self._begun.append((name, time.monotonic_ns()))
+
+    def ended(self) -> None:
+        """Note that it is done."""
+        if self._begun and threading.get_ident() == self._main:
+            name, start = self._begun.pop()
+            if self._recording:
+                self._record.collectives.append(Collective(name, start, time.monotonic_ns(), True))
+
+    def _believed(self, source: str, worth: int, step: int) -> bool:
+        """Say whether ``source`` is the one that counts; a better one than before begins anew."""
+        if worth > self._source[1]:
+            self._source, self._before = (source, worth), None
+            if self._recording:  # go on recording, by the new count
+                self._before = step - self._settings.first + 1
+                self._record.marks = [Mark(step, time.monotonic_ns())]
+        return self._source[0] == source
+
+    # ---- begin and end ------------------------------------------------------------------------------------------
+
+    def _ended(self, step: int) -> None:
+        if self.over or self._stopped:
+            return
+        if self._before is None:
+            self._before = step - 1
+        done, marks = step - self._before, self._record.marks
+        # The profiler takes its time to start, not the same on all ranks: that belongs to a step before.
+        if not self._recording and done >= self._settings.first - 2:
+            self._start()
+            self._recording = True
+        if done >= self._settings.first - 1 and (not marks or step > marks[-1].step):
+            marks.append(Mark(step, time.monotonic_ns()))
+        if done >= self._settings.last:
+            self._stop()
+
+    def _start(self) -> None:
+        try:
+            import tensorflow as tf
+
+            self._folder = Path(tempfile.mkdtemp(prefix="hvdkit-profile-"))
+            tf.profiler.experimental.start(str(self._folder))
+            self._tracing = True
+            self._clock = time.monotonic_ns()
+            with tf.profiler.experimental.Trace(xplane.CLOCK):
+                pass
+            if self._timeline is not None:
+                self._horovod.start_timeline(str(self._timeline), mark_cycles=False)
+        except Exception as error:  # whatever it is, the training goes on
+            self._problem("TensorFlow's profiler did not start", error)
+
+    def _stop(self) -> None:
+        self._recording, self._stopped = False, True
+        if not self._tracing:
+            return
+        import tensorflow as tf
+
+        self._tracing = False
+        try:
+            tf.profiler.experimental.stop()
+            if self._timeline is not None:
+                self._horovod.stop_timeline()
+        except Exception as error:
+            self._problem("TensorFlow's profiler did not stop", error)
+
+    @property
+    def _timeline(self) -> Path | None:
+        """Where Horovod's timeline goes on the rank that writes it."""
+        wanted = self._settings.timeline and self._record.rank == 0 and self._folder is not None
+        return self._folder / "timeline.json" if wanted and self._folder is not None else None
+
+    def finish(self) -> None:
+        """Put all ranks' records together. Every rank calls it, at the same step or at the end of the run."""
+        if self.over:
+            return
+        self.over = True
+        with self._failures_told():
+            if self._recording:
+                self._stop()
+        try:
+            raw = self._read()
+            collect.together(self._settings.folder, self._record, raw, self._exchange, self._say)
+        except Exception as error:
+            self._say(f"profile: not made: {_words(error)}")
+        finally:
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self) -> bytes:
+        """Take what TensorFlow and Horovod wrote into the record; return TensorFlow's file."""
+        if self._folder is None:
+            return b""
+        raw = b""
+        try:
+            file = next(self._folder.glob("plugins/profile/*/*.xplane.pb"))
+            raw = file.read_bytes()
+            traced = xplane.read(file, self._clock)
+            self._record.spans += traced.spans
+            self._record.collectives += traced.collectives
+            if self._timeline is not None:
+                offset = time.time_ns() - time.monotonic_ns()
+                self._record.phases += timeline.read(self._timeline, offset)
+        except StopIteration:
+            self._record.problems.append("TensorFlow's profiler wrote nothing")
+        except Exception as error:
+            self._problem("the trace cannot be read", error)
+        return raw
+
+    def _problem(self, what: str, error: Exception) -> None:
+        self._record.problems.append(f"{what}: {_words(error)}")
+
+    @contextlib.contextmanager
+    def _failures_told(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._problem("the recording ended", error)
+            self._recording, self._stopped = False, True
+
+
+def _words(error: Exception) -> str:
+    if os.environ.get("HVDKIT_DEBUG") == "1":
+        traceback.print_exception(error, file=sys.stderr)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

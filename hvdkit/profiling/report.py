@@ -1,0 +1,148 @@
+"""A profile in words: a table with a row for each rank, and a sentence that says what it shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from hvdkit.profiling.intervals import clip, total, union
+from hvdkit.profiling.parts import PARTS, RankParts
+
+FORMAT_VERSION = 1
+# Columns that the table needs.
+NARROWEST = 100
+# Waiting that is less than this part of a step is not worth a word.
+WORTH_A_WORD = 0.05
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank's mean step, in milliseconds.
+
+    Attributes:
+        rank, host: which.
+        steps: how many were recorded.
+        step: the time of one.
+        parts: from each of :data:`PARTS` to its time; they add up to ``step``.
+        hidden: exchange beside compute, in which it is contained.
+        waited_for: the longest time for which another rank did nothing but wait for this one.
+        clock_error: by how much its times may be wrong beside rank 0's.
+    """
+
+    rank: int
+    host: str
+    steps: int
+    step: float
+    parts: dict[str, float]
+    hidden: float
+    waited_for: float
+    clock_error: float
+
+
+def rows(ranks: Sequence[RankParts]) -> list[Row]:
+    """Return each rank's mean over its steps; a rank that recorded none has no row."""
+    return [_row(one, ranks) for one in ranks if one.steps]
+
+
+def _row(one: RankParts, ranks: Sequence[RankParts]) -> Row:
+    count = sum(step.steps for step in one.steps)
+    each = 1e6 * count
+    parts = {name: sum(step.parts[name] for step in one.steps) / each for name in PARTS}
+    start, end = one.steps[0].start, one.steps[-1].end
+    blamed = [total(clip(union(other.blames.get(one.rank, [])), start, end)) for other in ranks]
+    return Row(
+        rank=one.rank,
+        host=one.host,
+        steps=count,
+        step=(end - start) / each,
+        parts=parts,
+        hidden=sum(step.hidden for step in one.steps) / each,
+        waited_for=max(blamed, default=0) / each,
+        clock_error=one.clock_error / 1e6,
+    )
+
+
+def verdict(found: Sequence[Row]) -> str:
+    """Say in one line who is waited for and why, and what else takes long.
+
+    Example:
+        >>> parts = {"compute": 50.0, "exchange": 4.0, "wait": 0.0, "input": 1.0, "save": 0.0, "other": 1.0}
+        >>> slow = Row(1, "b", 10, 66.0, {**parts, "input": 11.0}, 1.0, 10.0, 0.0)
+        >>> verdict([Row(0, "a", 10, 66.0, {**parts, "wait": 10.0}, 1.0, 0.0, 0.0), slow])
+        'rank 1 is waited for: 10.0 ms of 66.0 a step, for its input takes 11.0 ms, elsewhere 1.0; exchange takes 4.0'
+    """
+    if not found:
+        return "no step was recorded"
+    step = sum(row.step for row in found) / len(found)
+    slow = max(found, key=lambda row: row.waited_for)
+    exchange = sum(row.parts["exchange"] for row in found) / len(found)
+    means = {name: sum(row.parts[name] for row in found) / len(found) for name in PARTS}
+    if len(found) > 1 and slow.waited_for >= WORTH_A_WORD * step:
+        others = sorted((row for row in found if row is not slow), key=lambda row: -row.waited_for)
+        usual = {name: sum(row.parts[name] for row in others) / len(others) for name in PARTS}
+        why = max((name for name in PARTS if name != "wait"), key=lambda name: slow.parts[name] - usual[name])
+        name = "Python (other)" if why == "other" else why
+        reason = f"for its {name} takes {slow.parts[why]:.1f} ms, elsewhere {usual[why]:.1f}"
+        if slow.parts[why] - usual[why] < slow.waited_for / 2:
+            turns = ", ".join(f"rank {row.rank} for {row.waited_for:.1f}" for row in others[:3])
+            reason = f"but none of its parts takes so much longer than elsewhere: ranks are late by turns ({turns})"
+        told = f"rank {slow.rank} is waited for: {slow.waited_for:.1f} ms of {step:.1f} a step, {reason}"
+        return f"{told}; exchange takes {exchange:.1f}" if why != "exchange" else told
+    most = max(means, key=lambda name: means[name])
+    told = f"{most} takes most: {means[most]:.1f} ms of {step:.1f} a step"
+    if len(found) == 1:
+        return told
+    rest = "" if most == "exchange" else f"; exchange takes {exchange:.1f}"
+    return f"no rank is waited for long (at most {slow.waited_for:.1f} ms a step); {told}{rest}"
+
+
+def show(found: Sequence[Row], stream: TextIO) -> None:
+    """Print the table and the sentence, without colours: a launcher may put a terminal before each rank's output."""
+    console = Console(file=stream, highlight=False, color_system=None)
+    console.width = max(console.width, NARROWEST)
+    steps = found[0].steps if found else 0
+    console.print(f"Where the time goes: ms of a step, mean of {steps}")
+    table = Table(box=None, header_style="", padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("rank")
+    table.add_column("host", no_wrap=True, max_width=20)
+    for name in ("step", *PARTS, "(hidden)", "waited for"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found:
+        numbers = [row.step, *(row.parts[name] for name in PARTS), row.hidden, row.waited_for]
+        table.add_row(str(row.rank), row.host, *(f"{number:.1f}" for number in numbers))
+    console.print(table)
+    console.print(verdict(found), soft_wrap=True)
+
+
+def write(path: Path, ranks: Sequence[RankParts], problems: Sequence[str]) -> None:
+    """Write every rank's mean and every step as JSON; docs/profiling.md names the keys."""
+    found = rows(ranks)
+    document: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "verdict": verdict(found),
+        "problems": list(problems),
+        "ranks": [
+            {
+                "rank": row.rank,
+                "host": row.host,
+                "steps": row.steps,
+                "step_ms": row.step,
+                "parts_ms": row.parts,
+                "hidden_ms": row.hidden,
+                "waited_for_ms": row.waited_for,
+                "clock_error_ms": row.clock_error,
+                "each_step": [
+                    {"step": s.step, "ms": (s.end - s.start) / 1e6, **{k: v / 1e6 for k, v in s.parts.items()}}
+                    for s in one.steps
+                ],
+            }
+            for row, one in zip(found, (one for one in ranks if one.steps), strict=True)
+        ],
+    }
+    path.write_text(json.dumps(document, indent=1), encoding="utf-8")

@@ -1,0 +1,56 @@
+"""What ``HVDKIT_PROFILE`` asks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdkit.errors import describe
+
+VARIABLE = "HVDKIT_PROFILE"
+TIMELINE = "HVDKIT_PROFILE_TIMELINE"
+FIRST, LAST = 10, 20
+_TOLD = re.compile(r"(?P<folder>.+?)(:(?P<first>\d+)-(?P<last>\d+))?")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A profile of the steps ``first`` to ``last`` of a run, counted from 1, to be written into ``folder``.
+
+    Attributes:
+        timeline: record Horovod's timeline as well.
+    """
+
+    folder: Path
+    first: int = FIRST
+    last: int = LAST
+    timeline: bool = False
+
+    def __post_init__(self) -> None:
+        if not 3 <= self.first <= self.last:
+            expected = "3 <= FIRST <= LAST: the first step traces the graph, and in another the profiler starts"
+            raise ValueError(describe("steps to profile", f"{self.first}-{self.last}", expected, "name others"))
+
+    @classmethod
+    def told(cls, environment: Mapping[str, str]) -> Settings | None:
+        """Return what the environment asks for; None: no profile.
+
+        Raises:
+            ValueError: the variable cannot be understood.
+
+        Example:
+            >>> Settings.told({"HVDKIT_PROFILE": "runs/profile:50-60"})
+            Settings(folder=PosixPath('runs/profile'), first=50, last=60, timeline=False)
+        """
+        text = environment.get(VARIABLE, "")
+        if not text:
+            return None
+        found = _TOLD.fullmatch(text)
+        assert found is not None
+        first, last = found["first"] or FIRST, found["last"] or LAST
+        try:
+            return cls(Path(found["folder"]), int(first), int(last), environment.get(TIMELINE) == "1")
+        except ValueError as error:
+            raise ValueError(f"{VARIABLE}={text}: {error}") from None

@@ -1,0 +1,62 @@
+"""Reads Horovod's own timeline: the phases of each tensor on its way (Horovod 0.28.1, ``common/timeline.cc``).
+
+Rank 0 alone writes it. Its file is JSON but for its end where the process was cut off.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hvdkit.profiling.record import Phase
+
+
+def read(path: Path, epoch_offset: int) -> list[Phase]:
+    """Return all phases in ``path`` that have ended.
+
+    Args:
+        path: of the timeline.
+        epoch_offset: what to take from nanoseconds since 1970 to get the monotonic clock.
+
+    Raises:
+        ValueError: the file is no timeline.
+    """
+    events = _events(path.read_text())
+    names: dict[int, str] = {}
+    open_: dict[int, list[tuple[str, int]]] = {}
+    began: int | None = None
+    phases = []
+    for event in events:
+        tensor = event.get("pid", -1)
+        if event["ph"] == "M":
+            arguments = event.get("args", {})
+            began = arguments.get("start_time_since_epoch_in_micros", began)
+            if event["name"] == "process_name" and "name" in arguments:
+                names[tensor] = arguments["name"]
+            continue
+        if began is None:
+            raise ValueError(f"{path.name}: no time at which it begins")
+        at = (began + event.get("ts", 0)) * 1000 - epoch_offset
+        if event["ph"] == "B":
+            open_.setdefault(tensor, []).append((event["name"], at))
+        elif event["ph"] == "E" and open_.get(tensor):
+            name, start = open_[tensor].pop()
+            phases.append(Phase(names.get(tensor, f"tensor {tensor}"), name, start, max(start, at)))
+    return sorted(phases, key=lambda phase: phase.start)
+
+
+def _events(text: str) -> list[dict[str, Any]]:
+    text = text.strip()
+    if not text:
+        return []
+    for end in ("", "]", "}]"):
+        try:
+            return json.loads(text.rstrip(",") + end)
+        except json.JSONDecodeError:
+            continue
+    whole = text[: text.rfind("},") + 1]
+    try:
+        return json.loads(whole + "]") if whole else []
+    except json.JSONDecodeError as error:
+        raise ValueError(f"Horovod's timeline cannot be read: {error}") from None

@@ -1,0 +1,132 @@
+"""Reads what TensorFlow's profiler wrote: ops, collectives inside graphs, and the input pipeline.
+
+TensorFlow's executor notes for an op that ends later than it starts, as Horovod's all are, when it was started
+(``ExecutorState::ProcessAsync::Start``) and when its result came (``...::Done``): on every rank, whereas Horovod's own
+timeline is written by rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hvdkit.profiling.intervals import union
+from hvdkit.profiling.record import Collective, Span
+
+# The recorder notes this name at a moment that it knows by the monotonic clock.
+CLOCK = "hvdkit.clock"
+_OP = re.compile(r"(?P<name>[\w./\-<>+]+):(?P<kind>_?[A-Z]\w*)")
+_EAGER = re.compile(r"EagerLocalExecute: (?P<kind>[A-Z]\w*)")
+_START, _DONE = "ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done"
+# Events around the ops that tf.data runs.
+_PIPELINE = ("Iterator::", "InstantiatedCapturedFunction::")
+_NEXT = ("IteratorGetNext", "OptionalIteratorGetNext", "MultiDeviceIteratorGetNext")
+
+
+class Traced(NamedTuple):
+    """What a file of TensorFlow's profiler holds; times by the monotonic clock, in nanoseconds."""
+
+    spans: list[Span]
+    collectives: list[Collective]
+
+
+class _Event(NamedTuple):
+    name: str
+    start: int
+    end: int
+    details: dict[str, Any]
+
+
+def read(path: Path, clock: int) -> Traced:
+    """Read the ``*.xplane.pb`` file ``path``.
+
+    Args:
+        path: of the file.
+        clock: the monotonic clock at the event named :data:`CLOCK`.
+
+    Raises:
+        ImportError: this TensorFlow has no reader for the format.
+        ValueError: the file has no event of that name.
+    """
+    lines = list(_lines(path))
+    marked = [event.start for _, _, events in lines for event in events if event.name == CLOCK]
+    if not marked:
+        raise ValueError(f"{path.name}: no event {CLOCK}, so that its times cannot be told")
+    shift = clock - min(marked)
+    spans: list[Span] = []
+    eager: list[Collective] = []
+    begun: dict[tuple[Any, Any], list[int]] = defaultdict(list)
+    ended: dict[tuple[Any, Any], list[int]] = defaultdict(list)
+    for on_device, track, events in lines:
+        moved = [event._replace(start=event.start + shift, end=event.end + shift) for event in events]
+        spans += _of_device(track, moved) if on_device else _of_host(track, moved)
+        for event in moved:
+            if event.name in (_START, _DONE) and str(event.details.get("kernel_type", "")).startswith("Horovod"):
+                pairs = begun if event.name == _START else ended
+                pairs[event.details.get("step_id"), event.details.get("name")].append(event.start)
+            elif (found := _EAGER.fullmatch(event.name)) and found["kind"].startswith("Horovod"):
+                eager.append(Collective(f"eager {found['kind']}", event.start, event.end, True))
+    collectives = eager
+    for (number, name), starts in begun.items():
+        # A run of a graph has each collective once, or one after the other where it stands in a loop.
+        for start, end in zip(sorted(starts), sorted(ended[number, name]), strict=False):
+            collectives.append(Collective(str(name), start, max(start, end), False))
+    return Traced(spans, collectives)
+
+
+def _of_host(track: str, events: list[_Event]) -> Iterator[Span]:
+    """Yield the ops and the input of one thread."""
+    pipeline = union((e.start, e.end) for e in events if e.name.startswith(_PIPELINE))
+    starts = [start for start, _ in pipeline]
+    for event in events:
+        found = _OP.fullmatch(event.name) or _EAGER.fullmatch(event.name)
+        kind = found["kind"] if found else event.name
+        if kind.startswith(_NEXT):
+            yield Span("input", kind, track, event.start, event.end)
+        elif found and not kind.startswith("Horovod"):
+            place = bisect_right(starts, event.start) - 1
+            inside = place >= 0 and event.end <= pipeline[place][1]
+            yield Span("data" if inside else "op", event.name, track, event.start, event.end)
+
+
+def _of_device(track: str, events: list[_Event]) -> Iterator[Span]:
+    """Yield a GPU's kernels and copies, without those of NCCL, which are an exchange."""
+    for event in events:
+        if "nccl" not in event.name.lower():
+            yield Span("op", event.name, track, event.start, event.end)
+
+
+def _lines(path: Path) -> Iterator[tuple[bool, str, list[_Event]]]:
+    """Yield each thread, or stream of a GPU: whether it is one, its name, and its events."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    space = xplane_pb2.XSpace()
+    space.ParseFromString(path.read_bytes())
+    for plane in space.planes:
+        on_device = plane.name.startswith("/device:GPU")
+        if not on_device and plane.name != "/host:CPU":
+            continue
+        names = {key: value.name for key, value in plane.event_metadata.items()}
+        keys = {key: value.name for key, value in plane.stat_metadata.items()}
+        for line in plane.lines:
+            if on_device and not line.name.startswith("Stream"):
+                continue  # further lines show the same time by steps, modules and scopes
+            track = f"{plane.name.removeprefix('/device:')} {line.name}" if on_device else line.name
+            yield on_device, f"{track}#{line.id & 0xFFFFFFFF:x}", [_event(e, line, names, keys) for e in line.events]
+
+
+def _event(event: Any, line: Any, names: dict[int, str], keys: dict[int, str]) -> _Event:
+    start = line.timestamp_ns + event.offset_ps // 1000
+    name = names[event.metadata_id]
+    details = {keys[s.metadata_id]: _value(s, keys) for s in event.stats} if name in (_START, _DONE) else {}
+    return _Event(name, start, start + event.duration_ps // 1000, details)
+
+
+def _value(stat: Any, keys: dict[int, str]) -> Any:
+    kind = stat.WhichOneof("value")
+    value = getattr(stat, kind)
+    return keys[value] if kind == "ref_value" else value
