@@ -67,10 +67,16 @@ COMMANDS = {
         config="hvdkit.checkpoint.commands:Checkpoint",
         runner="hvdkit.checkpoint.commands:checkpoint",
     ),
+    "tune": Command(
+        "Find the settings that suit a model and this cluster, and save what was measured",
+        "hvdkit tune -np 4 --model resnet50 --save resnet50.json",
+        config="hvdkit.bench.tune:Tune",
+        runner="hvdkit.bench.tune:tune",
+    ),
     "plan": Command(
-        "Say where embedding tables go and how many bytes every rank needs",
+        "Say where embedding tables go, or what a step will take on many more ranks",
         "hvdkit plan --tables items:10000000x64 users:2000000x32 --ranks 8 --optimizer adagrad",
-        config="hvdkit.planning.command:PlanTables",
+        config="hvdkit.planning.command:PlanOptions",
         runner="hvdkit.planning.command:plan",
     ),
 }

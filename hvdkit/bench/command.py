@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from hvdkit.bench.config import Bench
+from hvdkit.bench.config import Bench, Where
 from hvdkit.bench.figures import Round, Run, as_json, show
 from hvdkit.bench.worker import MARK, RankResult, Told
+from hvdkit.cluster.loading import CHATTER
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.launch import restarts
 from hvdkit.launch.attempt import Signals
@@ -96,7 +97,7 @@ def _time(config: Bench, np: int | None, threads: int | None = None) -> tuple[in
         # Between the timed steps and the profiled ones the profiler starts.
         extra |= _asked(Settings(config.profile.resolve(), before + 2, before + 1 + PROFILED, config.timeline))
     program = [sys.executable, "-m", "hvdkit.bench.worker", json.dumps(asdict(told))]
-    code, results = _launch(config, np, program, extra)
+    code, results = launch(config, np, program, extra)
     if code:
         return code, None
     if results is None:
@@ -109,7 +110,7 @@ def _profile_program(config: Bench, program: Sequence[str]) -> int:
         remedy = "pass --profile FOLDER, or leave the program out to time a built-in model"
         raise ValueError(describe("--profile", "none", "a folder, for a program", remedy))
     folder = config.profile.resolve()
-    code, _ = _launch(config, config.np, program, _asked(config.profiled(folder)))
+    code, _ = launch(config, config.np, program, _asked(config.profiled(folder)))
     made = folder / "profile.json"
     if code == 0 and made.exists() and config.json is not None:
         config.json.write_text(made.read_text(encoding="utf-8"), encoding="utf-8")
@@ -126,8 +127,8 @@ def _asked(settings: Settings) -> dict[str, str]:
     return {VARIABLE: f"{settings.folder}:{settings.first}-{settings.last}", **timeline}
 
 
-def _launch(
-    config: Bench, np: int | None, program: Sequence[str], extra: Mapping[str, str]
+def launch(
+    config: Where, np: int | None, program: Sequence[str], extra: Mapping[str, str]
 ) -> tuple[int, list[dict[str, Any]] | None]:
     """Start ``program`` on ``np`` ranks, see it to its end, and return its exit code and what the chief measured."""
     job = with_variables(prepare(config.launched(np), program), extra)
@@ -155,4 +156,5 @@ class Listening(Output):
             _, found, figures = line.partition(MARK.encode())
             if found:
                 self.results = json.loads(figures)
-        super().write(channel, b"".join(line for line in lines if MARK.encode() not in line))
+        shown = [line for line in lines if MARK.encode() not in line and not any(c.encode() in line for c in CHATTER)]
+        super().write(channel, b"".join(shown))

@@ -19,7 +19,30 @@ _STEPS = re.compile(r"(\d+)-(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class Where:
+    """The ranks to start, as for ``hvdkit run``."""
+
+    np: Annotated[int | None, arg(aliases=["-np"])] = None
+    """Ranks to start; by default 2, or as many as the hosts of -H have slots."""
+    hosts: Annotated[str | None, arg(aliases=["-H"])] = None
+    """Hosts and their slots, e.g. node1:4,node2:4; a host without a number has one slot."""
+    engine: EngineKind = "auto"
+    """What starts the ranks, as for hvdkit run."""
+    interface: str | None = None
+    """Network interface by which hosts reach each other, as for hvdkit run."""
+    ssh_args: str = ""
+    """Arguments for ssh, as for hvdkit run."""
+
+    def launched(self, np: int | None) -> Run:
+        """Return the options with which ``hvdkit run`` starts ``np`` ranks."""
+        ranks = RANKS if np is None and self.hosts is None else np
+        return Run(
+            np=ranks, hosts=self.hosts, engine=self.engine, interface=self.interface, ssh_args=self.ssh_args
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(Where):
     """Time a training step on many ranks, and say where its time goes.
 
     Without a program a built-in model is trained on made-up data; with one (hvdkit bench --profile runs/profile
@@ -33,10 +56,6 @@ class Bench:
         32
     """
 
-    np: Annotated[int | None, arg(aliases=["-np"])] = None
-    """Ranks to start; by default 2, or as many as the hosts of -H have slots."""
-    hosts: Annotated[str | None, arg(aliases=["-H"])] = None
-    """Hosts and their slots, e.g. node1:4,node2:4; a host without a number has one slot."""
     model: ModelName = "cifar10"
     """What to train: mlp (100 MB of gradients), cifar10 (the CIFAR-10 tutorial's network), resnet50 and vgg16 (on 32x32
     images), or recommender (26 tables cut across the ranks)."""
@@ -60,12 +79,6 @@ class Bench:
     """Have Horovod's own timeline in the profile, too: rank 0's phases of each tensor. It slows rank 0 down."""
     json: Path | None = None
     """Write the figures into this file as well."""
-    engine: EngineKind = "auto"
-    """What starts the ranks, as for hvdkit run."""
-    interface: str | None = None
-    """Network interface by which hosts reach each other, as for hvdkit run."""
-    ssh_args: str = ""
-    """Arguments for ssh, as for hvdkit run."""
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
@@ -81,13 +94,6 @@ class Bench:
             raise ValueError(describe("--profile", "none", f"a folder, for {flag}", "pass --profile FOLDER"))
         if self.profile is not None:
             self.profiled(self.profile)
-
-    def launched(self, np: int | None) -> Run:
-        """Return the options with which ``hvdkit run`` starts ``np`` ranks."""
-        ranks = RANKS if np is None and self.hosts is None else np
-        return Run(
-            np=ranks, hosts=self.hosts, engine=self.engine, interface=self.interface, ssh_args=self.ssh_args
-        )  # fmt: skip
 
     def profiled(self, folder: Path) -> Settings:
         """Return what is to be recorded of a program."""

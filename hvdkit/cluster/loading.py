@@ -21,7 +21,7 @@ from hvdkit.cluster.launcher import ALONE, promised
 from hvdkit.cluster.logs import get_logger
 
 # Lines that say nothing about this job: absl's preamble and informational lines of TensorFlow's libraries.
-_CHATTER = (
+CHATTER = (
     "WARNING: All log messages before absl::InitializeLog()",
     "I0000 ",
     "To enable the following instr",
@@ -129,6 +129,6 @@ def _muted_stderr() -> Iterator[None]:
             os.close(saved)
             held.seek(0)
             kept = [line for line in held.read().decode(errors="replace").splitlines(keepends=True) if line.strip()]
-            rest = "".join(line for line in kept if not line.startswith(_CHATTER))
+            rest = "".join(line for line in kept if not line.startswith(CHATTER))
             if rest:
                 os.write(2, rest.encode())

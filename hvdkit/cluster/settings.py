@@ -14,6 +14,7 @@ from hvdkit import rings
 from hvdkit.cluster.launcher import Promise
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import describe
+from hvdkit.tuned import settings_of
 
 _BEFORE_MPI = {
     # Open MPI waits by spinning; Horovod's background thread then eats the core that should compute.
@@ -36,11 +37,21 @@ def set_environment(promise: Promise, *, timeline: bool = False) -> None:
         promise: what the launcher said.
         timeline: let Horovod's timeline be started later.
     """
-    wanted = _BEFORE_MPI | ({"HOROVOD_TIMELINE": "DYNAMIC"} if timeline else {})
+    wanted = _BEFORE_MPI | tuned() | ({"HOROVOD_TIMELINE": "DYNAMIC"} if timeline else {})
     if promise.controller == "mpi" and promise.on_several_hosts and not rings.chosen(os.environ):
         wanted |= rings.variables()
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+
+
+def tuned() -> dict[str, str]:
+    """Return the settings in the file of ``hvdkit tune`` that HVDKIT_TUNED names, if it does.
+
+    Raises:
+        ValueError: there is no such file, or it is another one.
+    """
+    file = os.environ.get("HVDKIT_TUNED", "")
+    return settings_of(Path(file)) if file else {}
 
 
 def bucket_bytes() -> int:

@@ -16,6 +16,7 @@ from hvdkit.cluster.settings import bucket_bytes
 from hvdkit.collectives import tensors
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.errors import describe
+from hvdkit.planning.buckets import buckets
 
 _WIRES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
@@ -53,27 +54,6 @@ def reduce_dense(grads: Sequence[tf.Tensor], op: ReduceOp, wire: tf.DType | None
         each = name if number == 0 else f"{name}_{number}"
         results |= zip(places, _reduce_bucket([grads[i] for i in places], op, wire, each), strict=True)
     return [results[i] for i in range(len(grads))]
-
-
-def buckets(nbytes: Sequence[int], limit: int) -> list[list[int]]:
-    """Return the numbers of gradients that travel together, from the last one on; a bucket is full at ``limit`` bytes.
-
-    What would be a small rest rides with the bucket before.
-
-    Example:
-        >>> buckets([10, 60, 50, 70, 40], 100)
-        [[4, 3], [2, 1, 0]]
-    """
-    made: list[list[int]] = []
-    room = 0
-    for place in reversed(range(len(nbytes))):
-        rest = sum(nbytes[: place + 1])
-        if not made or (room <= 0 and rest > limit / 2):
-            made.append([])
-            room = limit
-        made[-1].append(place)
-        room -= nbytes[place]
-    return made
 
 
 def _reduce_bucket(grads: Sequence[tf.Tensor], op: ReduceOp, wire: tf.DType | None, name: str) -> list[tf.Tensor]:

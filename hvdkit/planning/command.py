@@ -1,27 +1,44 @@
-"""``hvdkit plan``: where embedding tables go, and what that costs, before anything is started."""
+"""``hvdkit plan``: where embedding tables go, and what steps will take, before anything is started."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from hvdkit.errors import describe
+from hvdkit.planning.measured import Measured
 from hvdkit.planning.plan import Plan, plan_tables
+from hvdkit.planning.scaling import Scaling, doublings, scaling
 from hvdkit.planning.table import Table
 
 _TABLE = re.compile(r"(?P<name>[^:=]+):(?P<rows>\d[\d_,]*)x(?P<width>\d+)(=(?P<placement>\w+))?")
+_RANKS = re.compile(r"(?P<first>\d+)(\.\.(?P<last>\d+))?")
+_BITS = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)bit(/s)?", re.IGNORECASE)
 _BYTES = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>|[KMGT]i?B?|B)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanTables:
-    """Say where embedding tables go and how many bytes every rank needs."""
+class PlanOptions:
+    """Say where embedding tables go and how many bytes every rank needs; or what a model's steps will take.
 
-    tables: tuple[str, ...]
+    For example:
+        hvdkit plan --tables items:10000000x64 users:2000000x32 --ranks 8 --optimizer adagrad
+        hvdkit tune -np 4 --model resnet50 --save resnet50.json
+        hvdkit plan --measured resnet50.json --ranks 8..4096 --bandwidth 25Gbit
+    """
+
+    tables: tuple[str, ...] = ()
     """NAME:ROWSxWIDTH, e.g. items:10000000x64; NAME:ROWSxWIDTH=column places one by hand (row, div, column, table,
     replicated)."""
-    ranks: int = 4
-    """Number of ranks."""
+    measured: Path | None = None
+    """A model on this cluster, as `hvdkit tune --save FILE` has measured it: predict its steps."""
+    ranks: str = "4"
+    """Number of ranks; for --measured also FIRST..LAST, doubling."""
+    bandwidth: str | None = None
+    """For --measured: of a rank's link where it is another, e.g. 25Gbit."""
+    latency_us: float | None = None
+    """For --measured: of a small message where the link is another, microseconds."""
     memory: str | None = None
     """What one rank may need in all, e.g. 16GiB; more is an error."""
     optimizer: str = "sgd"
@@ -34,13 +51,26 @@ class PlanTables:
     """Of the tables."""
 
 
-def plan(config: PlanTables) -> Plan:
-    """Return the plan for the command line's tables.
+def plan(config: PlanOptions) -> Plan | Scaling:
+    """Return the plan for the command line's tables, or the predicted steps of the measured model.
 
     Raises:
         PlanError: it does not fit.
-        ValueError: a table or the memory cannot be understood.
+        ValueError: a table, a number or the measured file cannot be understood.
     """
+    if bool(config.tables) == (config.measured is not None):
+        got = "both" if config.tables else "neither"
+        raise ValueError(describe("--tables, --measured", got, "one of them", "see hvdkit plan --help"))
+    found = _RANKS.fullmatch(str(config.ranks))
+    if found is None or int(found["first"]) < 1 or (found["last"] is not None and config.measured is None):
+        expected = "a number of ranks" if config.measured is None else "a number of ranks, or FIRST..LAST"
+        raise ValueError(describe("--ranks", config.ranks, expected, "write e.g. 8"))
+    first = int(found["first"])
+    if config.measured is not None:
+        bandwidth = None if config.bandwidth is None else bits_of(config.bandwidth)
+        latency = None if config.latency_us is None else config.latency_us * 1e-6
+        several = doublings(first, int(found["last"] or first))
+        return scaling(Measured.load(config.measured), several, bandwidth=bandwidth, latency=latency)
     tables, placements = [], {}
     for text in config.tables:
         found = _TABLE.fullmatch(text)
@@ -52,13 +82,26 @@ def plan(config: PlanTables) -> Plan:
             placements[found["name"]] = found["placement"]
     return plan_tables(
         tables,
-        config.ranks,
+        first,
         memory_bytes=None if config.memory is None else bytes_of(config.memory),
         optimizer=config.optimizer,
         batch_size=config.batch_size,
         ids_per_example=config.ids_per_example,
         placements=placements,
     )
+
+
+def bits_of(text: str) -> float:
+    """Return a bandwidth in bits per second, as people write it.
+
+    Example:
+        >>> bits_of("200Mbit"), bits_of("1.5 Gbit/s")
+        (200000000.0, 1500000000.0)
+    """
+    found = _BITS.fullmatch(text.strip())
+    if found is None or float(found["number"]) == 0:
+        raise ValueError(describe("--bandwidth", text, "a bandwidth", "write e.g. 25Gbit"))
+    return float(found["number"]) * {"": 1e0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found["unit"].upper()]
 
 
 def bytes_of(text: str) -> int:

@@ -23,7 +23,7 @@ LAYERS = [
     {"collectives", "planning"},
     {"cluster", "partition"},
     {"profiling"},
-    {"arguments", "rings"},
+    {"arguments", "rings", "tuned"},
     {"errors", "_version"},
 ]
 LEVEL = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
@@ -35,6 +35,7 @@ STANDALONE = {
     "planning",
     "arguments",
     "rings",
+    "tuned",
     "errors",
     "_version",
     "schedules",

@@ -1,0 +1,234 @@
+"""``hvdkit tune``: settings that make a model's step shortest on this cluster, and what its costs are made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hvdkit.bench.command import launch
+from hvdkit.bench.config import Where
+from hvdkit.bench.tuner import BUCKET, Wanted
+from hvdkit.bench.workloads import BATCHES, MODELS, USUAL_OPTIMIZERS, ModelName, OptimizerName
+from hvdkit.errors import HvdkitError, describe
+from hvdkit.planning.buckets import buckets
+from hvdkit.planning.measured import Exchange, Gradient, Measured
+
+CYCLE = "HOROVOD_CYCLE_TIME"
+DEFAULTS = {BUCKET: str(8 * 1024 * 1024), CYCLE: "0.2"}
+_BUCKETS = tuple(n * 1024 * 1024 for n in (8, 2, 4, 16, 32, 1024))  # the default first
+_CYCLES = ("0.1", "1", "2.5")
+# Horovod looks for fusion threshold and cycle time by itself; every gradient is handed to it as it comes.
+_AUTOTUNE = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_DISABLE_GROUP_FUSION": "0", BUCKET: "1"}
+_AUTOTUNE_STEPS = 250  # its warm-up and 20 samples of 10 steps
+# What gains less may be chance, and the default is what everybody else runs.
+_WORTH = 0.98
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tune(Where):
+    """Find the settings that suit a model and this cluster, and save them with what was measured.
+
+    For example:
+        hvdkit tune -np 4 --model resnet50 --save resnet50.json
+        HVDKIT_TUNED=resnet50.json horovodrun -np 4 python train.py
+        hvdkit plan --measured resnet50.json --ranks 8..4096
+
+    Raises:
+        ValueError: an option is none of its choices, or contradicts another.
+    """
+
+    save: Path
+    """File for what was measured (JSON)."""
+    model: ModelName = "cifar10"
+    """The built-in model that is most like yours; see hvdkit bench --help."""
+    batch: int | None = None
+    """Examples in a step on each rank; by default as many as suit the model."""
+    optimizer: OptimizerName | None = None
+    """How weights are updated; by default as is usual for the model."""
+    steps: int = 10
+    """Steps to time at once."""
+    rounds: int = 3
+    """How often every setting is timed, in turn."""
+    warm_up: int = 5
+    """Steps before."""
+    cycle: bool = True
+    """Try other times between two looks of Horovod's thread, each in jobs of its own."""
+    autotune: bool = True
+    """Try Horovod's own search for settings (250 steps)."""
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(describe("--model", self.model, " or ".join(MODELS), "pass one of them"))
+        self.launched(self.np)
+        for name in ("batch", "steps", "rounds", "warm_up"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(describe(f"--{name.replace('_', '-')}", value, "at least 1", "pass another number"))
+        try:
+            self.save.open("a").close()
+        except OSError as error:
+            got = f"{self.save} ({error.strerror})"
+            raise ValueError(describe("--save", got, "a file that can be written", "name another")) from None
+
+    def wanted(self, **more: Any) -> Wanted:
+        """Return what a rank is told."""
+        usual = {"steps": self.steps, "warm_up": self.warm_up, "rounds": self.rounds}
+        return Wanted(
+            model=self.model,
+            batch=self.batch or BATCHES[self.model],
+            optimizer=self.optimizer or USUAL_OPTIMIZERS[self.model],
+            **usual | more,
+        )
+
+
+def tune(config: Tune) -> int:
+    """Measure, choose, save, and print what was chosen.
+
+    Returns:
+        The exit code: 0, or that of the job that failed.
+
+    Raises:
+        ValueError: an option or a host is wrong; nothing has been started.
+        ClusterError: a host is not as it must be, or an engine is missing; nothing has been started.
+    """
+    try:
+        measured, lines = search(config)
+    except _JobFailed as failed:
+        return failed.code
+    measured.save(config.save)
+    console = Console(soft_wrap=True, highlight=False)
+    for line in lines:
+        console.print(line)
+    chosen = " ".join(f"{name}={value}" for name, value in measured.settings.items()) or "hvdkit's own, as without it"
+    console.print(f"\nbest: {chosen}\nsaved; to train with it: HVDKIT_TUNED={config.save}")
+    return 0
+
+
+class _JobFailed(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def search(config: Tune) -> tuple[Measured, list[str]]:
+    """Return what was measured and chosen, and lines for people: each setting, and its step."""
+    alone = _run(config, config.wanted(compute=True), {}, "one rank alone", np=1)[0]
+    limits = _distinct([nbytes for nbytes, _ in alone["gradients"]])
+    wanted = config.wanted(compute=True, links=True, buckets=limits)
+    every = _run(config, wanted, {CYCLE: DEFAULTS[CYCLE]}, "all ranks")
+    timed = {nbytes: _rounds([one["steps"][i] for one in every]) for i, nbytes in enumerate(limits)}
+    bucket = _best(timed)
+    best, lines = {BUCKET: str(bucket)}, [_line({BUCKET: str(nbytes)}, timed[nbytes]) for nbytes in limits]
+    if len(every) > 1:
+        found, more = _jobs(config, bucket)
+        best, lines = best | found, lines + more
+    computing = statistics.median(alone["compute"])
+    crowd = 1.0
+    if every[0]["rows"][1] == 0:
+        crowd = max(1.0, statistics.median(statistics.median(one["compute"]) for one in every) / computing)
+    measured = Measured(
+        model=config.model,
+        batch=config.batch or BATCHES[config.model],
+        ranks=len(every),
+        local_ranks=max(one["local_ranks"] for one in every),
+        compute_alone=computing,
+        compute_together=computing * crowd,
+        spread=statistics.median(_spread(one["compute"]) for one in every),
+        gradients=tuple(Gradient(*each) for each in alone["gradients"]),
+        row_bytes=max(one["rows"][0] for one in every),
+        row_exchanges=every[0]["rows"][1],
+        copy=alone["copy"],
+        exchanges=_exchanges(every),
+        settings={name: value for name, value in best.items() if DEFAULTS.get(name) != value},
+    )
+    return measured, lines
+
+
+def _distinct(nbytes: list[int]) -> tuple[int, ...]:
+    """Return the limits that cut gradients of these bytes into different buckets, the default first."""
+    cuts: dict[str, int] = {}
+    for limit in _BUCKETS:
+        cuts.setdefault(str(buckets(nbytes, limit)), limit)
+    return tuple(cuts.values())
+
+
+def _jobs(config: Tune, bucket: int) -> tuple[dict[str, str], list[str]]:
+    """Time settings that Horovod reads when it starts, each in jobs of its own, in turn; return the best, and lines."""
+    candidates = [{CYCLE: cycle} for cycle in (DEFAULTS[CYCLE], *(_CYCLES if config.cycle else ()))]
+    if config.autotune:
+        candidates.append(_AUTOTUNE)
+    timed: dict[int, list[float]] = {number: [] for number in range(len(candidates))}
+    for turn in range(config.rounds):
+        for number, setting in enumerate(candidates):
+            own = setting is _AUTOTUNE
+            wanted = config.wanted(
+                rounds=1,
+                buckets=(int(setting.get(BUCKET, bucket)),),
+                warm_up=_AUTOTUNE_STEPS if own else config.warm_up,
+            )
+            variables = {name: value for name, value in setting.items() if name != BUCKET}
+            doing = f"{_shown(setting)}, {turn + 1} of {config.rounds}"
+            timed[number] += _rounds([one["steps"][0] for one in _run(config, wanted, variables, doing)])
+    lines = [_line(setting, timed[number]) for number, setting in enumerate(candidates)]
+    return candidates[_best(timed)], lines
+
+
+def _run(
+    config: Tune, wanted: Wanted, extra: Mapping[str, str], doing: str, np: int | None = None
+) -> list[dict[str, Any]]:
+    """Start the ranks; return what each of them has found. Raises _JobFailed where the job fails."""
+    print(f"hvdkit tune: {doing}", file=sys.stderr, flush=True)
+    program = [sys.executable, "-m", "hvdkit.bench.tuner", json.dumps(asdict(wanted))]
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
+    code, found = launch(config, config.np if np is None else np, program, quiet | dict(extra))
+    if code:
+        raise _JobFailed(code)
+    if found is None:
+        raise HvdkitError("hvdkit tune: the ranks ended without a word of what they measured; see their output above")
+    return found
+
+
+def _best(timed: Mapping[int, list[float]]) -> int:
+    """Return the setting with the shortest steps; the first, the default, unless another is better in every round."""
+    (default, usual), *others = timed.items()
+    ratios = {setting: [a / b for a, b in zip(rounds, usual, strict=True)] for setting, rounds in others}
+    better = {s: statistics.median(r) for s, r in ratios.items() if max(r) < 1 and statistics.median(r) < _WORTH}
+    return min(better, key=lambda setting: better[setting], default=default)
+
+
+def _rounds(by_rank: list[list[list[float]]]) -> list[float]:
+    """Return by round the median over steps of the slowest rank's seconds."""
+    return [
+        statistics.median(max(times) for times in zip(*one_round, strict=True))
+        for one_round in zip(*by_rank, strict=True)
+    ]
+
+
+def _line(setting: Mapping[str, str], rounds: list[float]) -> str:
+    name = "Horovod's autotune" if setting is _AUTOTUNE else _shown(setting)
+    spread = f"{1e3 * min(rounds):.2f} to {1e3 * max(rounds):.2f}"
+    return f"{1e3 * statistics.median(rounds):9.2f} ms a step ({spread})  {name}"
+
+
+def _spread(times: list[float]) -> float:
+    """Return a standard deviation that single interruptions do not count in: half of what two thirds lie within."""
+    ordered = sorted(times)
+    return (ordered[int(0.84 * (len(ordered) - 1))] - ordered[int(0.16 * (len(ordered) - 1))]) / 2
+
+
+def _exchanges(every: list[dict[str, Any]]) -> tuple[Exchange, ...]:
+    """Return the allreduces, each as long as on the rank where it took longest."""
+    sizes = zip(*(one["exchanges"] for one in every), strict=True)
+    return tuple(Exchange(len(every), each[0][0], max(seconds for _, seconds in each)) for each in sizes)
+
+
+def _shown(settings: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in settings.items())

@@ -1,0 +1,26 @@
+"""Which gradients travel together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def buckets(nbytes: Sequence[int], limit: int) -> list[list[int]]:
+    """Return the numbers of gradients that travel together, from the last one on; a bucket is full at ``limit`` bytes.
+
+    What would be a small rest rides with the bucket before.
+
+    Example:
+        >>> buckets([10, 60, 50, 70, 40], 100)
+        [[4, 3], [2, 1, 0]]
+    """
+    made: list[list[int]] = []
+    room = 0
+    for place in reversed(range(len(nbytes))):
+        rest = sum(nbytes[: place + 1])
+        if not made or (room <= 0 and rest > limit / 2):
+            made.append([])
+            room = limit
+        made[-1].append(place)
+        room -= nbytes[place]
+    return made

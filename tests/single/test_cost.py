@@ -1,0 +1,134 @@
+"""What a step is predicted to cost, the file it is predicted from, and the settings in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+
+from hvdkit.cli import main
+from hvdkit.cluster import settings
+from hvdkit.planning.buckets import buckets
+from hvdkit.planning.cost import Link, allreduce_seconds, alltoall_seconds, fit, step
+from hvdkit.planning.measured import Exchange, Gradient, Measured
+from hvdkit.planning.scaling import scaling
+from hvdkit.tuned import settings_of
+
+LINK = Link(latency=50e-6, byte=8e-9, copy=0.3e-9, agreement=1e-4)
+MEASURED = Measured(
+    model="made up",
+    batch=8,
+    ranks=4,
+    local_ranks=1,
+    compute_alone=0.1,
+    compute_together=0.1,
+    spread=0.0,
+    gradients=(Gradient(10_000_000, 1.0), Gradient(10_000_000, 0.7), Gradient(10_000_000, 0.4)),
+    copy=0.1e-9,
+    exchanges=tuple(Exchange(4, n, allreduce_seconds(n, 4, LINK)) for n in (4, 4096, 2**22, 2**24)),
+)
+
+
+def test_large_messages_cost_what_the_ring_bound_says_and_small_ones_their_latency():
+    for ranks in (2, 3, 4, 16, 64):
+        nbytes = 100_000_000
+        bound = 2 * (ranks - 1) / ranks * nbytes * LINK.byte
+        assert bound < allreduce_seconds(nbytes, ranks, LINK) < 1.2 * bound
+        assert allreduce_seconds(4, ranks, LINK) < 100 * LINK.latency
+    assert allreduce_seconds(100, 1, LINK) == alltoall_seconds(100, 1, LINK) == 0
+    assert 0.75 * 8e-3 < alltoall_seconds(1_000_000, 4, LINK) < 0.8 * 8e-3 + 6e-4
+
+
+def test_the_link_is_found_in_timed_exchanges():
+    for ranks in (2, 3, 4, 8):
+        exchanges = [Exchange(ranks, n, allreduce_seconds(n, ranks, LINK)) for n in (4, 4096, 2**22, 2**24)]
+        found = fit(exchanges, copy=LINK.copy / 3, cycle=2 * LINK.agreement)
+        assert found.byte == pytest.approx(LINK.byte, rel=0.02)
+        assert found.latency == pytest.approx(LINK.latency, rel=0.5)
+        predicted = allreduce_seconds(2**25, ranks, found)
+        assert predicted == pytest.approx(allreduce_seconds(2**25, ranks, LINK), rel=0.02)
+    with pytest.raises(ValueError, match="1 small and 0 large"):
+        fit([Exchange(2, 4, 1e-4)], copy=1e-10, cycle=2e-4)
+
+
+def test_buckets_hide_what_passes_while_the_rank_computes():
+    fast, slow = dataclasses.replace(LINK, byte=1e-10), LINK
+    together = step(MEASURED, 4, fast, bucket_bytes=2**30)
+    apart = step(MEASURED, 4, fast, bucket_bytes=8_000_000)
+    assert together.hidden == pytest.approx(0) and apart.hidden > 0.6 * apart.exchange
+    assert apart.total < together.total
+    # A slow link is busy from the first bucket on: what is left of the step is its time.
+    late = step(MEASURED, 4, slow, bucket_bytes=8_000_000)
+    assert late.total == pytest.approx(0.04 + late.exchange)
+    for each in (together, apart, late):
+        assert each.total == pytest.approx(each.compute + each.exchange - each.hidden + each.wait)
+    rows = dataclasses.replace(MEASURED, row_bytes=3_000_000, row_exchanges=3)
+    assert step(rows, 4, fast, bucket_bytes=8_000_000).total > apart.total
+
+
+@pytest.mark.parametrize("limit", [1, 8, 30, 10**9])
+def test_every_gradient_travels_once(limit):
+    nbytes = [3, 9, 1, 20, 5, 5, 40]
+    cut = buckets(nbytes, limit)
+    assert list(itertools.chain(*cut)) == list(reversed(range(7)))
+    assert all(sum(nbytes[i] for i in bucket) >= limit for bucket in cut) or len(cut) == 1
+    assert buckets([], limit) == []
+
+
+def test_scaling_from_a_file(tmp_path, capsys):
+    file = tmp_path / "measured.json"
+    MEASURED.save(file)
+    assert Measured.load(file) == MEASURED
+    made = scaling(MEASURED, [8, 64], bandwidth=25e9)
+    assert 0.8 < made.efficiency(64) < made.efficiency(8) < made.efficiency(1) == 1
+    assert scaling(MEASURED, [8]).efficiency(8) < 0.5
+    assert main(["plan", "--measured", str(file), "--ranks", "8..100", "--bandwidth", "25Gbit"]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines()[-6:]] == ["1", "8", "16", "32", "64", "100"]
+    assert "30.0 MB of gradients" in shown and "link: 25.00 Gbit/s" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--tables, --measured: got neither"),
+        (["--tables", "a:3x2", "--measured", "FILE"], "--tables, --measured: got both"),
+        (["--tables", "a:3x2", "--ranks", "2..4"], "--ranks: got 2..4"),
+        (["--measured", "FILE", "--ranks", "0"], "--ranks: got 0"),
+        (["--measured", "FILE", "--ranks", "x"], "--ranks: got x"),
+        (["--measured", "FILE", "--bandwidth", "fast"], "--bandwidth: got fast"),
+        (["--measured", "nowhere.json"], "No such file"),
+        (["--measured", "OTHER"], "is another file"),
+        (["--measured", "PART"], "lacks a part"),
+    ],
+)
+def test_what_cannot_be_planned(arguments, words, tmp_path, capsys):
+    files = {
+        "FILE": MEASURED.save,
+        "OTHER": lambda p: p.write_text("{}"),
+        "PART": lambda p: p.write_text('{"format": 1}'),
+    }
+    for name, make in files.items():
+        make(tmp_path / name)
+    assert main(["plan", *(str(tmp_path / a) if a in files else a for a in arguments)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_tuned_settings_yield_to_the_environment(tmp_path, monkeypatch):
+    file = tmp_path / "tuned.json"
+    dataclasses.replace(MEASURED, settings={"HVDKIT_BUCKET_BYTES": "77", "HOROVOD_CYCLE_TIME": "3"}).save(file)
+    environ = {"HVDKIT_TUNED": str(file), "HOROVOD_CYCLE_TIME": "1"}
+    monkeypatch.setattr("os.environ", environ)
+    settings.set_environment(settings.Promise(launcher="", rank=0, size=1, local_rank=0, local_size=1, controller=""))
+    assert (environ["HVDKIT_BUCKET_BYTES"], environ["HOROVOD_CYCLE_TIME"]) == ("77", "1")
+    assert settings.bucket_bytes() == 77
+
+
+@pytest.mark.parametrize("settings", [None, {"PATH": "/tmp"}, {"HOROVOD_CYCLE_TIME": 1}])
+def test_a_file_sets_nothing_else(settings, tmp_path):
+    file = tmp_path / "tuned.json"
+    file.write_text(json.dumps({"format": 1, "settings": settings}))
+    with pytest.raises(ValueError, match=r"tuned file: got .*tuned\.json, which"):
+        settings_of(file)
