@@ -21,13 +21,13 @@ class Metric:
     Attributes:
         name: its key in a run's results.
         title: head of its column, with the unit.
-        digits: behind the point.
+        digits: behind the point; None: three that count.
         at: where it stands on a horizontal axis, for quantities that are a series, e.g. the bytes of a message.
     """
 
     name: str
     title: str
-    digits: int = 1
+    digits: int | None = 1
     at: float | None = None
 
 
@@ -56,7 +56,7 @@ class Goal:
     def formula(self) -> str:
         """What is compared, e.g. ``hvdkit / alone``."""
         if self.lower is None:
-            return self.about or f"{self.metric} of {self.upper}"
+            return f"{self.upper}, {self.metric}"
         return f"{self.upper} {'-' if self.difference else '/'} {self.lower}"
 
 

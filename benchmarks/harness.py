@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
+import page
 import tyro
 from figures import Goal, Measured, Metric, Picture, Record, Round, Sheet
 from processes import RunFailed, Unavailable
@@ -47,12 +48,12 @@ class Way:
         name: as goals and ``--only`` call it.
         title: as tables call it.
         run: does the work once in the empty folder it is given, and returns figures by metric; raises ``RunFailed``
-            or ``Unavailable``.
+            or ``Unavailable``. None where the case's ``together`` measures it.
     """
 
     name: str
     title: str
-    run: Callable[[Path], Results]
+    run: Callable[[Path], Results] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +132,7 @@ def measure(case: Case, config: Config) -> Measured:
     count = 1 if config.quick else case.rounds or config.rounds
     unavailable: dict[str, str] = {}
     if case.together is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            rounds = [Round(results=results) for results in case.together(Path(folder))]
+        rounds = _together(case)
     else:
         rounds = list(_rounds(case, ways, count, config.seed, unavailable))
     return Measured(
@@ -145,6 +145,18 @@ def measure(case: Case, config: Config) -> Measured:
         rounds=rounds,
         unavailable=unavailable,
     )
+
+
+def _together(case: Case) -> list[Round]:
+    """Run the one job that measures all ways."""
+    assert case.together is not None
+    load = machine.load_average()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return [Round(results=results, load=load) for results in case.together(Path(folder))]
+    except RunFailed as why:
+        print(f"{case.name} failed: {why}\n{why.tail}", file=sys.stderr)
+        return [Round(results={}, failed={way.name: str(why) for way in case.ways}, load=load)]
 
 
 def _rounds(case: Case, ways: Mapping[str, Way], count: int, seed: int, unavailable: dict[str, str]) -> Iterator[Round]:
@@ -161,9 +173,11 @@ def _rounds(case: Case, ways: Mapping[str, Way], count: int, seed: int, unavaila
             failed: dict[str, str] = {}
             for name in order:
                 bar.update(task, description=f"{case.name}: {name}")
+                run = ways[name].run
+                assert run is not None, f"{name} has no run, and its case no together"
                 try:
                     with tempfile.TemporaryDirectory() as folder:
-                        results[name] = dict(ways[name].run(Path(folder)))
+                        results[name] = dict(run(Path(folder)))
                 except Unavailable as why:
                     unavailable[name] = str(why)
                     console.print(f"{case.name}: {name} is not available: {why}", **PLAIN)
@@ -173,7 +187,7 @@ def _rounds(case: Case, ways: Mapping[str, Way], count: int, seed: int, unavaila
                     console.print(f"{case.name}: {name} failed: {why}\n{why.tail}", **PLAIN)
                 bar.advance(task)
             first = case.metrics[0]
-            shown = ", ".join(f"{n} {results[n][first.name]:.{first.digits}f}" for n in ways if n in results)
+            shown = ", ".join(f"{n} {page.number(results[n][first.name], first.digits)}" for n in ways if n in results)
             seconds = time.perf_counter() - started
             line = f"{case.name}: round {number + 1}/{count} ({seconds:.0f} s): {shown} [{first.title}]"
             console.print(line, **PLAIN)
@@ -216,8 +230,6 @@ def recorded(
 
 def finish(record: Record, config: Any) -> int:
     """Print a record and write it where the config says; return 1 where a goal is missed or a way failed."""
-    import page
-
     print(page.section(record))
     partial = getattr(config, "quick", False) or getattr(config, "only", ())
     target = config.json or (None if partial else RESULTS / f"{record.name}.json")

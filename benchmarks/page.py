@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -55,11 +56,11 @@ def section(record: Record, notes: str = "", pictures: Sequence[str] = ()) -> st
     parts = [f"## {record.title}", _wrapped(f"`{record.command}`: {record.about}")]
     for measured in record.measured:
         if len(record.measured) > 1:
-            parts.append(f"### {measured.title}")
+            parts.append(f"### {measured.title[0].upper()}{measured.title[1:]}")
         parts += [_image(file) for file in pictures if _stem(file) == f"{record.name}-{measured.name}"]
         parts.append(table(measured))
         if measured.goals:
-            parts.append("\n".join(_goal_line(verdict) for verdict in measured.verdicts()))
+            parts.append("\n".join(_goal_line(verdict, measured) for verdict in measured.verdicts()))
     for sheet in record.sheets:
         parts += [f"**{sheet.title}**"] if sheet.title else []
         parts.append("\n".join([_row(sheet.header), "|" + "---|" * len(sheet.header), *map(_row, sheet.rows)]))
@@ -74,12 +75,13 @@ def section(record: Record, notes: str = "", pictures: Sequence[str] = ()) -> st
 def table(measured: Measured) -> str:
     """Return a case's table: of each way the medians, the first metric's spread, and its ratio to the reference."""
     first, *rest = measured.metrics
-    series = all(metric.at is not None for metric in measured.metrics)
+    series = first.at is not None
     ratio = measured.reference is not None and not series
-    head = ["way", *(m.title for m in measured.metrics)] if series else ["way", f"{first.title}: median (min-max)"]
+    spread = "" if len(measured.rounds) < 2 or series else ": median (min-max)"
+    head = ["way", first.title + spread]
     if ratio:
         head.append(f"/ {measured.reference}")
-    head += [] if series else [metric.title for metric in rest]
+    head += [metric.title for metric in rest]
     lines = [_row(head), "|" + "---|" * len(head)]
     for name, title in measured.ways.items():
         if not measured.values(name, first.name):
@@ -119,22 +121,37 @@ def anchor(title: str) -> str:
     return kept.replace(" ", "-")
 
 
-def _goal_line(verdict: Verdict) -> str:
+def _goal_line(verdict: Verdict, measured: Measured) -> str:
     goal = verdict.goal
+    plain = goal.lower is not None and goal.metric == measured.metrics[0].name and goal.lower_metric is None
+    what = goal.formula if plain or not goal.about else goal.about
     value = "" if verdict.value is None else f" = {verdict.value:.3f}"
-    return f"- {goal.formula}{value}, goal {_sign(goal.relation)} {goal.limit:g}: {verdict.word}"
+    return f"- {what}{value}, goal {_sign(goal.relation)} {goal.limit:g}: {verdict.word}"
 
 
 def _sign(relation: str) -> str:
     return {"<=": "≤", ">=": "≥"}[relation]
 
 
-def _spread(measured: Measured, way: str, metric: str, digits: int, *, bare: bool) -> str:
+def _spread(measured: Measured, way: str, metric: str, digits: int | None, *, bare: bool) -> str:
     values = measured.values(way, metric)
     if not values:
         return ""
-    middle = f"{statistics.median(values):.{digits}f}"
-    return middle if bare or len(values) == 1 else f"{middle} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    middle = number(statistics.median(values), digits)
+    least, most = (number(value, digits) for value in (min(values), max(values)))
+    return middle if bare or len(values) == 1 else f"{middle} ({least}-{most})"
+
+
+def number(value: float, digits: int | None) -> str:
+    """Return a figure with so many digits behind the point; None: with three digits that count.
+
+    Example:
+        >>> number(0.01234, None), number(1234.5, None)
+        ('0.0123', '1234')
+    """
+    if digits is None:
+        digits = 0 if not value else max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{digits}f}"
 
 
 def _row(cells: Sequence[object]) -> str:

@@ -29,7 +29,7 @@ def main() -> None:
     options.add_argument("--towers", type=int, default=1, help="devices in this one process, for towers")
     args = options.parse_args()
     step, number = ways[args.way](args)
-    time_steps(args, lambda: float(step()), number)
+    time_steps(args, lambda _: float(step()), number)
 
 
 def plain_step(optimizer, tape_of, model, loss_of, images, labels):

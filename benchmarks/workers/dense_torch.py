@@ -29,7 +29,7 @@ def main() -> None:
         images = images.permute(0, 3, 1, 2)  # channels last in memory, which is the fastest here
     labels = labels.long()
 
-    def step() -> float:
+    def step(_: int) -> float:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images), labels)
         for weight in decayed:

@@ -32,17 +32,35 @@ def meet(folder: Path, number: int, processes: int, where: str) -> None:
         time.sleep(0.001)
 
 
-def time_steps(args: argparse.Namespace, step: Callable[[], object], number: int, warm_up: int = 8) -> None:
-    """Time ``step`` while all processes run it, and leave its median as this process's result."""
-    for _ in range(warm_up):
-        step()
+def time_steps(
+    args: argparse.Namespace,
+    step: Callable[[int], object],
+    number: int,
+    *,
+    warm_up: int = 8,
+    before: Callable[[], object] = lambda: None,
+    extra: Callable[[], Mapping[str, float]] = dict,
+) -> None:
+    """Time ``step`` while all processes run it, and leave its median as this process's result.
+
+    Args:
+        args: what :func:`parser` read.
+        step: takes its number; returns when it is done.
+        number: this process's.
+        warm_up: steps that do not count.
+        before: called before each timed step, untimed, e.g. a barrier.
+        extra: called at the end, for further figures.
+    """
+    for count in range(warm_up):
+        step(count)
     meet(args.folder, number, args.processes, "start")
     seconds = []
-    for _ in range(args.steps):
+    for count in range(args.steps):
+        before()
         started = time.perf_counter()
-        step()
+        step(count)
         seconds.append(time.perf_counter() - started)
-    leave(args.folder, number, {"ms": 1000 * sorted(seconds)[len(seconds) // 2]})
+    leave(args.folder, number, {"ms": 1000 * sorted(seconds)[len(seconds) // 2], **extra()})
     meet(args.folder, number, args.processes, "end")  # none ends while another still needs it
 
 
