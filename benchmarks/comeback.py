@@ -28,8 +28,8 @@ from hosts import Hosts, missing  # noqa: E402
 from jobs import environment  # noqa: E402
 from resume import LIMIT, WORKER, differences, losses, picture  # noqa: E402
 
-ABOUT = """Four hosts in network namespaces of one machine, a rank on each, under `hvdkit run --max-restarts 1 --min-np 3`. At a
-random step the cable of one of them is cut, and three go on."""
+ABOUT = """Four hosts in network namespaces of one machine, a rank on each, under `hvdkit run --max-restarts 1
+--min-np 3`. At a random step the cable of one of them is cut, and three go on."""
 
 
 @dataclass(frozen=True, kw_only=True)

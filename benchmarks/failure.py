@@ -32,8 +32,8 @@ from jobs import MPI  # noqa: E402
 from jobs import run as run_code  # noqa: E402
 from jobs_that_fail import LAUNCHERS, Ending, NoMemoryGroup, run  # noqa: E402
 
-ABOUT = """One of three ranks fails, or one of three hosts (network namespaces) is cut off or dies: seconds from the fault
-until no process of the job is left, and the launcher's exit code."""
+ABOUT = """One of three ranks fails, or one of three hosts (network namespaces) is cut off or dies: seconds from the
+fault until no process of the job is left, and the launcher's exit code."""
 EXCHANGES = 20
 STEP = f"""
 import time

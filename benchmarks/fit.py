@@ -71,8 +71,8 @@ BENCHMARK = Benchmark(
     name="fit",
     title="Keras fit and a loop",
     about="""Both have what such a script has: hvdkit's optimizer, the chief's first weights, batches from
-    `GlobalBatches`, a log line every ten steps and the epoch's mean loss over all ranks; one compute thread a rank. The click model's
-    epochs have five times as many steps.""",
+    `GlobalBatches`, a log line every ten steps and the epoch's mean loss over all ranks; one compute thread a
+    rank. The click model's epochs have five times as many steps.""",
     cases=cases,
     config=Fit,
 )
