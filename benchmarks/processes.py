@@ -124,16 +124,16 @@ def end(mark: str) -> None:
     """End every process of a run, wherever it stands: launchers may leave theirs to nobody."""
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop this half way
     try:
-        left = list(_of(mark))
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
-        psutil.wait_procs(left, timeout=5)
-        while left := list(_of(mark)):
-            for process in left:
+        patience, act = time.monotonic() + 5.0, psutil.Process.terminate
+        signalled: set[psutil.Process] = set()
+        while left := set(_of(mark)):
+            if time.monotonic() > patience:
+                signalled, act = set(), psutil.Process.kill
+            for process in left - signalled:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(left, timeout=1)
+                    act(process)
+            signalled |= left
+            time.sleep(0.01)
     finally:
         signal.signal(signal.SIGINT, handler)
 
