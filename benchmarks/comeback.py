@@ -84,7 +84,7 @@ def train(folder: Path, config: Config, cut_at: int | None = None, victim: int =
 
 
 def main() -> int:
-    """Run both, record what became of them, and return 1 where the losses differ."""
+    """Run both, record what became of them, and return MISSED where the losses differ."""
     config = tyro.cli(Config, description=__doc__)
     if (why := missing()) is not None:
         sys.exit(f"no hosts on this machine: {why}")
@@ -113,7 +113,7 @@ def main() -> int:
             f"largest relative difference of the loss, over all steps: {worst:.1e}",
         ],
     )
-    return finish(record, config) or int(worst > LIMIT or cut.code != 0)
+    return finish(record, config, missed=worst > LIMIT or cut.code != 0)
 
 
 if __name__ == "__main__":

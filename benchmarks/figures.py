@@ -155,7 +155,7 @@ class Sheet:
 
     title: str
     header: Sequence[str]
-    rows: Sequence[Sequence[str | float]]
+    rows: Sequence[Sequence[object]]
 
 
 @dataclass(frozen=True, kw_only=True)

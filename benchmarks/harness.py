@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 RESULTS = Path(__file__).resolve().parent / "results"
+MISSED = 3  # exit code where a goal is missed or a way failed: no error of the measurement itself
 GIVE_UP = 2  # a way that failed so often is not run again
 PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}  # as it is, whatever the width
 
@@ -110,7 +111,7 @@ class Benchmark:
 
 
 def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
-    """Measure all cases, print them, write the results; return 1 where a goal is missed or a way failed."""
+    """Measure all cases, print them, write the results; return MISSED where a goal is missed or a way failed."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     config = tyro.cli(benchmark.config, prog=f"{benchmark.name}.py", description=benchmark.about, args=given)
     known = {way.name for case in benchmark.cases(config) for way in case.ways}
@@ -228,14 +229,20 @@ def recorded(
     )
 
 
-def finish(record: Record, config: Any) -> int:
-    """Print a record and write it where the config says; return 1 where a goal is missed or a way failed."""
+def finish(record: Record, config: Any, *, missed: bool = False) -> int:
+    """Print a record and write it where the config says; return MISSED where a goal is missed or a way failed.
+
+    Args:
+        record: what was measured.
+        config: ``json``, and perhaps ``quick`` and ``only``.
+        missed: a goal that the record's cases do not know of is missed.
+    """
     print(page.section(record))
     partial = getattr(config, "quick", False) or getattr(config, "only", ())
     target = config.json or (None if partial else RESULTS / f"{record.name}.json")
     if target is not None:
         record.write(target)
         print(f"results: {target}", file=sys.stderr)
-    missed = [v for m in record.measured for v in m.verdicts() if not v.met]
-    failed = [way for m in record.measured for r in m.rounds for way in r.failed]
-    return int(bool(missed or failed))
+    missed = missed or not all(verdict.met for m in record.measured for verdict in m.verdicts())
+    failed = any(r.failed for m in record.measured for r in m.rounds)
+    return MISSED if missed or failed else 0

@@ -12,8 +12,8 @@ from figures import Measured, Record, Verdict
 OPENING = (
     "Ratios within one run on one machine; seconds differ from machine to machine. All ways of a table are run once in "
     "each round, in an order that is shuffled for every round, each in fresh processes; a ratio is taken within a "
-    "round, and the median of the rounds' ratios counts. `make bench` measures all of it and writes this page; each "
-    "section names its own command."
+    "round, and the median of the rounds' ratios counts. `make bench` measures all of it and writes this page, "
+    '`make bench BENCH="dense fit"` a part; each section names its own command.'
 )
 
 
@@ -76,11 +76,11 @@ def table(measured: Measured) -> str:
     """Return a case's table: of each way the medians, the first metric's spread, and its ratio to the reference."""
     first, *rest = measured.metrics
     series = first.at is not None
-    ratio = measured.reference is not None and not series
+    reference = None if series else measured.reference
     spread = "" if len(measured.rounds) < 2 or series else ": median (min-max)"
     head = ["way", first.title + spread]
-    if ratio:
-        head.append(f"/ {measured.reference}")
+    if reference:
+        head.append(f"/ {reference}")
     head += [metric.title for metric in rest]
     lines = [_row(head), "|" + "---|" * len(head)]
     for name, title in measured.ways.items():
@@ -88,9 +88,9 @@ def table(measured: Measured) -> str:
             lines.append(_row([title, measured.trouble(name), *[""] * (len(head) - 2)]))
             continue
         cells = [title, _spread(measured, name, first.name, first.digits, bare=series)]
-        if ratio:
-            ratios = measured.compared(name, measured.reference, first.name)
-            cells.append("" if name == measured.reference or not ratios else f"{statistics.median(ratios):.2f}")
+        if reference:
+            ratios = measured.compared(name, reference, first.name)
+            cells.append("" if name == reference or not ratios else f"{statistics.median(ratios):.2f}")
         cells += [_spread(measured, name, metric.name, metric.digits, bare=True) for metric in rest]
         cells[0] += f" ({why})" if (why := measured.trouble(name)) else ""
         lines.append(_row(cells))

@@ -23,7 +23,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import tyro
@@ -57,7 +57,7 @@ class Resume:
 
 
 def main() -> int:
-    """Show what is asked for; return 1 if a run that was continued differs."""
+    """Show what is asked for; return MISSED if a run that was continued differs."""
     config = tyro.cli(Resume, description=__doc__)
     sheets: list[Sheet] = []
     pictures: list[Picture] = []
@@ -77,14 +77,15 @@ def main() -> int:
             right = right and worst <= LIMIT
     title = "Runs that are continued"
     record = recorded("resume", title, ABOUT, config, sheets=sheets, pictures=pictures, notes=notes)
-    return finish(record, config) or int(not right)
+    return finish(record, config, missed=not right)
 
 
 def show_kills(folder: Path, config: Resume) -> tuple[Sheet, bool]:
     """Compare a run that is killed with one that is not; return the kills, and whether all digests are equal."""
     chance, flags = random.Random(config.seed), ["--steps", str(KILLED_STEPS)]
     expected = complete(folder / "unharmed", config.np, *flags)
-    victims, rows = ["one rank", "the chief", "all ranks"], []
+    victims = ["one rank", "the chief", "all ranks"]
+    rows: list[list[Any]] = []
     while len(rows) < config.kills:
         victim = victims[len(rows) % len(victims)]
         before = newest(folder / "killed")
@@ -174,10 +175,8 @@ def command(logdir: Path, np: int, *flags: str) -> list[str]:
 
 def start(logdir: Path, np: int, *flags: str) -> subprocess.Popen[bytes]:
     """Start a run."""
-    out = subprocess.DEVNULL
-    return subprocess.Popen(
-        command(logdir, np, *flags), env=environment(threads=None), stdout=out, stderr=out, text=True
-    )
+    env, nowhere = environment(threads=None), subprocess.DEVNULL
+    return subprocess.Popen(command(logdir, np, *flags), env=env, stdout=nowhere, stderr=nowhere)
 
 
 def complete(logdir: Path, np: int, *flags: str) -> list[str]:
