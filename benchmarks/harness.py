@@ -12,6 +12,7 @@ Every round runs each way once, in an order of its own, in fresh processes. A wa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import random
@@ -117,14 +118,27 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
     known = {way.name for case in benchmark.cases(config) for way in case.ways}
     if unknown := set(config.only) - known:
         sys.exit(f"--only: got {', '.join(sorted(unknown))}, expected some of {', '.join(sorted(known))}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is running is ended, as on Ctrl-C
     try:
-        measured = [measure(case, config) for case in benchmark.cases(config)]
+        with _interruptible():
+            measured = [measure(case, config) for case in benchmark.cases(config)]
     except KeyboardInterrupt:
         print("interrupted; nothing is recorded", file=sys.stderr)
         return 130
     record = recorded(benchmark.name, benchmark.title, benchmark.about, config, given, measured=measured)
     return finish(record, config)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Take SIGTERM as Ctrl-C, which ends what is running; and Ctrl-C, which background jobs inherit as ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in before:
+            signal.signal(number, signal.default_int_handler)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def measure(case: Case, config: Config) -> Measured:
