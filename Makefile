@@ -55,7 +55,7 @@ lock: $(VENV)/.packages ## pin the newest versions of all dependencies
 		setup.cfg requirements/dev.in --output-file requirements/lock.txt
 
 clean: ## remove the environment and all caches in this folder
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .cache/peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment, a stamp for each part ---------------------------------------------------
