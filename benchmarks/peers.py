@@ -38,7 +38,7 @@ def python(name: str, given: Path | None = None) -> Path:
     folder, pins = CACHE / name, PINS / f"{name}.txt"
     made = folder / "made.txt"
     if not made.exists() or made.read_text() != pins.read_text():
-        print(f"making {folder.relative_to(ROOT)}, once ...", file=sys.stderr, flush=True)
+        print(f"making {folder}, once ...", file=sys.stderr, flush=True)
         shutil.rmtree(folder, ignore_errors=True)
         _run(name, [sys.executable, "-m", "venv", str(folder)])
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]

@@ -76,14 +76,20 @@ def launch(commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None =
     mark = uuid.uuid4().hex
     env = {**(env if env is not None else environment()), _MARK: mark}
     with tempfile.TemporaryFile("w+", errors="replace") as output:
+        started: list[subprocess.Popen[bytes]] = []
         try:
-            # In sessions of their own: Ctrl-C is this process's, which ends them in order.
-            started = [
-                subprocess.Popen(
-                    c, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            for command in commands:
+                # In a session of its own: Ctrl-C is this process's, which ends them in order.
+                started.append(
+                    subprocess.Popen(
+                        command,
+                        env=env,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,
+                    )
                 )
-                for c in commands
-            ]
             trouble = _wait(started, timeout)
         finally:
             end(mark)
