@@ -36,6 +36,7 @@ WAYS = {
     "towers": "towers: one process, average on its CPU",
     "ps": "ParameterServerStrategy: 1 server, {n} workers",
 }
+SINGLE = {"alone": "plain TensorFlow", "hvdkit": "hvdkit, one rank", "horovod": "raw Horovod, one rank"}
 METRICS = (
     Metric(name="ms", title="ms/step"),
     Metric(name="images", title="images/s, all", digits=0),
@@ -68,16 +69,15 @@ def cases(config: Dense) -> list[Case]:
 
 def case(model: Model, size: int, config: Dense) -> Case:
     """Return all ways of one network on one number of processes."""
-    single = ("alone", "hvdkit", "horovod")
     steps = 3 if config.quick else config.steps if model == "cifar10" else max(1, config.steps // 2)
     run = partial(run_way, model=model, size=size, steps=steps, peer=config.peer_python)
     return Case(
         name=f"{model}-{size}",
         title=f"{TITLES[model]}, {size} process{'es' if size > 1 else ''}",
         ways=[
-            Way(name=name, title=title.format(n=size), run=partial(run, name))
+            Way(name=name, title=title.format(n=size) if size > 1 else SINGLE[name], run=partial(run, name))
             for name, title in WAYS.items()
-            if size > 1 or name in single
+            if size > 1 or name in SINGLE
         ],
         metrics=METRICS,
         goals=goals(model, size),

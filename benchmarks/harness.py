@@ -178,7 +178,7 @@ def _rounds(case: Case, ways: Mapping[str, Way], count: int, seed: int, unavaila
     """Run the rounds, shuffled each by itself; note in ``unavailable`` what cannot be run."""
     failures = dict.fromkeys(ways, 0)
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal, refresh_per_second=1) as bar:
         task = bar.add_task(case.name, total=count * len(ways))
         for number in range(count):
             order = [name for name in ways if name not in unavailable and failures[name] < GIVE_UP]

@@ -117,7 +117,7 @@ def _wait(started: Sequence[subprocess.Popen[Any]], timeout: float) -> str | Non
             return None
         if time.monotonic() > until:
             return f"not done after {timeout:.0f} s"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def _cause(lines: Sequence[str]) -> str:
