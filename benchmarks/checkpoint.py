@@ -1,109 +1,115 @@
 """Time saving and restoring 2 GB of state beside plain files of the same bytes on the same disk, in the same run.
 
-    python benchmarks/checkpoint.py
-
-Every rank writes (and reads) its share in a plain file, sequentially and with fsync; then hvdkit saves (and restores)
-the same bytes. Both are repeated in turn, and medians of the ratios within a round count. Before each reading the
-kernel forgets the files.
+python benchmarks/checkpoint.py
+python benchmarks/checkpoint.py --np 2 --rounds 8 --folder /shared
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-WORKER = Path(__file__).with_name("checkpoint_worker.py")
+from figures import Goal, Metric
+from harness import Benchmark, Case, Config, Way, main
+from processes import BIN, WORKERS, environment, launch
+
+METRICS = (
+    Metric(name="write", title="seconds to write", digits=2),
+    Metric(name="read", title="seconds to read", digits=2),
+    Metric(name="call", title="behind the training: the call, s", digits=3),
+    Metric(name="next", title="the step after it, over a usual one, s", digits=3),
+)
 
 
-def main() -> int:
-    """Run at each world size, print the table; exit 1 if a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--np", type=int, nargs="+", default=[1, 2], help="world sizes (default: 1 2)")
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="state over all ranks (default: 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count (default: 5)")
-    parser.add_argument(
-        "--folder", type=Path, default=Path.cwd(), help="a folder on the disk to measure (default: here)"
-    )
-    args = parser.parse_args()
-    missed = 0
-    for size in args.np:
-        with tempfile.TemporaryDirectory(dir=args.folder, prefix=".checkpoint-benchmark-") as folder:
-            rounds = run(size, Path(folder), args)
-        missed += report(size, args.gigabytes, rounds)
-    return int(missed > 0)
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Config):
+    """Measure saving and restoring."""
+
+    np: tuple[int, ...] = (1, 2)
+    """Ranks."""
+    gigabytes: float = 2.0
+    """Of state, over all ranks."""
+    rounds: int = 5
+    """Rounds, behind one that warms up."""
+    folder: Path = Path()
+    """A folder on the disk to measure."""
 
 
-def run(size: int, folder: Path, args: argparse.Namespace) -> list[dict[str, float]]:
+def cases(config: Checkpoint) -> list[Case]:
+    """Return a case for each number of ranks; one job measures both ways, since both need the state."""
+    plain, ours = ("plain", "plain files, fsync"), ("hvdkit", "hvdkit, checksummed; verified on reading")
+    return [
+        Case(
+            name=f"np-{size}",
+            title=f"{config.gigabytes:g} GB over {size} rank{'s' if size > 1 else ''}",
+            ways=[Way(name=name, title=title) for name, title in (plain, ours)],
+            metrics=METRICS,
+            goals=goals(size),
+            reference="plain",
+            together=partial(run, size, config),
+        )
+        for size in config.np
+    ]
+
+
+def goals(size: int) -> list[Goal]:
+    """Return what has to be reached."""
+    ranks = f"{size} rank{'s' if size > 1 else ''}"
+    return [
+        Goal(upper="plain", lower="hvdkit", metric="write", relation=">=", limit=0.8, headline=True,
+             about=f"Saving / plain files, speed, {ranks}"),
+        Goal(upper="plain", lower="hvdkit", metric="read", relation=">=", limit=0.8, headline=True,
+             about=f"Restoring / plain files, speed, {ranks}"),
+        Goal(upper="hvdkit", lower="hvdkit", metric="stall", lower_metric="write", limit=0.1, headline=True,
+             about=f"Stall of an asynchronous save / a blocking one, {ranks}"),
+        Goal(upper="hvdkit", metric="save_mb", limit=64, about="extra memory of a blocking save, MB"),
+        Goal(upper="hvdkit", metric="async_share", limit=1, about="extra memory of an asynchronous save / the shard's"),
+        Goal(upper="hvdkit", metric="read_share", limit=1.05, about="bytes read for a shard / its own"),
+    ]  # fmt: skip
+
+
+def run(size: int, config: Checkpoint, _: Path) -> list[Mapping[str, Mapping[str, float]]]:
     """Run the worker on ``size`` ranks; return its rounds."""
-    env = os.environ | {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "2",
+    rounds, gigabytes = (1, 0.1) if config.quick else (config.rounds, config.gigabytes)
+    with tempfile.TemporaryDirectory(dir=config.folder, prefix=".checkpoint-benchmark-") as folder:
+        script = [sys.executable, str(WORKERS / "checkpoint.py"), folder, "--gigabytes", str(gigabytes)]
+        command = [str(BIN / "mpirun"), "--bind-to", "none", "-np", str(size), *script, "--rounds", str(rounds)]
+        launch([command], env=environment(threads=None), timeout=1800)
+        found = json.loads((Path(folder) / "results.json").read_text())
+    return [by_way(each) for each in found]
+
+
+def by_way(found: Mapping[str, float]) -> Mapping[str, Mapping[str, float]]:
+    """Return one round's figures by way and metric."""
+    return {
+        "plain": {"write": found["plain_write"], "read": found["plain_read"]},
+        "hvdkit": {
+            "write": found["save"],
+            "read": found["restore"],
+            "call": found["stall_call"],
+            "next": found["stall_next"],
+            "stall": found["stall_call"] + max(0.0, found["stall_next"]),
+            "save_mb": found["save_mb"],
+            "async_share": found["async_mb"] / found["shard_mb"],
+            "read_share": found["read_ratio"],
+        },
     }
-    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or "mpirun"
-    worker = [
-        sys.executable,
-        str(WORKER),
-        str(folder),
-        "--gigabytes",
-        str(args.gigabytes),
-        "--rounds",
-        str(args.rounds),
-    ]
-    done = subprocess.run([mpirun, "--bind-to", "none", "-np", str(size), *worker], env=env, timeout=1800)
-    if done.returncode:
-        sys.exit(f"{WORKER.name} on {size} ranks ended with exit code {done.returncode}")
-    return json.loads((folder / "results.json").read_text())
 
 
-def report(size: int, gigabytes: float, rounds: list[dict[str, float]]) -> int:
-    """Print one world size's table and goals; return the number missed."""
-
-    def median(value) -> float:
-        return statistics.median(value(r) for r in rounds)
-
-    print(f"\n{gigabytes:g} GB on {size} rank{'s' if size > 1 else ''}, {len(rounds)} rounds\n")
-    print("| | seconds: median (min-max) | MB/s |\n|---|---|---|")
-    for key, name in [
-        ("plain_write", "plain write"),
-        ("save", "save"),
-        ("plain_read", "plain read"),
-        ("restore", "restore"),
-    ]:
-        times = [r[key] for r in rounds]
-        middle = statistics.median(times)
-        print(f"| {name} | {middle:.2f} ({min(times):.2f}-{max(times):.2f}) | {gigabytes * 1000 / middle:.0f} |")
-    call, following = median(lambda r: r["stall_call"]), median(lambda r: r["stall_next"])
-    print(f"| asynchronous: the call | {call:.3f} | |")
-    print(f"| asynchronous: the step after it, over a usual one | {following:.3f} | |\n")
-    goals = [
-        ("save / plain write speed", median(lambda r: r["plain_write"] / r["save"]), ">=", 0.8),
-        ("restore / plain read speed", median(lambda r: r["plain_read"] / r["restore"]), ">=", 0.8),
-        (
-            "asynchronous stall / save",
-            median(lambda r: (r["stall_call"] + max(0, r["stall_next"])) / r["save"]),
-            "<=",
-            0.1,
-        ),
-        ("extra MB, blocking", median(lambda r: r["save_mb"]), "<=", 64),
-        ("extra MB, asynchronous / shard's", median(lambda r: r["async_mb"] / r["shard_mb"]), "<=", 1),
-        ("bytes read / shard's", median(lambda r: r["read_ratio"]), "<=", 1.05),
-    ]
-    missed = 0
-    for name, value, relation, goal in goals:
-        met = value <= goal if relation == "<=" else value >= goal
-        missed += not met
-        print(f"{name} = {value:.3f}, goal {relation} {goal:g}: {'met' if met else 'MISSED'}")
-    return missed
-
+BENCHMARK = Benchmark(
+    name="checkpoint",
+    title="Saving and restoring",
+    about="""Every rank writes, and reads, its share of one table in a plain file, sequentially and with fsync; hvdkit
+    saves and restores the same bytes. Who writes first changes by rounds, since a disk that has just taken some
+    GB is slower with the next; before each reading the kernel forgets the files. Seconds are the slowest rank's.""",
+    cases=cases,
+    config=Checkpoint,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCHMARK))

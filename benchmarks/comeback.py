@@ -1,9 +1,9 @@
 """Show a run that loses a host and goes on with those that are left.
 
-    python benchmarks/comeback.py --plot docs/comeback.png      # some 2 minutes; needs root, iproute2, openssh-server
+    python benchmarks/comeback.py       # some 2 minutes; needs root, iproute2, openssh-server
 
 Four hosts (network namespaces with sshd), a rank on each, started by ``hvdkit run --max-restarts 1 --min-np 3``. At a
-random step the cable of one of them is cut. It prints how long it took until the job was over and until it trained
+random step the cable of one of them is cut. It records how long it took until the job was over and until it trained
 again, and its losses beside those of a run of four ranks that nobody touched.
 """
 
@@ -22,11 +22,14 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cluster"), str(ROOT / "benchmarks")]
 
+from figures import Sheet  # noqa: E402
+from harness import finish, recorded  # noqa: E402
 from hosts import Hosts, missing  # noqa: E402
 from jobs import environment  # noqa: E402
-from resume import draw, losses  # noqa: E402
+from resume import LIMIT, WORKER, differences, losses, picture  # noqa: E402
 
-WORKER = ROOT / "benchmarks" / "resume_worker.py"
+ABOUT = """Four hosts in network namespaces of one machine, a rank on each, under `hvdkit run --max-restarts 1
+--min-np 3`. At a random step the cable of one of them is cut, and three go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +42,8 @@ class Config:
     """Of the step and the host."""
     heartbeat: float = 10.0
     """HVDKIT_HEARTBEAT_SECONDS."""
-    plot: Path | None = None
-    """Write the loss curves here."""
+    json: Path | None = None
+    """Write the results here. Default: benchmarks/results/comeback.json."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def train(folder: Path, config: Config, cut_at: int | None = None, victim: int =
 
 
 def main() -> int:
-    """Run both, print what became of them, and return 1 where the losses differ."""
+    """Run both, record what became of them, and return MISSED where the losses differ."""
     config = tyro.cli(Config, description=__doc__)
     if (why := missing()) is not None:
         sys.exit(f"no hosts on this machine: {why}")
@@ -90,18 +93,27 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         whole = train(Path(name) / "whole", config)
         cut = train(Path(name) / "cut", config, step, victim)
-    print("\n".join(line for line in cut.output.splitlines() if line.startswith("hvdkit run:")))
-    print(f"host {victim} cut off at step {step}: over after {cut.over:.1f} s, in training after {cut.again:.1f} s")
-    print(f"exit codes {whole.code} and {cut.code}; last steps {whole.losses[-1][0]} and {cut.losses[-1][0]}")
-    print("| step | 4 ranks, through | continued | on ranks |\n|---|---|---|---|")
-    for (number, through, _), (_, continued, ranks) in zip(whole.losses, cut.losses, strict=True):
-        if number % (config.steps // 10) == 0:
-            print(f"| {number} | {through:.6f} | {continued:.6f} | {ranks} |")
-    differences = [abs(a - b) / a for (_, a, _), (_, b, _) in zip(whole.losses, cut.losses, strict=True)]
-    print(f"largest relative difference {max(differences):.1e}")
-    if config.plot:
-        draw(whole.losses, cut.losses, config.plot)
-    return int(max(differences) > 0.01 or cut.code != 0)
+    print("\n".join(line for line in cut.output.splitlines() if line.startswith("hvdkit run:")), file=sys.stderr)
+    worst = max(differences(whole.losses, cut.losses))
+    rows = [
+        [number, f"{through:.6f}", f"{continued:.6f}", ranks]
+        for (number, through, _), (_, continued, ranks) in zip(whole.losses, cut.losses, strict=True)
+        if number % max(1, config.steps // 10) == 0
+    ]
+    record = recorded(
+        "comeback",
+        "A run that loses a host",
+        ABOUT,
+        config,
+        sheets=[Sheet(title="", header=["step", "4 ranks, through", "continued", "on ranks"], rows=rows)],
+        pictures=[picture("comeback", whole.losses, cut.losses)],
+        notes=[
+            f"host {victim} cut off at step {step}: the job over after {cut.over:.1f} s, in training again after "
+            f"{cut.again:.1f} s, exit code {cut.code}",
+            f"largest relative difference of the loss, over all steps: {worst:.1e}",
+        ],
+    )
+    return finish(record, config, missed=worst > LIMIT or cut.code != 0)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,15 @@
     python benchmarks/failure.py                    # one host and three, every launcher: some 10 minutes
     python benchmarks/failure.py --faults "kill -9" SIGSTOP --no-hosts
 
-For each fault and launcher: seconds from the fault until no process of the job is left, the launcher's exit code, and
-hvdkit's last line. Then the watchdog's cost: microseconds of a step that does nothing but 20 eager exchanges, with the
+For each fault and launcher: seconds from the fault until no process of the job is left, and the launcher's exit code.
+Then the watchdog's cost: microseconds of a step that does nothing but 20 eager exchanges, with the
 watchdog and without.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import statistics
 import sys
@@ -24,11 +25,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cluster")]
 
 import slurm as under_slurm  # noqa: E402
+from figures import Sheet  # noqa: E402
+from harness import finish, recorded  # noqa: E402
 from hosts import Hosts, missing  # noqa: E402
 from jobs import MPI  # noqa: E402
 from jobs import run as run_code  # noqa: E402
 from jobs_that_fail import LAUNCHERS, Ending, NoMemoryGroup, run  # noqa: E402
 
+ABOUT = """One of three ranks fails, or one of three hosts (network namespaces) is cut off or dies: seconds from the
+fault until no process of the job is left, and the launcher's exit code."""
 EXCHANGES = 20
 STEP = f"""
 import time
@@ -69,12 +74,11 @@ class Config:
     """Also under a Slurm of three hosts, where it is installed."""
     overhead: bool = True
     """Also the watchdog's cost."""
+    json: Path | None = None
+    """Write the results here. Default: benchmarks/results/failure.json."""
 
 
-def row(fault: str, launcher: str, ending: Ending) -> str:
-    """Return one row of the table."""
-    left = f"; left: {len(ending.left)}" if ending.left else ""
-    return f"| {fault} | {launcher} | {ending.seconds:.1f} | {ending.code}{left} | `{ending.last}` |"
+Endings = Iterator[tuple[str, str, Ending]]  # fault, launcher, what became of it
 
 
 def overhead(repeats: int = 3) -> str:
@@ -88,38 +92,61 @@ def overhead(repeats: int = 3) -> str:
     return f"a step of {EXCHANGES} eager exchanges, 2 ranks: {watched:.0f} us with the watchdog, {without:.0f} without"
 
 
-def slurm_rows(faults: tuple[str, ...]) -> Iterator[str]:
-    """Run all faults under Slurm, and return the rows; hosts are lost last, each time with a new Slurm."""
-    for launcher in under_slurm.LAUNCHERS:
-        with Hosts(3) as hosts, under_slurm.Slurm(hosts) as slurm:
-            for fault in faults:
-                yield row(fault, f"Slurm: {launcher}", under_slurm.run(fault, launcher, slurm))
-        for fault in ("host cut off", "host dies"):
-            with Hosts(3) as hosts, under_slurm.Slurm(hosts) as slurm:
-                act = hosts[1].cut if fault == "host cut off" else hosts[1].kill
-                yield row(fault, f"Slurm: {launcher}", under_slurm.run("wait", launcher, slurm, act=act))
-
-
-def main() -> None:
-    """Print the table, row by row."""
-    config = tyro.cli(Config, description=__doc__)
-    print("| fault | launcher | seconds | exit code | last line |\n|---|---|---|---|---|")
+def on_one_host(config: Config) -> Endings:
+    """Run all faults of one rank of three under every launcher."""
     for fault in config.faults:
         for launcher in config.launchers:
             with contextlib.suppress(NoMemoryGroup):
-                print(row(fault, launcher, run(fault, launcher, ranks=3)), flush=True)
+                yield fault, launcher, run(fault, launcher, ranks=3)
+
+
+def on_three_hosts(config: Config) -> Endings:
+    """Lose one of three hosts under every launcher."""
+    for launcher in config.launchers:
+        for fault in ("host cut off", "host dies"):
+            with Hosts(3) as hosts:
+                act = hosts[1].cut if fault == "host cut off" else hosts[1].kill
+                yield fault, launcher, run("wait", launcher, ranks=3, hosts=hosts, act=act)
+
+
+def on_slurm(config: Config) -> Endings:
+    """Run all faults under Slurm; hosts are lost last, each time with a new Slurm."""
+    for launcher in under_slurm.LAUNCHERS:
+        with Hosts(3) as hosts, under_slurm.Slurm(hosts) as slurm:
+            for fault in config.faults:
+                if fault != "out of memory":
+                    yield fault, f"Slurm: {launcher}", under_slurm.run(fault, launcher, slurm)
+        for fault in ("host cut off", "host dies"):
+            with Hosts(3) as hosts, under_slurm.Slurm(hosts) as slurm:
+                act = hosts[1].cut if fault == "host cut off" else hosts[1].kill
+                yield fault, f"Slurm: {launcher}", under_slurm.run("wait", launcher, slurm, act=act)
+
+
+def main() -> int:
+    """Run what is asked for, and record a table of faults and launchers."""
+    config = tyro.cli(Config, description=__doc__)
+    parts = [on_one_host(config)]
     if config.hosts and missing() is None:
-        for launcher in config.launchers:
-            for fault in ("host cut off", "host dies"):
-                with Hosts(3) as hosts:
-                    act = hosts[1].cut if fault == "host cut off" else hosts[1].kill
-                    print(row(fault, launcher, run("wait", launcher, ranks=3, hosts=hosts, act=act)), flush=True)
+        parts.append(on_three_hosts(config))
     if config.slurm and under_slurm.missing() is None:
-        for line in slurm_rows(tuple(fault for fault in config.faults if fault != "out of memory")):
-            print(line, flush=True)
-    if config.overhead:
-        print(overhead())
+        parts.append(on_slurm(config))
+    table: dict[str, dict[str, str]] = {}
+    for fault, launcher, ending in itertools.chain(*parts):
+        left = f", {len(ending.left)} left" if ending.left else ""
+        table.setdefault(fault, {})[launcher] = f"{ending.seconds:.1f} / {ending.code}{left}"
+        print(f"{fault}, {launcher}: {ending.seconds:.1f} s, {ending.code}{left}: {ending.last}", file=sys.stderr)
+    launchers = list(dict.fromkeys(launcher for row in table.values() for launcher in row))
+    rows = [[fault, *(row.get(launcher, "") for launcher in launchers)] for fault, row in table.items()]
+    record = recorded(
+        "failure",
+        "Failures",
+        ABOUT,
+        config,
+        sheets=[Sheet(title="seconds / exit code", header=["fault", *launchers], rows=rows)],
+        notes=[overhead()] if config.overhead else [],
+    )
+    return finish(record, config)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

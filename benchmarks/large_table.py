@@ -1,87 +1,67 @@
 """Train a table that is larger than any one rank should hold, and check rows of it by hand.
 
-    horovodrun -np 4 python benchmarks/large_table.py                          # 8 GB: 31,250,000 x 64 float32, SGD
-    horovodrun -np 4 python benchmarks/large_table.py --optimizer adagrad      # and 8 GB of slots
-
-Prints what making it took, milliseconds a step, and each rank's memory at its peak.
+python benchmarks/large_table.py        # 8 GB: 31,250,000 x 64 float32 over four ranks; Adagrad: and 8 GB of slots
 """
 
 from __future__ import annotations
 
-import argparse
-import resource
-import statistics
-import time
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-import hvdkit as hk
+from figures import Metric
+from harness import Benchmark, Case, Config, Way, main
+from processes import BIN, WORKERS, environment, launch, results
 
-hk.init()
-
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-
-WIDTH, SAMPLES, FEATURES, RATE = 64, 4096, 26, 0.5
-
-
-def main() -> None:
-    """Make the table, train, check, and print on the chief."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=31_250_000, help="default: 31,250,000, 8 GB")
-    parser.add_argument("--optimizer", choices=["sgd", "adagrad"], default="sgd")
-    parser.add_argument("--steps", type=int, default=20)
-    args = parser.parse_args()
-    before = peak()
-    started = time.perf_counter()
-    table = hk.layers.ShardedEmbedding(args.rows, WIDTH, seed=1)
-    table.build()
-    made = {"sgd": keras.optimizers.SGD, "adagrad": keras.optimizers.Adagrad}[args.optimizer](RATE)
-    optimizer = hk.DistributedOptimizer(made, op=hk.Sum)
-    optimizer.build(table.trainable_variables)
-    hk.barrier()
-    making = time.perf_counter() - started
-
-    @tf.function
-    def step(ids):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(table(ids))
-        optimizer.apply(tape.gradient(loss, table.trainable_variables), table.trainable_variables)
-
-    watched = tf.constant([0, 1, args.rows // 2, args.rows - 1])
-    first = table(watched).numpy()
-    rng, milliseconds = np.random.default_rng(hk.rank()), []
-    for _ in range(args.steps):
-        ids = rng.integers(2, args.rows // 2, (SAMPLES, FEATURES))
-        ids[0, :2] = args.rows - 1  # on every rank, twice
-        hk.barrier()
-        started = time.perf_counter()
-        step(tf.constant(ids))
-        hk.barrier()
-        milliseconds.append(1000 * (time.perf_counter() - started))
-    check(table(watched).numpy(), first, args)
-    held = args.rows * WIDTH * 4 / hk.size() / 2**30 * (2 if args.optimizer == "adagrad" else 1)
-    peaks = hk.allgather_object(peak())
-    if hk.is_chief():
-        print(f"{args.rows:,} x {WIDTH} float32, {args.optimizer}, {hk.size()} ranks: {held:.2f} GiB held a rank")
-        print(f"made in {making:.1f} s; {statistics.median(milliseconds):.0f} ms a step of {SAMPLES} x {FEATURES} ids")
-        print(f"memory of a rank at its peak: {max(peaks):.2f} GiB, {max(peaks) - before - held:+.2f} beside the table")
-        print("the last row has every rank's gradients, the first none")
+METRICS = (
+    Metric(name="ms", title="ms/step", digits=0),
+    Metric(name="made", title="seconds to make it", digits=1),
+    Metric(name="held", title="GiB held by a rank", digits=2),
+    Metric(name="peak", title="GiB of a rank at its peak", digits=2),
+)
 
 
-def check(found: np.ndarray, first: np.ndarray, args: argparse.Namespace) -> None:
-    """Compare rows that nobody asked for with their first values, and the one of all ranks with the formula."""
-    np.testing.assert_array_equal(found[:3], first[:3])
-    gradient, row, total = 2.0 * hk.size(), first[3].astype(np.float64), 0.1
-    for _ in range(args.steps):
-        total += gradient**2
-        row -= RATE * gradient / (np.sqrt(total) if args.optimizer == "adagrad" else 1.0)
-    np.testing.assert_allclose(found[3], row, rtol=1e-4)
+@dataclass(frozen=True, kw_only=True)
+class LargeTable(Config):
+    """Train a large table."""
+
+    rounds: int = 1
+    """Rounds."""
+    rows: int = 31_250_000
+    """Of 64 float32 each: 8 GB."""
+    np: int = 4
+    """Ranks."""
+    steps: int = 20
+    """Timed steps."""
 
 
-def peak() -> float:
-    """Return this process's largest resident memory so far, GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+def cases(config: LargeTable) -> list[Case]:
+    """Return the one case."""
+    names = {"sgd": "SGD", "adagrad": "Adagrad, with slots of the same size"}
+    ways = [Way(name=name, title=title, run=partial(run, name, config)) for name, title in names.items()]
+    title = f"{config.rows:,} x 64 float32 over {config.np} ranks"
+    return [Case(name="table", title=title, ways=ways, metrics=METRICS)]
 
+
+def run(optimizer: str, config: LargeTable, folder: Path) -> dict[str, float]:
+    """Train once; return the largest of every figure over the ranks."""
+    rows, steps = (config.rows // 100, 3) if config.quick else (config.rows, config.steps)
+    options = ["--folder", str(folder), "--rows", str(rows), "--steps", str(steps), "--optimizer", optimizer]
+    worker = [sys.executable, str(WORKERS / "large_table.py"), *options]
+    launch([[str(BIN / "horovodrun"), "-np", str(config.np), *worker]], env=environment(threads=None), timeout=600)
+    found = results(folder)
+    return {key: max(each[key] for each in found) for key in found[0]}
+
+
+BENCHMARK = Benchmark(
+    name="large_table",
+    title="A table of 8 GB",
+    about="""31,250,000 x 64 float32 over four ranks of one machine, 4,096 x 26 uniform ids a rank and step. The worker
+    compares rows with their formula: one that all ranks asked for, and some that nobody did.""",
+    cases=cases,
+    config=LargeTable,
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(BENCHMARK))

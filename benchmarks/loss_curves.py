@@ -1,6 +1,6 @@
 """Train the CIFAR-10 network with one global batch size on 1, 2 and 4 ranks, and compare the losses step by step.
 
-    python benchmarks/loss_curves.py --plot docs/loss_curves.png
+    python benchmarks/loss_curves.py
 
 The ranks see the same examples in the same order, distorted alike, so the curves differ by rounding alone: sums are
 taken in another order. A high learning rate would make training itself chaotic and blow any rounding up, so the
@@ -9,75 +9,82 @@ rate is a fifth of the tutorial's.
 
 from __future__ import annotations
 
-import argparse
-import os
-import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+
+import tyro
+from figures import Picture, Sheet
+from harness import finish, recorded
+from processes import BIN, environment, launch
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 2e-4
+ABOUT = """The CIFAR-10 tutorial's network on real images; a step is 128 examples over all ranks, the same in the same
+order, distorted alike. The curves differ by rounding alone: sums are taken in another order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossCurves:
+    """Compare losses over numbers of ranks."""
+
+    steps: int = 100
+    """Steps to train."""
+    np: tuple[int, ...] = (1, 2, 4)
+    """World sizes; the first is what the others are compared with."""
+    json: Path | None = None
+    """Write the results here. Default: benchmarks/results/loss_curves.json."""
 
 
 def main() -> int:
-    """Run every world size and print the largest difference of each from one rank; exit 1 beyond the limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help="steps to train (default: 100)")
-    parser.add_argument("--np", type=int, nargs="+", default=[1, 2, 4], help="world sizes (default: 1 2 4)")
-    parser.add_argument("--plot", type=Path, help="also draw the curves into this PNG file")
-    args = parser.parse_args()
-    curves = {size: losses(size, args.steps) for size in args.np}
-    first = curves[args.np[0]]
-    print(f"step 1: loss {first[0]:.6f}; step {len(first)}: loss {first[-1]:.6f}")
-    worst = 0.0
-    for size, curve in curves.items():
-        relative = [abs(ours - theirs) / theirs for ours, theirs in zip(curve, first, strict=True)]
-        worst = max(worst, *relative)
-        print(
-            f"np={size}: largest relative difference from np={args.np[0]} is {max(relative):.1e} in {len(curve)} steps"
-        )
-    if args.plot:
-        draw(curves, args.plot)
-    return int(worst > LIMIT)
+    """Run every world size, record the curves; return MISSED where one differs by more than the limit."""
+    config = tyro.cli(LossCurves, description=__doc__)
+    curves = {size: losses(size, config.steps) for size in config.np}
+    first = curves[config.np[0]]
+    differences = {
+        size: [abs(ours - theirs) / theirs for ours, theirs in zip(curve, first, strict=True)]
+        for size, curve in curves.items()
+    }
+    rows = [[size, f"{curves[size][-1]:.6f}", f"{max(found):.1e}"] for size, found in differences.items()]
+    header = ["ranks", f"loss of step {config.steps}", f"largest relative difference from {config.np[0]}"]
+    worst = max(max(found) for found in differences.values())
+    record = recorded(
+        "loss_curves",
+        f"One global batch on {', '.join(map(str, config.np))} ranks",
+        ABOUT,
+        config,
+        sheets=[Sheet(title="", header=header, rows=rows)],
+        pictures=[
+            Picture(
+                name="loss_curves",
+                x_label="step (128 examples over all ranks)",
+                y_label="loss",
+                curves={f"{size} rank{'s' if size > 1 else ''}": points(curve) for size, curve in curves.items()},
+            )
+        ],
+        notes=[f"limit of the difference {LIMIT:.0e}: {'met' if worst <= LIMIT else 'MISSED'}"],
+    )
+    return finish(record, config, missed=worst > LIMIT)
+
+
+def points(curve: list[float]) -> list[tuple[float, float]]:
+    """Return (step, loss)."""
+    return [(float(step), loss) for step, loss in enumerate(curve, start=1)]
 
 
 def losses(size: int, steps: int) -> list[float]:
     """Return the loss over the global batch at each step, read from the chief's TensorBoard file."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    bin_folder = Path(sys.executable).parent
-    env = os.environ | {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    }
     with tempfile.TemporaryDirectory() as folder:
         script = [sys.executable, str(ROOT / "models" / "train.py"), "cifar10", "--steps", str(steps)]
         options = ["--learning-rate", "0.02", "--warmup-steps", "0", "--log-every", "1", "--logdir", folder]
-        command = [str(bin_folder / "mpirun"), "-np", str(size), *script, *options]
-        subprocess.run(command, env=env, check=True, capture_output=True, timeout=900)
+        command = [str(BIN / "mpirun"), "-np", str(size), *script, *options]
+        launch([command], env=environment(threads=None), timeout=900)
         events = EventAccumulator(f"{folder}/summaries", size_guidance={"scalars": 0})
         events.Reload()
         return [event.value for event in events.Scalars("loss")]
-
-
-def draw(curves: dict[int, list[float]], file: Path) -> None:
-    """Draw the curves above their differences."""
-    import matplotlib.pyplot as plt
-
-    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(7, 6))
-    first = next(iter(curves.values()))
-    for size, curve in curves.items():
-        above.plot(range(1, len(curve) + 1), curve, label=f"{size} ranks", linewidth=4 / size**0.5)
-        difference = [abs(ours - theirs) / theirs for ours, theirs in zip(curve, first, strict=True)]
-        below.semilogy(range(1, len(curve) + 1), [max(d, 1e-9) for d in difference])
-    above.set_ylabel("loss")
-    above.legend()
-    below.set_ylabel("relative difference from the first")
-    below.set_xlabel("step (128 examples over all ranks)")
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
 
 
 if __name__ == "__main__":

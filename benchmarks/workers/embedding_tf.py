@@ -1,16 +1,11 @@
-"""One process of benchmarks/embedding.py: look rows up, compute a loss, update the rows, in one of several ways."""
+"""One process of benchmarks/embedding.py under TensorFlow: look rows up, compute a loss, update the rows."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import resource
-import time
-from pathlib import Path
-
 import numpy as np
+from timing import parser, time_steps
 
-WARMUP_STEPS, BATCHES = 24, 8
+WARM_UP, BATCHES = 24, 8
 ROWS, WIDTH, FEATURES, SAMPLES = 1_000_000, 64, 26, 4096
 # 26 tables as recommenders have them: a few large ones, many small ones, three widths.
 SIZES = [400_000, 200_000, 100_000, 50_000] + [20_000] * 6 + [5_000] * 8 + [1_000] * 8
@@ -18,32 +13,16 @@ WIDTHS = [64, 32, 64, 16, *([32, 64, 16] * 8)][: len(SIZES)]
 
 
 def main() -> None:
-    """Train and write this process's median milliseconds a step, and its memory, as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("way", choices=["plain", "hvdkit", "sparse", "dense"])
-    parser.add_argument("--work", choices=["one", "many"], default="one")
-    parser.add_argument("--optimizer", choices=["sgd", "adagrad", "adam"], default="sgd")
-    parser.add_argument("--ahead", action="store_true", help="hvdkit: each step sends the next one's ids")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--folder", type=Path, required=True, help="where results go")
-    args = parser.parse_args()
+    """Train, and leave this process's median milliseconds a step."""
+    options = parser(__doc__)
+    options.add_argument("way", choices=["plain", "hvdkit", "sparse", "dense"])
+    options.add_argument("--work", choices=["one", "many"], default="one")
+    options.add_argument("--optimizer", choices=["sgd", "adagrad", "adam"], default="sgd")
+    options.add_argument("--ahead", action="store_true", help="hvdkit: each step sends the next one's ids")
+    args = options.parse_args()
     start = {"plain": plain, "hvdkit": with_hvdkit, "sparse": with_horovod, "dense": with_horovod}[args.way]
-    step, rank, meet, extra = start(args)
-    for number in range(WARMUP_STEPS):
-        float(step(number))
-    seconds = []
-    for number in range(args.steps):
-        meet()
-        started = time.perf_counter()
-        float(step(number))
-        seconds.append(time.perf_counter() - started)
-    result = {
-        "ms": 1000 * sorted(seconds)[len(seconds) // 2],
-        "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        **extra(),
-    }
-    (args.folder / f"result-{rank}.json").write_text(json.dumps(result))
-    meet()
+    step, rank, barrier, extra = start(args)
+    time_steps(args, lambda number: float(step(number)), rank, warm_up=WARM_UP, before=barrier, extra=extra)
 
 
 def ids_of(work: str, rank: int) -> list[dict]:

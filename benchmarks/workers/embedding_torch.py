@@ -1,58 +1,35 @@
-"""One process of TorchRec on CPUs, benchmarks/embedding.py's peer, in an environment of its own without TensorFlow.
-
-python -m venv .cache/torchrec && . .cache/torchrec/bin/activate
-pip install torch==2.13.0 torchrec==1.8.0 && pip uninstall fbgemm-gpu
-pip install --no-deps fbgemm-gpu-cpu==1.8.0      # torchrec brings a newer one that does not load
-"""
+"""One process of benchmarks/embedding.py under TorchRec, on CPUs."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import resource
-import time
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torchrec
+from timing import parser, time_steps
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-WARMUP_STEPS, BATCHES = 24, 8
+WARM_UP, BATCHES = 24, 8
 ROWS, WIDTH, FEATURES, SAMPLES = 1_000_000, 64, 26, 4096
 
 
 def main() -> None:
-    """Train and write this process's median milliseconds a step as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sharding", default="table_wise", help="table_wise, column_wise or row_wise")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--folder", type=Path, required=True, help="where results go")
-    args = parser.parse_args()
+    """Train, and leave this process's median milliseconds a step."""
+    options = parser(__doc__)
+    options.add_argument("--sharding", default="table_wise", help="table_wise, column_wise or row_wise")
+    args = options.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = model_of(args.sharding)
     batches = batches_of(rank)
-    for number in range(WARMUP_STEPS):
-        step(model, batches[number % BATCHES])
-    seconds = []
-    for number in range(args.steps):
-        dist.barrier()
-        started = time.perf_counter()
-        step(model, batches[number % BATCHES])
-        seconds.append(time.perf_counter() - started)
-    result = {
-        "ms": 1000 * sorted(seconds)[len(seconds) // 2],
-        "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
-    (args.folder / f"result-{rank}.json").write_text(json.dumps(result))
-    dist.barrier()
+    time_steps(args, lambda n: step(model, batches[n % BATCHES]), rank, warm_up=WARM_UP, before=dist.barrier)
+    os._exit(0)  # Gloo's own end aborts, now and then, where another process has closed its connections first
 
 
 def model_of(sharding: str):
@@ -77,7 +54,7 @@ def model_of(sharding: str):
 
 
 def batches_of(rank: int):
-    """Return the ids of benchmarks/embedding_worker.py: Zipf(1.2), every feature with favourites of its own."""
+    """Return the ids of embedding_tf.py: Zipf(1.2), every feature with favourites of its own."""
     rng = np.random.default_rng(rank)
     shift = np.arange(FEATURES) * (ROWS // FEATURES)
     made = []

@@ -1,0 +1,68 @@
+"""The allreduce alone, from 4 bytes to 64 MB on two ranks of one machine.
+
+python benchmarks/allreduce.py
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from figures import Metric
+from harness import Benchmark, Case, Config, Way, main
+from processes import BIN, WORKERS, environment, launch, results
+
+WAYS = {
+    "hvdkit": ("hvdkit, in a graph", "graph"),
+    "eager": ("hvdkit, eager", "eager"),
+    "horovod": ("raw Horovod, in a graph", "horovod"),
+    "mpi4py": ("mpi4py, `Allreduce`", "mpi4py"),
+    "memcpy": ("a copy within each rank", "memcpy"),
+}
+SIZES = {4: "4 B", 2**10: "1 KB", 2**14: "16 KB", 2**18: "256 KB", 2**20: "1 MB", 2**22: "4 MB", 2**24: "16 MB"}
+SIZES |= {2**26: "64 MB"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allreduce(Config):
+    """Measure the allreduce alone."""
+
+    np: int = 2
+    """Ranks."""
+    rounds: int = 3
+    """Rounds; every way runs once in each."""
+
+
+def cases(config: Allreduce) -> list[Case]:
+    """Return the one case."""
+    sizes = list(SIZES)[:3] if config.quick else list(SIZES)
+    ways = [Way(name=name, title=title, run=partial(run, word, config, sizes)) for name, (title, word) in WAYS.items()]
+    metrics = [Metric(name=f"us_{size}", title=f"{SIZES[size]}, µs", digits=None, at=size) for size in sizes]
+    metrics.append(Metric(name="gbs", title=f"{SIZES[sizes[-1]]}, GB/s", digits=2))
+    return [Case(name="sizes", title=f"{config.np} ranks of one machine", ways=ways, metrics=metrics)]
+
+
+def run(word: str, config: Allreduce, sizes: list[int], folder: Path) -> dict[str, float]:
+    """Run one way once; return the slowest rank's microseconds by size, and GB/s of the last."""
+    worker = [sys.executable, str(WORKERS / "allreduce.py"), word, "--folder", str(folder)]
+    worker += ["--processes", str(config.np), "--sizes", *map(str, sizes)]
+    launch([[str(BIN / "horovodrun"), "-np", str(config.np), *worker]], env=environment(), timeout=300)
+    found = results(folder)
+    figures = {f"us_{size}": max(each[f"us_{size}"] for each in found) for size in sizes}
+    return figures | {"gbs": sizes[-1] / figures[f"us_{sizes[-1]}"] / 1000}
+
+
+BENCHMARK = Benchmark(
+    name="allreduce",
+    title="The allreduce alone",
+    about="""Float32 summed over two ranks of one machine, by shared memory, under plain horovodrun; calls follow
+    each other at once. GB/s are the message's bytes over the time. mpi4py and the copy have nothing above them: no
+    negotiation of which tensors are ready, no framework.""",
+    cases=cases,
+    config=Allreduce,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))

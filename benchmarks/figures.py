@@ -1,0 +1,218 @@
+"""What counts of a measurement: medians and spreads, ratios within a round, goals; and its form as JSON.
+
+A ratio is taken within a round, between ways that ran minutes apart at most, and the median of the rounds' ratios
+counts: a slow minute of the machine meets both alike. A ratio of medians would set one minute against another.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A quantity that every way's run gives; less is better.
+
+    Attributes:
+        name: its key in a run's results.
+        title: head of its column, with the unit.
+        digits: behind the point; None: three that count.
+        at: where it stands on a horizontal axis, for quantities that are a series, e.g. the bytes of a message.
+    """
+
+    name: str
+    title: str
+    digits: int | None = 1
+    at: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """``upper / lower <= limit`` of a metric, the median over rounds; without ``lower``, ``upper`` itself.
+
+    Attributes:
+        about: what it says, for people.
+        lower_metric: the lower way's metric, where it is another.
+        difference: ``upper - lower`` instead of the ratio.
+        headline: it stands in the summary.
+    """
+
+    upper: str
+    lower: str | None = None
+    metric: str = "ms"
+    lower_metric: str | None = None
+    relation: Literal["<=", ">="] = "<="
+    limit: float
+    about: str = ""
+    difference: bool = False
+    headline: bool = False
+
+    @property
+    def formula(self) -> str:
+        """What is compared, e.g. ``hvdkit / alone``."""
+        if self.lower is None:
+            return f"{self.upper}, {self.metric}"
+        return f"{self.upper} {'-' if self.difference else '/'} {self.lower}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One run of every way: results and failures by way, in what order, and the load average before it."""
+
+    results: Mapping[str, Mapping[str, float]]
+    failed: Mapping[str, str] = field(default_factory=dict)
+    order: Sequence[str] = ()
+    load: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A goal and what was measured; ``value`` is None where a way of it has no figures, ``why`` then says it."""
+
+    goal: Goal
+    value: float | None
+    why: str = ""
+
+    @property
+    def met(self) -> bool:
+        """True where it was measured and reached."""
+        if self.value is None:
+            return False
+        return self.value <= self.goal.limit if self.goal.relation == "<=" else self.value >= self.goal.limit
+
+    @property
+    def word(self) -> str:
+        """``met``, ``MISSED`` or why there is no figure."""
+        return f"not measured: {self.why}" if self.value is None else "met" if self.met else "MISSED"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Ways beside each other on one work, over rounds.
+
+    Attributes:
+        ways: titles by name, in the order of the table.
+        reference: the way to which the others' ratios are shown.
+        unavailable: why a way could not be run at all, by its name.
+    """
+
+    name: str
+    title: str
+    metrics: Sequence[Metric]
+    ways: Mapping[str, str]
+    goals: Sequence[Goal] = ()
+    reference: str | None = None
+    rounds: Sequence[Round] = ()
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+    def values(self, way: str, metric: str) -> list[float]:
+        """Return a way's figures, of the rounds that have one."""
+        return [r.results[way][metric] for r in self.rounds if metric in r.results.get(way, {})]
+
+    def compared(self, upper: str, lower: str, metric: str, lower_metric: str | None = None, *, difference=False):
+        """Return the ratios (or differences) within each round that has both figures."""
+        other = lower_metric or metric
+        found = []
+        for each in self.rounds:
+            if metric in each.results.get(upper, {}) and other in each.results.get(lower, {}):
+                above, below = each.results[upper][metric], each.results[lower][other]
+                found.append(above - below if difference else above / below)
+        return found
+
+    def trouble(self, way: str) -> str:
+        """Return why a way has no figures, or not from every round; empty where all is well."""
+        if way in self.unavailable:
+            return f"not available: {self.unavailable[way]}"
+        reasons = [r.failed[way] for r in self.rounds if way in r.failed]
+        if not reasons:
+            return "" if self.values(way, self.metrics[0].name) else "not run"
+        often = f" in {len(reasons)} of {len(self.rounds)} rounds" if len(self.rounds) > 1 else ""
+        return f"failed{often}: {reasons[0]}"
+
+    def verdicts(self) -> list[Verdict]:
+        """Return every goal with what was measured."""
+        return [self._verdict(goal) for goal in self.goals]
+
+    def _verdict(self, goal: Goal) -> Verdict:
+        if goal.lower is None:
+            values = self.values(goal.upper, goal.metric)
+        else:
+            values = self.compared(goal.upper, goal.lower, goal.metric, goal.lower_metric, difference=goal.difference)
+        if values:
+            return Verdict(goal=goal, value=statistics.median(values))
+        ways = [goal.upper, *([goal.lower] if goal.lower else [])]
+        return Verdict(goal=goal, value=None, why="; ".join(f"{w} {t}" for w in ways if (t := self.trouble(w))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sheet:
+    """A table that is no comparison of ways."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """Curves to draw: label to (x, y); ``y_log`` for a logarithmic axis."""
+
+    name: str
+    x_label: str
+    y_label: str
+    curves: Mapping[str, Sequence[Sequence[float]]]
+    y_log: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A benchmark's results, as its file in benchmarks/results has them."""
+
+    name: str
+    title: str
+    about: str
+    command: str
+    recorded: str
+    environment: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    measured: Sequence[Measured] = ()
+    sheets: Sequence[Sheet] = ()
+    pictures: Sequence[Picture] = ()
+    notes: Sequence[str] = ()
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """Read what :meth:`write` wrote.
+
+        Raises:
+            ValueError: It is no such file.
+        """
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            found["measured"] = [_measured(**m) for m in found["measured"]]
+            found["sheets"] = [Sheet(**s) for s in found["sheets"]]
+            found["pictures"] = [Picture(**p) for p in found["pictures"]]
+            return cls(**found)
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{path}: got {error!r}, expected a benchmark's results; run the benchmark again"
+            ) from error
+
+
+def _measured(*, metrics: list, goals: list, rounds: list, **rest: Any) -> Measured:
+    return Measured(
+        metrics=[Metric(**m) for m in metrics],
+        goals=[Goal(**g) for g in goals],
+        rounds=[Round(**r) for r in rounds],
+        **rest,
+    )

@@ -1,0 +1,262 @@
+"""Run ways of doing the same work in interleaved rounds, and write down what came of it.
+
+A script says what there is to compare, and :func:`main` does the rest:
+
+    WAYS = [Way(name="hvdkit", title="hvdkit", run=one_run), Way(name="peer", title="a peer", run=another)]
+    CASE = Case(name="two", title="on two ranks", ways=WAYS, metrics=[Metric(name="ms", title="ms/step")],
+                goals=[Goal(upper="peer", lower="hvdkit", relation=">=", limit=1.5)], reference="hvdkit")
+    main(Benchmark(name="mine", title="My work", about="What it is.", cases=lambda config: [CASE]))
+
+Every round runs each way once, in an order of its own, in fresh processes. A way that fails does not stop the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import random
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import machine
+import page
+import tyro
+from figures import Goal, Measured, Metric, Picture, Record, Round, Sheet
+from processes import RunFailed, Unavailable
+from rich.console import Console
+from rich.progress import Progress
+
+RESULTS = Path(__file__).resolve().parent / "results"
+MISSED = 3  # exit code where a goal is missed or a way failed: no error of the measurement itself
+GIVE_UP = 2  # a way that failed so often is not run again
+PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}  # as it is, whatever the width
+
+Results = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to do the work.
+
+    Attributes:
+        name: as goals and ``--only`` call it.
+        title: as tables call it.
+        run: does the work once in the empty folder it is given, and returns figures by metric; raises ``RunFailed``
+            or ``Unavailable``. None where the case's ``together`` measures it.
+    """
+
+    name: str
+    title: str
+    run: Callable[[Path], Results] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Ways beside each other on one work; see :class:`figures.Measured` for the other fields.
+
+    Attributes:
+        rounds: how many, instead of the command line's number.
+        together: where one job measures all ways by itself: returns its rounds' results by way.
+    """
+
+    name: str
+    title: str
+    ways: Sequence[Way]
+    metrics: Sequence[Metric]
+    goals: Sequence[Goal] = ()
+    reference: str | None = None
+    rounds: int | None = None
+    together: Callable[[Path], Sequence[Mapping[str, Results]]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Measure, print the tables and record them."""
+
+    rounds: int = 5
+    """Rounds; every way runs once in each."""
+    only: tuple[str, ...] = ()
+    """Run these ways alone; nothing is recorded, but by --json."""
+    json: Path | None = None
+    """Write the results here. Default: benchmarks/results/NAME.json, which docs/benchmarks.md is made from."""
+    quick: bool = False
+    """One short round, to see that every way works; nothing is recorded, but by --json."""
+    seed: int = 0
+    """Of the order of the ways in each round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """What a script measures.
+
+    Attributes:
+        name: of the script and of its results file.
+        about: a paragraph for the report: the work, and what all ways have in common.
+        cases: returns what to run, of the command line's config.
+        config: the class of that config.
+    """
+
+    name: str
+    title: str
+    about: str
+    cases: Callable[[Any], Sequence[Case]]
+    config: type[Config] = Config
+
+
+def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
+    """Measure all cases, print them, write the results; return MISSED where a goal is missed or a way failed."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    config = tyro.cli(benchmark.config, prog=f"{benchmark.name}.py", description=benchmark.about, args=given)
+    known = {way.name for case in benchmark.cases(config) for way in case.ways}
+    if unknown := set(config.only) - known:
+        sys.exit(f"--only: got {', '.join(sorted(unknown))}, expected some of {', '.join(sorted(known))}")
+    try:
+        with _interruptible():
+            measured = [measure(case, config) for case in benchmark.cases(config)]
+    except KeyboardInterrupt:
+        print("interrupted; nothing is recorded", file=sys.stderr)
+        return 130
+    record = recorded(benchmark.name, benchmark.title, benchmark.about, config, given, measured=measured)
+    return finish(record, config)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Take SIGTERM as Ctrl-C, which ends what is running; and Ctrl-C, which background jobs inherit as ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in before:
+            signal.signal(number, signal.default_int_handler)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def measure(case: Case, config: Config) -> Measured:
+    """Run all rounds of a case."""
+    ways = {way.name: way for way in case.ways if not config.only or way.name in config.only}
+    count = 1 if config.quick else case.rounds or config.rounds
+    unavailable: dict[str, str] = {}
+    if case.together is not None:
+        rounds = _together(case)
+    else:
+        rounds = list(_rounds(case, ways, count, config.seed, unavailable))
+    return Measured(
+        name=case.name,
+        title=case.title,
+        metrics=case.metrics,
+        ways={way.name: way.title for way in ways.values()},
+        goals=[goal for goal in case.goals if {goal.upper, goal.lower or goal.upper} <= set(ways)],
+        reference=case.reference,
+        rounds=rounds,
+        unavailable=unavailable,
+    )
+
+
+def _together(case: Case) -> list[Round]:
+    """Run the one job that measures all ways."""
+    assert case.together is not None
+    load = machine.load_average()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return [Round(results=results, load=load) for results in case.together(Path(folder))]
+    except RunFailed as why:
+        print(f"{case.name} failed: {why}\n{why.tail}", file=sys.stderr)
+        return [Round(results={}, failed={way.name: str(why) for way in case.ways}, load=load)]
+
+
+def _rounds(case: Case, ways: Mapping[str, Way], count: int, seed: int, unavailable: dict[str, str]) -> Iterator[Round]:
+    """Run the rounds, shuffled each by itself; note in ``unavailable`` what cannot be run."""
+    failures = dict.fromkeys(ways, 0)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal, refresh_per_second=1) as bar:
+        task = bar.add_task(case.name, total=count * len(ways))
+        for number in range(count):
+            order = [name for name in ways if name not in unavailable and failures[name] < GIVE_UP]
+            random.Random(f"{seed} {number}").shuffle(order)
+            started, load = time.perf_counter(), machine.load_average()
+            results: dict[str, Results] = {}
+            failed: dict[str, str] = {}
+            for name in order:
+                bar.update(task, description=f"{case.name}: {name}")
+                run = ways[name].run
+                assert run is not None, f"{name} has no run, and its case no together"
+                try:
+                    with tempfile.TemporaryDirectory() as folder:
+                        results[name] = dict(run(Path(folder)))
+                except Unavailable as why:
+                    unavailable[name] = str(why)
+                    console.print(f"{case.name}: {name} is not available: {why}", **PLAIN)
+                except RunFailed as why:
+                    failed[name] = str(why)
+                    failures[name] += 1
+                    console.print(f"{case.name}: {name} failed: {why}\n{why.tail}", **PLAIN)
+                bar.advance(task)
+            first = case.metrics[0]
+            shown = ", ".join(f"{n} {page.number(results[n][first.name], first.digits)}" for n in ways if n in results)
+            seconds = time.perf_counter() - started
+            line = f"{case.name}: round {number + 1}/{count} ({seconds:.0f} s): {shown} [{first.title}]"
+            console.print(line, **PLAIN)
+            yield Round(results=results, failed=failed, order=order, load=load)
+
+
+def recorded(
+    name: str,
+    title: str,
+    about: str,
+    config: Any,
+    given: Sequence[str] | None = None,
+    *,
+    measured: Sequence[Measured] = (),
+    sheets: Sequence[Sheet] = (),
+    pictures: Sequence[Picture] = (),
+    notes: Sequence[str] = (),
+) -> Record:
+    """Return a record with the command, the day and the environment; ``given`` are the command line's arguments."""
+    words = list(sys.argv[1:] if given is None else given)
+    settings = {
+        field.name: value if isinstance(value := getattr(config, field.name), (int, float, str)) else repr(value)
+        for field in dataclasses.fields(config)
+        if field.name not in ("json", "only", "quick")
+    }
+    return Record(
+        name=name,
+        title=title,
+        about=" ".join(about.split()),
+        command=shlex.join(["python", f"benchmarks/{name}.py", *words]),
+        recorded=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        environment=machine.environment(),
+        settings=settings,
+        measured=measured,
+        sheets=sheets,
+        pictures=pictures,
+        notes=notes,
+    )
+
+
+def finish(record: Record, config: Any, *, missed: bool = False) -> int:
+    """Print a record and write it where the config says; return MISSED where a goal is missed or a way failed.
+
+    Args:
+        record: what was measured.
+        config: ``json``, and perhaps ``quick`` and ``only``.
+        missed: a goal that the record's cases do not know of is missed.
+    """
+    print(page.section(record))
+    partial = getattr(config, "quick", False) or getattr(config, "only", ())
+    target = config.json or (None if partial else RESULTS / f"{record.name}.json")
+    if target is not None:
+        record.write(target)
+        print(f"results: {target}", file=sys.stderr)
+    missed = missed or not all(verdict.met for m in record.measured for verdict in m.verdicts())
+    failed = any(r.failed for m in record.measured for r in m.rounds)
+    return MISSED if missed or failed else 0

@@ -1,0 +1,170 @@
+"""Results as Markdown: a section for each benchmark, and the page that holds them all. No file is read here."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from figures import Measured, Record, Verdict
+
+OPENING = (
+    "Ratios within one run on one machine; seconds differ from machine to machine. All ways of a table are run once in "
+    "each round, in an order that is shuffled for every round, each in fresh processes; a ratio is taken within a "
+    "round, and the median of the rounds' ratios counts. `make bench` measures all of it and writes this page, "
+    '`make bench BENCH="dense fit"` a part; each section names its own command.'
+)
+
+
+def page(records: Sequence[Record], notes: Mapping[str, str], pictures: Mapping[str, Sequence[str]]) -> str:
+    """Return docs/benchmarks.md.
+
+    Args:
+        records: in the order of their sections.
+        notes: hand-written Markdown by benchmark.
+        pictures: files to show by benchmark, relative to docs/.
+    """
+    parts = ["# Benchmarks", _wrapped(OPENING)]
+    if rows := summary(records):
+        parts += ["## Goals", rows]
+    parts += [section(record, notes.get(record.name, ""), pictures.get(record.name, ())) for record in records]
+    return "\n\n".join(parts) + "\n"
+
+
+def summary(records: Sequence[Record]) -> str:
+    """Return a table of the headline goals; empty where there are none."""
+    lines = ["| what | goal | measured | |", "|---|---|---|---|"]
+    for record in records:
+        for measured in record.measured:
+            for verdict in measured.verdicts():
+                if verdict.goal.headline:
+                    lines.append(_goal_row(verdict, record, measured))
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _goal_row(verdict: Verdict, record: Record, measured: Measured) -> str:
+    goal = verdict.goal
+    what = goal.about or f"{measured.title}: {goal.formula}"
+    value = "" if verdict.value is None else f"{verdict.value:.3g}"
+    link = f"[{what}](#{anchor(record.title)})"
+    return f"| {link} | {_sign(goal.relation)} {goal.limit:g} | {value} | {verdict.word} |"
+
+
+def section(record: Record, notes: str = "", pictures: Sequence[str] = ()) -> str:
+    """Return a benchmark's section."""
+    parts = [f"## {record.title}", _wrapped(f"`{record.command}`: {record.about}")]
+    for measured in record.measured:
+        if len(record.measured) > 1:
+            parts.append(f"### {measured.title[0].upper()}{measured.title[1:]}")
+        parts += [_image(file) for file in pictures if _stem(file) == f"{record.name}-{measured.name}"]
+        parts.append(table(measured))
+        if measured.goals:
+            parts.append("\n".join(_goal_line(verdict, measured) for verdict in measured.verdicts()))
+    for sheet in record.sheets:
+        parts += [f"**{sheet.title}**"] if sheet.title else []
+        parts.append("\n".join([_row(sheet.header), "|" + "---|" * len(sheet.header), *map(_row, sheet.rows)]))
+    own = {f"{record.name}-{measured.name}" for measured in record.measured}
+    parts += [_image(file) for file in pictures if _stem(file) not in own]
+    parts += ["\n".join(f"- {note}" for note in record.notes)] if record.notes else []
+    parts += [notes.strip()] if notes.strip() else []
+    parts.append(_wrapped(environment(record)))
+    return "\n\n".join(parts)
+
+
+def table(measured: Measured) -> str:
+    """Return a case's table: of each way the medians, the first metric's spread, and its ratio to the reference."""
+    first, *rest = measured.metrics
+    series = first.at is not None
+    reference = None if series else measured.reference
+    spread = "" if len(measured.rounds) < 2 or series else ": median (min-max)"
+    head = ["way", first.title + spread]
+    if reference:
+        head.append(f"/ {reference}")
+    head += [metric.title for metric in rest]
+    lines = [_row(head), "|" + "---|" * len(head)]
+    for name, title in measured.ways.items():
+        if not measured.values(name, first.name):
+            lines.append(_row([title, measured.trouble(name), *[""] * (len(head) - 2)]))
+            continue
+        cells = [title, _spread(measured, name, first.name, first.digits, bare=series)]
+        if reference:
+            ratios = measured.compared(name, reference, first.name)
+            cells.append("" if name == reference or not ratios else f"{statistics.median(ratios):.2f}")
+        cells += [_spread(measured, name, metric.name, metric.digits, bare=True) for metric in rest]
+        cells[0] += f" ({why})" if (why := measured.trouble(name)) else ""
+        lines.append(_row(cells))
+    return "\n".join(lines)
+
+
+def environment(record: Record) -> str:
+    """Return one sentence on the machine, the versions and the day."""
+    found = record.environment
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if name != "hvdkit")
+    revision = f" at {found['revision']}" if "revision" in found else ""
+    loads = [r.load for m in record.measured for r in m.rounds if r.load is not None]
+    load = f"; load average before the rounds {min(loads):g} to {max(loads):g}" if loads else ""
+    return (
+        f"Measured {record.recorded}{load}; {found['cores']} cores of {found['cpu']}, {found['memory_gb']:g} GiB, "
+        f"Linux {found['kernel']}, Python {found['python']}, {versions}, hvdkit{revision}."
+    )
+
+
+def anchor(title: str) -> str:
+    """Return the fragment by which a heading is linked.
+
+    Example:
+        >>> anchor("Saving, and restoring")
+        'saving-and-restoring'
+    """
+    kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
+    return kept.replace(" ", "-")
+
+
+def _goal_line(verdict: Verdict, measured: Measured) -> str:
+    goal = verdict.goal
+    plain = goal.lower is not None and goal.metric == measured.metrics[0].name and goal.lower_metric is None
+    what = goal.formula if plain or not goal.about else goal.about
+    value = "" if verdict.value is None else f" = {verdict.value:.3f}"
+    return f"- {what}{value}, goal {_sign(goal.relation)} {goal.limit:g}: {verdict.word}"
+
+
+def _sign(relation: str) -> str:
+    return {"<=": "≤", ">=": "≥"}[relation]
+
+
+def _spread(measured: Measured, way: str, metric: str, digits: int | None, *, bare: bool) -> str:
+    values = measured.values(way, metric)
+    if not values:
+        return ""
+    middle = number(statistics.median(values), digits)
+    least, most = (number(value, digits) for value in (min(values), max(values)))
+    return middle if bare or len(values) == 1 else f"{middle} ({least}-{most})"
+
+
+def number(value: float, digits: int | None) -> str:
+    """Return a figure with so many digits behind the point; None: with three digits that count.
+
+    Example:
+        >>> number(0.01234, None), number(1234.5, None)
+        ('0.0123', '1234')
+    """
+    if digits is None:
+        digits = 0 if not value else max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{digits}f}"
+
+
+def _row(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _image(file: str) -> str:
+    return f"![{_stem(file)}]({file})"
+
+
+def _stem(file: str) -> str:
+    return file.rpartition("/")[2].rpartition(".")[0]
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)

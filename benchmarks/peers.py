@@ -1,0 +1,60 @@
+"""Environments of their own for what must not stand beside TensorFlow: built when they are first asked for.
+
+What is in one is pinned in ``benchmarks/peers/NAME.txt``, all of it, so that pip resolves nothing. pip's own settings
+apply (pip.conf, ``PIP_EXTRA_INDEX_URL``, ``PIP_FIND_LINKS``): where PyTorch's default build is for GPUs, have
+them lead to its CPU build.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from processes import Unavailable
+
+ROOT = Path(__file__).resolve().parents[1]
+PINS = ROOT / "benchmarks" / "peers"
+CACHE = ROOT / ".cache" / "peers"
+_SECONDS = 1800
+_failed: dict[str, str] = {}
+
+
+def python(name: str, given: Path | None = None) -> Path:
+    """Return the Python of an environment, which is made first where it is not there or its pins have changed.
+
+    Args:
+        name: of the file of pins.
+        given: the Python of an environment that the person has, which is taken instead.
+
+    Raises:
+        Unavailable: It cannot be made; the message is pip's.
+    """
+    if given is not None:
+        return given
+    if name in _failed:
+        raise Unavailable(_failed[name])
+    folder, pins = CACHE / name, PINS / f"{name}.txt"
+    made = folder / "made.txt"
+    if not made.exists() or made.read_text() != pins.read_text():
+        print(f"making {folder}, once ...", file=sys.stderr, flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        _run(name, [sys.executable, "-m", "venv", str(folder)])
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+        _run(name, [*pip, "--no-deps", "--requirement", str(pins)])
+        shutil.copyfile(pins, made)  # last: an environment without it is not whole
+    return folder / "bin" / "python"
+
+
+def _run(name: str, command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        output, code = done.stdout + done.stderr, done.returncode
+    except (OSError, subprocess.TimeoutExpired) as error:
+        output, code = str(error), 1
+    if code:
+        lines = [line for line in output.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")]
+        _failed[name] = f"the environment {name} cannot be made: {(errors or lines or ['no output'])[-1][:200]}"
+        raise Unavailable(_failed[name])

@@ -1,0 +1,144 @@
+"""One rank of benchmarks/allreduce.py: the time of an allreduce of float32 over sizes, in one of several ways."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from timing import leave, meet, parser
+
+BUDGET = 0.5  # seconds a size
+MANY, FEW = 400, 8
+
+
+def main() -> None:
+    """Time every size, and leave microseconds by size."""
+    ways = {"graph": hvdkit_graph, "eager": hvdkit_eager, "horovod": horovod, "mpi4py": with_mpi4py, "memcpy": memcpy}
+    options = parser(__doc__)
+    options.add_argument("way", choices=ways)
+    options.add_argument("--sizes", type=int, nargs="+", required=True, help="bytes")
+    args = options.parse_args()
+    make, rank, agree = ways[args.way]()
+    found = {}
+    for size in args.sizes:
+        run = make(np.full(size // 4, rank + 1, np.float32))
+        for _ in range(3):
+            run(1)
+        meet(args.folder, rank, args.processes, f"ready-{size}")
+        once = agree(timed(run, 3))  # all ranks must run equally often
+        times = max(FEW, min(MANY, int(BUDGET / once)))
+        meet(args.folder, rank, args.processes, f"start-{size}")
+        found[f"us_{size}"] = 1e6 * timed(run, times)
+    leave(args.folder, rank, found)
+    meet(args.folder, rank, args.processes, "end")
+
+
+def timed(run: Callable[[int], None], times: int) -> float:
+    """Return the seconds of one of ``times`` calls, one after another."""
+    started = time.perf_counter()
+    run(times)
+    return (time.perf_counter() - started) / times
+
+
+def repeated(call: Callable[[], object]) -> Callable[[int], None]:
+    """Return what calls ``call`` so many times."""
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            call()
+
+    return run
+
+
+def check(total: np.ndarray, size: int) -> None:
+    """Fail where that is not the sum over ranks of 1, 2, ..."""
+    if not np.all(np.asarray(total) == size * (size + 1) / 2):
+        raise RuntimeError(f"got {np.asarray(total).ravel()[:3]}, expected the sum of 1 to {size}")
+
+
+def hvdkit_graph():
+    """``hk.allreduce`` in a compiled function."""
+    import hvdkit as hk
+
+    cluster = hk.init()
+    import tensorflow as tf
+
+    def make(values):
+        tensor = tf.constant(values)
+
+        @tf.function
+        def summed(x):
+            return hk.allreduce(x, hk.Sum)
+
+        check(summed(tensor).numpy(), cluster.size)
+        return repeated(lambda: summed(tensor))
+
+    return make, cluster.rank, lambda x: max(hk.allgather_object(x))
+
+
+def hvdkit_eager():
+    """``hk.allreduce`` of a tensor, called eagerly; arguments are compared over ranks each time."""
+    import hvdkit as hk
+
+    cluster = hk.init()
+    import tensorflow as tf
+
+    def make(values):
+        tensor = tf.constant(values)
+        check(hk.allreduce(tensor, hk.Sum).numpy(), cluster.size)
+        return repeated(lambda: hk.allreduce(tensor, hk.Sum))
+
+    return make, cluster.rank, lambda x: max(hk.allgather_object(x))
+
+
+def horovod():
+    """``hvd.allreduce`` in a compiled function, with Horovod's own settings."""
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+    import tensorflow as tf
+
+    def make(values):
+        tensor = tf.constant(values)
+
+        @tf.function
+        def summed(x):
+            return hvd.allreduce(x, op=hvd.Sum)
+
+        check(summed(tensor).numpy(), hvd.size())
+        return repeated(lambda: summed(tensor))
+
+    return make, hvd.rank(), lambda x: float(hvd.allreduce(tf.constant(x), op=hvd.Max))
+
+
+def with_mpi4py():
+    """``MPI.COMM_WORLD.Allreduce`` on NumPy arrays, nothing else."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+
+    def make(values):
+        total = np.empty_like(values)
+        world.Allreduce(values, total)
+        check(total, world.size)
+        return repeated(lambda: world.Allreduce(values, total))
+
+    return make, world.rank, lambda x: world.allreduce(x, MPI.MAX)
+
+
+def memcpy():
+    """A copy of the same bytes within each rank: no exchange can be faster."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+
+    def make(values):
+        copy = np.empty_like(values)
+        return repeated(lambda: np.copyto(copy, values))
+
+    return make, world.rank, lambda x: world.allreduce(x, MPI.MAX)
+
+
+if __name__ == "__main__":
+    main()

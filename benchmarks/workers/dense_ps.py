@@ -1,0 +1,89 @@
+"""One process of a parameter server cluster for benchmarks/dense.py: a server, a worker, or the coordinator.
+
+The coordinator schedules steps, each of which some worker runs on its own batch as soon as it is free: it reads the
+variables from the server, computes, and has the server update them. Nobody waits for anybody, so there is no
+step of all workers; the time of one is that in which all of them together compute as many batches as there are workers:
+the time of K scheduled steps x workers / K.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+from networks import RATE, inputs, workload
+from timing import leave, parser
+
+WARM_UP = 8
+DONE = "done"  # the file that ends servers and workers
+
+
+def main() -> None:
+    """Serve, until the coordinator is done; or coordinate, and leave milliseconds a step."""
+    options = parser(__doc__)
+    options.add_argument("--role", choices=["ps", "worker", "chief"], required=True)
+    options.add_argument("--model", default="cifar10")
+    options.add_argument("--ports", type=int, nargs="+", help="of the server, the coordinator and the workers")
+    args = options.parse_args()
+    addresses = [f"127.0.0.1:{port}" for port in args.ports]
+    cluster = {"ps": addresses[:1], "chief": addresses[1:2], "worker": addresses[2:]}
+    task = {"type": args.role, "index": args.number}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+    os.environ["GRPC_FAIL_FAST"] = "use_caller"
+    if args.role == "chief":
+        coordinate(args, len(cluster["worker"]))
+    else:
+        serve(args, 1 if args.role == "ps" else 2 + args.number)
+
+
+def serve(args, number: int) -> None:
+    """Be a server or a worker until the coordinator is done."""
+    import tensorflow as tf
+
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    # A step waits for the server in the middle: another op must be free to run meanwhile.
+    config = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=4)
+    tf.distribute.Server(resolver.cluster_spec(), job_name=args.role, task_index=args.number, config=config)
+    while not (args.folder / DONE).exists():
+        time.sleep(0.1)
+    leave(args.folder, number, {})
+
+
+def coordinate(args, workers: int) -> None:
+    """Train on all workers."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        model, loss_of, *_ = workload(args.model)
+    variables = [v.value for v in model.trainable_variables]
+    if not all("/job:ps" in variable.device for variable in variables):
+        raise RuntimeError(f"variables are on {variables[0].device}, expected them on /job:ps")
+
+    batch = inputs(args.model)  # constants of the graph: a tensor would be sent to the worker for every step
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = loss_of(*map(tf.constant, batch))
+        for variable, grad in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(RATE * grad)
+        return loss
+
+    def train(steps: int) -> float:
+        started = time.perf_counter()
+        for _ in range(steps):
+            coordinator.schedule(step)
+        coordinator.join()
+        return time.perf_counter() - started
+
+    train(WARM_UP * workers)
+    scheduled = args.steps * workers
+    leave(args.folder, 0, {"ms": 1000 * train(scheduled) * workers / scheduled})
+    (args.folder / DONE).touch()
+
+
+if __name__ == "__main__":
+    main()

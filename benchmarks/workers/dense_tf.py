@@ -1,0 +1,145 @@
+"""One process of benchmarks/dense.py under TensorFlow: train a network on constant inputs in one of several ways."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+
+from networks import RATE, workload
+from timing import parser, time_steps
+
+
+def main() -> None:
+    """Train, and leave this process's median milliseconds a step."""
+    ways = {
+        "alone": alone,
+        "hvdkit": with_hvdkit,
+        "fp16": with_hvdkit,
+        "sharded": with_hvdkit,
+        "horovod": with_horovod,
+        "multiworker": multiworker,
+        "towers": towers,
+    }
+    options = parser(__doc__)
+    options.add_argument("way", choices=ways)
+    options.add_argument("--model", default="cifar10")
+    options.add_argument("--ports", type=int, nargs="*", default=(), help="one a process, for multiworker")
+    options.add_argument("--towers", type=int, default=1, help="devices in this one process, for towers")
+    args = options.parse_args()
+    step, number = ways[args.way](args)
+    time_steps(args, lambda _: float(step()), number)
+
+
+def plain_step(optimizer, tape_of, model, loss_of, images, labels):
+    """Return a compiled training step; ``tape_of`` wraps the tape."""
+    import tensorflow as tf
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = loss_of(images, labels)
+        grads = tape_of(tape).gradient(loss, [v.value for v in model.trainable_variables])
+        optimizer.apply(grads, model.trainable_variables)
+        return loss
+
+    return step
+
+
+def alone(args):
+    """Train by itself, knowing of no other process."""
+    import keras
+
+    return plain_step(keras.optimizers.SGD(RATE), lambda tape: tape, *workload(args.model)), args.number
+
+
+def with_hvdkit(args):
+    """Train with hvdkit's optimizer, and its defaults but for what the way is named after."""
+    import hvdkit as hk
+
+    hk.init()
+    import keras
+
+    options = {"hvdkit": {}, "fp16": {"compression": "fp16"}, "sharded": {"shard_states": True}}[args.way]
+    if missing := set(options) - set(inspect.signature(hk.DistributedOptimizer).parameters):
+        sys.exit(f"not available: DistributedOptimizer takes no {', '.join(missing)}")
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(RATE), **options)
+    return plain_step(optimizer, lambda tape: tape, *workload(args.model)), hk.rank()
+
+
+def with_horovod(args):
+    """Train with Horovod's own tape, which averages where it is given TensorFlow's variables."""
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+    import keras
+
+    return plain_step(keras.optimizers.SGD(RATE), hvd.DistributedGradientTape, *workload(args.model)), hvd.rank()
+
+
+def multiworker(args):
+    """Train under tf.distribute.MultiWorkerMirroredStrategy, which makes the average in its optimizer step."""
+    workers = [f"127.0.0.1:{port}" for port in args.ports]
+    task = {"type": "worker", "index": args.number}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        import keras
+
+        model, loss_of, images, labels = workload(args.model)
+        optimizer = keras.optimizers.SGD(RATE)
+        optimizer.build(model.trainable_variables)
+
+    def replica():
+        with tf.GradientTape() as tape:
+            loss = loss_of(images, labels)
+        grads = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        # Its optimizer adds gradients up, so each replica takes its share of the mean.
+        grads = [g / strategy.num_replicas_in_sync for g in grads]
+        optimizer.apply(grads, model.trainable_variables)
+        return loss
+
+    @tf.function
+    def step():
+        return strategy.reduce(tf.distribute.ReduceOp.MEAN, strategy.run(replica), axis=None)
+
+    return step, args.number
+
+
+def towers(args):
+    """Train a tower on each device of one process, as the tutorial: variables and ``average_gradients`` on the CPU."""
+    import tensorflow as tf
+
+    # A device has no compute threads of its own: the towers run beside each other where as many ops may.
+    tf.config.threading.set_inter_op_parallelism_threads(args.towers)
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * args.towers)
+    import keras
+
+    with tf.device("/CPU:0"):
+        model, loss_of, images, labels = workload(args.model)
+        optimizer = keras.optimizers.SGD(RATE)
+        optimizer.build(model.trainable_variables)
+    variables = [v.value for v in model.trainable_variables]
+
+    @tf.function
+    def step():
+        losses, tower_grads = [], []
+        for number in range(args.towers):
+            with tf.device(f"/CPU:{number}"):
+                with tf.GradientTape() as tape:
+                    losses.append(loss_of(images, labels))
+                tower_grads.append(tape.gradient(losses[-1], variables))
+        with tf.device("/CPU:0"):
+            averaged = [tf.reduce_mean(tf.stack(grads), 0) for grads in zip(*tower_grads, strict=True)]
+            optimizer.apply(averaged, model.trainable_variables)
+            return tf.add_n(losses) / args.towers
+
+    return step, args.number
+
+
+if __name__ == "__main__":
+    main()
