@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdkit.profiling import collect, timeline, xplane
+from hvdkit.profiling import timeline, xplane
 from hvdkit.profiling.record import Collective, Mark, Record, Span
 from hvdkit.profiling.settings import Settings
 
@@ -168,6 +168,8 @@ class Recorder:
         with self._failures_told():
             if self._recording:
                 self._stop()
+        from hvdkit.profiling import collect  # what draws tables is not for every start
+
         try:
             raw = self._read()
             collect.together(self._settings.folder, self._record, raw, self._exchange, self._say)
