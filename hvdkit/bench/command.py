@@ -115,8 +115,8 @@ def _profile_program(config: Bench, program: Sequence[str]) -> int:
     if code == 0 and made.exists() and config.json is not None:
         config.json.write_text(made.read_text(encoding="utf-8"), encoding="utf-8")
     if code == 0 and not made.exists() and config.hosts is None:
-        what = "no profile was written: the program never called hk.init()"
-        print(f"hvdkit bench: {what}", file=sys.stderr)
+        why = "a line above says why, or the program never called hk.init()"
+        print(f"hvdkit bench: no profile was written: {why}", file=sys.stderr)
         return 1
     return code
 

@@ -12,11 +12,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hvdkit.cluster.checks import source_line
 from hvdkit.cluster.processes import threads, waits_for_disk
-from hvdkit.profiling.recorder import Recorder
+
+if TYPE_CHECKING:
+    from hvdkit.profiling.recorder import Recorder
 
 # TensorFlow's function that runs a graph, or an eager op: where a rank sleeps that waits in a graph's collective.
 _IN_GRAPH = {"quick_execute", "execute_with_cancellation"}

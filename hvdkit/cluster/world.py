@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from hvdkit.cluster import engine, failure, logs, places, settings, watchdog
+from hvdkit.cluster import engine, failure, logs, places, profile, settings, watchdog
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.launcher import promised
 from hvdkit.cluster.mesh import Group, group_of, sets_to_make
 from hvdkit.cluster.progress import PROGRESS
 from hvdkit.errors import ClusterError, describe
-from hvdkit.profiling.record import Record
-from hvdkit.profiling.recorder import Recorder
-from hvdkit.profiling.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +99,8 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
             "hk.init(): called after hk.shutdown() under horovodrun --gloo, where Horovod cannot begin a second time; "
             "call hk.shutdown() at the end only, or start under MPI"
         )
-    profile = Settings.told(os.environ)
-    settings.set_environment(promise, timeline=profile is not None and profile.timeline)
+    asked = profile.asked()
+    settings.set_environment(promise, timeline=asked is not None and asked.timeline)
     watchdog.set_stall_limit()
     with PROGRESS.starting_waiters():
         hvd, communicator, sets = engine.start_horovod(promise, _sets(mesh, promise.size))
@@ -128,8 +125,8 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
         is_chief=rank == 0,
         mesh=axes,
     )
-    if profile is not None:
-        PROGRESS.profile = Recorder(profile, Record(rank, hosts[rank]), exchange, hvd, logs.get_logger().warning)
+    if asked is not None:
+        profile.begin(asked, rank, hosts[rank], exchange, hvd)
     return _World(cluster, hvd, exchange, sets, dog)
 
 
@@ -248,7 +245,7 @@ def shutdown() -> None:
     global _world, _ended
     with _lock:
         if _world is not None:
-            _end_profile()
+            profile.end()
             failure.unwatch()
             atexit.unregister(_leave)
             _world.watchdog.close()
@@ -263,7 +260,7 @@ def _leave() -> None:
     global _world
     if _world is None or os.getpid() != failure.pid():
         return
-    _end_profile()
+    profile.end()
     failure.leave()
     _world.exchange.close()
     _world.horovod.shutdown()
@@ -271,13 +268,6 @@ def _leave() -> None:
     failure.unwatch()
     _world.watchdog.close()
     _world = None
-
-
-def _end_profile() -> None:
-    """Put together what ranks have recorded, unless this rank ends by an error: others would wait for it."""
-    if PROGRESS.profile is not None and failure.exit_code() == 0:
-        PROGRESS.profile.finish()
-    PROGRESS.profile = None
 
 
 def _at_exit() -> None:

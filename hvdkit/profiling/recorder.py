@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdkit.profiling import collect, timeline, xplane
+from hvdkit.profiling import timeline, xplane
 from hvdkit.profiling.record import Collective, Mark, Record, Span
 from hvdkit.profiling.settings import Settings
 
@@ -136,9 +136,11 @@ class Recorder:
             with tf.profiler.experimental.Trace(xplane.CLOCK):
                 pass
             if self._timeline is not None:
+                if os.environ.get("HOROVOD_TIMELINE") != "DYNAMIC":
+                    raise ValueError("HOROVOD_TIMELINE is set, so that Horovod's timeline goes there; unset it")
                 self._horovod.start_timeline(str(self._timeline), mark_cycles=False)
         except Exception as error:  # whatever it is, the training goes on
-            self._problem("TensorFlow's profiler did not start", error)
+            self._problem("the profiler did not start", error)
 
     def _stop(self) -> None:
         self._recording, self._stopped = False, True
@@ -152,7 +154,7 @@ class Recorder:
             if self._timeline is not None:
                 self._horovod.stop_timeline()
         except Exception as error:
-            self._problem("TensorFlow's profiler did not stop", error)
+            self._problem("the profiler did not stop", error)
 
     @property
     def _timeline(self) -> Path | None:
@@ -168,6 +170,8 @@ class Recorder:
         with self._failures_told():
             if self._recording:
                 self._stop()
+        from hvdkit.profiling import collect  # what draws tables is not for every start
+
         try:
             raw = self._read()
             collect.together(self._settings.folder, self._record, raw, self._exchange, self._say)
@@ -192,7 +196,8 @@ class Recorder:
                 offset = time.time_ns() - time.monotonic_ns()
                 self._record.phases += timeline.read(self._timeline, offset)
         except StopIteration:
-            self._record.problems.append("TensorFlow's profiler wrote nothing")
+            if not self._record.problems:
+                self._record.problems.append("TensorFlow's profiler wrote nothing")
         except Exception as error:
             self._problem("the trace cannot be read", error)
         return raw

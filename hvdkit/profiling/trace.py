@@ -36,7 +36,7 @@ def write(path: Path, records: Sequence[Record], ranks: Sequence[RankParts]) -> 
 
 def document_of(records: Sequence[Record], ranks: Sequence[RankParts]) -> dict[str, Any]:
     """Return the trace as the format's object."""
-    zero = min((mark.at for record in records for mark in record.marks), default=0)
+    zero = min((moment for record in records for moment in _beginnings(record)), default=0)
     met = meet(records)
     events: list[dict[str, Any]] = []
     for record, parts in zip(records, ranks, strict=True):
@@ -49,6 +49,12 @@ def document_of(records: Sequence[Record], ranks: Sequence[RankParts]) -> dict[s
     errors = {f"rank {r.rank}": r.clock_error / 1000 for r in records}
     about = {"left_out_ops": {f"rank {r.rank}": r.left_out for r in records}, "clock_error_us": errors}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _beginnings(record: Record) -> Iterator[int]:
+    yield from (mark.at for mark in record.marks)
+    for listed in (record.spans, record.collectives, record.phases):
+        yield from (one.start for one in listed)
 
 
 def shortened(record: Record, most: int = MOST_OPS) -> None:

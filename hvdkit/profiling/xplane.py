@@ -11,6 +11,7 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +58,7 @@ def read(path: Path, clock: int) -> Traced:
     if not marked:
         raise ValueError(f"{path.name}: no event {CLOCK}, so that its times cannot be told")
     shift = clock - min(marked)
+    over = max(event.end for _, _, events in lines for event in events) + shift
     spans: list[Span] = []
     eager: list[Collective] = []
     begun: dict[tuple[Any, Any], list[int]] = defaultdict(list)
@@ -72,8 +74,9 @@ def read(path: Path, clock: int) -> Traced:
                 eager.append(Collective(f"eager {found['kind']}", event.start, event.end, True))
     collectives = eager
     for (number, name), starts in begun.items():
-        # A run of a graph has each collective once, or one after the other where it stands in a loop.
-        for start, end in zip(sorted(starts), sorted(ended[number, name]), strict=False):
+        # A run of a graph has each collective once, or one after the other where it stands in a loop. The last one's
+        # end is missing where the recording has stopped before it was written down.
+        for start, end in zip_longest(sorted(starts), sorted(ended[number, name])[: len(starts)], fillvalue=over):
             collectives.append(Collective(str(name), start, max(start, end), False))
     return Traced(spans, collectives)
 
