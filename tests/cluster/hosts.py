@@ -89,11 +89,15 @@ class Host:
         """Return True once sshd listens."""
         return "Server listening" in (self._folder / f"sshd-{self.name}.log").read_text()
 
+    @property
+    def enter(self) -> list[str]:
+        """What a command has to begin with to run on this host."""
+        assert self._sshd is not None
+        return ["nsenter", "--target", str(self._sshd.pid), "--net", "--uts", "--mount", "--wd=."]
+
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on this host, as a process of its own session."""
-        assert self._sshd is not None
-        enter = ["nsenter", "--target", str(self._sshd.pid), "--net", "--uts", "--mount", "--wd=."]
-        return subprocess.Popen([*enter, *command], start_new_session=True, **options)
+        return subprocess.Popen([*self.enter, *command], start_new_session=True, **options)
 
     def processes(self) -> list[int]:
         """Return the numbers of this host's processes."""

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def run(
     if group is not None:
         extra["HVDKIT_TEST_GROUP"] = str(group)
     env = environment(PYTHONPATH=PATHS, TF_CPP_MIN_LOG_LEVEL="2", **extra)
-    command = [*LAUNCHERS[launcher], "-np", str(ranks), *across(launcher, hosts, env), *rank]
+    command = [*LAUNCHERS[launcher], "-np", str(ranks), *(across(launcher, hosts.list, env) if hosts else ()), *rank]
     start = subprocess.Popen if hosts is None else hosts[0].start
     try:
         with (folder / "out").open("wb") as out:
@@ -115,18 +115,16 @@ class NoMemoryGroup(OSError):
     """Memory cannot be limited on this machine."""
 
 
-def across(launcher: str, hosts: Hosts | None, env: dict[str, str]) -> list[str]:
-    """Return the launcher's arguments for several hosts."""
-    if hosts is None:
-        return []
+def across(launcher: str, hosts: str, env: Mapping[str, str]) -> list[str]:
+    """Return the launcher's arguments for several hosts, listed with their slots."""
     if launcher.startswith("hvdkit run"):
-        return ["-H", hosts.list]
+        return ["-H", hosts]
     if launcher != "mpirun":
         prefix = ["--mpi-args", f"--prefix {BIN.parent}"] if launcher == "horovodrun" else []
-        return ["-H", hosts.list, "--network-interface", "eth0", *prefix]
+        return ["-H", hosts, "--network-interface", "eth0", *prefix]
     network = [word for part in ("btl", "oob") for word in ("--mca", f"{part}_tcp_if_include", "eth0")]
     passed = [n for n in env if n in ("PATH", "PYTHONPATH") or n.startswith(("HVDKIT_", "TF_", "OMPI_"))]
-    where = ["-H", hosts.list, "--prefix", str(BIN.parent)]
+    where = ["-H", hosts, "--prefix", str(BIN.parent)]
     return [*where, *network, *(word for name in passed for word in ("-x", name))]
 
 

@@ -36,7 +36,7 @@ def test_large_messages_go_round_a_ring():
     """Whoever launched the ranks: here an mpirun that knows nothing of hvdkit."""
     env = environment(PYTHONPATH=PATHS, TF_CPP_MIN_LOG_LEVEL="2")
     with Hosts(4) as hosts:
-        command = ["mpirun", "-np", "4", *across("mpirun", hosts, env), sys.executable, "-c", RING]
+        command = ["mpirun", "-np", "4", *across("mpirun", hosts.list, env), sys.executable, "-c", RING]
         process = hosts[0].start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         output, _ = process.communicate(timeout=90)
     assert process.returncode == 0 and "added up by: ring" in output, output

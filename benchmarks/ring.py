@@ -1,0 +1,159 @@
+"""Averaging gradients between hosts whose links are limited: hvdkit, one rank in the middle, a parameter server, and
+the bound of any allreduce.
+
+python benchmarks/ring.py          # some 20 minutes; needs root, iproute2, openssh-server
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cluster"), str(ROOT / "benchmarks")]
+
+from figures import Goal, Metric  # noqa: E402
+from harness import Benchmark, Case, Config, Way, main  # noqa: E402
+from hosts import Host, Hosts, missing  # noqa: E402
+from jobs_that_fail import across  # noqa: E402
+from processes import BIN, WORKERS, environment, launch, results  # noqa: E402
+
+MB = 1_000_000
+RATES = {"1gbit": 1e9, "200mbit": 2e8}
+NAMES = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}
+SMALL = (4096, 65536)
+WAYS = {
+    "hvdkit": "hvdkit, as it is",
+    "fp16": 'hvdkit, `compression="fp16"`',
+    "own": "hvdkit, with Open MPI's own choice",
+    "horovod": "raw Horovod",
+    "central": "gathered, averaged and sent back by one rank",
+    "ps": "ParameterServerStrategy, a server beside one of the workers",
+    "bound": "2 (N-1)/N S / bandwidth",
+}
+PORT = 2222
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring(Config):
+    """Average gradients between hosts."""
+
+    rates: tuple[str, ...] = tuple(RATES)
+    """Of every host's link, as tc writes it."""
+    np: tuple[int, ...] = (2, 4)
+    """Hosts, a rank on each."""
+    rounds: int = 3
+    """Rounds; every way runs once in each."""
+    steps: int = 7
+    """Timed averages in a run, of each size; a run's figure is their median on the rank where that is largest."""
+
+
+def sizes_at(rate: str) -> tuple[int, ...]:
+    """Return the bytes of gradients that are averaged: small ones tell the latency; 100 MB take long at 200 Mbit/s."""
+    return (*SMALL, 25 * MB, 100 * MB) if rate == "1gbit" else (*SMALL, 25 * MB)
+
+
+def cases(hosts: Hosts, config: Ring) -> list[Case]:
+    """Return a case for each bandwidth and number of hosts."""
+    return [case(hosts, rate, size, config) for rate in config.rates for size in config.np]
+
+
+def case(hosts: Hosts, rate: str, count: int, config: Ring) -> Case:
+    """Return all ways on ``count`` hosts."""
+    sizes, steps = sizes_at(rate), 2 if config.quick else config.steps
+    run = partial(run_way, hosts=hosts, rate=rate, count=count, sizes=sizes, steps=steps)
+    large = [size for size in sizes if size > MB]
+    return Case(
+        name=f"{rate}-{count}",
+        title=f"{count} hosts, {NAMES.get(rate, rate)} each",
+        ways=[Way(name=name, title=title, run=partial(run, name)) for name, title in WAYS.items()],
+        metrics=[
+            *(Metric(name=f"ms_{size}", title=f"ms for {size // MB} MB", digits=0) for size in large),
+            *(Metric(name=f"ms_{size}", title=f"ms for {size} bytes", digits=2) for size in SMALL),
+        ],
+        goals=[
+            *(
+                goal
+                for size in large
+                for goal in goals(size, f"{count} hosts, {NAMES.get(rate, rate)}, {size // MB} MB")
+            ),
+            Goal(upper="hvdkit", lower="own", metric=f"ms_{SMALL[0]}", limit=1.1, about="small messages no slower"),
+        ],
+        reference="hvdkit",
+    )
+
+
+def goals(size: int, where: str) -> list[Goal]:
+    """Return what has to be reached beside the bound."""
+    metric = f"ms_{size}"
+    return [
+        Goal(upper="hvdkit", lower="bound", metric=metric, limit=1.15, headline=True, about=f"hvdkit / bound, {where}"),
+        Goal(upper="fp16", lower="bound", metric=metric, limit=0.6, headline=True, about=f"fp16 / fp32 bound, {where}"),
+    ]
+
+
+def run_way(
+    way: str, folder: Path, *, hosts: Hosts, rate: str, count: int, sizes: Sequence[int], steps: int
+) -> dict[str, float]:
+    """Run one way once; return the slowest rank's milliseconds by size."""
+    if way == "bound":
+        bits = RATES[rate] if rate in RATES else _bits(rate)
+        return {f"ms_{size}": 1000 * 2 * (count - 1) / count * size * 8 / bits for size in sizes}
+    here = list(hosts)[:count]
+    for host in here:
+        host.slow_down(rate, burst="256kb", latency="50ms")
+    common = ["--folder", str(folder), "--steps", str(steps), "--sizes", *map(str, sizes)]
+    start: Callable[..., list[list[str]]] = server_processes if way == "ps" else ranks
+    # Whoever names a collective's variable has chosen: this one says what is so anyway.
+    extra = {"OMPI_MCA_coll_tuned_priority": "30"} if way == "own" else {}
+    env = environment(PYTHONPATH=str(ROOT), **extra)
+    launch(start(way, here, [*common, "--processes", str(count)], env), env=env, timeout=600)
+    found = [each for each in results(folder) if f"ms_{sizes[0]}" in each]
+    return {f"ms_{size}": max(each[f"ms_{size}"] for each in found) for size in sizes}
+
+
+def ranks(way: str, hosts: Sequence[Host], common: Sequence[str], env: dict[str, str]) -> list[list[str]]:
+    """Return the command of a plain mpirun on the first host."""
+    worker = [sys.executable, str(WORKERS / "ring.py"), way, *common]
+    listed = ",".join(f"{host.address}:1" for host in hosts)
+    options = across("mpirun", listed, env)
+    return [[*hosts[0].enter, str(BIN / "mpirun"), "--bind-to", "none", "-np", str(len(hosts)), *options, *worker]]
+
+
+def server_processes(_: str, hosts: Sequence[Host], common: Sequence[str], __: dict[str, str]) -> list[list[str]]:
+    """Return the commands of coordinator and server, on the first host, and of a worker on each."""
+    places = [(hosts[0], "ps", 0), (hosts[0], "chief", 0), *((host, "worker", i) for i, host in enumerate(hosts))]
+    addresses = [f"{host.address}:{PORT + number}" for number, (host, *_) in enumerate(places)]
+    worker = [sys.executable, str(WORKERS / "ring_ps.py"), *common, "--addresses", *addresses]
+    return [[*host.enter, *worker, "--role", role, "--number", str(number)] for host, role, number in places]
+
+
+def _bits(rate: str) -> float:
+    from hvdkit.planning.command import bits_of
+
+    return bits_of(rate)
+
+
+def benchmark(hosts: Hosts) -> Benchmark:
+    """Return what is measured on these hosts."""
+    return Benchmark(
+        name="ring",
+        title="Averaging between hosts",
+        about="""Four network namespaces of one machine are hosts, each with a link limited by `tc tbf`, of which TCP
+        gets 0.956. One rank a host, one compute thread, under a plain `mpirun`; 25 and 100 MB of float32 gradients in 8
+        tensors. The bound is that of any allreduce: every rank sends 2 (N-1)/N of its bytes. A parameter server's step
+        is the time in which all workers together have read and updated as often as there are workers.""",
+        cases=partial(cases, hosts),
+        config=Ring,
+    )
+
+
+if __name__ == "__main__":
+    if (why := missing()) is not None:
+        print(f"ring: not measured, there are no hosts on this machine: {why}", file=sys.stderr)
+        sys.exit(0)
+    with Hosts(4) as found:
+        sys.exit(main(benchmark(found)))

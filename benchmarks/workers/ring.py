@@ -1,0 +1,107 @@
+"""One rank of benchmarks/ring.py: the time in which gradients of given sizes are averaged, in one of several ways."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from timing import leave, meet, parser
+
+TENSORS = 8  # that the gradients of one size are made of
+WARM_UP, SMALL_TIMES = 2, 100
+
+
+def main() -> None:
+    """Time every size, and leave milliseconds by size."""
+    ways = {"hvdkit": with_hvdkit, "fp16": with_hvdkit, "own": with_hvdkit, "horovod": with_horovod, "central": central}
+    options = parser(__doc__)
+    options.add_argument("way", choices=ways)
+    options.add_argument("--sizes", type=int, nargs="+", required=True, help="bytes of float32")
+    args = options.parse_args()
+    rank, barrier, make = ways[args.way](args.way)
+    found = {}
+    for size in args.sizes:
+        average = make(size)
+        for _ in range(WARM_UP):
+            average()
+        seconds = []
+        for _ in range(args.steps if size > 2**20 else SMALL_TIMES):
+            barrier()
+            started = time.perf_counter()
+            average()
+            seconds.append(time.perf_counter() - started)
+        found[f"ms_{size}"] = 1000 * sorted(seconds)[len(seconds) // 2]
+    leave(args.folder, rank, found)
+    meet(args.folder, rank, args.processes, "end")
+
+
+def gradients(size: int) -> list[Any]:
+    """Return variables, so that no graph takes them for constants."""
+    import tensorflow as tf
+
+    return [tf.Variable(tf.ones([max(1, size // 4 // TENSORS)])) for _ in range(TENSORS)]
+
+
+def with_hvdkit(way: str):
+    """Average with hvdkit and its defaults; "fp16" in 16 bits."""
+    import hvdkit as hk
+
+    cluster = hk.init()
+    import tensorflow as tf
+
+    def make(size: int) -> Callable[[], object]:
+        held = gradients(size)
+
+        @tf.function
+        def average():
+            grads = hk.average_gradients([v + 0.0 for v in held], compression="fp16" if way == "fp16" else None)
+            return tf.add_n([g[0] for g in grads])
+
+        return lambda: float(average())
+
+    return cluster.rank, hk.barrier, make
+
+
+def with_horovod(_: str):
+    """Average with Horovod's own function, tensor by tensor as its tape does: it fuses them."""
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+    import tensorflow as tf
+
+    def make(size: int) -> Callable[[], object]:
+        held = gradients(size)
+
+        @tf.function
+        def average():
+            return tf.add_n([hvd.allreduce(v + 0.0, name=f"{size}-{i}")[0] for i, v in enumerate(held)])
+
+        return lambda: float(average())
+
+    return hvd.rank(), lambda: hvd.allreduce(tf.constant(0.0), name="barrier"), make
+
+
+def central(_: str):
+    """Send all gradients to rank 0, which averages them and sends the mean back: what towers do."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+
+    def make(size: int) -> Callable[[], object]:
+        mine = np.ones(max(1, size // 4), np.float32)
+        every = np.empty((world.size, len(mine)), np.float32) if world.rank == 0 else None
+
+        def average() -> None:
+            world.Gather(mine, every)
+            mean = np.mean(every, axis=0) if every is not None else np.empty_like(mine)
+            world.Bcast(mean)
+
+        return average
+
+    return world.rank, world.Barrier, make
+
+
+if __name__ == "__main__":
+    main()

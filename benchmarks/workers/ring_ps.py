@@ -1,0 +1,74 @@
+"""One process of a parameter server cluster for benchmarks/ring.py, on a host of its own but for the coordinator.
+
+Its workers read variables of a given size from the server and have it add as much to them, which is what their
+gradients would be. As in dense_ps.py nobody waits for anybody: a step is the time in which all of them together have
+done so as often as there are workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from functools import partial
+
+from dense_ps import DONE, serve
+from timing import leave, parser
+
+TENSORS = 8
+
+
+def main() -> None:
+    """Serve, until the coordinator is done; or coordinate, and leave milliseconds by size."""
+    options = parser(__doc__)
+    options.add_argument("--role", choices=["ps", "worker", "chief"], required=True)
+    options.add_argument("--sizes", type=int, nargs="+", required=True, help="bytes of float32")
+    options.add_argument("--addresses", nargs="+", required=True, help="of the server, the coordinator and the workers")
+    args = options.parse_args()
+    cluster = {"ps": args.addresses[:1], "chief": args.addresses[1:2], "worker": args.addresses[2:]}
+    task = {"type": args.role, "index": args.number}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+    os.environ["GRPC_FAIL_FAST"] = "use_caller"
+    if args.role == "chief":
+        coordinate(args, len(cluster["worker"]))
+    else:
+        serve(args, 1 if args.role == "ps" else 2 + args.number)
+
+
+def coordinate(args, workers: int) -> None:
+    """Have all workers read and update."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    found = {}
+    for size in args.sizes:
+        with strategy.scope():
+            held = [tf.Variable(tf.ones([max(1, size // 4 // TENSORS)])) for _ in range(TENSORS)]
+        if not all("/job:ps" in variable.device for variable in held):
+            raise RuntimeError(f"variables are on {held[0].device}, expected them on /job:ps")
+
+        step = tf.function(partial(update, held))
+        for _ in range(2 * workers):
+            coordinator.schedule(step)
+        coordinator.join()
+        scheduled = args.steps * workers
+        started = time.perf_counter()
+        for _ in range(scheduled):
+            coordinator.schedule(step)
+        coordinator.join()
+        found[f"ms_{size}"] = 1000 * (time.perf_counter() - started) * workers / scheduled
+    leave(args.folder, 0, found)
+    (args.folder / DONE).touch()
+
+
+def update(held) -> None:
+    """Read every variable, and add as many bytes to it."""
+    import tensorflow as tf
+
+    for variable in held:
+        variable.assign_add(1e-9 * tf.identity(variable))
+
+
+if __name__ == "__main__":
+    main()
