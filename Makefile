@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; 
 MPI    ?= $(if $(filter x86_64,$(shell uname -m)),wheel,none)
 NP     ?= 4
 # All that takes half an hour; comeback and failure (10 minutes, root, several hosts) are asked for by name.
-BENCH  ?= dense fit allreduce ring embedding checkpoint startup loss_curves resume large_table
+BENCH  ?= dense fit allreduce ring scaling embedding checkpoint startup loss_curves resume large_table
 
 BIN := $(abspath $(VENV))/bin
 # The environment's programs come first; root, and more ranks than cores, are fine on one's own machine.

@@ -23,7 +23,7 @@ HERE = ROOT / "benchmarks"
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 PICTURES = ROOT / "docs" / "benchmarks"
 ORDER = (
-    "dense", "fit", "allreduce", "ring", "embedding", "large_table", "checkpoint", "startup",
+    "dense", "fit", "allreduce", "ring", "scaling", "embedding", "large_table", "checkpoint", "startup",
     "loss_curves", "resume", "comeback", "failure",
 )  # fmt: skip
 

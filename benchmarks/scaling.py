@@ -1,0 +1,191 @@
+"""What `hvdkit plan --measured` predicts, beside what is measured, and beside what others have published.
+
+python benchmarks/scaling.py          # some 15 minutes; needs root, iproute2, openssh-server
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cluster"), str(ROOT / "benchmarks")]
+
+from figures import Picture, Sheet  # noqa: E402
+from harness import finish, recorded  # noqa: E402
+from hosts import Host, Hosts, missing  # noqa: E402
+from processes import BIN, environment, launch  # noqa: E402
+from ring import NAMES, RATES  # noqa: E402
+
+from hvdkit.planning.cost import Link, fit, step  # noqa: E402
+from hvdkit.planning.measured import Gradient, Measured  # noqa: E402
+from hvdkit.planning.scaling import BUCKET_BYTES, CYCLE_SECONDS, doublings, scaling  # noqa: E402
+
+LIMIT = 0.15
+CORES = 2  # that the hosts of this machine share, a thread of each rank at a time
+SIZES = (1, 2, 3, 4)
+MANY = doublings(8, 4096)
+ABOUT = """Hosts in network namespaces of one machine, with links limited by `tc tbf`; one rank a host, one compute
+thread. `hvdkit tune` measures a model on two hosts; from that, steps on 1 to 4 are predicted and then measured. Hosts
+here share two cores, as real ones do not: the prediction is told so."""
+# One P100 trains so many images a second (tensorflow.org/performance/benchmarks, 2017; ResNet-101: Horovod's own
+# figure for 16 GPUs, over 16), batches of 64; weights in millions, of which so many are in fully connected layers at
+# the end, whose gradients come first; and the efficiency that Horovod's paper has for 512 GPUs, 4 on a server with
+# one RoCE link of 25 Gbit/s.
+PUBLISHED = {
+    "Inception V3": (142.0, 23.9, 2.0, 0.90),
+    "ResNet-101": (104.0, 44.7, 2.0, 0.90),
+    "VGG-16": (154.0, 138.4, 123.6, 0.68),
+}
+PAPER = Link(latency=20e-6, byte=8 / 25e9, copy=1 / 100e9, agreement=2.5e-3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Compare predicted steps with measured ones."""
+
+    models: tuple[str, ...] = ("cifar10", "resnet50")
+    """Built-in models to measure on 1 to 4 hosts."""
+    only_predicted: tuple[str, ...] = ("vgg16", "recommender")
+    """Built-in models to measure on two hosts only, for the prediction."""
+    rates: tuple[str, ...] = tuple(RATES)
+    """Of every host's link."""
+    rounds: int = 3
+    """How often each number of hosts is measured, in turn; the median counts."""
+    steps: int = 15
+    """Steps in each."""
+    json: Path | None = None
+    """Write the results here. Default: benchmarks/results/scaling.json."""
+
+
+def inside(host: Host, *words: object) -> list[str]:
+    """Return a command of this environment that runs on a host."""
+    return [*host.enter, str(BIN / words[0]), *map(str, words[1:])]
+
+
+def tuned(hosts: Sequence[Host], model: str, folder: Path, config: Config) -> Measured:
+    """Measure a model on two hosts."""
+    file = folder / f"{model}.json"
+    listed = ",".join(f"{host.address}:1" for host in hosts[:2])
+    quick = ("--no-cycle", "--no-autotune", "--rounds", 2, "--steps", config.steps)
+    env = environment(PYTHONPATH=str(ROOT))
+    launch([inside(hosts[0], "hvdkit", "tune", "-H", listed, "--model", model, "--save", file, *quick)], env=env)
+    return replace(Measured.load(file), settings={})
+
+
+def timed(hosts: Sequence[Host], model: str, size: int, folder: Path, config: Config) -> float:
+    """Return the median seconds of a step on ``size`` hosts."""
+    listed = ",".join(f"{host.address}:1" for host in hosts[:size])
+    file = folder / "bench.json"
+    options = ("--model", model, "--steps", config.steps, "--no-scaling", "--json", file)
+    launch([inside(hosts[0], "hvdkit", "bench", "-H", listed, *options)], env=environment(PYTHONPATH=str(ROOT)))
+    return float(json.loads(file.read_text())["runs"][0]["ms_per_step"]) / 1000
+
+
+def predicted(measured: Measured, size: int) -> float:
+    """Return the predicted seconds of a step on ``size`` hosts that share this machine's cores."""
+    link = fit(measured.exchanges, measured.copy, CYCLE_SECONDS)
+    crowd = max(1.0, size / CORES) * max(1.0, measured.compute_together / measured.compute_alone)
+    return step(measured, size, link, crowd=crowd if size > 1 else 1.0, bucket_bytes=BUCKET_BYTES).total
+
+
+def compare(hosts: Hosts, model: str, rate: str, config: Config) -> tuple[Measured, list[list[object]]]:
+    """Return what was measured on two hosts, and a row for each number of hosts."""
+    for host in hosts:
+        host.slow_down(rate, burst="256kb", latency="50ms")
+    with tempfile.TemporaryDirectory() as name:
+        folder, every = Path(name), list(hosts)
+        measured = tuned(every, model, folder, config)
+        times: dict[int, list[float]] = {size: [] for size in SIZES}
+        for _ in range(config.rounds):
+            for size in SIZES:
+                times[size].append(timed(every, model, size, folder, config))
+    rows: list[list[object]] = []
+    for size in SIZES:
+        expected, found = predicted(measured, size), statistics.median(times[size])
+        spread = f"{1e3 * found:.0f} ({1e3 * min(times[size]):.0f}-{1e3 * max(times[size]):.0f})"
+        rows.append(
+            [model, NAMES[rate], size, spread, f"{1e3 * expected:.0f}", f"{100 * (expected / found - 1):+.0f} %"]
+        )
+        print(*rows[-1], file=sys.stderr, flush=True)
+    return measured, rows
+
+
+def extrapolated(every: dict[str, Measured]) -> tuple[Sheet, Picture]:
+    """Return the predicted efficiency of all models on many ranks, by link."""
+    rows: list[list[object]] = []
+    curves: dict[str, list[list[float]]] = {}
+    for model, measured in every.items():
+        for bandwidth in (1e9, 25e9):
+            made = scaling(measured, MANY, bandwidth=bandwidth)
+            rows.append([model, f"{bandwidth / 1e9:.0f} Gbit/s", *(f"{100 * made.efficiency(n):.0f} %" for n in MANY)])
+            curves[f"{model}, {bandwidth / 1e9:.0f} Gbit/s"] = [[n, made.efficiency(n)] for n in MANY]
+    header = ["model", "link", *map(str, MANY)]
+    title = "Predicted efficiency by ranks, each computing on one core of this machine, a link a rank"
+    return Sheet(title=title, header=header, rows=rows), Picture(
+        name="scaling", x_label="ranks", y_label="predicted efficiency", curves=curves
+    )
+
+
+def published() -> Sheet:
+    """Return the prediction for 512 GPUs of 2017 beside what Horovod's paper has."""
+    rows: list[list[object]] = []
+    for name, (speed, weights, late, efficiency) in PUBLISHED.items():
+        # Convolutions: 40 gradients of one size, computed one after the other; fully connected layers: at once.
+        early = [Gradient(int(4e6 * (weights - late) / 40), 1 - i / 60) for i in range(40)]
+        gradients = (*early, Gradient(int(4e6 * late), 0.35))
+        compute = 64 / speed
+        measured = Measured(
+            model=name, batch=64, ranks=1, local_ranks=4, compute_alone=compute, compute_together=compute,
+            spread=0.01 * compute, gradients=gradients, copy=0.0, exchanges=(),
+        )  # fmt: skip
+        found = step(measured, 512, PAPER, bucket_bytes=64 * 1024 * 1024)
+        megabytes = f"{measured.gradient_bytes / 1e6:.0f} MB"
+        rows.append([name, megabytes, f"{100 * compute / found.total:.0f} %", f"{100 * efficiency:.0f} %"])
+    header = ["model", "gradients", "predicted", "published"]
+    title = "512 P100 GPUs, 4 on a server with one link of 25 Gbit/s, messages of 64 MB as Horovod's defaults had it"
+    return Sheet(title=title, header=header, rows=rows)
+
+
+def main() -> int:
+    """Compare, record, and return MISSED where a prediction is off by more than the limit."""
+    config = tyro.cli(Config, description=__doc__)
+    if (why := missing()) is not None:
+        print(f"scaling: not measured, there are no hosts on this machine: {why}", file=sys.stderr)
+        return 0
+    rows: list[list[object]] = []
+    every: dict[str, Measured] = {}
+    with Hosts(4) as hosts:
+        for model in config.models:
+            for rate in config.rates:
+                every[model], more = compare(hosts, model, rate, config)
+                rows += more
+        with tempfile.TemporaryDirectory() as name:
+            for model in config.only_predicted:
+                every[model] = tuned(list(hosts), model, Path(name), config)
+    sheet, picture = extrapolated(every)
+    worst = max(abs(float(str(row[-1]).split()[0])) for row in rows) / 100
+    header = ["model", "link", "hosts", "measured ms", "predicted ms", "error"]
+    record = recorded(
+        "scaling",
+        "What more ranks would bring",
+        ABOUT,
+        config,
+        sheets=[Sheet(title="Predicted and measured steps", header=header, rows=rows), sheet, published()],
+        pictures=[picture],
+        notes=[
+            f"largest error {100 * worst:.0f} %, goal ≤ {100 * LIMIT:.0f} %: {'met' if worst <= LIMIT else 'MISSED'}"
+        ],
+    )
+    return finish(record, config, missed=worst > LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
