@@ -8,6 +8,7 @@ how much it is given, so that branches not taken do not count.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -142,12 +143,14 @@ class PythonCalls:
         self.by_file: Counter[str] = Counter()
 
     def start(self) -> None:
-        """Begin to count, or go on."""
+        """Begin to count; the garbage collector, which may call functions at any time, rests meanwhile."""
+        gc.disable()
         sys.setprofile(self._note)
 
     def stop(self) -> None:
         """Count no more."""
         sys.setprofile(None)
+        gc.enable()
 
     def _note(self, frame: Any, event: str, argument: Any) -> None:
         if event == "call":
