@@ -1,7 +1,6 @@
 """Rows of a batch where TensorFlow takes them as they lie.
 
-TensorFlow copies a NumPy array that it is given, and once more where the copy does not begin at a multiple of 64 bytes:
-0.4 ms a MB, and some 50 microseconds an array on top where a ``tf.function`` is called with it.
+TensorFlow copies a NumPy array that it is given, and once more where the copy does not begin at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
