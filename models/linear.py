@@ -49,7 +49,11 @@ def run(config: Config) -> float:
     """Train over all ranks, printing epoch, loss, W and b on the chief; return the held-out mean squared error."""
     data = config.load()
     batches = hk.data.GlobalBatches(
-        (data.x_train, data.y_train), config.batch_size, shuffle_seed=config.seed, epochs=config.epochs
+        (data.x_train, data.y_train),
+        config.batch_size,
+        shuffle_seed=config.seed,
+        epochs=config.epochs,
+        as_tensors=True,
     )
     keras.utils.set_random_seed(config.seed)
     model = keras.Sequential([keras.Input(data.x_train.shape[1:]), keras.layers.Dense(1)])

@@ -89,7 +89,12 @@ def run(config: Config) -> tuple[float, float]:
     keras.utils.set_random_seed(config.seed)
     model = Recommender(data.rows, config.width, config.seed)
     batches = hk.data.GlobalBatches(
-        data.part(False), config.batch_size, shuffle_seed=config.seed, epochs=config.epochs, remainder="drop"
+        data.part(False),
+        config.batch_size,
+        shuffle_seed=config.seed,
+        epochs=config.epochs,
+        remainder="drop",
+        as_tensors=True,
     )
     model({name: part[:1] for name, part in data.part(False)[0].items()})
     optimizer = hk.DistributedOptimizer(keras.optimizers.get(

@@ -50,7 +50,11 @@ def train_classifier(config: cifar10.Config) -> None:
     """Build on every rank, train from where the logdir is, evaluate, compare the ranks."""
     data = config.load()
     batches = hk.data.GlobalBatches(
-        (data.x_train, data.y_train), config.global_batch_size(), shuffle_seed=config.seed, remainder="drop"
+        (data.x_train, data.y_train),
+        config.global_batch_size(),
+        shuffle_seed=config.seed,
+        remainder="drop",
+        as_tensors=True,
     )
     model = config.build(data)
     model.compile(config.optimizer(), _loss(), jit_compile=False)

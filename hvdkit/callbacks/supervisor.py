@@ -59,15 +59,17 @@ class SupervisorCallback(keras.callbacks.Callback):
         self._logdir, self._until, self._data, self._options = logdir, until, data, options
         self._variables, self._state = list(variables), dict(state or {})
         self._seen = self._ends_at = 0  # batches of this epoch, and where it ends if it was begun by an earlier run
+        self._counting: list[Any] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore or initialise, and tell Keras the epoch to go on with."""
+        self._counting = stateful_callbacks(self.model)
         self.supervisor = Supervisor(
             self._logdir,
             model=self.model,
             data=self._data,
             variables=self._variables,
-            state={**self._state, "callbacks": _States(self.model)},
+            state={**self._state, "callbacks": _States(self._counting)},
             **self._options,
         )
         self.supervisor.__enter__()
@@ -101,11 +103,12 @@ class SupervisorCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Note the steps done; with ``steps_per_execution`` Keras calls once for several."""
-        for callback in stateful_callbacks(self.model):
+        for callback in self._counting:
             callback.count(batch)  # before a save takes their states: their own turn may come after this one's
         steps, self._seen = batch + 1 - self._seen, batch + 1
-        self._session.advance(steps, logs or {}, ahead=True)
-        if self._session.should_stop() or self._is_done():
+        session = self._session
+        session.advance(steps, logs or {}, ahead=True)
+        if session.should_stop() or self._is_done():
             self.model.stop_training = True
         elif self._ends_at and self._seen >= self._ends_at and not self.model.stop_training:
             self.model.stop_training = _END_OF_EPOCH
@@ -158,9 +161,9 @@ _END_OF_EPOCH = _EndOfEpoch()
 class _States:
     """The states of hvdkit's callbacks in this ``fit``, by class; one that is new in this run begins anew."""
 
-    def __init__(self, model: Any):
+    def __init__(self, callbacks: Iterable[Any]):
         self._callbacks: dict[str, Any] = {}
-        for callback in stateful_callbacks(model):
+        for callback in callbacks:
             same = sum(name.startswith(type(callback).__name__) for name in self._callbacks)
             self._callbacks[f"{type(callback).__name__}{same or ''}"] = callback
 

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from hvdkit import cluster
 from hvdkit.arguments import integer
+from hvdkit.cluster.logs import get_logger
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.order import Remainder
 from hvdkit.data.stream import StreamSource
@@ -38,6 +39,19 @@ def world(rank: int | None, size: int | None) -> tuple[int, int]:
     return rank, size
 
 
+def check_state(state: Any, own: dict[str, Any]) -> None:
+    """Raise ValueError unless ``state`` is of the run that ``own`` is of, so that its position means the same here."""
+    missing = {"epoch", "step", *own} - set(state)
+    if missing:
+        raise ValueError(
+            describe("state", f"no {sorted(missing)}", "what GlobalBatches.state returned", "pass it unchanged")
+        )
+    learnt = {"examples", "steps_per_epoch"}  # a stream may not know them yet
+    for key, expected in own.items():
+        if state[key] != expected and not (key in learnt and None in (state[key], expected)):
+            raise ValueError(describe(f"state[{key!r}]", state[key], f"{expected!r}, as now", _REMEDIES[key]))
+
+
 def source(data: Any, map_fn: Callable[..., Any] | None, shuffle_buffer: int | None) -> ArraySource | StreamSource:
     """Return ``data`` as a source of examples."""
     if shuffle_buffer is not None:
@@ -52,3 +66,25 @@ def source(data: Any, map_fn: Callable[..., Any] | None, shuffle_buffer: int | N
                          "and each batch can be mapped after it is read")
             )  # fmt: skip
     return ArraySource(data)
+
+
+def warn_of_filler(examples: int | None, batch_size: int) -> None:
+    """Say what a short last batch that is filled up does to Keras's metrics, if there is one."""
+    if short := (examples or 0) % batch_size:
+        get_logger().warning(
+            "remainder: got 'pad', and an epoch's last batch has %d examples of %d; the gradients are right, but "
+            "Keras's metrics will count these as a whole batch; pass remainder='drop' for exact metrics",
+            short,
+            batch_size,
+        )
+
+
+_REMEDIES = {
+    "seed": "pass the same shuffle_seed as before",
+    "examples": "give the data set of the saved run, or start afresh",
+    "batch_size": "pass the same global_batch_size as before, whatever the number of ranks",
+    "remainder": "pass the same remainder as before",
+    "steps_per_epoch": "give the data set of the saved run, or start afresh",
+    "shuffle_buffer": "pass the same shuffle_buffer as before",
+    "order_check": "use the NumPy of the saved run: this one shuffles in another way",
+}

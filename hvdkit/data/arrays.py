@@ -10,6 +10,7 @@ import numpy as np
 import optree
 
 from hvdkit.data import order
+from hvdkit.data.memory import aligned_empty
 from hvdkit.errors import describe
 
 
@@ -105,6 +106,30 @@ class ArraySource:
             indices = order.row_indices(i, examples, batch_size, rows, shuffled)
             yield self.read(indices), order.real_examples(i, examples, batch_size)
 
+    def open_several(
+        self, start: int, most: int, rows: tuple[int, int], batch_size: int, seed: int | None,
+        remainder: order.Remainder,
+    ) -> Iterator[tuple[Any, list[int]]]:  # fmt: skip
+        """Yield ``rows`` of several global batches at once, without end, from step ``start`` of the training on.
+
+        Of an epoch up to ``most`` batches: arrays ``[batches, rows, ...]``, and the batches' numbers of real examples.
+        """
+        examples, steps = self.examples, order.steps_per_epoch(self.examples, batch_size, remainder)
+        epoch, step = divmod(start, steps)
+        while True:
+            shuffled = order.epoch_order(examples, seed, epoch)
+            for first in range(step, steps, most):
+                some = range(first, min(first + most, steps))
+                indices = [order.row_indices(i, examples, batch_size, rows, shuffled) for i in some]
+                flat = self.read(np.concatenate(indices))
+                yield self._cut(flat, len(some)), [order.real_examples(i, examples, batch_size) for i in some]
+            epoch, step = epoch + 1, 0
+
+    @staticmethod
+    def _cut(structure: Any, parts: int) -> Any:
+        """Return the arrays ``[parts * n, ...]`` of a structure as ``[parts, n, ...]``."""
+        return optree.tree_map(lambda array: array.reshape(parts, -1, *array.shape[1:]), structure)
+
     def batch_spec(self, rows: int) -> Any:
         """Return the structure of ``tf.TensorSpec`` of a batch of so many rows."""
         import tensorflow as tf
@@ -154,7 +179,9 @@ class _Column:
     def read(self, indices: np.ndarray) -> np.ndarray:
         """Return a copy of the rows ``indices``."""
         if self._contiguous:
-            rows = self._array.take(indices, axis=0)
+            rows = aligned_empty((len(indices), *self._array.shape[1:]), self._array.dtype)
+            # "raise" would fill a second array first, to leave this one as it was; indices are within the epoch.
+            self._array.take(indices, axis=0, out=rows, mode="clip")
         elif self._is_numpy:
             rows = self._array[indices]
         else:

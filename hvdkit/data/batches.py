@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import optree
 
 from hvdkit.arguments import integer
-from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import spending
 from hvdkit.data import arguments, order
-from hvdkit.data.keras_dataset import keras_dataset
+from hvdkit.data.arrays import ArraySource
+from hvdkit.data.keras_dataset import batches_at_once, keras_dataset
+from hvdkit.data.memory import tensor_of
 from hvdkit.errors import describe
 
 
@@ -38,6 +41,7 @@ class GlobalBatches(Iterator[Any]):
         epochs: Stop after so many epochs. None goes on for ever.
         remainder: What becomes of an epoch's short last batch: "pad" or "drop".
         with_sample_weight: Yield ``(x, y, sample_weight)`` for data ``(x, y)``, as Keras expects it.
+        as_tensors: Yield TensorFlow tensors, made without a copy, which a ``tf.function`` takes faster than arrays.
         map_fn: For a ``tf.data.Dataset``: a function from one example to another, run on this rank's rows only.
         shuffle_buffer: For a ``tf.data.Dataset``: shuffle through a buffer of so many examples. The shuffle is
             complete when it is at least the number of examples.
@@ -46,7 +50,7 @@ class GlobalBatches(Iterator[Any]):
 
     Yields:
         What was given (array for array, tuple for tuple, dict for dict), each ``[local rows, ...]``, where local rows
-        = ``(r+1)*B//N - r*B//N``. NumPy arrays; TensorFlow tensors from a ``tf.data.Dataset``.
+        = ``(r+1)*B//N - r*B//N``. NumPy arrays; TensorFlow tensors from a ``tf.data.Dataset`` or ``as_tensors``.
 
     Raises:
         TypeError: The data is not made of arrays, or is made of object arrays; an argument has the wrong type.
@@ -69,6 +73,7 @@ class GlobalBatches(Iterator[Any]):
         epochs: int | None = None,
         remainder: order.Remainder = "pad",
         with_sample_weight: bool = False,
+        as_tensors: bool = False,
         map_fn: Callable[..., Any] | None = None,
         shuffle_buffer: int | None = None,
         rank: int | None = None,
@@ -86,14 +91,14 @@ class GlobalBatches(Iterator[Any]):
             )  # fmt: skip
         self._source = arguments.source(arrays_or_source, map_fn, shuffle_buffer)
         self._rows = order.local_rows(self._batch_size, self._rank, self._size)
-        self._with_sample_weight = with_sample_weight
+        self._with_sample_weight, self._as_tensors = with_sample_weight, as_tensors
+        self._weights: tuple[int, Any] = (0, None)  # the last global_count asked for, and its sample_weight
         if with_sample_weight:
             self._require_pairs("with_sample_weight=True")
         self._steps_per_epoch = self._known_steps_per_epoch()
         self._order_check = order.order_check(self._seed)
         self._epoch = self._step = 0  # of the next batch
-        self._restores = 0
-        self._epoch_yielded = 0
+        self._restores = self._epoch_yielded = 0
         self._count: int | None = None  # b of the batch just yielded
         self._reader: Iterator[tuple[Any, int]] | None = None
 
@@ -130,13 +135,17 @@ class GlobalBatches(Iterator[Any]):
         return min(max(self.global_count - first, 0), last - first)
 
     @property
-    def sample_weight(self) -> np.ndarray:
+    def sample_weight(self) -> Any:
         """Float32 ``[local rows]``: ``mask * N * L / b``, with L local rows and b = ``global_count``.
 
         Each rank's ``mean(sample_weight * loss)``, averaged over the ranks, is the mean of the loss over the b real
         examples of the global batch. So is the gradient.
         """
-        return order.sample_weights(self.mask, self.global_count, self._size)
+        if self._as_tensors and self._weights[0] == self.global_count:
+            return self._weights[1]
+        weights = order.sample_weights(self.mask, self.global_count, self._size)
+        self._weights = self.global_count, tensor_of(weights) if self._as_tensors else weights
+        return self._weights[1]
 
     @property
     def epoch(self) -> int:
@@ -192,16 +201,7 @@ class GlobalBatches(Iterator[Any]):
             ValueError: The state is of another seed, data set size or batch size, so that its position means
                 nothing here; or it is not a state.
         """
-        own = self._identity()
-        missing = {"epoch", "step", *own} - set(state)
-        if missing:
-            raise ValueError(
-                describe("state", f"no {sorted(missing)}", "what GlobalBatches.state returned", "pass it unchanged")
-            )
-        learnt = {"examples", "steps_per_epoch"}  # a stream may not know them yet
-        for key, expected in own.items():
-            if state[key] != expected and not (key in learnt and None in (state[key], expected)):
-                raise ValueError(describe(f"state[{key!r}]", state[key], f"{expected!r}, as now", _REMEDIES[key]))
+        arguments.check_state(state, self._identity())
         if self._steps_per_epoch is None:
             self._steps_per_epoch = state["steps_per_epoch"]
         self._epoch = self._epoch_yielded = integer("state['epoch']", state["epoch"], minimum=0)
@@ -210,10 +210,7 @@ class GlobalBatches(Iterator[Any]):
         self._restores += 1
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return a cheap summary, fit for JSON, that is equal on all ranks if they were given the same data.
-
-        Holds seed, batch size, lengths, shapes, dtypes and a checksum of a few rows.
-        """
+        """Return what is equal on all ranks with the same data: seed, sizes, dtypes, a checksum of a few rows; for JSON."""
         return {**self._source.fingerprint(), "seed": self._seed, "batch_size": self._batch_size,
                 "remainder": self._remainder}  # fmt: skip
 
@@ -242,16 +239,14 @@ class GlobalBatches(Iterator[Any]):
                 describe("arrays_or_source", "a tf.data.Dataset of unknown length", "a known one",
                          "give it: dataset.apply(tf.data.experimental.assert_cardinality(n))")
             )  # fmt: skip
-        short = (self._source.examples or 0) % self._batch_size
-        if short and self._remainder == "pad" and self._rank == 0:
-            get_logger().warning(
-                "remainder: got 'pad', and an epoch's last batch has %d examples of %d; the gradients are right, but "
-                "Keras's metrics will count these as a whole batch; pass remainder='drop' for exact metrics",
-                short,
-                self._batch_size,
-            )
+        if self._rank == 0 and self._remainder == "pad":
+            arguments.warn_of_filler(self._source.examples, self._batch_size)
         spec = self._source.batch_spec(self._rows[1] - self._rows[0])
-        return keras_dataset(self._copy_at, lambda: (self._restores, self.step), self._steps_per_epoch, spec)
+        several = batches_at_once(spec) if isinstance(self._source, ArraySource) else 1
+        return keras_dataset(
+            lambda at: self._several_at(at, several), lambda: (self._restores, self.step),
+            self._steps_per_epoch, spec, at_once=several,
+        )  # fmt: skip
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
@@ -272,6 +267,8 @@ class GlobalBatches(Iterator[Any]):
         if self._steps_per_epoch is not None and self._step > self._steps_per_epoch:
             raise self._unequal_epochs("more")
         self._count, self._epoch_yielded = count, self._epoch
+        if self._as_tensors:
+            batch = optree.tree_map(tensor_of, batch)
         return (*batch, self.sample_weight) if self._with_sample_weight else batch
 
     def _end_epoch(self) -> None:
@@ -307,9 +304,23 @@ class GlobalBatches(Iterator[Any]):
     def _copy_at(self, global_step: int) -> GlobalBatches:
         """Return an iterator of its own over the same data that yields (x, y, sample_weight) from there."""
         other = copy.copy(self)
-        other._with_sample_weight = True
+        other._with_sample_weight, other._as_tensors = True, False
         other.restore(self.state_at(global_step))
         return other
+
+    def _several_at(self, global_step: int, most: int) -> Iterator[tuple[int, Any]]:
+        """Yield, from there on, numbers of batches and the batches ``(x, y, sample_weight)``; see keras_dataset."""
+        if most == 1 or not isinstance(self._source, ArraySource):
+            yield from ((1, batch) for batch in self._copy_at(global_step))
+            return
+        end = math.inf if self._epochs is None else self._epochs * (self._steps_per_epoch or 0)
+        how = (self._rows, self._batch_size, self._seed, self._remainder)
+        for batches, counts in self._source.open_several(global_step, most, *how):
+            if global_step >= end:
+                return
+            weights = [order.sample_weights(order.real_rows(n, self._rows), n, self._size) for n in counts]
+            yield len(counts), (*batches, np.stack(weights))
+            global_step += len(counts)
 
     def _require_pairs(self, what: str) -> None:
         structure = self._source.structure
@@ -335,12 +346,3 @@ def _no_batch(got: str, batch_size: int) -> ValueError:
 
 
 _END: tuple[Any, int] = (None, 0)
-_REMEDIES = {
-    "seed": "pass the same shuffle_seed as before",
-    "examples": "give the data set of the saved run, or start afresh",
-    "batch_size": "pass the same global_batch_size as before, whatever the number of ranks",
-    "remainder": "pass the same remainder as before",
-    "steps_per_epoch": "give the data set of the saved run, or start afresh",
-    "shuffle_buffer": "pass the same shuffle_buffer as before",
-    "order_check": "use the NumPy of the saved run: this one shuffles in another way",
-}

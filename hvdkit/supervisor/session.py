@@ -227,16 +227,17 @@ class Supervisor:
         self._require_open()
         if self._preempted is not None:  # the loop did not stop when the ranks had agreed to
             raise SystemExit(PREEMPTED)
-        before = self.global_step
+        before = self._position.step
         self._position.advance(steps, ahead=ahead)
-        PROGRESS.at_step(self.global_step)
+        now = self._position.step
+        PROGRESS.at_step(now)
         self._loss = scalars.get("loss")
-        if _crosses(self._summary_steps, before, self.global_step) and scalars:
+        if _crosses(self._summary_steps, before, now) and scalars:
             self._summarise(scalars)
         if self._detector is not None:
-            self._detector.check(self.global_step)
-        save = _crosses(self._save_steps, before, self.global_step)
-        if save or self._pace.due(self.global_step):
+            self._detector.check(now)
+        save = _crosses(self._save_steps, before, now)
+        if save or self._pace.due(now):
             self._agree(save)
 
     def save(self, *, wait: bool = True) -> Path:

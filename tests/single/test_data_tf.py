@@ -1,5 +1,6 @@
 """hvdkit.data with TensorFlow: a tf.data.Dataset as the source, and batches for Keras fit."""
 
+import itertools
 import random
 
 import keras
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.data import GlobalBatches
+from hvdkit.data import GlobalBatches, arrays, keras_dataset
+from hvdkit.data.arrays import ArraySource
 
 OPTIONS = [{}, {"shuffle_seed": 4, "shuffle_buffer": 8}, {"shuffle_seed": 4}]
 
@@ -202,8 +204,10 @@ def fitted(dataset, epochs):
     return model.get_weights()[0]
 
 
-@pytest.mark.parametrize("start", [0, 3])
-def test_fit_sees_the_batches_of_the_loop(start):
+@pytest.mark.parametrize(("start", "most"), [(0, 16), (3, 16), (3, 3), (3, 1)])
+def test_fit_sees_the_batches_of_the_loop(start, most, monkeypatch):
+    """Also where TensorFlow gets several batches at once, fewer at an epoch's end, and one by one, as large ones."""
+    monkeypatch.setattr(keras_dataset, "_MOST_AT_ONCE", most)
     x, y = linear_data()
     options = {"shuffle_seed": 1, "rank": 0, "size": 1}
     loop = GlobalBatches((x, y), 10, **options)
@@ -216,6 +220,49 @@ def test_fit_sees_the_batches_of_the_loop(start):
     np.testing.assert_allclose(fitted(dataset, epochs=3), expected.w, rtol=1e-5)
     assert batches.step == start, "fit moved the iterator"
     assert batches.state_at(start + 12) == loop.state
+
+
+def test_small_batches_are_read_several_at_once(monkeypatch):
+    """Python is asked once for up to 16 of them, and for each of those that are large."""
+    reads, read = [], ArraySource.read
+    monkeypatch.setattr(ArraySource, "read", lambda self, indices: reads.append(len(indices)) or read(self, indices))
+    x = np.zeros((40 * 8, 4), np.float32)
+    dataset = GlobalBatches((x, x), 8, rank=0, size=1).as_keras()
+    reads.clear()
+    assert len(list(dataset)) == 40 and reads == [16 * 8, 16 * 8, 8 * 8]
+    large = np.zeros((6 * 64, 1000, 3), np.float32)
+    dataset = GlobalBatches((large, large[:, 0]), 64, rank=0, size=1).as_keras()
+    reads.clear()
+    assert len(list(dataset)) == 6 and reads == [64] * 6
+
+
+def test_strings_and_numbers_that_dlpack_lacks_reach_fit_and_the_loop():
+    words, flags = np.array(["a", "bcd", "ef", "g"] * 5), np.arange(20) % 2 == 0
+    batches = GlobalBatches(({"words": words, "flags": flags}, np.arange(20.0)), 4, as_tensors=True, rank=0, size=1)
+    for x, y in (next(iter(batches.as_keras()))[:2], next(batches)):
+        assert x["words"].numpy().tolist() == [b"a", b"bcd", b"ef", b"g"]
+        assert x["flags"].numpy().tolist() == [True, False, True, False] and y.numpy().tolist() == [0, 1, 2, 3]
+
+
+def test_tensors_are_made_without_a_copy(monkeypatch):
+    """TensorFlow has the very memory into which the rows were read, and the data are left alone."""
+    made, make = [], arrays.aligned_empty
+    monkeypatch.setattr(arrays, "aligned_empty", lambda *kind: made.append(make(*kind)) or made[-1])
+    data = np.arange(60.0, dtype=np.float32).reshape(20, 3)
+    batches = GlobalBatches((data, np.arange(20)), 8, shuffle_seed=0, as_tensors=True, rank=0, size=2)
+    made.clear()
+    x, y = next(batches)
+    assert [array.ctypes.data % 64 for array in made] == [0, 0]
+    made[0][0] = made[1][0] = 77
+    assert x.numpy()[0].tolist() == [77] * 3 and y.numpy()[0] == 77
+    assert 77 not in data and isinstance(batches.sample_weight, tf.Tensor)
+    plain = GlobalBatches((data, np.arange(20)), 8, shuffle_seed=0, rank=0, size=2)
+    next(plain)
+    for (tensors, numbers), (rows, others) in zip(itertools.islice(batches, 7), plain, strict=False):
+        assert isinstance(tensors, tf.Tensor) and isinstance(rows, np.ndarray)
+        np.testing.assert_array_equal(tensors, rows)
+        np.testing.assert_array_equal(numbers, others)
+        np.testing.assert_array_equal(batches.sample_weight, plain.sample_weight)
 
 
 def test_as_keras_of_ranks_makes_the_global_batches():

@@ -1,0 +1,161 @@
+"""What a training step does, in numbers that are the same on every machine: exchanges, bytes, traces, Python calls.
+
+Exchanges are counted where Horovod's ops are made, the one way by which hvdkit, its gradients and Horovod's own
+Python reach the wire. Each op that is made in a graph gets a counter beside it, which counts how often it runs and
+how much it is given, so that branches not taken do not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.framework import func_graph
+
+from hvdkit.cluster.progress import PROGRESS
+
+EXCHANGES = ("allreduce", "allgather", "alltoall", "broadcast", "reducescatter")
+_MOST_OPS = 256
+
+
+class Exchange(NamedTuple):
+    """One of Horovod's ops, as often as it has run.
+
+    Attributes:
+        kind: "allreduce", "alltoall", ...
+        tensors: how many travel in it.
+        runs: how often it ran.
+        bytes: what this rank gave it, in all runs.
+    """
+
+    kind: str
+    tensors: int
+    runs: int
+    bytes: int
+
+
+@dataclass
+class _Op:
+    kind: str
+    tensors: int
+    itemsize: int
+
+
+class Counts:
+    """What has been counted since the last look.
+
+    Attributes:
+        traced: names of the functions that TensorFlow traced, branches and loop bodies included.
+    """
+
+    def __init__(self) -> None:
+        self.traced: Counter[str] = Counter()
+        self._ops: list[_Op] = []
+        with tf.device("CPU:0"):  # of each op its runs, and the elements given to it; functions may make no variables
+            self._table = tf.Variable(tf.zeros([_MOST_OPS, 2], tf.int64), trainable=False)
+        self._seen = self._table.numpy()
+        self._eager = PROGRESS.count
+
+    def exchanges(self) -> list[Exchange]:
+        """Return the exchanges since the last look, in the order in which they were traced; none that did not run."""
+        before, self._seen = self._seen, self._table.numpy()
+        rows = zip(self._ops, (self._seen - before).tolist(), strict=False)
+        return [Exchange(op.kind, op.tensors, runs, n * op.itemsize) for op, (runs, n) in rows if runs]
+
+    def eager(self) -> int:
+        """Return how many eager collectives and exchanges of objects there were since the last look."""
+        before, self._eager = self._eager, PROGRESS.count
+        return PROGRESS.count - before
+
+    def look(self) -> None:
+        """Forget what was counted so far."""
+        self.exchanges()
+        self.eager()
+        self.traced.clear()
+
+    def made(self, kind: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Make one of Horovod's ops, and count beside it."""
+        given = tf.nest.flatten(args[0])
+        if (
+            tf.inside_function() or options.get("name") != "hvdkit.objects"
+        ):  # objects are counted as eager, above MPI too
+            self._count(kind, [tf.convert_to_tensor(x) for x in given])
+        return function(*args, **options)
+
+    def _count(self, kind: str, given: list[tf.Tensor]) -> None:
+        elements = tf.add_n([tf.size(x, out_type=tf.int64) for x in given])
+        self._table.scatter_nd_add([[len(self._ops)]], tf.stack([tf.constant(1, tf.int64), elements])[None])
+        self._ops.append(_Op(kind, len(given), given[0].dtype.size))
+
+
+class _Library:
+    """Horovod's library of ops, with every exchange counted."""
+
+    def __init__(self, library: Any, counts: Counts) -> None:
+        self._library, self._counts = library, counts
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._library, name)
+        kind = name.removeprefix("horovod_").removeprefix("grouped_")
+        if kind not in EXCHANGES:
+            return function
+        return lambda *args, **options: self._counts.made(kind, function, *args, **options)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counts]:
+    """Count what happens within the context. Functions have to be traced within it, too.
+
+    Example::
+
+        with counting() as counts:
+            step(batch)
+            counts.look()
+            step(batch)
+            assert counts.exchanges() == [Exchange("allreduce", 4, 1, 848)]
+            assert not counts.traced
+    """
+    from horovod.tensorflow import mpi_ops
+
+    counts, library, trace = Counts(), mpi_ops.MPI_LIB, func_graph.func_graph_from_py_func
+
+    def traced(name: str, *args: Any, **options: Any) -> Any:
+        counts.traced[name] += 1
+        return trace(name, *args, **options)
+
+    mpi_ops.MPI_LIB, func_graph.func_graph_from_py_func = _Library(library, counts), traced
+    try:
+        yield counts
+    finally:
+        mpi_ops.MPI_LIB, func_graph.func_graph_from_py_func = library, trace
+
+
+class PythonCalls:
+    """Counts the Python functions that this thread calls between :meth:`start` and :meth:`stop`, by file."""
+
+    def __init__(self) -> None:
+        self.by_file: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """Begin to count; the garbage collector, which may call functions at any time, rests meanwhile."""
+        gc.disable()
+        sys.setprofile(self._note)
+
+    def stop(self) -> None:
+        """Count no more."""
+        sys.setprofile(None)
+        gc.enable()
+
+    def _note(self, frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            self.by_file[frame.f_code.co_filename] += 1
+
+    def total(self) -> int:
+        """Return how many functions were called, without this class's own."""
+        return sum(n for file, n in self.by_file.items() if file != __file__)

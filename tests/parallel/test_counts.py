@@ -1,0 +1,391 @@
+"""What a step costs, in counts: a guard against regressions that no other load on the machine can upset."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+from hvdkit.supervisor import session
+from hvdkit.supervisor.pace import Pace
+from hvdkit.variable.faults import FAULT_WORDS
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from counting import Exchange, PythonCalls, counting
+
+opts = keras.optimizers
+SHAPES = [(8, 16), (16,), (16, 4), (4,)]
+NUMBERS = sum(int(np.prod(shape)) for shape in SHAPES)
+ALL_GRADIENTS = Exchange("allreduce", 4, 1, 4 * NUMBERS)
+ROWS, STEPS = 32, 24
+# Python functions called in a step beside those of the step alone. TensorFlow calls some 700 for any tf.function.
+MOST_CALLS_OF_A_LOOP, MOST_CALLS_OF_CALLBACKS = 75, 60
+X = np.random.default_rng(0).normal(size=(ROWS * STEPS, 8)).astype(np.float32)
+Y = X[:, :4] * 2
+
+
+@pytest.fixture
+def counts():
+    with counting() as counted:
+        yield counted
+
+
+def among(size, *exchanges):
+    """Return what several ranks exchange; one alone exchanges nothing."""
+    return list(exchanges) if size > 1 else []
+
+
+def update_of(optimizer):
+    """Return a step that gives an optimizer gradients of a small dense network, and takes a factor."""
+    variables = [keras.Variable(np.zeros(shape, "f4")) for shape in SHAPES]
+    optimizer.build(variables)
+    return tf.function(lambda x: optimizer.apply([x * tf.ones(v.shape) for v in variables], variables))
+
+
+def network(optimizer=None):
+    """Return a small dense network, built from equal values on all ranks."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(4)])
+    if optimizer is not None:
+        model.compile(optimizer, "mse", jit_compile=False)
+    return model
+
+
+def step_of(model, optimizer):
+    """Return a hand-written training step."""
+
+    @tf.function
+    def train_step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    return train_step
+
+
+# ---- exchanges and bytes of one update ------------------------------------------------------------------------
+
+
+def of_bf16(size):
+    """Two halves of a ring: every rank gets its share of all numbers, and shares are gathered."""
+    share = -(-NUMBERS // size)
+    return [Exchange("alltoall", 1, 1, 2 * share * size), Exchange("allgather", 1, 1, 2 * share)]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, lambda size: [ALL_GRADIENTS]),
+        ({"op": hk.Sum}, lambda size: [ALL_GRADIENTS]),
+        ({"clip_global_norm": 1.0}, lambda size: [ALL_GRADIENTS]),
+        ({"compression": "fp16"}, lambda size: [ALL_GRADIENTS._replace(bytes=2 * NUMBERS)]),
+        ({"compression": "bf16"}, of_bf16),
+        ({"op": None}, lambda size: []),
+    ],
+    ids=str,
+)
+def test_an_update_is_one_exchange_of_all_gradients(options, expected, counts, size):
+    update = update_of(hk.DistributedOptimizer(opts.SGD(0.1), **options))
+    update(tf.constant(1.0))
+    counts.look()
+    update(tf.constant(2.0))
+    assert counts.exchanges() == among(size, *expected(size))
+    assert not counts.traced and counts.eager() == 0
+
+
+def test_steps_that_only_add_up_exchange_nothing(counts, size):
+    update = update_of(hk.DistributedOptimizer(opts.SGD(0.1), accumulate_steps=3))
+    update(tf.constant(1.0))
+    seen = []
+    for _ in range(5):
+        counts.look()
+        update(tf.constant(2.0))
+        seen.append(counts.exchanges())
+    once = among(size, ALL_GRADIENTS)
+    assert seen == [[], once, [], [], once]
+
+
+def test_a_weighted_average_sends_one_number_more(counts, size):
+    w = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+    step = tf.function(lambda n: hk.average_gradients([v + 1.0 for v in w], weight=n))
+    step(tf.constant(2.0))
+    counts.look()
+    step(tf.constant(3.0))
+    assert counts.exchanges() == among(size, Exchange("allreduce", 1, 1, 8), ALL_GRADIENTS)
+
+
+# ---- sparse gradients and sharded tables ----------------------------------------------------------------------
+
+
+def test_sparse_gradients_travel_as_rows_while_these_are_fewer_bytes(counts, size):
+    """Rows in the dense form once the ranks together touch so many that the ring moves less; tiny tables always."""
+    table, tiny = (keras.Variable(np.zeros((rows, 8), "f4")) for rows in (4000, 10))
+    optimizer = hk.DistributedOptimizer(opts.SGD(0.1))
+    optimizer.build([table, tiny])
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)])
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table.value, ids)) + tf.reduce_sum(tf.gather(tiny.value, ids % 10))
+        optimizer.apply(tape.gradient(loss, [table.value, tiny.value]), [table, tiny])
+
+    few, many = np.repeat(np.arange(20) * 7, 3), np.arange(4000)
+    step(few)
+    together, number = Exchange("allreduce", 1, 1, 10 * 8 * 4), Exchange("allreduce", 1, 1, 8)
+    rows = [Exchange("allgather", 1, 1, 20 * 8 * 4), Exchange("allgather", 1, 1, 20 * 4)]
+    dense = Exchange("allreduce", 1, 1, 4000 * 8 * 4)
+    for ids, large in ((few, rows), (many, [dense] if size > 1 else rows)):
+        counts.look()
+        step(ids)
+        assert sorted(counts.exchanges()) == sorted(among(size, together, number, *large))
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_a_lookup_in_all_tables_is_two_alltoalls_and_its_gradient_one(compression, counts, rank, size):
+    """Distinct ids out, their rows back, the rows' gradients out: 4 + 2 * 4 * width bytes a row, 16 bits halve both."""
+    tables = [hk.layers.Table(f"t{i}", 500, 8, combiner="sum") for i in range(3)]
+    layer = hk.layers.ShardedEmbeddingCollection(
+        tables, dict.fromkeys(["t0", "t1", "t2"], "row"), seed=1, compression=compression
+    )
+    layer.build()
+    optimizer = hk.DistributedOptimizer(opts.Adagrad(0.1), clip_global_norm=1.0)
+    optimizer.build(layer.trainable_variables)
+    rng = np.random.default_rng(rank)
+    batches = [{f"t{i}": rng.integers(0, 500, (30, 4)) for i in range(3)} for _ in range(2)]
+
+    @tf.function
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(v) for v in layer(ids, training=True).values()])
+        optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+
+    step(batches[0])
+    counts.look()
+    step(batches[1])
+    seen = counts.exchanges()
+    distinct = sum(len(np.unique(ids)) for ids in batches[1].values())
+    row = 8 * (4 if compression is None else 2)
+    header = FAULT_WORDS + len(layer.trainable_variables)  # to each rank
+    gradients, norm = Exchange("alltoall", 1, 1, distinct * row), Exchange("allreduce", 1, 1, 4)
+    ids = Exchange("alltoall", 1, 1, 4 * (distinct + size * header))
+    assert not counts.traced
+    assert [(e.kind, e.tensors, e.runs) for e in seen] == among(size, *[("alltoall", 1, 1)] * 3, ("allreduce", 1, 1))
+    if size > 1:
+        assert [seen[0], *seen[2:]] == [ids, gradients, norm]
+        # What a rank sends is what others ask of it, which adds up over the ranks.
+        assert hk.allreduce(seen[1].bytes, hk.Sum) == hk.allreduce(distinct, hk.Sum) * row
+
+
+# ---- loops and fit --------------------------------------------------------------------------------------------
+
+
+def test_a_smaller_last_batch_traces_a_step_once_more(counts, size):
+    optimizer = hk.DistributedOptimizer(opts.SGD(0.1))
+    train_step = step_of(network(), optimizer)
+    traces = []
+    for rows in (ROWS, ROWS, ROWS - 3, ROWS, ROWS - 3):
+        train_step(tf.constant(X[:rows]), tf.constant(Y[:rows]))
+        traces.append(train_step.experimental_get_tracing_count())
+    assert traces == [1, 1, 2, 2, 2]
+    assert counts.traced == {"train_step": 2}  # and nothing else
+    for _ in range(2):
+        counts.look()
+        train_step(tf.constant(X[:ROWS]), tf.constant(Y[:ROWS]))
+        assert counts.exchanges() == among(size, ALL_GRADIENTS)
+
+
+class Ticks:
+    """A clock that goes on by 1/128 s at every step, so that agreements come at known steps."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(session, "Pace", lambda seconds: Pace(seconds, clock=lambda: self.now))
+
+    def tick(self):
+        self.now += 1 / 128
+
+
+# After the first two steps, then four times as far each time, until they are 0.25 s apart, here 32 steps.
+AGREEMENTS = [1, 2, 6, 22]
+
+
+def test_a_supervised_loop_exchanges_objects_at_agreements_and_summaries_only(counts, size, shared_path, monkeypatch):
+    clock = Ticks(monkeypatch)
+    model, optimizer = network(), hk.DistributedOptimizer(opts.SGD(0.1))
+    train_step = step_of(model, optimizer)
+    batches = hk.data.GlobalBatches((X, Y), ROWS * size, shuffle_seed=0, as_tensors=True)
+    log = hk.callbacks.StepLog(ROWS, every=10)
+    options = {"save_model_secs": None, "summary_steps": 12, "check_steps": None}
+    eager, exchanged, traced = [], [], []
+    with hk.Supervisor(shared_path, model=model, optimizer=optimizer, data=batches, **options) as sv:
+        counts.look()
+        for x, y in sv.batches(until=30):
+            loss = train_step(x, y)
+            clock.tick()
+            sv.step(loss=loss)
+            log.step(sv.global_step, loss)
+            eager.append(counts.eager())
+            exchanged.append(counts.exchanges())
+            traced.append(sum(counts.traced.values()))
+    assert exchanged == [among(size, ALL_GRADIENTS)] * 30
+    assert traced == traced[:1] * 30
+    due = {step: (step in AGREEMENTS) + (step % 12 == 0) for step in range(1, 31)}
+    assert eager == [due[step] if size > 1 else 0 for step in range(1, 31)]
+    assert train_step.experimental_get_tracing_count() == 1
+
+
+class Watch(keras.callbacks.Callback):
+    """Note what is exchanged and traced in each step of ``fit``.
+
+    Put it last, so that what others do at the end of an epoch counts with its last step.
+    """
+
+    def __init__(self, counts, clock):
+        super().__init__()
+        self.counts, self.clock = counts, clock
+        self.eager, self.exchanged, self.traced = [], [], []
+
+    def on_train_begin(self, logs=None):
+        self.counts.look()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch:
+            self.note()
+        self.clock.tick()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.note()
+
+    def note(self):
+        self.eager.append(self.counts.eager())
+        self.exchanged.append(self.counts.exchanges())
+        self.traced.append(sum(self.counts.traced.values()))
+        self.counts.traced.clear()
+
+
+def test_fit_exchanges_gradients_and_nothing_else(counts, size, shared_path, monkeypatch):
+    """Objects at agreements, summaries and log lines, and the metrics at an epoch's end."""
+    clock = Ticks(monkeypatch)
+    batches = hk.data.GlobalBatches((X, Y), ROWS * size, shuffle_seed=0, remainder="drop")
+    steps, epochs = batches.steps_per_epoch, 30 // batches.steps_per_epoch
+    model, watch = network(hk.DistributedOptimizer(opts.SGD(0.1))), Watch(counts, clock)
+    options = {"save_model_secs": None, "summary_steps": 12, "check_steps": None}
+    callbacks = [
+        hk.callbacks.SupervisorCallback(shared_path, data=batches, **options),
+        hk.callbacks.MetricAverage(),
+        hk.callbacks.StopOnNonFinite(),
+        hk.callbacks.StepLog(ROWS * size, every=10),
+        hk.callbacks.LearningRateWarmup(steps=5),
+        watch,
+    ]
+    model.fit(batches.as_keras(), epochs=epochs, callbacks=callbacks, verbose=0, shuffle=False)
+    trained = range(1, epochs * steps + 1)
+    assert watch.exchanged == [among(size, ALL_GRADIENTS)] * len(trained)
+    due = [(s in AGREEMENTS) + (s % 12 == 0) + (s % 10 == 0) + (s % steps == 0) for s in trained]
+    assert watch.eager == (due if size > 1 else [0] * len(trained))
+    assert watch.traced[0] > 0 and not any(watch.traced[1:])
+
+
+# ---- Python ---------------------------------------------------------------------------------------------------
+
+
+class Profiled(keras.callbacks.Callback):
+    """Count the Python functions that some steps of ``fit`` call, Keras's and all callbacks'."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = PythonCalls()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 2:
+            self.calls.start()
+        elif batch == 6:
+            self.calls.stop()
+            self.per_step = self.calls.total() / 4
+
+
+def calls_in_fit(model, data, callbacks=()):
+    """Return how many Python functions a step of ``fit`` calls."""
+    profiled = Profiled()
+    model.fit(data, callbacks=[profiled, *callbacks], verbose=0, shuffle=False)
+    return profiled.per_step
+
+
+def counted(step, number=4):
+    """Count the Python functions that some calls of ``step`` call, once it has settled."""
+    for _ in range(3):
+        step()
+    calls = PythonCalls()
+    calls.start()
+    for _ in range(number):
+        step()
+    calls.stop()
+    return calls
+
+
+def calls_in(step, number=4):
+    """Return how many Python functions each of some calls of ``step`` calls."""
+    return counted(step, number).total() / number
+
+
+def test_a_step_calls_no_more_python_for_being_distributed():
+    """What hvdkit does to gradients is in the step's graph; none of it is Python in a step."""
+    x, y = tf.constant(X[:ROWS]), tf.constant(Y[:ROWS])
+    plain, ours = (step_of(network(), o) for o in (opts.SGD(0.1), hk.DistributedOptimizer(opts.SGD(0.1))))
+    assert counted(lambda: ours(x, y)).by_file == counted(lambda: plain(x, y)).by_file
+
+
+def test_a_supervised_loop_adds_few_python_calls(size, shared_path, monkeypatch):
+    Ticks(monkeypatch)  # time stands still, so that agreements come ever more seldom
+    model, optimizer = network(), hk.DistributedOptimizer(opts.SGD(0.1))
+    train_step = step_of(model, optimizer)
+    x, y = tf.constant(X[:ROWS]), tf.constant(Y[:ROWS])
+    alone = calls_in(lambda: train_step(x, y))
+    batches = hk.data.GlobalBatches((X, Y), ROWS * size, shuffle_seed=0, as_tensors=True)
+    log = hk.callbacks.StepLog(ROWS, every=1000)
+    options = {"save_model_secs": None, "summary_steps": 1000}
+    with hk.Supervisor(shared_path, model=model, optimizer=optimizer, data=batches, **options) as sv:
+        source = sv.batches()
+
+        def supervised():
+            loss = train_step(*next(source))
+            sv.step(loss=loss)
+            log.step(sv.global_step, loss)
+
+        for _ in range(6):
+            supervised()
+        added = calls_in(supervised) - alone
+    assert 0 < added <= MOST_CALLS_OF_A_LOOP
+
+
+def test_fit_with_all_callbacks_adds_few_python_calls(counts, size, shared_path, monkeypatch):
+    Ticks(monkeypatch)
+    data = tf.data.Dataset.from_tensor_slices((X, Y, Y[:, 0])).batch(ROWS, drop_remainder=True)
+    batches = hk.data.GlobalBatches((X, Y), ROWS, shuffle_seed=0, remainder="drop", rank=0, size=1)
+    dataset = batches.as_keras()
+    counts.look()
+    plain = calls_in_fit(network(opts.SGD(0.1)), data)
+    traced = sorted(counts.traced.values())
+    counts.look()
+    model = network(hk.DistributedOptimizer(opts.SGD(0.1)))
+    bare = calls_in_fit(model, dataset)
+    assert sorted(counts.traced.values()) == traced
+    options = {"save_model_secs": None, "summary_steps": 1000}
+    callbacks = [
+        hk.callbacks.SupervisorCallback(shared_path, data=batches, **options),
+        hk.callbacks.MetricAverage(),
+        hk.callbacks.StopOnNonFinite(),
+        hk.callbacks.StepLog(ROWS * size, every=1000),
+        hk.callbacks.LearningRateWarmup(steps=1),
+        hk.callbacks.StopOnDivergence(every=1000),
+    ]
+    supervised = calls_in_fit(model, batches.as_keras(), callbacks)
+    assert bare - plain <= 8
+    assert 0 < supervised - bare <= MOST_CALLS_OF_CALLBACKS
