@@ -57,7 +57,8 @@ def section(record: Record, notes: str = "", pictures: Sequence[str] = ()) -> st
     for measured in record.measured:
         if len(record.measured) > 1:
             parts.append(f"### {measured.title[0].upper()}{measured.title[1:]}")
-        parts += [_image(file) for file in pictures if _stem(file) == f"{record.name}-{measured.name}"]
+        mine = f"{record.name}-{measured.name}"
+        parts += [f"![{measured.title}]({file})" for file in pictures if _stem(file) == mine]
         parts.append(table(measured))
         if measured.goals:
             parts.append("\n".join(_goal_line(verdict, measured) for verdict in measured.verdicts()))
@@ -65,7 +66,7 @@ def section(record: Record, notes: str = "", pictures: Sequence[str] = ()) -> st
         parts += [f"**{sheet.title}**"] if sheet.title else []
         parts.append("\n".join([_row(sheet.header), "|" + "---|" * len(sheet.header), *map(_row, sheet.rows)]))
     own = {f"{record.name}-{measured.name}" for measured in record.measured}
-    parts += [_image(file) for file in pictures if _stem(file) not in own]
+    parts += [f"![{record.title}]({file})" for file in pictures if _stem(file) not in own]
     parts += ["\n".join(f"- {note}" for note in record.notes)] if record.notes else []
     parts += [notes.strip()] if notes.strip() else []
     parts.append(_wrapped(environment(record)))
@@ -156,10 +157,6 @@ def number(value: float, digits: int | None) -> str:
 
 def _row(cells: Sequence[object]) -> str:
     return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _image(file: str) -> str:
-    return f"![{_stem(file)}]({file})"
 
 
 def _stem(file: str) -> str:

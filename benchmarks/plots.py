@@ -59,7 +59,8 @@ def bars(drawing: dict[str, Any]):
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlim(0, reach * 1.1)
-    axes.set_xlabel(f"{drawing['x_label']}: median, with least and most")
+    spread = ": median, with least and most" if drawing["most"] != drawing["least"] else ""
+    axes.set_xlabel(drawing["x_label"] + spread)
     return figure
 
 

@@ -95,7 +95,7 @@ def test_the_page():
     assert "| the way `ours` | 11.0 (10.0-12.0) |  |" in text
     assert "| the way `theirs` | 30.0 (30.0-30.0) | 2.75 |" in text
     assert "- theirs / ours = 2.750, goal ≥ 2: met" in text
-    for part in ("## My work", "![curve](benchmarks/curve.png)", "| x\\|y | 1 |", "- a note", "By hand.", "a CPU"):
+    for part in ("## My work", "![My work](benchmarks/curve.png)", "| x\\|y | 1 |", "- a note", "By hand.", "a CPU"):
         assert part in text
 
 
