@@ -104,10 +104,14 @@ def environment(record: Record) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if name != "hvdkit")
     revision = f" at {found['revision']}" if "revision" in found else ""
     loads = [r.load for m in record.measured for r in m.rounds if r.load is not None]
+    # Half a dozen processes of a benchmark's own may have run just before.
+    busy = (
+        " **The machine was busy with other work: measure again.**" if loads and loads[0] > 3 * found["cores"] else ""
+    )
     load = f"; load average before the rounds {min(loads):g} to {max(loads):g}" if loads else ""
     return (
         f"Measured {record.recorded}{load}; {found['cores']} cores of {found['cpu']}, {found['memory_gb']:g} GiB, "
-        f"Linux {found['kernel']}, Python {found['python']}, {versions}, hvdkit{revision}."
+        f"Linux {found['kernel']}, Python {found['python']}, {versions}, hvdkit{revision}.{busy}"
     )
 
 

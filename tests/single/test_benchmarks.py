@@ -99,6 +99,12 @@ def test_the_page():
         assert part in text
 
 
+def test_a_busy_machine_is_named():
+    for load, busy in ((5.0, False), (7.0, True)):
+        case = measured(Round(results={"ours": {"ms": 1.0}}, load=load))
+        assert ("busy with other work" in page.environment(record(case))) == busy
+
+
 def test_a_record_is_read_as_it_was_written(tmp_path):
     goal = Goal(upper="theirs", lower="ours", limit=2)
     made = record(measured(of(1, 2), goals=[goal]), sheets=[Sheet(title="", header=["a"], rows=[["b"]])])
