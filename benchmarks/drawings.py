@@ -11,6 +11,7 @@ from typing import Any
 
 from figures import Measured, Record
 
+PLOTS = Path(__file__).with_name("plots.py")
 FEWEST = 3  # ways: two figures need no picture
 
 
@@ -74,8 +75,8 @@ def plain(title: str) -> str:
 
 
 def digest(drawing: dict[str, Any]) -> str:
-    """Return what tells this picture from others; it stands in the file."""
-    return hashlib.sha256(json.dumps(drawing, sort_keys=True).encode()).hexdigest()[:16]
+    """Return what tells this picture from others, and from those that were drawn otherwise; it stands in the file."""
+    return hashlib.sha256(json.dumps(drawing, sort_keys=True).encode() + PLOTS.read_bytes()).hexdigest()[:16]
 
 
 def is_of(file: Path, drawing: dict[str, Any]) -> bool:

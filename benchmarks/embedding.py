@@ -19,6 +19,7 @@ from processes import BIN, WORKERS, environment, launch, results
 
 Work = Literal["one-sgd", "one-adagrad", "one-adam", "many-sgd", "many-adagrad", "many-adam"]
 TITLES = {"one": "one table of 1,000,000 x 64", "many": "26 tables of mixed sizes and widths, ragged ids"}
+OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "lazy Adam"}
 # name: (title, what the worker is told, processes)
 WAYS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "plain": ("plain: one process, `tf.gather`, `scatter_sub`", ("plain",), 1),
@@ -69,7 +70,7 @@ def case(work: Work, config: Embedding) -> Case:
     steps = 3 if config.quick else config.steps
     return Case(
         name=work,
-        title=f"{TITLES[tables]}, {optimizer}",
+        title=f"{TITLES[tables]}, {OPTIMIZERS[optimizer]}",
         ways=[
             Way(name=name, title=title, run=partial(run_way, name, work=work, steps=steps, peer=config.peer_python))
             for name, (title, _, _) in WAYS.items()

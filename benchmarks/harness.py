@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from rich.progress import Progress
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MISSED = 3  # exit code where a goal is missed or a way failed: no error of the measurement itself
+ELSEWHERE = ("--json", "--peer-python")  # options that say where something is, not what is measured
 GIVE_UP = 2  # a way that failed so often is not run again
 PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}  # as it is, whatever the width
 
@@ -167,11 +169,32 @@ def _together(case: Case) -> list[Round]:
     assert case.together is not None
     load = machine.load_average()
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with _any_failure(), tempfile.TemporaryDirectory() as folder:
             return [Round(results=results, load=load) for results in case.together(Path(folder))]
     except RunFailed as why:
         print(f"{case.name} failed: {why}\n{why.tail}", file=sys.stderr)
         return [Round(results={}, failed={way.name: str(why) for way in case.ways}, load=load)]
+
+
+def _run(way: Way, metric: str) -> Results:
+    """Run a way once; raise RunFailed or Unavailable where there is no figure."""
+    assert way.run is not None, f"{way.name} has no run, and its case no together"
+    with _any_failure(), tempfile.TemporaryDirectory() as folder:
+        results = dict(way.run(Path(folder)))
+        if metric not in results:
+            raise RunFailed(f"it gave {', '.join(results) or 'nothing'}, expected {metric}")
+        return results
+
+
+@contextlib.contextmanager
+def _any_failure() -> Iterator[None]:
+    """Take whatever goes wrong in a way's own code as its failure, which must not stop the others."""
+    try:
+        yield
+    except (RunFailed, Unavailable):
+        raise
+    except Exception as error:
+        raise RunFailed(f"{type(error).__name__}: {error}", traceback.format_exc()) from error
 
 
 def _rounds(case: Case, ways: Mapping[str, Way], count: int, seed: int, unavailable: dict[str, str]) -> Iterator[Round]:
@@ -188,11 +211,8 @@ def _rounds(case: Case, ways: Mapping[str, Way], count: int, seed: int, unavaila
             failed: dict[str, str] = {}
             for name in order:
                 bar.update(task, description=f"{case.name}: {name}")
-                run = ways[name].run
-                assert run is not None, f"{name} has no run, and its case no together"
                 try:
-                    with tempfile.TemporaryDirectory() as folder:
-                        results[name] = dict(run(Path(folder)))
+                    results[name] = _run(ways[name], case.metrics[0].name)
                 except Unavailable as why:
                     unavailable[name] = str(why)
                     console.print(f"{case.name}: {name} is not available: {why}", **PLAIN)
@@ -223,10 +243,14 @@ def recorded(
 ) -> Record:
     """Return a record with the command, the day and the environment; ``given`` are the command line's arguments."""
     words = list(sys.argv[1:] if given is None else given)
+    for option in ELSEWHERE:  # this machine's own
+        if option in words:
+            place = words.index(option)
+            del words[place : place + 2]
     settings = {
         field.name: value if isinstance(value := getattr(config, field.name), (int, float, str)) else repr(value)
         for field in dataclasses.fields(config)
-        if field.name not in ("json", "only", "quick")
+        if field.name not in ("json", "only", "quick", "peer_python")
     }
     return Record(
         name=name,

@@ -57,7 +57,8 @@ def section(record: Record, notes: str = "", pictures: Sequence[str] = ()) -> st
     for measured in record.measured:
         if len(record.measured) > 1:
             parts.append(f"### {measured.title[0].upper()}{measured.title[1:]}")
-        parts += [_image(file) for file in pictures if _stem(file) == f"{record.name}-{measured.name}"]
+        mine = f"{record.name}-{measured.name}"
+        parts += [f"![{measured.title}]({file})" for file in pictures if _stem(file) == mine]
         parts.append(table(measured))
         if measured.goals:
             parts.append("\n".join(_goal_line(verdict, measured) for verdict in measured.verdicts()))
@@ -65,7 +66,7 @@ def section(record: Record, notes: str = "", pictures: Sequence[str] = ()) -> st
         parts += [f"**{sheet.title}**"] if sheet.title else []
         parts.append("\n".join([_row(sheet.header), "|" + "---|" * len(sheet.header), *map(_row, sheet.rows)]))
     own = {f"{record.name}-{measured.name}" for measured in record.measured}
-    parts += [_image(file) for file in pictures if _stem(file) not in own]
+    parts += [f"![{record.title}]({file})" for file in pictures if _stem(file) not in own]
     parts += ["\n".join(f"- {note}" for note in record.notes)] if record.notes else []
     parts += [notes.strip()] if notes.strip() else []
     parts.append(_wrapped(environment(record)))
@@ -103,10 +104,14 @@ def environment(record: Record) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if name != "hvdkit")
     revision = f" at {found['revision']}" if "revision" in found else ""
     loads = [r.load for m in record.measured for r in m.rounds if r.load is not None]
+    # Half a dozen processes of a benchmark's own may have run just before.
+    busy = (
+        " **The machine was busy with other work: measure again.**" if loads and loads[0] > 3 * found["cores"] else ""
+    )
     load = f"; load average before the rounds {min(loads):g} to {max(loads):g}" if loads else ""
     return (
         f"Measured {record.recorded}{load}; {found['cores']} cores of {found['cpu']}, {found['memory_gb']:g} GiB, "
-        f"Linux {found['kernel']}, Python {found['python']}, {versions}, hvdkit{revision}."
+        f"Linux {found['kernel']}, Python {found['python']}, {versions}, hvdkit{revision}.{busy}"
     )
 
 
@@ -156,10 +161,6 @@ def number(value: float, digits: int | None) -> str:
 
 def _row(cells: Sequence[object]) -> str:
     return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _image(file: str) -> str:
-    return f"![{_stem(file)}]({file})"
 
 
 def _stem(file: str) -> str:

@@ -59,13 +59,14 @@ def bars(drawing: dict[str, Any]):
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlim(0, reach * 1.1)
-    axes.set_xlabel(f"{drawing['x_label']}: median, with least and most")
+    spread = ": median, with least and most" if drawing["most"] != drawing["least"] else ""
+    axes.set_xlabel(drawing["x_label"] + spread)
     return figure
 
 
 def series(drawing: dict[str, Any]):
     """Lines over sizes, both axes logarithmic."""
-    figure, axes = plt.subplots(figsize=(8.5, 4.2))
+    figure, axes = plt.subplots(figsize=(7, 4.2))
     for (label, points), colour in zip(drawing["curves"].items(), COLOURS, strict=False):
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=label)
@@ -75,7 +76,7 @@ def series(drawing: dict[str, Any]):
     axes.set_xticks(ticks, [size(x) for x in ticks])
     axes.set_xlabel(drawing["x_label"])
     axes.set_ylabel(drawing["y_label"])
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
     return figure
 
 

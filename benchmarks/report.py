@@ -14,7 +14,7 @@ from pathlib import Path
 import page
 import peers
 import tyro
-from drawings import digest, drawings, is_of
+from drawings import PLOTS, digest, drawings, is_of
 from figures import Record
 from processes import Unavailable
 
@@ -64,7 +64,7 @@ def draw(found: list[Record], python: Path | None) -> None:
     if not changed:
         return
     PICTURES.mkdir(exist_ok=True)
-    command = [str(peers.python("plots", python)), str(HERE / "plots.py")]
+    command = [str(peers.python("plots", python)), str(PLOTS)]
     subprocess.run(command, input=json.dumps(changed), text=True, check=True)
 
 

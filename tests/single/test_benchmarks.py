@@ -95,8 +95,14 @@ def test_the_page():
     assert "| the way `ours` | 11.0 (10.0-12.0) |  |" in text
     assert "| the way `theirs` | 30.0 (30.0-30.0) | 2.75 |" in text
     assert "- theirs / ours = 2.750, goal ≥ 2: met" in text
-    for part in ("## My work", "![curve](benchmarks/curve.png)", "| x\\|y | 1 |", "- a note", "By hand.", "a CPU"):
+    for part in ("## My work", "![My work](benchmarks/curve.png)", "| x\\|y | 1 |", "- a note", "By hand.", "a CPU"):
         assert part in text
+
+
+def test_a_busy_machine_is_named():
+    for load, busy in ((5.0, False), (7.0, True)):
+        case = measured(Round(results={"ours": {"ms": 1.0}}, load=load))
+        assert ("busy with other work" in page.environment(record(case))) == busy
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
@@ -121,11 +127,17 @@ def test_rounds_go_on_where_a_way_fails(tmp_path, capfd):
         ran.append("fails")
         raise RunFailed("exit code 1: Oops", "the tail of its output")
 
+    def confused(_: Path) -> dict[str, float]:
+        return {"ms": 1 / len(ran[:0])}
+
+    def empty(_: Path) -> dict[str, float]:
+        return {"us": 1.0}
+
     def absent(_: Path) -> dict[str, float]:
         ran.append("absent")
         raise Unavailable("no such library")
 
-    ways = [Way(name=run.__name__, title=run.__name__, run=run) for run in (works, fails, absent)]
+    ways = [Way(name=run.__name__, title=run.__name__, run=run) for run in (works, fails, confused, empty, absent)]
     goals = [Goal(upper="fails", lower="works", limit=1)]
     case = Case(name="two", title="two", ways=ways, metrics=[MS], goals=goals, reference="works")
     benchmark = Benchmark(name="mine", title="My work", about="What it is.", cases=lambda _: [case])
@@ -135,8 +147,10 @@ def test_rounds_go_on_where_a_way_fails(tmp_path, capfd):
     (found,) = Record.read(tmp_path / "mine.json").measured
     assert found.values("works", "ms") == [10.0] * 6
     assert found.unavailable == {"absent": "no such library"}
-    assert sorted(found.rounds[0].order) == ["absent", "fails", "works"]
-    with pytest.raises(SystemExit, match=r"--only: got no, expected some of absent, fails, works"):
+    assert found.trouble("confused") == "failed in 2 of 6 rounds: ZeroDivisionError: division by zero"
+    assert found.trouble("empty") == "failed in 2 of 6 rounds: it gave us, expected ms"
+    assert Record.read(tmp_path / "mine.json").command == "python benchmarks/mine.py --rounds 6"
+    with pytest.raises(SystemExit, match=r"--only: got no, expected some of absent, confused, empty, fails, works"):
         main(benchmark, ["--only", "no"])
 
 
