@@ -65,11 +65,9 @@ def _check_writable(config: Bench) -> None:
         got = f"{config.profile} ({error.strerror})"
         raise ValueError(describe("--profile", got, "a folder that can be written", "name another")) from None
     if config.json is not None:
-        try:
-            config.json.open("a").close()
-        except OSError as error:
-            got = f"{config.json} ({error.strerror})"
-            raise ValueError(describe("--json", got, "a file that can be written", "name another")) from None
+        place = config.json if config.json.exists() else config.json.parent
+        if config.json.is_dir() or not os.access(place, os.W_OK):
+            raise ValueError(describe("--json", str(config.json), "a file that can be written", "name another"))
 
 
 def _time(config: Bench, np: int | None, threads: int | None = None) -> tuple[int, Run | None]:

@@ -167,7 +167,7 @@ def test_steps_of_a_workload_learn_and_are_timed():
         (["--profile", "{}", "--profile-steps", "1-5"], "steps to profile: got 1-5, expected 3 <= FIRST <= LAST"),
         (["-np", "2", "--", "python", "x.py"], "--profile: got none, expected a folder, for a program"),
         (["--profile", "/proc/x"], "--profile: got /proc/x"),
-        (["--json", "/nowhere/x.json"], "--json: got /nowhere/x.json (No such file or directory)"),
+        (["--json", "/nowhere/x.json"], "--json: got /nowhere/x.json, expected a file"),
         (["--profile", "{}", "--", "x.py"], "program: got x.py, expected a command"),
         (["-H", "a:0"], "-H: got 'a:0'"),
     ],
