@@ -201,6 +201,14 @@ def row(rank, waited_for, **parts):
             "rank 1 is waited for: 3.0 ms of 10.0 a step, but none of its parts takes so much longer than elsewhere: "
             "ranks are late by turns (rank 0 for 2.0); exchange takes 0.0",
         ),
+        (  # rank 0 waits for rank 1 of its group, which waits for rank 2 of its own other group
+            [
+                row(0, 0.0, compute=1.0, wait=9.0),
+                row(1, 8.5, compute=2.0, wait=8.0),
+                row(2, 8.0, save=9.0, compute=1.0),
+            ],
+            "rank 2 is waited for: 8.0 ms of 10.0 a step, for its save takes 9.0 ms, elsewhere 0.0; exchange takes 0.0",
+        ),
     ],
 )
 def test_the_sentence_says_what_the_table_shows(rows, said):
