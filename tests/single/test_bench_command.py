@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -151,6 +152,23 @@ def test_steps_of_a_workload_learn_and_are_timed():
         workload("alexnet")
     with pytest.raises(ValueError, match="--optimizer: got lion"):
         optimizer("lion")
+
+
+def test_collectives_of_several_groups_at_once_have_names_of_their_own():
+    """As of a mesh: a profile finds the same collective on other ranks by its name."""
+    import tensorflow as tf
+
+    from hvdkit.collectives.graphs import _op_name
+
+    names = []
+
+    @tf.function
+    def step():
+        names.extend(_op_name("hvdkit.norm", ranks) for ranks in (None, (0, 2), (1, 3), (2, 3)))
+
+    step()
+    assert [name.partition(".ranks_")[2] for name in names] == ["", "0_to_2_by_2", "1_to_3_by_2", "2_to_3_by_1"]
+    assert all(re.fullmatch(r"[A-Za-z0-9.][A-Za-z0-9_.]*", name) for name in names)  # TensorFlow takes no other
 
 
 # ---- options --------------------------------------------------------------------------------------------------
