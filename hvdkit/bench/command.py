@@ -37,9 +37,9 @@ def bench(config: Bench, program: Sequence[str]) -> int:
     if program:
         return _profile_program(config, program)
     rounds: list[Round] = []
+    unprofiled = replace(config, profile=None, timeline=False, profile_steps=None)
     for number in range(config.rounds):
-        unprofiled = replace(config, profile=None, timeline=False, profile_steps=None)
-        code, run = _time(unprofiled if number else config, config.np)
+        code, run = _time(unprofiled if number or config.timeline else config, config.np)
         if run is None:
             return code
         alone = None
@@ -48,6 +48,10 @@ def bench(config: Bench, program: Sequence[str]) -> int:
             if alone is None:
                 return code
         rounds.append(Round(run, alone))
+    if config.timeline:  # it slows a rank down for as long as the process lives
+        code, run = _time(replace(config, steps=1), config.np)
+        if run is None:
+            return code
     show(config, rounds, sys.stdout)
     if config.json is not None:
         config.json.write_text(json.dumps(as_json(config, rounds), indent=1), encoding="utf-8")
