@@ -99,6 +99,33 @@ def test_horovods_timeline_is_read_also_where_it_was_cut_off(tmp_path):
     assert names[1] and not names[2]
 
 
+def test_collectives_are_known_by_their_names_without_scopes_and_also_where_their_end_is_missing(tmp_path):
+    """Ranks may number scopes differently; and a recording may stop before the last result has come."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    space = xplane_pb2.XSpace()
+    plane = space.planes.add(name="/host:CPU")
+    known = ["hvdkit.clock", "ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done", "a/b:Mul"]
+    for number, name in enumerate(known):
+        plane.event_metadata[number].name = name
+    for number, name in enumerate(["name", "kernel_type", "step_id", "HorovodAllreduce", "layer_7/hvdkit.sum.step.1"]):
+        plane.stat_metadata[number].name = name
+    line = plane.lines.add(id=1, name="tf_Compute/1", timestamp_ns=1000)
+    for number, start, step in ((0, 0, 0), (1, 10, 1), (2, 30, 1), (1, 40, 2), (3, 45, 2)):
+        event = line.events.add(metadata_id=number, offset_ps=start * 1000, duration_ps=5000)
+        if number in (1, 2):
+            event.stats.add(metadata_id=0, ref_value=4)
+            event.stats.add(metadata_id=1, ref_value=3)
+            event.stats.add(metadata_id=2, int64_value=step)
+    (tmp_path / "x.xplane.pb").write_bytes(space.SerializeToString())
+    traced = xplane.read(tmp_path / "x.xplane.pb", 500)
+    assert traced.collectives == [
+        Collective("hvdkit.sum.step.1", 510, 530, False),
+        Collective("hvdkit.sum.step.1", 540, 550, False),
+    ]
+    assert [(span.kind, span.start, span.end) for span in traced.spans] == [("op", 545, 550)]
+
+
 def test_a_file_without_the_clock_is_refused(tmp_path):
     (tmp_path / "x.xplane.pb").write_bytes(b"")
     with pytest.raises(ValueError, match=r"no event hvdkit\.clock"):
