@@ -38,9 +38,9 @@ def bench(config: Bench, program: Sequence[str]) -> int:
     if program:
         return _profile_program(config, program)
     rounds: list[Round] = []
+    unprofiled = replace(config, profile=None, timeline=False, profile_steps=None)
     for number in range(config.rounds):
-        unprofiled = replace(config, profile=None, timeline=False, profile_steps=None)
-        code, run = _time(unprofiled if number else config, config.np)
+        code, run = _time(unprofiled if number or config.timeline else config, config.np)
         if run is None:
             return code
         alone = None
@@ -49,6 +49,10 @@ def bench(config: Bench, program: Sequence[str]) -> int:
             if alone is None:
                 return code
         rounds.append(Round(run, alone))
+    if config.timeline:  # it slows a rank down for as long as the process lives
+        code, run = _time(replace(config, steps=1), config.np)
+        if run is None:
+            return code
     show(config, rounds, sys.stdout)
     if config.json is not None:
         config.json.write_text(json.dumps(as_json(config, rounds), indent=1), encoding="utf-8")
@@ -66,11 +70,9 @@ def _check_writable(config: Bench) -> None:
         got = f"{config.profile} ({error.strerror})"
         raise ValueError(describe("--profile", got, "a folder that can be written", "name another")) from None
     if config.json is not None:
-        try:
-            config.json.open("a").close()
-        except OSError as error:
-            got = f"{config.json} ({error.strerror})"
-            raise ValueError(describe("--json", got, "a file that can be written", "name another")) from None
+        place = config.json if config.json.exists() else config.json.parent
+        if config.json.is_dir() or not os.access(place, os.W_OK):
+            raise ValueError(describe("--json", str(config.json), "a file that can be written", "name another"))
 
 
 def _time(config: Bench, np: int | None, threads: int | None = None) -> tuple[int, Run | None]:

@@ -43,12 +43,12 @@ def run_collective(
         return native(list(tensors), name)
     ready = [_not_constant(x) for x in tensors]
     known = tensors if shown is None else shown
-    result = verifier.run(native, ready, _op_name(name), name=name, shown=known, uneven=uneven, ranks=ranks)
+    result = verifier.run(native, ready, _op_name(name, ranks), name=name, shown=known, uneven=uneven, ranks=ranks)
     _run_in_step(tf.nest.flatten(result)[0])
     return result
 
 
-def _op_name(name: str) -> str:
+def _op_name(name: str, ranks: Sequence[int] | None) -> str:
     """Return the name by which Horovod matches this collective between ranks.
 
     A node's own name would carry the name scopes around it, and Keras numbers those by how many layers and
@@ -63,7 +63,11 @@ def _op_name(name: str) -> str:
     traced = graph.get_collection_ref("hvdkit_collectives")
     traced.append(name)
     # The function's name comes second: "_step" and "<lambda>" may not begin the name of a node.
-    return f"{name}.{re.sub('[^A-Za-z0-9_.]', '_', graph.name)}.{traced.count(name)}"
+    full = f"{name}.{re.sub('[^A-Za-z0-9_.]', '_', graph.name)}.{traced.count(name)}"
+    if not ranks or len(ranks) < 2:
+        return full
+    # Several groups of a mesh are in theirs at once: a profile tells them apart by the name.
+    return f"{full}.ranks_{ranks[0]}_to_{ranks[-1]}_by_{ranks[1] - ranks[0]}"
 
 
 def refuse_xla() -> None:

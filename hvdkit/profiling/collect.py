@@ -89,6 +89,8 @@ def _write(folder: Path, records: Sequence[Record], say: Callable[[str], None]) 
         return
     report.show(found, sys.stdout)
     sys.stdout.flush()
+    if partly := [str(record.rank) for record in records if record.problems]:
+        say(f"profile: not all was recorded on rank {', '.join(partly)}: do not rely on its row, or on the sentence")
     sure = max(record.clock_error for record in records) / 1e6
     clocks_are = "one clock" if sure == 0 else f"clocks aligned to {sure:.3f} ms"
     say(f"profile: {path} ({path.stat().st_size / 1e6:.1f} MB, {clocks_are}); open it with https://ui.perfetto.dev")

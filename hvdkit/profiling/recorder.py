@@ -46,7 +46,7 @@ class Recorder:
             settings, record, exchange, horovod, say,
         )  # fmt: skip
         self._lock = threading.Lock()
-        self._recording = self._stopped = self._tracing = False
+        self._recording = self._tracing = self._due = False
         self._source = ("", -1)  # who counts the steps, and how much that is worth
         self._before: int | None = None  # steps before the first that this run counts
         self._passed: dict[str, int] = {}
@@ -64,17 +64,17 @@ class Recorder:
             step: its number.
             source: who counts. A Supervisor is believed before callbacks, and of those the first.
         """
-        with self._failures_told(), self._lock:
-            if self._believed(source, 2 if source == SUPERVISOR else 1, step):
+        with self._lock:
+            if not self._due and self._believed(source, 2 if source == SUPERVISOR else 1, step):
                 self._ended(step)
-        if self._stopped:
+        if self._due:  # at the same step on all ranks
             self.finish()
 
     def passed(self, place: str) -> None:
         """Note that this rank's gradients have been combined, at ``place``: a step, where nobody else counts them."""
-        with self._failures_told(), self._lock:
+        with self._lock:
             self._passed[place] = self._passed.get(place, 0) + 1
-            if self._believed(place, 0, self._passed[place]):
+            if not self._due and self._believed(place, 0, self._passed[place]):
                 self._ended(self._passed[place])
 
     @contextlib.contextmanager
@@ -111,18 +111,18 @@ class Recorder:
     # ---- begin and end ------------------------------------------------------------------------------------------
 
     def _ended(self, step: int) -> None:
-        if self.over or self._stopped:
-            return
+        """Count a step. A failure ends the recording, and not the counting: all ranks finish at the same step."""
         if self._before is None:
             self._before = step - 1
         done, marks = step - self._before, self._record.marks
         # The profiler takes its time to start, not the same on all ranks: that belongs to a step before.
         if not self._recording and done >= self._settings.first - 2:
-            self._start()
             self._recording = True
+            self._start()
         if done >= self._settings.first - 1 and (not marks or step > marks[-1].step):
             marks.append(Mark(step, time.monotonic_ns()))
         if done >= self._settings.last:
+            self._due = True
             self._stop()
 
     def _start(self) -> None:
@@ -143,13 +143,13 @@ class Recorder:
             self._problem("the profiler did not start", error)
 
     def _stop(self) -> None:
-        self._recording, self._stopped = False, True
+        self._recording = False
         if not self._tracing:
             return
-        import tensorflow as tf
-
         self._tracing = False
         try:
+            import tensorflow as tf
+
             tf.profiler.experimental.stop()
             if self._timeline is not None:
                 self._horovod.stop_timeline()
@@ -167,9 +167,8 @@ class Recorder:
         if self.over:
             return
         self.over = True
-        with self._failures_told():
-            if self._recording:
-                self._stop()
+        self._due = True
+        self._stop()
         from hvdkit.profiling import collect  # what draws tables is not for every start
 
         try:
@@ -204,14 +203,6 @@ class Recorder:
 
     def _problem(self, what: str, error: Exception) -> None:
         self._record.problems.append(f"{what}: {_words(error)}")
-
-    @contextlib.contextmanager
-    def _failures_told(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._problem("the recording ended", error)
-            self._recording, self._stopped = False, True
 
 
 def _words(error: Exception) -> str:

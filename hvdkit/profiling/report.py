@@ -19,6 +19,7 @@ FORMAT_VERSION = 1
 NARROWEST = 100
 # Waiting that is less than this part of a step is not worth a word.
 WORTH_A_WORD = 0.05
+_NAMES = {"other": "Python (other)"}
 
 
 @dataclass(frozen=True)
@@ -80,20 +81,27 @@ def verdict(found: Sequence[Row]) -> str:
     if not found:
         return "no step was recorded"
     step = sum(row.step for row in found) / len(found)
-    slow = max(found, key=lambda row: row.waited_for)
+    # A rank that is late because it had to wait itself, for one of another group of the mesh, is not to blame.
+    slow = max(found, key=lambda row: row.waited_for - row.parts["wait"])
     exchange = sum(row.parts["exchange"] for row in found) / len(found)
     means = {name: sum(row.parts[name] for row in found) / len(found) for name in PARTS}
     if len(found) > 1 and slow.waited_for >= WORTH_A_WORD * step:
         others = sorted((row for row in found if row is not slow), key=lambda row: -row.waited_for)
         usual = {name: sum(row.parts[name] for row in others) / len(others) for name in PARTS}
-        why = max((name for name in PARTS if name != "wait"), key=lambda name: slow.parts[name] - usual[name])
-        name = "Python (other)" if why == "other" else why
-        reason = f"for its {name} takes {slow.parts[why]:.1f} ms, elsewhere {usual[why]:.1f}"
-        if slow.parts[why] - usual[why] < slow.waited_for / 2:
+        more = {name: slow.parts[name] - usual[name] for name in PARTS if name != "wait"}
+        why = sorted(more, key=lambda name: -more[name])
+        reasons = [
+            f"{_NAMES.get(name, name)} takes {slow.parts[name]:.1f} ms, elsewhere {usual[name]:.1f}" for name in why
+        ]
+        if more[why[0]] >= slow.waited_for / 2:
+            reason = f"for its {reasons[0]}"
+        elif more[why[0]] + more[why[1]] >= slow.waited_for / 2:
+            reason = f"for its {reasons[0]}, and its {reasons[1]}"
+        else:
             turns = ", ".join(f"rank {row.rank} for {row.waited_for:.1f}" for row in others[:3])
-            reason = f"but none of its parts takes so much longer than elsewhere: ranks are late by turns ({turns})"
+            reason = f"but its parts take no longer than elsewhere: ranks are late by turns ({turns})"
         told = f"rank {slow.rank} is waited for: {slow.waited_for:.1f} ms of {step:.1f} a step, {reason}"
-        return f"{told}; exchange takes {exchange:.1f}" if why != "exchange" else told
+        return f"{told}; exchange takes {exchange:.1f}" if why[0] != "exchange" else told
     most = max(means, key=lambda name: means[name])
     told = f"{most} takes most: {means[most]:.1f} ms of {step:.1f} a step"
     if len(found) == 1:

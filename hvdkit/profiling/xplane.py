@@ -77,7 +77,8 @@ def read(path: Path, clock: int) -> Traced:
         # A run of a graph has each collective once, or one after the other where it stands in a loop. The last one's
         # end is missing where the recording has stopped before it was written down.
         for start, end in zip_longest(sorted(starts), sorted(ended[number, name])[: len(starts)], fillvalue=over):
-            collectives.append(Collective(str(name), start, max(start, end), False))
+            # Scopes before the name are numbered by how many layers a process has made so far, and ranks may differ.
+            collectives.append(Collective(str(name).rpartition("/")[2], start, max(start, end), False))
     return Traced(spans, collectives)
 
 

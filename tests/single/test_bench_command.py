@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -153,6 +154,23 @@ def test_steps_of_a_workload_learn_and_are_timed():
         optimizer("lion")
 
 
+def test_collectives_of_several_groups_at_once_have_names_of_their_own():
+    """As of a mesh: a profile finds the same collective on other ranks by its name."""
+    import tensorflow as tf
+
+    from hvdkit.collectives.graphs import _op_name
+
+    names = []
+
+    @tf.function
+    def step():
+        names.extend(_op_name("hvdkit.norm", ranks) for ranks in (None, (0, 2), (1, 3), (2, 3)))
+
+    step()
+    assert [name.partition(".ranks_")[2] for name in names] == ["", "0_to_2_by_2", "1_to_3_by_2", "2_to_3_by_1"]
+    assert all(re.fullmatch(r"[A-Za-z0-9.][A-Za-z0-9_.]*", name) for name in names)  # TensorFlow takes no other
+
+
 # ---- options --------------------------------------------------------------------------------------------------
 
 
@@ -167,7 +185,7 @@ def test_steps_of_a_workload_learn_and_are_timed():
         (["--profile", "{}", "--profile-steps", "1-5"], "steps to profile: got 1-5, expected 3 <= FIRST <= LAST"),
         (["-np", "2", "--", "python", "x.py"], "--profile: got none, expected a folder, for a program"),
         (["--profile", "/proc/x"], "--profile: got /proc/x"),
-        (["--json", "/nowhere/x.json"], "--json: got /nowhere/x.json (No such file or directory)"),
+        (["--json", "/nowhere/x.json"], "--json: got /nowhere/x.json, expected a file"),
         (["--profile", "{}", "--", "x.py"], "program: got x.py, expected a command"),
         (["-H", "a:0"], "-H: got 'a:0'"),
     ],
