@@ -39,7 +39,8 @@ class SharingStates(Combining):
                 raise ValueError(describe("variables", f"{variable.path} (overwrite_with_gradient)", expected, remedy))
         self._hvdkit_parts = Parts(variables)
         super().build(list(self._hvdkit_parts.listed))
-        self._trainable_variables = list(variables)  # for whoever asks what is trained
+        # For whoever asks what is trained; set plainly, since Keras would count them among the optimizer's variables.
+        object.__setattr__(self, "_trainable_variables", list(variables))
 
     def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
         """Create a slot; that of a replicated variable is this rank's run of its elements."""
