@@ -72,12 +72,12 @@ class Reduction:
         if self.clip_global_norm is None:
             return list(grads)
         limit = self.clip_global_norm * (loss_scale or 1.0)
-        if not divided and not any(shard_of(v) is not None for v in variables):
-            return tf.clip_by_global_norm(list(grads), limit)[0]
         distinct = [sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
         kinds = [_kind(shard_of(v), divided) for v in variables]
         norm = tf.sqrt(tf.add_n(_squares_by_kind(distinct, kinds)))
-        return tf.clip_by_global_norm(distinct, limit, use_norm=norm)[0]
+        # A norm that is not finite makes all gradients NaN.
+        factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+        return [mapped(g, lambda x: x * tf.cast(factor, x.dtype)) for g in distinct]
 
 
 def _kind(shard: Shard | None, divided: bool) -> str | None:
@@ -101,4 +101,5 @@ def _squares_by_kind(grads: Sequence[Any], kinds: Sequence[str | None]) -> list[
 
 def _squares(grads: Sequence[Any]) -> tf.Tensor:
     present = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
-    return tf.add_n([tf.constant(0.0), *(tf.cast(tf.reduce_sum(tf.square(g)), tf.float32) for g in present)])
+    squares = [tf.cast(tf.reduce_sum(tf.square(g)), tf.float64) for g in present]
+    return tf.add_n([tf.constant(0.0, tf.float64), *squares])

@@ -139,8 +139,8 @@ class SharingStates(Combining):
         """Save the state, which a world of one has whole."""
         if self._hvdkit_parts is not None:
             got = f"an optimizer of which rank {cluster.rank()} has 1/{cluster.size()} (shard_states=True)"
-            remedy = "save with hk.checkpoint.save or hk.Supervisor, or the weights alone with model.save_weights"
-            raise HvdkitError(describe("model.save", got, "an optimizer whose state is whole on each rank", remedy))
+            remedy = "save with hk.checkpoint.save or hk.Supervisor, or the model alone with model.export"
+            raise HvdkitError(describe("model.save, model.save_weights", got, "an optimizer whose state is whole on each rank", remedy))
         super().save_own_variables(store)  # type: ignore[misc]
 
     def load_own_variables(self, store: Any) -> None:
