@@ -140,7 +140,11 @@ class SharingStates(Combining):
         if self._hvdkit_parts is not None:
             got = f"an optimizer of which rank {cluster.rank()} has 1/{cluster.size()} (shard_states=True)"
             remedy = "save with hk.checkpoint.save or hk.Supervisor, or the model alone with model.export"
-            raise HvdkitError(describe("model.save, model.save_weights", got, "an optimizer whose state is whole on each rank", remedy))
+            raise HvdkitError(
+                describe(
+                    "model.save, model.save_weights", got, "an optimizer whose state is whole on each rank", remedy
+                )
+            )
         super().save_own_variables(store)  # type: ignore[misc]
 
     def load_own_variables(self, store: Any) -> None:
