@@ -1,8 +1,9 @@
 """Which elements of the replicated variables a rank updates where ranks divide the optimizer's slots among them.
 
 The variables of one dtype are laid end to end, padded by less than N elements and cut into N equal parts, one for each
-rank. So a rank has whole variables, none of others, and at most two that are cut. A whole one is updated where it
-stands; one that is cut by a stand-in, which has memory during the step only.
+rank; beyond 64 MiB another such group begins. So a rank has whole variables, none of others, and at most two of a group
+that are cut. A whole one is updated where it stands; one that is cut by a stand-in, which has memory during the step
+only.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from hvdkit.gradients.average import agree_on, combine_kinds, copies
 from hvdkit.gradients.compression import reduce_scatter, wire_dtype
 from hvdkit.partition import runs_of, share_of
 
-# MPI counts the elements of a message in 32 bits.
-_MOST_ELEMENTS = 2**30
+# What is exchanged at once is in memory twice meanwhile; more at once is no faster.
+_MOST_BYTES = 64 * 2**20
 
 
 class StandIn(keras.Variable):
@@ -137,7 +138,7 @@ class Parts:
     def combine(self, grads: Sequence[Any], variables: Sequence[Any], op: ReduceOp, compression: str | None) -> list:
         """Return this rank's elements of the ranks' gradients combined by ``op``, Average or Sum.
 
-        One exchange a dtype: each rank sends and receives (N-1)/N of the gradients' bytes. A variable of the list
+        One exchange a group: each rank sends and receives (N-1)/N of the gradients' bytes. A variable of the list
         that has no gradient here, or None, travels as zeros. Gradients of shards are combined as in any optimizer.
 
         Args:
@@ -206,13 +207,14 @@ def _groups(variables: Sequence[Any]) -> Iterator[_Group]:
     for place, variable in enumerate(variables):
         if shard_of(variable) is not None:
             continue
-        dtype, count = tf.as_dtype(variable.dtype).name, math.prod(variable.shape)
-        lists = by_dtype.setdefault(dtype, [])
-        if not lists or filled[dtype] + count > _MOST_ELEMENTS:
+        dtype = tf.as_dtype(variable.dtype)
+        size = math.prod(variable.shape) * dtype.size
+        lists = by_dtype.setdefault(dtype.name, [])
+        if not lists or filled[dtype.name] + size > _MOST_BYTES:
             lists.append([])
-            filled[dtype] = 0
+            filled[dtype.name] = 0
         lists[-1].append(place)
-        filled[dtype] += count
+        filled[dtype.name] += size
     for dtype, lists in by_dtype.items():
         for number, places in enumerate(lists):
             counts = tuple(math.prod(variables[place].shape) for place in places)
