@@ -71,7 +71,7 @@ def reduce_scatter(flat: tf.Tensor, op: ReduceOp, wire: tf.DType | None, name: s
 
     Each rank gets its share of all vectors (alltoall), and adds it up in rank order: the same (N-1)/N bytes as a
     ring. Horovod's own op hands the sum to ``MPI_Reduce_scatter``, whose loops are several times as slow on CPUs as
-    TensorFlow's, and takes no vector to average beyond its fusion buffer.
+    TensorFlow's.
 
     Args:
         flat: ``[N * k]`` floats, of one dtype and length on every rank.
