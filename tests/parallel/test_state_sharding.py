@@ -12,6 +12,7 @@ import tensorflow as tf
 import hvdkit as hk
 from hvdkit.checkpoint.matching import without_numbers
 from hvdkit.collectives.shards import is_part, run_of
+from hvdkit.gradients.compression import reduce_scatter
 from hvdkit.optimizer.rows import BY_ELEMENTS
 
 opts = keras.optimizers
@@ -216,6 +217,22 @@ def test_beside_sharded_tables_with_one_norm():
     (ours, table), (theirs, other) = trained(True), trained(False)
     assert_equal([ours], [theirs])
     np.testing.assert_allclose(table, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_both_ways_to_reduce_and_scatter(native, rank, size):
+    """By alltoall, as within a host, and by Horovod's op, as between hosts."""
+    for dtype, wire, op in [
+        ("float32", None, hk.Average),
+        ("float64", tf.float16, hk.Sum),
+        ("float16", None, hk.Average),
+        ("float32", tf.bfloat16, hk.Average),
+    ]:
+        flat = tf.cast(tf.range(3 * size) + rank, dtype)
+        mine = reduce_scatter(flat, op, wire, "test", native=native)
+        total = size * np.arange(3 * rank, 3 * rank + 3) + size * (size - 1) / 2
+        assert mine.dtype == dtype
+        np.testing.assert_allclose(mine.numpy(), total / (size if op == hk.Average else 1), rtol=1e-2)
 
 
 def bytes_of(variables):
