@@ -7,6 +7,7 @@ as well, and numpy reaches them by a slice on either side.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -14,6 +15,9 @@ import numpy as np
 from hvdkit.errors import describe
 
 Partition = Literal["div", "mod"]
+
+FLAT = "flat"
+"""The rule of arrays whose elements, in row-major order, are cut into runs that may begin and end within a row."""
 
 
 def rows_of(partition: str, rows: int, rank: int, size: int) -> range:
@@ -46,6 +50,56 @@ def rows_of(partition: str, rows: int, rank: int, size: int) -> range:
     each, longer = divmod(rows, size)
     start = rank * each + min(rank, longer)
     return range(start, start + each + (rank < longer))
+
+
+def share_of(elements: int, size: int) -> int:
+    """Return how many elements each of ``size`` equal parts of an array has; the last ones have fewer, or none."""
+    return -(-elements // size)
+
+
+def runs_of(counts: Sequence[int], rank: int, size: int) -> list[range]:
+    """Return which elements of each array ``rank`` holds, where arrays laid end to end are cut into equal parts.
+
+    Every rank has :func:`share_of` elements, but for the end, so that at most two arrays of a rank are cut within.
+
+    Args:
+        counts: elements of each array.
+        rank: 0 to ``size - 1``.
+        size: number of ranks, >= 1.
+
+    Example:
+        >>> [runs_of([3, 4], r, 2) for r in range(2)]
+        [[range(0, 3), range(0, 1)], [range(0, 0), range(1, 4)]]
+    """
+    share = share_of(sum(counts), size)
+    runs, offset = [], 0
+    for count in counts:
+        start, stop = (min(max(edge - offset, 0), count) for edge in (rank * share, (rank + 1) * share))
+        runs.append(range(start, stop) if start < stop else range(0))
+        offset += count
+    return runs
+
+
+def boxes_of(shape: Sequence[int], run: range) -> list[tuple[range, ...]]:
+    """Return the boxes, indices along each axis, that a run of an array's elements in row-major order is made of.
+
+    Example:
+        >>> boxes_of((3, 4), range(2, 9))
+        [(range(0, 1), range(2, 4)), (range(1, 2), range(0, 4)), (range(2, 3), range(0, 1))]
+    """
+    if not run:
+        return []
+    if not shape:
+        return [()]
+    width = math.prod(shape[1:])
+    (top, left), (bottom, right) = divmod(run.start, width), divmod(run.stop, width)
+    if top == bottom or (top + 1 == bottom and right == 0):  # within one row
+        inner = range(left, left + len(run))
+        return [(range(top, top + 1), *box) for box in boxes_of(shape[1:], inner)]
+    head = boxes_of(shape, range(run.start, (top + 1) * width)) if left else []
+    tail = boxes_of(shape, range(bottom * width, run.stop)) if right else []
+    whole = range(top + (left > 0), bottom)
+    return [*head, *([(whole, *map(range, shape[1:]))] if whole else []), *tail]
 
 
 def intersect(a: range, b: range) -> range:

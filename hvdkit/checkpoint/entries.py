@@ -32,7 +32,8 @@ class Entry:
         read: gives this rank's part as an array. On CPUs it shares the variable's memory until the variable's next
             update, which then takes new memory.
         assign: takes this rank's part.
-        index: of a sharded tensor, the global indices of this rank's part along each axis.
+        index: of a sharded tensor, the global indices of this rank's part along each axis; where the rule is "flat",
+            those of its elements in row-major order.
         partition: of a sharded tensor, its rule.
         resize: of a ``per_rank`` tensor, what each rank takes when the number of ranks is another: what it has
             ("keep"), the ranks' mean ("mean"), or an equal share of their sum ("share").

@@ -137,7 +137,7 @@ def _portable(saved: Saved) -> np.dtype:
 
 def _pieces(reader: Reader, name: str, saved: Saved, rank: int | None) -> Iterator[np.ndarray]:
     """Yield the rows of a tensor in global order, some at a time."""
-    if saved.kind != "sharded":
+    if saved.kind != "sharded" or not saved.shape:
         part = saved.parts[rank or 0]
         file = reader.open(part)
         for _, _, block in file.pieces(name, range(file.layouts[name].rows)):

@@ -24,6 +24,7 @@ from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, FileRecord, Outgoing, writ
 from hvdkit.checkpoint.writing import Snapshot, assemble
 from hvdkit.collectives import tensors
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
+from hvdkit.partition import FLAT
 
 
 class _Order(NamedTuple):
@@ -109,7 +110,7 @@ def chief_reads(
     Raises:
         CorruptCheckpointError, CheckpointError: the chief cannot read; on every rank.
     """
-    wanted = cluster.exchange().allgather({e.name: (e.kind, e.index, e.resize) for e in entries})
+    wanted = cluster.exchange().allgather({e.name: (e.kind, e.index, e.partition == FLAT, e.resize) for e in entries})
     by_name = {entry.name: entry for entry in entries}
     parts: dict[str, np.ndarray] = {}
 
@@ -124,12 +125,12 @@ def chief_reads(
     def read() -> None:
         with Reader(path, manifest) as reader:
             for rank, theirs in enumerate(wanted):
-                for name, (kind, index, resize) in theirs.items():
+                for name, (kind, index, flat, resize) in theirs.items():
                     saved = names[name]
                     part = (
                         reader.per_rank(saved, rank, cluster.size(), resize)
                         if kind == "per_rank"
-                        else reader.sharded(saved, index)
+                        else reader.sharded(saved, index, flat=flat)
                     )
                     if rank == 0:
                         assign(by_name[name], part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import platform
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from hvdkit._version import __version__
 from hvdkit.checkpoint.files import naming_file, write_text
 from hvdkit.checkpoint.tensorfile import FileRecord, TensorFile
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
+from hvdkit.partition import FLAT
 
 NAME = "manifest.json"
 REPLICATED = "replicated.safetensors"
@@ -39,7 +41,8 @@ class Part:
     Attributes:
         file: the file's name in the checkpoint's folder.
         checksum: of the bytes, by blocks (see ``tensorfile``).
-        index: of a sharded tensor, ``[start, stop, step]`` of the global indices along each axis.
+        index: of a sharded tensor, ``[start, stop, step]`` of the global indices along each axis; where the rule is
+            "flat", of the elements in row-major order.
     """
 
     file: str
@@ -68,6 +71,11 @@ class Saved:
     dtype: str
     parts: tuple[Part, ...]
     partition: str | None = None
+
+    @property
+    def indexed(self) -> tuple[int, ...]:
+        """The lengths of the axes along which parts are indexed: where the rule is "flat", one axis of all elements."""
+        return (math.prod(self.shape),) if self.partition == FLAT else self.shape
 
     def __str__(self) -> str:
         rule = f" {self.partition}" if self.partition else ""

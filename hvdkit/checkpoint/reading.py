@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import numpy as np
 
 from hvdkit.checkpoint.entries import Resize
 from hvdkit.checkpoint.manifest import Manifest, Part, Saved
-from hvdkit.checkpoint.tensorfile import TensorFile
+from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
 from hvdkit.errors import CorruptCheckpointError
-from hvdkit.partition import intersect, positions
+from hvdkit.partition import FLAT, boxes_of, intersect, positions
 
 # TensorFlow takes memory over without a copy if it starts at a multiple of so many bytes, as its own does.
 ALIGNMENT = 64
@@ -77,27 +78,67 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         total = sum(self.open(part).read(name).astype(np.float64) for part in saved.parts)
         return np.asarray(total / (then if resize == "mean" else size)).astype(np.dtype(saved.dtype))
 
-    def sharded(self, name: str, index: tuple[range, ...]) -> np.ndarray:
+    def sharded(self, name: str, index: tuple[range, ...], *, flat: bool = False) -> np.ndarray:
         """Return the part of a sharded tensor at the global indices ``index``, reading only rows that are in it.
+
+        Args:
+            name: the tensor's.
+            index: along each axis.
+            flat: ``index`` is one range, of elements in row-major order.
 
         Raises:
             CorruptCheckpointError: as above, or the saved parts do not cover it.
         """
         saved = self._manifest.variables[name]
+        if flat:
+            return self._run(name, saved, index[0])
+        if saved.partition == FLAT:
+            return self._from_runs(name, saved, index)
         out = aligned_empty([len(axis) for axis in index], np.dtype(saved.dtype))
-        filled = 0
-        for part in saved.parts:
-            filled += self._copy_part(name, saved, part, index, out)
-        if filled != out.size:
+        self._check_filled(name, saved, out.size, sum(self._copy_part(name, saved, p, index, out) for p in saved.parts))
+        return out
+
+    def _check_filled(self, name: str, saved: Saved, asked: int, filled: int) -> None:
+        if filled != asked:
             raise CorruptCheckpointError(
-                f"{self._path}: {name!r} is {saved}, and of {out.size} values asked for {out.size - filled} "
-                "are in no shard"
+                f"{self._path}: {name!r} is {saved}, and of {asked} values asked for {asked - filled} are in no shard"
             )
+
+    def _run(self, name: str, saved: Saved, run: range) -> np.ndarray:
+        """Return a run of elements of a tensor, however it was cut."""
+        if saved.kind == "replicated" and len(run) == math.prod(saved.shape):
+            return self.replicated(name).reshape(-1)
+        out = aligned_empty([len(run)], np.dtype(saved.dtype))
+        boxes = [(run,)] if saved.partition == FLAT else boxes_of(saved.shape, run)
+        filled = start = 0
+        for box in boxes:  # one after the other, as the elements are
+            lengths = [len(axis) for axis in box]
+            into = out[start : start + math.prod(lengths)].reshape(lengths)
+            filled += sum(self._copy_part(name, saved, part, box, into) for part in saved.parts)
+            start += into.size
+        self._check_filled(name, saved, out.size, filled)
+        return out
+
+    def _from_runs(self, name: str, saved: Saved, index: tuple[range, ...]) -> np.ndarray:
+        """Return a box of a tensor that was saved in runs of elements."""
+        if not index:
+            return self._run(name, saved, range(1)).reshape(())
+        rows, *others = index
+        width = math.prod(saved.shape[1:])
+        if rows.step == 1 and tuple(others) == tuple(map(range, saved.shape[1:])):
+            return self._run(name, saved, range(rows.start * width, rows.stop * width)).reshape([len(a) for a in index])
+        out = aligned_empty([len(axis) for axis in index], np.dtype(saved.dtype))
+        columns = tuple(slice(axis.start, axis.stop, axis.step) for axis in others)
+        many = max(1, BLOCK_BYTES // max(1, width * out.itemsize * rows.step))
+        for first in range(0, len(rows) if out.size else 0, many):
+            some = rows[first : first + many]
+            block = self._run(name, saved, range(some[0] * width, (some[-1] + 1) * width))
+            out[first : first + many] = block.reshape(-1, *saved.shape[1:])[:: rows.step][(slice(None), *columns)]
         return out
 
     def _copy_part(self, name: str, saved: Saved, part: Part, index: tuple[range, ...], out: np.ndarray) -> int:
         """Copy what is common to ``part`` and ``index`` into ``out``; return the number of values."""
-        theirs = part.ranges() or tuple(map(range, saved.shape))  # of a replicated one all
+        theirs = part.ranges() or tuple(map(range, saved.indexed))  # of a replicated one all
         common = [intersect(a, b) for a, b in zip(theirs, index, strict=True)]
         if not all(common):
             return 0

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdkit.checkpoint.entries import Entry, Kind, Resize, State, Value
 from hvdkit.checkpoint.tensorfile import storable
-from hvdkit.collectives.shards import piece_states, shard_of
+from hvdkit.collectives.shards import RunState, piece_states, run_of, shard_of
 from hvdkit.collectives.variables import variable_name
 from hvdkit.errors import describe
 
@@ -24,7 +24,8 @@ class ShardedState(Protocol):
     Attributes:
         shape: global shape.
         dtype: dtype, or its name.
-        partition: the rule's name, for people.
+        partition: the rule's name, for people; "flat" says that ``local_index`` is one range of elements in row-major
+            order.
         local_index: for every axis the global indices that this rank holds, in its order; empty ones are fine.
             Over all ranks they cover the global array.
         local: this rank's part, a tensor or variable ``[len(i) for i in local_index]``.
@@ -176,6 +177,9 @@ def _add_variable(
     flat: State, name: str, variable: Any, kind: Kind, resize: Resize = "keep", *, key: str | None = None
 ) -> None:
     """Add a variable; of a shard each of its tables, under ``key``, since the variable's own name may be any."""
+    if (run := run_of(variable)) is not None:
+        _add_sharded(flat, name, RunState(variable, run))
+        return
     if shard_of(variable) is not None:
         for piece in piece_states(variable):
             _add_sharded(flat, f"{key}/{piece.name}" if key else name, piece)

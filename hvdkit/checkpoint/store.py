@@ -25,6 +25,7 @@ from hvdkit.checkpoint.state import flatten
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.collectives import broadcast, broadcast_variables
 from hvdkit.errors import CheckpointError, CollectiveMismatchError, CorruptCheckpointError, describe
+from hvdkit.partition import FLAT
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.02
@@ -309,7 +310,7 @@ def own_part(reader: Reader, entry: Entry, name: str, rank: int, size: int) -> n
     if entry.kind == "per_rank":
         return reader.per_rank(name, rank, size, entry.resize)
     assert entry.index is not None
-    return reader.sharded(name, entry.index)
+    return reader.sharded(name, entry.index, flat=entry.partition == FLAT)
 
 
 def _assign_own(entry: Entry, part: np.ndarray | None) -> None:

@@ -126,7 +126,7 @@ class _Check:
         for name, saved in self._manifest.variables.items():
             wrong = None
             if saved.kind == "sharded":
-                key = (saved.shape, tuple(part.index for part in saved.parts))
+                key = (saved.indexed, tuple(part.index for part in saved.parts))
                 if key not in self._covered:  # slots are cut as their variable is
                     self._covered[key] = uncovered(saved)
                 wrong = self._covered[key]
@@ -211,8 +211,8 @@ def uncovered(saved: Saved) -> str | None:
     """
     boxes = [part.ranges() for part in saved.parts]
     for part, box in zip(saved.parts, boxes, strict=True):
-        inside = [not axis or (axis[0] >= 0 and axis[-1] < n) for axis, n in zip(box, saved.shape, strict=False)]
-        if len(box) != len(saved.shape) or not all(inside):
+        inside = [not axis or (axis[0] >= 0 and axis[-1] < n) for axis, n in zip(box, saved.indexed, strict=False)]
+        if len(box) != len(saved.indexed) or not all(inside):
             return f"has a part in {part.file} that lies outside: {part.index}"
     for (one, a), (other, b) in itertools.combinations(zip(saved.parts, boxes, strict=True), 2):
         if all(intersect(x, y) for x, y in zip(a, b, strict=True)):

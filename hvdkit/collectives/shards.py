@@ -16,8 +16,10 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.cluster.mesh import coordinates
+from hvdkit.partition import FLAT
 
 _MARK = "_hvdkit_shard"
+_RUN = "_hvdkit_run"
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,69 @@ def mark(variable: Any, shard: Shard | None) -> None:
 def shard_of(variable: Any) -> Shard | None:
     """Return what ``variable`` holds, or None for a replicated one."""
     return getattr(variable, _MARK, None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a slot of a replicated variable holds where ranks divide such slots among them.
+
+    Attributes:
+        shape: of the whole slot, global; that of its variable.
+        elements: which of its elements, in row-major order, this rank holds; maybe none.
+    """
+
+    shape: tuple[int, ...]
+    elements: range
+
+
+def mark_run(slot: Any, run: Run) -> None:
+    """Note that ``slot``, a Keras variable, holds ``run``."""
+    setattr(slot, _RUN, run)
+    setattr(slot._value, _RUN, run)
+
+
+def run_of(variable: Any) -> Run | None:
+    """Return which elements ``variable`` holds, or None where it is no part of a divided slot."""
+    return getattr(variable, _RUN, None)
+
+
+def is_part(variable: Any) -> bool:
+    """Return True where ``variable`` is a rank's own part of something larger."""
+    return shard_of(variable) is not None or run_of(variable) is not None
+
+
+def assign_whole(variable: Any, whole: Any) -> None:
+    """Set ``variable`` to ``whole``; one that holds a run of it, to that run."""
+    if (run := run_of(variable)) is not None:
+        whole = tf.reshape(whole, [-1])[run.elements.start : run.elements.stop]
+        whole = tf.reshape(whole, variable.shape)
+    variable.assign(whole)
+
+
+class RunState:
+    """A rank's part of a divided slot as a checkpoint sees it: a ``hvdkit.checkpoint.state.ShardedState``.
+
+    Attributes:
+        shape: global shape.
+        dtype: the variable's.
+        partition: "flat": the index counts the elements in row-major order.
+        local_index: this rank's elements.
+    """
+
+    partition = FLAT
+
+    def __init__(self, variable: Any, run: Run):
+        self._variable = getattr(variable, "_value", variable)
+        self.shape, self.dtype, self.local_index = run.shape, self._variable.dtype, (run.elements,)
+
+    @property
+    def local(self) -> Any:
+        """This rank's elements, ``[len(local_index[0])]``."""
+        return self._variable if self._variable.shape.rank == 1 else tf.reshape(self._variable, [-1])
+
+    def assign_local(self, values: Any) -> None:
+        """Take ``values`` as this rank's elements."""
+        self._variable.assign(tf.reshape(values, self._variable.shape))
 
 
 def write_box(variable: tf.Variable, box: Sequence[slice], values: Any) -> None:

@@ -165,12 +165,14 @@ def reducescatter(x: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
     if cluster.size() == 1:
         return tf.identity(x)
     scale, finish = _averaging(wire, op, cluster.size())
-    options = {"op": int(ReduceOp.Sum), "prescale_factor": scale, "ignore_name_scope": True}
+    sent = tf.cast(x, wire)
+    if scale != 1.0:  # not by Horovod, which would refuse what is larger than its fusion buffer
+        sent *= tf.cast(scale, wire)
 
     def reduce(ready: list[tf.Tensor], matched: str) -> tf.Tensor:
-        return _reducescatter(ready[0], name=matched, **options)
+        return _reducescatter(ready[0], name=matched, op=int(ReduceOp.Sum), ignore_name_scope=True)
 
-    return tf.cast(finish(run_collective(name, [tf.cast(x, wire)], reduce, shown=[x])), x.dtype)
+    return tf.cast(finish(run_collective(name, [sent], reduce, shown=[x])), x.dtype)
 
 
 def check_movable(dtype: tf.DType) -> None:

@@ -12,7 +12,7 @@ from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.agreement import Call, agree, attempt, check_root
 from hvdkit.collectives.digests import behind, digest
-from hvdkit.collectives.shards import shard_of
+from hvdkit.collectives.shards import is_part
 from hvdkit.errors import CollectiveMismatchError
 
 # Variables are sent in pieces of about this many bytes, so that a model needs no second copy of itself.
@@ -24,8 +24,8 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
 
     Args:
         variables: TensorFlow or Keras variables, the same list (order, names, shapes, dtypes) on every rank;
-            e.g. ``model.variables + optimizer.variables`` of a built optimizer. Shards among them are each rank's own,
-            and left as they are.
+            e.g. ``model.variables + optimizer.variables`` of a built optimizer. Shards and divided slots among them
+            are each rank's own, and left as they are.
         root: the rank whose values count.
 
     Raises:
@@ -38,7 +38,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
 
         hk.broadcast_variables(model.variables + optimizer.variables)
     """
-    listed = [v for v in variables if shard_of(v) is None]
+    listed = [v for v in variables if not is_part(v)]
     call = Call(f"broadcast_variables(root={root})")
 
     def prepare() -> None:
@@ -56,7 +56,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
 def compare_variables(variables: Iterable[Any]) -> str:
     """Compare the values of variables over all ranks, bit for bit; return a digest of them that all ranks share.
 
-    Shards among them, each rank's own, are left out.
+    Shards and divided slots among them, each rank's own, are left out.
 
     Every rank calls it. It costs a digest of all values (XXH3, about as fast as memory is read) and
     one small exchange.
@@ -68,7 +68,7 @@ def compare_variables(variables: Iterable[Any]) -> str:
 
         print(f"equal on all ranks: {hk.compare_variables(model.variables)}")
     """
-    listed = [v for v in variables if shard_of(v) is None]
+    listed = [v for v in variables if not is_part(v)]
     call = Call("compare_variables()")
 
     def prepare() -> None:

@@ -70,7 +70,7 @@ def average_gradients(
     shards = [shard_of(v) for v in variables] if variables is not None else [None] * len(listed)
     if any(shard is not None for shard in shards):
         return _beside_shards(listed, shards, {"op": op, "weight": weight, "compression": compression})
-    _agree_on(listed, op, weight, compression)
+    agree_on(listed, op, weight, compression)
     op, wire = checked_op(op), wires.wire_dtype(compression)
     if op in (ReduceOp.Min, ReduceOp.Max):
         return _place(listed, grouped_allreduce(_dense(listed), op, "hvdkit.gradients"), [])
@@ -138,8 +138,8 @@ def mapped(grad: Gradient, fn: Callable[[tf.Tensor], tf.Tensor]) -> Gradient:
     return None if grad is None else fn(grad)
 
 
-def _agree_on(grads: list[Gradient], op: Any, weight: Any, compression: Any) -> None:
-    """Check the arguments, in eager mode on all ranks together."""
+def agree_on(grads: list[Gradient], op: Any, weight: Any, compression: Any) -> None:
+    """Check the arguments of :func:`average_gradients`, in eager mode on all ranks together; raise as it does."""
     problem = attempt(lambda: _check(grads, op, weight, compression))
     if tf.executing_eagerly() and not any(is_symbolic(part) for part in _parts(grads)):
         agree(_call(grads, op, weight, compression, problem))

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from hvdkit.collectives.shards import assign_whole
 from hvdkit.errors import describe
 
 _classes: dict[tuple[type, type], type] = {}
@@ -56,7 +57,7 @@ def _copy_state(optimizer: Any, copy: Any, accumulate_steps: int) -> None:
         sums = {id(v) for v in copy._accumulated_gradients}
         mine = [v for v in mine if id(v) not in sums]
     for own, other in zip(mine, theirs, strict=True):
-        own.assign(other)
+        assign_whole(own, other)
     if begins_to_accumulate:
         # Keras counts the steps between updates, too: the next update is due after that many more.
         copy._iterations.assign(optimizer._iterations * accumulate_steps)

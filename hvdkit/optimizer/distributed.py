@@ -13,6 +13,8 @@ from typing import Any, get_args
 import keras
 from packaging import version
 
+from hvdkit import cluster
+from hvdkit.collectives import compare_variables
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op
 from hvdkit.errors import describe
 from hvdkit.gradients.compression import wire_dtype
@@ -20,6 +22,7 @@ from hvdkit.optimizer.copies import copy_of, subclass
 from hvdkit.optimizer.mixins import Combining, CombiningScaled, LossScale
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.rows import SparseUpdates
+from hvdkit.optimizer.sharing import SharingStates, check_sharing
 
 if version.parse(keras.__version__) < version.parse("3.5"):
     raise ImportError(
@@ -38,6 +41,7 @@ def DistributedOptimizer(
     accumulate_steps: int = 1,
     clip_global_norm: float | None = None,
     sparse_updates: SparseUpdates = "auto",
+    shard_states: bool = False,
 ) -> keras.optimizers.Optimizer:
     """Return a copy of ``optimizer`` that combines gradients over all ranks before each update.
 
@@ -57,13 +61,19 @@ def DistributedOptimizer(
         sparse_updates: how sharded tables are updated: "exact", as Keras updates the unsharded table; "lazy", only the
             rows that the gradient has, moments included; "auto" (lazy for Adam and AdamW, exact for the others). Plain
             SGD and Adagrad are both at once.
+        shard_states: divide the optimizer's slots of replicated variables among the N ranks (stage 1 of ZeRO): each
+            keeps and updates 1/N of them. Results are the same. With S bytes of variables and k slots of each, a rank
+            keeps k S / N bytes instead of k S; in a step it sends and receives (N-1)/N S of gradients and (N-1)/N S of
+            weights, as much as a ring allreduce does. For optimizers that update each number by itself.
 
     Returns:
         A ``keras.optimizers.Optimizer``.
 
     Raises:
         TypeError: ``optimizer`` is no Keras 3 optimizer, or is distributed already.
-        ValueError: another argument is none of the above.
+        ValueError: another argument is none of the above, or ``shard_states`` with an optimizer that takes norms of
+            whole variables (Lamb, Adafactor, Muon, clipnorm).
+        CollectiveMismatchError: with ``shard_states``, an optimizer that was built has other state on another rank.
         HvdkitError: at the first step, inside ``jit_compile=True``: Horovod has no XLA kernels.
 
     Example::
@@ -88,7 +98,10 @@ def DistributedOptimizer(
         accumulate_steps=steps,
         clip_global_norm=clip_global_norm,
         sparse_updates=sparse_updates,
+        shard_states=shard_states,
     )
+    if shard_states:
+        _check_states(optimizer)
     if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, LossScale):
         outer = _distributed_loss_scale(LossScale(copy_of(optimizer, type(optimizer))), how)
         outer._scaled = False  # nobody asked for it: it divides only where scale_loss has multiplied
@@ -101,7 +114,8 @@ def _distributed(optimizer: Any, how: Reduction) -> Any:
         return _distributed_loss_scale(optimizer, how)
     if _Multi and isinstance(optimizer, _Multi):
         return _distributed_multi(optimizer, how)
-    copy = copy_of(optimizer, subclass(Combining, type(optimizer)), how.accumulate_steps)
+    mixin = SharingStates if how.shard_states else Combining
+    copy = copy_of(optimizer, subclass(mixin, type(optimizer)), how.accumulate_steps)
     copy._hvdkit = how
     return copy
 
@@ -109,7 +123,10 @@ def _distributed(optimizer: Any, how: Reduction) -> Any:
 def _distributed_loss_scale(optimizer: Any, how: Reduction) -> Any:
     """Combine scaled gradients, so that all ranks see the same overflow; clip them unscaled, in the inner optimizer."""
     accumulates = how.accumulate_steps > 1
-    inner = _distributed(optimizer.inner_optimizer, replace(how, combines=how.combines and accumulates))
+    reduced = how.combines and not accumulates
+    inner = _distributed(
+        optimizer.inner_optimizer, replace(how, combines=how.combines and accumulates, reduced=reduced)
+    )
     outer = subclass(CombiningScaled, type(optimizer)).from_config(optimizer.get_config())
     outer.inner_optimizer = inner
     outer._hvdkit = replace(how, combines=how.combines and not accumulates, clip_global_norm=None)
@@ -151,6 +168,13 @@ def _check_optimizer(optimizer: Any) -> None:
                 "tf_keras, tf.compat.v1 and string optimizers have to be replaced by one of keras.optimizers",
             )
         )
+
+
+def _check_states(optimizer: Any) -> None:
+    """Refuse what cannot be divided: norms of whole variables, and state that is not the same on all ranks."""
+    check_sharing(optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer)
+    if optimizer.built and cluster.size() > 1:
+        compare_variables(optimizer.variables)
 
 
 def _accumulation(optimizer: Any, accumulate_steps: int) -> int:

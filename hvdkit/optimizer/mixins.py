@@ -19,6 +19,7 @@ from hvdkit.collectives.shards import mark, shard_of
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.gradients.sparse import sum_duplicates
+from hvdkit.optimizer.parts import Parts
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.rows import BY_ELEMENTS, rule_for, update_rows, updating_class
 from hvdkit.optimizer.slots import Slots, fill, renew
@@ -32,15 +33,20 @@ class Combining:
     _hvdkit = Reduction(op=Average, compression=None, accumulate_steps=1, clip_global_norm=None)
     _hvdkit_wrapped = False
     _hvdkit_slots: Slots | None = None
+    _hvdkit_parts: Parts | None = None  # where ranks divide the slots of replicated variables
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the slots of ``variables``."""
         # A LossScaleOptimizer around this one builds it, and in eager mode leaves no other trace before it skips
         # this rank's apply while other ranks wait in theirs.
-        caller = sys._getframe(1).f_locals.get("self")
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_locals.get("self") is self:
+            frame = frame.f_back
+        caller = frame.f_locals.get("self")
         self._hvdkit_wrapped = isinstance(caller, LossScale) and not isinstance(caller, CombiningScaled)
         for variable in variables:
             if (shard := shard_of(variable)) is not None:
+                check_by_elements(self, "beside sharded variables")
                 _check_for_shards(self)
                 mark(variable, shard)  # the TensorFlow variable inside, which may be younger than the mark
         super().build(variables)  # type: ignore[misc]
@@ -66,11 +72,11 @@ class Combining:
         """Combine ``grads`` over all ranks and update the variables."""
         how = self._hvdkit
         refuse_what_breaks(self._hvdkit_wrapped)
-        variables = _listed(self, trainable_variables)
+        variables = listed(self, trainable_variables)
         renew(grads, variables, whole=how.accumulate_steps > 1)
         if how.accumulate_steps == 1:
             scale = getattr(self, "loss_scale_factor", None)
-            grads = how.clip(how.combine(grads, variables), variables, scale)
+            grads = self._hvdkit_combine(grads, variables, scale)
             if getattr(self, "clipvalue", None) is not None:  # Keras clips numbers, which are sums over ranks
                 grads = [sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
@@ -82,6 +88,11 @@ class Combining:
                 f"accumulate_steps: Keras {keras.__version__} kept the accumulated gradients; use accumulate_steps=1"
             )
         return result
+
+    def _hvdkit_combine(self, grads: Sequence[Any], variables: Sequence[Any], loss_scale: Any = None) -> list[Any]:
+        """Return what Keras is to update ``variables`` with."""
+        how = self._hvdkit
+        return how.clip(how.combine(grads, variables), variables, loss_scale)
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
         self._hvdkit_updated = _Untracked(tuple(trainable_variables))
@@ -96,7 +107,7 @@ class Combining:
             if how.op == ReduceOp.Sum:
                 grads = [g * float(how.accumulate_steps) for g in grads]
             variables = self._hvdkit_updated.variables
-            grads = how.clip(how.combine(how.share(grads, variables, undo=True), variables), variables)
+            grads = self._hvdkit_combine(how.share(grads, variables, undo=True), variables)
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     @graph_safe
@@ -124,22 +135,33 @@ class _Untracked:
     variables: tuple[Any, ...]
 
 
-def _listed(optimizer: Any, variables: Any) -> list[Any]:
+def listed(optimizer: Any, variables: Any) -> list[Any]:
     """Return the variables that gradients given to ``apply`` belong to."""
     return list(optimizer._trainable_variables if variables is None else variables)
 
 
-def _check_for_shards(optimizer: Any) -> None:
-    """Refuse what would treat a shard's rows as if they were the whole table."""
+def check_by_elements(optimizer: Any, where: str) -> None:
+    """Refuse what takes norms of whole variables, of which this rank has a part.
+
+    Args:
+        optimizer: a Keras optimizer.
+        where: says when, for the message.
+
+    Raises:
+        ValueError: it takes them.
+    """
     for name in ("clipnorm", "global_clipnorm"):
         if getattr(optimizer, name, None) is not None:
             remedy = "pass clip_global_norm to hk.DistributedOptimizer, which sums over ranks"
-            raise ValueError(describe(name, getattr(optimizer, name), "None beside sharded variables", remedy))
+            raise ValueError(describe(name, getattr(optimizer, name), f"None {where}", remedy))
     kind = updating_class(optimizer)
     if kind.__module__.startswith("keras.") and kind not in BY_ELEMENTS:
-        expected = "one that updates each number by itself beside sharded variables"
+        expected = f"one that updates each number by itself {where}"
         remedy = "take " + ", ".join(sorted(cls.__name__ for cls in BY_ELEMENTS))
         raise ValueError(describe("optimizer", kind.__name__, expected, remedy))
+
+
+def _check_for_shards(optimizer: Any) -> None:
     if hasattr(optimizer, "optimizers"):
         remedy = "give each of its optimizers its own hk.DistributedOptimizer and apply"
         raise ValueError(describe("optimizer", "a MultiOptimizer", "one optimizer for sharded variables", remedy))
@@ -160,7 +182,15 @@ class CombiningScaled:
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """Combine ``grads``, skip the step where any rank's overflowed, else update the variables."""
         refuse_what_breaks()
-        grads = self._hvdkit.combine(grads, _listed(self, trainable_variables))
+        how, variables = self._hvdkit, listed(self, trainable_variables)
+        if not self.built:  # type: ignore[attr-defined]
+            with keras.name_scope(self.name, caller=self):  # type: ignore[attr-defined]
+                self.build(variables)  # type: ignore[attr-defined]
+        parts = self.inner_optimizer._hvdkit_parts  # type: ignore[attr-defined]
+        if parts is not None and how.combines:
+            grads = parts.combine(grads, variables, how.op, how.compression)
+        else:
+            grads = how.combine(grads, variables)
         if not self._scaled:
             return self.inner_optimizer.apply(grads, trainable_variables)  # type: ignore[attr-defined]
         return super().apply(grads, trainable_variables)  # type: ignore[misc]
@@ -170,7 +200,8 @@ class CombiningScaled:
         """Return True where every rank's gradients are finite."""
         present = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in present])
-        alike = self._hvdkit.combines and not any(shard_of(v) is not None for v in _listed(self, None))
+        alike = self._hvdkit.combines and not self._hvdkit.shard_states
+        alike = alike and not any(shard_of(v) is not None for v in listed(self, None))
         return finite if alike else allreduce(finite, Min)
 
 

@@ -11,7 +11,7 @@ import xxhash
 
 from hvdkit import cluster
 from hvdkit.collectives.digests import digest
-from hvdkit.collectives.shards import shard_of
+from hvdkit.collectives.shards import is_part
 from hvdkit.collectives.variables import variable_name
 from hvdkit.errors import CollectiveMismatchError, describe
 
@@ -87,7 +87,8 @@ def replicated(model: Any, optimizer: Any) -> list[Any]:
     """Return the variables that every rank must hold alike: parameters, and the optimizer's slots and counters.
 
     The gradients that an optimizer adds up between two updates (``accumulate_steps``) are each rank's own, and so are
-    shards and non-trainable weights such as moving statistics and the states of random generators.
+    shards, slots that ranks divide among them, and non-trainable weights such as moving statistics and the states of
+    random generators.
 
     Args:
         model: a Keras model, or None.
@@ -100,7 +101,7 @@ def replicated(model: Any, optimizer: Any) -> list[Any]:
     sums = {id(v) for part in _with_inner(optimizer) for v in getattr(part, "_accumulated_gradients", ())}
     slots = [] if optimizer is None else [v for v in optimizer.variables if id(v) not in sums]
     everything = [*(() if model is None else model.trainable_variables), *slots]
-    return [v for v in everything if shard_of(v) is None]
+    return [v for v in everything if not is_part(v)]
 
 
 def _with_inner(optimizer: Any) -> Iterator[Any]:

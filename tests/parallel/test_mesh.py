@@ -96,11 +96,12 @@ def plain_loss(words, logits):
     ("make", "options"),
     [
         (lambda: keras.optimizers.SGD(0.2, momentum=0.9), {}),
-        (lambda: keras.optimizers.Adam(0.02), {}),
+        (lambda: keras.optimizers.Adam(0.02), {"shard_states": True}),
         (lambda: keras.optimizers.SGD(0.2), {"clip_global_norm": 0.1}),
         (lambda: keras.optimizers.SGD(0.02), {"op": hk.Sum}),
+        (lambda: keras.optimizers.SGD(0.1), {"op": hk.Sum, "clip_global_norm": 0.1, "shard_states": True}),
     ],
-    ids=["momentum", "adam", "clip", "sum"],
+    ids=["momentum", "adam", "clip", "sum", "all"],
 )
 def test_training_equals_one_process(mesh, make, options):
     batches = cluster.group("data").size
@@ -111,7 +112,7 @@ def test_training_equals_one_process(mesh, make, options):
     loss = plain_loss if options.get("op") != hk.Sum else lambda w, z: batches * plain_loss(w, z)
     alone = make()
     if "clip_global_norm" in options:
-        alone = keras.optimizers.SGD(0.2, global_clipnorm=options["clip_global_norm"])
+        alone = keras.optimizers.SGD(float(alone.learning_rate), global_clipnorm=options["clip_global_norm"])
     theirs, their_scale, expected = trained(whole, alone, loss, [both for both, _ in steps])
     np.testing.assert_allclose(scale, their_scale, rtol=2e-4, atol=1e-6)
     for layer, other, axis in zip(layers, theirs, (1, 0, 1), strict=True):

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdkit.partition import global_row, intersect, local_row, owner, positions, reshard, rows_of
+from hvdkit.partition import (
+    boxes_of,
+    global_row,
+    intersect,
+    local_row,
+    owner,
+    positions,
+    reshard,
+    rows_of,
+    runs_of,
+    share_of,
+)
 
 RULES = st.sampled_from(["div", "mod"])
 ROWS = st.integers(0, 60)
@@ -120,3 +133,25 @@ def test_bad_ids_name_themselves():
         local_row("mod", np.array([0.5]), 5, 2)
     with pytest.raises(ValueError, match="local: got 0 to 2, expected 0 to 1, the rows of rank 1"):
         global_row("mod", np.array([0, 2]), 5, 1, 2)
+
+
+@given(st.lists(st.integers(0, 30), max_size=6), SIZES)
+def test_runs_are_equal_parts_of_arrays_laid_end_to_end(counts, size):
+    held = [runs_of(counts, rank, size) for rank in range(size)]
+    for place, count in enumerate(counts):
+        assert [i for runs in held for i in runs[place]] == list(range(count))
+    shares = [sum(map(len, runs)) for runs in held]
+    assert max(shares) == share_of(sum(counts), size) and shares == sorted(shares, reverse=True)
+    for runs in held:
+        assert sum(0 < len(run) < count for run, count in zip(runs, counts, strict=True)) <= 2
+
+
+@given(st.lists(st.integers(1, 4), max_size=4), st.data())
+def test_boxes_are_a_run_in_its_order(shape, data):
+    elements = np.arange(math.prod(shape)).reshape(shape)
+    start = data.draw(st.integers(0, elements.size))
+    stop = data.draw(st.integers(start, elements.size))
+    boxes = boxes_of(shape, range(start, stop))
+    got = [elements[np.ix_(*box)].reshape(-1) if shape else elements.reshape(-1) for box in boxes]
+    assert np.concatenate([[], *got]).tolist() == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)

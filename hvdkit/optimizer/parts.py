@@ -1,0 +1,226 @@
+"""Which elements of the replicated variables a rank updates where ranks divide the optimizer's slots among them.
+
+The variables of one dtype are laid end to end, padded by less than N elements and cut into N equal parts, one for each
+rank; beyond 64 MiB another such group begins. So a rank has whole variables, none of others, and at most two of a group
+that are cut. A whole one is updated where it stands; one that is cut by a stand-in, which has memory during the step
+only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.collectives import tensors
+from hvdkit.collectives.ops import ReduceOp
+from hvdkit.collectives.shards import Run, shard_of
+from hvdkit.gradients.average import agree_on, combine_kinds, copies
+from hvdkit.gradients.compression import reduce_scatter, wire_dtype
+from hvdkit.partition import runs_of, share_of
+
+# What is exchanged at once is in memory twice meanwhile; more at once is no faster.
+_MOST_BYTES = 64 * 2**20
+
+
+class StandIn(keras.Variable):
+    """Stands for the elements of a variable that this rank updates: ``[k]``, maybe ``[0]``.
+
+    Keras makes slots of its shape, under the name of the variable.
+    """
+
+    def __init__(self, variable: Any, elements: int):
+        self._whole_path = getattr(variable, "path", None) or str(variable.name).replace("/", "_").replace(":", "_")
+        name = str(variable.name).split("/")[-1].split(":")[0]
+        super().__init__("zeros", (elements,), variable.dtype, trainable=False, name=name)
+
+    @property
+    def path(self) -> str:
+        """The path of the variable that it stands for."""
+        return self._whole_path
+
+    def set_elements(self, values: tf.Tensor) -> None:
+        """Take ``values``, of whatever length: without any it needs no memory."""
+        tf.raw_ops.AssignVariableOp(resource=self._value.handle, value=values)
+
+
+class _Group(NamedTuple):
+    """Variables that lie end to end: their places in the list, how many elements each has, and those of a rank."""
+
+    places: tuple[int, ...]
+    counts: tuple[int, ...]
+    share: int
+    name: str
+
+    @property
+    def padding(self) -> int:
+        return self.share * cluster.size() - sum(self.counts)
+
+
+class Parts:
+    """The part of a list of variables that this rank updates.
+
+    Args:
+        variables: TensorFlow or Keras variables, the same list on every rank. Shards are updated as they are.
+
+    Attributes:
+        variables: the same.
+        listed: what stands for each: itself, where this rank updates all of it, or a :class:`StandIn`.
+    """
+
+    def __init__(self, variables: Sequence[Any]):
+        self.variables = tuple(variables)
+        self._groups = tuple(_groups(self.variables))
+        self._runs: dict[int, Run] = {}
+        for group in self._groups:
+            runs = runs_of(group.counts, cluster.rank(), cluster.size())
+            for place, run in zip(group.places, runs, strict=True):
+                self._runs[place] = Run(tuple(self.variables[place].shape), run)
+        self.listed = tuple(self._stand_in(place) for place in range(len(self.variables)))
+        self._places: dict[int, int] = {}
+        for place, pair in enumerate(zip(self.variables, self.listed, strict=True)):
+            self._places |= {id(_inner(variable)): place for variable in pair}
+        self.release()
+
+    def _stand_in(self, place: int) -> Any:
+        variable, run = self.variables[place], self._runs.get(place)
+        if run is None or len(run.elements) == math.prod(run.shape):
+            return variable
+        with tf.device(_inner(variable).device):
+            return StandIn(variable, len(run.elements))
+
+    def place(self, variable: Any) -> int | None:
+        """Return the place in the list of a variable or of what stands for it; None for any other."""
+        return self._places.get(id(_inner(variable)))
+
+    def run(self, place: int) -> Run | None:
+        """Return which elements of the variable at ``place`` this rank updates; None for a shard."""
+        return self._runs.get(place)
+
+    def load(self) -> None:
+        """Give the stand-ins their variables' elements."""
+        for place, part in self._cut():
+            part.set_elements(self._take(_inner(self.variables[place]).read_value(), place))
+
+    def release(self) -> None:
+        """Give the memory of the stand-ins back."""
+        for _, part in self._cut():
+            # A length that TensorFlow cannot know beforehand: it would take the change of shape for a mistake.
+            part.set_elements(tf.zeros(tf.cast(tf.timestamp(), tf.int32)[None] * 0, part.dtype))
+
+    def _cut(self) -> Iterator[tuple[int, StandIn]]:
+        for place, part in enumerate(self.listed):
+            if isinstance(part, StandIn) and 0 not in part.shape:
+                yield place, part
+
+    def take(self, grads: Sequence[Any], places: Sequence[int]) -> list[Any]:
+        """Return this rank's elements of gradients that every rank has alike and whole."""
+        results = []
+        for grad, place in zip(grads, places, strict=True):
+            whole = grad is None or self.listed[place] is self.variables[place]
+            results.append(grad if whole else self._take(self._dense(grad, place), place))
+        return results
+
+    def _take(self, whole: tf.Tensor, place: int) -> tf.Tensor:
+        run = self._runs[place].elements
+        return tf.reshape(whole, [-1])[run.start : run.stop]
+
+    def _dense(self, grad: Any, place: int) -> tf.Tensor:
+        variable = self.variables[place]
+        if isinstance(grad, tf.IndexedSlices):
+            grad = tf.math.unsorted_segment_sum(grad.values, grad.indices, variable.shape[0])
+        return tf.cast(grad, variable.dtype)
+
+    def combine(self, grads: Sequence[Any], variables: Sequence[Any], op: ReduceOp, compression: str | None) -> list:
+        """Return this rank's elements of the ranks' gradients combined by ``op``, Average or Sum.
+
+        One exchange a group: each rank sends and receives (N-1)/N of the gradients' bytes. A variable of the list
+        that has no gradient here, or None, travels as zeros. Gradients of shards are combined as in any optimizer.
+
+        Args:
+            grads: dense, IndexedSlices or None, of ``variables``, whole.
+            variables: some of the list, or what stands for them.
+            op, compression: as for :func:`hvdkit.average_gradients`.
+        """
+        shards = [shard_of(v) for v in variables]
+        places = [self._places[id(_inner(v))] for v, shard in zip(variables, shards, strict=True) if shard is None]
+
+        def reduce(replicated: list[Any]) -> list[Any]:
+            agree_on(replicated, op, None, compression)
+            return self._reduce(replicated, places, op, wire_dtype(compression))
+
+        return combine_kinds(grads, shards, op, reduce)
+
+    def _reduce(self, grads: Sequence[Any], places: Sequence[int], op: ReduceOp, wire: tf.DType | None) -> list[Any]:
+        given = {place: grad for place, grad in zip(places, grads, strict=True) if grad is not None}
+        combined: dict[int, Any] = {}
+        for group in self._groups:
+            if given.keys() & set(group.places):
+                combined |= self._reduce_group(group, given, op, wire)
+        return [combined[place] if place in given else None for place in places]
+
+    def _reduce_group(
+        self, group: _Group, given: dict[int, Any], op: ReduceOp, wire: tf.DType | None
+    ) -> dict[int, tf.Tensor]:
+        dtype = tf.as_dtype(self.variables[group.places[0]].dtype)
+        flat = [
+            tf.reshape(self._dense(given[place], place), [-1]) if place in given else tf.zeros([count], dtype)
+            for place, count in zip(group.places, group.counts, strict=True)
+        ]
+        flat = tf.concat([*flat, tf.zeros([group.padding], dtype)], axis=0)
+        mine = reduce_scatter(flat, op, wire, f"hvdkit.gradients_{group.name}")
+        if op == ReduceOp.Sum and copies() > 1:
+            mine /= copies()
+        mine.set_shape([group.share])
+        lengths = [len(self._runs[place].elements) for place in group.places]
+        pieces = tf.split(mine, [*lengths, group.share - sum(lengths)])
+        return {p: tf.reshape(piece, self.listed[p].shape) for p, piece in zip(group.places, pieces, strict=False)}
+
+    def publish(self, places: Sequence[int]) -> None:
+        """Give every rank the updated elements of the variables at ``places``, each from the rank that has them."""
+        wanted = set(places)
+        for group in self._groups:
+            if wanted & set(group.places):
+                self._publish_group(group, wanted)
+
+    def _publish_group(self, group: _Group, wanted: set[int]) -> None:
+        mine = [tf.reshape(_inner(self.listed[p]).read_value(), [-1]) for p in group.places if self._runs[p].elements]
+        rest = group.share - sum(len(self._runs[place].elements) for place in group.places)
+        dtype = tf.as_dtype(self.variables[group.places[0]].dtype)
+        flat = tf.concat([*mine, tf.zeros([rest], dtype)], axis=0)
+        whole = tensors.allgather(flat, f"hvdkit.weights_{group.name}")
+        whole.set_shape([group.share * cluster.size()])
+        pieces = tf.split(whole, [*group.counts, group.padding])
+        for place, piece in zip(group.places, pieces, strict=False):
+            # Its own as well: all then share the memory that was received, and none of it is there twice.
+            if place in wanted:
+                _inner(self.variables[place]).assign(tf.reshape(piece, self.variables[place].shape))
+
+
+def _groups(variables: Sequence[Any]) -> Iterator[_Group]:
+    by_dtype: dict[str, list[list[int]]] = {}
+    filled: dict[str, int] = {}
+    for place, variable in enumerate(variables):
+        if shard_of(variable) is not None:
+            continue
+        dtype = tf.as_dtype(variable.dtype)
+        size = math.prod(variable.shape) * dtype.size
+        lists = by_dtype.setdefault(dtype.name, [])
+        if not lists or filled[dtype.name] + size > _MOST_BYTES:
+            lists.append([])
+            filled[dtype.name] = 0
+        lists[-1].append(place)
+        filled[dtype.name] += size
+    for dtype, lists in by_dtype.items():
+        for number, places in enumerate(lists):
+            counts = tuple(math.prod(variables[place].shape) for place in places)
+            share = share_of(sum(counts), cluster.size())
+            yield _Group(tuple(places), counts, share, f"{dtype}{f'_{number}' if number else ''}")
+
+
+def _inner(variable: Any) -> tf.Variable:
+    return getattr(variable, "_value", variable)

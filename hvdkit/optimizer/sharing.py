@@ -1,0 +1,168 @@
+"""Slots divided among ranks: each keeps 1/N of them, updates 1/N of the weights, and gets the rest from the others.
+
+Stage 1 of Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020. Keras's
+optimizer is built over this rank's part of the variables (:class:`hvdkit.optimizer.parts.Parts`) instead of the
+variables themselves, and knows no others: what it does to variables and slots, weight decay and moving averages
+included, it does to 1/N of them. Around its update the gradients are reduced and scattered, and the weights gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from hvdkit import cluster
+from hvdkit.collectives.shards import assign_whole, mark_run
+from hvdkit.collectives.values import graph_safe
+from hvdkit.errors import HvdkitError, describe
+from hvdkit.optimizer.mixins import Combining, check_by_elements, listed
+from hvdkit.optimizer.parts import Parts, StandIn
+
+
+class SharingStates(Combining):
+    """Mixed in before a Keras optimizer class: as Combining, with the slots of replicated variables divided."""
+
+    _hvdkit = Combining._hvdkit
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Create this rank's slots of ``variables``."""
+        if self.built or cluster.size() == 1:  # type: ignore[attr-defined]
+            super().build(variables)
+            return
+        check_sharing(self)
+        for variable in variables:
+            if getattr(variable, "overwrite_with_gradient", False):
+                expected = "variables that an update changes by their gradient"
+                remedy = "leave shard_states out for models with float8 layers"
+                raise ValueError(describe("variables", f"{variable.path} (overwrite_with_gradient)", expected, remedy))
+        self._hvdkit_parts = Parts(variables)
+        super().build(list(self._hvdkit_parts.listed))
+        # For whoever asks what is trained; set plainly, since Keras would count them among the optimizer's variables.
+        object.__setattr__(self, "_trainable_variables", list(variables))
+
+    def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
+        """Create a slot; that of a replicated variable is this rank's run of its elements."""
+        parts = self._hvdkit_parts
+        place = None if parts is None else parts.place(reference_variable)
+        run = None if place is None else parts.run(place)  # type: ignore[union-attr]
+        if run is None:
+            return super().add_variable_from_reference(reference_variable, name=name, initializer=initializer)
+        assert parts is not None and place is not None
+        if name == "gradient_accumulator":  # each rank's own gradients, which are whole until they are reduced
+            return super().add_variable_from_reference(parts.variables[place], name=name, initializer=initializer)
+        slot = super().add_variable_from_reference(parts.listed[place], name=name, initializer=initializer)
+        mark_run(slot, run)
+        return slot
+
+    @graph_safe
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        """Combine ``grads`` over all ranks, update this rank's part of the variables, and gather them."""
+        grads = list(grads)
+        variables = None if trainable_variables is None else list(trainable_variables)
+        if variables is not None and not self.built:  # type: ignore[attr-defined]
+            with keras.name_scope(self.name, caller=self):  # type: ignore[attr-defined]
+                self.build(variables)
+        if (parts := self._hvdkit_parts) is None or not grads:
+            return super().apply(grads, variables)
+        variables = listed(self, variables)
+        self._check_variables_are_known([v for v in variables if parts.place(v) is None])  # type: ignore[attr-defined]
+        places = self._hvdkit_places(variables)
+        parts.load()
+        result = super().apply(grads, [parts.listed[place] for place in places])
+        parts.release()
+        for grad, variable, place in zip(grads, variables, places, strict=True):
+            # Where this rank has all of it, Keras has done so.
+            if grad is not None and variable.constraint is not None and isinstance(parts.listed[place], StandIn):
+                variable.assign(variable.constraint(variable))
+        return result
+
+    def _hvdkit_combine(self, grads: Sequence[Any], variables: Sequence[Any], loss_scale: Any = None) -> list[Any]:
+        how, parts = self._hvdkit, self._hvdkit_parts
+        if parts is None:
+            return super()._hvdkit_combine(grads, variables, loss_scale)
+        if how.combines:
+            grads = parts.combine(grads, variables, how.op, how.compression)
+        elif not how.reduced:  # by the tape: whole and alike on all ranks, so that their norm needs no exchange
+            places = self._hvdkit_places(variables)
+            clipped = how.clip(grads, [parts.variables[place] for place in places], loss_scale)
+            return parts.take(clipped, places)
+        return how.clip(grads, variables, loss_scale, divided=True)
+
+    def _hvdkit_places(self, variables: Sequence[Any]) -> list[int]:
+        assert self._hvdkit_parts is not None
+        return [place for v in variables if (place := self._hvdkit_parts.place(v)) is not None]
+
+    @graph_safe
+    def _backend_update_step(self, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any) -> Any:
+        super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
+        if self._hvdkit_parts is not None:
+            self._hvdkit_parts.publish(self._hvdkit_places(trainable_variables))
+
+    @graph_safe
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Update one variable, if this rank has a part of it."""
+        if 0 not in variable.shape:
+            super().update_step(gradient, variable, learning_rate)
+
+    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
+        super()._apply_weight_decay([v for v in variables if 0 not in v.shape])  # type: ignore[misc]
+
+    def _use_weight_decay(self, variable: Any) -> bool:
+        parts = self._hvdkit_parts
+        place = None if parts is None else parts.place(variable)
+        return super()._use_weight_decay(variable if place is None else parts.variables[place])  # type: ignore
+
+    def _update_model_variables_moving_average(self, trainable_variables: Sequence[Any]) -> None:
+        parts = self._hvdkit_parts
+        super()._update_model_variables_moving_average(trainable_variables if parts is None else parts.listed)  # type: ignore[misc]
+
+    @graph_safe
+    def _overwrite_model_variables_with_average_value(self, trainable_variables: Sequence[Any]) -> None:
+        parts = self._hvdkit_parts
+        averaged = list(trainable_variables if parts is None else parts.listed)
+        super()._overwrite_model_variables_with_average_value(averaged)  # type: ignore[misc]
+        if parts is not None:
+            parts.publish(range(len(parts.listed)))
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Give the variables their moving averages, if there are any. Every rank calls it."""
+        parts = self._hvdkit_parts
+        if parts is not None and self.use_ema:  # type: ignore[attr-defined]
+            parts.load()
+        super().finalize_variable_values(var_list)  # type: ignore[misc]
+        if parts is not None:
+            parts.release()
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save the state, which a world of one has whole."""
+        if self._hvdkit_parts is not None:
+            got = f"an optimizer of which rank {cluster.rank()} has 1/{cluster.size()} (shard_states=True)"
+            remedy = "save with hk.checkpoint.save or hk.Supervisor, or the model alone with model.export"
+            raise HvdkitError(
+                describe(
+                    "model.save, model.save_weights", got, "an optimizer whose state is whole on each rank", remedy
+                )
+            )
+        super().save_own_variables(store)  # type: ignore[misc]
+
+    def load_own_variables(self, store: Any) -> None:
+        """Take this rank's part of a state that Keras saved whole."""
+        if self._hvdkit_parts is None or len(store.keys()) != len(self.variables):  # type: ignore[attr-defined]
+            super().load_own_variables(store)  # type: ignore[misc]
+            return
+        for number, variable in enumerate(self.variables):  # type: ignore[attr-defined]
+            assign_whole(variable, store[str(number)])
+
+
+def check_sharing(optimizer: Any) -> None:
+    """Refuse an optimizer whose update of an element depends on others.
+
+    Raises:
+        ValueError: it does.
+    """
+    if hasattr(optimizer, "optimizers"):
+        remedy = "give each of its optimizers its own hk.DistributedOptimizer(..., shard_states=True) and apply"
+        raise ValueError(describe("optimizer", "a MultiOptimizer", "one optimizer with shard_states=True", remedy))
+    check_by_elements(optimizer, "with shard_states=True")
