@@ -210,7 +210,7 @@ class GlobalBatches(Iterator[Any]):
         self._restores += 1
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what is equal on all ranks with the same data, for JSON: seed, sizes, dtypes, checksums of a few rows."""
+        """Return what is equal on all ranks with the same data, for JSON: seed, sizes, dtypes, a few checksums."""
         return {**self._source.fingerprint(), "seed": self._seed, "batch_size": self._batch_size,
                 "remainder": self._remainder}  # fmt: skip
 
