@@ -13,18 +13,8 @@ from hvdkit.checkpoint.entries import Resize
 from hvdkit.checkpoint.manifest import Manifest, Part, Saved
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
 from hvdkit.errors import CorruptCheckpointError
+from hvdkit.memory import aligned_empty
 from hvdkit.partition import FLAT, boxes_of, intersect, positions
-
-# TensorFlow takes memory over without a copy if it starts at a multiple of so many bytes, as its own does.
-ALIGNMENT = 64
-
-
-def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialised array whose memory starts at a multiple of 64 bytes."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 class Reader(contextlib.AbstractContextManager["Reader"]):

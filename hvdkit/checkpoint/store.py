@@ -20,11 +20,12 @@ from hvdkit.checkpoint.folder import tidy_one
 from hvdkit.checkpoint.link import chief_reads, save_through_chief
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import match, without_numbers
-from hvdkit.checkpoint.reading import ALIGNMENT, Reader
+from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.state import flatten
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.collectives import broadcast, broadcast_variables
 from hvdkit.errors import CheckpointError, CollectiveMismatchError, CorruptCheckpointError, describe
+from hvdkit.memory import ALIGNMENT
 from hvdkit.partition import FLAT
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import numpy as np
 import optree
 
 from hvdkit.data import order
-from hvdkit.data.memory import aligned_empty
+from hvdkit.memory import aligned_empty
 from hvdkit.errors import describe
 
 

@@ -15,7 +15,7 @@ from hvdkit.cluster.progress import spending
 from hvdkit.data import arguments, order
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.keras_dataset import batches_at_once, keras_dataset
-from hvdkit.data.memory import tensor_of
+from hvdkit.memory import tensor_of
 from hvdkit.errors import describe
 
 

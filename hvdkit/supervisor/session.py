@@ -236,8 +236,7 @@ class Supervisor:
             self._summarise(scalars)
         if self._detector is not None:
             self._detector.check(now)
-        save = _crosses(self._save_steps, before, now)
-        if save or self._pace.due(now):
+        if (save := _crosses(self._save_steps, before, now)) or self._pace.due(now):
             self._agree(save)
 
     def save(self, *, wait: bool = True) -> Path:

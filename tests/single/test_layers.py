@@ -23,7 +23,7 @@ LAYERS = [
     {"collectives", "planning"},
     {"cluster", "partition"},
     {"profiling"},
-    {"arguments", "rings", "tuned"},
+    {"arguments", "memory", "rings", "tuned"},
     {"errors", "_version"},
 ]
 LEVEL = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
