@@ -10,8 +10,8 @@ import numpy as np
 import optree
 
 from hvdkit.data import order
-from hvdkit.memory import aligned_empty
 from hvdkit.errors import describe
+from hvdkit.memory import aligned_empty
 
 
 class Concatenated:

@@ -15,8 +15,8 @@ from hvdkit.cluster.progress import spending
 from hvdkit.data import arguments, order
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.keras_dataset import batches_at_once, keras_dataset
-from hvdkit.memory import tensor_of
 from hvdkit.errors import describe
+from hvdkit.memory import tensor_of
 
 
 class GlobalBatches(Iterator[Any]):
