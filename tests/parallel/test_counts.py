@@ -25,7 +25,7 @@ NUMBERS = sum(int(np.prod(shape)) for shape in SHAPES)
 ALL_GRADIENTS = Exchange("allreduce", 4, 1, 4 * NUMBERS)
 ROWS, STEPS = 32, 24
 # Python functions called in a step beside those of the step alone. TensorFlow calls some 700 for any tf.function.
-MOST_CALLS_OF_A_LOOP, MOST_CALLS_OF_CALLBACKS = 75, 60
+MOST_CALLS_OF_A_LOOP, MOST_CALLS_OF_CALLBACKS = 75, 50
 X = np.random.default_rng(0).normal(size=(ROWS * STEPS, 8)).astype(np.float32)
 Y = X[:, :4] * 2
 
@@ -304,9 +304,9 @@ class Profiled(keras.callbacks.Callback):
         self.calls = PythonCalls()
 
     def on_train_batch_begin(self, batch, logs=None):
-        if batch == 2:
+        if batch == 8:  # of the steps before, the sixth ends in an agreement
             self.calls.start()
-        elif batch == 6:
+        elif batch == 12:
             self.calls.stop()
             self.per_step = self.calls.total() / 4
 
