@@ -22,9 +22,10 @@ _BEFORE_MPI = {
     # Each group of gradients is reduced by itself. Fusing groups that happen to be ready together makes the
     # order of additions, and so the last bit of the result, depend on timing.
     "HOROVOD_DISABLE_GROUP_FUSION": "1",
-    # Horovod's thread looks for finished gradients once in so many milliseconds, and a step ends by waiting for it.
-    "HOROVOD_CYCLE_TIME": "0.2",
 }
+# Horovod's thread looks for finished gradients once in so many milliseconds, and a step ends by waiting for it. Each look
+# waits for those of all other ranks: where ranks share cores, it takes them from whoever computes.
+_CYCLE, _CYCLE_ON_SHARED_CORES = "0.2", "1"
 # Smaller messages cost more than the wait that they spare; in one message nothing travels before all is computed.
 _BUCKET, _BUCKET_BYTES = "HVDKIT_BUCKET_BYTES", 8 * 1024 * 1024
 _THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
@@ -37,7 +38,10 @@ def set_environment(promise: Promise, *, timeline: bool = False) -> None:
         promise: what the launcher said.
         timeline: let Horovod's timeline be started later.
     """
-    wanted = _BEFORE_MPI | tuned() | ({"HOROVOD_TIMELINE": "DYNAMIC"} if timeline else {})
+    cycle = _CYCLE if promise.local_size <= available_cores() else _CYCLE_ON_SHARED_CORES
+    wanted = (
+        _BEFORE_MPI | {"HOROVOD_CYCLE_TIME": cycle} | tuned() | ({"HOROVOD_TIMELINE": "DYNAMIC"} if timeline else {})
+    )
     if promise.controller == "mpi" and promise.on_several_hosts and not rings.chosen(os.environ):
         wanted |= rings.variables()
     for name, value in wanted.items():
