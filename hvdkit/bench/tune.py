@@ -22,9 +22,8 @@ from hvdkit.planning.buckets import buckets
 from hvdkit.planning.measured import Exchange, Gradient, Measured
 
 CYCLE = "HOROVOD_CYCLE_TIME"
-DEFAULTS = {BUCKET: str(8 * 1024 * 1024), CYCLE: "0.2"}
 _BUCKETS = tuple(n * 1024 * 1024 for n in (8, 2, 4, 16, 32, 1024))  # the default first
-_CYCLES = ("0.1", "1", "2.5")
+_CYCLES = ("0.2", "0.1", "1", "2.5")  # likewise
 # Horovod looks for fusion threshold and cycle time by itself; every gradient is handed to it as it comes.
 _AUTOTUNE = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_DISABLE_GROUP_FUSION": "0", BUCKET: "1"}
 _AUTOTUNE_STEPS = 250  # its warm-up and 20 samples of 10 steps
@@ -107,8 +106,7 @@ def tune(config: Tune) -> int:
     console = Console(soft_wrap=True, highlight=False)
     for line in lines:
         console.print(line)
-    chosen = " ".join(f"{name}={value}" for name, value in measured.settings.items()) or "hvdkit's own, as without it"
-    console.print(f"\nbest: {chosen}\nsaved; to train with it: HVDKIT_TUNED={config.save}")
+    console.print(f"\nbest: {_shown(measured.settings)}\nsaved; to train with it: HVDKIT_TUNED={config.save}")
     return 0
 
 
@@ -123,7 +121,7 @@ def search(config: Tune) -> tuple[Measured, list[str]]:
     alone = _run(config, config.wanted(compute=True), {}, "one rank alone", np=1)[0]
     limits = _distinct([nbytes for nbytes, _ in alone["gradients"]])
     wanted = config.wanted(compute=True, links=True, buckets=limits)
-    every = _run(config, wanted, {CYCLE: DEFAULTS[CYCLE]}, "all ranks")
+    every = _run(config, wanted, {CYCLE: _CYCLES[0]}, "all ranks")
     timed = {nbytes: _rounds([one["steps"][i] for one in every]) for i, nbytes in enumerate(limits)}
     bucket = _best(timed)
     best, lines = {BUCKET: str(bucket)}, [_line({BUCKET: str(nbytes)}, timed[nbytes]) for nbytes in limits]
@@ -147,7 +145,7 @@ def search(config: Tune) -> tuple[Measured, list[str]]:
         row_exchanges=every[0]["rows"][1],
         copy=alone["copy"],
         exchanges=_exchanges(every),
-        settings={name: value for name, value in best.items() if DEFAULTS.get(name) != value},
+        settings=best,
     )
     return measured, lines
 
@@ -162,7 +160,7 @@ def _distinct(nbytes: list[int]) -> tuple[int, ...]:
 
 def _jobs(config: Tune, bucket: int) -> tuple[dict[str, str], list[str]]:
     """Time settings that Horovod reads when it starts, each in jobs of its own, in turn; return the best, and lines."""
-    candidates = [{CYCLE: cycle} for cycle in (DEFAULTS[CYCLE], *(_CYCLES if config.cycle else ()))]
+    candidates = [{CYCLE: cycle} for cycle in (_CYCLES if config.cycle else _CYCLES[:1])]
     if config.autotune:
         candidates.append(_AUTOTUNE)
     timed: dict[int, list[float]] = {number: [] for number in range(len(candidates))}

@@ -23,8 +23,8 @@ _BEFORE_MPI = {
     # order of additions, and so the last bit of the result, depend on timing.
     "HOROVOD_DISABLE_GROUP_FUSION": "1",
 }
-# Horovod's thread looks for finished gradients once in so many milliseconds, and a step ends by waiting for it. Each look
-# waits for those of all other ranks: where ranks share cores, it takes them from whoever computes.
+# Horovod's thread looks for finished gradients once in so many milliseconds, and a step ends by waiting for it. Each
+# look waits for those of all other ranks: where ranks share cores, it takes them from whoever computes.
 _CYCLE, _CYCLE_ON_SHARED_CORES = "0.2", "1"
 # Smaller messages cost more than the wait that they spare; in one message nothing travels before all is computed.
 _BUCKET, _BUCKET_BYTES = "HVDKIT_BUCKET_BYTES", 8 * 1024 * 1024
