@@ -317,7 +317,7 @@ def test_a_checkpoint_is_taken_up_divided_or_not(shard_states, shared_path, rank
         fresh.apply(own(step), again)
     if shard_states:
         for mine, theirs in zip([*again, *fresh.variables], [*weights, *saved.variables], strict=True):
-            np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+            np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
     assert_equal(again, weights)
     back = hk.checkpoint.save(shared_path / "back", {"optimizer": fresh, "weights": again})
     hk.checkpoint.restore(back, {"optimizer": saved, "weights": weights})
@@ -350,7 +350,7 @@ def test_the_supervisor_goes_on_where_it_was(shared_path, rank):
     session(shared_path / "run", 3)
     continued = session(shared_path / "run", 4)
     for mine, theirs in zip(continued, session(shared_path / "straight", 4), strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+        np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
 
 
 def test_a_built_optimizer_is_divided_with_its_state(rank, size):
