@@ -66,14 +66,14 @@ def bars(drawing: dict[str, Any]):
 
 def series(drawing: dict[str, Any]):
     """Lines over sizes, both axes logarithmic."""
-    figure, axes = plt.subplots(figsize=(7, 4.2))
+    figure, axes = plt.subplots(figsize=(7.6, 4.2))
     for (label, points), colour in zip(drawing["curves"].items(), COLOURS, strict=False):
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ticks = sorted({x for points in drawing["curves"].values() for x, _ in points})
-    axes.set_xticks(ticks, [size(x) for x in ticks])
+    axes.set_xticks(ticks, [size(x) for x in ticks], fontsize=8.5)
     axes.set_xlabel(drawing["x_label"])
     axes.set_ylabel(drawing["y_label"])
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
