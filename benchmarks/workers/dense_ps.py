@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 
 from networks import RATE, inputs, workload
 from timing import leave, parser
@@ -26,7 +27,11 @@ def main() -> None:
     options.add_argument("--model", default="cifar10")
     options.add_argument("--ports", type=int, nargs="+", help="of the server, the coordinator and the workers")
     args = options.parse_args()
-    addresses = [f"127.0.0.1:{port}" for port in args.ports]
+    take_part(args, [f"127.0.0.1:{port}" for port in args.ports], coordinate)
+
+
+def take_part(args, addresses: list[str], coordinate: Callable[..., None]) -> None:
+    """Join the cluster of a server, a coordinator and workers, and do what ``args.role`` is for."""
     cluster = {"ps": addresses[:1], "chief": addresses[1:2], "worker": addresses[2:]}
     task = {"type": args.role, "index": args.number}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})

@@ -7,12 +7,10 @@ done so as often as there are workers.
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from functools import partial
 
-from dense_ps import DONE, serve
+from dense_ps import DONE, take_part
 from timing import leave, parser
 
 TENSORS = 8
@@ -25,14 +23,7 @@ def main() -> None:
     options.add_argument("--sizes", type=int, nargs="+", required=True, help="bytes of float32")
     options.add_argument("--addresses", nargs="+", required=True, help="of the server, the coordinator and the workers")
     args = options.parse_args()
-    cluster = {"ps": args.addresses[:1], "chief": args.addresses[1:2], "worker": args.addresses[2:]}
-    task = {"type": args.role, "index": args.number}
-    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
-    os.environ["GRPC_FAIL_FAST"] = "use_caller"
-    if args.role == "chief":
-        coordinate(args, len(cluster["worker"]))
-    else:
-        serve(args, 1 if args.role == "ps" else 2 + args.number)
+    take_part(args, args.addresses, coordinate)
 
 
 def coordinate(args, workers: int) -> None:
