@@ -26,9 +26,10 @@ from ring import NAMES, RATES  # noqa: E402
 
 from hvdkit.planning.cost import Link, fit, step  # noqa: E402
 from hvdkit.planning.measured import Gradient, Measured  # noqa: E402
-from hvdkit.planning.scaling import BUCKET_BYTES, CYCLE_SECONDS, doublings, scaling  # noqa: E402
+from hvdkit.planning.scaling import CYCLE_SECONDS, doublings, scaling  # noqa: E402
 
 LIMIT = 0.15
+BUCKET_BYTES = 32 * 1024 * 1024  # hvdkit's default between hosts
 CORES = 2  # that the hosts of this machine share, a thread of each rank at a time
 SIZES = (1, 2, 3, 4)
 MANY = doublings(8, 4096)
@@ -77,7 +78,7 @@ def tuned(hosts: Sequence[Host], model: str, folder: Path, config: Config) -> Me
     quick = ("--no-cycle", "--no-autotune", "--rounds", 2, "--steps", config.steps)
     env = environment(PYTHONPATH=str(ROOT))
     launch([inside(hosts[0], "hvdkit", "tune", "-H", listed, "--model", model, "--save", file, *quick)], env=env)
-    return replace(Measured.load(file), settings={})
+    return replace(Measured.load(file), settings={"HVDKIT_BUCKET_BYTES": str(BUCKET_BYTES)})
 
 
 def timed(hosts: Sequence[Host], model: str, size: int, folder: Path, config: Config) -> float:

@@ -22,7 +22,7 @@ from hvdkit.planning.buckets import buckets
 from hvdkit.planning.measured import Exchange, Gradient, Measured
 
 CYCLE = "HOROVOD_CYCLE_TIME"
-_BUCKETS = tuple(n * 1024 * 1024 for n in (8, 2, 4, 16, 32, 1024))  # the default first
+_BUCKETS = tuple(n * 1024 * 1024 for n in (8, 32, 2, 4, 16, 1024))  # the default on one host, that between hosts, ...
 _CYCLES = ("0.2", "0.1", "1", "2.5")  # likewise
 # Horovod looks for fusion threshold and cycle time by itself; every gradient is handed to it as it comes.
 _AUTOTUNE = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_DISABLE_GROUP_FUSION": "0", BUCKET: "1"}
@@ -119,7 +119,7 @@ class _JobFailed(Exception):
 def search(config: Tune) -> tuple[Measured, list[str]]:
     """Return what was measured and chosen, and lines for people: each setting, and its step."""
     alone = _run(config, config.wanted(compute=True), {}, "one rank alone", np=1)[0]
-    limits = _distinct([nbytes for nbytes, _ in alone["gradients"]])
+    limits = _distinct([nbytes for nbytes, _ in alone["gradients"]], several_hosts="," in (config.hosts or ""))
     wanted = config.wanted(compute=True, links=True, buckets=limits)
     every = _run(config, wanted, {CYCLE: _CYCLES[0]}, "all ranks")
     timed = {nbytes: _rounds([one["steps"][i] for one in every]) for i, nbytes in enumerate(limits)}
@@ -150,10 +150,10 @@ def search(config: Tune) -> tuple[Measured, list[str]]:
     return measured, lines
 
 
-def _distinct(nbytes: list[int]) -> tuple[int, ...]:
+def _distinct(nbytes: list[int], *, several_hosts: bool) -> tuple[int, ...]:
     """Return the limits that cut gradients of these bytes into different buckets, the default first."""
     cuts: dict[str, int] = {}
-    for limit in _BUCKETS:
+    for limit in (_BUCKETS[1], *_BUCKETS) if several_hosts else _BUCKETS:
         cuts.setdefault(str(buckets(nbytes, limit)), limit)
     return tuple(cuts.values())
 

@@ -27,7 +27,8 @@ _BEFORE_MPI = {
 # look waits for those of all other ranks: where ranks share cores, it takes them from whoever computes.
 _CYCLE, _CYCLE_ON_SHARED_CORES = "0.2", "1"
 # Smaller messages cost more than the wait that they spare; in one message nothing travels before all is computed.
-_BUCKET, _BUCKET_BYTES = "HVDKIT_BUCKET_BYTES", 8 * 1024 * 1024
+# Between hosts every message begins with a pause, in which the links are idle.
+_BUCKET, _BUCKET_BYTES, _BUCKET_BYTES_BETWEEN_HOSTS = "HVDKIT_BUCKET_BYTES", 8 * 1024 * 1024, 32 * 1024 * 1024
 _THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 
@@ -42,6 +43,8 @@ def set_environment(promise: Promise, *, timeline: bool = False) -> None:
     wanted = (
         _BEFORE_MPI | {"HOROVOD_CYCLE_TIME": cycle} | tuned() | ({"HOROVOD_TIMELINE": "DYNAMIC"} if timeline else {})
     )
+    if promise.on_several_hosts:
+        wanted = {_BUCKET: str(_BUCKET_BYTES_BETWEEN_HOSTS)} | wanted
     if promise.controller == "mpi" and promise.on_several_hosts and not rings.chosen(os.environ):
         wanted |= rings.variables()
     for name, value in wanted.items():
@@ -59,7 +62,7 @@ def tuned() -> dict[str, str]:
 
 
 def bucket_bytes() -> int:
-    """Return how many bytes of gradients travel together at least: HVDKIT_BUCKET_BYTES, 8 MiB by default.
+    """Return how many bytes of gradients travel together at least: HVDKIT_BUCKET_BYTES, or 8 MiB.
 
     Raises:
         ValueError: the variable is no whole number of at least 1.
