@@ -31,10 +31,11 @@ WAYS = {
     "own": "hvdkit, with Open MPI's own choice",
     "horovod": "raw Horovod",
     "central": "gathered, averaged and sent back by one rank",
-    "ps": "ParameterServerStrategy, a server beside one of the workers",
+    "ps": "ParameterServerStrategy, a server on a host of its own",
     "bound": "2 (N-1)/N S / bandwidth",
 }
 PORT = 2222
+MOST = 4  # hosts with ranks; beside them there is one for a server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +104,10 @@ def run_way(
         bits = RATES[rate] if rate in RATES else _bits(rate)
         return {f"ms_{size}": 1000 * 2 * (count - 1) / count * size * 8 / bits for size in sizes}
     here = list(hosts)[:count]
-    for host in here:
+    for host in hosts:
         host.slow_down(rate, burst="256kb", latency="50ms")
     common = ["--folder", str(folder), "--steps", str(steps), "--sizes", *map(str, sizes)]
-    start: Callable[..., list[list[str]]] = server_processes if way == "ps" else ranks
+    start: Callable[..., list[list[str]]] = partial(server_processes, hosts[MOST]) if way == "ps" else ranks
     # Whoever names a collective's variable has chosen: this one says what is so anyway.
     extra = {"OMPI_MCA_coll_tuned_priority": "30"} if way == "own" else {}
     env = environment(PYTHONPATH=str(ROOT), **extra)
@@ -123,9 +124,11 @@ def ranks(way: str, hosts: Sequence[Host], common: Sequence[str], env: dict[str,
     return [[*hosts[0].enter, str(BIN / "mpirun"), "--bind-to", "none", "-np", str(len(hosts)), *options, *worker]]
 
 
-def server_processes(_: str, hosts: Sequence[Host], common: Sequence[str], __: dict[str, str]) -> list[list[str]]:
-    """Return the commands of coordinator and server, on the first host, and of a worker on each."""
-    places = [(hosts[0], "ps", 0), (hosts[0], "chief", 0), *((host, "worker", i) for i, host in enumerate(hosts))]
+def server_processes(
+    server: Host, _: str, hosts: Sequence[Host], common: Sequence[str], __: dict[str, str]
+) -> list[list[str]]:
+    """Return the commands of server and coordinator, on one host, and of a worker on each of the others."""
+    places = [(server, "ps", 0), (server, "chief", 0), *((host, "worker", i) for i, host in enumerate(hosts))]
     addresses = [f"{host.address}:{PORT + number}" for number, (host, *_) in enumerate(places)]
     worker = [sys.executable, str(WORKERS / "ring_ps.py"), *common, "--addresses", *addresses]
     return [[*host.enter, *worker, "--role", role, "--number", str(number)] for host, role, number in places]
@@ -142,8 +145,8 @@ def benchmark(hosts: Hosts) -> Benchmark:
     return Benchmark(
         name="ring",
         title="Averaging between hosts",
-        about="""Four network namespaces of one machine are hosts, each with a link limited by `tc tbf`, of which TCP
-        gets 0.956. One rank a host, one compute thread, under a plain `mpirun`; 25 and 100 MB of float32 gradients in 8
+        about="""Network namespaces of one machine are hosts, each with a link limited by `tc tbf`, of which TCP gets
+        0.956. One rank a host, one compute thread, under a plain `mpirun`; 25 and 100 MB of float32 gradients in 8
         tensors. The bound is that of any allreduce: every rank sends 2 (N-1)/N of its bytes. A parameter server's step
         is the time in which all workers together have read and updated as often as there are workers.""",
         cases=partial(cases, hosts),
@@ -155,5 +158,5 @@ if __name__ == "__main__":
     if (why := missing()) is not None:
         print(f"ring: not measured, there are no hosts on this machine: {why}", file=sys.stderr)
         sys.exit(0)
-    with Hosts(4) as found:
+    with Hosts(MOST + 1) as found:
         sys.exit(main(benchmark(found)))

@@ -58,7 +58,9 @@ def update(held) -> None:
     import tensorflow as tf
 
     for variable in held:
-        variable.assign_add(1e-9 * tf.identity(variable))
+        with tf.device("/job:worker"):  # else TensorFlow would compute beside the variable, and nothing would travel
+            change = 1e-9 * tf.random.uniform(variable.shape) * variable.read_value()
+        variable.assign_add(change)
 
 
 if __name__ == "__main__":
