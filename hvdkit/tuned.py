@@ -32,7 +32,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise wrong(path, f"({error.strerror})") from None
+        raise wrong(path, f"cannot be read ({error.strerror})") from None
     except ValueError:
         raise wrong(path, "is no JSON") from None
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT_VERSION:
@@ -41,6 +41,6 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def wrong(path: Path, why: str) -> ValueError:
-    """Return the error for a file that is not what it should be."""
-    return ValueError(describe("tuned file", f"{path}, which {why}".replace("which (", "("), "a file of `hvdkit tune`",
-                               f"write it anew: hvdkit tune --save {path}"))  # fmt: skip
+    """Return the error for a file that is not what it should be; ``why`` is what to say of it."""
+    remedy = f"write it anew: hvdkit tune --save {path}"
+    return ValueError(describe("tuned file", f"{path}, which {why}", "a file of `hvdkit tune`", remedy))

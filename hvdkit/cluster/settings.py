@@ -40,14 +40,14 @@ def set_environment(promise: Promise, *, timeline: bool = False) -> None:
         timeline: let Horovod's timeline be started later.
     """
     cycle = _CYCLE if promise.local_size <= available_cores() else _CYCLE_ON_SHARED_CORES
-    wanted = (
-        _BEFORE_MPI | {"HOROVOD_CYCLE_TIME": cycle} | tuned() | ({"HOROVOD_TIMELINE": "DYNAMIC"} if timeline else {})
-    )
+    wanted = _BEFORE_MPI | {"HOROVOD_CYCLE_TIME": cycle}
+    if timeline:
+        wanted["HOROVOD_TIMELINE"] = "DYNAMIC"
     if promise.on_several_hosts:
-        wanted = {_BUCKET: str(_BUCKET_BYTES_BETWEEN_HOSTS)} | wanted
-    if promise.controller == "mpi" and promise.on_several_hosts and not rings.chosen(os.environ):
-        wanted |= rings.variables()
-    for name, value in wanted.items():
+        wanted[_BUCKET] = str(_BUCKET_BYTES_BETWEEN_HOSTS)
+        if promise.controller == "mpi" and not rings.chosen(os.environ):
+            wanted |= rings.variables()
+    for name, value in (wanted | tuned()).items():
         os.environ.setdefault(name, value)
 
 
