@@ -277,6 +277,33 @@ def test_as_keras_of_ranks_makes_the_global_batches():
             np.testing.assert_allclose(np.mean(loss), np.sum(expected[whole.mask], 1).mean(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("most", [16, 3, 1])
+def test_passes_read_at_the_same_time_are_each_their_own(most, monkeypatch):
+    """More of them than readers are kept open; passes that are given up leave nothing behind but that."""
+    monkeypatch.setattr(keras_dataset, "_MOST_AT_ONCE", most)
+    monkeypatch.setattr(keras_dataset, "_OPEN_READERS", 2)
+    x, y = linear_data()
+    batches = GlobalBatches((x, y), 10, shuffle_seed=1, rank=0, size=1)
+    batches.restore(batches.state_at(3))
+    loop = itertools.islice(GlobalBatches((x, y), 10, shuffle_seed=1, rank=0, size=1), 3, 3 + 5 * 4)
+    expected = [rows for rows, _ in loop]
+    dataset = batches.as_keras()
+    assert np.array_equal(next(iter(dataset))[0], expected[0])
+    passes = zip(*zip(*[dataset] * 4, strict=True), strict=True)
+    np.testing.assert_array_equal([rows for one in passes for rows, _, _ in one], expected[4:])
+
+
+def test_as_keras_leaves_the_memory_allocator_alone():
+    """TensorFlow's generators have the C library return memory to the system at once, for good: slower steps."""
+    x, y = linear_data()
+    dataset = GlobalBatches((x, y), 10, rank=0, size=1).as_keras()
+    policy = tf.data.experimental.ExternalStatePolicy.IGNORE
+    graph = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=dataset._variant_tensor, external_state_policy=policy.value, strip_device_assignment=False
+    )
+    assert b"ScanDataset" in graph.numpy() and b"GeneratorDataset" not in graph.numpy()
+
+
 def test_as_keras_structures_and_streams():
     x, y = linear_data(20)
     nested = GlobalBatches(({"a": x, "b": [x, x]}, y), 6, rank=0, size=1).as_keras()
