@@ -15,7 +15,7 @@ from typing import Literal
 import peers
 from figures import Goal, Metric
 from harness import Benchmark, Case, Config, Way, main
-from processes import BIN, WORKERS, environment, launch, results
+from processes import BIN, WORKERS, environment, launch, ranks, results
 
 Work = Literal["one-sgd", "one-adagrad", "one-adam", "many-sgd", "many-adagrad", "many-adam"]
 TITLES = {"one": "one table of 1,000,000 x 64", "many": "26 tables of mixed sizes and widths, ragged ids"}
@@ -114,7 +114,10 @@ def run_way(way: str, folder: Path, *, work: Work, steps: int, peer: Path | None
     else:
         tables, _, optimizer = work.partition("-")
         script = [sys.executable, str(WORKERS / "embedding_tf.py"), "--work", tables, "--optimizer", optimizer]
-        command = [*([str(BIN / "horovodrun"), "-np", str(size)] if size > 1 else []), *script, *common]
+        worker = [*script, *common]
+        command = [str(BIN / "horovodrun"), "-np", str(size), *worker] if size > 1 else worker
+        if words[0] == "hvdkit":
+            command = ranks(size, worker)
     launch([command], env=environment(), timeout=300)
     found = results(folder)
     return {key: max(each[key] for each in found) for key in found[0]}
@@ -125,7 +128,7 @@ BENCHMARK = Benchmark(
     title="A step of sharded embeddings",
     about="""4,096 samples a rank with 26 features whose ids follow Zipf's law (1.2), each with favourites of its own:
     look up, take the mean square as the loss, update; one compute thread a process. Replicated tables are whole on each
-    rank.""",
+    rank. hvdkit's ranks are started by `hvdkit run`, which asks for huge pages.""",
     cases=cases,
     config=Embedding,
 )

@@ -13,7 +13,7 @@ from typing import Literal
 
 from figures import Goal, Metric
 from harness import Benchmark, Case, Config, Way, main
-from processes import BIN, WORKERS, environment, launch, results
+from processes import WORKERS, environment, launch, ranks, results
 
 Model = Literal["cifar10", "recommender"]
 TITLES = {"cifar10": "the CIFAR-10 tutorial's network", "recommender": "a click model with 26 tables"}
@@ -62,7 +62,7 @@ def run(form: str, model: Model, size: int, config: Fit, folder: Path) -> dict[s
     steps = 10 if config.quick else config.steps * (5 if model == "recommender" else 1)  # whose steps are short
     worker = [sys.executable, str(WORKERS / "fit.py"), form, "--model", model, "--folder", str(folder)]
     worker += ["--steps", str(steps), "--processes", str(size)]
-    launch([[str(BIN / "horovodrun"), "-np", str(size), *worker]], env=environment(), timeout=300)
+    launch([ranks(size, worker)], env=environment(), timeout=300)
     found = results(folder)
     return {key: max(each[key] for each in found) for key in found[0]}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from figures import Metric
 from harness import Benchmark, Case, Config, Way, main
-from processes import BIN, WORKERS, environment, launch, results
+from processes import WORKERS, environment, launch, ranks, results
 
 METRICS = (
     Metric(name="ms", title="ms/step", digits=0),
@@ -49,7 +49,7 @@ def run(optimizer: str, config: LargeTable, folder: Path) -> dict[str, float]:
     rows, steps = (config.rows // 100, 3) if config.quick else (config.rows, config.steps)
     options = ["--folder", str(folder), "--rows", str(rows), "--steps", str(steps), "--optimizer", optimizer]
     worker = [sys.executable, str(WORKERS / "large_table.py"), *options]
-    launch([[str(BIN / "horovodrun"), "-np", str(config.np), *worker]], env=environment(threads=None), timeout=600)
+    launch([ranks(config.np, worker)], env=environment(threads=None), timeout=600)
     found = results(folder)
     return {key: max(each[key] for each in found) for key in found[0]}
 

@@ -61,6 +61,11 @@ def environment(*, threads: int | None = 1, **extra: str) -> dict[str, str]:
     return env | extra
 
 
+def ranks(size: int, worker: Sequence[str]) -> list[str]:
+    """Return the command of ``size`` ranks of hvdkit, as its users start them."""
+    return [str(BIN / "hvdkit"), "run", "-np", str(size), "--", *worker]
+
+
 def launch(commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None = None, timeout: float = 300.0) -> str:
     """Run commands at once until all of them have ended well; return what they printed.
 

@@ -10,5 +10,7 @@ set -euo pipefail
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
 np=${NP:-$((gpus > 0 ? gpus : 4))}
 
+export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1} # huge pages, as `hvdkit run` has them
+
 # horovodrun numbers its ranks' lines; hvdkit sets what must be set before MPI starts (docs/settings.md).
 exec horovodrun ${GLOO:+--gloo} -np "$np" "${PYTHON:-python}" "$@"

@@ -27,6 +27,7 @@ from hvdkit.launch.reach import Answer, Network, checked, deliver, network, reac
 from hvdkit.launch.verdict import Verdict
 
 STOPPED_SECONDS = 3.0
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"  # from version 2.35 on; others take no notice
 WRAPPER = (sys.executable, "-IS", str(Path(rank.__file__).resolve()), "--")
 
 
@@ -182,6 +183,7 @@ class Job:
         # Values of named variables come this way under Gloo: horovodrun would write them on a command line.
         added = {name: self.environment[name] for name in self.config.env} if self.chosen.engine == "gloo" else {}
         added["PYTHONUNBUFFERED"] = self.environment.get("PYTHONUNBUFFERED", "1")
+        added["GLIBC_TUNABLES"] = with_huge_pages(self.environment.get("GLIBC_TUNABLES", ""))
         terminal = None
         if number == 0 and sys.stdout.isatty():
             size = shutil.get_terminal_size()
@@ -189,6 +191,19 @@ class Job:
         # A little more than hvdkit's own limit, whose message says more.
         stopped = seconds(HEARTBEAT) + STOPPED_SECONDS if seconds(HEARTBEAT) else float("inf")
         return {"environment": added, "terminal": terminal, "stopped_seconds": stopped}
+
+
+def with_huge_pages(tunables: str) -> str:
+    """Return the C library's settings, with huge pages for large memory unless they speak of that.
+
+    Gradients and tables are read and written all over, and other ranks copy them page by page. The library reads this
+    when a process starts: no program can set it for itself. Source: glibc's manual, "Memory Allocation Tunables".
+
+    Example:
+        >>> with_huge_pages("glibc.malloc.arena_max=4")
+        'glibc.malloc.arena_max=4:glibc.malloc.hugetlb=1'
+    """
+    return tunables if "glibc.malloc.hugetlb" in tunables else ":".join([*filter(None, [tunables]), _HUGE_PAGES])
 
 
 def prepare(config: Run, program: Sequence[str]) -> Job:

@@ -66,6 +66,7 @@ def until(condition, seconds=15.0):
         time.sleep(0.05)
 
 
+HUGE = "glibc.malloc.hugetlb=1"  # pages
 SLEEPER = "subprocess.Popen(['sleep', '4000'])\nprint('up', flush=True)\n"
 
 
@@ -73,7 +74,8 @@ def test_output_logs_and_environment(tmp_path):
     code = (
         "for number in range(300):\n"
         "    sys.stdout.write(f'{RANK} says')\n    sys.stdout.write(f' {number} ' + 'x' * 200 + '\\n')\n"
-        "print('other', os.environ.get('MINE'), os.environ.get('NOT_NAMED'), file=sys.stderr)\n"
+        "names = ('MINE', 'NOT_NAMED', 'GLIBC_TUNABLES')\n"
+        "print('other', *map(os.environ.get, names), file=sys.stderr)\n"
         "assert 'tensorflow' not in sys.modules and 'HVDKIT_RUN' not in os.environ"
     )
     logs = tmp_path / "logs"
@@ -86,7 +88,7 @@ def test_output_logs_and_environment(tmp_path):
         mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
         assert mine == [f"[rank {rank}] {rank} says {number} {'x' * 200}" for number in range(300)]
         assert (logs / f"rank-{rank}.log").read_text().count(f"{rank} says") == 300
-    assert sorted(err.splitlines()) == [f"[rank {rank}] other s3cret None" for rank in range(3)]
+    assert sorted(err.splitlines()) == [f"[rank {rank}] other s3cret None {HUGE}" for rank in range(3)]
 
 
 @pytest.mark.parametrize(
