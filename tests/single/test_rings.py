@@ -22,21 +22,24 @@ TWO_HOSTS = {
 }
 
 
-def of_file(size: int, nbytes: int) -> int:
+ALLGATHERV, ALLREDUCE = 1, 2
+
+
+def of_file(size: int, nbytes: int) -> dict[int, int]:
     """Read the file as Open MPI does: the last size of communicator, and of message, that is not larger."""
     words = [word for line in rings.RULES.read_text().splitlines() for word in line.split("#")[0].split()]
     numbers = iter(map(int, words))
-    assert (next(numbers), next(numbers)) == (1, 2), "one collective, the allreduce"
-    found = rings.OWN_CHOICE
+    found = {}
     for _ in range(next(numbers)):
-        ranks = next(numbers)
+        collective = next(numbers)
+        found[collective] = rings.OWN_CHOICE
         for _ in range(next(numbers)):
-            limit, chosen = next(numbers), next(numbers)
-            assert (next(numbers), next(numbers)) == (0, 0), "no topology, no segments"
-            if ranks <= size and limit <= nbytes:
-                found = chosen
-            elif ranks <= size and limit == 0:
-                found = rings.OWN_CHOICE
+            ranks = next(numbers)
+            for _ in range(next(numbers)):
+                limit, chosen = next(numbers), next(numbers)
+                assert (next(numbers), next(numbers)) == (0, 0), "no topology, no segments"
+                if ranks <= size and limit <= nbytes:
+                    found[collective] = chosen
     assert next(numbers, None) is None
     return found
 
@@ -44,7 +47,8 @@ def of_file(size: int, nbytes: int) -> int:
 def test_the_file_says_what_the_rule_says():
     for size in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024):
         for nbytes in (4, 4096, 100_000, 2**19, 2**20, 25_000_000, 100_000_000, 2**28):
-            assert of_file(size, nbytes) == rings.rule(size, nbytes), (size, nbytes)
+            rules = {ALLREDUCE: rings.rule(size, nbytes), ALLGATHERV: rings.allgather_rule(size, nbytes)}
+            assert of_file(size, nbytes) == rules, (size, nbytes)
 
 
 def test_rules_are_for_several_hosts_whose_owner_has_not_chosen(monkeypatch, tmp_path):
