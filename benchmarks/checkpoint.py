@@ -16,7 +16,7 @@ from pathlib import Path
 
 from figures import Goal, Metric
 from harness import Benchmark, Case, Config, Way, main
-from processes import BIN, WORKERS, environment, launch
+from processes import WORKERS, environment, launch, ranks
 
 METRICS = (
     Metric(name="write", title="seconds to write", digits=2),
@@ -78,8 +78,7 @@ def run(size: int, config: Checkpoint, _: Path) -> list[Mapping[str, Mapping[str
     rounds, gigabytes = (1, 0.1) if config.quick else (config.rounds, config.gigabytes)
     with tempfile.TemporaryDirectory(dir=config.folder, prefix=".checkpoint-benchmark-") as folder:
         script = [sys.executable, str(WORKERS / "checkpoint.py"), folder, "--gigabytes", str(gigabytes)]
-        command = [str(BIN / "mpirun"), "--bind-to", "none", "-np", str(size), *script, "--rounds", str(rounds)]
-        launch([command], env=environment(threads=None), timeout=1800)
+        launch([ranks(size, [*script, "--rounds", str(rounds)])], env=environment(threads=None), timeout=1800)
         found = json.loads((Path(folder) / "results.json").read_text())
     return [by_way(each) for each in found]
 

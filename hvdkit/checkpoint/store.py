@@ -87,7 +87,8 @@ def begin(
     """
     rank, size = cluster.rank(), cluster.size()
     snapshot = Snapshot.of(state, rank, in_place=in_place)
-    return Save(path, snapshot, step=step, rank=rank, size=size, token=token, committed=committed).start()
+    save = Save(path, snapshot, step=step, rank=rank, size=size, token=token, committed=committed, behind=not in_place)
+    return save.start()
 
 
 def finish(save: Save) -> None:

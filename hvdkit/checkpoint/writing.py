@@ -6,7 +6,9 @@ writes its file and then a small report beside it; the chief's thread waits for 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from hvdkit.checkpoint.tensorfile import FileRecord, Outgoing, write_file
 from hvdkit.errors import CheckpointError
 
 _FIRST_NAP, _LONGEST_NAP = 0.002, 0.01  # seconds
+_NICER = 10  # by which a save that nobody waits for gives way to the training where cores are short
 
 
 @dataclass
@@ -88,6 +91,7 @@ class Save:
         rank, size: this rank, and how many save.
         token: makes the temporary name; the same on every rank, another for every save.
         committed: called on the chief once the checkpoint is whole.
+        behind: the training goes on meanwhile.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class Save:
         size: int,
         token: str,
         committed: Callable[[], None] = lambda: None,
+        behind: bool = False,
     ):
         self.target = target
         self.step = step
@@ -107,7 +112,7 @@ class Save:
         self._snapshot: Snapshot | None = snapshot
         self._rank, self._size = rank, size
         self._folder = writing_name(target, token)
-        self._committed = committed
+        self._committed, self._behind = committed, behind
         self._cancelled = threading.Event()
         # A daemon: a job that ends by an error does not wait for reports that will never come.
         self._thread = threading.Thread(target=self._run, name="hvdkit-save", daemon=True)
@@ -137,6 +142,9 @@ class Save:
             remove_folder(self._folder)
 
     def _run(self) -> None:
+        if self._behind:
+            with contextlib.suppress(OSError):  # a system that will not have it
+                os.nice(_NICER)  # on Linux this thread's alone: nice(2), "C library/kernel differences"
         try:
             report = self._write_own()
             if self._rank == 0:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,15 @@ def test_the_chief_may_take_the_last_report_at_once(tmp_path, monkeypatch):
     save = Save(tmp_path / "step-1", Snapshot(), step=1, rank=1, size=2, token="token").start()
     assert save.wait(10) and save.error is None
     assert (tmp_path / "step-1" / "rank-00001.json").exists()
+
+
+def test_a_save_behind_the_training_gives_way_to_it(tmp_path):
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own, seen = priority(), []
+    for behind in (True, False):
+        options = {"step": 1, "rank": 0, "size": 1, "token": "token", "behind": behind}
+        save = Save(tmp_path / f"step-{int(behind)}", Snapshot(), **options, committed=lambda: seen.append(priority()))
+        assert save.start().wait(10)
+    assert seen == [min(own + 10, 19), own] and priority() == own
