@@ -6,6 +6,7 @@ python benchmarks/scaling.py          # some 15 minutes; needs root, iproute2, o
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -34,8 +35,10 @@ CORES = 2  # that the hosts of this machine share, a thread of each rank at a ti
 SIZES = (1, 2, 3, 4)
 MANY = doublings(8, 4096)
 ABOUT = """Hosts in network namespaces of one machine, with links limited by `tc tbf`; one rank a host, one compute
-thread. `hvdkit tune` measures a model on two hosts; from that, steps on 1 to 4 are predicted and then measured. Hosts
-here share two cores, as real ones do not: the prediction is told so."""
+thread. `hvdkit tune` measures each model on two hosts with fast links, and the slow links once; from that, steps on 1
+to 4 are predicted and then measured. Hosts here share two cores, as real ones do not: the prediction is told so, and
+that a step waits for the core with the most ranks."""
+SLOW_STEP = 1.0  # seconds: of such steps fewer are timed
 # One P100 trains so many images a second (tensorflow.org/performance/benchmarks, 2017; ResNet-101: Horovod's own
 # figure for 16 GPUs, over 16), batches of 64; weights in millions, of which so many are in fully connected layers at
 # the end, whose gradients come first; and the efficiency that Horovod's paper has for 512 GPUs, 4 on a server with
@@ -75,48 +78,66 @@ def tuned(hosts: Sequence[Host], model: str, folder: Path, config: Config) -> Me
     """Measure a model on two hosts."""
     file = folder / f"{model}.json"
     listed = ",".join(f"{host.address}:1" for host in hosts[:2])
-    quick = ("--no-cycle", "--no-autotune", "--rounds", 2, "--steps", config.steps)
+    quick = ("--no-cycle", "--no-autotune", "--rounds", 3, "--steps", min(6, config.steps))
     env = environment(PYTHONPATH=str(ROOT))
-    launch([inside(hosts[0], "hvdkit", "tune", "-H", listed, "--model", model, "--save", file, *quick)], env=env)
+    tune = inside(hosts[0], "hvdkit", "tune", "-H", listed, "--model", model, "--save", file, *quick)
+    launch([tune], env=env, timeout=900)
     return replace(Measured.load(file), settings={"HVDKIT_BUCKET_BYTES": str(BUCKET_BYTES)})
 
 
-def timed(hosts: Sequence[Host], model: str, size: int, folder: Path, config: Config) -> float:
+def timed(hosts: Sequence[Host], model: str, size: int, folder: Path, steps: int) -> float:
     """Return the median seconds of a step on ``size`` hosts."""
     listed = ",".join(f"{host.address}:1" for host in hosts[:size])
     file = folder / "bench.json"
-    options = ("--model", model, "--steps", config.steps, "--no-scaling", "--json", file)
-    launch([inside(hosts[0], "hvdkit", "bench", "-H", listed, *options)], env=environment(PYTHONPATH=str(ROOT)))
+    options = ("--model", model, "--steps", steps, "--warm-up", 3, "--no-scaling", "--json", file)
+    bench = inside(hosts[0], "hvdkit", "bench", "-H", listed, *options)
+    launch([bench], env=environment(PYTHONPATH=str(ROOT)), timeout=900)
     return float(json.loads(file.read_text())["runs"][0]["ms_per_step"]) / 1000
 
 
 def predicted(measured: Measured, size: int) -> float:
     """Return the predicted seconds of a step on ``size`` hosts that share this machine's cores."""
     link = fit(measured.exchanges, measured.copy, CYCLE_SECONDS)
-    crowd = max(1.0, size / CORES) * max(1.0, measured.compute_together / measured.compute_alone)
+    crowd = math.ceil(size / CORES) * max(1.0, measured.compute_together / measured.compute_alone)
     return step(measured, size, link, crowd=crowd if size > 1 else 1.0, bucket_bytes=BUCKET_BYTES).total
 
 
-def compare(hosts: Hosts, model: str, rate: str, config: Config) -> tuple[Measured, list[list[object]]]:
-    """Return what was measured on two hosts, and a row for each number of hosts."""
-    for host in hosts:
-        host.slow_down(rate, burst="256kb", latency="50ms")
+def compare(hosts: Hosts, measured: Measured, rate: str, config: Config) -> list[list[object]]:
+    """Return a row for each number of hosts: the step that was predicted, and what it is."""
+    expected = {size: predicted(measured, size) for size in SIZES}
+    times: dict[int, list[float]] = {size: [] for size in SIZES}
     with tempfile.TemporaryDirectory() as name:
-        folder, every = Path(name), list(hosts)
-        measured = tuned(every, model, folder, config)
-        times: dict[int, list[float]] = {size: [] for size in SIZES}
         for _ in range(config.rounds):
             for size in SIZES:
-                times[size].append(timed(every, model, size, folder, config))
+                steps = config.steps if expected[size] < SLOW_STEP else max(3, config.steps // 3)
+                times[size].append(timed(list(hosts), measured.model, size, Path(name), steps))
     rows: list[list[object]] = []
     for size in SIZES:
-        expected, found = predicted(measured, size), statistics.median(times[size])
+        found = statistics.median(times[size])
         spread = f"{1e3 * found:.0f} ({1e3 * min(times[size]):.0f}-{1e3 * max(times[size]):.0f})"
-        rows.append(
-            [model, NAMES[rate], size, spread, f"{1e3 * expected:.0f}", f"{100 * (expected / found - 1):+.0f} %"]
-        )
+        error = f"{100 * (expected[size] / found - 1):+.0f} %"
+        rows.append([measured.model, NAMES[rate], size, spread, f"{1e3 * expected[size]:.0f}", error])
         print(*rows[-1], file=sys.stderr, flush=True)
-    return measured, rows
+    return rows
+
+
+def measure(hosts: Hosts, config: Config) -> tuple[dict[str, Measured], list[list[object]]]:
+    """Return what was measured of every model on two hosts with links of the first rate, and the rows of all rates."""
+    every: dict[str, Measured] = {}
+    rows: list[list[object]] = []
+    with tempfile.TemporaryDirectory() as name:
+        for rate in config.rates:
+            for host in hosts:
+                host.slow_down(rate, burst="256kb", latency="50ms")
+            if not every:
+                for model in (*config.models, *config.only_predicted):
+                    every[model] = tuned(list(hosts), model, Path(name), config)
+                link = every[config.models[0]]
+            else:
+                link = tuned(list(hosts), config.models[0], Path(name), config)
+            for model in config.models:
+                rows += compare(hosts, replace(every[model], exchanges=link.exchanges), rate, config)
+    return every, rows
 
 
 def extrapolated(every: dict[str, Measured]) -> tuple[Sheet, Picture]:
@@ -161,16 +182,8 @@ def main() -> int:
     if (why := missing()) is not None:
         print(f"scaling: not measured, there are no hosts on this machine: {why}", file=sys.stderr)
         return 0
-    rows: list[list[object]] = []
-    every: dict[str, Measured] = {}
     with Hosts(4) as hosts:
-        for model in config.models:
-            for rate in config.rates:
-                every[model], more = compare(hosts, model, rate, config)
-                rows += more
-        with tempfile.TemporaryDirectory() as name:
-            for model in config.only_predicted:
-                every[model] = tuned(list(hosts), model, Path(name), config)
+        every, rows = measure(hosts, config)
     sheet, picture = extrapolated(every)
     worst = max(abs(float(str(row[-1]).split()[0])) for row in rows) / 100
     header = ["model", "link", "hosts", "measured ms", "predicted ms", "error"]
