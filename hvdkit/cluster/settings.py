@@ -22,6 +22,9 @@ _BEFORE_MPI = {
     # Each group of gradients is reduced by itself. Fusing groups that happen to be ready together makes the
     # order of additions, and so the last bit of the result, depend on timing.
     "HOROVOD_DISABLE_GROUP_FUSION": "1",
+    # Horovod remembers what all ranks agreed on, by tensors' names. Once more than 1024 are in use and others go out of
+    # its memory while some are on their way, it aborts, or ranks add up tensors that do not belong together.
+    "HOROVOD_CACHE_CAPACITY": "131072",
 }
 # Horovod's thread looks for finished gradients once in so many milliseconds, and a step ends by waiting for it. Each
 # look waits for those of all other ranks: where ranks share cores, it takes them from whoever computes.

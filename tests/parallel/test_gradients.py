@@ -181,6 +181,31 @@ def test_buckets_change_nothing_but_when_gradients_travel(compression, rank, siz
     assert len(exchanges) == (expected if size > 1 else 0), [node.name for node in exchanges]
 
 
+def test_more_gradients_than_horovod_remembers_by_default(rank, size, monkeypatch):
+    """Of 1024 names on it forgets some that are on their way, where buckets go out while others are computed."""
+    if size != 2:
+        pytest.skip("slow to trace, and the same on two ranks")
+    rng = np.random.default_rng(0)
+    held = [tf.Variable(tf.ones([n])) for n in rng.choice([10, 1000, 30_000], 400)]
+    steps = []
+    for nbytes in (200_000, 50_000, 400_000, 100_000):
+        monkeypatch.setenv("HVDKIT_BUCKET_BYTES", str(nbytes))
+
+        @tf.function
+        def step():
+            x, gradients = tf.ones([200, 200]), []
+            for v in held:
+                x = tf.matmul(x, x) * 0.005
+                gradients.append(v * (1.0 + rank) + 0 * x[0, 0])
+            return tf.add_n([tf.reduce_sum(g) for g in hk.average_gradients(gradients)])
+
+        step()
+        steps.append(step)
+    expected = sum(int(v.shape[0]) for v in held) * 1.5
+    for number in rng.integers(0, 4, 40):
+        np.testing.assert_allclose(steps[number](), expected, rtol=1e-4)
+
+
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
 def test_narrow_gradients_are_not_compressed_again(compression, rank, size):
     """bfloat16 has less precision than float16, and float16 less range than bfloat16."""
