@@ -163,6 +163,7 @@ def cause_of(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     if any("has been shut down" in line for line in lines):
         return "another rank left the job, and its own lines say why"
-    # TensorFlow puts the cause below "Graph execution error:" and a list of the places it passed through.
-    told = [line for line in lines if not line.startswith(("Graph execution error", "Detected at", "File "))]
-    return told[0] if lines[0] in told or not told else told[-1]
+    # TensorFlow puts the cause between "Graph execution error:", with the places it passed through, and the node.
+    frame = ("Graph execution error", "Detected at", "File ", "[[{{node")
+    told = [line for line in lines if not line.startswith(frame)] or lines
+    return told[0] if lines[0] in told else told[-1]

@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jobs import GLOO, MPI, run
 
+from hvdkit.cluster import failure
+
 START = "import os, signal, sys, time\nimport hvdkit as hk, numpy as np\nc = hk.init()\nhk.barrier()\n"
 # Starting takes some 6 s; more ranks than cores take longer.
 QUICK = 45
@@ -53,3 +55,19 @@ def test_under_gloo_log_lines_are_whole_and_beginning_again_is_refused():
     logged = [line for line in untagged(job.output) if "xxx" in line]
     assert len(logged) == 400
     assert all(re.fullmatch(r"\[rank \d\] =\d+ x{300}=", line) for line in logged)
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        (
+            "Graph execution error:\n\nDetected at node a\n  File x\n\nMPI failed.\n\t [[{{node a.1}}]] [Op:f]",
+            "MPI failed.",
+        ),
+        ("the disk is full\nby 3 bytes", "the disk is full"),
+        ("Graph execution error:", "Graph execution error:"),
+        ("", "no message"),
+    ],
+)
+def test_the_cause_is_the_line_that_says_most(message, cause):
+    assert failure.cause_of(RuntimeError(message)) == cause
