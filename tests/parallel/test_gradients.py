@@ -184,7 +184,7 @@ def test_buckets_change_nothing_but_when_gradients_travel(compression, rank, siz
 
 
 def test_more_gradients_than_horovod_remembers_by_default(rank, size, monkeypatch):
-    """Of 1024 names on it forgets some that are on their way, where buckets go out while others are computed."""
+    """With 1600 names, and buckets that go out while others are computed, jobs abort at its own capacity of 1024."""
     if size != 2 or "OMPI_COMM_WORLD_SIZE" not in os.environ:
         pytest.skip("slow to trace, and the same on two ranks under MPI")
     rng = np.random.default_rng(0)
