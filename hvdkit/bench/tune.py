@@ -58,6 +58,8 @@ class Tune(Where):
     """How often every setting is timed, in turn."""
     warm_up: int = 5
     """Steps before."""
+    bucket: bool = True
+    """Try other bytes of gradients that travel together."""
     cycle: bool = True
     """Try other times between two looks of Horovod's thread, each in jobs of its own."""
     autotune: bool = True
@@ -120,6 +122,7 @@ def search(config: Tune) -> tuple[Measured, list[str]]:
     """Return what was measured and chosen, and lines for people: each setting, and its step."""
     alone = _run(config, config.wanted(compute=True), {}, "one rank alone", np=1)[0]
     limits = _distinct([nbytes for nbytes, _ in alone["gradients"]], several_hosts="," in (config.hosts or ""))
+    limits = limits if config.bucket else limits[:1]
     wanted = config.wanted(compute=True, links=True, buckets=limits)
     every = _run(config, wanted, {CYCLE: _CYCLES[0]}, "all ranks")
     timed = {nbytes: _rounds([one["steps"][i] for one in every]) for i, nbytes in enumerate(limits)}
