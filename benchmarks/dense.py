@@ -27,6 +27,7 @@ TITLES = {
 }
 WAYS = {
     "alone": "{n} independent processes",
+    "tied": "{n} ranks that average one number a step",
     "hvdkit": "hvdkit, `hvdkit run -np {n}`",
     "horovodrun": "hvdkit, `horovodrun -np {n}`",
     "sharded": "hvdkit, `shard_states=True`",
@@ -137,7 +138,7 @@ def tensorflow_processes(way: str, common: Sequence[str], size: int) -> list[lis
     """Return the commands of ranks under a launcher, or of processes by themselves."""
     named = "hvdkit" if way == "horovodrun" else way
     worker = [sys.executable, str(WORKERS / "dense_tf.py"), named, *common, "--processes", str(size)]
-    if way in ("hvdkit", "sharded", "fp16"):
+    if way in ("hvdkit", "sharded", "fp16", "tied"):
         return [ranks(size, worker)]
     if way in ("horovodrun", "horovod"):
         return [[str(BIN / "horovodrun"), "-np", str(size), *worker]]
@@ -170,7 +171,8 @@ BENCHMARK = Benchmark(
     title="The dense training step",
     about="""Forward and backward pass, average and SGD update on constant inputs in float32, one compute thread and the
     same batch a process, on one machine. `hvdkit run` asks for huge pages. So do the independent processes, which know
-    nothing of each other: no way can be faster.
+    nothing of each other: no way can be faster. Ranks that average one number, but no gradients, show what it takes to
+    wait for each other.
     A parameter server's workers do not wait for each other; a step is the time in which all of them together compute
     as many batches as there are workers (the time of K scheduled steps x workers / K). Its servers' memory counts for
     the ranks, too, and the towers' one process is divided by them.""",

@@ -7,6 +7,7 @@ python benchmarks/embedding.py --work one-adagrad many-adam --ahead
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "plain": ("plain: one process, `tf.gather`, `scatter_sub`", ("plain",), 1),
     "hvdkit-1": ("hvdkit, one rank", ("hvdkit",), 1),
     "hvdkit-2": ("hvdkit, two ranks", ("hvdkit",), 2),
+    "apart-2": ("hvdkit, two jobs of one rank at once", ("hvdkit",), 2),
     "ahead-2": ("hvdkit, two ranks, ids a step ahead", ("hvdkit", "--ahead"), 2),
     "sparse-2": ("raw Horovod, two ranks, sparse gradients gathered", ("sparse",), 2),
     "dense-2": ("raw Horovod, two ranks, gradients made dense", ("dense",), 2),
@@ -110,17 +112,24 @@ def run_way(way: str, folder: Path, *, work: Work, steps: int, peer: Path | None
     common = ["--folder", str(folder), "--steps", str(steps), "--processes", str(size), *words]
     if way.startswith("torchrec"):
         launcher = [str(peers.python("torch", peer)), "-m", "torch.distributed.run", "--standalone"]
-        command = [*launcher, "--nproc-per-node", str(size), str(WORKERS / "embedding_torch.py"), *common]
+        commands = [[*launcher, "--nproc-per-node", str(size), str(WORKERS / "embedding_torch.py"), *common]]
     else:
-        tables, _, optimizer = work.partition("-")
-        script = [sys.executable, str(WORKERS / "embedding_tf.py"), "--work", tables, "--optimizer", optimizer]
-        worker = [*script, *common]
-        command = [str(BIN / "horovodrun"), "-np", str(size), *worker] if size > 1 else worker
-        if words[0] == "hvdkit":
-            command = ranks(size, worker)
-    launch([command], env=environment(), timeout=300)
+        commands = tensorflow_commands(way, work, common)
+    launch(commands, env=environment(), timeout=300)
     found = results(folder)
     return {key: max(each[key] for each in found) for key in found[0]}
+
+
+def tensorflow_commands(way: str, work: Work, common: Sequence[str]) -> list[list[str]]:
+    """Return the commands that run TensorFlow's ways."""
+    _, words, size = WAYS[way]
+    tables, _, optimizer = work.partition("-")
+    worker = [sys.executable, str(WORKERS / "embedding_tf.py"), "--work", tables, "--optimizer", optimizer, *common]
+    if way == "apart-2":
+        return [ranks(1, [*worker, "--number", str(number)]) for number in range(size)]
+    if words[0] == "hvdkit":
+        return [ranks(size, worker)]
+    return [[str(BIN / "horovodrun"), "-np", str(size), *worker] if size > 1 else worker]
 
 
 BENCHMARK = Benchmark(
@@ -128,7 +137,8 @@ BENCHMARK = Benchmark(
     title="A step of sharded embeddings",
     about="""4,096 samples a rank with 26 features whose ids follow Zipf's law (1.2), each with favourites of its own:
     look up, take the mean square as the loss, update; one compute thread a process. Replicated tables are whole on each
-    rank. hvdkit's ranks are started by `hvdkit run`, which asks for huge pages.""",
+    rank. hvdkit's ranks are started by `hvdkit run`, which asks for huge pages. Two jobs of one rank at once know
+    nothing of each other, and have a whole table each: they show what this machine's cores take from each other.""",
     cases=cases,
     config=Embedding,
 )

@@ -15,6 +15,7 @@ def main() -> None:
     """Train, and leave this process's median milliseconds a step."""
     ways = {
         "alone": alone,
+        "tied": tied,
         "hvdkit": with_hvdkit,
         "fp16": with_hvdkit,
         "sharded": with_hvdkit,
@@ -52,6 +53,29 @@ def alone(args):
     import keras
 
     return plain_step(keras.optimizers.SGD(RATE), lambda tape: tape, *workload(args.model)), args.number
+
+
+def tied(args):
+    """Train by itself, but for one number a step that all average before they update: what it takes to wait."""
+    import tensorflow as tf
+
+    import hvdkit as hk
+
+    hk.init()
+    import keras
+
+    class Tape:
+        def __init__(self, tape):
+            self.tape = tape
+
+        def gradient(self, loss, sources):
+            grads = self.tape.gradient(loss, sources)
+            with tf.control_dependencies(grads):
+                number = hk.allreduce(tf.identity(loss))
+            with tf.control_dependencies([number]):
+                return [tf.identity(grad) for grad in grads]
+
+    return plain_step(keras.optimizers.SGD(RATE), Tape, *workload(args.model)), hk.rank()
 
 
 def with_hvdkit(args):

@@ -133,7 +133,8 @@ def with_hvdkit(args):
     layer, look_up, ask = sharded(args.work)
     optimizer = hk.DistributedOptimizer(optimizer_of(args.optimizer))
     optimizer.build(layer.trainable_variables)
-    batches = ids_of(args.work, cluster.rank)
+    number = args.number or cluster.rank
+    batches = ids_of(args.work, number)
 
     @tf.function
     def step(ids):
@@ -163,7 +164,7 @@ def with_hvdkit(args):
         needed = hk.allreduce(needed_bytes(layer, batches[0]), hk.Sum)
         return {"table_mb": held / 2**20, "bytes_ratio": hk.allreduce(sent, hk.Sum) / needed, "alltoalls": made}
 
-    return run, cluster.rank, hk.barrier, extra
+    return run, number, hk.barrier, extra
 
 
 def needed_bytes(layer, batch) -> int:
