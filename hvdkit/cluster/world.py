@@ -111,7 +111,9 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
         failure.watch(rank, communicator)
         atexit.register(_leave)  # after Horovod's own, so that it runs before it
     settings.pin_device(hvd.local_rank(), hvd.local_size())
-    settings.share_cores(_neighbours(exchange, hvd.local_size()))
+    neighbours = _neighbours(exchange, hvd.local_size())
+    settings.share_cores(neighbours)
+    settings.keep_to_core(hvd.local_rank(), hvd.local_size(), neighbours)
     dog, offer = watchdog.open_channel(rank, size, one_host=hvd.local_size() == size)
     every, axes = places.agree(mesh, exchange, size, offer)
     hosts = tuple(place.host for place in every)

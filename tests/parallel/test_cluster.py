@@ -103,6 +103,14 @@ def test_cores_are_shared_out(size):
         assert threads == max(1, len(os.sched_getaffinity(0)) // size)
 
 
+def test_every_core_has_as_many_ranks(size):
+    launched = len(os.sched_getaffinity(os.getppid()))
+    kept = hk.allgather_object(sorted(os.sched_getaffinity(0)))
+    if 1 < launched < size and size % launched == 0:
+        assert all(len(cores) == 1 for cores in kept)
+        assert {kept.count(cores) for cores in kept} == {size // launched}
+
+
 def test_log_lines_are_whole_and_tagged(capfd, rank, size):
     log = logging.getLogger("hvdkit")
     log.warning("two\nlines of %d", rank)

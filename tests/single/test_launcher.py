@@ -4,7 +4,7 @@ import pytest
 
 from hvdkit.cluster.engine import _check_size
 from hvdkit.cluster.launcher import ALONE, promised
-from hvdkit.cluster.settings import core_share
+from hvdkit.cluster.settings import core_of, core_share
 from hvdkit.errors import ClusterError
 
 OPEN_MPI = {
@@ -84,3 +84,23 @@ def test_a_world_of_another_size_than_promised():
 def test_core_share(cores, masks, expected):
     neighbours = [frozenset(mask) for mask in masks]
     assert core_share(cores, neighbours[0], neighbours) == expected
+
+
+@pytest.mark.parametrize(
+    ("cores", "masks", "expected"),
+    [
+        (2, [{0, 1}] * 4, [0, 1, 0, 1]),
+        (2, [{5, 3}] * 6, [3, 5, 3, 5, 3, 5]),
+        # Bound by sockets: those of one socket share its cores, whatever their numbers.
+        (2, [{0, 1}, {2, 3}] * 4, [0, 2, 1, 3, 0, 2, 1, 3]),
+        # As many cores as ranks, or more; an uneven number; one core; a quota; masks that overlap.
+        (4, [{0, 1, 2, 3}] * 4, [None] * 4),
+        (2, [{0, 1}] * 3, [None] * 3),
+        (1, [{0}] * 4, [None] * 4),
+        (2, [{0, 1, 2, 3}] * 8, [None] * 8),
+        (2, [{0, 1}] * 4 + [{1, 2}] * 4, [None] * 8),
+    ],
+)
+def test_ranks_that_share_every_core_evenly_keep_to_one(cores, masks, expected):
+    neighbours = [frozenset(mask) for mask in masks]
+    assert [core_of(n, cores, neighbours) for n in range(len(masks))] == expected
