@@ -28,6 +28,7 @@ def drawings(record: Record) -> dict[str, dict[str, Any]]:
             "x_label": picture.x_label,
             "y_label": picture.y_label,
             "y_log": picture.y_log,
+            "doubling": picture.doubling,
             "curves": {label: [list(point) for point in points] for label, points in picture.curves.items()},
         }
     return found

@@ -160,13 +160,18 @@ class Sheet:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """Curves to draw: label to (x, y); ``y_log`` for a logarithmic axis."""
+    """Curves to draw: label to (x, y); ``y_log`` for a logarithmic axis.
+
+    With ``doubling``, x goes by powers of two, and "MODEL, LINK" labels have a colour for each model; without, the
+    first curve is what the others should cover.
+    """
 
     name: str
     x_label: str
     y_label: str
     curves: Mapping[str, Sequence[Sequence[float]]]
     y_log: bool = False
+    doubling: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

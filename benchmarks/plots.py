@@ -81,17 +81,37 @@ def series(drawing: dict[str, Any]):
 
 
 def curves(drawing: dict[str, Any]):
-    """Curves over steps; the first is what the others should cover."""
+    """Curves over steps, the first of which the others should cover; or over powers of two."""
     figure, axes = plt.subplots(figsize=(8.5, 3.8))
-    for number, (label, points) in enumerate(drawing["curves"].items()):
-        look = {"color": FAINT, "linewidth": 6} if number == 0 else {"color": COLOURS[number - 1], "linewidth": 1.4}
+    looks = by_model(list(drawing["curves"])) if drawing["doubling"] else covering(len(drawing["curves"]))
+    for (label, points), look in zip(drawing["curves"].items(), looks, strict=True):
         axes.plot(*zip(*points, strict=True), label=label, **look)
     if drawing["y_log"]:
         axes.set_yscale("log")
+    if drawing["doubling"]:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_ylim(0, 1)
     axes.set_xlabel(drawing["x_label"])
     axes.set_ylabel(drawing["y_label"])
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02)) if drawing["doubling"] else axes.legend()
     return figure
+
+
+def covering(count: int) -> list[dict[str, Any]]:
+    """Return looks of which the first is broad and faint."""
+    return [{"color": FAINT, "linewidth": 6}, *({"color": colour, "linewidth": 1.4} for colour in COLOURS)][:count]
+
+
+def by_model(labels: list[str]) -> list[dict[str, Any]]:
+    """Return a colour for what stands before the last comma, and a line for each of what comes after."""
+    models = list(dict.fromkeys(label.rpartition(", ")[0] for label in labels))
+    links = list(dict.fromkeys(label.rpartition(", ")[2] for label in labels))
+    split = (label.rpartition(", ") for label in labels)
+    return [
+        {"color": COLOURS[models.index(model)], "linestyle": ("--", "-", ":")[links.index(link)], "marker": "."}
+        for model, _, link in split
+    ]
 
 
 def size(count: float) -> str:

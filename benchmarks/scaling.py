@@ -157,7 +157,7 @@ def extrapolated(every: dict[str, Measured]) -> tuple[Sheet, Picture]:
     header = ["model", "link", *map(str, MANY)]
     title = "Predicted efficiency by ranks, each computing on one core of this machine, a link a rank"
     return Sheet(title=title, header=header, rows=rows), Picture(
-        name="scaling", x_label="ranks", y_label="predicted efficiency", curves=curves
+        name="scaling", x_label="ranks", y_label="predicted efficiency", curves=curves, doubling=True
     )
 
 
