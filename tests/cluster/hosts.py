@@ -124,9 +124,10 @@ class Host:
     def kill(self) -> None:
         """End all its processes at once."""
         while pids := self.processes():
-            for pid in reversed(pids):  # the youngest first: no daemon is left to tell of the others' end
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for number in (signal.SIGSTOP, signal.SIGKILL):  # first nobody can tell of the others' end any more
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
             time.sleep(0.02)
             if self._sshd is not None:
                 self._sshd.poll()
