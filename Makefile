@@ -8,7 +8,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; 
 MPI    ?= $(if $(filter x86_64,$(shell uname -m)),wheel,none)
 NP     ?= 4
 # All that takes half an hour; comeback and failure (10 minutes, root, several hosts) are asked for by name.
-BENCH  ?= dense fit allreduce ring scaling embedding checkpoint startup loss_curves resume large_table
+BENCH  ?= dense fit allreduce ring scaling embedding checkpoint startup loss_curves resume large_table \
+	control_plane
 
 BIN := $(abspath $(VENV))/bin
 # The environment's programs come first; root, and more ranks than cores, are fine on one's own machine.
@@ -23,9 +24,9 @@ help: ## show this list
 setup: $(VENV)/.horovod ## make the environment: pinned packages, hvdkit, Horovod compiled
 
 demo: setup ## train the CIFAR-10 network on real images over $(NP) ranks
-	$(RUN) horovodrun -np $(NP) python models/train.py cifar10
+	@$(RUN) hvdkit run -np $(NP) -- python models/train.py cifar10
 
-test: setup ## run every test: one process, 1 to 4 ranks under MPI, and Gloo
+test: setup ## run every test: one process, 1 to 4 ranks under MPI, Gloo, jobs that fail
 	$(RUN) python tests/run.py
 
 lint: $(VENV)/.packages ## ruff (rules, format) and mypy

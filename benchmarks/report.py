@@ -24,7 +24,7 @@ DOCUMENT = ROOT / "docs" / "benchmarks.md"
 PICTURES = ROOT / "docs" / "benchmarks"
 ORDER = (
     "dense", "fit", "allreduce", "ring", "scaling", "embedding", "large_table", "checkpoint", "startup",
-    "loss_curves", "resume", "comeback", "failure",
+    "loss_curves", "resume", "comeback", "failure", "control_plane",
 )  # fmt: skip
 
 

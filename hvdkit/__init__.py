@@ -23,7 +23,7 @@ from hvdkit.errors import (
 
 if TYPE_CHECKING:
     from hvdkit import callbacks, checkpoint, data, layers, schedules
-    from hvdkit.cluster import Cluster, init, is_chief, local_rank, local_size, rank, shutdown, size
+    from hvdkit.cluster import Cluster, busy, init, is_chief, local_rank, local_size, rank, shutdown, size
     from hvdkit.collectives import (
         Average,
         Max,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from hvdkit.variable import PartitionedVariable
 
 _HOMES = {
-    "hvdkit.cluster": ("Cluster", "init", "is_chief", "local_rank", "local_size", "rank", "shutdown", "size"),
+    "hvdkit.cluster": ("Cluster", "busy", "init", "is_chief", "local_rank", "local_size", "rank", "shutdown", "size"),
     "hvdkit.collectives": (
         "Average",
         "Max",
@@ -102,6 +102,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_variables",
+    "busy",
     "callbacks",
     "checkpoint",
     "compare_variables",

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from hvdkit._version import __version__
 from hvdkit.errors import HvdkitError
+from hvdkit.terminal import parse
 
 
 class Command(NamedTuple):
@@ -128,15 +129,13 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _dispatch(name: str, arguments: list[str]) -> int:
-    import tyro
-
     command = COMMANDS[name]
     kind = _load(command.config)
     program: list[list[str]] = []
     if command.takes_program:
         arguments, *program = _split_off_program(arguments, kind)
     described = None if isinstance(kind, type) else f"{command.summary}."  # a union has no docstring
-    config = tyro.cli(kind, prog=f"hvdkit {name}", description=described, args=arguments)
+    config = parse(kind, prog=f"hvdkit {name}", description=described, args=arguments)
     result = _load(command.runner)(config, *program)
     if result is not None and not isinstance(result, int):
         print(result)

@@ -12,7 +12,13 @@ from __future__ import annotations
 
 
 class HvdkitError(RuntimeError):
-    """Base class of the errors that concern the job rather than one argument."""
+    """Base class of the errors that concern the job rather than one argument.
+
+    Attributes:
+        exit_code: the code with which a rank ends that does not catch the error.
+    """
+
+    exit_code: int = 1
 
     # AutoGraph makes an error that crosses ``tf.function`` anew. It keeps the class where the constructor is
     # Exception's own, and turns every other into a StagingError that nobody can catch by name.
@@ -40,7 +46,13 @@ class PlanError(HvdkitError):
 
 
 class NonFiniteError(HvdkitError):
-    """A loss, a gradient or a variable became NaN or infinite."""
+    """A loss, a gradient or a variable became NaN or infinite.
+
+    A rank ends with 65 then (EX_DATAERR of sysexits.h): ``hvdkit run`` does not start again, since the same steps
+    would come to the same values.
+    """
+
+    exit_code = 65
 
 
 class BuildError(HvdkitError):

@@ -13,6 +13,7 @@ import hvdkit as hk  # before keras: a launched rank loads TensorFlow and MPI in
 import keras
 import numpy as np
 import tensorflow as tf
+from console import say
 from inputs import Dataset, linear_data, load_diabetes
 from training import folder
 
@@ -91,12 +92,10 @@ def run(config: Config) -> float:
                 _report(sv.global_step // batches.steps_per_epoch, float(total) / batches.steps_per_epoch, model)
             time.sleep(config.sleep)
     error = float(np.mean(np.square(model(data.x_test) - data.y_test)))
-    if hk.is_chief():
-        print(f"held-out mean squared error {error:.4f}", flush=True)
+    say(f"held-out mean squared error {error:.4f}")
     return error
 
 
 def _report(epoch: int, loss: float, model: keras.Model) -> None:
-    if hk.is_chief():
-        weights, bias = (", ".join(f"{x:.4f}" for x in v.numpy().ravel()) for v in model.variables)
-        print(f"epoch {epoch}, loss = {loss:.4f}, W = [{weights}], b = [{bias}]", flush=True)
+    weights, bias = (", ".join(f"{x:.4f}" for x in v.numpy().ravel()) for v in model.variables)
+    say(f"epoch {epoch}, loss = {loss:.4f}, W = [{weights}], b = [{bias}]")

@@ -10,6 +10,7 @@ import hvdkit as hk  # before TensorFlow: a launched rank loads it and MPI in th
 # isort: split
 import numpy as np
 import tensorflow as tf
+from console import say
 
 PARTS = 4
 
@@ -54,10 +55,10 @@ def run(config: Config) -> np.ndarray | None:
             check_finite(matrix, number)
             whole = matrix.gather(root=0)
             if hk.is_chief():
-                print(f"round {number}\n{np.array2string(whole, threshold=20, precision=6)}", flush=True)
+                say(f"round {number}\n{np.array2string(whole, threshold=20, precision=6)}")
     if hk.is_chief() and whole is not None:
         same = "equal, bit for bit" if (whole == expected).all() else "NOT equal"
-        print(f"{hk.size()} ranks and NumPy: {same}", flush=True)
+        say(f"{hk.size()} ranks and NumPy: {same}")
         if not (whole == expected).all():
             raise AssertionError(f"largest difference {np.abs(whole - expected).max()}")
     return whole

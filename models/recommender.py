@@ -14,6 +14,7 @@ import hvdkit as hk  # before keras: a launched rank loads TensorFlow and MPI in
 # isort: split
 import keras
 import tensorflow as tf
+from console import say
 from inputs import Clicks, load_criteo, load_movielens, planted_clicks
 from training import folder
 
@@ -100,8 +101,7 @@ def run(config: Config) -> tuple[float, float]:
     optimizer = hk.DistributedOptimizer(keras.optimizers.get(
         {"class_name": config.optimizer, "config": {"learning_rate": config.learning_rate}}
     ))  # fmt: skip
-    if hk.is_chief():
-        print(f"{data.name}: {len(data.labels)} examples, {len(data.rows)} tables\n{model.embed.plan}", flush=True)
+    say(f"{data.name}: {len(data.labels)} examples, {len(data.rows)} tables\n{model.embed.plan}")
 
     @tf.function(reduce_retracing=True)
     def train_step(inputs, labels):
@@ -135,7 +135,6 @@ def evaluate(model: Recommender, data: Clicks) -> tuple[float, float]:
     for variable in (*loss.variables, *area.variables):  # sums over examples, which add up over ranks
         variable.assign(hk.allreduce(variable.value, hk.Sum))
     result = float(loss.result()), float(area.result())
-    if hk.is_chief():
-        best = "" if data.best is None else f" (best reachable {data.best[0]:.4f}, {data.best[1]:.4f})"
-        print(f"held-out loss {result[0]:.4f}, AUC {result[1]:.4f}{best} on {data.held_out} examples", flush=True)
+    best = "" if data.best is None else f" (best reachable {data.best[0]:.4f}, {data.best[1]:.4f})"
+    say(f"held-out loss {result[0]:.4f}, AUC {result[1]:.4f}{best} on {data.held_out} examples")
     return result

@@ -1,5 +1,6 @@
 """Train a model over all ranks.
 
+hvdkit run -np 4 -- python models/train.py cifar10
 horovodrun -np 4 python models/train.py cifar10
 mpirun -np 4 python models/train.py cifar10 --form fit --steps 500
 python models/train.py linear
@@ -9,15 +10,16 @@ horovodrun -np 4 python models/train.py recommender
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import time
-from pathlib import Path
 from typing import Annotated
 
 import hvdkit as hk  # first: a launched rank loads TensorFlow and MPI in the order that works
+from hvdkit import terminal
 from hvdkit.cluster.launcher import promised
+
+# isort: split
+from console import say  # before keras: it loads TensorFlow without its start-up lines
 
 # isort: split
 import cifar10
@@ -39,11 +41,10 @@ RUNNERS = {linear.Config: linear.run, partitioned.Config: partitioned.run, recom
 def main() -> None:
     """Read the command line, start the ranks and train."""
     config = parse()
-    cluster = hk.init()
+    hk.init()
     RUNNERS.get(type(config), train_classifier)(config)
     hk.barrier()
-    if cluster.is_chief:
-        print("finished", flush=True)
+    say("finished")
 
 
 def train_classifier(config: cifar10.Config) -> None:
@@ -77,23 +78,12 @@ def train_classifier(config: cifar10.Config) -> None:
 def parse() -> Command:
     """Return the command line's config; a mistake in it is reported by one rank, and ends all."""
     quiet = promised().rank > 0
-    with contextlib.ExitStack() as stack:
-        if quiet:
-            nowhere = stack.enter_context(Path(os.devnull).open("w"))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
-            stack.enter_context(contextlib.redirect_stderr(nowhere))
-        try:
-            return tyro.cli(Command, description=__doc__)
-        except SystemExit as end:
-            if quiet and end.code:
-                time.sleep(10)  # a rank that ends first takes the chief with it before it could speak
-            raise
-
-
-def say(line: str) -> None:
-    """Print a line for people, on the chief."""
-    if hk.is_chief():
-        print(line, flush=True)
+    try:
+        return terminal.parse(Command, description=__doc__, quiet=quiet)
+    except SystemExit as end:
+        if quiet and end.code:
+            time.sleep(10)  # a rank that ends first takes the chief with it before it could speak
+        raise
 
 
 def _loss():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import hvdkit as hk  # before keras: a launched rank loads TensorFlow and MPI in
 # isort: split
 import keras
 import tensorflow as tf
-from rich.progress import Progress
+from console import progress
 
 
 def loop(config: Any, model: keras.Model, batches: hk.data.GlobalBatches, average: Any) -> None:
@@ -37,7 +36,7 @@ def loop(config: Any, model: keras.Model, batches: hk.data.GlobalBatches, averag
     with (
         folder(config.logdir) as logdir,
         hk.Supervisor(logdir, model=model, data=batches, state={"log": log}, **options(config, average)) as sv,
-        progress(sv.global_step, config.steps) as advance,
+        progress(config.steps) as show,
     ):
         for images, labels in sv.batches(until=config.steps):
             loss = train_step(images, labels, batches.sample_weight)
@@ -45,13 +44,12 @@ def loop(config: Any, model: keras.Model, batches: hk.data.GlobalBatches, averag
             sv.step(loss=loss, learning_rate=optimizer.learning_rate)
             if sv.global_step % config.log_every == 0:
                 log.step(sv.global_step, hk.allreduce(loss))
-            advance()
+            show(sv.global_step)
 
 
 def fit(config: Any, model: keras.Model, batches: hk.data.GlobalBatches, average: Any) -> None:
     """Train with Keras's fit: the same steps, losses and weights as :func:`loop`."""
-    verbose = 1 if hk.is_chief() and sys.stdout.isatty() else 0
-    with folder(config.logdir) as logdir:
+    with folder(config.logdir) as logdir, progress(config.steps) as show:
         keep = hk.callbacks.SupervisorCallback(logdir, until=config.steps, data=batches, **options(config, average))
         callbacks = [
             _MovingAverage(average, keep),  # before the save that keeps it
@@ -59,9 +57,10 @@ def fit(config: Any, model: keras.Model, batches: hk.data.GlobalBatches, average
             hk.callbacks.MetricAverage(),
             hk.callbacks.StopOnNonFinite(stop=not config.allow_nonfinite),
             hk.callbacks.StepLog(config.global_batch_size(), every=config.log_every),
+            keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: show(keep.supervisor.global_step)),
         ]
         epochs = -(-config.steps // batches.steps_per_epoch)
-        model.fit(batches.as_keras(), epochs=epochs, callbacks=callbacks, verbose=verbose, shuffle=False)
+        model.fit(batches.as_keras(), epochs=epochs, callbacks=callbacks, verbose=0, shuffle=False)
 
 
 def options(config: Any, average: Any) -> dict[str, Any]:
@@ -111,16 +110,3 @@ def folder(logdir: Path | None) -> Iterator[Path]:
     finally:
         if hk.is_chief():
             shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def progress(done: int, steps: int) -> Iterator[Any]:
-    """Show a progress bar on the chief's terminal; without a terminal, none."""
-    if not hk.is_chief() or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("training", total=steps, completed=done)
-        yield lambda: bar.advance(task)

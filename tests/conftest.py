@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for speed.py, jobs.py and the like
 
 from hvdkit.cluster.launcher import promised
 
@@ -36,7 +39,7 @@ class Recorder:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._reports = []
-        self._started = time.monotonic()
+        self._started, self._cpu = time.monotonic(), cpu_seconds()
         self._write(started=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -46,10 +49,17 @@ class Recorder:
         outcome = outcome_of(self._reports)
         details = [report_text(r) for r in self._reports if r.failed or (r.skipped and outcome == "skipped")]
         seconds = round(time.monotonic() - self._started, 3)
-        self._write(test=nodeid, outcome=outcome, seconds=seconds, detail="\n".join(details))
+        cpu = round(cpu_seconds() - self._cpu, 3)
+        self._write(test=nodeid, outcome=outcome, seconds=seconds, cpu=cpu, detail="\n".join(details))
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self._write(ended=int(exitstatus))
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of its children that have ended: what a test costs on any machine."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def outcome_of(reports: list[pytest.TestReport]) -> str:

@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from speed import WAIT
+
 BIN = Path(sys.executable).parent
 MPI = ("mpirun", "--tag-output", "--bind-to", "none", "-np")
 GLOO = ("horovodrun", "--gloo", "-np")
@@ -33,8 +35,8 @@ def environment(**extra: str) -> dict[str, str]:
     return env | {f"OMPI_{name}": value for name, value in permissions.items()} | extra
 
 
-def run(code: str, launcher: tuple[str, ...] = (), ranks: int = 1, timeout: float = 90, **extra: str) -> Job:
-    """Run Python ``code`` on ``ranks`` ranks; fail where it has not ended after ``timeout`` seconds."""
+def run(code: str, launcher: tuple[str, ...] = (), ranks: int = 1, **extra: str) -> Job:
+    """Run Python ``code`` on ``ranks`` ranks; fail if it has not ended after ``WAIT`` seconds."""
     launched = [*launcher, str(ranks)] if launcher else []
     started = time.monotonic()
     done = subprocess.run(
@@ -43,7 +45,7 @@ def run(code: str, launcher: tuple[str, ...] = (), ranks: int = 1, timeout: floa
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=timeout,
+        timeout=WAIT,
         text=True,
         errors="replace",
     )

@@ -26,7 +26,7 @@ class Launch:
     folder: Path
     seconds: float = 0.0
     exit_code: int | None = None
-    timed_out: float | None = None
+    stalled: float | None = None
     passed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     failures: dict[str, dict[int, str]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Launch:
                 else:
                     self.passed.append(test)
         whole = [rank for rank, lines in enumerate(ranks) if any("ended" in line for line in lines)]
-        if len(whole) < self.size or self.timed_out is not None:
+        if len(whole) < self.size or self.stalled is not None:
             self._read_end(ranks, whole)
         elif self.exit_code not in (0, 1, 2, 5) or (self.exit_code in (1, 2) and not self.failures):
             self.failures["the launcher"] = {0: f"exit code {self.exit_code}\n{_tail(self.folder / 'launcher.out')}"}
@@ -67,9 +67,8 @@ class Launch:
             output = _tail(self.folder / f"rank-{rank}.out") or _tail(self.folder / "launcher.out")
             stacks = _tail(self.folder / f"stacks-{rank}.txt")
             details[rank] = "\n".join([f"in: {inside}", output, stacks])
-        why = (
-            f"hung for {self.timed_out:.0f} s" if self.timed_out is not None else f"ended by {_ending(self.exit_code)}"
-        )
+        hung = self.stalled is not None
+        why = f"hung: no test ended for {self.stalled:g} s" if hung else f"ended by {_ending(self.exit_code)}"
         self.failures[f"{self.name}: {why}"] = details
         collected = max((line["collected"] for lines in ranks for line in lines if "collected" in line), default=0)
         self.not_run = max(0, collected - len(self.passed) - len(self.skipped) - len(self.failures) + 1)

@@ -1,8 +1,21 @@
-"""Run every test: in one process, then the same parallel files on 1 to 4 ranks under MPI, then under Gloo.
+"""Run every test: in one process, the same parallel files on 1 to 4 ranks under MPI and under Gloo, jobs that fail.
 
     python tests/run.py                          # everything
     python tests/run.py --np 2 3 --no-gloo -k optimizer
+    python tests/run.py --np 4 --contract-np     # all of tests/parallel on 4 ranks
     python tests/run.py --single-only
+
+What runs where:
+
+    tests/single    in one process; some tests start jobs of several ranks
+    tests/parallel  whole on 2 and 3 ranks under MPI: an even and an odd number, and one with a rank in the middle;
+                    tests marked `contract`, at least one for each contract of the design, also on 1 and 4 ranks,
+                    and those of UNDER_GLOO on 2 ranks under Gloo, where bytes travel by another way
+    tests/cluster   jobs that fail, are slow, or lose a host, on this host and on several in network namespaces
+
+A launch may take any time in total; it is ended as hung if no test has ended for ``--stall`` seconds. The tests'
+limits on seconds are multiplied by the machine's slowdown (tests/speed.py), measured at the start and before the
+tests of how soon a job ends.
 
 One launch serves all tests of a number of ranks, since starting TensorFlow takes seconds. A test counts once per
 launch, and as failed where it failed on any rank. The last line is "N passed, M failed".
@@ -10,6 +23,7 @@ launch, and as failed where it failed on any rank. The last line is "N passed, M
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -30,6 +44,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import speed
 from outcomes import Launch, report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +57,7 @@ PERMISSIONS = {
 }
 # Those of tests/cluster that look at how long a failure lasts, each by itself.
 IN_TIME = ("test_hosts.py", "test_one_host.py")
-# Under Gloo bytes travel by another way, and nothing else is different: these have every kind of exchange in them.
+# These have every kind of exchange in tests marked `contract`; nothing but the exchange is different under Gloo.
 UNDER_GLOO = (
     "test_checkpoint.py",
     "test_cluster.py",
@@ -53,7 +68,6 @@ UNDER_GLOO = (
     "test_gradients.py",
     "test_graphs.py",
     "test_mismatch.py",
-    "test_optimizer_traps.py",
     "test_partitioned_variable.py",
     "test_sparse_gradients.py",
     "test_supervisor.py",
@@ -67,8 +81,10 @@ class Config:
 
     np: tuple[int, ...] = (1, 2, 3, 4)
     """Numbers of ranks under MPI: one launch of tests/parallel for each."""
+    contract_np: tuple[int, ...] = (1, 4)
+    """Of these, numbers of ranks on which only tests marked `contract` run. With -k every test that matches runs."""
     gloo: bool = True
-    """Launch those of tests/parallel that have every kind of exchange once more without MPI, by `horovodrun --gloo`."""
+    """Launch contract tests with every kind of exchange once more without MPI, by `horovodrun --gloo`."""
     gloo_np: int = 2
     """Number of ranks of the launch under Gloo."""
     single: bool = True
@@ -79,8 +95,8 @@ class Config:
     """Run only the tests that match this pytest expression."""
     faults: bool = True
     """Run tests/cluster: jobs that fail, on this host and on several in network namespaces."""
-    timeout: float = 900.0
-    """Seconds after which a launch is ended as hung."""
+    stall: float = 600.0
+    """Seconds without a test that ends, after which a launch is ended as hung. A launch may take any time in total."""
     keep: bool = False
     """Keep the folder with every rank's output, and say where it is."""
 
@@ -97,6 +113,7 @@ def program(name: str) -> str:
 def launches(config: Config, folder: Path) -> list[Launch]:
     """Return all launches of this run, in their order."""
     pytest = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-q", *(["-k", config.k] if config.k else [])]
+    contract = [*pytest, *([] if config.k else ["-m", "contract"])]
     listed = []
     if config.single or config.single_only:
         command = [*pytest, "--continue-on-collection-errors", "tests/single"]
@@ -111,34 +128,39 @@ def launches(config: Config, folder: Path) -> list[Launch]:
     for n in config.np:
         mpirun = [program("mpirun"), "-np", str(n), "--bind-to", "none"]
         path = folder / f"mpi-{n}"
-        listed.append(Launch(f"np={n}, MPI", n, [*mpirun, *to_files(pytest, path, "OMPI_COMM_WORLD_RANK")], path))
+        tests = contract if n in config.contract_np else pytest
+        listed.append(Launch(f"np={n}, MPI", n, [*mpirun, *to_files(tests, path, "OMPI_COMM_WORLD_RANK")], path))
     if config.gloo:
         n, path = config.gloo_np, folder / f"gloo-{config.gloo_np}"
         horovodrun = [program("horovodrun"), "--gloo", "-np", str(n)]
-        command = to_files(pytest, path, "HOROVOD_RANK", [f"tests/parallel/{name}" for name in UNDER_GLOO])
+        command = to_files(contract, path, "HOROVOD_RANK", [f"tests/parallel/{name}" for name in UNDER_GLOO])
         listed.append(Launch(f"np={n}, Gloo", n, [*horovodrun, *command], path))
     return listed
 
 
-def run_all(listed: list[Launch], timeout: float) -> Iterator[Launch]:
+def run_all(listed: list[Launch], stall: float) -> Iterator[Launch]:
     """Run all launches, and yield each as it ends.
 
-    The tests in one process often wait, and leave room for launches of one and two ranks beside them, faults for larger
-    ones. Tests of how soon a job ends have the machine for themselves.
+    Launches of several ranks fill two cores but while they start, and their ranks wait for each other; tests in one
+    process, jobs that fail and one rank run beside them. Tests of how soon a job ends have the machine for themselves.
     """
-    single = [launch for launch in listed if launch.name == "one process"]
-    faults, hosts, here = ([x for x in listed if x.name == f"faults{part}"] for part in ("", ", hosts", ", here"))
-    large = [launch for launch in listed if launch.size > 2]
-    small = [launch for launch in listed if launch not in [*single, *faults, *hosts, *here, *large]]
+    timed = {f"faults, {where}": [x for x in listed if x.name == f"faults, {where}"] for where in ("hosts", "here")}
+    others = [launch for launch in listed if launch.name not in timed]
+    ranks = [launch for launch in others if launch.size > 1]
+    alone = [launch for launch in others if launch.size == 1]
     ended: SimpleQueue[Launch] = SimpleQueue()
 
     def one_after_another(lane: list[Launch]) -> None:
         for launch in lane:
             print(f"{launch.name} ...", flush=True)
-            run(launch, timeout)
+            run(launch, stall)
             ended.put(launch)
 
-    for together in ([single, small], [large, faults], [hosts, here]):
+    for together in ([ranks, alone], list(timed.values())):
+        if not any(together):
+            continue
+        os.environ[speed.VARIABLE] = f"{max(speed.slowdown(), speed.measure()):.2f}"  # the load may have grown
+        print(f"slowdown of this machine: {speed.slowdown():.2f}", flush=True)
         with ThreadPoolExecutor(len(together)) as pool:
             waiting = [pool.submit(one_after_another, lane) for lane in together]
             for _ in range(sum(map(len, together))):
@@ -155,22 +177,36 @@ def to_files(
     return ["sh", "-c", f"exec {command} > {shlex.quote(str(folder))}/rank-${rank_variable}.out 2>&1"]
 
 
-def run(launch: Launch, timeout: float) -> None:
-    """Run one launch to its end, or end it after ``timeout`` seconds."""
+def run(launch: Launch, stall: float) -> None:
+    """Run one launch until it ends, or until no test has ended for ``stall`` seconds."""
     launch.folder.mkdir(parents=True)
     env = {**os.environ, **PERMISSIONS, "HVDKIT_TEST_RECORDS": str(launch.folder), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    env["HVDKIT_TEST_STALL"] = f"{stall:g}"
+    # A rank that waits for a core is no rank that has died.
+    env.setdefault("HVDKIT_HEARTBEAT_SECONDS", speed.scaled(10))
     env["PATH"] = f"{BIN}{os.pathsep}{env['PATH']}"
     started = time.monotonic()
     with (launch.folder / "launcher.out").open("w") as out:
         process = subprocess.Popen(launch.command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:
-            launch.exit_code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            launch.timed_out = timeout
+            launch.exit_code = wait(process, launch.folder, stall)
+            launch.stalled = stall if launch.exit_code is None else None
         finally:
             end(process)
     launch.seconds = time.monotonic() - started
     launch.read()
+
+
+def wait(process: subprocess.Popen[bytes], folder: Path, stall: float) -> int | None:
+    """Return a launcher's exit code, or None if the records in ``folder`` have not grown for ``stall`` seconds."""
+    recorded, since = 0, time.monotonic()
+    while time.monotonic() - since < stall:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(1.0)
+        size = sum(path.stat().st_size for path in folder.glob("rank-*.jsonl"))
+        if size != recorded:
+            recorded, since = size, time.monotonic()
+    return process.poll()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -195,7 +231,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="hvdkit-tests-"))
     passed, failures = 0, []
     try:
-        for launch in run_all(launches(config, folder), config.timeout):
+        for launch in run_all(launches(config, folder), config.stall):
             print(f"{launch.name:12} {launch.summary()}", flush=True)
             text = report(launch)
             if text:

@@ -12,7 +12,7 @@ from typing import Any
 from hvdkit.bench.config import Bench, Where
 from hvdkit.bench.figures import Round, Run, as_json, show
 from hvdkit.bench.worker import MARK, RankResult, Told
-from hvdkit.cluster.loading import CHATTER
+from hvdkit.cluster.chatter import CHATTER
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.launch import restarts
 from hvdkit.launch.attempt import Signals

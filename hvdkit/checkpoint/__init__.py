@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from hvdkit.checkpoint.export import export_npy
     from hvdkit.checkpoint.folder import latest
     from hvdkit.checkpoint.inspecting import inspect
+    from hvdkit.checkpoint.restoring import restore
+    from hvdkit.checkpoint.saving import save
     from hvdkit.checkpoint.serving import export_saved_model
     from hvdkit.checkpoint.state import ShardedState
-    from hvdkit.checkpoint.store import restore, save
     from hvdkit.checkpoint.verifying import verify
 
 _HOME_OF = {
@@ -23,8 +24,8 @@ _HOME_OF = {
     "export_saved_model": "serving",
     "inspect": "inspecting",
     "latest": "folder",
-    "restore": "store",
-    "save": "store",
+    "restore": "restoring",
+    "save": "saving",
     "verify": "verifying",
 }
 

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hvdkit.checkpoint.tensorfile import Allowed
+
 Kind = Literal["replicated", "sharded", "per_rank"]
 Resize = Literal["keep", "mean", "share"]
 
@@ -39,6 +41,7 @@ class Entry:
             ("keep"), the ranks' mean ("mean"), or an equal share of their sum ("share").
         variable: the variable behind it, if there is one.
         writes: False where another rank writes the same part.
+        allowed: the floating-point values that it may be saved with.
         rows: gives rows ``[start, stop)`` of this rank's part as an array of its own; None where ``read`` is as cheap.
     """
 
@@ -54,6 +57,7 @@ class Entry:
     variable: Any = None
     rows: Callable[[int, int], np.ndarray] | None = None
     writes: bool = True
+    allowed: Allowed = "any"
 
 
 @dataclass

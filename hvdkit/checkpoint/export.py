@@ -69,11 +69,12 @@ def export_npy(
         for (name, number), target in targets.items():
             saved = chosen[name]
             _write_npy(target, _portable(saved), saved.shape, _pieces(reader, name, saved, number), progress)
+        rank_values = reader.all_rank_values()
     values = directory / VALUES
-    told = {"step": manifest.step, "values": manifest.values, "rank_values": manifest.rank_values}
+    plain = {"step": manifest.step, "values": manifest.values, "rank_values": rank_values}
     with naming_file(directory, "written"):
         directory.mkdir(parents=True, exist_ok=True)
-    write_text(values, json.dumps(told, indent=1) + "\n")
+    write_text(values, json.dumps(plain, indent=1) + "\n")
     return [*targets.values(), values]
 
 

@@ -1,11 +1,14 @@
-"""A folder of checkpoints: names, the newest whole one, which may go, and what a killed run left behind."""
+"""A folder of checkpoints: names, the newest good one, retention, and what a killed run left behind.
+
+A checkpoint is *good* if its manifest is what was written, all its files have their lengths, and no damage to it is
+noted. Reading all of its bytes may still find some, which is then noted in a file next to it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from hvdkit.checkpoint.files import naming_file, remove_folder, sync_folder, write_text
@@ -41,7 +44,7 @@ def commit(written: Path, target: Path) -> None:
     """Give a whole checkpoint its name; one of that name before is replaced, and there is always one of them.
 
     A kill between the two renames leaves the old one under another name: :func:`tidy` gives it its name back. One
-    that is known to be damaged is not removed but renamed to ``step-....damaged``.
+    with damage is not removed but renamed to ``step-....damaged``.
 
     Raises:
         CheckpointError: the file system refuses.
@@ -49,11 +52,11 @@ def commit(written: Path, target: Path) -> None:
     with naming_file(target, "written"):
         sync_folder(written)
         before = target.with_name(f"{_REPLACED}{target.name}")
-        if is_marked(target):
+        if noted_damage(target) is not None:
             target.rename(_free_name(target))
-            _mark(target).unlink()
         elif target.exists():
             target.rename(before)
+        _note(target).unlink(missing_ok=True)  # even without a checkpoint: the user may have removed the damaged one
         written.rename(target)
         sync_folder(target.parent)
     remove_folder(before)
@@ -68,8 +71,10 @@ def listed(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: step_of(path) or 0)
 
 
-def is_whole(path: Path) -> bool:
-    """Return True where the manifest is what was written and all files have their lengths. Reads no tensor."""
+def is_good(path: Path) -> bool:
+    """Return True if no damage to ``path`` is noted or shows in its manifest and the lengths of its files."""
+    if noted_damage(path) is not None:
+        return False
     try:
         Manifest.load(path)
     except CheckpointError:
@@ -78,7 +83,10 @@ def is_whole(path: Path) -> bool:
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the newest whole checkpoint of ``folder``, or None.
+    """Return the newest good checkpoint of ``folder``, or None.
+
+    Reads no tensor, and so does not see a flipped byte. ``restore`` and ``verify`` see it and note it; from then on the
+    checkpoint is not returned.
 
     Args:
         folder: a folder of ``step-...`` folders, or a ``logdir`` whose ``checkpoints`` folder holds them.
@@ -92,29 +100,34 @@ def latest(folder: Path) -> Path | None:
     folder = Path(folder)
     inner = folder / "checkpoints"
     candidates = listed(inner if inner.is_dir() else folder)
-    return next((path for path in reversed(candidates) if is_whole(path)), None)
+    return next((path for path in reversed(candidates) if is_good(path)), None)
 
 
-def mark_damaged(path: Path, reason: str) -> None:
-    """Note beside a checkpoint that it is damaged, so that it is kept for the person to look at."""
-    with contextlib.suppress(CheckpointError):  # a note that cannot be written must not stop a restore
-        write_text(_mark(path), reason + "\n")
+def note_damage(path: Path, damage: str) -> None:
+    """Note next to a checkpoint what is damaged, so that it is kept and neither used nor counted."""
+    if path.is_dir():
+        with contextlib.suppress(CheckpointError):  # a read-only disk must not stop a restore
+            write_text(_note(path), damage + "\n")
 
 
-def is_marked(path: Path) -> bool:
-    """Return True where :func:`mark_damaged` has noted ``path``."""
-    return _mark(path).exists() and path.exists()
+def forget_damage(path: Path) -> None:
+    """Remove the note of damage to a checkpoint whose bytes were all found to be good, e.g. after a repair."""
+    with contextlib.suppress(OSError):
+        _note(path).unlink(missing_ok=True)
 
 
 def noted_damage(path: Path) -> str | None:
-    """Return what :func:`mark_damaged` has noted of ``path``, or None."""
-    if not is_marked(path):
+    """Return what :func:`note_damage` wrote about ``path``, or None."""
+    try:
+        note = _note(path).read_text(errors="replace").strip()
+    except FileNotFoundError:
         return None
-    with naming_file(_mark(path), "read"):
-        return _mark(path).read_text(errors="replace").strip()
+    except OSError as error:
+        note = f"{_note(path)} cannot be read ({error.strerror})"
+    return note if path.exists() else None
 
 
-def _mark(path: Path) -> Path:
+def _note(path: Path) -> Path:
     return path.with_name(f"{_DAMAGED}{path.name}")
 
 
@@ -123,49 +136,49 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def prune(folder: Path, max_to_keep: int | None, keep_every: int | None) -> None:
-    """Remove the oldest whole checkpoints but ``max_to_keep``, and those whose step is a multiple of ``keep_every``.
+def prune(committed: Path, max_to_keep: int | None, keep_every: int | None) -> None:
+    """Remove good checkpoints that are older than ``committed`` until ``max_to_keep`` are left, with ``committed``.
 
-    Damaged ones are neither counted nor removed: they are for the person to look at.
+    Neither counted nor removed: damaged ones, which are for the user to look at; those whose step is a multiple of
+    ``keep_every``, beyond the newest ``max_to_keep``; and those of a later step, which another run has written or
+    which this run could not restore.
     """
     if max_to_keep is None:
         return
-    whole = [path for path in listed(folder) if is_whole(path)]
-    for path in whole[:-max_to_keep]:
-        kept = keep_every is not None and (step_of(path) or 0) % keep_every == 0
-        if not kept and not is_marked(path):
-            # Under a name that is not listed first: a removal that is cut short must not look like a checkpoint.
-            going = path.with_name(f"{_WRITING}{path.name}-old")
-            path.rename(going)
-            remove_folder(going)
+    step = step_of(committed) or 0
+    older = [path for path in listed(committed.parent) if (step_of(path) or 0) < step and is_good(path)]
+    for path in older[: max(0, len(older) - (max_to_keep - 1))]:
+        if keep_every is None or (step_of(path) or 0) % keep_every:
+            # First to a name that is not listed: a removal that is cut short must not look like a checkpoint.
+            removed = path.with_name(f"{_WRITING}{path.name}-old")
+            path.rename(removed)
+            remove_folder(removed)
 
 
 def tidy(folder: Path) -> None:
     """Remove what a killed run was writing or removing, and give a checkpoint back its name that was being replaced.
 
-    Nobody else may be writing there.
+    No other run may be writing to the folder.
     """
-    _tidy(folder, "")
+    _tidy(folder, "[^/]+")
 
 
 def tidy_one(path: Path) -> None:
     """Do as :func:`tidy` for one checkpoint's name alone."""
-    _tidy(path.parent, path.name)
+    _tidy(path.parent, re.escape(path.name))
 
 
 def _tidy(folder: Path, name: str) -> None:
+    """Tidy what belongs to checkpoints whose names match the pattern ``name``."""
     if not folder.is_dir():
         return
     with naming_file(folder, "written"):
-        for path in list(_hidden(folder, f"{_REPLACED}{name}")):
-            target = path.with_name(path.name.removeprefix(_REPLACED))
-            if target.exists():
+        for path in list(folder.iterdir()):
+            if match := re.fullmatch(f"{re.escape(_REPLACED)}({name})", path.name):
+                target = path.with_name(match[1])
+                if target.exists():
+                    remove_folder(path)
+                else:
+                    path.rename(target)
+            elif re.fullmatch(f"{re.escape(_WRITING)}{name}-[^-]+", path.name):  # a token has no hyphen
                 remove_folder(path)
-            else:
-                path.rename(target)
-        for path in list(_hidden(folder, f"{_WRITING}{name}")):
-            remove_folder(path)
-
-
-def _hidden(folder: Path, prefix: str) -> Iterator[Path]:
-    return (path for path in folder.iterdir() if path.name.startswith(prefix))

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, or a folder of checkpoints, read from the manifests alone. Needs no TensorFlow."""
+"""What a checkpoint holds, or a folder of checkpoints, without reading a tensor. Needs no TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from hvdkit.checkpoint.folder import latest, listed, noted_damage
 from hvdkit.checkpoint.manifest import NAME, Manifest, Saved
+from hvdkit.checkpoint.reading import Reader
 from hvdkit.errors import CheckpointError, describe
 
 _LONGEST_VALUE = 80  # characters of a value in the table
@@ -145,7 +146,8 @@ class Listing:
 def inspect(path: str | Path) -> Inspection | Listing:
     """Say what a checkpoint holds, or which checkpoints there are.
 
-    Reads manifests and the lengths of files, and no tensor. Works anywhere: one process, no ``hk.init()``, no Horovod.
+    Reads manifests, the lengths of files and, of one checkpoint, their headers; no tensor. Works anywhere: one process,
+    no ``hk.init()``, no Horovod.
 
     Args:
         path: a checkpoint; or a folder of checkpoints, or a ``logdir`` whose ``checkpoints`` folder holds them.
@@ -206,7 +208,13 @@ def _none_at(path: Path) -> CheckpointError:
 
 
 def _inspection(path: Path) -> Inspection:
-    manifest = Manifest.parse(path)
+    manifest, damage = Manifest.parse(path), _damage(path)
+    rank_values: dict[str, list[Any]] = {}
+    try:
+        with Reader(path, manifest) as reader:
+            rank_values = reader.all_rank_values()
+    except CheckpointError as error:
+        damage = damage or str(error)
     return Inspection(
         path=path,
         step=manifest.step,
@@ -214,10 +222,10 @@ def _inspection(path: Path) -> Inspection:
         created=manifest.created,
         versions=manifest.versions,
         bytes=_bytes(manifest),
-        damage=_damage(path),
+        damage=damage,
         variables=tuple(Variable.of(name, saved) for name, saved in manifest.variables.items()),
         values=manifest.values,
-        rank_values=manifest.rank_values,
+        rank_values=rank_values,
     )
 
 

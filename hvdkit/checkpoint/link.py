@@ -7,7 +7,7 @@ no rank holds more than its own part and one such piece.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +17,13 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.checkpoint.entries import Entry
 from hvdkit.checkpoint.files import naming_file, remove_folder
-from hvdkit.checkpoint.folder import commit, tidy_one, writing_name
+from hvdkit.checkpoint.folder import commit, latest, tidy_one, writing_name
 from hvdkit.checkpoint.manifest import REPLICATED, Manifest, shard_name
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, FileRecord, Outgoing, write_file
-from hvdkit.checkpoint.writing import Snapshot, assemble
+from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, Allowed, FileRecord, NonFiniteTensor, Outgoing, write_file
+from hvdkit.checkpoint.writing import Snapshot, assemble, non_finite
 from hvdkit.collectives import tensors
-from hvdkit.errors import CheckpointError, CorruptCheckpointError
+from hvdkit.errors import CheckpointError, CorruptCheckpointError, NonFiniteError
 from hvdkit.partition import FLAT
 
 
@@ -44,22 +44,30 @@ class _End(NamedTuple):
 
 
 def save_through_chief(
-    path: Path, snapshot: Snapshot, *, step: int, committed: Callable[[], None] = lambda: None
+    path: Path,
+    snapshot: Snapshot,
+    *,
+    step: int,
+    permitted: Callable[[], None] = lambda: None,
+    committed: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write all ranks' parts on the chief. Every rank calls it.
+    """Write all ranks' parts on the chief. Every rank calls it. ``permitted``, ``committed``: as for ``Save``.
 
     Raises:
         CheckpointError: the chief cannot write; on every rank.
+        NonFiniteError: a tensor holds NaN or an infinity on some rank, which is named; on every rank.
     """
     own = {tensor.name: tensor for tensor in snapshot.own()}
-    described = {name: (t.dtype, t.shape) for name, t in own.items()}
-    words = cluster.exchange().allgather((described, snapshot.indices(), snapshot.rank_values))
+    described = {name: (t.dtype, t.shape, t.allowed) for name, t in own.items()}
+    words = cluster.exchange().allgather((described, snapshot.indices(), snapshot.metadata()))
 
     def write() -> None:
         tidy_one(path)
         folder = writing_name(path, secrets.token_hex(4))
         try:
-            _write_all(folder, path, snapshot, own, words, step)
+            _write_all(folder, snapshot, own, words, step)
+            permitted()
+            commit(folder, path)
         except BaseException:
             remove_folder(folder)
             raise
@@ -68,34 +76,42 @@ def save_through_chief(
     _lead(write, lambda order: own[order.name].rows(order.start, order.stop), _refuse)
 
 
-def _write_all(
-    folder: Path, path: Path, snapshot: Snapshot, own: dict[str, Outgoing], words: list[Any], step: int
-) -> None:
+def _write_all(folder: Path, snapshot: Snapshot, own: dict[str, Outgoing], words: list[Any], step: int) -> None:
     size = cluster.size()
     with naming_file(folder, "written"):
         folder.mkdir(parents=True)
     replicated = snapshot.replicated()
-    files = {REPLICATED: write_file(folder / REPLICATED, replicated)} if replicated else {}
+    files = {REPLICATED: _write(folder / REPLICATED, replicated, 0, step)} if replicated else {}
     reports = []
-    for rank, (described, indices, values) in enumerate(words):
+    for rank, (described, indices, metadata) in enumerate(words):
         sent = list(own.values()) if rank == 0 else [_remote(rank, name, *d) for name, d in described.items()]
         records: dict[str, FileRecord] = {}
-        if sent:
+        if sent or metadata:
             name = shard_name(rank, size)
-            records[name] = write_file(folder / name, sent)
-        reports.append({"files": records, "indices": indices, "rank_values": values})
+            records[name] = _write(folder / name, sent, rank, step, metadata)
+        reports.append({"files": records, "indices": indices})
     assemble(snapshot, reports, files, step=step).write(folder)
-    commit(folder, path)
 
 
-def _remote(rank: int, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> Outgoing:
+def _write(
+    file: Path, tensors: list[Outgoing], rank: int, step: int, metadata: Mapping[str, str] | None = None
+) -> FileRecord:
+    """Write a file of ``rank``'s tensors; name the rank if they are not finite."""
+    try:
+        return write_file(file, tensors, metadata=metadata)
+    except NonFiniteTensor as error:
+        newest = latest(file.parent.parent)
+        raise non_finite(str(error), rank, step, newest.name if newest else None) from None
+
+
+def _remote(rank: int, name: str, dtype: np.dtype, shape: tuple[int, ...], allowed: Allowed) -> Outgoing:
     """Return a tensor whose rows are another rank's."""
 
     def rows(start: int, stop: int) -> np.ndarray:
         received = _move(_Order(name, start, stop, rank, 0), None)
         return received.view(dtype).reshape(stop - start, *shape[1:])
 
-    return Outgoing(name, dtype, shape, rows)
+    return Outgoing(name, dtype, shape, rows, allowed)
 
 
 def chief_reads(
@@ -155,7 +171,7 @@ def _lead(work: Callable[[], None], give: Callable[[_Order], np.ndarray], take: 
             work()
         except Exception as problem:
             error = problem
-        plain = isinstance(error, CheckpointError) or error is None
+        plain = isinstance(error, CheckpointError | NonFiniteError) or error is None
         cluster.exchange().broadcast(_End(error if plain else CheckpointError(f"rank 0: {error}")), 0)
         if error is not None:
             raise error

@@ -6,7 +6,9 @@ import datetime
 import json
 import math
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,12 @@ from hvdkit.partition import FLAT
 
 NAME = "manifest.json"
 REPLICATED = "replicated.safetensors"
-FORMAT, VERSION = "hvdkit checkpoint", 1
+FORMAT, VERSION = "hvdkit checkpoint", 2
+RANK_VALUES = "rank_values"
+"""The entry of a shard file's metadata that holds, as JSON, the values that only its rank has.
+
+Version 1 kept those of all ranks in the manifest, which every rank reads: some 10 kB for each rank's generators.
+"""
 
 
 def shard_name(rank: int, size: int) -> str:
@@ -91,20 +98,24 @@ class Manifest:
         size: ranks that saved it.
         variables: its tensors by name, in the order of the state.
         values: its plain values by name.
-        rank_values: those that each rank has of its own, ``{name: [rank 0's, rank 1's, ...]}``.
+        rank_values: names of the values that differ between ranks; each rank's are in its own file, see
+            :meth:`rank_values_in`.
         files: length and checksum of each file.
         created: UTC, ISO 8601.
         versions: of hvdkit, TensorFlow and others that wrote it.
+        checksum: of all the above, as it is in the file; "" before it is written.
     """
 
     step: int
     size: int
     variables: dict[str, Saved] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    rank_values: dict[str, list[Any]] = field(default_factory=dict)
+    rank_values: list[str] = field(default_factory=list)
     files: dict[str, FileRecord] = field(default_factory=dict)
     created: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    checksum: str = ""
+    _version_1_values: dict[str, list[Any]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write ``folder/manifest.json`` and bring it to the disk.
@@ -115,9 +126,11 @@ class Manifest:
         """
         self.created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.versions = {"hvdkit": __version__, "numpy": np.__version__, "python": platform.python_version()}
-        content = {"format": FORMAT, "format_version": VERSION, **asdict(self)}
+        content = {"format": FORMAT, "format_version": VERSION}
+        content |= {key: getattr(self, key) for key in _PLAIN}
+        content["variables"] = {name: asdict(saved) for name, saved in self.variables.items()}
         content["files"] = {n: {"bytes": r.bytes, "checksum": r.checksum} for n, r in self.files.items()}
-        content["checksum"] = _checksum(content)
+        self.checksum = content["checksum"] = _checksum(content)
         write_text(folder / NAME, json.dumps(content, indent=1) + "\n")
 
     @classmethod
@@ -155,14 +168,15 @@ class Manifest:
                     f"{file}: has format version {content['format_version']}, and this hvdkit {__version__} reads up "
                     f"to {VERSION}; upgrade hvdkit"
                 )
-            if content.pop("checksum") != _checksum(content):
+            checksum = content.pop("checksum")
+            if checksum != _checksum(content):
                 raise CorruptCheckpointError(f"{file}: was changed after it was written (checksum differs)")
-            return cls._of(content)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return cls._of(content, checksum)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{file}: is damaged ({type(error).__name__}: {error})") from error
 
     @classmethod
-    def _of(cls, content: dict[str, Any]) -> Manifest:
+    def _of(cls, content: dict[str, Any], checksum: str) -> Manifest:
         variables = {}
         for name, saved in content["variables"].items():
             parts = [
@@ -173,8 +187,49 @@ class Manifest:
                 saved["kind"], tuple(saved["shape"]), saved["dtype"], tuple(parts), saved["partition"]
             )
         files = {name: FileRecord(f["bytes"], f["checksum"], {}) for name, f in content["files"].items()}
-        plain = {key: content[key] for key in ("step", "size", "values", "rank_values", "created", "versions")}
-        return cls(variables=variables, files=files, **plain)
+        for name in [*files, *(part.file for saved in variables.values() for part in saved.parts)]:
+            if name in ("", ".", "..") or {"/", "\0"} & set(name):
+                raise ValueError(f"it names the file {name!r}, which is not in this folder")
+        if not all(type(content[key]) is int and content[key] >= least for key, least in (("step", 0), ("size", 1))):
+            raise ValueError(
+                f"step {content['step']!r} and size {content['size']!r} are not numbers of steps and ranks"
+            )
+        manifest = cls(variables=variables, files=files, checksum=checksum, **{key: content[key] for key in _PLAIN})
+        if content["format_version"] == 1:
+            manifest._version_1_values = content["rank_values"]
+            manifest.rank_values = list(content["rank_values"])
+        return manifest
+
+    def rank_values_in(self, rank: int, file: TensorFile | None) -> Mapping[str, Any]:
+        """Return the values that only ``rank`` had, by name, from its open ``file`` (None if it wrote none).
+
+        Raises:
+            CorruptCheckpointError: they are not what was written.
+        """
+        if self._version_1_values:
+            return {name: values[rank] for name, values in self._version_1_values.items()}
+        if not self.rank_values:
+            return {}
+        try:
+            found = json.loads(file.metadata[RANK_VALUES] if file is not None else "{}")
+            return {name: found[name] for name in self.rank_values}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            where = shard_name(rank, self.size) if file is None else file.path
+            raise CorruptCheckpointError(f"{where}: lacks values of rank {rank} ({error!r})") from error
+
+    def files_with_rank_values(self) -> dict[str, int]:
+        """Return the files that hold values of one rank, with that rank; none in version 1."""
+        ranks = range(self.size if self.rank_values and not self._version_1_values else 0)
+        return {shard_name(rank, self.size): rank for rank in ranks}
+
+    @cached_property
+    def parts_in(self) -> dict[str, list[tuple[str, Part]]]:
+        """The tensors' parts in each file, as ``(name of the tensor, part)``."""
+        found: dict[str, list[tuple[str, Part]]] = {file: [] for file in self.files}
+        for name, saved in self.variables.items():
+            for part in saved.parts:
+                found.setdefault(part.file, []).append((name, part))
+        return found
 
     def open(self, folder: Path, file: str) -> TensorFile:
         """Open one of the checkpoint's files, compared with what was written.
@@ -183,15 +238,17 @@ class Manifest:
             CheckpointError: it cannot be read.
             CorruptCheckpointError: its length, header or checksums are not those that were written.
         """
+        if file not in self.files:
+            raise CorruptCheckpointError(f"{folder / NAME}: {file} is not among its files")
         opened = TensorFile(folder / file, self.files[file])
-        for name, saved in self.variables.items():
-            for part in saved.parts:
-                if part.file == file and (
-                    name not in opened.layouts or opened.layouts[name].checksum() != part.checksum
-                ):
-                    opened.__exit__()
-                    raise CorruptCheckpointError(f"{folder / file}: {name!r} is not what {NAME} says (checksum)")
+        for name, part in self.parts_in[file]:
+            if name not in opened.layouts or opened.layouts[name].checksum() != part.checksum:
+                opened.close()
+                raise CorruptCheckpointError(f"{folder / file}: {name!r} is not what {NAME} says (checksum)")
         return opened
+
+
+_PLAIN = ("step", "size", "values", "rank_values", "created", "versions")  # written as they are
 
 
 def _checksum(content: dict[str, Any]) -> str:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hvdkit.checkpoint.entries import Resize
-from hvdkit.checkpoint.manifest import Manifest, Part, Saved
+from hvdkit.checkpoint.manifest import Manifest, Part, Saved, shard_name
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
 from hvdkit.errors import CorruptCheckpointError
 from hvdkit.memory import aligned_empty
 from hvdkit.partition import FLAT, boxes_of, intersect, positions
 
+# A process may often open 1024 files in all, and a checkpoint has one for each rank that saved.
+OPEN_FILES = 64
+
 
 class Reader(contextlib.AbstractContextManager["Reader"]):
-    """Reads verified tensors of one checkpoint. Files are opened once, when they are first needed.
+    """Reads verified tensors of one checkpoint. A file's header is read once, when it is first needed.
+
+    At most :data:`OPEN_FILES` files are open at a time, however many ranks saved.
 
     Attributes:
         bytes_read: from all files so far, headers included.
@@ -26,10 +33,12 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
     def __init__(self, path: Path, manifest: Manifest):
         self._path, self._manifest = path, manifest
         self._files: dict[str, TensorFile] = {}
+        self._open: dict[str, TensorFile] = {}  # the one used last at the end
+        self._totals: dict[str, Any] = {}
 
     def __exit__(self, *error: object) -> None:
         for file in self._files.values():
-            file.__exit__()
+            file.close()
 
     @property
     def bytes_read(self) -> int:
@@ -37,7 +46,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         return sum(file.bytes_read for file in self._files.values())
 
     def replicated(self, name: str) -> np.ndarray:
-        """Return a tensor that all ranks have alike.
+        """Return a replicated tensor.
 
         Raises:
             CorruptCheckpointError: its bytes are not those that were saved; it names file, tensor and rows.
@@ -64,8 +73,19 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
             return self.open(saved.parts[rank]).read(name)
         if resize == "keep":
             return None
-        total = sum(self.open(part).read(name).astype(np.float64) for part in saved.parts)
-        return np.asarray(total / (then if resize == "mean" else size)).astype(np.dtype(saved.dtype))
+        return np.asarray(self._total(name) / (then if resize == "mean" else size)).astype(np.dtype(saved.dtype))
+
+    def _total(self, name: str) -> np.ndarray:
+        """Return the sum over the ranks that saved, in float64; each file is read once for all such tensors."""
+        if name not in self._totals:
+            saved = self._manifest.variables
+            names = {n for n, s in saved.items() if s.kind == "per_rank" and np.dtype(s.dtype).kind not in "iub"} | {
+                name
+            }
+            for parts in zip(*([(n, part) for part in saved[n].parts] for n in sorted(names)), strict=True):
+                for n, part in parts:
+                    self._totals[n] = self._totals.get(n, 0.0) + self.open(part).read(n).astype(np.float64)
+        return self._totals.pop(name)
 
     def sharded(self, name: str, index: tuple[range, ...], *, flat: bool = False) -> np.ndarray:
         """Return the part of a sharded tensor at the global indices ``index``, reading only rows that are in it.
@@ -145,8 +165,30 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
                 into[start:stop] = block[(slice(None), *source[1:])]
         return into.size
 
+    def rank_values(self, rank: int) -> Mapping[str, Any]:
+        """Return the plain values that only ``rank`` had, by name.
+
+        Raises:
+            CorruptCheckpointError: they are not what was written.
+        """
+        name = shard_name(rank, self._manifest.size)
+        return self._manifest.rank_values_in(rank, self._file(name) if name in self._manifest.files else None)
+
+    def all_rank_values(self) -> dict[str, list[Any]]:
+        """Return the plain values of every rank that saved, ``{name: [rank 0's, rank 1's, ...]}``. Raises as above."""
+        ranks = range(self._manifest.size if self._manifest.rank_values else 0)
+        found = [self.rank_values(rank) for rank in ranks]
+        return {name: [values[name] for values in found] for name in self._manifest.rank_values}
+
     def open(self, part: Part) -> TensorFile:
-        """Return the open file that holds ``part``."""
-        if part.file not in self._files:
-            self._files[part.file] = self._manifest.open(self._path, part.file)
-        return self._files[part.file]
+        """Return the file that holds ``part``; use it before the next one is opened."""
+        return self._file(part.file)
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            self._files[name] = self._manifest.open(self._path, name)
+        self._open.pop(name, None)
+        if len(self._open) >= OPEN_FILES:
+            self._open.pop(next(iter(self._open))).close()
+        self._open[name] = self._files[name]
+        return self._files[name]

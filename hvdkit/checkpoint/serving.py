@@ -17,8 +17,8 @@ from hvdkit.checkpoint.inspecting import newest_at
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.reading import Reader
+from hvdkit.checkpoint.restoring import own_part
 from hvdkit.checkpoint.state import flatten
-from hvdkit.checkpoint.store import own_part
 from hvdkit.collectives.shards import shard_of
 from hvdkit.errors import describe
 
@@ -100,5 +100,5 @@ def _restore(path: Path, into: dict[str, Any]) -> None:
             part = reader.whole(name) if entry.kind == "replicated" else own_part(reader, entry, name, 0, 1)
             if part is not None:
                 entry.assign(part)
-    for name, value in flat.values.items():
-        value.assign(manifest.rank_values[name][0] if value.per_rank else manifest.values[name])
+        for name, value in flat.values.items():
+            value.assign(reader.rank_values(0)[name] if value.per_rank else manifest.values[name])

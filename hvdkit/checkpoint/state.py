@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.checkpoint.entries import Entry, Kind, Resize, State, Value
-from hvdkit.checkpoint.tensorfile import storable
+from hvdkit.checkpoint.tensorfile import Allowed, storable
 from hvdkit.collectives.shards import RunState, piece_states, run_of, shard_of
 from hvdkit.collectives.variables import variable_name
 from hvdkit.errors import describe
@@ -78,9 +78,9 @@ def _walk(flat: State, name: str, item: Any) -> None:
     elif isinstance(item, keras.optimizers.Optimizer):
         _add_optimizer(flat, name, item)
     elif isinstance(item, ShardedState):
-        _add_sharded(flat, name, item)
+        _add_sharded(flat, name, item, "finite" if getattr(item.local, "trainable", False) else "any")
     elif isinstance(item, tf.Variable | keras.Variable):
-        _add_variable(flat, name, item, "replicated")
+        _add_variable(flat, name, item, "replicated", allowed="finite" if item.trainable else "any")
     elif isinstance(item, np.ndarray | np.generic | tf.Tensor):
         _add_array(flat, name, np.asarray(item))
     elif _add_generator(flat, name, item):
@@ -110,6 +110,8 @@ def _walk(flat: State, name: str, item: Any) -> None:
 def _add_layer(flat: State, name: str, layer: Any) -> None:
     seeds, statistics = _own_variables(layer)
     elsewhere = _add_sharded_layers(flat, name, layer)
+    # A constant among the weights may be infinite, such as the mask of an attention layer; a metric may be NaN.
+    allowed: dict[int, Allowed] = {id(v): "finite" if v.trainable else "infinite" for v in layer.weights}
     for variable in layer.variables:
         path = f"{name}/{variable_name(variable)}"
         if id(variable) in elsewhere:
@@ -117,9 +119,9 @@ def _add_layer(flat: State, name: str, layer: Any) -> None:
         if id(variable) in seeds:
             _add_variable(flat, path, variable, "per_rank", key=name)
         elif id(variable) in statistics:
-            _add_variable(flat, path, variable, "per_rank", "mean", key=name)
+            _add_variable(flat, path, variable, "per_rank", "mean", key=name, allowed="finite")
         else:
-            _add_variable(flat, path, variable, "replicated", key=name)
+            _add_variable(flat, path, variable, "replicated", key=name, allowed=allowed.get(id(variable), "any"))
 
 
 def _add_sharded_layers(flat: State, name: str, layer: Any) -> set[int]:
@@ -156,9 +158,9 @@ def _add_optimizer(flat: State, name: str, optimizer: Any) -> None:
     for variable in optimizer.variables:
         path = f"{name}/{variable_name(variable)}"
         if id(variable) in sums:
-            _add_variable(flat, path, variable, "per_rank", _sums_rule(inner), key=name)
+            _add_variable(flat, path, variable, "per_rank", _sums_rule(inner), key=name, allowed="finite")
         else:
-            _add_variable(flat, path, variable, "replicated", key=name)
+            _add_variable(flat, path, variable, "replicated", key=name, allowed="finite")
 
 
 def _check_accumulation(steps: int, saved: int) -> None:
@@ -174,15 +176,22 @@ def _sums_rule(optimizer: Any) -> Resize:
 
 
 def _add_variable(
-    flat: State, name: str, variable: Any, kind: Kind, resize: Resize = "keep", *, key: str | None = None
+    flat: State,
+    name: str,
+    variable: Any,
+    kind: Kind,
+    resize: Resize = "keep",
+    *,
+    key: str | None = None,
+    allowed: Allowed = "any",
 ) -> None:
     """Add a variable; of a shard each of its tables, under ``key``, since the variable's own name may be any."""
     if (run := run_of(variable)) is not None:
-        _add_sharded(flat, name, RunState(variable, run))
+        _add_sharded(flat, name, RunState(variable, run), allowed)
         return
     if shard_of(variable) is not None:
         for piece in piece_states(variable):
-            _add_sharded(flat, f"{key}/{piece.name}" if key else name, piece)
+            _add_sharded(flat, f"{key}/{piece.name}" if key else name, piece, allowed)
         return
     inner = variable.value if isinstance(variable, keras.Variable) else variable
 
@@ -190,8 +199,8 @@ def _add_variable(
         return _array(inner.read_value())
 
     dtype = np.dtype(tf.as_dtype(inner.dtype).as_numpy_dtype)
-    entry = Entry(name, kind, dtype, tuple(inner.shape), read, inner.assign, resize=resize, variable=inner)
-    _add(flat, entry)
+    shape = tuple(inner.shape)
+    _add(flat, Entry(name, kind, dtype, shape, read, inner.assign, resize=resize, variable=inner, allowed=allowed))
 
 
 def _array(tensor: tf.Tensor) -> np.ndarray:
@@ -199,7 +208,7 @@ def _array(tensor: tf.Tensor) -> np.ndarray:
     return np.asarray(tf.reshape(tensor, [-1])).reshape(tensor.shape) if tensor.shape.rank == 0 else np.asarray(tensor)
 
 
-def _add_sharded(flat: State, name: str, item: ShardedState) -> None:
+def _add_sharded(flat: State, name: str, item: ShardedState, allowed: Allowed) -> None:
     def local() -> Any:
         return item.local.value if isinstance(item.local, keras.Variable) else item.local
 
@@ -221,6 +230,7 @@ def _add_sharded(flat: State, name: str, item: ShardedState) -> None:
         variable=local() if isinstance(local(), tf.Variable) else None,
         rows=getattr(item, "read_rows", None),
         writes=getattr(item, "is_writer", True),
+        allowed=allowed,
     )
     _add(flat, entry)
 

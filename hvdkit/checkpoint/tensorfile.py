@@ -15,21 +15,19 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import xxhash
 
 from hvdkit.checkpoint.files import naming_file
-from hvdkit.errors import CheckpointError, CorruptCheckpointError, describe
+from hvdkit.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, describe
 
 # Also what moves by one call: with more, a block has left the core's cache between its checksum and its write.
 BLOCK_BYTES = 2**20
-# What a tool that reads whole tensors holds at a time.
-CHUNK_BYTES = 8 * BLOCK_BYTES
 
 _DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -51,6 +49,16 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _HEADER_LIMIT = 100_000_000  # of the safetensors package
+_DIGESTS = "xxh3_64 "  # begins the key of a tensor's checksums in the header's metadata
+# Of 16-bit floats the bits of infinity; NaNs are above. NumPy's own tests of these dtypes are 20 times as slow.
+_INFINITY_BITS = {np.dtype(np.float16): 0x7C00, np.dtype(ml_dtypes.bfloat16): 0x7F80}
+
+Allowed = Literal["finite", "infinite", "any"]
+"""Floating-point values that a tensor may hold: finite ones only, infinities too, or also NaN."""
+
+
+class NonFiniteTensor(NonFiniteError):
+    """A tensor holds a value that it must not hold; the message names the tensor and the value."""
 
 
 class Outgoing(NamedTuple):
@@ -61,18 +69,20 @@ class Outgoing(NamedTuple):
         dtype: its NumPy dtype.
         shape: its shape; the first axis counts rows (a scalar is one row).
         rows: gives rows ``[start, stop)`` as a C-contiguous array; asked once for each, in ascending order.
+        allowed: the floating-point values that it may hold; checked while it is written.
     """
 
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
     rows: Callable[[int, int], np.ndarray]
+    allowed: Allowed = "any"
 
     @classmethod
-    def of(cls, name: str, array: np.ndarray) -> Outgoing:
+    def of(cls, name: str, array: np.ndarray, allowed: Allowed = "any") -> Outgoing:
         """Return ``array`` under ``name``; its memory is read while the file is written, not copied."""
         whole = np.ascontiguousarray(array).reshape(array.shape or (1,))
-        return cls(name, array.dtype, array.shape, lambda start, stop: whole[start:stop])
+        return cls(name, array.dtype, array.shape, lambda start, stop: whole[start:stop], allowed)
 
 
 class Layout(NamedTuple):
@@ -121,27 +131,27 @@ def storable(dtype: np.dtype) -> bool:
     return np.dtype(dtype) in _NAMES
 
 
-def write_file(path: Path, tensors: Sequence[Outgoing], progress: Callable[[int], None] | None = None) -> FileRecord:
+def write_file(path: Path, tensors: Sequence[Outgoing], *, metadata: Mapping[str, str] | None = None) -> FileRecord:
     """Write ``path`` and bring it to the disk.
 
     Args:
         path: the file, which must not exist.
         tensors: what it holds. Rows are taken when their turn comes, about 1 MiB at a time.
-        progress: called with every number of bytes written.
+        metadata: further entries of the header's ``__metadata__``; the header's checksum covers them.
 
     Raises:
         CheckpointError: the disk is full, or the file cannot be written; it names the file.
+        NonFiniteTensor: a tensor holds a value that it must not hold.
     """
     # Wide items first, so that every tensor starts at a multiple of its item's size.
     ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)
     layouts = _place(ordered)
-    header = _header(layouts)
+    header = _header(layouts, metadata or {})
     with naming_file(path, "written"), path.open("xb", buffering=0) as file:
         _write(file, header)  # keeps the room: digests are of fixed length
         for tensor, layout in zip(ordered, layouts.values(), strict=True):
-            digests = "".join(_write_tensor(file, tensor, layout, progress or (lambda _: None)))
-            layouts[tensor.name] = layout._replace(digests=digests)
-        header = _header(layouts)
+            layouts[tensor.name] = layout._replace(digests="".join(_write_tensor(file, tensor, layout)))
+        header = _header(layouts, metadata or {})
         file.seek(0)
         _write(file, header)
         os.fsync(file.fileno())
@@ -162,8 +172,9 @@ def _place(tensors: Sequence[Outgoing]) -> dict[str, Layout]:
     return layouts
 
 
-def _header(layouts: dict[str, Layout]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {f"xxh3_64 {name}": x.digests for name, x in layouts.items()}}
+def _header(layouts: dict[str, Layout], metadata: Mapping[str, str]) -> bytes:
+    digests = {f"{_DIGESTS}{name}": x.digests for name, x in layouts.items()}
+    entries: dict[str, Any] = {"__metadata__": {**metadata, **digests}}
     for name, x in layouts.items():
         end = x.start + x.rows * x.row_bytes
         entries[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [x.start, end]}
@@ -172,12 +183,43 @@ def _header(layouts: dict[str, Layout]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_tensor(file: Any, tensor: Outgoing, layout: Layout, progress: Callable[[int], None]) -> Iterator[str]:
+def _write_tensor(file: Any, tensor: Outgoing, layout: Layout) -> Iterator[str]:
     for first, last in _blocks(layout, 0, layout.blocks):
-        block = _bytes_of(tensor.rows(first, last))
+        rows = tensor.rows(first, last)
+        if (value := not_allowed(rows, tensor.allowed)) is not None:
+            expected = "finite numbers" if tensor.allowed == "finite" else "no NaN"
+            raise NonFiniteTensor(f"{tensor.name}: got {value} in rows {first} to {last - 1}, expected {expected}")
+        block = _bytes_of(rows)  # still in the core's cache
         yield xxhash.xxh3_64_hexdigest(block)
         _write(file, block)
-        progress(len(block))
+
+
+def not_allowed(block: np.ndarray, allowed: Allowed) -> str | None:
+    """Return ``"nan"`` or ``"inf"`` if ``block`` holds a value that is not ``allowed``, else None.
+
+    Costs one or two reads of a block that is in the cache. Integers and bool hold neither.
+
+    Example:
+        >>> not_allowed(np.array([1.0, np.inf]), "finite"), not_allowed(np.array([1.0, np.inf]), "infinite")
+        ('inf', None)
+    """
+    if allowed == "any" or block.size == 0:
+        return None
+    if block.dtype.kind == "c":
+        block = block.view(block.real.dtype)
+    if block.dtype in _INFINITY_BITS:
+        largest, infinity = int((block.view(np.uint16) & 0x7FFF).max()), _INFINITY_BITS[block.dtype]
+        has_nan, has_infinity = largest > infinity, largest == infinity
+    elif block.dtype.kind == "f":
+        most, least = block.max(), block.min()  # NaN if any element is
+        has_nan, has_infinity = bool(np.isnan(most)), bool(np.isinf(most) or np.isinf(least))
+    elif block.dtype.name.startswith("float8"):
+        has_nan, has_infinity = bool(np.isnan(block).any()), bool(np.isinf(block).any())
+    else:
+        return None
+    if has_nan:
+        return "nan"
+    return "inf" if has_infinity and allowed == "finite" else None
 
 
 def _blocks(layout: Layout, first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -198,11 +240,15 @@ def _write(file: Any, data: Any) -> None:
 
 
 class TensorFile:
-    """An open file of :func:`write_file`. Use it as a context.
+    """A file of :func:`write_file`, to read. Use it as a context.
 
     Args:
         path: the file.
         record: what the manifest says of it, if that is known: it is compared with what is there.
+
+    Attributes:
+        layouts: its tensors by name.
+        metadata: what ``write_file`` was given as ``metadata``.
 
     Raises:
         CheckpointError: the file is missing or cannot be read.
@@ -212,19 +258,25 @@ class TensorFile:
     def __init__(self, path: Path, record: FileRecord | None = None):
         self.path = path
         self.bytes_read = 0
-        with naming_file(path, "read"):
-            self._file = path.open("rb", buffering=0)
+        self.metadata: dict[str, str] = {}
+        self._descriptor: int | None = None
         try:
             self.layouts = self._read_header(record)
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def __enter__(self) -> TensorFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
+        self.close()
+
+    def close(self) -> None:
+        """Give the file descriptor back; the next read opens the file again, and verifies what it reads as ever."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def read(self, name: str, rows: range | None = None, out: np.ndarray | None = None) -> np.ndarray:
         """Return the given rows of a tensor, verified.
@@ -289,15 +341,18 @@ class TensorFile:
 
     def _read_into(self, view: memoryview, offset: int) -> None:
         with naming_file(self.path, "read"):
+            if self._descriptor is None:
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             while view:
-                got = os.preadv(self._file.fileno(), [view], offset)
+                got = os.preadv(self._descriptor, [view], offset)
                 if got == 0:
                     raise CorruptCheckpointError(f"{self.path}: cut short, it ends at byte {offset}")
                 self.bytes_read += got
                 view, offset = view[got:], offset + got
 
     def _read_header(self, record: FileRecord | None) -> dict[str, Layout]:
-        size = os.fstat(self._file.fileno()).st_size
+        with naming_file(self.path, "read"):
+            size = self.path.stat().st_size
         if record is not None and size != record.bytes:
             raise CorruptCheckpointError(f"{self.path}: has {size} bytes, and {record.bytes} were written")
         length = bytearray(8)
@@ -312,12 +367,15 @@ class TensorFile:
         self._data = 8 + count
         try:
             entries = json.loads(bytes(text))
-            digests = entries.pop("__metadata__")
+            metadata = entries.pop("__metadata__")
+            self.metadata = {key: value for key, value in metadata.items() if not key.startswith(_DIGESTS)}
             return {
-                name: Layout(_DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"][0], digests[f"xxh3_64 {name}"])
+                name: Layout(
+                    _DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"][0], metadata[f"{_DIGESTS}{name}"]
+                )
                 for name, e in entries.items()
             }
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{self.path}: was not written by hvdkit ({type(error).__name__}: {error})"
             ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdkit.checkpoint.folder import forget_damage, note_damage
 from hvdkit.checkpoint.inspecting import as_bytes, checkpoints_at
 from hvdkit.checkpoint.manifest import NAME, Manifest, Part, Saved
 from hvdkit.checkpoint.tensorfile import FileRecord, Layout, TensorFile
@@ -47,7 +47,8 @@ def verify(path: str | Path, *, progress: Progress = lambda _: None) -> Verified
 
     Also sees that the manifest is what was written, that each tensor has the dtype and shape that the manifest says,
     and that the parts of a sharded tensor cover it exactly once. Memory: about 1 MiB, or one row. Works anywhere, as
-    ``inspect`` does.
+    ``inspect`` does. Damage is noted next to the checkpoint, if that can be written, so that ``latest`` and retention
+    know it; the note of a checkpoint that is whole (again) is removed.
 
     Args:
         path: a checkpoint; or a folder of checkpoints, or a ``logdir``.
@@ -73,7 +74,12 @@ def verify(path: str | Path, *, progress: Progress = lambda _: None) -> Verified
         except CheckpointError as error:
             problems.append(error)
             continue
-        problems += check.problems()
+        found_here = check.problems()
+        if damage := [str(problem) for problem in found_here if isinstance(problem, CorruptCheckpointError)]:
+            note_damage(one, damage[0])
+        elif not found_here:
+            forget_damage(one)
+        problems += found_here
         total = Verified(*(a + b for a, b in zip(_counts(total), _counts(check.read), strict=True)))
     if not problems:
         return total
@@ -109,6 +115,7 @@ class _Check:
 
     def __init__(self, path: Path, manifest: Manifest, progress: Progress):
         self._path, self._manifest, self._progress = path, manifest, progress
+        self._with_values = manifest.files_with_rank_values()
         self._covered: dict[object, str | None] = {}
         self._tensors, self._bytes = 0, 0
 
@@ -119,6 +126,8 @@ class _Check:
     def problems(self) -> list[CheckpointError]:
         """Return everything that is wrong."""
         found = [CorruptCheckpointError(text) for text in self._wrong_parts()]
+        for file in self._with_values.keys() - self._manifest.files.keys():
+            found.append(CorruptCheckpointError(f"{self._path / NAME}: {file} is not among its files"))
         return found + [problem for file in self._manifest.files for problem in self._of_file(file)]
 
     def _wrong_parts(self) -> Iterator[str]:
@@ -153,10 +162,13 @@ class _Check:
             yield error
             return
         with file:
-            for tensor, saved in self._manifest.variables.items():
-                for part in saved.parts:
-                    if part.file == name:
-                        yield from self._of_part(file, tensor, saved, part)
+            try:
+                if name in self._with_values:
+                    self._manifest.rank_values_in(self._with_values[name], file)
+            except CorruptCheckpointError as error:
+                yield error
+            for tensor, part in self._manifest.parts_in[name]:
+                yield from self._of_part(file, tensor, self._manifest.variables[tensor], part)
 
     def _of_part(self, file: TensorFile, name: str, saved: Saved, part: Part) -> Iterator[CheckpointError]:
         layout = file.layouts.get(name)
@@ -214,9 +226,35 @@ def uncovered(saved: Saved) -> str | None:
         inside = [not axis or (axis[0] >= 0 and axis[-1] < n) for axis, n in zip(box, saved.indexed, strict=False)]
         if len(box) != len(saved.indexed) or not all(inside):
             return f"has a part in {part.file} that lies outside: {part.index}"
-    for (one, a), (other, b) in itertools.combinations(zip(saved.parts, boxes, strict=True), 2):
-        if all(intersect(x, y) for x, y in zip(a, b, strict=True)):
-            return f"has elements in {one.file} and again in {other.file}"
+    if (twice := _overlap(boxes)) is not None:
+        return f"has elements in {saved.parts[twice[0]].file} and again in {saved.parts[twice[1]].file}"
     held = sum(math.prod(map(len, box)) for box in boxes)
     whole = math.prod(saved.shape)
     return None if held == whole else f"is not covered: {whole - held} of {whole} elements are in no file"
+
+
+def _overlap(boxes: list[tuple[range, ...]]) -> tuple[int, int] | None:
+    """Return two of ``boxes`` that have an element in common, as (lower, higher) position, or None.
+
+    Tables are cut along one axis into runs, or dealt out in turn with one step. So boxes are sorted along the first
+    axis along which they differ, by remainder and start: each is compared with those before it that reach it.
+    """
+    if not boxes or not boxes[0]:
+        return (0, 1) if len(boxes) > 1 else None  # scalars
+    axis = next((i for i, first in enumerate(boxes[0]) if any(box[i] != first for box in boxes)), 0)
+    steps = {box[axis].step for box in boxes if len(box[axis]) > 1}
+    step = steps.pop() if len(steps) == 1 else 1
+
+    def place(number: int) -> tuple[int, int]:
+        start = boxes[number][axis].start
+        return start % step, start
+
+    reaching: list[int] = []
+    for number in sorted((n for n, box in enumerate(boxes) if all(box)), key=place):
+        remainder, start = place(number)
+        reaching = [n for n in reaching if place(n)[0] == remainder and boxes[n][axis][-1] >= start]
+        for other in reaching:
+            if all(intersect(x, y) for x, y in zip(boxes[other], boxes[number], strict=True)):
+                return min(other, number), max(other, number)
+        reaching.append(number)
+    return None

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdkit.checkpoint.entries import Entry, State
 from hvdkit.checkpoint.files import naming_file, remove_folder, write_text
 from hvdkit.checkpoint.folder import commit, writing_name
-from hvdkit.checkpoint.manifest import REPLICATED, Manifest, Part, Saved, shard_name
-from hvdkit.checkpoint.tensorfile import FileRecord, Outgoing, write_file
-from hvdkit.errors import CheckpointError
+from hvdkit.checkpoint.manifest import RANK_VALUES, REPLICATED, Manifest, Part, Saved, shard_name
+from hvdkit.checkpoint.tensorfile import FileRecord, NonFiniteTensor, Outgoing, write_file
+from hvdkit.errors import CheckpointError, HvdkitError, NonFiniteError
 
 _FIRST_NAP, _LONGEST_NAP = 0.002, 0.01  # seconds
 _NICER = 10  # by which a save that nobody waits for gives way to the training where cores are short
@@ -57,8 +57,9 @@ class Snapshot:
                 return None
             if in_place and entry.rows is not None:
                 assert entry.index is not None
-                return Outgoing(entry.name, entry.dtype, tuple(len(axis) for axis in entry.index), entry.rows)
-            return Outgoing.of(entry.name, entry.read())
+                shape = tuple(len(axis) for axis in entry.index)
+                return Outgoing(entry.name, entry.dtype, shape, entry.rows, entry.allowed)
+            return Outgoing.of(entry.name, entry.read(), entry.allowed)
 
         entries = [(entry, take(entry)) for entry in state.entries.values()]
         values = {name: v.read() for name, v in state.values.items() if not v.per_rank}
@@ -76,9 +77,31 @@ class Snapshot:
             if e.kind != "replicated" and tensor is not None and (0 not in tensor.shape or e.kind == "per_rank")
         ]
 
+    def metadata(self) -> dict[str, str]:
+        """Return this rank's own values as they go into the metadata of its file."""
+        return {RANK_VALUES: json.dumps(self.rank_values)} if self.rank_values else {}
+
     def indices(self) -> dict[str, Any]:
         """Return which part of each sharded tensor this rank has, fit for JSON."""
         return {e.name: [(i.start, i.stop, i.step) for i in e.index] for e, _ in self.entries if e.index is not None}
+
+
+class Failure(NamedTuple):
+    """Why a save failed on one rank, in a form that ranks can exchange.
+
+    Attributes:
+        words: the error's text.
+        non_finite: a tensor held NaN or an infinity.
+        given_up: the rank only stopped writing because another rank had failed.
+    """
+
+    words: str
+    non_finite: bool = False
+    given_up: bool = False
+
+
+class GivenUpError(CheckpointError):
+    """This rank stopped writing because another rank had failed."""
 
 
 class Save:
@@ -90,8 +113,13 @@ class Save:
         step: steps trained.
         rank, size: this rank, and how many save.
         token: makes the temporary name; the same on every rank, another for every save.
+        permitted: called on the chief before the checkpoint gets its name; raises if it must not.
         committed: called on the chief once the checkpoint is whole.
         behind: the training goes on meanwhile.
+
+    Attributes:
+        target, step, rank: as given.
+        error: what went wrong on this rank, or None.
     """
 
     def __init__(
@@ -103,16 +131,16 @@ class Save:
         rank: int,
         size: int,
         token: str,
+        permitted: Callable[[], None] = lambda: None,
         committed: Callable[[], None] = lambda: None,
         behind: bool = False,
     ):
-        self.target = target
-        self.step = step
+        self.target, self.step, self.rank = target, step, rank
         self.error: Exception | None = None
         self._snapshot: Snapshot | None = snapshot
-        self._rank, self._size = rank, size
+        self._size = size
         self._folder = writing_name(target, token)
-        self._committed, self._behind = committed, behind
+        self._permitted, self._committed, self._behind = permitted, committed, behind
         self._cancelled = threading.Event()
         # A daemon: a job that ends by an error does not wait for reports that will never come.
         self._thread = threading.Thread(target=self._run, name="hvdkit-save", daemon=True)
@@ -138,8 +166,15 @@ class Save:
 
     def clean_up(self) -> None:
         """Remove what a failed save has left; on the chief, when all ranks are done."""
-        if self._rank == 0:
+        if self.rank == 0:
             remove_folder(self._folder)
+
+    def failure(self) -> Failure | None:
+        """Return what went wrong on this rank, for the other ranks."""
+        if self.error is None:
+            return None
+        words = str(self.error) if isinstance(self.error, HvdkitError) else f"{type(self.error).__name__}: {self.error}"
+        return Failure(words, isinstance(self.error, NonFiniteTensor), isinstance(self.error, GivenUpError))
 
     def _run(self) -> None:
         if self._behind:
@@ -147,7 +182,7 @@ class Save:
                 os.nice(_NICER)  # on Linux this thread's alone: nice(2), "C library/kernel differences"
         try:
             report = self._write_own()
-            if self._rank == 0:
+            if self.rank == 0:
                 self._make_whole(report)
         except Exception as error:  # kept for the training's thread, which raises it on all ranks
             # The folder stays until all ranks are done: one that still writes there must not fail because it went.
@@ -161,13 +196,13 @@ class Save:
         assert snapshot is not None
         with naming_file(self._folder, "written"):
             self._folder.mkdir(parents=True, exist_ok=True)
-        own, files, name = snapshot.own(), {}, shard_name(self._rank, self._size)
-        if own:
-            files[name] = write_file(self._folder / name, own)
-        report = {"files": files, "indices": snapshot.indices(), "rank_values": snapshot.rank_values}
-        if self._rank != 0:
+        own, files, name = snapshot.own(), {}, shard_name(self.rank, self._size)
+        if own or snapshot.rank_values:
+            files[name] = write_file(self._folder / name, own, metadata=snapshot.metadata())
+        report = {"files": files, "indices": snapshot.indices()}
+        if self.rank != 0:
             # With the last report the chief gives the folder its name, which may be before this returns.
-            write_text(self._report(self._rank), json.dumps(report), sync=False)
+            write_text(self._report(self.rank), json.dumps(report), sync=False)
         return report
 
     def _make_whole(self, own: dict[str, Any]) -> None:
@@ -182,6 +217,7 @@ class Save:
         for rank in range(1, self._size):
             self._report(rank).unlink()
         self._check_cancelled()
+        self._permitted()
         commit(self._folder, self.target)
         self._committed()
 
@@ -201,7 +237,23 @@ class Save:
 
     def _check_cancelled(self) -> None:
         if self._cancelled.is_set():
-            raise CheckpointError(f"{self.target}: given up, because another rank could not write its part")
+            raise GivenUpError(f"{self.target}: another rank could not write its part")
+
+
+def non_finite(words: str, rank: int, step: int, newest: str | None) -> NonFiniteError:
+    """Return the error for a save that found NaN or an infinity.
+
+    Args:
+        words: of :class:`NonFiniteTensor`: tensor, value and rows.
+        rank: which one holds it.
+        step: steps trained.
+        newest: name of the checkpoint that a restart would use, or None.
+    """
+    restart = f"would continue from {newest}" if newest else "would begin from the initial values"
+    return NonFiniteError(
+        f"{words}, on rank {rank} at step {step}; this checkpoint is not saved, and a restart {restart}: lower the "
+        "learning rate, or clip gradients"
+    )
 
 
 def assemble(snapshot: Snapshot, reports: list[dict[str, Any]], files: dict[str, FileRecord], *, step: int) -> Manifest:
@@ -209,7 +261,7 @@ def assemble(snapshot: Snapshot, reports: list[dict[str, Any]], files: dict[str,
 
     Args:
         snapshot: the chief's.
-        reports: of each rank: its files' records, its indices of sharded tensors, its own values.
+        reports: of each rank: its files' records, its indices of sharded tensors.
         files: records of the chief's files of replicated tensors.
         step: steps trained.
     """
@@ -217,7 +269,7 @@ def assemble(snapshot: Snapshot, reports: list[dict[str, Any]], files: dict[str,
     manifest.files = dict(files)
     for report in reports:
         manifest.files |= report["files"]
-    manifest.rank_values = {name: [r["rank_values"][name] for r in reports] for name in snapshot.rank_values}
+    manifest.rank_values = list(snapshot.rank_values)
     for entry, _ in snapshot.entries:
         if entry.kind == "replicated":
             parts = [Part(REPLICATED, files[REPLICATED].tensors[entry.name])]

@@ -1,6 +1,7 @@
 """Who am I: ranks, chief, mesh, device; and the start of the engines."""
 
 from hvdkit.cluster.mesh import DATA, Group
+from hvdkit.cluster.unseen import busy
 from hvdkit.cluster.world import (
     Cluster,
     alone,
@@ -22,6 +23,7 @@ __all__ = [
     "Cluster",
     "Group",
     "alone",
+    "busy",
     "cluster",
     "exchange",
     "group",

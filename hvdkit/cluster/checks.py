@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,8 +66,11 @@ class Waits:
     def __init__(self) -> None:
         self._pending: dict[int, dict[str, Waiting]] = defaultdict(dict)
         self._last: dict[int, dict[str, Waiting]] = defaultdict(dict)  # by name, whether it waits in it or not
+        self._lines: dict[str, set[str]] = defaultdict(set)  # the source lines of each name, on any rank
+        self._ambiguous: set[str] = set()  # names that have several
         self._shuffled: Difference | None = None
         self._changed = time.monotonic()
+        self._compared = 0.0  # when all were compared last
 
     def begin(self, rank: int, message: dict[str, Any]) -> None:
         """Note that a rank waits in a collective."""
@@ -79,7 +82,12 @@ class Waits:
         self._changed = time.monotonic()
         if waiting.alike and self._shuffled is None:
             self._last[rank][message["key"]] = waiting
-            self._shuffled = self._seek_shuffled(rank, message["key"], waiting.line)
+            lines = self._lines[message["key"]]
+            lines.add(waiting.line)
+            if len(lines) > 1:
+                self._ambiguous.add(message["key"])
+            if self._ambiguous:  # otherwise no rank differs, and ranks need not be compared one by one
+                self._shuffled = self._seek_shuffled(rank, message["key"], waiting.line)
 
     def end(self, rank: int, message: dict[str, Any]) -> None:
         """Note that a rank has come out of a collective."""
@@ -88,12 +96,16 @@ class Waits:
 
     def waiting(self, rank: int) -> Waiting | None:
         """Return the collective in which ``rank`` has waited longest."""
-        return next(iter(self._pending[rank].values()), None)
+        return next(iter(self._pending.get(rank, {}).values()), None)
 
-    def difference(self, ranks: set[int], now: float) -> Difference | None:
-        """Return what keeps ``ranks`` from going on, once no message about it can be on its way any more."""
-        if self._shuffled is not None or now - self._changed < SETTLED:
+    def difference(self, ranks: Set[int], now: float) -> Difference | None:
+        """Return what keeps ``ranks`` from going on, once no message about it can be on its way any more.
+
+        Ranks are compared again after :data:`SETTLED` seconds, or if a message has come.
+        """
+        if self._shuffled is not None or now - max(self._changed, self._compared) < SETTLED or not self._pending:
             return self._shuffled
+        self._compared = now
         return self.unlike() or self._deadlock(ranks)
 
     def _seek_shuffled(self, rank: int, key: str, line: str) -> Difference | None:
@@ -127,7 +139,7 @@ class Waits:
         differences = (_unlike(there, [waiting.what for waiting in there.values()]) for there in together.values())
         return next((difference for difference in differences if difference is not None), None)
 
-    def _deadlock(self, ranks: set[int]) -> Difference | None:
+    def _deadlock(self, ranks: Set[int]) -> Difference | None:
         """Return who waits where, if all of ``ranks`` wait and no collective has all that it needs."""
         if not ranks or not all(self._pending[rank] for rank in ranks):
             return None

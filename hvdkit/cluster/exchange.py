@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from hvdkit.cluster.progress import collective
-from hvdkit.errors import ClusterError, describe
+from hvdkit.errors import ClusterError
 
 _LEAVING = 7
-_LARGEST = 2**31 - 1
+LARGEST = 2**31 - 1  # bytes that one collective carries: MPI counts them by C's int
 _SPIN_SECONDS = 0.002
 _NAP_SECONDS = 0.0005
 _GRACE_SECONDS = 0.2
@@ -65,47 +65,51 @@ class ObjectExchange:
         return pickle.loads(self.allgather_bytes(data)[root])
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every rank, in rank order."""
-        self.check_length(len(data))
+        """Return the bytes of every rank, in rank order.
+
+        Any number of bytes: one collective carries at most 2^31 - 1, so that more travel in several.
+        """
         if self._size == 1:
             return [data]
         mine = np.frombuffer(data, np.uint8)
         with collective("an exchange of objects"):
-            lengths, gathered = self._over_mpi(mine) if self._comm is not None else self._over_horovod(mine)
-        ends = np.cumsum(lengths)
-        return [gathered[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]
+            lengths, parts = self._begin_over_mpi(mine) if self._comm is not None else self._begin_over_horovod(mine)
+            while left := [rank for rank, part in enumerate(parts) if len(part) < lengths[rank]]:
+                counts = np.zeros(self._size, np.int64)
+                for rank in left:
+                    counts[rank] = min(lengths[rank] - len(parts[rank]), LARGEST // len(left))
+                start = len(parts[self._rank])
+                blob = self._gather(mine[start : start + counts[self._rank]], counts)
+                for rank, stop in zip(left, np.cumsum(counts[left]), strict=True):
+                    parts[rank] += blob[stop - counts[rank] : stop].data
+        return [bytes(part) for part in parts]
 
-    def check_length(self, length: int) -> None:
-        """Raise ValueError where a rank may not send so many bytes at once."""
-        if length > _LARGEST // self._size:
-            raise ValueError(
-                describe(
-                    "object",
-                    f"{length} bytes pickled",
-                    f"at most {_LARGEST // self._size} bytes from each of {self._size} ranks",
-                    "send large arrays with hk.allgather or hk.broadcast",
-                )
-            )
+    def _gather(self, mine: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Return the bytes of all ranks end to end, ``counts[r]`` of rank r; at most :data:`LARGEST` in all."""
+        if self._comm is None:
+            with _on_host():
+                return self._horovod.allgather(mine, name="hvdkit.objects").numpy()
+        gathered = np.empty(int(counts.sum()), np.uint8)
+        self._wait(self._comm.Iallgatherv(mine, (gathered, counts)))
+        return gathered
 
-    def _over_horovod(self, mine: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        # Lengths ride in front of the bytes, so that one collective serves.
+    def _begin_over_horovod(self, mine: np.ndarray) -> tuple[np.ndarray, list[bytearray]]:
+        """Exchange lengths with the first bytes behind them: small messages need no second collective."""
         header = np.array([len(mine)], np.int64).view(np.uint8)
-        with _on_host():
-            blob = self._horovod.allgather(np.concatenate([header, mine]), name="hvdkit.objects").numpy()
-        lengths, parts, start = [], [], 0
-        for _ in range(self._size):
-            length = int(blob[start : start + 8].view(np.int64)[0])
-            lengths.append(length)
-            parts.append(blob[start + 8 : start + 8 + length])
-            start += 8 + length
-        return np.array(lengths), np.concatenate(parts)
+        first = max(0, LARGEST // self._size - len(header))
+        blob = self._gather(np.concatenate([header, mine[:first]]), np.empty(0))
+        lengths, parts, start = np.empty(self._size, np.int64), [], 0
+        for rank in range(self._size):
+            lengths[rank] = blob[start : start + 8].view(np.int64)[0]
+            stop = start + 8 + min(int(lengths[rank]), first)
+            parts.append(bytearray(blob[start + 8 : stop].data))
+            start = stop
+        return lengths, parts
 
-    def _over_mpi(self, mine: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _begin_over_mpi(self, mine: np.ndarray) -> tuple[np.ndarray, list[bytearray]]:
         lengths = np.empty(self._size, np.int64)
         self._wait(self._comm.Iallgather(np.array([len(mine)], np.int64), lengths))
-        gathered = np.empty(int(lengths.sum()), np.uint8)
-        self._wait(self._comm.Iallgatherv(mine, (gathered, lengths)))
-        return lengths, gathered
+        return lengths, [bytearray() for _ in lengths]
 
     def _wait(self, request: Any) -> None:
         """Wait for ``request``, giving up the core between looks, unless a peer says that it leaves."""

@@ -1,8 +1,8 @@
 """One rank that fails ends the whole job, and one last line says who failed, at which step, and why.
 
 Hooks note what ends this rank: an exception in any thread, ``sys.exit(n)``. The watchdog's channel then carries it to
-rank 0, which writes the traceback and the last line, and ends every rank. A rank whose error was caused by another one
-says so, and the other is named.
+rank 0, which writes the traceback and the last line, and has every rank end. If an error was caused by another rank,
+that rank is named.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from hvdkit.cluster.logs import last_line, write_line
-from hvdkit.cluster.member import Member, end_process
+from hvdkit.cluster.ending import ENDING, Exit, end_process, flush_files
+from hvdkit.cluster.logs import write_line
+from hvdkit.cluster.member import Member
 from hvdkit.cluster.progress import PROGRESS
+from hvdkit.cluster.report import FailureReport, hand_over, take_pipe
+from hvdkit.errors import HvdkitError
 
 # So long rank 0 has to answer; then this rank speaks for itself.
 _ANSWER_SECONDS = 5.0
 _LONGEST_TEXT = 60_000
 _LET_DOWN = (
     "has been shut down",
+    "has not been initialized",
     "left the job",
     "HorovodInternalError",
     "Connection reset",
@@ -34,47 +39,58 @@ _LET_DOWN = (
 )
 
 
-class _Exit(SystemExit):
-    """What ``sys.exit`` raises while a job runs: it knows when the interpreter itself takes its code, and ends."""
-
-    @property
-    def code(self) -> Any:  # type: ignore[override]
-        value = self.args[0] if self.args else None
-        if sys._getframe().f_back is None:
-            _hooks.exit_code = 0 if value is None else value & 0xFF if isinstance(value, int) else 1
-        return value
-
-
 def _exit(status: Any = None, /) -> None:
-    raise _Exit(*(() if status is None else (status,)))
+    raise Exit(*(() if status is None else (status,)))
 
 
 class _Hooks:
-    """The hooks of this process, while it is part of a world of several ranks."""
+    """The hooks of this process, while it is part of a world."""
 
     def __init__(self) -> None:
         self.member: Member | None = None
-        self.exit_code = 0
         self.pid = 0
         self._rank = 0
         self._communicator: Any = None
         self._before: tuple[Any, Any, Any] | None = None
 
-    def install(self, rank: int, communicator: Any) -> None:
-        """Begin to note failures of this rank."""
+    def install(self, rank: int, communicator: Any, release: Callable[[], None]) -> None:
+        """Begin to note failures of this rank.
+
+        Args:
+            rank: this rank.
+            communicator: aborts all ranks if there is no watchdog; None without MPI.
+            release: releases all ranks from Horovod's collectives.
+        """
         if self._before is not None:
             return
-        self._rank, self._communicator, self.pid, self.exit_code = rank, communicator, os.getpid(), 0
+        take_pipe()
+        ENDING.prepare(release, is_victim)
+        self._rank, self._communicator, self.pid = rank, communicator, os.getpid()
         self._before = (sys.excepthook, threading.excepthook, sys.exit)
         sys.excepthook, threading.excepthook = self._uncaught, self._uncaught_in_thread
         sys.exit = _exit  # type: ignore[assignment]
+
+    def install_alone(self) -> None:
+        """In a world of one, have this process end with the exit code of an error's class; nothing else changes."""
+        if self._before is None:
+            take_pipe()
+            self.pid = os.getpid()
+            self._before = (sys.excepthook, threading.excepthook, sys.exit)
+            sys.excepthook = self._uncaught_alone
 
     def remove(self) -> None:
         """Give back the hooks that :meth:`install` replaced."""
         self.member = None
         if self._before is not None:
+            ENDING.forget()
             sys.excepthook, threading.excepthook, sys.exit = self._before
             self._before = None
+
+    def _uncaught_alone(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        assert self._before is not None
+        self._before[0](kind, error, trace)
+        if os.getpid() == self.pid and _exit_code_of(error) != 1:
+            raise Exit(_exit_code_of(error))  # the interpreter ends with it
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self.pid:  # a forked child: no rank
@@ -94,40 +110,64 @@ class _Hooks:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, thread: str | None
     ) -> None:
         """End all ranks: by the channel, or by MPI, or by this rank's own end, which shuts Horovod down everywhere."""
-        interrupted = issubclass(kind, KeyboardInterrupt)
+        victim, interrupted = is_victim(error), issubclass(kind, KeyboardInterrupt)
         lines = [] if interrupted else "".join(traceback.format_exception(kind, error, trace)).splitlines()
         text = "\n".join(f"[rank {self._rank}] {line}" for line in lines)
         where = "" if thread is None else f" (in thread {thread})"
         cause = "KeyboardInterrupt" if interrupted else f"{kind.__name__}: {cause_of(error)}{where}"
-        code, verb = (130, "was interrupted") if interrupted else (1, "failed")
-        if self.member is not None:
-            record = {"cause": cause, "verb": verb, "code": code, "victim": is_victim(error)}
+        code, verb = (130, "was interrupted") if interrupted else (_exit_code_of(error), "failed")
+        if ENDING.begun:  # while ranks unwind: a collective that was released raises, which is not worth a traceback
+            if text and not victim and not ENDING.has_caused(error):
+                write_line(text)
+        elif self.member is not None:
+            record = {"cause": cause, "verb": verb, "code": code, "victim": victim}
             self.member.fail(text=text[-_LONGEST_TEXT:], **record)
             self.member.wait(_ANSWER_SECONDS)
-        line = last_line(self._rank, socket.gethostname(), verb, PROGRESS.step, cause)
-        write_line("\n".join([text, line]) if text else line)
+        if ENDING.begun:
+            if thread is None:
+                ENDING.leave()
+            return
+        report = FailureReport(
+            rank=self._rank, host=socket.gethostname(), verb=verb, cause=cause, step=PROGRESS.step, follows=victim
+        )
+        hand_over(report)
+        write_line("\n".join([text, report.line()]) if text else report.line())
         if self.member is None and self._communicator is not None:
             sys.stdout.flush()
             self._communicator.Abort(code)
         if self.member is not None or thread is not None:
             end_process(code)
+        raise Exit(code)
 
     def leave(self) -> None:
         """Say that this rank ends, at the interpreter's exit; rank 0 ends it where others do not end."""
-        if self.member is None:
+        if self.member is None or ENDING.begun:
             return
-        if self.exit_code:
-            cause = f"sys.exit({self.exit_code}) while other ranks went on"
-            self.member.fail(cause=cause, code=self.exit_code, leaving=True)
-            if not self.member.wait(_ANSWER_SECONDS):
-                end_process(self.exit_code)
+        code = ENDING.exit_code
+        if code:
+            self.member.fail(cause=f"sys.exit({code}) while other ranks went on", code=code, leaving=True)
+            answered = self.member.wait(_ANSWER_SECONDS)
+            if ENDING.begun:
+                return
+            if not answered:
+                end_process(code)
         self.member.leave()
+
+    def finish(self) -> None:
+        """After a failure: wait until all ranks have unwound, then let this interpreter take itself down."""
+        if ENDING.begun and os.getpid() == self.pid:
+            flush_files()  # the interpreter would, but only seconds later, on a busy host
+            if self.member is not None:
+                self.member.unwound()
+            ENDING.finish()
 
 
 _hooks = _Hooks()
 watch = _hooks.install
+watch_alone = _hooks.install_alone
 unwatch = _hooks.remove
 leave = _hooks.leave
+finish = _hooks.finish
 
 
 def pid() -> int:
@@ -137,7 +177,7 @@ def pid() -> int:
 
 def exit_code() -> int:
     """Return the code with which this rank ends by ``sys.exit``, as far as is known; 0 while it runs."""
-    return _hooks.exit_code
+    return ENDING.exit_code
 
 
 def member() -> Member | None:
@@ -148,6 +188,10 @@ def member() -> Member | None:
 def report_to(member: Member | None) -> None:
     """From now on this rank's failures go to rank 0 through ``member``."""
     _hooks.member = member
+
+
+def _exit_code_of(error: BaseException) -> int:
+    return error.exit_code if isinstance(error, HvdkitError) else 1
 
 
 def is_victim(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdkit.cluster import processes
-from hvdkit.cluster.logs import last_line
+from hvdkit.cluster.report import FailureReport
 from hvdkit.cluster.wire import Link
 
 
@@ -27,16 +27,17 @@ class Rank:
     closed: bool = False
     asked: float | None = None  # when another rank was asked to look at it
     told: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def gone(self) -> bool:
-        """It is not expected to answer any more."""
-        return self.left or self.closed
+    busy: str | None = None  # the reason of an open hk.busy()
+    unwound: bool = False  # after a failure: its files are flushed, and it may end
 
 
 @dataclass
 class Fault:
-    """Why the job ends: rank, cause, exit code; ``due`` is when it is settled that nobody else is at fault."""
+    """Why the job ends: rank, cause, exit code; ``due`` is when it is settled that no other rank is at fault.
+
+    ``orderly`` says that every process still runs, so that interpreters can exit normally; ``died`` that only the end
+    of a connection is known.
+    """
 
     rank: Rank
     cause: str
@@ -46,8 +47,19 @@ class Fault:
     text: str = ""
     leaving: bool = False  # by sys.exit(n): no fault if all ranks do the same
     victim: bool = False
+    orderly: bool = False
+    died: bool = False
     kill: list[processes.Identity] = field(default_factory=list)
 
-    def line(self) -> str:
-        """Return the last line of the job."""
-        return last_line(self.rank.number, self.rank.host, self.verb, self.rank.step, self.cause)
+    def report(self) -> FailureReport:
+        """Return what ``hvdkit run``, and the last line of the job, say of it."""
+        cause = f"{self.cause} (busy: {self.rank.busy})" if self.rank.busy else self.cause
+        return FailureReport(
+            rank=self.rank.number,
+            host=self.rank.host,
+            verb=self.verb,
+            cause=cause,
+            step=self.rank.step,
+            follows=self.victim,
+            died=self.died,
+        )

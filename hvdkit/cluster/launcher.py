@@ -70,5 +70,16 @@ def promised(environ: Mapping[str, str] | None = None) -> Promise:
     return ALONE
 
 
+def launcher_tags_lines(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether the launcher writes the rank before each line: ``horovodrun``, and ``mpirun --tag-output``.
+
+    Example:
+        >>> launcher_tags_lines({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
+        False
+    """
+    env = os.environ if environ is None else environ
+    return promised(env).launcher == "horovodrun --gloo" or env.get("OMPI_MCA_orte_tag_output") == "1"
+
+
 def _number(text: str | None, default: int) -> int:
     return int(text) if text is not None and text.isdigit() else default

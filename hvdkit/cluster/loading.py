@@ -1,31 +1,18 @@
-"""The order in which TensorFlow and MPI are loaded, and TensorFlow's chatter.
-
-TensorFlow exports a symbol, ``hwloc__topology_disadopt``, that Open MPI 4.1 also has and binds lazily. When MPI
-was loaded first, its own call lands in TensorFlow's copy at exit and crashes (seen with three or more local ranks).
-Two cures, both here: load TensorFlow first, or, where mpi4py came first, move Open MPI's library to the global
-scope *before* TensorFlow enters it, so that MPI finds its own symbol there.
-"""
+"""Loading TensorFlow: after MPI or before it, and without its start-up lines."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
+import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from hvdkit.cluster import chatter
+from hvdkit.cluster.bindings import bind_hwloc
 from hvdkit.cluster.launcher import ALONE, promised
-from hvdkit.cluster.logs import get_logger
-
-# Lines that say nothing about this job: absl's preamble and informational lines of TensorFlow's libraries.
-CHATTER = (
-    "WARNING: All log messages before absl::InitializeLog()",
-    "I0000 ",
-    "To enable the following instr",
-)
 
 
 def mapped_libraries(part: str) -> list[str]:
@@ -41,32 +28,32 @@ def prepare_import() -> None:
     """Make ``import hvdkit`` safe in any order; load TensorFlow now in a process that a launcher started.
 
     A launched process will train, so TensorFlow's seconds are spent anyway; spending them here keeps a later
-    ``from mpi4py import MPI`` behind it, and keeps start-up chatter to the chief. Without a launcher (the
-    command line, a notebook) nothing heavy is imported.
+    ``from mpi4py import MPI`` behind it, and TensorFlow's start-up lines away. Without a launcher (the command line, a
+    notebook) nothing heavy is imported.
     """
-    promise = promised()
-    if "tensorflow" in sys.modules:
-        _warn_if_mpi_came_first()
-        return
     if "mpi4py.MPI" in sys.modules:
-        _expose_open_mpi()
+        bind_hwloc()
+    promise = promised()
     if promise is not ALONE and promise.size > 1:
         load_tensorflow()
 
 
 def load_tensorflow() -> None:
-    """Import TensorFlow, muted on every rank but the chief, and without the garbage collector in its way.
+    """Import TensorFlow without its start-up lines, and without the garbage collector in its way.
+
+    ``TF_CPP_MIN_LOG_LEVEL`` is set to 1 on the chief and to 2 on other ranks, so that a warning appears once and an
+    error always. If the user has set it to 0, nothing is held back.
 
     Raises:
         ImportError: TensorFlow is not installed; the message names the command that brings it.
     """
     if "tensorflow" in sys.modules:
         return
-    quiet = promised().rank > 0
-    if quiet:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if "mpi4py.MPI" in sys.modules:
+        bind_hwloc()
+    level = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1" if promised().rank == 0 else "2")
     try:
-        with _collector_at_rest(), _muted_stderr() if quiet else nullcontext():
+        with _collector_at_rest(), _without_chatter() if level != "0" else nullcontext():
             import tensorflow  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "tensorflow":
@@ -76,25 +63,6 @@ def load_tensorflow() -> None:
             "run `pip install 'hvdkit[cpu]'` (or `'hvdkit[gpu]'`)",
             name="tensorflow",
         ) from error
-
-
-def _expose_open_mpi() -> None:
-    for library in mapped_libraries("libopen-pal.so"):
-        ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_GLOBAL | os.RTLD_LAZY)
-
-
-def _warn_if_mpi_came_first() -> None:
-    """Warn where both are loaded already in the order that crashes at exit: nothing can mend that any more."""
-    loaded = list(sys.modules)
-    if "mpi4py.MPI" not in sys.modules or loaded.index("mpi4py.MPI") > loaded.index("tensorflow"):
-        return
-    if os.environ.get("LD_BIND_NOW") or not mapped_libraries("libopen-pal.so.40"):
-        return
-    get_logger().warning(
-        "import order: mpi4py.MPI was imported before tensorflow, and hvdkit after both; with Open MPI 4.1 and "
-        "three or more ranks on a host such a process crashes when it exits. Import hvdkit (or tensorflow) "
-        "first, or set LD_BIND_NOW=1."
-    )
 
 
 @contextmanager
@@ -115,20 +83,26 @@ def _collector_at_rest() -> Iterator[None]:
 
 
 @contextmanager
-def _muted_stderr() -> Iterator[None]:
-    """Hold back what is written to file descriptor 2, and pass on whatever is no chatter afterwards."""
+def _without_chatter() -> Iterator[None]:
+    """Send what is written to file descriptor 2 through a process that drops start-up lines.
+
+    TensorFlow writes some of them whatever its log level is. A process, since what TensorFlow says before it aborts (a
+    processor that lacks instructions) must appear.
+    """
+    if sys.stderr is None:  # Python was started with file descriptor 2 closed
+        yield
+        return
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as held:
-        saved = os.dup(2)
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(saved, 2)
-            os.close(saved)
-            held.seek(0)
-            kept = [line for line in held.read().decode(errors="replace").splitlines(keepends=True) if line.strip()]
-            rest = "".join(line for line in kept if not line.startswith(CHATTER))
-            if rest:
-                os.write(2, rest.encode())
+    saved = os.dup(2)
+    process = subprocess.Popen([sys.executable, "-IS", chatter.__file__], stdin=subprocess.PIPE, stdout=saved)
+    assert process.stdin is not None
+    os.dup2(process.stdin.fileno(), 2)
+    process.stdin.close()
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(saved, 2)  # the last writer is gone: the filter ends
+        os.close(saved)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)

@@ -10,6 +10,8 @@ import logging
 import os
 import sys
 
+from hvdkit.cluster.launcher import launcher_tags_lines
+
 _LOGGER = logging.getLogger("hvdkit")
 
 
@@ -34,7 +36,8 @@ def write_line(text: str) -> None:
         sys.stderr.flush()
         os.write(sys.stderr.fileno(), data.encode(errors="replace"))
     except (AttributeError, OSError, ValueError):
-        sys.stderr.write(data)
+        if sys.stderr is not None:  # None if Python was started with file descriptor 2 closed
+            sys.stderr.write(data)
 
 
 # What is known of a rank of which only the connection has ended.
@@ -61,14 +64,14 @@ def get_logger() -> logging.Logger:
 
 
 def configure(rank: int, size: int) -> None:
-    """Tag log lines with the rank; ranks other than the chief show warnings and worse only.
+    """Tag log lines with the rank unless the launcher does; ranks other than the chief show warnings and worse only.
 
     The level can be set by ``HVDKIT_LOG_LEVEL`` (``DEBUG``, ``INFO``, ...), then for all ranks alike.
     A logger that the person gave handlers of their own is left alone.
     """
     if not _LOGGER.handlers:
         handler = WholeLines()
-        tag = f"[rank {rank}] " if size > 1 else ""
+        tag = f"[rank {rank}] " if size > 1 and not launcher_tags_lines() else ""
         handler.setFormatter(logging.Formatter(f"{tag}%(message)s"))
         _LOGGER.addHandler(handler)
         _LOGGER.propagate = False

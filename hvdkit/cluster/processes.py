@@ -143,6 +143,36 @@ def threads(pid: int | None = None) -> set[int]:
         return set()
 
 
+def descendants(pid: int) -> list[int]:
+    """Return the process ids of all children of ``pid``, and theirs; an empty list if they are not known."""
+    found: list[int] = []
+    for thread in threads(pid):
+        with contextlib.suppress(OSError):
+            for child in map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+class Work(NamedTuple):
+    """What a process has done since it began: seconds of a core, and bytes read and written."""
+
+    seconds: float
+    transferred: int
+
+
+def work(pid: int) -> Work | None:
+    """Return what a process and those of its children that have ended have done; None if it is over."""
+    try:
+        # Fields 14 to 17 of proc(5): user and system time, and those of the children that were waited for.
+        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+    except OSError:
+        return None
+    transferred = 0
+    with contextlib.suppress(OSError):  # a program of another user
+        transferred = sum(int(line.split()[1]) for line in Path(f"/proc/{pid}/io").read_text().splitlines()[:2])
+    return Work(sum(map(int, times)) / os.sysconf("SC_CLK_TCK"), transferred)
+
+
 def waits_for_disk(thread: int) -> bool:
     """Return True where a thread is in uninterruptible sleep."""
     with contextlib.suppress(OSError, IndexError):

@@ -5,6 +5,7 @@ Written by the thread that trains, at the cost of some attributes; read by the w
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvdkit.cluster.checks import source_line
-from hvdkit.cluster.processes import threads, waits_for_disk
+from hvdkit.cluster.processes import Work, descendants, threads, waits_for_disk, work
 
 if TYPE_CHECKING:
     from hvdkit.profiling.recorder import Recorder
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _IN_GRAPH = {"quick_execute", "execute_with_cancellation"}
 # Threads that together take less of a core do not work: they look now and then whether there is something to do.
 _WORKING = 0.02
+# Nor does a child process that transfers less than so many bytes a second.
+_TRANSFERRING = 4096
 
 
 class Progress:
@@ -52,6 +55,8 @@ class Progress:
         self._time: int | None = None
         self._times: dict[int, int] = {}
         self._waiters: set[int] = set()
+        self._children: dict[int, Work] = {}
+        self._reasons: list[str] = []
 
     def begin(self, name: str) -> None:
         """Note that this thread begins a collective."""
@@ -82,19 +87,48 @@ class Progress:
         if self.profile is not None:
             self.profile.at_step(step)
 
+    def begin_busy(self, reason: str) -> None:
+        """Note work of which nothing is seen here: until :meth:`end_busy` this rank does not hang."""
+        self._reasons.append(reason)
+
+    def end_busy(self, reason: str) -> None:
+        """Note the end of work that :meth:`begin_busy` has noted."""
+        self._ran = time.monotonic()
+        if self.waiting:  # the rank was busy while it waited in a collective
+            self.since = self._ran
+        self._reasons.remove(reason)
+
+    def reason(self) -> str | None:
+        """Return the reason of the last :meth:`begin_busy` that has not ended, or None."""
+        reasons = self._reasons[-1:]
+        return reasons[0] if reasons else None
+
     def idle(self) -> float:
         """Return for how many seconds nothing has moved. Called by the watchdog, every few seconds.
 
         A rank moves while the thread that trains runs at all, outside of a collective. A graph leaves it asleep, for
-        hours where the graph has the loop over all steps: then other threads compute, or wait for a disk. Where they
-        sleep, too, the graph waits for other ranks.
+        hours if the graph has the loop over all steps: then other threads compute, or wait for a disk. If they
+        sleep, too, the graph waits for other ranks, unless the thread waits for a child process that works.
         """
         now = time.monotonic()
-        spent = _cpu_time(self._thread)
-        if spent != self._time or spent is None or self._others_work(now - self._looked):
+        spent, seconds = _cpu_time(self._thread), now - self._looked
+        children_work = self._children_work(seconds)
+        if spent != self._time or spent is None or self._others_work(seconds) or children_work:
             self._time, self._ran = spent, now
         self._looked = now
+        if self._reasons:
+            return 0.0
         return now - (self.since if self.waiting else max(self._ran, self.since))
+
+    def _children_work(self, seconds: float) -> bool:
+        """Return True if the processes below this one have computed, or transferred data, or wait for a disk."""
+        found = {pid: done for pid in descendants(os.getpid()) if (done := work(pid)) is not None}
+        begun = Work(0.0, 0)  # what a new process has done counts from its start
+        before, self._children = self._children, found
+        computed = sum(done.seconds - before.get(pid, begun).seconds for pid, done in found.items())
+        transferred = sum(done.transferred - before.get(pid, begun).transferred for pid, done in found.items())
+        is_working = computed > _WORKING * seconds or transferred > _TRANSFERRING * seconds
+        return is_working or any(map(waits_for_disk, found))
 
     def _others_work(self, seconds: float) -> bool:
         """Return True if this process's threads have worked; those of Horovod and MPI wait by looking."""
@@ -118,10 +152,14 @@ class Progress:
         words = f"{'waits in' if self.waiting else 'last collective'} {self.name}" if self.name else ""
         if frame is not None:
             words = f"in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}; {words}".strip("; ")
+        if (reason := self.reason()) is not None:
+            words = f"busy: {reason}; {words}".strip("; ")
         return {"step": self.step, "count": self.count, "waiting": waiting, "words": words}
 
     def __str__(self) -> str:
         at = "" if self.step is None else f"at step {self.step}, "
+        if (reason := self.reason()) is not None:
+            at = f"{at}busy: {reason}, "
         if not self.name:
             return f"{at}no eager collective yet"
         ago = f"{time.monotonic() - self.since:.0f} s"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdkit.cluster import checks, failure, processes, wire
+from hvdkit.cluster.ending import ENDING
 from hvdkit.cluster.hub import Hub
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.member import Member
@@ -18,11 +19,12 @@ from hvdkit.errors import describe
 
 HEARTBEAT = "HVDKIT_HEARTBEAT_SECONDS"
 PATIENCE = "HVDKIT_WATCHDOG_SECONDS"
+UNWIND = "HVDKIT_UNWIND_SECONDS"
 _STALL = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-_DEFAULTS = {HEARTBEAT: 10.0, PATIENCE: 600.0}
+_DEFAULTS = {HEARTBEAT: 10.0, PATIENCE: 600.0, UNWIND: 3.0}
 _SHORTEST_HEARTBEAT = 1.0
-# Horovod's own limit, which writes no stacks, comes after the watchdog's.
-_LATER_SECONDS = 60
+# Horovod's own limit, which writes no stacks, serves if there is no watchdog.
+_LATER_SECONDS, _MUCH_LATER_SECONDS = 60, 86_400
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Watchdog:
 
     def stay(self) -> None:
         """Wait, on rank 0, until the others have left; whoever fails before for want of it ends this process."""
-        while self.hub is not None and self.member is not None and not self.hub.empty.wait(1.0):
+        while self.hub is not None and self.member is not None and not ENDING.begun and not self.hub.empty.wait(1.0):
             pass
 
     def close(self) -> None:
@@ -88,17 +90,17 @@ def open_channel(rank: int, size: int, one_host: bool) -> tuple[Watchdog, wire.O
     Raises:
         ValueError: a setting is no number of seconds.
     """
-    heartbeat, patience = seconds(HEARTBEAT), seconds(PATIENCE)
+    heartbeat, patience, unwind = seconds(HEARTBEAT), seconds(PATIENCE), seconds(UNWIND)
     if size == 1 or rank != 0 or heartbeat == 0:
         return Watchdog(), None
     try:
-        server = wire.listen(one_host)
+        listener = wire.listen(one_host)
     except OSError as error:
         get_logger().warning("watchdog: rank 0 cannot listen (%s), so that failures may go unnoticed", error)
         return Watchdog(), None
-    place = wire.offer(server, one_host, max(_SHORTEST_HEARTBEAT, heartbeat), patience)
+    place = wire.offer(listener, max(_SHORTEST_HEARTBEAT, heartbeat), patience)
     processes.allow_files(size)
-    hub = Hub(server, place, size)
+    hub = Hub(listener, place, size, unwind)
     hub.start()
     return Watchdog(hub=hub), place
 
@@ -122,10 +124,12 @@ def seconds(name: str) -> float:
 
 
 def set_stall_limit() -> None:
-    """Set Horovod's own limit for a collective that some rank never joins, unless the person has."""
+    """Set Horovod's own limit for a collective that some rank never joins, unless the user has."""
     patience = seconds(PATIENCE)
     os.environ.setdefault(PATIENCE, str(patience))  # a second world goes by the first one's
-    os.environ.setdefault(_STALL, str(round(patience) + _LATER_SECONDS if patience else 0))
+    # The watchdog waits for ranks that work, or are busy; Horovod would not. It still ends a job without a watchdog.
+    later = _MUCH_LATER_SECONDS if seconds(HEARTBEAT) else _LATER_SECONDS
+    os.environ.setdefault(_STALL, str(round(patience) + later if patience else 0))
 
 
 def _forget() -> None:

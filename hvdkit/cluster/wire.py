@@ -1,22 +1,39 @@
-"""The watchdog's channel: lines of JSON over TCP between rank 0 and each rank, for those who know the token."""
+"""The watchdog's channel: lines over TCP between rank 0 and each rank, after both have proved that they know the token.
+
+A line is an object of JSON, or a heartbeat: ``beat`` from rank 0, ``beat STEP IDLE`` from a rank, in which ``-`` is no
+step yet. Heartbeats are nearly all that is sent, and cost neither end a parse of JSON.
+
+A connection begins with a handshake, in which the token is not sent::
+
+    rank    hello      a random number A
+    rank 0  challenge  a random number B, HMAC-SHA256(token, "rank 0" A B)
+    rank    proof      HMAC-SHA256(token, "rank" A B), and who it is
+    rank 0  welcome
+    rank    joined
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hmac
 import ipaddress
 import json
-import os
+import math
 import secrets
 import socket
 import struct
 import termios
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import psutil
+
+from hvdkit.cluster import interfaces
+from hvdkit.cluster.logs import get_logger
 
 _SEND_SECONDS = 2.0
 _CONNECT_SECONDS = 2.0
@@ -27,12 +44,18 @@ LONE = 3
 _WELCOME_SECONDS = 15.0
 # What a stranger may send before it is shut out, and the longest message of a rank.
 LONGEST_HELLO, LONGEST = 4096, 2**24
-# The variables by which people choose the network of a job.
-_INTERFACES = ("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include", "HOROVOD_IFACE")
+# Connections that wait to be accepted; the kernel lowers it to net.core.somaxconn, 4,096 on most hosts.
+_BACKLOG = 1 << 16
+# Attempts to find a port that is free on all of several named interfaces.
+_PORT_ATTEMPTS = 20
+_BEAT = b"beat"
+# Heartbeats in the limit, for up to so many ranks. For 16 times as many and more there are half as many: what rank 0
+# spends on them grows more slowly than the number of ranks.
+_BEATS, _FEW = 5, 64
 
 
 class Offer(NamedTuple):
-    """Where rank 0 listens, and what a rank has to say to be let in.
+    """Where rank 0 listens, and the secret by which rank 0 and the ranks of its job know each other.
 
     ``heartbeat`` and ``patience`` are rank 0's settings, in seconds: all ranks go by the same.
     """
@@ -44,11 +67,28 @@ class Offer(NamedTuple):
     patience: float
 
 
-class Link:
-    """One end of a connection. Any thread sends; one thread receives."""
+def interval(heartbeat: float, size: int) -> float:
+    """Return the seconds between two heartbeats of a rank: a fifth of the limit, in large jobs up to two fifths.
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(_SEND_SECONDS)
+    Example:
+        >>> interval(10.0, 4), interval(10.0, 256), interval(10.0, 4096)
+        (2.0, 3.0, 4.0)
+    """
+    doublings = math.log2(max(size, _FEW) / _FEW)
+    return heartbeat / _BEATS * min(2.0, 1 + doublings / 4)
+
+
+class Link:
+    """One end of a connection. Any thread sends; one thread receives.
+
+    Args:
+        connection: to the other end.
+        waits: sending waits for the other end, for two seconds at most, and receiving for a message. Rank 0, which
+            serves all ranks with one thread, does not wait.
+    """
+
+    def __init__(self, connection: socket.socket, *, waits: bool = True) -> None:
+        connection.settimeout(_SEND_SECONDS if waits else 0.0)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
@@ -58,14 +98,32 @@ class Link:
         self._lock = threading.Lock()
 
     def send(self, kind: str, **fields: Any) -> bool:
-        """Send one message; return False where nobody takes it. What did not go at once goes with the next one."""
-        data = json.dumps({"kind": kind, **fields}).encode() + b"\n"
+        """Send one message; return False if the other end does not take it. The rest goes with the next message."""
+        return self._send(json.dumps({"kind": kind, **fields}).encode() + b"\n")
+
+    def beat(self, step: int | None = None, idle: float | None = None, busy: str | None = None) -> bool:
+        """Send a heartbeat, unless earlier messages still wait: these come first, and are a sign of life, too.
+
+        Args:
+            step: of a rank: steps trained, or None.
+            idle: of a rank: seconds for which nothing has moved there; None: this is rank 0's.
+            busy: of a rank: what it says that it waits for, or None.
+        """
+        if self._unsent:
+            return self._send(b"")
+        if busy is not None:
+            return self.send("beat", step=step, idle=idle, busy=busy)
+        if idle is None:
+            return self._send(_BEAT + b"\n")
+        return self._send(b"%b %b %.3f\n" % (_BEAT, b"-" if step is None else b"%d" % step, idle))
+
+    def _send(self, data: bytes) -> bool:
         with self._lock:
             self._unsent += data
             try:
                 while self._unsent:
                     self._unsent = self._unsent[self.socket.send(self._unsent) :]
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):
                 return False
             except OSError:
                 self._unsent = b""
@@ -78,7 +136,7 @@ class Link:
         yield from kept
         try:
             data = self.socket.recv(65536)
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             return
         except OSError:
             data = b""
@@ -87,11 +145,16 @@ class Link:
             yield {"kind": "closed"}
             return
         for line in lines:
-            try:
-                message = json.loads(line)
-            except (ValueError, RecursionError):  # a stranger may send anything
-                message = None
-            yield message if isinstance(message, dict) and "kind" in message else {"kind": "closed"}
+            yield _message(line)
+
+    def next(self) -> dict[str, Any]:
+        """Wait for one message; one of kind ``"closed"`` if the other end does not send it in time."""
+        until = time.monotonic() + (self.socket.gettimeout() or 0.0)
+        messages: list[dict[str, Any]] = []
+        while not messages and time.monotonic() < until:
+            messages = list(self.receive())
+        self._kept = messages[1:]
+        return messages[0] if messages else {"kind": "closed"}
 
     def is_cut_off(self, seconds: float) -> bool:
         """Return True where the other host has acknowledged nothing for so long, though something was sent to it.
@@ -112,40 +175,94 @@ class Link:
             self.socket.close()
 
 
-def listen(one_host: bool) -> socket.socket:
-    """Return a socket that ranks can reach: by loopback where all of them are on this host."""
+def _message(line: bytes) -> dict[str, Any]:
+    """Return what a line says; a stranger may send anything."""
+    try:
+        if line.startswith(_BEAT):
+            _, *said = line.split(b" ")
+            if not said:
+                return {"kind": "beat"}
+            step, idle = said
+            return {"kind": "beat", "step": None if step == b"-" else int(step), "idle": float(idle), "busy": None}
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        message = None
+    return message if isinstance(message, dict) and isinstance(message.get("kind"), str) else {"kind": "closed"}
+
+
+class Listener(NamedTuple):
+    """Sockets at one port, at each of ``addresses``."""
+
+    sockets: tuple[socket.socket, ...]
+    addresses: tuple[str, ...]
+
+    @property
+    def port(self) -> int:
+        """The port's number."""
+        return self.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        """Let no more ranks in."""
+        for one in self.sockets:
+            one.close()
+
+
+def listen(one_host: bool) -> Listener:
+    """Listen where ranks can connect.
+
+    Args:
+        one_host: all ranks are on this host, and connect by loopback. Otherwise it listens at the addresses of the
+            networks that ``HOROVOD_GLOO_IFACE``, ``OMPI_MCA_btl_tcp_if_include``, ``HOROVOD_IFACE`` or
+            ``NCCL_SOCKET_IFNAME`` name, and on all interfaces if none of them is set.
+
+    Raises:
+        OSError: it cannot listen.
+    """
     if one_host:
-        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+        return _listen_at(["127.0.0.1"])
+    addresses, warning = interfaces.chosen_addresses()
+    if warning is not None:
+        get_logger().warning("watchdog: %s", warning)
+    if addresses:
+        return _listen_at(addresses)
+    everywhere = tuple(interfaces.reachable_addresses())
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
+            both = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+            return Listener((both,), everywhere)
+    return Listener((socket.create_server(("", 0), backlog=_BACKLOG),), everywhere)
 
 
-def offer(server: socket.socket, one_host: bool, heartbeat: float, patience: float) -> Offer:
-    """Return what ranks need to know in order to come in."""
-    addresses = ("127.0.0.1",) if one_host else tuple(_own_addresses())
-    return Offer(addresses, server.getsockname()[1], secrets.token_hex(16), heartbeat, patience)
+def _listen_at(addresses: Sequence[str]) -> Listener:
+    """Listen at one port of all ``addresses``: the first address's choice, which another one may have taken."""
+    for attempt in range(_PORT_ATTEMPTS):
+        sockets: list[socket.socket] = []
+        try:
+            for address in addresses:
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                port = sockets[0].getsockname()[1] if sockets else 0
+                sockets.append(socket.create_server((address, port), family=family, backlog=_BACKLOG))
+            return Listener(tuple(sockets), tuple(addresses))
+        except OSError as error:
+            for one in sockets:
+                one.close()
+            if error.errno != errno.EADDRINUSE or attempt == _PORT_ATTEMPTS - 1:
+                raise
+    raise AssertionError("not reached")
 
 
-def _own_addresses() -> list[str]:
-    """Return this host's addresses, those of the job's own network first."""
-    wanted = [name for variable in _INTERFACES for name in os.environ.get(variable, "").split(",") if name]
-    states = psutil.net_if_stats()
-    found: list[tuple[bool, str]] = []
-    for interface, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            is_up = interface in states and states[interface].isup  # others come and go with containers
-            if entry.family not in (socket.AF_INET, socket.AF_INET6) or not is_up:
-                continue
-            address = ipaddress.ip_address(entry.address.partition("%")[0])
-            if not address.is_loopback and not address.is_link_local:
-                found.append((interface not in wanted, str(address)))
-    return [address for _, address in sorted(found, key=lambda pair: pair[0])]
+def offer(listener: Listener, heartbeat: float, patience: float) -> Offer:
+    """Return what ranks need in order to connect to ``listener``."""
+    return Offer(listener.addresses, listener.port, secrets.token_hex(16), heartbeat, patience)
 
 
 def connect(place: Offer, hello: dict[str, Any]) -> Link | None:
-    """Return a connection to rank 0 over the first address that leads there, or None."""
+    """Return a connection to rank 0 over the first address that leads there, or None.
+
+    Args:
+        place: rank 0's offer.
+        hello: who this is; sent only to the process that has proved to be rank 0 of this job.
+    """
     for address in _nearest_first(place.addresses):
         try:
             link = Link(socket.create_connection((address, place.port), timeout=_CONNECT_SECONDS))
@@ -153,14 +270,34 @@ def connect(place: Offer, hello: dict[str, Any]) -> Link | None:
             continue
         # An address such as a bridge's own may lead to another machine, or another job.
         link.socket.settimeout(_WELCOME_SECONDS)
-        answers = list(link.receive()) if link.send("hello", token=place.token, **hello) else []
-        if answers and answers[0]["kind"] == "welcome":
-            link._kept = answers[1:]  # rank 0 may be on its way out already
+        if _greet(link, place.token, hello):
             link.socket.settimeout(_SEND_SECONDS)
-            link.send("joined")
             return link
         link.close()
     return None
+
+
+def _greet(link: Link, token: str, hello: dict[str, Any]) -> bool:
+    """Take a rank's part in the handshake; return False if the other end is not rank 0 of this job."""
+    mine = secrets.token_hex(16)
+    challenge = link.next() if link.send("hello", nonce=mine) else {"kind": "closed"}
+    theirs = str(challenge.get("nonce"))
+    if challenge["kind"] != "challenge" or not proves(challenge, token, "rank 0", mine, theirs):
+        return False
+    link.send("proof", proof=proof(token, "rank", mine, theirs), **hello)
+    return link.next()["kind"] == "welcome" and link.send("joined")
+
+
+def proof(token: str, role: str, *nonces: str) -> str:
+    """Return what only an owner of ``token`` can say about a connection: HMAC-SHA256 over its role and both numbers."""
+    said = "\n".join([role, *nonces]).encode(errors="replace")
+    return hmac.digest(token.encode(), said, "sha256").hex()
+
+
+def proves(message: dict[str, Any], token: str, role: str, *nonces: str) -> bool:
+    """Return True if ``message`` holds the :func:`proof` of ``role``."""
+    said = str(message.get("proof")).encode(errors="replace")
+    return hmac.compare_digest(said, proof(token, role, *nonces).encode())
 
 
 def _nearest_first(addresses: Sequence[str]) -> list[str]:
@@ -172,9 +309,3 @@ def _nearest_first(addresses: Sequence[str]) -> list[str]:
         if entry.family == socket.AF_INET and entry.netmask and not entry.address.startswith("127.")
     ]
     return sorted(addresses, key=lambda text: not any(ipaddress.ip_address(text) in network for network in networks))
-
-
-def knows(token: str, message: dict[str, Any]) -> bool:
-    """Return True for the hello of a rank of this job."""
-    said = str(message.get("token")).encode(errors="replace")
-    return message["kind"] == "hello" and hmac.compare_digest(said, token.encode())

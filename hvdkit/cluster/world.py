@@ -7,12 +7,13 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from hvdkit.cluster import engine, failure, logs, places, profile, settings, watchdog
+from hvdkit.cluster.ending import ENDING, EngineEnd
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.launcher import promised
 from hvdkit.cluster.mesh import Group, group_of, sets_to_make
@@ -48,6 +49,7 @@ class _World:
     cluster: Cluster
     horovod: Any
     exchange: ObjectExchange
+    end_horovod: Callable[[], None] = lambda: None
     sets: dict[tuple[int, ...], Any] = field(default_factory=dict)
     watchdog: watchdog.Watchdog = field(default_factory=watchdog.Watchdog)
 
@@ -107,9 +109,12 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     rank, size = hvd.rank(), hvd.size()
     logs.configure(rank, size)
     exchange = ObjectExchange(hvd, communicator)
+    end_horovod = EngineEnd(hvd.shutdown)
     if size > 1:
-        failure.watch(rank, communicator)
+        failure.watch(rank, communicator, end_horovod)
         atexit.register(_leave)  # after Horovod's own, so that it runs before it
+    else:
+        failure.watch_alone()
     settings.pin_device(hvd.local_rank(), hvd.local_size())
     neighbours = _neighbours(exchange, hvd.local_size())
     settings.share_cores(neighbours)
@@ -129,7 +134,7 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     )
     if asked is not None:
         profile.begin(asked, rank, hosts[rank], exchange, hvd)
-    return _World(cluster, hvd, exchange, sets, dog)
+    return _World(cluster, hvd, exchange, end_horovod, sets, dog)
 
 
 def _sets(mesh: Mapping[str, int] | None, size: int) -> list[tuple[int, ...]]:
@@ -252,7 +257,7 @@ def shutdown() -> None:
             atexit.unregister(_leave)
             _world.watchdog.close()
             _world.exchange.close()
-            _world.horovod.shutdown()
+            _world.end_horovod()
             _world = None
             _ended = True
 
@@ -262,18 +267,25 @@ def _leave() -> None:
     global _world
     if _world is None or os.getpid() != failure.pid():
         return
-    profile.end()
+    if not ENDING.begun:
+        profile.end()
     failure.leave()
-    _world.exchange.close()
-    _world.horovod.shutdown()
-    _world.watchdog.stay()
+    if not ENDING.begun:
+        _world.exchange.close()
+        _world.end_horovod()
+        _world.watchdog.stay()
+    if ENDING.begun:  # the last handler of this process ends its part in the world
+        return
     failure.unwatch()
     _world.watchdog.close()
     _world = None
 
 
 def _at_exit() -> None:
-    if _world is not None and (_world.cluster.size == 1 or os.getpid() == failure.pid()):
+    """Run after all other handlers: this one was registered when hvdkit was imported."""
+    if ENDING.begun:
+        failure.finish()
+    elif _world is not None and (_world.cluster.size == 1 or os.getpid() == failure.pid()):
         shutdown()
 
 

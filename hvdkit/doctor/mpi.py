@@ -109,7 +109,7 @@ def without_launcher(facts: Facts) -> Finding:
 
 
 def import_order(facts: Facts) -> Finding:
-    """Open MPI 4.1 and TensorFlow both hold hwloc, and the one loaded first ends up calling the other's.
+    """Open MPI 4.1 and TensorFlow both contain hwloc, and the one loaded first ends up calling the other's.
 
     With Open MPI first, ranks crash at exit (``hwloc__topology_disadopt``) from 3 ranks on a host.
     """
@@ -122,7 +122,7 @@ def import_order(facts: Facts) -> Finding:
     details = {"tensorflow_exports_hwloc": exports, "library": str(library), "exposed": exposed}
     if exposed:
         what = f"with {library}, mpi4py.MPI imported before TensorFlow crashes at exit on 3 or more ranks"
-        remedy = "import hvdkit first: it keeps the order; without it, import tensorflow before mpi4py.MPI"
+        remedy = "import hvdkit: it makes any order safe; without it, import tensorflow before mpi4py.MPI"
         return Finding(name, "note", what, remedy, details)
     why = "LD_BIND_NOW is set" if at_risk else str(library)
     return Finding(name, "ok", f"any order is safe ({why})", details=details)

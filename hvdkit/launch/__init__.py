@@ -7,6 +7,7 @@ its output, its end and the signals for it travel there, alike under every engin
     command.py     runs all of the below
     hosts.py       hosts and slots: -H, hostfile, Slurm, PBS; which ranks go where
     reach.py       the check before the start, by ssh or srun (probe.py is what runs there); the network between hosts
+    secret.py      the file by which wrappers find ``hvdkit run`` under Gloo, private on each host
     choose.py      the engine: what Horovod was built with, which MPI is there, what Slurm can do
     engines.py     pure: the command line of each engine
     manifest.py    pure: an MPIJob for Kubernetes

@@ -181,7 +181,8 @@ class Attempt:
             course.began(event.rank, host)
         elif event.kind == "output":
             self.output.feed(event.rank, event.channel, event.data)
-            course.said(event.rank, event.data)
+        elif event.report is not None:
+            course.said(event.rank, event.report)
         elif event.kind == "ended":
             course.ended(event.rank, event.details["code"], event.details["signals"], event.details["stopped"])
             self._one_less(event.rank)
@@ -213,7 +214,9 @@ class Attempt:
 
     def _signalled(self, number: signal.Signals) -> None:
         now = time.monotonic()
-        if number in STOP_SIGNALS and self.course.stopped_by is None:
+        if number in STOP_SIGNALS and self.course.over:  # all ranks have ended before the signal came
+            self._end_engine(0.0)
+        elif number in STOP_SIGNALS and self.course.stopped_by is None:
             self.course.stopped_by = number
             passed = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
             self.output.line(f"hvdkit run: {number.name}: ranks have {self.grace:g} s to end; once more ends them now")

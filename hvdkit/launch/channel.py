@@ -15,34 +15,52 @@ from typing import Any
 
 from hvdkit.cluster.launcher import promised
 from hvdkit.cluster.processes import allow_files
+from hvdkit.cluster.report import FailureReport
 from hvdkit.errors import ClusterError
-from hvdkit.launch.rank import END, HEADER, HELLO, LEAVE, STDERR, STDOUT, keep_alive
+from hvdkit.launch.rank import (
+    CHALLENGE,
+    END,
+    HEADER,
+    HELLO,
+    LEAVE,
+    REPORT,
+    STDERR,
+    STDOUT,
+    keep_alive,
+    proof,
+)
 
 _LARGEST_FRAME = 1 << 20
-# A wrapper greets at once. Whoever does not, and more of them than ranks are left to come and so many, is no wrapper.
+# A wrapper greets at once. A connection that does not is closed after these seconds; at most so many more of them than
+# there are ranks still to come are kept.
 _GREET_SECONDS, _STRANGERS = 10.0, 64
+_LONGEST_NONCE = 64
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank's wrapper said: ``began``, ``output``, ``ended``, or ``lost`` where its connection broke."""
+    """What a rank's wrapper said: ``began``, ``output``, ``failed``, ``ended``, or ``lost``: its connection broke.
+
+    ``failed`` comes with the ``report`` of hvdkit in the rank's program.
+    """
 
     kind: str
     rank: int
     channel: int = 0
     data: bytes = b""
     details: dict[str, Any] = field(default_factory=dict)
+    report: FailureReport | None = None
 
 
 class Channel:
     """Listens for ``size`` ranks' wrappers, and turns what they say into events.
 
-    Nobody is listened to before it has shown the token that :attr:`told` holds.
+    No wrapper is served before it has proved that it knows the token that :attr:`told` holds; the token is never sent.
 
     Args:
         addresses: of this host, at which ranks can reach it.
         size: number of ranks.
-        settings: what a rank is answered, by its number: its environment's additions and its terminal.
+        settings: what a rank is answered, by its number: its program, its environment's additions and its terminal.
     """
 
     def __init__(self, addresses: Sequence[str], size: int, settings: Callable[[int], dict[str, Any]]) -> None:
@@ -95,13 +113,15 @@ class Channel:
 
     def _admit(self, listener: socket.socket) -> None:
         now = time.monotonic()
-        for wrapper, since in list(self._strangers.items()):
-            if now - since > _GREET_SECONDS:
-                for _ in self._gone(wrapper):
-                    pass
+        while self._strangers:  # in the order in which they came
+            wrapper, since = next(iter(self._strangers.items()))
+            if now - since <= _GREET_SECONDS:
+                break
+            for _ in self._gone(wrapper):
+                pass
         try:
             connection, _ = listener.accept()
-        except OSError:  # it is gone again, or this process has no file left: do not ask again and again for it
+        except OSError:  # the peer has gone, or this process has no descriptors left: do not spin
             time.sleep(0.01)
             return
         if len(self._strangers) >= self._size - len(self.ranks) + _STRANGERS:
@@ -130,16 +150,31 @@ class Channel:
         self.selector.close()
 
     def _event(self, wrapper: _Wrapper, kind: int, payload: bytes) -> Iterator[Event]:
-        if wrapper.rank is None:
+        if wrapper.proof is None:
+            self._challenge(wrapper, kind, json.loads(payload))
+        elif wrapper.rank is None:
             yield self._greeted(wrapper, kind, json.loads(payload))
         elif kind in (STDOUT, STDERR):
             yield Event("output", wrapper.rank, kind, payload)
+        elif kind == REPORT:
+            if (report := FailureReport.decode(payload)) is not None:
+                yield Event("failed", wrapper.rank, report=report)
         elif kind == END:
             wrapper.ended = True
             yield Event("ended", wrapper.rank, details=json.loads(payload))
 
+    def _challenge(self, wrapper: _Wrapper, kind: int, hello: dict[str, Any]) -> None:
+        """Answer a wrapper's nonce with this end's own, and the proof that this end knows the token."""
+        theirs, mine = str(hello["nonce"]), secrets.token_hex(16)
+        if kind != HELLO or not theirs.isalnum() or len(theirs) > _LONGEST_NONCE:
+            raise ValueError("a stranger")
+        wrapper.proof = proof(self._token, "rank", theirs, mine)
+        answer = json.dumps({"nonce": mine, "proof": proof(self._token, "run", theirs, mine)}).encode()
+        wrapper.connection.sendall(HEADER.pack(CHALLENGE, len(answer)) + answer)
+
     def _greeted(self, wrapper: _Wrapper, kind: int, hello: dict[str, Any]) -> Event:
-        if kind != HELLO or not hmac.compare_digest(str(hello["token"]).encode(errors="replace"), self._token.encode()):
+        shown, expected = str(hello["proof"]).encode(errors="replace"), str(wrapper.proof).encode()
+        if kind != HELLO or not hmac.compare_digest(shown, expected):
             raise ValueError("a stranger")
         del self._strangers[wrapper]
         promise = promised(hello["place"])
@@ -167,6 +202,7 @@ class _Wrapper:
 
     connection: socket.socket
     rank: int | None = None
+    proof: str | None = None  # that it knows the token
     received: bytearray = field(default_factory=bytearray)
     ended: bool = False
     gone: bool = False

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hvdkit.cluster import report
 from hvdkit.cluster.watchdog import HEARTBEAT, seconds
 from hvdkit.doctor.facts import outside_a_job
 from hvdkit.doctor.host import SECRET
@@ -23,12 +25,15 @@ from hvdkit.launch.config import Run
 from hvdkit.launch.engines import ENGINES, CommandLine, Start, engine_environment, passed_on
 from hvdkit.launch.hosts import Host, parse_hosts, pbs_hosts, placed, read_hostfile, slurm_hosts
 from hvdkit.launch.output import Output
-from hvdkit.launch.reach import Answer, Network, checked, deliver, network, reaching, refuse, srun_command, ssh_command
+from hvdkit.launch.reach import Answer, Network, checked, network, reaching, refuse, srun_command, ssh_command
+from hvdkit.launch.secret import PrivateFile
 from hvdkit.launch.verdict import Verdict
 
 STOPPED_SECONDS = 3.0
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"  # from version 2.35 on; others take no notice
-WRAPPER = (sys.executable, "-IS", str(Path(rank.__file__).resolve()), "--")
+WRAPPER = (sys.executable, "-IS", str(Path(rank.__file__).resolve()))
+# Engines take these for their own: between programs, and before one.
+_ENGINES_OWN = (":", "--")
 
 
 def run(config: Run, program: Sequence[str]) -> int | str:
@@ -51,7 +56,7 @@ def run(config: Run, program: Sequence[str]) -> int | str:
         hosts = job.first_hosts()
         way, answers = job.network(hosts)
         refuse(answers)
-        return str(job.command_line(hosts, program, way.interface))
+        return str(job.command_line(hosts, plain(program), way.interface))
     if config.logs is not None:
         try:
             config.logs.mkdir(parents=True, exist_ok=True)
@@ -152,10 +157,11 @@ class Job:
             way: by which ranks on other hosts reach this one.
         """
         size, config = self.ranks(hosts), self.config
-        channel = Channel(way.addresses, size, self._settings)
+        channel = Channel(way.addresses, size, partial(self._settings, program))
         environment = engine_environment(self.environment, self.names)
         environment[rank.VARIABLE] = channel.told
-        line = self.command_line(hosts, [*WRAPPER, *program], way.interface, (rank.VARIABLE,))
+        # The wrapper gets the program over its connection: engines take some arguments for their own.
+        line = self.command_line(hosts, WRAPPER, way.interface, (rank.VARIABLE,))
         # Ranks fill one host after the other; Slurm may choose otherwise.
         filled = () if self.chosen.engine == "srun" else hosts
         places = tuple(host.name for host in filled for _ in range(host.slots))
@@ -165,20 +171,18 @@ class Job:
         for name in config.env:
             environment.pop(name, None)
         others = [host.name for host in hosts if not host.is_local]
-        with tempfile.TemporaryDirectory(prefix="hvdkit-run-") as folder:
-            told = Path(folder) / "told"
-            told.write_text(channel.told)
-            environment[rank.VARIABLE] = str(told)
-            try:
-                if others:
-                    deliver(others, config.ssh_args, config.check_timeout, told, channel.told)
-                return attempt.run()
-            finally:
-                here = [name for name in others if name not in attempt.lost_hosts]
-                if here:
-                    deliver(here, config.ssh_args, config.check_timeout, told, None)
+        try:
+            file = PrivateFile(channel.told, others, config.ssh_args, config.check_timeout)
+        except BaseException:
+            channel.close()
+            raise
+        environment[rank.VARIABLE] = str(file.path)
+        try:
+            return attempt.run()
+        finally:
+            file.remove(attempt.lost_hosts)
 
-    def _settings(self, number: int) -> dict[str, Any]:
+    def _settings(self, program: Sequence[str], number: int) -> dict[str, Any]:
         """Return what a rank's wrapper is answered."""
         # Values of named variables come this way under Gloo: horovodrun would write them on a command line.
         added = {name: self.environment[name] for name in self.config.env} if self.chosen.engine == "gloo" else {}
@@ -190,7 +194,28 @@ class Job:
             terminal = {"lines": size.lines, "columns": max(20, size.columns - len("[rank 0] "))}
         # A little more than hvdkit's own limit, whose message says more.
         stopped = seconds(HEARTBEAT) + STOPPED_SECONDS if seconds(HEARTBEAT) else float("inf")
-        return {"environment": added, "terminal": terminal, "stopped_seconds": stopped}
+        command = [os.fsencode(word).decode("latin-1") for word in program]  # bytes, in JSON
+        return {
+            "command": command,
+            "environment": added,
+            "terminal": terminal,
+            "stopped_seconds": stopped,
+            "report": report.VARIABLE,
+        }
+
+
+def plain(program: Sequence[str]) -> list[str]:
+    """Return a command that does the same and that every engine passes on as it is.
+
+    Example:
+        >>> plain(["python", "x.py", "a", ":", "b"])
+        ['sh', '-c', 'exec python x.py a : b']
+        >>> plain(["python", "x.py", "a b"])
+        ['python', 'x.py', 'a b']
+    """
+    if any(word in _ENGINES_OWN for word in program):
+        return ["sh", "-c", f"exec {shlex.join(program)}"]
+    return list(program)
 
 
 def with_huge_pages(tunables: str) -> str:

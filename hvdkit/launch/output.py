@@ -12,6 +12,10 @@ from typing import BinaryIO
 
 CLEAR = b"\r\x1b[K"
 _TAG = re.compile(rb"\[rank \d+\] ")
+# What a progress bar writes before it writes its line again, and while it hides the cursor; what takes no room.
+_ERASED = re.compile(rb".*\x1b\[2K|\x1b\[0?K", re.DOTALL)
+_CURSOR = re.compile(rb"\x1b\[\?25[hl]")
+_ESCAPE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
 
 
 class Output:
@@ -43,12 +47,16 @@ class Output:
         rest = (tail or head) + (b"\r" if rest.endswith(b"\r") else b"")
         self._begun[rank, channel] = rest
         tag = b"[rank %d] " % rank
+        on_terminal = rank == 0 and self._is_terminal[channel]
         if lines:
+            if on_terminal:  # the bar that is shown has become a line, or is written again below
+                self._show(b"")
             # hvdkit's own lines have a tag already, for launchers that give none; rank 0 writes what others have said.
             shown = [line if _TAG.match(line) else tag + line for line in map(final, lines)]
             self.write(channel, b"".join(line + b"\n" for line in shown))
-        if rank == 0 and self._is_terminal[channel]:
-            self._show(tag + final(rest) if rest else b"")
+        if on_terminal:
+            bar = final(rest)
+            self._show(tag + bar if bar else b"")
 
     def write(self, channel: int, data: bytes) -> None:
         """Write lines as they are, with one call, above a progress bar."""
@@ -64,9 +72,9 @@ class Output:
     def ended(self, rank: int) -> None:
         """Write what is left of a line that ``rank`` did not end, and close its log."""
         for channel in (1, 2):
-            if rest := self._begun.pop((rank, channel), b""):
+            if rest := final(self._begun.pop((rank, channel), b"")):
                 self._show(b"")
-                self.write(channel, b"[rank %d] %b\n" % (rank, final(rest)))
+                self.write(channel, b"[rank %d] %b\n" % (rank, rest))
         if rank in self._open_logs:
             self._open_logs.pop(rank).close()
 
@@ -95,7 +103,7 @@ class Output:
         if terminal is not None:
             width = shutil.get_terminal_size().columns
             with contextlib.suppress(OSError):
-                _write_all(terminal, CLEAR + bar[: width - 1])
+                _write_all(terminal, CLEAR + cut(bar, width - 1))
         self._shown = bar
 
 
@@ -105,8 +113,26 @@ def final(line: bytes) -> bytes:
     Example:
         >>> final(b" 10%\\r 50%\\r100%\\r")
         b'100%'
+        >>> final(b" 10%\\r\\x1b[2K100%")
+        b'100%'
     """
-    return line.rstrip(b"\r").rpartition(b"\r")[2]
+    shown = _CURSOR.sub(b"", line).rstrip(b"\r").rpartition(b"\r")[2]
+    erased = _ERASED.match(shown)
+    return shown[erased.end() :] if erased else shown
+
+
+def cut(line: bytes, width: int) -> bytes:
+    """Return the first ``width`` characters of a line as a terminal shows it, with all of its colours.
+
+    Example:
+        >>> cut("\\x1b[32m━━━━\\x1b[0m 7/9".encode(), 6).decode()
+        '\\x1b[32m━━━━\\x1b[0m 7'
+    """
+    parts = _ESCAPE.split(line.decode(errors="replace"))
+    for place in range(0, len(parts), 2):  # escape sequences are at the odd places
+        parts[place] = parts[place][: max(0, width)]
+        width -= len(parts[place])
+    return "".join(parts).encode()
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:

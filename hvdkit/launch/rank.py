@@ -3,10 +3,15 @@
 It runs by its path, in an isolated interpreter and on the standard library alone, so that four of them cost next to
 nothing to start: ``import hvdkit`` in a process that a launcher started would load TensorFlow.
 
-    python -IS .../hvdkit/launch/rank.py -- python train.py
+    python -IS .../hvdkit/launch/rank.py
 
-Frames on the connection are a byte of kind, four of length, and the payload; from ``hvdkit run`` come, after the
-answer to the greeting, single bytes: the number of a signal for the program, or LEAVE.
+Frames on the connection are a byte of kind, four of length, and the payload. Both ends prove that they know the job's
+token, without sending it, before anything else is said: the wrapper sends a nonce (HELLO), ``hvdkit run`` its own nonce
+and a proof (CHALLENGE), the wrapper its proof and its place (HELLO), ``hvdkit run`` the program (HELLO). From then on
+``hvdkit run`` sends single bytes: the number of a signal for the program, or LEAVE.
+
+A rank that uses hvdkit hands the report of a failure to its wrapper by a pipe, and the wrapper sends it on (REPORT):
+output is never searched for it.
 """
 
 from __future__ import annotations
@@ -14,37 +19,50 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import hashlib
+import hmac
 import io
 import json
 import os
+import secrets
 import select
 import selectors
 import signal
 import socket
+import stat
 import struct
 import sys
 import termios
 import time
 
-STDOUT, STDERR, HELLO, END, LEAVE = 1, 2, 3, 4, 0  # outputs by the numbers of their files
+# Kinds of frames; those of outputs are their file descriptors.
+STDOUT, STDERR, HELLO, END, CHALLENGE, REPORT, LEAVE = 1, 2, 3, 4, 5, 6, 0
 HEADER = struct.Struct("!BI")
-# How `hvdkit run` is found: "PORT TOKEN ADDRESS..." in the variable, or in the file that the variable names. A file
-# serves where the engine writes values of variables on command lines, which everybody on the host can read.
+# How `hvdkit run` is found: "PORT TOKEN ADDRESS..." in the variable, or in the file that the variable names. The file
+# is for an engine that writes values of variables on command lines, which every user of the host can read.
 VARIABLE = "HVDKIT_RUN"
 SIGNALS_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 # From these variables `hvdkit run` reads which rank this is.
 PLACE = ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "HOROVOD_", "SLURM_", "PMIX_RANK")
 # A host that has not acknowledged anything for so long is cut off: just before the watchdog's limit, if that is longer.
 _LIMIT = os.environ.get("HVDKIT_HEARTBEAT_SECONDS", "").partition(".")[0]
-CONNECT_SECONDS, SILENT_SECONDS = 10.0, min(max(9, int(_LIMIT) - 1), 86_400) if _LIMIT.isdigit() else 9
+# `hvdkit run` may have thousands of other ranks to answer.
+CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 60.0
+SILENT_SECONDS = min(max(9, int(_LIMIT) - 1), 86_400) if _LIMIT.isdigit() else 9
 # So long the program has once `hvdkit run` is gone; and its children, which hold its pipes, after it.
 ORPHAN_SECONDS, DRAIN_SECONDS = 5.0, 0.3
+_LONGEST_CHALLENGE, _LONGEST_REPORT = 4096, 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Lost(Exception):
     """The connection to ``hvdkit run`` has ended."""
+
+
+def proof(token: str, role: str, *nonces: str) -> str:
+    """Return what only an end of the connection that knows the token can say, for these nonces alone."""
+    return hmac.new(token.encode(), " ".join([role, *nonces]).encode(), hashlib.sha256).hexdigest()
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -103,19 +121,37 @@ class Connection:
     """The way to ``hvdkit run``."""
 
     def __init__(self, told: str) -> None:
-        port, token, *addresses = told.split()
-        self.token = token
-        problem: OSError | None = None
+        port, self.token, *addresses = told.split()
+        problem: Exception | None = None
         for address in addresses:
             try:
                 self.socket = socket.create_connection((address, int(port)), CONNECT_SECONDS)
-                break
             except OSError as error:
                 problem = error
-        else:
-            where = f"{', '.join(addresses)} port {port}"
-            raise OSError(f"hvdkit run cannot be reached at {where} ({problem}); name another --interface")
-        keep_alive(self.socket)
+                continue
+            try:
+                keep_alive(self.socket)
+                self.socket.settimeout(ANSWER_SECONDS)
+                self._authenticate()
+                return
+            except (OSError, Lost) as error:  # an address such as a bridge's own may lead to another machine
+                self.socket.close()
+                problem = error
+        where = f"{', '.join(addresses)} port {port}"
+        raise OSError(f"hvdkit run cannot be reached at {where} ({problem}); name another --interface")
+
+    def _authenticate(self) -> None:
+        """Have the other end prove that it knows the token, and prepare the proof of this one."""
+        mine = secrets.token_hex(16)
+        self.send(HELLO, json.dumps({"nonce": mine}).encode())
+        try:
+            answer = json.loads(self._receive_frame(_LONGEST_CHALLENGE))
+            theirs, shown = str(answer["nonce"]), str(answer["proof"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            theirs = shown = ""
+        if not hmac.compare_digest(shown.encode(errors="replace"), proof(self.token, "run", mine, theirs).encode()):
+            raise Lost("what listens there does not know the token of this job")
+        self.proof = proof(self.token, "rank", mine, theirs)
 
     def send(self, kind: int, payload: bytes) -> None:
         data = memoryview(HEADER.pack(kind, len(payload)) + payload)
@@ -141,27 +177,41 @@ class Connection:
     def greet(self, host: str) -> dict:
         """Say who this is; return the settings that come back."""
         place = {name: value for name, value in os.environ.items() if name.startswith(PLACE)}
-        self.send(HELLO, json.dumps({"token": self.token, "host": host, "place": place}).encode())
+        self.send(HELLO, json.dumps({"proof": self.proof, "host": host, "place": place}).encode())
         self.socket.settimeout(None)
+        try:
+            return json.loads(self._receive_frame())
+        except Lost:
+            words = "hvdkit run refused this rank: the engine has not set its rank number; is it of another MPI?"
+            raise Lost(words) from None
+
+    def _receive_frame(self, longest: int | None = None) -> bytes:
         length = HEADER.unpack(self._receive(HEADER.size))[1]
-        return json.loads(self._receive(length))
+        if longest is not None and length > longest:
+            raise Lost("what listens there is not hvdkit run")
+        return self._receive(length)
 
     def _receive(self, count: int) -> bytes:
-        data = self.socket.recv(count, socket.MSG_WAITALL)
-        if len(data) < count:
-            raise Lost("hvdkit run refused this rank: the engine did not tell it its place; is it of another MPI?")
+        data = b""
+        while len(data) < count:
+            part = self.socket.recv(count - len(data))
+            if not part:
+                raise Lost("what listens there has closed the connection")
+            data += part
         return data
 
 
 class Program:
     """The program of this rank: its process, and where its output is read."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], terminal: dict | None) -> None:
+    def __init__(self, command: list[bytes], environment: dict[str, str], terminal: dict | None, report: str) -> None:
         self.signals: list[int] = []  # that came to this wrapper by others than hvdkit run
         self.status: int | None = None
         self.stopped_at: float | None = None
         outputs = [_pipe(terminal), _pipe(terminal)]
-        self.files = {outputs[0][0]: STDOUT, outputs[1][0]: STDERR}
+        reader, writer = os.pipe()
+        self.files = {outputs[0][0]: STDOUT, outputs[1][0]: STDERR, reader: REPORT}
+        environment = {**environment, report: f"{writer} {os.fstat(writer).st_ino}"}
         me = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
@@ -171,16 +221,17 @@ class Program:
                     os._exit(137)
                 os.dup2(outputs[0][1], 1)
                 os.dup2(outputs[1][1], 2)
+                os.set_inheritable(writer, True)
                 for number in (*SIGNALS_PASSED_ON, signal.SIGCHLD, signal.SIGPIPE):
                     signal.signal(number, signal.SIG_DFL)
                 os.execvpe(command[0], command, environment)
             except OSError as error:
-                os.write(2, f"hvdkit run: {command[0]}: {error.strerror}\n".encode())
+                os.write(2, b"hvdkit run: %b: %b\n" % (command[0], str(error.strerror).encode()))
                 os._exit(127 if isinstance(error, FileNotFoundError) else 126)
             finally:
                 os._exit(126)
-        for _, writer in outputs:
-            os.close(writer)
+        for file in (outputs[0][1], outputs[1][1], writer):
+            os.close(file)
 
     def kill(self, number: int) -> None:
         if self.status is None:
@@ -222,6 +273,7 @@ class Wrapper:
         self.stopped_seconds = stopped_seconds
         self.lost = self.leave = False
         self.deadline: float | None = None
+        self.report = b""
         self.selector = selectors.DefaultSelector()
         for file in (*program.files, wakeup, connection.socket.fileno()):
             self.selector.register(file, selectors.EVENT_READ)
@@ -274,8 +326,15 @@ class Wrapper:
             data = os.read(file, 65536)
         except OSError:  # a terminal whose writers are gone
             data = b""
+        kind = self.program.files[file]
+        if data and kind == REPORT:
+            *reports, self.report = (self.report + data[:_LONGEST_REPORT]).split(b"\n")
+            self.report = self.report[:_LONGEST_REPORT]
+            for one in reports:
+                self._send(REPORT, one)
+            return
         if data:
-            self._send(self.program.files[file], data)
+            self._send(kind, data)
             return
         self.selector.unregister(file)
         del self.program.files[file]
@@ -326,12 +385,31 @@ def _catch_signals() -> int:
 def told() -> str:
     """Return what the variable, or the file that it names, says of ``hvdkit run``."""
     text = os.environ[VARIABLE]
-    return _read(text) if text.startswith("/") else text
+    return read_private(text) if text.startswith("/") else text
 
 
-def main(arguments: list[str]) -> int:
-    """Run the program named after ``--``; return its exit code."""
-    command = arguments[arguments.index("--") + 1 :]
+def read_private(path: str) -> str:
+    """Return the text of a file that only this user can have written, in a folder of which the same holds.
+
+    Raises:
+        OSError: another user may have written it.
+    """
+    folder = path.rpartition("/")[0]
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for what, found, is_kind in (
+            (folder, os.lstat(folder), stat.S_ISDIR),
+            (path, os.fstat(file), stat.S_ISREG),
+        ):
+            if not is_kind(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+                raise OSError(f"{what} is not private: user {found.st_uid}, mode {found.st_mode:o}; start again")
+        return os.read(file, _LONGEST_CHALLENGE).decode()
+    finally:
+        os.close(file)
+
+
+def main() -> int:
+    """Run the program that ``hvdkit run`` names; return its exit code."""
     host = socket.gethostname()
     adopt_orphans()
     wakeup = _catch_signals()
@@ -342,9 +420,10 @@ def main(arguments: list[str]) -> int:
         print(f"hvdkit run: on {host}: {error}", file=sys.stderr)
         return 1
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE} | settings["environment"]
-    program = Program(command, environment, settings["terminal"])
+    command = [word.encode("latin-1") for word in settings["command"]]  # bytes, in JSON
+    program = Program(command, environment, settings["terminal"], settings["report"])
     return Wrapper(connection, program, wakeup, settings["stopped_seconds"]).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

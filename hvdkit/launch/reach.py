@@ -229,29 +229,3 @@ def reaching(named: str | None) -> Network:
         got = named or "none that reaches other hosts"
         raise ClusterError(describe("--interface", got, "an interface that other hosts can reach", "name another"))
     return Network(named, tuple(one.address for one in found))
-
-
-def deliver(hosts: Sequence[str], ssh_args: str, timeout: float, path: Path, text: str | None) -> None:
-    """Write a file that only its owner can read on all hosts, or, for no ``text``, remove it.
-
-    Raises:
-        ClusterError: it could not be written somewhere.
-    """
-    script = f"umask 077; mkdir -p {shlex.quote(str(path.parent))} && cat > {shlex.quote(str(path))}"
-    if text is None:
-        script = f"rm -rf {shlex.quote(str(path.parent))}"
-
-    def send(host: str) -> str | None:
-        command = ssh_command(host, ssh_args, timeout, ["sh", "-c", script])
-        try:
-            done = subprocess.run(command, input=text or "", capture_output=True, text=True, timeout=timeout)
-        except subprocess.TimeoutExpired:
-            return f"host {host}: it does not answer within {timeout:g} s"
-        except FileNotFoundError:
-            return "there is no ssh here; install an OpenSSH client"
-        return None if done.returncode == 0 else f"host {host}: {refusal(host, done.returncode, done.stderr)}"
-
-    with ThreadPoolExecutor(min(64, len(hosts))) as pool:
-        problems = [problem for problem in pool.map(send, hosts) if problem]
-    if problems and text is not None:
-        raise ClusterError("\n".join(problems))

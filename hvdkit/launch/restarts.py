@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hvdkit.errors import NonFiniteError
 from hvdkit.launch.hosts import Host, placed
 from hvdkit.launch.output import Output
 from hvdkit.launch.reach import Network, refuse
@@ -72,8 +73,11 @@ def pause(base: float, restart: int) -> float:
 
 
 def is_final(verdict: Verdict) -> bool:
-    """Say whether an attempt is not to be repeated: it is done, was stopped, or its command line was wrong."""
-    return verdict.code in (0, USAGE) or verdict.stopped
+    """Say whether an attempt is not to be repeated.
+
+    It is done, was stopped, its command line was wrong, or its values became NaN or infinite.
+    """
+    return verdict.code in (0, USAGE, NonFiniteError.exit_code) or verdict.stopped
 
 
 def run(job: Job, program: Sequence[str], output: Output, signals: Signals) -> int:
@@ -99,6 +103,11 @@ def run(job: Job, program: Sequence[str], output: Output, signals: Signals) -> i
         if verdict.line:
             output.line(f"hvdkit run: {verdict.line}")
         if is_final(verdict):
+            if verdict.code == NonFiniteError.exit_code and restart < config.max_restarts:
+                output.line(
+                    f"hvdkit run: not starting again: exit code {verdict.code} means that values became NaN or "
+                    "infinite, and the same steps would give the same values"
+                )
             return verdict.code
         book.failed(verdict.host)
         again, too_few = None, False

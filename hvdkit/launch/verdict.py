@@ -6,11 +6,9 @@ import re
 import signal
 from dataclasses import dataclass, field
 
-from hvdkit.cluster.logs import DIED
+from hvdkit.cluster.report import FailureReport
 
-# What hvdkit's ranks say before they end (cluster.logs.last_line), and Open MPI of a rank that called MPI_Abort.
-_SAID = re.compile(rb"^(?:\[rank \d+\] )?hvdkit: rank (\d+) on (\S+) (.+)", re.MULTILINE)
-_FOLLOWS = b"another rank left the job"
+# What Open MPI's mpirun says of a rank that called MPI_Abort: it ends all wrappers at once, and says so nowhere else.
 _ABORTED = re.compile(r"MPI_ABORT was invoked on rank (\d+).*?errorcode (-?\d+)", re.DOTALL)
 _ENDED_BY_OTHERS = {-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGKILL}
 _HINTS = {
@@ -53,37 +51,39 @@ class Rank:
 
 @dataclass
 class Course:
-    """The course of one attempt, told event by event; :meth:`verdict` judges it in the end."""
+    """The course of one attempt, event by event; :meth:`verdict` judges it in the end."""
 
     size: int
     engine: str
     ranks: dict[int, Rank] = field(default_factory=dict)
     first: int | None = None
-    words: str | None = None
+    report: FailureReport | None = None
     stopped_by: signal.Signals | None = None
     # SIGUSR1 or SIGUSR2 was passed on, or Slurm has signalled a rank itself: schedulers announce the end of a job so.
     notified: bool = False
     # It was ended after all ranks: its exit code says nothing then, and neither do the seconds that a large job needs.
     engine_ended_by_us: bool = False
     engine_lines: list[str] = field(default_factory=list)
+    # Counted as ranks end, so that an end costs the same whatever their number: the ranks that are over, and the exit
+    # codes of those that failed and were not ended after another.
+    _over: int = 0
+    _failures: set[int | None] = field(default_factory=set)
 
     def began(self, rank: int, host: str) -> None:
         self.ranks[rank] = Rank(host)
 
-    def said(self, rank: int, data: bytes) -> None:
-        """Note who failed and why, by the first word of a rank: what is said later follows from it.
+    def said(self, rank: int, report: FailureReport) -> None:
+        """Note which rank failed and why, by the first report that ``rank`` or another one hands over.
 
-        A rank that speaks of another one has heard all of them (the watchdog): it knows better than the order in which
-        their ends became known here. One that speaks of itself may have been let down by the first.
+        A rank that reports another one has heard all of them (the watchdog): it knows better than the order in which
+        their ends became known here. One that reports itself may have been let down by the first.
         """
-        found = _SAID.search(data)
-        if found is None or self.words is not None:
+        if self.report is not None:
             return
-        at_fault = int(found[1])
-        if _FOLLOWS in found[3]:
+        if report.follows and report.rank == rank:
             self.ranks[rank].follows = True
-        elif at_fault in self.ranks and (at_fault != rank or self.first in (None, rank)):
-            self.first, self.words = at_fault, found[3].decode(errors="replace").strip()
+        elif report.rank in self.ranks and (report.rank != rank or self.first in (None, rank)):
+            self.first, self.report = report.rank, report
 
     def ended(self, rank: int, code: int, signals: list[int], stopped: bool = False) -> None:
         """Note the end of a rank's program.
@@ -106,18 +106,21 @@ class Course:
 
     def _first(self, rank: int) -> None:
         one = self.ranks[rank]
+        self._over += 1
+        if one.failed and not one.ended_by_us:
+            self._failures.add(one.code)
         if self.first is None and self.stopped_by is None and one.failed and not (one.ended_by_us or one.follows):
             self.first = rank
 
     @property
     def failing(self) -> bool:
         """Say whether some rank has ended badly, so that the rest cannot go on."""
-        return self.stopped_by is None and bool(self._failed_by_themselves())
+        return self.stopped_by is None and bool(self._failures)
 
     @property
     def saving(self) -> bool:
         """Say whether the ranks that have ended did so to go on later, so that the others are about to."""
-        return {self.ranks[rank].code for rank in self._failed_by_themselves()} == {PREEMPTED}
+        return self._failures == {PREEMPTED}
 
     def _failed_by_themselves(self) -> list[int]:
         return [rank for rank, one in self.ranks.items() if one.failed and not one.ended_by_us]
@@ -125,41 +128,44 @@ class Course:
     @property
     def over(self) -> bool:
         """Say whether every rank has come and gone."""
-        return len(self.ranks) == self.size and all(rank.over for rank in self.ranks.values())
+        return self._over == self.size
 
     def verdict(self, engine_code: int, seconds: float) -> Verdict:
         """Judge how the attempt ended, once the engine has ended with ``engine_code``."""
         tail = f"; the job ended after {seconds:.1f} s"
         if self.stopped_by is not None:
             return self._stopped(tail)
+        if self.over and all(rank.code == 0 for rank in self.ranks.values()):  # whatever else was reported
+            unusual = engine_code != 0 and not self.engine_ended_by_us
+            words = f"{self.engine} ended with exit code {engine_code} after all ranks had ended with 0{tail}"
+            return Verdict(0, words if unusual else "")
+        aborted = None
         if self.first is None and (found := _ABORTED.search("\n".join(self.engine_lines))):
             self.first = int(found[1]) if int(found[1]) in self.ranks else None
             if self.first is not None:
                 code = int(found[2]) & 0xFF or 1
-                self.ranks[self.first].code, self.words = code, f"called MPI_Abort with {code}"
+                self.ranks[self.first].code, aborted = code, f"called MPI_Abort with {code}"
         failed = [self.first] if self.first is not None else self._failed_by_themselves()
         if failed:
-            return self._failed(failed[0], engine_code, tail)
+            return self._failed(failed[0], engine_code, tail, aborted)
         missing = [rank for rank in range(self.size) if rank not in self.ranks]
         unfinished = [rank for rank, one in sorted(self.ranks.items()) if one.code != 0]
-        if not missing and not unfinished and (engine_code == 0 or self.engine_ended_by_us):
-            return Verdict(0, "")
         if missing and not self.ranks:
             what = f"{self.engine} ended with exit code {engine_code} before any rank began"
         elif missing:
             what = f"of {self.size} ranks {', '.join(map(str, missing))} never began"
-        elif unfinished:
+        else:
             rank = unfinished[0]
             what = f"rank {rank} on {self.ranks[rank].host} {how(self.ranks[rank].code)}"
-        else:
-            what = f"{self.engine} ended with exit code {engine_code} after all ranks had ended with 0"
         said = next((line for line in reversed(self.engine_lines) if line.strip(" -*")), "")
         quoted = f", saying: {said.strip()}" if said else ""
         return Verdict(shell_code(engine_code) or 1, f"{what}{quoted}{tail}")
 
-    def _failed(self, rank: int, engine_code: int, tail: str) -> Verdict:
+    def _failed(self, rank: int, engine_code: int, tail: str, aborted: str | None) -> Verdict:
         one = self.ranks[rank]
-        if one.lost and self.words is None:
+        if aborted is not None:
+            words = aborted
+        elif one.lost and self.report is None:
             words = "is out of reach (its host is down, the network is cut, or its wrapper was killed)"
         else:
             words = self._words(one)
@@ -173,14 +179,13 @@ class Course:
         return Verdict(code, line, rank, one.host, stopped=self.notified and code == PREEMPTED)
 
     def _words(self, one: Rank) -> str:
-        """Return what is known of a rank's end: its own words, and the signal, which ranks cannot see."""
+        """Return what is known of a rank's end: the report, and the signal, which ranks cannot see."""
         ended = "was stopped (SIGSTOP), and did not go on" if one.stopped else how(one.code)
-        if self.words is None:
+        if self.report is None:
             return ended
-        if DIED not in self.words or one.code is None or one.ended_by_us:
-            return self.words
-        step = re.search(r" at step \d+", self.words)
-        return ended + (step[0] if step else "")
+        if not self.report.died or one.code is None or one.ended_by_us:
+            return self.report.words
+        return ended + self.report.at
 
     def _stopped(self, tail: str) -> Verdict:
         assert self.stopped_by is not None

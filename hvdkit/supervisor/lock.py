@@ -1,4 +1,4 @@
-"""One run at a time writes to a ``logdir``: the second one is refused, and told who the first is."""
+"""One run at a time writes to a ``logdir``; a second one is refused with an error that names the first."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import socket
+import struct
 import sys
 import time
 from datetime import datetime, timezone
@@ -25,22 +26,25 @@ NAME = ".lock"
 _TAKEN = {errno.EACCES, errno.EAGAIN}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _WAIT_FOR_HOLDER_SECONDS = 1.0
+# struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, process. Zeros are the whole file.
+_FLOCK = struct.Struct("hh4xqqi4x")
 
-# Folders locked by this process: POSIX gives a process the same lock twice, and takes both away when it closes
-# either. By device and inode, for one folder has many paths; with the process id, for a forked child inherits this
-# table though not the locks.
-_HELD: dict[tuple[int, int], int] = {}
+# Folders that this process has locked, by device and inode, since one folder has many paths.
+_HELD: dict[tuple[int, int], LogdirLock] = {}
 
 
 class LogdirLock:
     """The right to write to ``logdir``, held until :meth:`release` or the end of the process, however it ends.
 
-    A POSIX record lock on ``logdir/.lock``. Such locks belong to the process: the kernel frees them when it is
-    killed, a child that outlives it does not hold them (as it would those of ``flock``), and NFS has them across
-    hosts. The file describes its holder as JSON; it is never removed nor replaced, for whoever waits at it would
-    hold the lock of a file that nobody else sees.
+    An open-file-description lock on ``logdir/.lock`` (Linux 3.15 and later; see fcntl(2)). The kernel frees it when the
+    process is killed. Code of the same process may open and close the file, e.g. to copy ``logdir``; a POSIX record
+    lock would be lost by that. Forked children close their copy of the descriptor. Systems without such locks get a
+    record lock. The file describes its holder as JSON; it is never removed or replaced, because a process that waits
+    for it would then hold the lock of a file that no other process sees.
 
-    No code of this process may open and close ``logdir/.lock`` meanwhile: closing it frees the lock.
+    NFS: clients pass the lock to the server, so that it excludes runs on other hosts. A server that restarts, or that
+    does not hear from the client for its lease time, may give the lock to another run. File systems without locks give
+    a warning. So :meth:`verify` is called before each checkpoint gets its name.
 
     Args:
         logdir: the folder; made if it is missing.
@@ -59,6 +63,7 @@ class LogdirLock:
         self._path = self._logdir / NAME
         self._key: tuple[int, int] | None = None
         self._file = -1
+        self._holder: dict[str, Any] = {}
 
     def __enter__(self) -> LogdirLock:
         self.acquire()
@@ -79,7 +84,7 @@ class LogdirLock:
             self._logdir.mkdir(parents=True, exist_ok=True)
             status = self._logdir.stat()
         key = status.st_dev, status.st_ino
-        if _HELD.get(key) == os.getpid():
+        if key in _HELD:
             raise CheckpointError(
                 describe(
                     "logdir",
@@ -88,43 +93,82 @@ class LogdirLock:
                     "leave the first before you enter the second, or give it another logdir",
                 )
             )
-        with naming_file(self._path, "written"):
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._holder = _myself()
+        self._file = self._take()
+        self._key = key
+        _HELD[key] = self
+
+    def verify(self) -> None:
+        """Raise unless this run still holds the lock. Take it again if it was lost and no other run has had it.
+
+        Raises:
+            CheckpointError: another run holds ``logdir``, or has held it meanwhile.
+        """
+        if self._key is None:
+            raise CheckpointError(f"{self._path}: this run has given the lock back, and writes no more")
+        held = os.fstat(self._file)
         try:
-            self._lock(file)
+            found = self._path.stat()
+        except FileNotFoundError:  # removed by hand
+            found, replacement = held, self._take()
+            os.close(self._file)
+            self._file = replacement
+        if (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):  # replaced, by a copy or by another run's
             with naming_file(self._path, "written"):
-                _write(file, json.dumps(_myself()))
-        except BaseException:
-            os.close(file)
-            raise
-        self._file, self._key = file, key
-        _HELD[key] = os.getpid()
+                replacement = os.open(self._path, os.O_RDWR)
+            os.close(self._file)
+            self._file = replacement
+        self._lock(self._file)  # succeeds at once if it is held already
+        holder = _holder(self._file)
+        if holder != self._holder:
+            raise CheckpointError(self._refusal(holder, "has taken"))
 
     def release(self) -> None:
         """Give the lock back; without it, or in a forked child of its holder, this does nothing."""
         key, file = self._key, self._file
         self._key, self._file = None, -1
-        if key is None or _HELD.get(key) != os.getpid():
+        if key is None:
             return
-        del _HELD[key]
+        _HELD.pop(key, None)
         with contextlib.suppress(OSError):
-            os.ftruncate(file, 0)
+            if _holder(file) == self._holder:
+                os.ftruncate(file, 0)
         os.close(file)
+
+    def _forget(self) -> None:
+        """In a forked child: close the copy of the descriptor, with which the child would keep the lock."""
+        os.close(self._file)
+        self._key, self._file = None, -1
+
+    def _take(self) -> int:
+        """Open and lock the file, write who holds it, and return the descriptor."""
+        with naming_file(self._path, "written"):
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            self._lock(file)
+            with naming_file(self._path, "written"):
+                _write(file, json.dumps(self._holder))
+        except BaseException:
+            os.close(file)
+            raise
+        return file
 
     def _lock(self, file: int) -> None:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_file(file)
         except OSError as error:
             if error.errno in _TAKEN:
                 raise CheckpointError(self._refusal(_holder(file))) from None
             if error.errno not in _NO_LOCKS:
                 raise CheckpointError(f"{self._path}: cannot be locked ({error.strerror})") from error
-            get_logger().warning(
-                "%s: its file system has no locks (%s); see to it yourself that no second run writes there",
-                self._logdir, error.strerror,
-            )  # fmt: skip
+            if self._key is None:  # at the first time only
+                get_logger().warning(
+                    "%s: its file system has no locks (%s); make sure that no second run writes there",
+                    self._logdir,
+                    error.strerror,
+                )
 
-    def _refusal(self, holder: dict[str, Any] | None) -> str:
+    def _refusal(self, holder: dict[str, Any] | None, verb: str = "writes to") -> str:
         if holder is None:
             who, stop = "another run, which has not said who it is", f"find it with: lslocks | grep {NAME}"
         else:
@@ -132,7 +176,7 @@ class LogdirLock:
             stop = f"stop it (kill {holder['pid']} on {holder['host']})"
         return describe(
             "logdir",
-            f"{self._logdir}, which another run writes to ({who})",
+            f"{self._logdir}, which another run {verb} ({who})",
             "a logdir of this run's own",
             f"wait until that run ends, {stop}, or pass another logdir",
         )
@@ -148,9 +192,23 @@ def _myself() -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "user": user,
-        "command": shlex.join(sys.orig_argv),
+        # Not its arguments, which may hold secrets: other users may be able to read this file.
+        "command": shlex.join([Path(sys.executable).name, sys.argv[0] or "-"]),
         "since": datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds"),
     }
+
+
+def _lock_file(file: int) -> None:
+    """Lock the whole of an open file for its open file description, or for this process if there is no such lock."""
+    command = getattr(fcntl, "F_OFD_SETLK", None)
+    if command is not None:
+        try:
+            fcntl.fcntl(file, command, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # of an old kernel, or a file system that does not know the command
+                raise
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _write(file: int, text: str) -> None:
@@ -161,7 +219,7 @@ def _write(file: int, text: str) -> None:
 
 
 def _holder(file: int) -> dict[str, Any] | None:
-    """Read who holds the lock, or None where it does not say so: between locking and writing lies a moment."""
+    """Read who holds the lock, or None if the file does not say so for a second: a run locks first, then writes."""
     until = time.monotonic() + _WAIT_FOR_HOLDER_SECONDS
     while True:
         try:
@@ -171,3 +229,12 @@ def _holder(file: int) -> dict[str, Any] | None:
             if time.monotonic() > until:
                 return None
         time.sleep(0.02)
+
+
+def _forget_all() -> None:
+    for lock in _HELD.values():
+        lock._forget()
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

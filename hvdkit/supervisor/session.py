@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdkit import cluster
 from hvdkit.arguments import integer
-from hvdkit.checkpoint.store import agreed_state, together
+from hvdkit.checkpoint.saving import agreed_state, together
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import PROGRESS, spending
 from hvdkit.errors import CheckpointError, HvdkitError, describe
@@ -63,7 +63,8 @@ class Supervisor:
         asynchronous: write timed saves behind the training.
         gather: ranks share no file system: the chief writes everything, and saves hold the training up.
         stop_on_nonfinite: raise NonFiniteError when the loss given to :meth:`step` is NaN or infinite; it is looked
-            at when the ranks agree, and before every save.
+            at when the ranks agree, and before every save. Also if a save finds NaN or infinite weights, moving
+            statistics or optimizer slots. False: warn and train on. Such a checkpoint is never kept, in either case.
 
     Attributes:
         logdir: as given.
@@ -118,8 +119,17 @@ class Supervisor:
         self._position = Position(data)
         self._state = trained_state(model, self._optimizer, variables, state, self._position)
         self._seconds, self._save_steps = save_model_secs or math.inf, save_steps
-        keep = {"max_to_keep": max_to_keep, "keep_every": keep_every}
-        self._saver = Saver(self._folder, self._state, gather=gather, asynchronous=asynchronous, **keep)
+        self._lock = LogdirLock(self.logdir)
+        self._saver = Saver(
+            self._folder,
+            self._state,
+            max_to_keep=max_to_keep,
+            keep_every=keep_every,
+            gather=gather,
+            asynchronous=asynchronous,
+            permitted=self._lock.verify,
+            stop_on_nonfinite=stop_on_nonfinite,
+        )
         self._summary_steps = summary_steps
         self._asynchronous, self._gather = asynchronous, gather
         self._stop_on_nonfinite = stop_on_nonfinite
@@ -127,7 +137,6 @@ class Supervisor:
             DivergenceDetector(lambda: replicated(model, self._optimizer), every=check_steps) if check_steps else None
         )
         self._pace = Pace(min(_AGREE_SECONDS, self._seconds / 5))
-        self._lock = LogdirLock(self.logdir)
         self._signals = StopSignals()
         self._summaries: Summaries | None = None
         self._wants_stop = self._stopping = self._open = False
@@ -216,9 +225,9 @@ class Supervisor:
                 each is written to the summaries.
 
         Raises:
-            CheckpointError: a save has failed on some rank.
+            CheckpointError: a save has failed on some rank, or another run has taken ``logdir``.
             CollectiveMismatchError: parameters have come to differ between ranks.
-            NonFiniteError: ``loss`` is NaN or infinite on some rank.
+            NonFiniteError: ``loss``, or a variable that was to be saved, is NaN or infinite on some rank.
         """
         self.advance(1, scalars)
 
@@ -247,11 +256,15 @@ class Supervisor:
 
         Raises:
             CheckpointError: a rank could not write its part; the previous checkpoint is as it was.
+            NonFiniteError: a variable is NaN or infinite on some rank; the previous checkpoint is as it was. With
+                ``wait`` it is raised even if ``stop_on_nonfinite`` is False, since there is no checkpoint to return.
         """
         self._require_open()
         path = self._begin_save()
         if wait or not self._asynchronous:
             self._saver.settle()
+            if wait and self._saver.dropped is not None:
+                raise self._saver.dropped
         return path
 
     def request_stop(self) -> None:
@@ -325,7 +338,8 @@ class Supervisor:
         told = next((word.signal for word in words if word.signal), None)
         if told and not last:
             self._preempted = told
-            self.save()
+            self.save(wait=False)
+            self._saver.settle()
             if cluster.is_chief():
                 get_logger().warning("%s: saved at step %d; the same command goes on from there", told, step)
         elif save or (words[0].save_now and not self._saver.busy):

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit import cluster
-from hvdkit.checkpoint.folder import listed, mark_damaged, tidy
-from hvdkit.checkpoint.store import agreed_state, check_shared, restore, together
+from hvdkit.checkpoint.folder import listed, tidy
+from hvdkit.checkpoint.restoring import restore
+from hvdkit.checkpoint.saving import agreed_state, check_shared, together
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives import broadcast_variables
 from hvdkit.errors import CollectiveMismatchError, CorruptCheckpointError
@@ -40,11 +41,11 @@ def check_data(data: Any) -> None:
 def restore_or_initialise(folder: Path, state: Callable[[], Mapping[str, Any]], *, gather: bool) -> Path | None:
     """Restore the newest good checkpoint of ``folder``; return it, or None after a start from the chief's values.
 
-    A damaged one is named, noted and passed over.
+    A damaged one is named and skipped.
 
     Raises:
         CheckpointError: the newest is of another model.
-        CorruptCheckpointError: there are checkpoints, and none is good. Nothing is begun anew over them.
+        CorruptCheckpointError: there are checkpoints, and none is good. They are not overwritten.
     """
     paths = cluster.exchange().broadcast(together(lambda: listed(folder) if cluster.is_chief() else []), 0)
     damage = []
@@ -54,8 +55,7 @@ def restore_or_initialise(folder: Path, state: Callable[[], Mapping[str, Any]], 
         except CorruptCheckpointError as error:
             damage.append(str(error))
             if cluster.is_chief():
-                get_logger().warning("checkpoint %s is damaged, and passed over: %s", path.name, error)
-                mark_damaged(path, str(error))
+                get_logger().warning("checkpoint %s is damaged, and skipped: %s", path.name, error)
         else:
             return path
     if paths:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvdkit import cluster
+from hvdkit.checkpoint.saving import Progress
 from hvdkit.errors import CollectiveMismatchError, NonFiniteError, describe
 
 
@@ -18,7 +19,7 @@ class Word(NamedTuple):
         stop: it was asked to stop.
         signal: the signal that told it to, or None.
         loss: its last loss; 0 where there is none.
-        saving: whether its part of the save under way is done, and what went wrong.
+        saving: how far it is with the save under way.
         save_now: a save is due by the clock.
         interval: steps until the next agreement.
     """
@@ -27,7 +28,7 @@ class Word(NamedTuple):
     stop: bool
     signal: str | None
     loss: float
-    saving: tuple[bool, str | None]
+    saving: Progress
     save_now: bool
     interval: int
 

@@ -38,6 +38,13 @@ def fail() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if FAULT == "hang":
         time.sleep(1000)
+    if FAULT == "hk.busy":  # for longer than others may wait for a rank that works
+        with hk.busy("uploading"):
+            time.sleep(7 * float(os.environ["HVDKIT_WATCHDOG_SECONDS"]))
+    if FAULT == "killed in hk.busy":
+        with hk.busy("uploading"):
+            time.sleep(float(os.environ["HVDKIT_HEARTBEAT_SECONDS"]))  # rank 0 knows of it
+            os.kill(os.getpid(), signal.SIGKILL)
     if FAULT == "busy":  # holds Python's lock, longer than the heartbeat's limit: no failure
         sum(range(120_000_000))
         time.sleep(0.5)

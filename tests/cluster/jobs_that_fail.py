@@ -20,6 +20,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from hosts import Hosts  # noqa: E402
 from jobs import BIN, environment  # noqa: E402
+from speed import WAIT, slowdown  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("faulty.py")
 PATHS = f"{SCRIPT.parents[2]}{os.pathsep}{SCRIPT.with_name('absent')}"
@@ -30,6 +31,8 @@ LAUNCHERS = {
     "hvdkit run": ["hvdkit", "run"],
     "hvdkit run, Gloo": ["hvdkit", "run", "--engine", "gloo"],
 }
+# The last line of a job, whatever its launcher writes before it.
+HVDKIT_LINE = re.compile(r"^(\[[\d,]+\]<std\w+>: ?)?hvdkit( run)?: ")
 _GONE_SECONDS = 5.0
 
 
@@ -42,7 +45,7 @@ class Ending:
         seconds: from the fault until no process of the job was left.
         output: everything that was written.
         last: the last line of hvdkit, without the launcher's tag.
-        left: processes that outlived the launcher by five seconds.
+        left: processes that outlived the launcher by five seconds times the machine's slowdown.
     """
 
     code: int | None
@@ -60,7 +63,7 @@ def run(
     at: int = 1,
     hosts: Hosts | None = None,
     act: Callable[[], None] | None = None,
-    limit: float = 60,
+    limit: float = WAIT,
     steps: int = 40,
     **extra: str,
 ) -> Ending:
@@ -138,7 +141,7 @@ def watch(process: Any, folder: Path, act: Callable[[], None] | None, limit: flo
             if act is not None:
                 act()
                 since = time.time()
-    code, until = process.poll(), time.time() + _GONE_SECONDS
+    code, until = process.poll(), time.time() + _GONE_SECONDS * slowdown()
     while (left := _of(folder)) and code is not None and time.time() < until:
         time.sleep(0.02)
     ended = time.time()

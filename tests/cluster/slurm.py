@@ -10,6 +10,7 @@ Needs Debian's ``slurm-wlm`` and ``munge`` (slurmctld, slurmd, slurm-client).
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import secrets
@@ -27,11 +28,11 @@ from typing import Any
 import hosts as machine
 from hosts import Hosts
 from jobs_that_fail import SCRIPT, Ending, environment, watch
+from speed import WAIT, slowdown
 
 MUNGED, SLURMCTLD, SLURMD = "/usr/sbin/munged", "/usr/sbin/slurmctld", "/usr/sbin/slurmd"
 # A node that has not answered for so long is down; a job that is told to end has KILL_WAIT_SECONDS.
-NODE_SECONDS, KILL_WAIT_SECONDS = 4, 5
-_START_SECONDS = 20.0
+NODE_SECONDS, KILL_WAIT_SECONDS = math.ceil(4 * slowdown()), math.ceil(5 * slowdown())
 _PROGRAMS = (MUNGED, SLURMCTLD, SLURMD, "sbatch", "srun", "scontrol")
 LAUNCHERS = {
     "srun": ["srun", "--mpi=pmix"],
@@ -56,7 +57,7 @@ def run(
     *,
     nodes: int = 3,
     act: Callable[[], None] | None = None,
-    limit: float = 60,
+    limit: float = WAIT,
     **extra: str,
 ) -> Ending:
     """Run the script of :mod:`jobs_that_fail` under Slurm, a rank on each of ``nodes``; rank 1 fails.
@@ -125,7 +126,7 @@ class Slurm:
     def run(self, *command: str, env: dict[str, str] | None = None, check: bool = True) -> str:
         """Run a command of Slurm on the first host; return what it wrote."""
         process = self.start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        written, _ = process.communicate(timeout=60)
+        written, _ = process.communicate(timeout=WAIT)
         if check and process.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {written}")
         return written
@@ -138,7 +139,7 @@ class Slurm:
         """Return what Slurm knows of a job, e.g. JobState, ExitCode, Restarts, NodeList."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "--oneliner", "show", "job", number)))
 
-    def wait(self, number: str, seconds: float = 60, until: Callable[[dict[str, str]], bool] | None = None) -> Any:
+    def wait(self, number: str, seconds: float = WAIT, until: Callable[[dict[str, str]], bool] | None = None) -> Any:
         """Wait until a job has ended, or ``until`` is true of what Slurm knows of it; return that."""
         limit = time.monotonic() + seconds
         while True:
@@ -247,7 +248,7 @@ _MUNGE = {"socket": "socket", "key": "key-file", "log": "log-file", "pid": "pid-
 
 
 def _until(condition: Callable[[], bool], problem: str, details: Callable[[], str]) -> None:
-    limit = time.monotonic() + _START_SECONDS
+    limit = time.monotonic() + WAIT
     while not condition():
         if time.monotonic() > limit:
             raise RuntimeError(f"{problem}:\n{details()}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from speed import WAIT, scaled, slowdown
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -38,7 +40,7 @@ def test_large_messages_go_round_a_ring():
     with Hosts(4) as hosts:
         command = ["mpirun", "-np", "4", *across("mpirun", hosts.list, env), sys.executable, "-c", RING]
         process = hosts[0].start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        output, _ = process.communicate(timeout=90)
+        output, _ = process.communicate(timeout=WAIT)
     assert process.returncode == 0 and "added up by: ring" in output, output
 
 
@@ -47,42 +49,42 @@ def test_a_host_dies():
     with Hosts(3) as hosts:
         ending = run("wait", "hvdkit run", ranks=3, hosts=hosts, act=hosts[1].kill)
     assert ending.last.startswith("hvdkit run: rank 1 on 10.77.0.2 "), ending.output
-    assert ending.code == 1 and not ending.left and ending.seconds < 5, (ending.seconds, ending.left)
+    assert ending.code == 1 and not ending.left and ending.seconds < 5 * slowdown(), (ending.seconds, ending.left)
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_a_host_is_cut_off(launcher):
     with Hosts(3) as hosts:
-        ending = run("wait", launcher, ranks=3, hosts=hosts, act=hosts[1].cut, HVDKIT_HEARTBEAT_SECONDS="4")
-    expected = "has not answered for 4 s: it is stopped, or its host is cut off"
+        ending = run("wait", launcher, ranks=3, hosts=hosts, act=hosts[1].cut, HVDKIT_HEARTBEAT_SECONDS=scaled(4))
+    expected = r"has not answered for \d+ s: it is stopped, or its host is cut off$"
     assert ending.last.startswith("hvdkit: rank 1 on host-b failed at step "), ending.output
-    assert ending.last.endswith(expected), ending.last
+    assert re.search(expected, ending.last), ending.last
     assert ending.code, ending.output
     # What is left on the host that was cut off is ssh's: its ranks have ended too.
     assert not [words for words in ending.left if "ssh" not in words.split()[0]], ending.left
-    assert ending.seconds < 15
+    assert ending.seconds < 15 * slowdown()
 
 
 @pytest.mark.parametrize(
     ("launcher", "words"),
     [
-        ("horovodrun --gloo", "hvdkit: rank 1 on host-b failed at step 20: has not answered for 6 s: it is stopped"),
+        ("horovodrun --gloo", "hvdkit: rank 1 on host-b failed at step 20: has not answered for"),
         ("hvdkit run", "hvdkit run: rank 1 on 10.77.0.2 was stopped (SIGSTOP), and did not go on at step 20;"),
     ],
 )
 def test_a_stopped_rank_alone_on_its_host(launcher, words):
     """Nobody beside it sees that it does not compute, but for hvdkit run: else it is given three times as long."""
     with Hosts(3) as hosts:
-        ending = run("SIGSTOP", launcher, ranks=3, hosts=hosts, HVDKIT_HEARTBEAT_SECONDS="2")
+        ending = run("SIGSTOP", launcher, ranks=3, hosts=hosts, HVDKIT_HEARTBEAT_SECONDS=scaled(2))
     assert ending.last.startswith(words), ending.output
-    assert ending.code and not ending.left and ending.seconds < 12, (ending.seconds, ending.left)
+    assert ending.code and not ending.left and ending.seconds < 12 * slowdown(), (ending.seconds, ending.left)
 
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_lone_rank_that_computes_is_no_failure(at):
     """It holds Python's lock longer than the heartbeat's limit, and its host acknowledges what it is sent."""
     with Hosts(2) as hosts:
-        ending = run("busy", "mpirun", at=at, hosts=hosts, HVDKIT_HEARTBEAT_SECONDS="1")
+        ending = run("busy", "mpirun", at=at, hosts=hosts, HVDKIT_HEARTBEAT_SECONDS=scaled(1))
     assert ending.code == 0 and not ending.last, ending.output
     assert ending.output.count("has trained 40 steps") == 2 and ending.seconds > 3 + 1.5, ending.seconds
 
@@ -95,6 +97,8 @@ def test_a_slow_link_is_no_failure():
             for number in range(3):
                 hosts[number].slow_down("1mbit")
 
-        ending = run("none", "mpirun", ranks=3, hosts=hosts, act=slow_down, steps=150, HVDKIT_HEARTBEAT_SECONDS="3")
+        ending = run(
+            "none", "mpirun", ranks=3, hosts=hosts, act=slow_down, steps=150, HVDKIT_HEARTBEAT_SECONDS=scaled(3)
+        )
     assert ending.code == 0 and not ending.last, ending.output
     assert ending.output.count("has trained 150 steps") == 3 and ending.seconds > 3, ending.seconds

@@ -15,12 +15,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hosts import Hosts
 from jobs_that_fail import SCRIPT, environment
 from slurm import Slurm, missing
+from speed import WAIT, scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = str(ROOT / "launch" / "slurm.sbatch")
 # Programs without a framework, which start at once: one waits for a file; of the other rank 1 fails, twice.
-WAIT = 'echo "rank on $(hostname)"; while [ ! -e "$1" ]; do sleep 0.1; done'
-FAIL = '[ "${OMPI_COMM_WORLD_RANK:-$SLURM_PROCID}" = 1 ] || sleep 60; [ -e "$1" ] && exit 3; touch "$1"; kill -9 $$'
+WAITS = 'echo "rank on $(hostname)"; while [ ! -e "$1" ]; do sleep 0.1; done'
+FAIL = '[ "${OMPI_COMM_WORLD_RANK:-$SLURM_PROCID}" = 1 ] || sleep 4000; [ -e "$1" ] && exit 3; touch "$1"; kill -9 $$'
 WHY = missing()
 pytestmark = pytest.mark.skipif(WHY is not None, reason=f"no Slurm: {WHY}")
 
@@ -35,8 +36,8 @@ def variables(**extra):
     return environment(PYTHONPATH=str(ROOT), TF_CPP_MIN_LOG_LEVEL="2", **extra)
 
 
-def until(condition, seconds, text):
-    limit = time.monotonic() + seconds
+def until(condition, text):
+    limit = time.monotonic() + WAIT
     while not condition():
         assert time.monotonic() < limit, text()
         time.sleep(0.05)
@@ -51,7 +52,7 @@ def test_training_is_preempted_and_goes_on(cluster, tmp_path):
     script = [str(ROOT / "models" / "train.py"), "linear", "--logdir", str(logdir), "--save-model-secs", "0.5"]
     nodes = ["--nodes=3", "--ntasks-per-node=1", f"--output={out}"]
     job = slurm.submit([*nodes, SBATCH, *script, "--sleep", "0.03", "--epochs", "5"], variables())
-    until(lambda: list(logdir.glob("checkpoints/step-*")), 60, out.read_text)
+    until(lambda: list(logdir.glob("checkpoints/step-*")), out.read_text)
     slurm.submit(["--partition=urgent", "--nodes=3", "--ntasks-per-node=4", "--output=/dev/null", "--wrap=true"])
     assert slurm.wait(job)["ExitCode"] == "0:0", out.read_text()
     text = out.read_text()
@@ -78,7 +79,7 @@ def check_lost_nodes(slurm, log, left, queued, text):
 def check_last_words(log, plain, text):
     """Without hvdkit run, too, hvdkit says who failed, where and why; srun waits for no stopped rank."""
     for name, process in plain.items():
-        assert process.wait(60) == (137 if name == "srun" else 3), text()
+        assert process.wait(WAIT) == (137 if name == "srun" else 3), text()
         (line,) = re.findall("^hvdkit: .*", log[name].read_text(), re.MULTILINE)
         cause = r"has not answered for \d+ s: it is stopped" if name == "srun" else r"sys.exit\(3\) while other ranks"
         assert re.match(f"hvdkit: rank 1 on host-b failed at step 20: {cause}", line), text()
@@ -90,7 +91,7 @@ def test_jobs_that_fail(cluster, tmp_path):
     without_pmix = slurm.without_pmix()
     done, marks = tmp_path / "done", tmp_path / "marks"
     log = {name: tmp_path / name for name in ("queued", "left", "fails", "srun", "mpirun")}
-    (tmp_path / "wait").write_text(WAIT)
+    (tmp_path / "wait").write_text(WAITS)
     (tmp_path / "fail").write_text(FAIL)
 
     def text():
@@ -104,20 +105,20 @@ def test_jobs_that_fail(cluster, tmp_path):
         with log[name].open("w") as file:
             command = [*command, sys.executable, str(SCRIPT)]
             command += ["SIGSTOP" if name == "srun" else "sys.exit(3)", "1"]
-            env = variables(HVDKIT_HEARTBEAT_SECONDS="3")
+            env = variables(HVDKIT_HEARTBEAT_SECONDS=scaled(3))
             return slurm.start(command, env=env, stdout=file, stderr=subprocess.STDOUT)
 
     run = f"hvdkit run --slurm --engine mpirun --max-restarts 2 --min-np 1 -- sh {tmp_path}/wait {done}"
     left = submit("left", "--no-kill", "--exclude=host-a", f"--wrap={run}")
     queued = submit("queued", SBATCH, f"{tmp_path}/wait", str(done))
-    until(lambda: text().count("] rank on host-") == 4, 30, text)
+    until(lambda: text().count("] rank on host-") == 4, text)
     hosts[2].kill()
     there = ["--nodes=2", "--ntasks-per-node=1", "--exclude=host-c"]
     plain = {"mpirun": start("mpirun", "salloc", "--quiet", *there, "mpirun")}
     if not without_pmix:
         plain["srun"] = start("srun", "srun", "--mpi=pmix", *there)
     fails = submit("fails", "--exclude=host-c", SBATCH, f"{tmp_path}/fail", str(marks))
-    until(lambda: "] rank on host-a" in log["queued"].read_text(), 60, text)
+    until(lambda: "] rank on host-a" in log["queued"].read_text(), text)
     done.touch()
 
     check_lost_nodes(slurm, log, left, queued, text)

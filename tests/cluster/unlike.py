@@ -33,7 +33,7 @@ for number in range(5):
     sometimes(tf.ones([3]), tf.constant(number == 1 or (number == 3 and odd and KIND == "branch")))
 if KIND == "eager" and odd:
     hk.barrier()  # alone
-for _ in range(30 if KIND == "extra" else 1):
+for _ in range(3000 if KIND == "extra" else 1):
     value = step(tf.ones([3])).numpy()
     time.sleep(0.1 * (KIND == "extra"))
 assert (value == 2).all()

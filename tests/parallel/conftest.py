@@ -20,13 +20,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from speed import STALL, slowdown
 
 import hvdkit as hk
 
-# A rank that failed gives its peers this long to end the same test.
-GRACE_SECONDS = 20
-# No rank spends longer than this in one test, waiting for its peers included.
-TEST_SECONDS = 120
+# A rank that failed gives its peers this long to end the same test, times the machine's slowdown.
+GRACE_SECONDS = 60
+# No rank spends longer than this in one test, waiting for its peers included. The runner ends the launch before.
+TEST_SECONDS = STALL + 60
 
 CLUSTER = hk.init()
 
@@ -56,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     steps = Steps()
     config.stash[STEPS] = steps
     config.option.basetemp = str(steps.folder / f"tmp-{CLUSTER.rank}")
+    config.addinivalue_line("markers", "contract: also runs at 1 and 4 ranks, and under Gloo; the others at 2 and 3")
     faulthandler.register(signal.SIGTERM, steps.stacks, all_threads=True, chain=True)
 
 
@@ -77,7 +79,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     try:
         result = yield
         if item.stash.get(FAILED, False):
-            _limit(GRACE_SECONDS, steps, f"{item.nodeid}, which has failed on this rank")
+            grace = min(GRACE_SECONDS * slowdown(), TEST_SECONDS)
+            _limit(grace, steps, f"{item.nodeid}, which has failed on this rank")
         steps.end_test()
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -156,8 +156,7 @@ def never_stopped():
     return whole.rates, [v.numpy() for v in model.variables]
 
 
-@pytest.mark.parametrize("restorer_first", [True, False])
-@pytest.mark.parametrize("at", [5, 8, 12, 15])
+@pytest.mark.parametrize(("at", "restorer_first"), [(5, True), (8, False), (12, True), (15, False)])
 def test_a_run_continued_with_new_callbacks_equals_one_never_stopped(at, restorer_first, never_stopped):
     """Two epochs of 8 steps; the warm-up ends after 10, and at 13 somebody else lowers the rate."""
     rates, expected = never_stopped
@@ -255,6 +254,7 @@ def test_nobody_is_kept_alive_for_having_a_state():
     assert len(steps._stateful) <= before + 1  # Keras may hold on to the last one
 
 
+@pytest.mark.contract
 def test_divergence_in_fit_ends_it_on_every_rank(rank, size):
     class Tamper(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

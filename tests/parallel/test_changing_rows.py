@@ -12,7 +12,7 @@ from hvdkit.planning.table import BUCKET
 from hvdkit.variable.mixing import bucket_of, first_rows
 from hvdkit.variable.vocabulary import NO_ID
 
-ROWS, WIDTH, STEPS = 3 * BUCKET, 4, 12
+ROWS, WIDTH, STEPS = 3 * BUCKET, 4, 8
 WORDS = keras.initializers.RandomUniform(-1.0, 1.0)
 
 
@@ -102,7 +102,8 @@ def test_rows_and_slots_equal_one_process(evict, name, how, traced, rank, size):
         optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
         return found
 
-    run = tf.function(step, reduce_retracing=True) if traced else step
+    given = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.float64)]
+    run = tf.function(step, input_signature=given) if traced else step
     optimizer.build(layer.trainable_variables)
     evicted = 0
     for number in range(STEPS):
@@ -130,6 +131,7 @@ def test_rows_and_slots_equal_one_process(evict, name, how, traced, rank, size):
     np.testing.assert_array_equal(layer.ids(), before)
 
 
+@pytest.mark.contract
 def test_a_full_bucket_leaves_new_ids_without_a_row(rank, size):
     layer = hk.layers.ShardedEmbedding(1, 2, evict="lru", seed=1)  # one bucket: on one rank
     ids = tf.range(rank * 40, rank * 40 + 40, dtype=tf.int64)
@@ -246,6 +248,7 @@ def test_counts_of_steps_and_the_clock_have_an_end_and_an_order(rank, size):
     assert weights["any_clock"].numpy()[0] == 2
 
 
+@pytest.mark.contract
 def test_who_has_which_row_is_saved(shared_path, rank, size):
     def trained(steps, seed):
         layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, evict="lfu", seed=seed, name="words")

@@ -13,7 +13,10 @@ import pytest
 import tensorflow as tf
 
 import hvdkit as hk
+from hvdkit.checkpoint.folder import note_damage
 from hvdkit.partition import rows_of
+
+pytestmark = pytest.mark.contract
 
 GATHER = pytest.mark.parametrize("gather", [False, True], ids=["shared", "through the chief"])
 
@@ -276,6 +279,20 @@ def test_damage_that_one_rank_meets_is_told_by_all(shared_path, gather, rank, si
     assert all(file.name in text and rows in text for text in told)
     reader = 0 if gather else victim
     assert all(text.startswith(f"rank {reader}: ") for r, text in enumerate(told) if r != reader)
+
+
+def test_only_restoring_everything_removes_the_note_of_damage(shared_path, rank):
+    state = {"a": tf.Variable([1.0]), "b": tf.Variable([2.0])}
+    path = hk.checkpoint.save(shared_path / "step-000000001", state)
+    if rank == 0:
+        note_damage(path, "'b' is damaged")
+    hk.checkpoint.restore(path, {"a": state["a"]})
+    hk.barrier()
+    assert hk.checkpoint.latest(shared_path) is None
+    hk.barrier()
+    hk.checkpoint.restore(path, state)
+    hk.barrier()
+    assert hk.checkpoint.latest(shared_path) == path
 
 
 @pytest.mark.parametrize("victim", ["chief", "last"])

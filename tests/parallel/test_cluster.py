@@ -1,5 +1,6 @@
 """The world of ranks: who am I, beginning, ending and beginning again."""
 
+import importlib
 import logging
 import os
 import socket
@@ -9,7 +10,10 @@ import pytest
 import tensorflow as tf
 
 import hvdkit as hk
+from hvdkit import cluster
 from hvdkit.cluster import launcher
+
+pytestmark = pytest.mark.contract
 
 
 def test_every_rank_knows_its_place(rank, size):
@@ -115,6 +119,19 @@ def test_log_lines_are_whole_and_tagged(capfd, rank, size):
     log = logging.getLogger("hvdkit")
     log.warning("two\nlines of %d", rank)
     log.info("for the chief")
-    tag = f"[rank {rank}] " if size > 1 else ""
+    tag = f"[rank {rank}] " if size > 1 and not launcher.launcher_tags_lines() else ""
     chief = f"{tag}for the chief\n" if rank == 0 else ""
     assert capfd.readouterr().err == f"{tag}two\nlines of {rank}\n{chief}"
+
+
+@pytest.mark.parametrize("largest", [64, 1000])
+def test_objects_of_any_length_travel_in_several_collectives(largest, rank, size, monkeypatch):
+    """One collective carries at most 2^31 - 1 bytes, which many ranks reach with a few MB each."""
+    monkeypatch.setattr(importlib.import_module("hvdkit.cluster.exchange"), "LARGEST", largest)
+    lengths = [0, 5000, 17, 700][:size]
+    mine = bytes([rank]) * lengths[rank]
+    assert hk.allgather_object(mine) == [bytes([r]) * n for r, n in enumerate(lengths)]
+    for root in range(size):
+        assert hk.broadcast_object(mine if rank == root else None, root=root) == bytes([root]) * lengths[root]
+    empty = cluster.exchange().allgather_bytes(b"")
+    assert empty == [b""] * size

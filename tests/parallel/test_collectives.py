@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from pairwise import pairwise
 
 import hvdkit as hk
+
+pytestmark = pytest.mark.contract
 
 # 3 numbers travel with the comparison of the ranks; 20,000 travel through Horovod whatever their dtype.
 SIZES = [3, 20_000]
@@ -57,9 +60,7 @@ def in_graph(function):
     return tf.function(function, autograph=False, reduce_retracing=True)
 
 
-@pytest.mark.parametrize("mode", ["numpy", "tensor", "graph"])
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("dtype", REDUCED)
+@pairwise(dtype=REDUCED, n=SIZES, mode=["numpy", "tensor", "graph"])
 def test_allreduce(dtype, n, mode, rank, size):
     values = [value((n,), dtype, r) for r in range(size)]
     for op in OPS:
@@ -167,9 +168,7 @@ def rows_of(rank, size, n):
     return 0 if rank == 0 or rank == size - 1 > 1 else n * rank
 
 
-@pytest.mark.parametrize("mode", ["numpy", "tensor", "graph"])
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("dtype", MOVED)
+@pairwise(dtype=MOVED, n=SIZES, mode=["numpy", "tensor", "graph"])
 def test_allgather_of_uneven_and_empty_rows(dtype, n, mode, rank, size):
     n = n if n == SIZES[0] else n // 4
     values = [value((rows_of(r, size, n), 2), dtype, r) for r in range(size)]
@@ -181,9 +180,7 @@ def test_allgather_of_uneven_and_empty_rows(dtype, n, mode, rank, size):
     assert_near(result, np.concatenate(values).astype(np.float64), dtype)
 
 
-@pytest.mark.parametrize("mode", ["numpy", "tensor", "graph"])
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("dtype", MOVED)
+@pairwise(dtype=MOVED, n=SIZES, mode=["numpy", "tensor", "graph"])
 def test_broadcast_from_every_root(dtype, n, mode, rank, size):
     for root in range(size):
         call = lambda x, root=root: hk.broadcast(x, root)  # noqa: E731
@@ -197,9 +194,7 @@ def splits_of(rank, size, n):
     return np.array([0 if peer == rank else n * (rank + peer) for peer in range(size)])
 
 
-@pytest.mark.parametrize("mode", ["numpy", "tensor", "graph"])
-@pytest.mark.parametrize("n", [1, 5_000])
-@pytest.mark.parametrize("dtype", MOVED)
+@pairwise(dtype=MOVED, n=[1, 5_000], mode=["numpy", "tensor", "graph"])
 def test_alltoall_with_splits(dtype, n, mode, rank, size):
     splits = [splits_of(r, size, n) for r in range(size)]
     values = [value((splits[r].sum(), 2), dtype, r) for r in range(size)]
@@ -224,9 +219,7 @@ def test_alltoall_in_equal_parts(n, mode, rank, size):
     np.testing.assert_array_equal(result, expected)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("rows", [1, 5, 12, 10_001])
-@pytest.mark.parametrize("dtype", REDUCED)
+@pairwise(dtype=REDUCED, rows=[1, 5, 12, 10_001], mode=["eager", "graph"])
 def test_reducescatter(dtype, rows, mode, rank, size):
     values = [value((rows, 2), dtype, r) for r in range(size)]
     each, more = divmod(rows, size)

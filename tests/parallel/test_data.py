@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
 
 from inputs import Distortion, distorted_inputs
 
+pytestmark = pytest.mark.contract
+
 hk.init()
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(45, 3)).astype(np.float32)

@@ -14,6 +14,8 @@ from hvdkit import cluster
 from hvdkit.collectives.digests import digest
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 
+pytestmark = pytest.mark.contract
+
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint16", "int32", "int64", "uint64", "complex64"]
 
 

@@ -30,6 +30,7 @@ def spread_after_fit(optimizer):
     return float(np.max(hk.allreduce(weights, hk.Max) - hk.allreduce(weights, hk.Min)))
 
 
+@pytest.mark.contract
 def test_fit_averages_and_the_check_would_notice():
     """Horovod's own Keras optimizer fails the same check on Keras 3: it runs, raises nothing and averages nothing."""
     import horovod.tensorflow.keras as raw
@@ -63,6 +64,7 @@ def test_a_loss_scale_that_was_asked_for_divides_as_keras_does():
     np.testing.assert_allclose(variable.numpy(), [-2.0])
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_overflow_on_one_rank_is_skipped_by_all(accumulate):
     optimizer = hk.DistributedOptimizer(

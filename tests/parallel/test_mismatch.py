@@ -6,6 +6,8 @@ import tensorflow as tf
 
 import hvdkit as hk
 
+pytestmark = pytest.mark.contract
+
 LARGE = 20_000
 
 

@@ -8,6 +8,8 @@ import tensorflow as tf
 
 import hvdkit as hk
 
+pytestmark = pytest.mark.contract
+
 PARTITIONS = ["div", "mod"]
 
 
@@ -50,7 +52,8 @@ def test_first_values_depend_on_the_seed_and_not_on_the_ranks(partition):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "traced"), [("float32", False), ("float64", True), ("bfloat16", True), ("int32", False)]
+    ("partition", "dtype", "traced"),
+    [("div", "float32", False), ("mod", "float64", True), ("div", "bfloat16", True), ("mod", "int32", False)],
 )
 def test_lookup_equals_indexing(partition, traced, dtype, rank):
     variable = hk.PartitionedVariable((13, 3), dtype, np.arange(39).reshape(13, 3), partition=partition)
@@ -101,7 +104,9 @@ def test_parts_computed_on_differently(partition, rank, size):
     np.testing.assert_array_equal(variable.gather(), expected)
 
 
-@pytest.mark.parametrize(("bad", "traced"), [(13, False), (13, True), (-1, False), (2**40, True)])
+@pytest.mark.parametrize(
+    ("partition", "bad", "traced"), [("div", 13, False), ("mod", 13, True), ("mod", -1, False), ("div", 2**40, True)]
+)
 def test_an_id_out_of_range_is_an_error_on_every_rank(partition, bad, traced, rank, size):
     variable = hk.PartitionedVariable((13, 3), partition=partition, name="table")
     lookup = tf.function(variable.lookup) if traced else variable.lookup

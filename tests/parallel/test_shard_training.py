@@ -102,6 +102,7 @@ CASES = [(name, PARTITIONS[i % 4], COMBINERS[(i + i // 4) % 4]) for i, name in e
 CASES += [("sgd", "column", "sqrtn"), ("adagrad", "mod", None), ("rmsprop", "column", "mean"), ("adam", "div", "sum")]
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("name", "partition", "combiner"), CASES)
 def test_each_optimizer_equals_one_process(name, partition, combiner, rank, size):
     layer = layer_of(partition, combiner)
@@ -126,6 +127,7 @@ def test_lazy_and_exact_updates(name, how, rank, size):
     np.testing.assert_allclose(layer.gather(), expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("name", "combiner", "traced"),
     [("sgd", None, True), ("adagrad", "sum", False), ("sgd", "mean", False), ("adagrad", "sqrtn", True)],

@@ -5,8 +5,11 @@ from functools import partial
 import numpy as np
 import pytest
 import tensorflow as tf
+from pairwise import pairwise
 
 import hvdkit as hk
+
+pytestmark = pytest.mark.contract
 
 # (rows of the table, width): tiny tables travel dense with the other gradients; fewer rows than ranks; a width that
 # makes rows of some numbers; large tables, whose rows are sent or not, as it is cheaper.
@@ -72,9 +75,7 @@ def both_ways(call):
     yield tf.function(call, autograph=False)()
 
 
-@pytest.mark.parametrize("used", USED)
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("op", [hk.Average, hk.Sum])
+@pairwise(op=[hk.Average, hk.Sum], table=[*TABLES], used=[*USED])
 def test_rows_are_summed_within_and_over_ranks(op, table, used, rank, size):
     by_rank = gradients(size, table, used)
     ids, values = by_rank[0][rank], by_rank[1][rank]
@@ -133,10 +134,9 @@ def test_weights(table, used, rank, size):
             check(result, (ids, values), table, op, weights)
 
 
-@pytest.mark.parametrize(("compression", "unit"), [("fp16", 2.0**-11), ("bf16", 2.0**-8)])
-@pytest.mark.parametrize("used", USED)
-@pytest.mark.parametrize("table", ["tiny", "large"])
-def test_compression(table, used, compression, unit, rank, size):
+@pairwise(table=["tiny", "large"], used=[*USED], compression=["fp16", "bf16"])
+def test_compression(table, used, compression, rank, size):
+    unit = {"fp16": 2.0**-11, "bf16": 2.0**-8}[compression]
     by_rank = gradients(size, table, used, "float32")
     mine = slices(by_rank[0][rank], by_rank[1][rank], table)
     for (result,) in both_ways(lambda: hk.average_gradients([mine], compression=compression)):

@@ -104,6 +104,7 @@ def clipped(step, limit=0.5):
     return [None if g is None else g * tf.cast(factor, g.dtype) for g in grads]
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("options", "grads_of", "reference", "tolerance"),
     [
@@ -239,6 +240,7 @@ def bytes_of(variables):
     return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("shapes", [[*SHAPES.values()], [()], [(1000, 7), (3,)]], ids=["mixed", "scalar", "large"])
 def test_each_rank_keeps_its_share_of_the_slots(shapes, rank, size):
     weights = [keras.Variable(np.zeros(shape), dtype="float32") for shape in shapes]
@@ -300,6 +302,7 @@ def test_fit_with_the_chiefs_values(rank, size):
     assert_equal(ours, list(map(keras.Variable, alone)), 1e-4, 3e-6)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("shard_states", [True, False])
 def test_a_checkpoint_is_taken_up_divided_or_not(shard_states, shared_path, rank, size):
     def made():

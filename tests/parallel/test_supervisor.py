@@ -69,6 +69,7 @@ class Run:
         return [*(tf.convert_to_tensor(v).numpy().tobytes() for v in variables), state]
 
 
+@pytest.mark.contract
 def test_a_continued_run_equals_one_that_went_through(shared_path):
     through = Run()
     with through.supervised(shared_path / "through") as sv:
@@ -97,6 +98,7 @@ def test_a_rank_that_made_more_layers_has_the_same_model(shared_path, rank):
     assert part.bits() == through.bits()
 
 
+@pytest.mark.contract
 def test_ranks_begin_from_the_chiefs_values_and_own_seeds(shared_path, rank):
     run = Run()
     mine = run.model.layers[0].kernel.numpy().copy()
@@ -110,6 +112,7 @@ def test_ranks_begin_from_the_chiefs_values_and_own_seeds(shared_path, rank):
     assert len({tuple(m) for m in masks}) == hk.size()
 
 
+@pytest.mark.contract
 def test_saves_by_the_chiefs_clock_are_taken_at_one_step(shared_path, rank):
     run = Run(epochs=None)
     with run.supervised(shared_path / "run", save_model_secs=0.2, max_to_keep=None) as sv:
@@ -138,6 +141,7 @@ def test_old_checkpoints_go_but_those_to_be_kept(shared_path):
     assert hidden == []
 
 
+@pytest.mark.contract
 def test_any_rank_may_ask_to_stop_and_all_stop_at_one_step(shared_path, rank, size):
     run = Run(epochs=None)
     with run.supervised(shared_path / "run") as sv:
@@ -168,6 +172,7 @@ def test_agreeing_takes_no_exchange_at_every_step(shared_path, monkeypatch):
     assert during < 200
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_at_one_rank_saves_and_ends_all_with_a_code_of_its_own(shared_path, rank, size, number):
     run = Run(epochs=None)
@@ -196,6 +201,7 @@ def test_a_loop_that_does_not_stop_is_ended_after_the_save(shared_path):
     assert hk.checkpoint.latest(shared_path / "run") is not None
 
 
+@pytest.mark.contract
 def test_a_failed_save_is_raised_on_all_ranks_at_the_next_step(shared_path, rank, size):
     run = Run(epochs=None)
     with (
@@ -209,7 +215,7 @@ def test_a_failed_save_is_raised_on_all_ranks_at_the_next_step(shared_path, rank
                 limit(1000 if rank == size - 1 else None)
             if sv.global_step > 9:
                 time.sleep(0.01)
-            assert sv.global_step < 400
+            assert sv.global_step < 30_000
     limit(None)
     hk.barrier()
     assert [path.name for path in (shared_path / "run" / "checkpoints").iterdir()] == ["step-000000005"]
@@ -222,6 +228,7 @@ def limit(size: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
 
 
+@pytest.mark.contract
 def test_unlike_models_are_named_before_any_file_is_touched(shared_path, rank, size):
     if size == 1:
         pytest.skip("takes two ranks")
@@ -231,6 +238,7 @@ def test_unlike_models_are_named_before_any_file_is_touched(shared_path, rank, s
     assert not (shared_path / "run").exists()
 
 
+@pytest.mark.contract
 def test_unlike_data_are_named(shared_path, rank, size):
     if size == 1:
         pytest.skip("takes two ranks")
@@ -263,6 +271,7 @@ def damage(path: Path) -> None:
     hk.barrier()
 
 
+@pytest.mark.contract
 def test_a_damaged_checkpoint_is_passed_over_and_never_removed(shared_path):
     folder = shared_path / "run" / "checkpoints"
     run = Run()
@@ -287,6 +296,7 @@ def test_nothing_begins_anew_where_every_checkpoint_is_damaged(shared_path):
         Run().supervised(shared_path / "run").__enter__()
 
 
+@pytest.mark.contract
 def test_a_loss_that_is_not_finite_is_named_and_never_saved(shared_path, rank, size):
     run = Run(epochs=None)
     with (
@@ -324,6 +334,7 @@ def test_ranks_without_a_common_folder_are_told_or_served_by_the_chief(shared_pa
     assert (own / "checkpoints").exists() == (rank == 0)
 
 
+@pytest.mark.contract
 def test_plain_iterables_of_unequal_length_end_together(shared_path, rank, size):
     data = [np.float32(rank + i) for i in range(11 + 5 * rank)]
     with hk.Supervisor(shared_path / "run", data=data, save_model_secs=None) as sv:
@@ -334,6 +345,7 @@ def test_plain_iterables_of_unequal_length_end_together(shared_path, rank, size)
     assert sv.global_step == 11
 
 
+@pytest.mark.contract
 def test_summaries_hold_each_step_once_after_a_run_that_was_lost(shared_path, rank, size):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -1,4 +1,4 @@
-"""Faults of the disk under a Supervisor, on 1 to 4 ranks: what was saved stays, and the message names the file."""
+"""Damage, full disks and lost locks under a Supervisor: what was saved stays, and the message names the file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 import hvdkit as hk
+
+pytestmark = pytest.mark.contract
 
 
 def session(logdir: Path, **options) -> hk.Supervisor:
@@ -82,9 +84,66 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(shared_path, what, c
     assert (shared_path / "run" / "checkpoints" / "step-000000004").is_dir()
     if hk.is_chief():
         said = " ".join(record.getMessage() for record in caplog.records)
-        assert "step-000000004 is damaged, and passed over" in said
+        assert "step-000000004 is damaged, and skipped" in said
         assert name in said
         assert re.search(words, said), said
+
+
+def test_retention_never_leaves_damaged_checkpoints_alone(shared_path):
+    """Step 30 is damaged: the run goes on from 20, and saves 25 with room for one checkpoint."""
+    folder = shared_path / "run" / "checkpoints"
+    with session(shared_path / "run", save_steps=10, asynchronous=False) as sv:
+        weights(sv).assign(np.zeros((100, 1000), np.float32))
+        train(sv, 30)
+    on_chief(shutil.rmtree, folder / "step-000000010")
+    on_chief(flip, folder / "step-000000030" / "replicated.safetensors")
+    for _ in range(3):  # it restarts before it has saved
+        sv = session(shared_path / "run", max_to_keep=1).__enter__()
+        assert sv.restored_from == folder / "step-000000020"
+        train(sv, 2)
+        sv.close()
+        hk.barrier()
+        assert hk.checkpoint.latest(shared_path / "run") == folder / "step-000000020"
+    with session(shared_path / "run", max_to_keep=1) as sv:
+        train(sv, 5)
+        saved = sv.save()
+        hk.barrier()
+        assert hk.checkpoint.latest(shared_path / "run") == saved == folder / "step-000000025"
+        assert sorted(path.name for path in folder.glob("step-*")) == ["step-000000025", "step-000000030"]
+    with session(shared_path / "run", max_to_keep=1) as sv:  # another run on the same folder
+        assert sv.global_step == 25
+        np.testing.assert_array_equal(weights(sv).numpy(), np.full((100, 1000), 25.0))
+        train(sv, 6)
+    hk.barrier()
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-000000030", "step-000000031"]
+    assert hk.checkpoint.latest(shared_path / "run") == folder / "step-000000031"
+
+
+def test_a_checkpoint_that_was_repaired_is_used_again(shared_path):
+    trained(shared_path / "run")
+    newest = shared_path / "run" / "checkpoints" / "step-000000004"
+    for step in (2, 4):
+        on_chief(flip, newest / "replicated.safetensors")
+        with session(shared_path / "run", save_model_secs=None) as sv:
+            assert sv.global_step == step
+            sv.close()
+        hk.barrier()
+    assert hk.checkpoint.latest(shared_path / "run") == newest
+
+
+def test_a_run_that_lost_its_logdir_to_another_saves_no_more(shared_path):
+    sv = session(shared_path / "run", asynchronous=False).__enter__()
+    train(sv, 2)
+    sv.save()
+    holder = '{"host": "other", "pid": 7, "user": "x", "command": "python train.py", "since": "now"}'
+    on_chief((shared_path / "run" / ".lock").write_text, holder)
+    train(sv, 1)
+    with pytest.raises(hk.CheckpointError, match=r"another run has taken \(pid 7 on other"):
+        sv.save()
+    sv.close()
+    hk.barrier()
+    assert hk.checkpoint.latest(shared_path / "run").name == "step-000000002"
+    assert (shared_path / "run" / ".lock").read_text() == holder
 
 
 @pytest.fixture

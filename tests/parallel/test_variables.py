@@ -7,6 +7,8 @@ import tensorflow as tf
 
 import hvdkit as hk
 
+pytestmark = pytest.mark.contract
+
 DTYPES = ["float16", "bfloat16", "float32", "float64", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64"]
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from speed import WAIT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -166,7 +167,7 @@ def test_the_order_of_a_round_is_shuffled_by_the_seed():
 def test_processes_that_fail_take_too_long_or_have_children():
     code = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True); "
     for ending, timeout, message in (
-        ("raise ValueError('for a reason')", 20.0, "exit code 1: ValueError: for a reason"),
+        ("raise ValueError('for a reason')", WAIT, "exit code 1: ValueError: for a reason"),
         ("import time; time.sleep(60)", 0.5, "not done after 0 s"),
     ):
         with pytest.raises(RunFailed, match=message):
@@ -189,12 +190,12 @@ case = Case(name="a", title="a", ways=[Way(name="a", title="a", run=run)], metri
 sys.exit(main(Benchmark(name="a", title="a", about="a", cases=lambda _: [case]), []))
 """
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 30
+    until = time.monotonic() + WAIT
     while not (tmp_path / "began").exists() and time.monotonic() < until:
         time.sleep(0.02)
     assert marked()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=WAIT)
     assert process.returncode == 130, errors
     assert not marked()
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from speed import WAIT
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -49,7 +50,7 @@ def test_the_commands_of_the_document(tmp_path):
     shown = []
     for command in block.splitlines():
         done = subprocess.run(
-            command, shell=True, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120
+            command, shell=True, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=WAIT
         )
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         shown.append(done.stdout)

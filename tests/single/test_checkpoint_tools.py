@@ -18,7 +18,7 @@ import pytest
 import hvdkit as hk
 from hvdkit import cli
 from hvdkit.checkpoint.entries import Entry, State
-from hvdkit.checkpoint.folder import mark_damaged
+from hvdkit.checkpoint.folder import note_damage
 from hvdkit.checkpoint.inspecting import Inspection, Listing
 from hvdkit.checkpoint.manifest import Manifest, Part, Saved
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
@@ -29,6 +29,7 @@ from hvdkit.partition import rows_of
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jobs import environment
+from speed import WAIT
 
 SIZE = 3
 WIDE = 2500  # rows of 4 KiB: some 10 blocks of 1 MiB
@@ -75,7 +76,7 @@ def write(target: Path, step: int) -> Path:
         snapshot.values, snapshot.rank_values = dict(VALUES), {"random/python": [rank]}
         saves.append(Save(target, snapshot, step=step, rank=rank, size=SIZE, token="t").start())
     for save in saves:
-        assert save.wait(60)
+        assert save.wait(WAIT)
         assert save.error is None, save.error
     return target
 
@@ -146,7 +147,7 @@ def test_a_run_is_listed_with_what_is_damaged(logdir):
     first, second = sorted((logdir / "checkpoints").iterdir())
     third = write(logdir / "checkpoints" / "step-000000020", 20)
     flip(first / "manifest.json", 40)
-    mark_damaged(third, "row 7 is damaged")
+    note_damage(third, "row 7 is damaged")
     found = hk.checkpoint.inspect(logdir)
     assert isinstance(found, Listing)
     assert [c.path for c in found.checkpoints] == [first, second, third]
@@ -431,7 +432,7 @@ for arguments in (["inspect", checkpoint], ["verify", checkpoint], ["export", ch
     assert main(["checkpoint", *arguments]) == 0, arguments
 """
     command = [sys.executable, "-c", code, str(one), str(tmp_path / "to")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 0, done.stderr
     assert "whole: 1 checkpoint(s)" in done.stdout and (tmp_path / "to" / "values.json").exists()
 
@@ -440,7 +441,7 @@ def test_a_bar_is_shown_on_a_terminal_only(one):
     """The bar goes to stderr, here a terminal of 80 columns; stdout has the result alone."""
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "hvdkit", "checkpoint", "verify", str(one)]
-    done = subprocess.run(command, env=environment(TERM="xterm"), stdout=subprocess.PIPE, stderr=follower, timeout=60)
+    done = subprocess.run(command, env=environment(TERM="xterm"), stdout=subprocess.PIPE, stderr=follower, timeout=WAIT)
     os.close(follower)
     shown = os.read(leader, 2**16).decode()
     os.close(leader)

@@ -13,6 +13,7 @@ from typing import get_args, get_type_hints
 
 import psutil
 import pytest
+from speed import WAIT
 
 from hvdkit import __version__, cli
 from hvdkit.errors import HvdkitError
@@ -135,15 +136,15 @@ def test_ctrl_c_is_quiet_and_leaves_no_process():
     process = psutil.Popen(
         [*HVDKIT, "doctor", "--no-run"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + WAIT
     while not (probes := process.children(recursive=True)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert probes, "doctor started no probe"
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=WAIT)
     assert process.returncode == 130
     assert error == ""
-    _, alive = psutil.wait_procs(probes, timeout=10)
+    _, alive = psutil.wait_procs(probes, timeout=WAIT)
     assert not alive
 
 
@@ -152,5 +153,5 @@ def test_a_reader_that_stops_reading_gets_no_traceback():
     os.close(read_end)
     with os.fdopen(write_end, "wb") as closed:
         command = [*HVDKIT, "doctor", "--no-run"]
-        result = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=120)
+        result = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=WAIT)
     assert (result.returncode, result.stderr) == (1, "")

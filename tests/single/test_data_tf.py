@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from pairwise import pairwise
 
 from hvdkit.data import GlobalBatches, arrays, keras_dataset
 from hvdkit.data.arrays import ArraySource
@@ -28,9 +29,7 @@ def run(dataset_of, batch_size, size, **options):
     ]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("n", [20, 23])
-@pytest.mark.parametrize("source", [tf.data.Dataset.range, unknown_length])
+@pairwise(options=OPTIONS, n=[20, 23], source=[tf.data.Dataset.range, unknown_length])
 def test_stream_order_does_not_depend_on_the_number_of_ranks(source, n, options):
     one = run(lambda: source(n), 5, 1, epochs=2, **options)
     assert len(one) == 2 * -(-n // 5)
@@ -67,9 +66,7 @@ def test_shuffle_does_not_depend_on_the_global_seed():
     assert orders[0] == orders[1]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("source", [tf.data.Dataset.range, unknown_length])
-@pytest.mark.parametrize("done", [0, 2, 5, 7])
+@pairwise(done=[0, 2, 5, 7], options=OPTIONS, source=[tf.data.Dataset.range, unknown_length])
 def test_stream_restore_skips_forward(source, options, done):
     it = GlobalBatches(source(23), 5, epochs=2, rank=0, size=1, **options)
     for _ in range(done):

@@ -10,12 +10,12 @@ import os
 import re
 import subprocess
 import sys
-import time
 import venv
 from pathlib import Path
 
 import psutil
 import pytest
+from speed import WAIT, slowdown
 
 from hvdkit.doctor import examine, facts, live, process, report, software
 from hvdkit.doctor.finding import Finding
@@ -23,14 +23,6 @@ from hvdkit.doctor.finding import Finding
 ROOT = Path(__file__).parents[2]
 HEAVY = ("tensorflow", "keras", "horovod", "mpi4py")
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-
-
-@pytest.fixture(scope="module")
-def here() -> facts.Facts:
-    """The facts of the environment that runs the tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", ENVIRONMENT["PATH"])
-        return facts.gather(np=2, timeout=120)
 
 
 def make_environment(folder: Path, *absent: str) -> Path:
@@ -51,7 +43,7 @@ def run_doctor(python: Path, *arguments: str, **variables: str) -> tuple[int, di
         [python, "-m", "hvdkit", "doctor", "--json", *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=WAIT,
         env={**ENVIRONMENT, **variables},
     )
     assert result.stdout.startswith("{"), result.stderr
@@ -67,7 +59,7 @@ def run_doctor(python: Path, *arguments: str, **variables: str) -> tuple[int, di
 @pytest.fixture(scope="module")
 def whole() -> tuple[int, dict[str, dict]]:
     """Exit code and findings of the whole command in the environment that runs the tests."""
-    return run_doctor(Path(sys.executable), "-np", "1", "--timeout", "120")
+    return run_doctor(Path(sys.executable), "-np", "1", "--timeout", f"{WAIT:g}")
 
 
 def test_this_environment_can_train(whole):
@@ -81,13 +73,14 @@ def test_this_environment_can_train(whole):
         assert [(result["size"], result["sum"]) for result in results] == [(2, 3.0)] * 2
 
 
-def test_text_is_one_screen_without_colours():
-    result = subprocess.run(
-        [sys.executable, "-m", "hvdkit", "doctor", "--no-run"], capture_output=True, text=True, env=ENVIRONMENT
-    )
-    assert "\x1b" not in result.stdout
-    assert len(result.stdout.splitlines()) <= 45
-    assert result.stdout.rstrip().splitlines()[-1].startswith("Training can start")
+def test_text_is_one_screen_without_colours(whole):
+    findings = [Finding(name, f["status"], f["what"], f["remedy"], f["details"]) for name, f in whole[1].items()]
+    stream = io.StringIO()
+    report.print_text(findings, stream)
+    shown = stream.getvalue()
+    assert "\x1b" not in shown
+    assert len(shown.splitlines()) <= 45
+    assert shown.rstrip().splitlines()[-1].startswith("Training can start")
 
 
 def test_with_nothing_installed_it_names_each_remedy(tmp_path):
@@ -151,7 +144,7 @@ def test_an_import_that_fails_is_reported_not_suffered(tmp_path, here, body, exp
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod/__init__.py").write_text("")
     (tmp_path / "horovod/tensorflow.py").write_text(body)
-    probed = facts.probe(["horovod"], timeout=5, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    probed = facts.probe(["horovod"], timeout=5 * slowdown(), env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     assert not probed.loaded("horovod")
     stages = {**probed.stages, "tensorflow": here.training["tensorflow"]}
     broken = dataclasses.replace(here, training=dataclasses.replace(probed, stages=stages))
@@ -161,17 +154,15 @@ def test_an_import_that_fails_is_reported_not_suffered(tmp_path, here, body, exp
 
 
 def test_a_launcher_that_hangs_is_ended_with_its_ranks():
-    script = f"{sys.executable} -c 'import time; time.sleep(600)' & echo $!; wait"
-    started = time.monotonic()
-    outcome = process.run(["sh", "-c", script], timeout=1)
+    script = f"{sys.executable} -c 'import time; time.sleep(100000)' & echo $!; wait"
+    outcome = process.run(["sh", "-c", script], timeout=slowdown())
     assert outcome.code is None
-    assert time.monotonic() - started < 20
     with contextlib.suppress(psutil.NoSuchProcess):
         assert psutil.Process(int(outcome.stdout)).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_command_that_does_not_exist_is_an_outcome():
-    outcome = process.run(["/nonexistent/mpirun"], timeout=5)
+    outcome = process.run(["/nonexistent/mpirun"], timeout=WAIT)
     assert outcome.code == 127
     assert "/nonexistent/mpirun" in outcome.stderr
 
@@ -189,13 +180,13 @@ def write_launcher(folder: Path, body: str) -> facts.Program:
 def test_a_failed_start_shows_its_last_lines_and_a_remedy(here, tmp_path):
     message = "There are not enough slots available in the system"
     broken = dataclasses.replace(here, mpirun=write_launcher(tmp_path, f"echo '{message}' >&2; exit 1"))
-    found = live.run_mpirun(broken, timeout=30)
+    found = live.run_mpirun(broken, timeout=WAIT)
     assert (found.status, found.remedy) == ("problem", "mpirun --oversubscribe")
     assert message in found.what and "exit code 1" in found.what
 
 
 def test_a_start_that_hangs_is_reported(here, tmp_path):
-    hanging = dataclasses.replace(here, mpirun=write_launcher(tmp_path, "sleep 600"))
+    hanging = dataclasses.replace(here, mpirun=write_launcher(tmp_path, "sleep 100000"))
     found = live.run_mpirun(hanging, timeout=1)
     assert found.status == "problem"
     assert "did not end within 1 s" in found.what
@@ -205,17 +196,17 @@ def test_a_launcher_of_another_mpi_makes_every_process_rank_0_of_1(here, tmp_pat
     """Two processes that no MPI joins: what a foreign mpirun does."""
     prefix = facts.mpi_prefix(here.mpi4py["mpi4py"])
     body = f'export OPAL_PREFIX={prefix}; shift 3; "$@"; "$@"'
-    found = live.run_mpirun(dataclasses.replace(here, mpirun=write_launcher(tmp_path, body)), timeout=120)
+    found = live.run_mpirun(dataclasses.replace(here, mpirun=write_launcher(tmp_path, body)), timeout=WAIT)
     assert found.status == "problem"
     assert "rank 0 of 1" in found.what
     assert [result["size"] for result in found.details["results"]] == [1, 1]
 
 
 def test_by_which_algorithm_messages_are_added_up(here):
-    found = live.allreduce(here, timeout=60)
+    found = live.allreduce(here, timeout=WAIT)
     assert (found.status, found.details["large"]) == ("ok", "ring"), found.what
     chosen = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "1"}
-    found = live.allreduce(dataclasses.replace(here, environment=dict(here.environment) | chosen), timeout=60)
+    found = live.allreduce(dataclasses.replace(here, environment=dict(here.environment) | chosen), timeout=WAIT)
     assert (found.status, found.details["small"]) == ("note", "one rank after the other"), found.what
     assert found.remedy
 

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from hvdkit.doctor import devices, facts, host, mpi, software
-
-
-@pytest.fixture(scope="module")
-def here() -> facts.Facts:
-    """The facts of the environment that runs the tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-        return facts.gather(np=2, timeout=120)
-
 
 # --- MPI --------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+from speed import WAIT
 
 import hvdkit as hk
-from hvdkit.checkpoint.store import progress_of, settled
+from hvdkit.checkpoint.saving import progress_of, settled
 from hvdkit.checkpoint.tensorfile import Outgoing
 from hvdkit.checkpoint.writing import Save, Snapshot
 
@@ -41,7 +42,7 @@ def start(target: Path, rank: int) -> Save:
 def test_the_rank_that_failed_is_named_and_not_one_that_was_still_writing(tmp_path):
     saves = [start(tmp_path / "step-000000001", rank) for rank in range(SIZE)]
     told: list[str] = []
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WAIT
     while len(told) < SIZE and time.monotonic() < deadline:
         words = [progress_of(save) for save in saves]  # what the ranks exchange
         for save in saves:

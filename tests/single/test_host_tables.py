@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jobs import environment
+from speed import WAIT
 
 CODE = """
 import hvdkit as hk
@@ -64,6 +65,6 @@ print("same")
 
 def test_host_tables_stay_with_their_slots_and_train_alike():
     done = subprocess.run(
-        [sys.executable, "-c", CODE], env=environment(), capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", CODE], env=environment(), capture_output=True, text=True, timeout=WAIT, check=False
     )
     assert done.returncode == 0 and done.stdout.endswith("same\n"), done.stdout + done.stderr

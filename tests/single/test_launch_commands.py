@@ -13,10 +13,11 @@ import pytest
 import yaml
 
 from hvdkit.cluster.logs import DIED
+from hvdkit.cluster.report import FailureReport
 from hvdkit.doctor.devices import Interface
 from hvdkit.doctor.facts import Mpi, Program
 from hvdkit.doctor.host import SECRET
-from hvdkit.errors import ClusterError
+from hvdkit.errors import ClusterError, NonFiniteError
 from hvdkit.launch import command, engines, hosts, reach, restarts, verdict
 from hvdkit.launch.choose import Chosen, Facts, choose
 from hvdkit.launch.config import Run
@@ -291,42 +292,82 @@ def test_verdicts(events, code, line):
 
 def test_an_engine_that_lingers_fails_no_job():
     told = course((0, 0), (1, 0), (2, 0))
-    assert told.verdict(-15, 1.0).code == 143
+    judged = told.verdict(-15, 1.0)
+    assert judged.code == 0 and judged.line.startswith("mpirun ended with exit code -15 after all ranks had ended with")
     told.engine_ended_by_us = True
-    assert told.verdict(-15, 1.0).code == 0
+    assert told.verdict(-15, 1.0) == verdict.Verdict(0, "")
     told = course((0, 0), (1, 0))
     told.engine_ended_by_us = True
     assert told.verdict(-15, 1.0).code == 143  # never 0 where a rank is missing
 
 
-def test_a_rank_that_says_why_it_fails_is_quoted_and_mpi_abort_is_found():
+def report(rank, cause, verb="failed", **fields):
+    """What a rank's hvdkit hands over about a failure of ``rank``."""
+    return FailureReport(rank=rank, host=f"node{rank}", verb=verb, cause=cause, **fields)
+
+
+def test_a_rank_that_reports_why_it_fails_is_quoted():
     told = course()
-    told.said(2, b"[rank 2] hvdkit: rank 2 on node2 failed: ClusterError: another rank left the job, and ...\n")
+    told.said(2, report(2, "ClusterError: another rank left the job", follows=True))
     told.ended(2, 1, [])
     assert told.failing and told.first is None
-    told.said(1, b"Traceback ...\n[rank 1] hvdkit: rank 1 on node1 failed: ValueError: bad batch\n")
-    told.said(0, b"hvdkit: rank 0 on node0 failed: OSError: later\n")
+    told.said(1, report(1, "ValueError: bad batch"))
+    told.said(0, report(0, "OSError: later"))
     told.ended(1, 1, [])
     assert told.verdict(1, 1.0).line == "rank 1 on node1 failed: ValueError: bad batch; the job ended after 1.0 s"
     told = course((2, 1))  # the first whose end is known here need not be the first that failed
-    told.said(0, f"[rank 0] hvdkit: rank 1 on node1 failed at step 7: {DIED}\n".encode())
+    told.said(0, report(1, DIED, step=7, died=True))
     told.ended(1, -9, [])
     judged = told.verdict(1, 1.0)
     assert (judged.rank, judged.code) == (1, 137)
     assert judged.line.startswith("rank 1 on node1 was killed by SIGKILL (out of memory?) at step 7;")
-    told = course()  # it had left, and its process still stood when the others had ended
-    told.said(0, b"[rank 0] hvdkit: rank 2 on node2 left the job at step 7: ended before the others\n")
+    told = course()  # it had left, and its process was still there when the others had ended
+    told.said(0, report(2, "ended before the others", verb="left the job", step=7))
     told.ended(0, 1, [])
     told.ended(1, 1, [])
     told.ranks[2].ended_by_us = True
     told.ended(2, -15, [])
     assert told.verdict(143, 1.0).code == 1
+
+
+def test_if_every_rank_ends_with_0_the_job_has_succeeded_whatever_was_reported():
+    told = course()
+    told.said(1, report(1, "ValueError: caught after all"))
+    for rank in range(3):
+        told.ended(rank, 0, [])
+    assert not told.failing and told.verdict(0, 1.0) == verdict.Verdict(0, "")
+    assert told.verdict(1, 1.0).code == 0
+
+
+def test_what_a_program_writes_into_the_pipe_need_not_be_a_report():
+    whole = report(1, "ValueError: \u00e9", step=3)
+    assert FailureReport.decode(whole.encode()) == whole
+    for wrong in (
+        b"",
+        b"[]",
+        b"null",
+        b"[" * 100_000,
+        b"\xff",
+        b'{"rank": 1}',
+        whole.encode().replace(b'"step": 3', b'"step": "3"'),
+        whole.encode().replace(b'"rank": 1', b'"rank": "1"'),
+        whole.encode().replace(b'"rank"', b'"other"'),
+    ):
+        assert FailureReport.decode(wrong) is None, wrong
+
+
+def test_a_rank_that_calls_mpi_abort_is_found():
     told = course((0, -15, 15), (1, -9, 15), (2, -15, 15))
     told.engine_lines = ["MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD", "with errorcode 6."]
     judged = told.verdict(6, 1.0)
-    assert (judged.code, judged.rank) == (6, 2)
+    assert (judged.code, judged.rank) == (6, 2) and "called MPI_Abort with 6" in judged.line
     told = verdict.Course(2, "mpirun", engine_lines=["There are not enough slots"])
     assert "before any rank began, saying: There are not enough slots" in told.verdict(1, 1.0).line
+
+
+def test_non_finite_values_end_attempts():
+    assert NonFiniteError.exit_code == 65
+    assert restarts.is_final(verdict.Verdict(65, "")) and not restarts.is_final(verdict.Verdict(1, ""))
 
 
 def test_lines_are_whole_and_progress_bars_keep_what_is_left_of_them(tmp_path):

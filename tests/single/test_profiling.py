@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speed import WAIT
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -266,9 +267,9 @@ def test_clocks_of_other_hosts_are_known_within_their_error(monkeypatch):
 
         def allgather(value):
             sent[rank] = value
-            shared.wait(10)
+            shared.wait(WAIT)
             got = list(sent)
-            shared.wait(10)
+            shared.wait(WAIT)
             return got
 
         result[rank] = clocks.offsets(allgather, lambda: time.monotonic_ns() + ahead[rank])

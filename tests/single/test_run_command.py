@@ -18,6 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jobs import environment
+from speed import WAIT
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = [sys.executable, "-m", "hvdkit", "run"]
@@ -42,8 +43,8 @@ def start(*options, code, mark, **extra):
     )
 
 
-def finish(process, timeout=40):
-    out, err = process.communicate(timeout=timeout)
+def finish(process):
+    out, err = process.communicate(timeout=WAIT)
     return process.returncode, out, err, (err.splitlines() or [""])[-1]
 
 
@@ -59,8 +60,8 @@ def left(mark):
     return found
 
 
-def until(condition, seconds=15.0):
-    deadline = time.monotonic() + seconds
+def until(condition):
+    deadline = time.monotonic() + WAIT
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -97,18 +98,16 @@ def test_output_logs_and_environment(tmp_path):
         ("sys.exit(3)", 3, "ended with exit code 3"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"was killed by SIGKILL \(out of memory\?\)"),
         # The wrapper goes first: its program must not stay.
-        ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)", None, "is out of reach"),
+        ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(4000)", None, "is out of reach"),
     ],
 )
 def test_the_first_rank_that_fails_is_named_and_nothing_is_left(tmp_path, failure, code, words):
     mark = str(tmp_path)
-    script = f"{SLEEPER}if RANK == 1: time.sleep(0.3); {failure}\nsignal.signal(15, signal.SIG_IGN); time.sleep(90)"
-    begin = time.monotonic()
+    script = f"{SLEEPER}if RANK == 1: time.sleep(0.3); {failure}\nsignal.signal(15, signal.SIG_IGN); time.sleep(4000)"
     got, _, err, last = finish(start("-np", "3", code=script, mark=mark))
-    assert time.monotonic() - begin < 15
     assert got == code if code is not None else got not in (0, 2), err
     assert re.fullmatch(rf"hvdkit run: rank 1 on {HOST} {words}.*; the job ended after \d+\.\d s", last), err
-    until(lambda: not left(mark), 5)
+    until(lambda: not left(mark))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_a_signal_to_hvdkit_run_ends_all_ranks(tmp_path, number, code):
     script = (
         f"def save(*_): time.sleep(0.4 * (RANK + 1)); open({mark!r} + f'/saved-{{RANK}}', 'w'); sys.exit(75)\n"
         f"for number in (2, 10, 15): signal.signal(number, save)\n{SLEEPER}"
-        f"open({mark!r} + f'/up-{{RANK}}', 'w'); time.sleep(90)"
+        f"open({mark!r} + f'/up-{{RANK}}', 'w'); time.sleep(4000)"
     )
     process = start("-np", "3", "--max-restarts", "1", code=script, mark=mark)
     until(lambda: len(list(tmp_path.glob("up-*"))) == 3)
@@ -129,7 +128,7 @@ def test_a_signal_to_hvdkit_run_ends_all_ranks(tmp_path, number, code):
     assert got == code and "starting again" not in err, err
     if number != signal.SIGKILL:  # a rank that has saved does not end those that are still at it
         assert len(list(tmp_path.glob("saved-*"))) == 3
-    until(lambda: not left(mark), 8)
+    until(lambda: not left(mark))
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path):
@@ -140,11 +139,9 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path):
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None
-    begin = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert finish(process)[0] == 130
-    assert time.monotonic() - begin < 3
-    until(lambda: not left(mark), 3)
+    until(lambda: not left(mark))
 
 
 def test_under_gloo_no_secret_is_on_a_command_line_and_the_exit_code_is_kept(tmp_path):
@@ -161,7 +158,7 @@ def test_under_gloo_no_secret_is_on_a_command_line_and_the_exit_code_is_kept(tmp
 def test_it_starts_again_and_says_so(tmp_path):
     script = (
         f"tries = {str(tmp_path)!r} + f'/tries-{{RANK}}'\nopen(tries, 'a').write('x')\n"
-        "sys.exit(0 if len(open(tries).read()) == 3 else 4 if RANK else time.sleep(30))"
+        "sys.exit(0 if len(open(tries).read()) == 3 else 4 if RANK else time.sleep(4000))"
     )
     options = ["-np", "2", "--max-restarts", "2", "--backoff", "0.1", "--logs", str(tmp_path)]
     code, _, err, _ = finish(start(*options, code=script, mark=str(tmp_path)))
@@ -211,6 +208,48 @@ def test_a_dry_run_starts_nothing(capsys, monkeypatch):
     assert re.fullmatch(r"\S*horovodrun --gloo -np 2 python train\.py\n", capsys.readouterr().out)
 
 
+ARGUMENTS = ["a", ":", "b", "", "new\nline", "q'u\"o $HOME `id`", "-x", "--", "-np", "ü", os.fsdecode(b"\xff")]
+
+
+@pytest.mark.parametrize("engine", ["mpirun", "gloo"])
+def test_a_program_gets_its_arguments_as_they_are(engine):
+    code = "import os, sys; print([os.fsencode(word) for word in sys.argv[1:]])"
+    command = [*RUN, "-np", "2", "--engine", engine, "--", sys.executable, "-c", code, *ARGUMENTS]
+    env = environment(PYTHONPATH=str(ROOT))
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT, check=False)
+    expected = str(list(map(os.fsencode, ARGUMENTS)))
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] {expected}" for rank in (0, 1)], done.stderr
+
+
+@pytest.mark.parametrize("engine", ["mpirun", "gloo"])
+def test_what_a_dry_run_prints_can_be_run_as_it_is(engine):
+    code = "import sys; print(sys.argv[1:])"
+    command = [*RUN, "-np", "2", "--engine", engine, "--dry-run", "--", sys.executable, "-c", code, *ARGUMENTS[:-1]]
+    env = environment(PYTHONPATH=str(ROOT))
+    printed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT, check=True).stdout
+    done = subprocess.run(printed, shell=True, env=env, capture_output=True, text=True, timeout=WAIT, check=False)
+    assert done.stdout.count(str(ARGUMENTS[:-1])) == 2, (printed, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_lines_that_look_like_failures_of_ranks_are_only_lines(tmp_path, code):
+    """An old log, or the output of a nested job: it makes no job fail, and blames no rank for another one's failure."""
+    line = f"hvdkit: rank 0 on {HOST} failed at step 7: ValueError: of another job"
+    script = f"print({line!r}, flush=True)\nprint('[rank 0] ' + {line!r}, file=sys.stderr, flush=True)\n"
+    script += f"time.sleep(0.5 * RANK)\nif RANK: sys.exit({code})\nif {code}: time.sleep(60)"
+    options = ["-np", "2", "--max-restarts", "1", "--backoff", "0.1"]
+    got, _, err, last = finish(start(*options, code=script, mark=str(tmp_path)))
+    assert got == code and err.count("starting again") == (1 if code else 0), err
+    assert f"hvdkit run: rank 1 on {HOST} ended with exit code 3" in last if code else "hvdkit run" not in err
+
+
+def test_non_finite_values_are_not_tried_again(tmp_path):
+    options = ["-np", "2", "--max-restarts", "3", "--backoff", "0.1"]
+    code, _, err, last = finish(start(*options, code="sys.exit(65 if RANK else 0)", mark=str(tmp_path)))
+    assert code == 65 and "starting again in" not in err, err
+    assert last.startswith("hvdkit run: not starting again: exit code 65 means that values became NaN or infinite")
+
+
 def test_rank_0_has_a_terminal_where_hvdkit_run_has_one(tmp_path):
     screen, terminal = os.openpty()
     shown = bytearray()
@@ -229,8 +268,8 @@ def test_rank_0_has_a_terminal_where_hvdkit_run_has_one(tmp_path):
     os.close(terminal)
     reader = threading.Thread(target=read)
     reader.start()
-    assert process.wait(timeout=30) == 0
-    reader.join(timeout=10)
+    assert process.wait(timeout=WAIT) == 0
+    reader.join(timeout=WAIT)
     os.close(screen)
     text = shown.decode()
     assert "[rank 0] True" in text and "[rank 1] False" in text
@@ -250,7 +289,7 @@ def test_launchers_to_copy(tmp_path, launcher, variables):
     for code in ("0", "3"):
         command = ["bash", str(ROOT / "launch" / launcher), str(tmp_path / "train.py"), code]
         env = environment(PYTHONPATH=str(ROOT), LOGS=str(tmp_path / "logs"), **variables)
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=40, check=False)
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT, check=False)
         assert done.returncode == int(code), done.stderr
         assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] trained {code}" for rank in (0, 1)]
     alone = subprocess.run(["bash", str(ROOT / "launch" / launcher)], capture_output=True, text=True, check=False)

@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jobs import environment
+from speed import WAIT
 
 from hvdkit.checkpoint.writing import Save, Snapshot
 
@@ -22,7 +23,9 @@ DRIVER = Path(__file__).resolve().parents[1] / "save_driver.py"
 
 @pytest.fixture(scope="module")
 def cases():
-    done = subprocess.run([sys.executable, str(DRIVER)], env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(DRIVER)], env=environment(), capture_output=True, text=True, timeout=WAIT
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -61,7 +64,7 @@ def test_the_chief_may_take_the_last_report_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "replace", taken)
     save = Save(tmp_path / "step-1", Snapshot(), step=1, rank=1, size=2, token="token").start()
-    assert save.wait(10) and save.error is None
+    assert save.wait(WAIT) and save.error is None
     assert (tmp_path / "step-1" / "rank-00001.json").exists()
 
 
@@ -73,5 +76,5 @@ def test_a_save_behind_the_training_gives_way_to_it(tmp_path):
     for behind in (True, False):
         options = {"step": 1, "rank": 0, "size": 1, "token": "token", "behind": behind}
         save = Save(tmp_path / f"step-{int(behind)}", Snapshot(), **options, committed=lambda: seen.append(priority()))
-        assert save.start().wait(10)
+        assert save.start().wait(WAIT)
     assert seen == [min(own + 10, 19), own] and priority() == own

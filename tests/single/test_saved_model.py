@@ -10,6 +10,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from speed import WAIT
 
 import hvdkit as hk
 from hvdkit.checkpoint.entries import State
@@ -37,7 +38,7 @@ def save(target: Path, models: list[keras.Model]) -> Path:
         snapshot = Snapshot.of(State(flatten({"model": model, "other": 1}).entries), rank)
         saves.append(Save(target, snapshot, step=5, rank=rank, size=len(models), token="t").start())
     for one in saves:
-        assert one.wait(60) and one.error is None, one.error
+        assert one.wait(WAIT) and one.error is None, one.error
     return target
 
 
@@ -68,7 +69,7 @@ assert not {"hvdkit", "horovod", "mpi4py"} & set(sys.modules)
     files = [directory.parent / "x.npy", directory.parent / "y.npy"]
     np.save(files[0], X)
     command = [sys.executable, "-c", code, str(directory), *map(str, files)]
-    done = subprocess.run(command, env=environment(), cwd="/", capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment(), cwd="/", capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 0, done.stderr
     return np.load(files[1])
 
@@ -99,7 +100,7 @@ sys.exit(main(["checkpoint", "export", *sys.argv[1:]]))
     logdir, to = path.parents[1], tmp_path / "served"
     arguments = [str(logdir), "--to", str(to), "--format", "saved-model", "--model", "mine:build"]
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{to}: a SavedModel\n"
     np.testing.assert_allclose(served(to), expected, rtol=1e-6, atol=2e-6)

@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import CheckpointError
-from hvdkit.supervisor.lock import NAME, LogdirLock
+from hvdkit.supervisor.lock import _FLOCK, NAME, LogdirLock
 
 HOLD = """
 import os, sys, time
@@ -35,7 +36,7 @@ def start():
     """Start a process that holds the lock of a folder and runs some code; all are killed in the end."""
     processes = []
 
-    def hold(logdir, code="time.sleep(60)"):
+    def hold(logdir, code="time.sleep(4000)"):
         process = subprocess.Popen([sys.executable, "-c", HOLD + code, str(logdir)], stdout=subprocess.PIPE, text=True)
         processes.append(process)
         assert process.stdout.readline() == "holds\n"
@@ -101,14 +102,14 @@ def test_killing_the_first_frees_it(tmp_path, start):
 
 
 def test_release_frees_it(tmp_path, start):
-    start(tmp_path, "lock.release(); print('released', flush=True); time.sleep(60)").stdout.readline()
+    start(tmp_path, "lock.release(); print('released', flush=True); time.sleep(4000)").stdout.readline()
     for _ in range(2):
         with LogdirLock(tmp_path):
             assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
 
 
 def test_a_child_that_outlives_the_holder_does_not_hold_it(tmp_path, start):
-    code = "child = os.fork()\nif child == 0: time.sleep(60)\nprint(child, flush=True)\ntime.sleep(60)"
+    code = "child = os.fork()\nif child == 0: time.sleep(4000)\nprint(child, flush=True)\ntime.sleep(4000)"
     first = start(tmp_path, code)
     child = int(first.stdout.readline())
     try:
@@ -142,6 +143,71 @@ def test_a_second_lock_in_one_process_is_refused(tmp_path, start):
         assert f"pid {os.getpid()} on" in message, "the first lock is still held"
     with LogdirLock(tmp_path / "alias"):
         pass
+
+
+def test_it_is_kept_when_this_process_opens_and_closes_the_file(tmp_path):
+    """As a backup does: a POSIX record lock would be lost."""
+    with LogdirLock(tmp_path / "run"):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        (tmp_path / "run" / NAME).read_text()
+        assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path / "run").acquire)
+
+
+def test_it_describes_its_holder_without_the_arguments_of_the_command(tmp_path, start):
+    start(tmp_path, "time.sleep(60)  # --password=secret")
+    assert "secret" not in (tmp_path / NAME).read_text()
+    with pytest.raises(CheckpointError, match=f"{Path(sys.executable).name} -c") as caught:
+        LogdirLock(tmp_path).acquire()
+    assert "secret" not in str(caught.value)
+
+
+def test_verify_finds_it_held_or_takes_it_again(tmp_path):
+    with LogdirLock(tmp_path) as lock:
+        lock.verify()
+        (tmp_path / NAME).unlink()  # by hand
+        lock.verify()
+        assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
+        shutil.copy(tmp_path / NAME, tmp_path / "copy")
+        (tmp_path / "copy").replace(tmp_path / NAME)  # another file of the same content
+        lock.verify()
+        assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
+    with pytest.raises(CheckpointError, match="given the lock back"):
+        lock.verify()
+
+
+@pytest.mark.parametrize("lost", ["removed", "replaced", "freed"])
+def test_verify_refuses_if_another_run_has_taken_the_logdir(tmp_path, start, lost):
+    with LogdirLock(tmp_path) as lock:
+        if lost == "freed":  # as by a server of NFS that has restarted
+            fcntl.fcntl(lock._file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+        elif lost == "removed":
+            (tmp_path / NAME).unlink()
+        else:
+            (tmp_path / "other").touch()
+            (tmp_path / "other").replace(tmp_path / NAME)
+        other = start(tmp_path)
+        with pytest.raises(CheckpointError, match=f"another run .*pid {other.pid} "):
+            lock.verify()
+        other.kill()
+        other.wait()
+        with pytest.raises(CheckpointError, match=f"has taken .*pid {other.pid} "):  # it may have saved meanwhile
+            lock.verify()
+
+
+def test_a_system_without_such_locks_gets_a_record_lock(tmp_path, monkeypatch, start):
+    control = fcntl.fcntl
+
+    def old_kernel(file, command, *rest):
+        if command == fcntl.F_OFD_SETLK:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return control(file, command, *rest)
+
+    monkeypatch.setattr(fcntl, "fcntl", old_kernel)
+    with LogdirLock(tmp_path) as lock:
+        assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
+        (tmp_path / NAME).read_text()  # which loses it
+        lock.verify()
+        assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
 
 
 def test_two_logdirs_at_once(tmp_path):
@@ -185,7 +251,7 @@ def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, capl
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
     with caplog.at_level(logging.WARNING, "hvdkit"), LogdirLock(tmp_path):
         assert str(tmp_path) in caplog.text and "no locks" in caplog.text
@@ -196,6 +262,6 @@ def test_another_error_of_the_file_system_is_raised(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(fcntl, "lockf", fail)
+    monkeypatch.setattr(fcntl, "fcntl", fail)
     with pytest.raises(CheckpointError, match=NAME):
         LogdirLock(tmp_path).acquire()

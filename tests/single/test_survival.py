@@ -15,6 +15,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jobs import BIN, environment
+from speed import WAIT
 
 SCRIPT = Path(__file__).parents[2] / "models" / "train.py"
 
@@ -28,7 +29,7 @@ def start(launcher, ranks, *flags):
 
 def until_saved(process, logdir, step=1):
     """Wait until a checkpoint beyond ``step`` is there."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + WAIT
     while not any(int(p.name[5:]) >= step for p in (logdir / "checkpoints").glob("step-*")):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
@@ -45,7 +46,7 @@ def test_a_run_is_killed_stopped_continued_with_fewer_ranks_and_inspected(tmp_pa
     process = start(["horovodrun", "-np"], 4, *flags)
     until_saved(process, logdir)
     os.kill(ranks_of(process)[-1].pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=WAIT)
     assert process.returncode != 0
     assert "training begins at step 0 afresh" in output
 
@@ -53,14 +54,14 @@ def test_a_run_is_killed_stopped_continued_with_fewer_ranks_and_inspected(tmp_pa
     until_saved(process, logdir, 200)
     for rank in ranks_of(process):
         rank.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=WAIT)
     assert process.returncode == 75, output
     begun = int(re.search(r"training begins at step (\d+) from", output)[1])
     saved = int(re.search(r"SIGINT: saved at step (\d+)", output)[1])
     assert 0 < begun < saved
 
     process = start(["horovodrun", "-np"], 2, "--logdir", str(logdir), "--epochs", "40")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=WAIT)
     assert process.returncode == 0, output
     assert f"training begins at step {saved} from" in output
     epochs = [int(number) for number in re.findall(r"epoch (\d+), loss", output)]
@@ -70,7 +71,7 @@ def test_a_run_is_killed_stopped_continued_with_fewer_ranks_and_inspected(tmp_pa
 
     assert len(list((logdir / "checkpoints").glob("step-*"))) == 1  # max_to_keep=1
     shown = subprocess.run(
-        [BIN / "hvdkit", "checkpoint", "inspect", logdir], capture_output=True, text=True, timeout=60
+        [BIN / "hvdkit", "checkpoint", "inspect", logdir], capture_output=True, text=True, timeout=WAIT
     )
     assert shown.returncode == 0, shown.stderr
     assert "1000" in shown.stdout

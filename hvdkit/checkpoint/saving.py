@@ -1,4 +1,4 @@
-"""Saving and restoring over all ranks. Every function here is called by every rank, with the same arguments."""
+"""Saving over all ranks, and what ranks agree on to save or restore. Every function here is called by every rank."""
 
 from __future__ import annotations
 
@@ -6,27 +6,19 @@ import contextlib
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-import tensorflow as tf
-
 from hvdkit import cluster
-from hvdkit.checkpoint.entries import Entry, State
+from hvdkit.checkpoint.entries import State
 from hvdkit.checkpoint.files import naming_file
-from hvdkit.checkpoint.folder import tidy_one
-from hvdkit.checkpoint.link import chief_reads, save_through_chief
-from hvdkit.checkpoint.manifest import Manifest
-from hvdkit.checkpoint.matching import match, without_numbers
-from hvdkit.checkpoint.reading import Reader
+from hvdkit.checkpoint.folder import latest, tidy_one
+from hvdkit.checkpoint.link import save_through_chief
+from hvdkit.checkpoint.matching import without_numbers
 from hvdkit.checkpoint.state import flatten
-from hvdkit.checkpoint.writing import Save, Snapshot
-from hvdkit.collectives import broadcast, broadcast_variables
+from hvdkit.checkpoint.writing import Failure, Save, Snapshot, non_finite
 from hvdkit.errors import CheckpointError, CollectiveMismatchError, CorruptCheckpointError, describe
-from hvdkit.memory import ALIGNMENT
-from hvdkit.partition import FLAT
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.02
@@ -51,6 +43,8 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
     Raises:
         CheckpointError: a rank cannot write its part (it is named), or ranks do not see one file system. What was
             there before is as it was.
+        NonFiniteError: a weight, a moving statistic or an optimizer slot is NaN or infinite; it names variable, rank
+            and step. What was there before is as it was.
         CollectiveMismatchError: ranks have different states; it names rank and tensor.
         TypeError: the state holds something that cannot be saved.
 
@@ -78,17 +72,27 @@ def begin(
     *,
     step: int,
     token: str,
+    permitted: Callable[[], None] = lambda: None,
     committed: Callable[[], None] = lambda: None,
     in_place: bool = False,
 ) -> Save:
     """Take a snapshot on this rank and begin to write it, behind the training. Exchanges nothing.
 
-    With ``in_place`` the caller changes nothing until it is written, and less memory is needed.
+    With ``in_place`` the caller changes nothing until it is written, and less memory is needed. For the other
+    arguments see :class:`Save`.
     """
-    rank, size = cluster.rank(), cluster.size()
-    snapshot = Snapshot.of(state, rank, in_place=in_place)
-    save = Save(path, snapshot, step=step, rank=rank, size=size, token=token, committed=committed, behind=not in_place)
-    return save.start()
+    snapshot = Snapshot.of(state, cluster.rank(), in_place=in_place)
+    return Save(
+        path,
+        snapshot,
+        step=step,
+        rank=cluster.rank(),
+        size=cluster.size(),
+        token=token,
+        permitted=permitted,
+        committed=committed,
+        behind=not in_place,
+    ).start()
 
 
 def finish(save: Save) -> None:
@@ -96,72 +100,55 @@ def finish(save: Save) -> None:
 
     Raises:
         CheckpointError: on every rank, naming the one that failed.
+        NonFiniteError: on every rank, naming variable, rank and step.
     """
     while not settled(save, cluster.exchange().allgather(progress_of(save))):
         save.wait(_POLL_SECONDS)
 
 
-def progress_of(save: Save) -> tuple[bool, str | None]:
-    """Return this rank's word for :func:`settled`."""
+class Progress(NamedTuple):
+    """How far one rank is with a save, as ranks exchange it.
+
+    Attributes:
+        done: this rank has nothing left to do.
+        failure: what went wrong on it, or None.
+        newest: on the chief, if the save failed: the name of the checkpoint that a restart would use.
+    """
+
+    done: bool = True
+    failure: Failure | None = None
+    newest: str | None = None
+
+
+def progress_of(save: Save) -> Progress:
+    """Return this rank's part for :func:`settled`."""
     done = save.done  # read first: a thread that is alive has not failed for good
-    return done, None if save.error is None else _words(save.error)
+    failure = save.failure()
+    newest = latest(save.target.parent) if failure is not None and save.rank == 0 else None
+    return Progress(done, failure, newest.name if newest else None)
 
 
-def settled(save: Save, words: list[tuple[bool, str | None]]) -> bool:
+def settled(save: Save, ranks: Sequence[Progress]) -> bool:
     """Return True once every rank is done with ``save``, given every rank's :func:`progress_of`.
 
     Raises:
         CheckpointError: on every rank once all are done, if one failed; it names the first that did.
+        NonFiniteError: the same, if a tensor held NaN or an infinity.
     """
-    failed = [(rank, error) for rank, (_, error) in enumerate(words) if error is not None]
+    failed = [(rank, each.failure) for rank, each in enumerate(ranks) if each.failure is not None]
     if failed:
         save.cancel()
-    if not all(done for done, _ in words):
+    if not all(each.done for each in ranks):
         return False
     if failed:
         save.clean_up()
-        # A rank that gave up because of another is not the cause.
-        rank, error = next((f for f in failed if "given up" not in f[1]), failed[0])
+        rank, failure = next((f for f in failed if not f[1].given_up), failed[0])
+        if failure.non_finite:
+            raise non_finite(failure.words, rank, save.step, ranks[0].newest)
         raise CheckpointError(
-            f"{save.target}: not saved, rank {rank} failed: {error}; what was saved before is as it was"
+            f"{save.target}: not saved, rank {rank} failed: {failure.words}; what was saved before is as it was"
         )
     return True
-
-
-def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) -> dict[str, Any]:
-    """Restore the checkpoint ``path``, at any number of ranks, and verify every byte that is read.
-
-    Args:
-        path: the checkpoint's folder.
-        into: what to restore: the state that was saved, or some of its keys. Variables, models, optimizers and
-            generators are set in place.
-        gather: as for :func:`save`; the chief reads everything.
-
-    Returns:
-        ``into`` with arrays and plain values replaced by those that were saved.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it is of another model; nothing has been changed then.
-        CorruptCheckpointError: bytes are not those that were saved; it names rank, file and rows. Some variables may
-            have been set by then.
-
-    Example::
-
-        restored = hk.checkpoint.restore("ckpt/step-000000100", {"model": model, "global_step": 0})
-        print(restored["global_step"])
-    """
-    path, flat = Path(path), agreed_state(into)
-    manifest = agreed_manifest(path)
-    names = together(lambda: match(manifest, flat, path))
-    together(lambda: _restore_values(path, manifest, flat))  # first: they may not fit, and then no tensor has changed
-    _restore_tensors(path, manifest, flat, names, gather)
-    return {key: _filled(key, item, flat.found) for key, item in into.items()}
-
-
-def agreed_manifest(path: Path) -> Manifest:
-    """Return the manifest that the chief reads. Raises on every rank what is wrong with it, as ``Manifest.load``."""
-    found = together(lambda: Manifest.load(path) if cluster.is_chief() else None)
-    return cluster.exchange().broadcast(found, 0)
 
 
 def agreed_state(state: Mapping[str, Any]) -> State:
@@ -271,73 +258,6 @@ def together(action: Callable[[], T]) -> T:
         if outcome.words is not None:
             raise (CorruptCheckpointError if outcome.corrupt else CheckpointError)(f"rank {rank}: {outcome.words}")
     return result
-
-
-def _restore_values(path: Path, manifest: Manifest, flat: State) -> None:
-    rank = cluster.rank()
-    for name, value in flat.values.items():
-        try:
-            if not value.per_rank:
-                value.assign(manifest.values[name])
-            elif rank < manifest.size:
-                value.assign(manifest.rank_values[name][rank])
-        except (ValueError, TypeError, KeyError) as error:
-            raise CheckpointError(f"{path}: {name!r} does not fit this run: {error}") from error
-
-
-def _restore_tensors(path: Path, manifest: Manifest, flat: State, names: dict[str, str], gather: bool) -> None:
-    rank, size = cluster.rank(), cluster.size()
-    replicated = [e for e in flat.entries.values() if e.kind == "replicated"]
-    own = [e for e in flat.entries.values() if e.kind != "replicated"]
-
-    def read() -> None:
-        with Reader(path, manifest) as reader:
-            for entry in replicated if rank == 0 else ():
-                entry.assign(_taken_over(reader.whole(names[entry.name]), entry))
-            for entry in () if gather else own:
-                _assign_own(entry, own_part(reader, entry, names[entry.name], rank, size))
-
-    together(read)
-    if gather:
-        chief_reads(path, manifest, own, names, _assign_own)
-    if size > 1:
-        broadcast_variables([e.variable for e in replicated if e.variable is not None])
-        for entry in replicated:
-            if entry.variable is None:
-                entry.assign(np.asarray(broadcast(flat.found[entry.name] if rank == 0 else entry.read())))
-
-
-def own_part(reader: Reader, entry: Entry, name: str, rank: int, size: int) -> np.ndarray | None:
-    """Return the part of a sharded or per-rank tensor that ``rank`` of ``size`` takes; None: it keeps what it has."""
-    if entry.kind == "per_rank":
-        return reader.per_rank(name, rank, size, entry.resize)
-    assert entry.index is not None
-    return reader.sharded(name, entry.index, flat=entry.partition == FLAT)
-
-
-def _assign_own(entry: Entry, part: np.ndarray | None) -> None:
-    if part is not None:
-        entry.assign(_taken_over(part, entry))
-
-
-def _taken_over(array: np.ndarray, entry: Entry) -> Any:
-    """Return ``array`` as a tensor over the same memory where that can be, so that it is not copied once more."""
-    on_host = entry.variable is not None and "CPU" in entry.variable.device.upper()
-    if not on_host or array.size == 0 or array.ctypes.data % ALIGNMENT:  # TensorFlow's kernels abort on others
-        return array
-    try:
-        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
-    except (TypeError, ValueError, RuntimeError, BufferError, tf.errors.OpError):
-        return array  # a dtype that DLPack does not know
-
-
-def _filled(name: str, item: Any, found: Mapping[str, Any]) -> Any:
-    """Return ``item`` with what a restore found in the places of arrays and values."""
-    if isinstance(item, Mapping):
-        return {key: _filled(f"{name}/{key}", part, found) for key, part in item.items()}
-    if type(item) in (list, tuple):
-        return type(item)(_filled(f"{name}/{number}", part, found) for number, part in enumerate(item))
-    return found.get(name, item)
 
 
 def _words(error: Exception) -> str:

@@ -1,0 +1,339 @@
+"""What the control plane costs rank 0 and hvdkit run, at up to thousands of simulated ranks.
+
+    python benchmarks/control_plane.py --ranks 4 256 1024 4096
+    python benchmarks/control_plane.py --ranks 4 64 --quick
+    python benchmarks/control_plane.py --real 12
+
+Rank 0 and hvdkit run are hvdkit's own code, each in a process with nothing else in it, so that its CPU is theirs. The
+other ranks are simulated by two processes, without TensorFlow: they connect over loopback by hvdkit's own links and
+wrappers' connections, and write their parts of checkpoints by hvdkit's own code. With ``--real`` a job of so many ranks
+with TensorFlow is killed while it trains, and continued by another number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import machine
+import psutil
+import tyro
+from figures import Goal, Measured, Metric, Round, Sheet
+from harness import finish, recorded
+from processes import BIN, WORKERS, RunFailed, environment, launch
+
+WORKER, TRAINER = WORKERS / "control_plane.py", WORKERS / "real_ranks.py"
+ABOUT = """Rank 0's part, and hvdkit run's, in everything that ranks say to each other beside the training: hvdkit's own
+code in a process with nothing else in it, so that its CPU is what it costs. The other ranks are simulated by two
+processes on the same machine, without TensorFlow: real connections over loopback, real files. Eight ranks make a host.
+The restore is that of one rank; the exchange of objects is a ring, of which rank 0 sees each rank's message once."""
+SIMULATORS = 2
+FAILURE_SECONDS, SHARE, WATCHED_RANKS = 5.0, 1.0, 1024
+# Growth is compared from so many ranks on: below, what a phase costs without any rank hides what each rank adds.
+GROWS_FROM = 256
+# Counts do not jitter; seconds of CPU of some milliseconds do, on a machine that others use.
+COUNT_TOLERANCE, CPU_TOLERANCE, LEAST_CPU = 1.1, 1.6, 0.05
+COLUMNS = {
+    "cpu": "CPU, s",
+    "share": "% of a core",
+    "seconds": "seconds",
+    "known": "known everywhere, s",
+    "messages": "messages",
+    "bytes": "bytes",
+    "wakeups": "wake-ups/s",
+    "memory": "MB more",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Measure the control plane."""
+
+    ranks: tuple[int, ...] = (4, 256, 1024, 4096)
+    """Numbers of simulated ranks."""
+    seconds: float = 20.0
+    """Seconds for which the watchdog is watched."""
+    real: int = 0
+    """Ranks of the job with TensorFlow, each of which takes 1 GB and more; 0: none, and then only what is simulated."""
+    simulated: bool = True
+    """Simulate ranks."""
+    quick: bool = False
+    """Watch for three seconds; nothing is recorded, but by --json."""
+    json: Path | None = None
+    """Write the results here. Default: benchmarks/results/control_plane.json."""
+
+
+Figures = dict[str, dict[str, float]]  # by phase, then by quantity
+
+
+def main() -> int:
+    """Measure what is asked for; return MISSED if a goal is missed."""
+    config = tyro.cli(Config, description=__doc__)
+    sheets: list[Sheet] = []
+    cases: list[Measured] = []
+    notes: list[str] = []
+    right = True
+    if config.simulated:
+        load = machine.load_average()
+        found: dict[int, Figures] = {}
+        for size in sorted(config.ranks):
+            began = time.monotonic()
+            found[size] = simulate(size, 3.0 if config.quick else config.seconds)
+            took = time.monotonic() - began
+            print(f"{size} ranks: {took:.0f} s, {json.dumps(found[size]['watchdog'])}", file=sys.stderr, flush=True)
+        sheets += tables(found)
+        cases.append(goals(found, load))
+    if config.real:
+        sheet, note, right = real_job(config.real)
+        sheets.append(sheet)
+        notes.append(note)
+    title = "The control plane at thousands of ranks"
+    record = recorded("control_plane", title, ABOUT, config, measured=cases, sheets=sheets, notes=notes)
+    return finish(record, config, missed=not right)
+
+
+# ---- simulated ranks ----
+
+
+def simulate(size: int, seconds: float) -> Figures:
+    """Go through all phases of a job of ``size`` ranks."""
+    found: Figures = {}
+    for fault in ("kill", "error"):
+        rank0, ranks, usage = run("watchdog", size, "--seconds", str(seconds), "--fault", fault)
+        ends = [end for part in ranks for end in part["ends"]]
+        if None in ends:
+            raise RunFailed(f"{ends.count(None)} of {size} ranks never heard of the failure")
+        known = max(ends) - max(part["struck"] or 0.0 for part in ranks)
+        found[f"failure ({fault})"] = {"known": known, "cpu": usage - rank0["cpu"], "messages": 2.0 * size}
+        found |= {"start": rank0["start"], "watchdog": rank0["steady"]}
+    found |= run("exchange", size, simulators=1)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        found |= run("checkpoint", size, folder=Path(folder))[0]
+        found |= run("manifest", size, simulators=1, folder=Path(folder))[0]
+    for fault in ("none", "error"):
+        found |= run("launcher", size, "--fault", fault, simulators=0)[0]
+    return found
+
+
+def run(
+    phase: str, size: int, *flags: str, simulators: int = SIMULATORS, folder: Path | None = None
+) -> tuple[Any, list[Any], float]:
+    """Run a phase's processes; return rank 0's figures, those of the simulated ranks, and rank 0's CPU in seconds."""
+    if folder is None:
+        with tempfile.TemporaryDirectory() as made:
+            return run(phase, size, *flags, simulators=simulators, folder=Path(made))
+    for name in ("place.json", "rank0.json", *(path.name for path in folder.glob("ranks-*.json"))):
+        (folder / name).unlink(missing_ok=True)
+    step = max(1, math.ceil((size - 1) / max(1, simulators)))
+    parts = [(first, min(first + step, size)) for first in range(1, size, step)] if simulators else []
+    (folder / "parts.json").write_text(json.dumps([f"ranks-{first}.json" for first, _ in parts]))
+    command = [sys.executable, str(WORKER)]
+    with (folder / "log").open("wb") as log:
+        settings: dict[str, Any] = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
+        settings["env"] = environment(threads=1)
+        rank0 = subprocess.Popen([*command, "rank0", phase, str(size), str(folder), *flags], **settings)
+        others = [
+            subprocess.Popen(
+                [*command, "ranks", phase, str(size), str(folder), "--first", str(first), "--stop", str(stop)],
+                **settings,
+            )
+            for first, stop in parts
+        ]
+        try:
+            _, status, usage = os.wait4(rank0.pid, 0)
+            rank0.returncode = os.waitstatus_to_exitcode(status)
+            for other in others:
+                other.wait(timeout=120)
+        finally:
+            for process in (rank0, *others):
+                if process.returncode is None:
+                    process.kill()
+                    process.wait()
+    codes = [rank0.returncode, *(other.returncode for other in others)]
+    # The watchdog ends rank 0 with the code of the failure.
+    if codes != [1 if phase == "watchdog" else 0] + [0] * len(others) or not (folder / "rank0.json").exists():
+        raise RunFailed(f"{phase} at {size} ranks: exit codes {codes}", (folder / "log").read_text()[-4000:])
+    ranks = [json.loads((folder / f"ranks-{first}.json").read_text()) for first, _ in parts]
+    return json.loads((folder / "rank0.json").read_text()), ranks, usage.ru_utime + usage.ru_stime
+
+
+def tables(found: Mapping[int, Figures]) -> list[Sheet]:
+    """Return a table for each quantity's phase: a row for each number of ranks."""
+    rows = []
+    for phase in next(iter(found.values())):
+        for size, figures in found.items():
+            values = figures[phase]
+            rows.append([phase, size, *(shown(name, values.get(name)) for name in COLUMNS)])
+    sheets = [Sheet(title="rank 0 and hvdkit run", header=["phase", "ranks", *COLUMNS.values()], rows=rows)]
+    growth = [[phase, name, shown_growth(value), f"{limit:.1f}"] for phase, name, value, limit in growths(found)]
+    if growth:
+        last = max(found)
+        title = f"growth from {GROWS_FROM} to {last} ranks; N log N grows by {n_log_n(GROWS_FROM, last):.1f}"
+        sheets.append(Sheet(title=title, header=["phase", "quantity", "grows by", "limit"], rows=growth))
+    return sheets
+
+
+def shown(name: str, value: float | None) -> str:
+    """Return a figure for people."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if name in ("messages", "bytes") else f"{value:.3f}" if name == "cpu" else f"{value:.2f}"
+
+
+def shown_growth(value: float | None) -> str:
+    """Return a ratio for people."""
+    return "too short to tell" if value is None else f"{value:.1f}"
+
+
+def n_log_n(few: int, many: int) -> float:
+    """Return by how much N log N grows between two numbers of ranks."""
+    return many * math.log(many) / (few * math.log(few))
+
+
+def growths(found: Mapping[int, Figures]) -> Iterator[tuple[str, str, float | None, float]]:
+    """Return phase, quantity, by how much it grows, and the limit; None: the CPU is too short to be compared."""
+    few, many = GROWS_FROM, max(found)
+    if few not in found or few >= many:
+        return
+    for phase, before in found[few].items():
+        after = found[many][phase]
+        for name, tolerance in (("messages", COUNT_TOLERANCE), ("bytes", COUNT_TOLERANCE), ("cpu", CPU_TOLERANCE)):
+            if not before.get(name) or name not in after:
+                continue
+            # What is measured of a few milliseconds is the machine's other work.
+            small = name == "cpu" and after[name] < LEAST_CPU
+            yield phase, name, None if small else after[name] / before[name], tolerance * n_log_n(few, many)
+
+
+def goals(found: Mapping[int, Figures], load: float) -> Measured:
+    """Return what the goals compare, as one round of a single way."""
+    results: dict[str, float] = {}
+    wanted: list[Goal] = []
+
+    def goal(name: str, value: float, limit: float, about: str) -> None:
+        results[name] = value
+        wanted.append(Goal(upper="hvdkit", metric=name, limit=limit, about=about, headline=True))
+
+    for size, figures in found.items():
+        if size == WATCHED_RANKS:
+            about = f"Rank 0's training process watches {size} ranks, % of a core"
+            goal("share", figures["watchdog"]["share"], SHARE, about)
+            known = max(values["known"] for values in figures.values() if "known" in values)
+            goal("known", known, FAILURE_SECONDS, f"A failure is known to all of {size} ranks, s")
+        sent = figures["manifest exchange"]["bytes"] / size
+        manifest = figures["manifest"]["bytes"]
+        if size >= GROWS_FROM:
+            about = f"Bytes of the manifest that each of {size} ranks is sent at a restore / the manifest's"
+            goal(f"manifest-{size}", sent / manifest, 0.05, about)
+    compared = [(phase, name, value / limit) for phase, name, value, limit in growths(found) if value is not None]
+    if compared:
+        phase, name, worst = max(compared, key=lambda each: each[2])
+        goal("growth", worst, 1.0, f"Fastest growth ({name}, {phase}) / N log N's, with a margin for noise")
+    metrics = [Metric(name=name, title=name, digits=None) for name in results]
+    ways = {"hvdkit": "simulated ranks"}
+    rounds = [Round(results={"hvdkit": results}, order=["hvdkit"], load=load)]
+    return Measured(name="goals", title="goals", metrics=metrics, ways=ways, goals=wanted, rounds=rounds)
+
+
+# ---- real ranks ----
+
+
+STEPS, KILLED_AFTER = 60, 25
+
+
+def real_job(size: int) -> tuple[Sheet, str, bool]:
+    """Kill a rank of a job of ``size`` ranks while it trains, continue with fewer, and compare with an unbroken run."""
+    fewer = size * 2 // 3
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        print(f"{size} real ranks train without a break", file=sys.stderr, flush=True)
+        expected = train(folder / "unbroken", size)
+        print(f"{size} real ranks train, and one is killed", file=sys.stderr, flush=True)
+        code, seconds, saved = train_and_kill(folder / "killed", size)
+        print(f"killed at step {saved} or later; {fewer} ranks go on", file=sys.stderr, flush=True)
+        found = train(folder / "killed", fewer)
+        same = train_again(folder, size, expected)
+    apart = max(abs(a - b) / max(abs(a), 1e-3) for a, b in zip(expected["weights"], found["weights"], strict=True))
+    rows = [
+        [f"{size}, unbroken", STEPS, "", f"{expected['loss']:.6f}", ""],
+        [f"{size}, one killed (exit code {code}, {seconds:.1f} s)", saved, "", "", ""],
+        [f"{fewer}, continued", STEPS, found["from"], f"{found['loss']:.6f}", f"{apart:.1e}"],
+    ]
+    header = ["ranks", "saved up to step", "restored step", "last loss", "largest relative difference of the sums"]
+    right = apart < 1e-3 and found["from"] == saved and code != 0 and same
+    note = f"the same {size} ranks continued: weights and tables are {'equal to the bit' if same else 'DIFFERENT'}"
+    return Sheet(title="real ranks with TensorFlow", header=header, rows=rows), note, right
+
+
+def train_again(folder: Path, size: int, expected: Mapping[str, Any]) -> bool:
+    """Kill a run again and continue it with the same ranks; return True if it ends as the unbroken one did."""
+    train_and_kill(folder / "same", size)
+    return train(folder / "same", size)["digest"] == expected["digest"]
+
+
+def command(logdir: Path, size: int) -> list[str]:
+    """Return the command of a run of real ranks."""
+    mpirun = [str(BIN / "mpirun"), "--bind-to", "none", "-np", str(size)]
+    return [*mpirun, sys.executable, str(TRAINER), str(logdir), "--steps", str(STEPS)]
+
+
+def train(logdir: Path, size: int) -> dict[str, Any]:
+    """Train to the end; return what rank 0 says of it."""
+    printed = launch([command(logdir, size)], env=environment(threads=1), timeout=1800)
+    line = next(line for line in printed.splitlines() if line.startswith("result "))
+    return json.loads(line.removeprefix("result "))
+
+
+def train_and_kill(logdir: Path, size: int) -> tuple[int, float, int]:
+    """Kill the last rank after some steps; return the launcher's exit code, seconds until no rank is left, the step."""
+    nowhere = subprocess.DEVNULL
+    process = subprocess.Popen(command(logdir, size), env=environment(threads=1), stdout=nowhere, stderr=nowhere)
+    try:
+        until = time.monotonic() + 1800
+        while newest(logdir) < KILLED_AFTER:
+            if process.poll() is not None or time.monotonic() > until:
+                raise RunFailed(f"it ended with exit code {process.poll()} at step {newest(logdir)}, before the kill")
+            time.sleep(0.05)
+        ranks = rank_processes(process.pid)
+        struck = time.monotonic()
+        os.kill(ranks[-1].pid, signal.SIGKILL)
+        code = process.wait(timeout=120)
+        psutil.wait_procs(ranks, timeout=60)
+    finally:
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    return code, time.monotonic() - struck, newest(logdir)
+
+
+def rank_processes(parent: int) -> Sequence[psutil.Process]:
+    """Return the processes of the ranks, in rank order, below mpirun."""
+    found = []
+    for child in psutil.Process(parent).children(recursive=True):
+        if any(Path(word) == TRAINER for word in child.cmdline()):
+            found.append((int(child.environ()["OMPI_COMM_WORLD_RANK"]), child))
+    return [child for _, child in sorted(found, key=lambda pair: pair[0])]
+
+
+def newest(logdir: Path) -> int:
+    """Return the step of the newest checkpoint, or 0."""
+    names = [path.name for path in (logdir / "checkpoints").glob("step-*")] if logdir.exists() else []
+    return max((int(name.removeprefix("step-")) for name in names), default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""One process of benchmarks/control_plane.py: rank 0, or some of the simulated ranks, in one phase of a job.
+
+    python control_plane.py rank0 watchdog 256 FOLDER --seconds 10 --fault kill
+    python control_plane.py ranks watchdog 256 FOLDER --first 1 --stop 128
+
+Processes of a phase meet in FOLDER: rank 0 writes ``place.json``, simulated ranks ``ranks-FIRST.json``, and rank 0's
+figures are in ``rank0.json``. Clocks are ``time.monotonic``, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from simulated_checkpoint import checkpoint_rank0, checkpoint_ranks
+from simulated_exchange import exchange_rank0, exchange_ranks, manifest_rank0
+from simulated_launcher import launcher_rank0, launcher_ranks
+from simulated_watchdog import watchdog_rank0, watchdog_ranks
+
+
+def main() -> None:
+    """Be the process that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=["rank0", "ranks"])
+    parser.add_argument("phase", choices=["watchdog", "exchange", "checkpoint", "manifest", "launcher"])
+    parser.add_argument("size", type=int)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--stop", type=int)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--fault", default="none")
+    args = parser.parse_args()
+    ranks = range(args.first, args.size if args.stop is None else args.stop)
+    if args.part == "rank0":
+        phases = {
+            "watchdog": watchdog_rank0,
+            "exchange": exchange_rank0,
+            "checkpoint": checkpoint_rank0,
+            "manifest": manifest_rank0,
+            "launcher": launcher_rank0,
+        }
+        phases[args.phase](args.size, args.folder, args.seconds, args.fault)
+    elif args.phase == "launcher":
+        launcher_ranks(args.size, args.folder, args.fault)
+    else:
+        others = {
+            "watchdog": watchdog_ranks,
+            "exchange": exchange_ranks,
+            "manifest": exchange_ranks,
+            "checkpoint": checkpoint_ranks,
+        }
+        others[args.phase](args.size, args.folder, ranks)
+
+
+if __name__ == "__main__":
+    main()

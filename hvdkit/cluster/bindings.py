@@ -1,0 +1,141 @@
+"""Which copy of hwloc MPI calls.
+
+Open MPI and TensorFlow's ``libtensorflow_framework.so`` each contain a copy of hwloc and export more than a hundred
+functions of the same names. Both call them through lazy bindings: the dynamic linker looks a function up when it is
+called for the first time, first in the global scope and then among the caller's own dependencies. ``import tensorflow``
+puts TensorFlow's copy into the global scope.
+
+If MPI was loaded first, it has bound the functions that ``MPI_Init`` calls to its own copy, and ``MPI_Finalize`` binds
+the others, ``hwloc_topology_destroy`` among them, to TensorFlow's. That function gets a topology of another layout and
+crashes in ``hwloc__topology_disadopt`` (seen from three ranks on a host, which share one topology). To put MPI's copy
+into the global scope too does not help: TensorFlow then calls it, and finds no NUMA nodes (``Call to
+hwloc_topology_set_flags() failed``). ``LD_BIND_NOW=1`` binds everything when it is loaded, but has to be set before the
+process starts. :func:`bind_hwloc` does the same for these functions alone, in a process that is running.
+
+If TensorFlow was loaded first, all of MPI's calls go to TensorFlow's copy, which works.
+
+For glibc on x86_64 and aarch64, the platforms that TensorFlow has wheels of for Linux. Sources: the System V ABI,
+chapter 5 (dynamic section); its supplements for both processors (``R_*_JUMP_SLOT``); glibc's ``link.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+PREFIX = b"hwloc_"
+TENSORFLOW = "libtensorflow_framework.so"
+
+# Dynamic section: what an entry's tag says of its value.
+_PLTRELSZ, _STRTAB, _SYMTAB, _STRSZ, _PLTREL, _JMPREL, _BIND_NOW = 2, 5, 6, 10, 20, 23, 24
+_FLAGS, _FLAGS_1 = 30, 0x6FFFFFFB
+_RELA, _FLAG_NOW, _FLAG_1_NOW = 7, 8, 1
+_JUMP_SLOT = {"x86_64": 7, "aarch64": 1026}.get(platform.machine())
+_RTLD_DI_LINKMAP = 2
+
+
+class _LinkMap(ctypes.Structure):
+    """A loaded library, as ``link.h`` describes it."""
+
+
+_LinkMap._fields_ = [
+    ("address", ctypes.c_size_t),
+    ("name", ctypes.c_char_p),
+    ("dynamic", ctypes.POINTER(ctypes.c_size_t)),
+    ("next", ctypes.POINTER(_LinkMap)),
+]
+
+
+class _Symbol(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_uint32),
+        ("kind", ctypes.c_uint16),
+        ("section", ctypes.c_uint16),
+        ("value", ctypes.c_uint64),
+        ("size", ctypes.c_uint64),
+    )
+
+
+class _Relocation(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("info", ctypes.c_uint64), ("addend", ctypes.c_int64))
+
+
+def bind_hwloc() -> int:
+    """Bind the hwloc functions of every library that is older in this process than TensorFlow's to its own copy.
+
+    Returns:
+        The number of bindings made: 0 if no MPI with a lazily bound hwloc was loaded before TensorFlow.
+    """
+    count = 0
+    for path in libraries():
+        if TENSORFLOW in Path(path).name:
+            break
+        slots = lazy_slots(path)
+        if slots:
+            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+            for name, slot in slots.items():
+                slot.value = ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+            count += len(slots)
+    return count
+
+
+def libraries() -> list[str]:
+    """Return the paths of the loaded libraries in the order in which they were loaded; none without glibc."""
+    return [os.fsdecode(library.name) for library in _loaded() if library.name]
+
+
+def lazy_slots(path: str) -> dict[str, ctypes.c_size_t]:
+    """Return, by function, the memory in which the library at ``path`` keeps the address of each hwloc function.
+
+    Empty for a library that calls none, or was linked to bind everything when it is loaded (that memory is read-only).
+    """
+    library = next((library for library in _loaded() if library.name and os.fsdecode(library.name) == path), None)
+    if library is None or _JUMP_SLOT is None:
+        return {}
+    dynamic = _dynamic_section(library)
+    now = _BIND_NOW in dynamic or dynamic.get(_FLAGS, 0) & _FLAG_NOW or dynamic.get(_FLAGS_1, 0) & _FLAG_1_NOW
+    if now or dynamic.get(_PLTREL) != _RELA or not dynamic.get(_JMPREL):
+        return {}
+    names = ctypes.string_at(dynamic[_STRTAB], dynamic[_STRSZ])
+    if PREFIX not in names:
+        return {}
+    symbols = ctypes.cast(dynamic[_SYMTAB], ctypes.POINTER(_Symbol))
+    relocations = (_Relocation * (dynamic[_PLTRELSZ] // ctypes.sizeof(_Relocation))).from_address(dynamic[_JMPREL])
+    slots = {}
+    for relocation in relocations:
+        start = symbols[relocation.info >> 32].name
+        if relocation.info & 0xFFFFFFFF == _JUMP_SLOT and names.startswith(PREFIX, start):
+            name = names[start : names.index(b"\0", start)].decode()
+            slots[name] = ctypes.c_size_t.from_address(library.address + relocation.offset)
+    return slots
+
+
+def _loaded() -> Iterator[_LinkMap]:
+    """Yield what the dynamic linker has loaded, the program first."""
+    program = ctypes.CDLL(None)
+    if platform.libc_ver()[0] != "glibc":
+        return
+    found = ctypes.POINTER(_LinkMap)()
+    if program.dlinfo(ctypes.c_void_p(program._handle), _RTLD_DI_LINKMAP, ctypes.byref(found)) != 0:
+        return
+    while found:
+        yield found.contents
+        found = found.contents.next
+
+
+def _dynamic_section(library: _LinkMap) -> dict[int, int]:
+    """Return the dynamic section's values by tag, with addresses of this process.
+
+    glibc has added the library's address to the addresses in it, but not in the kernel's own library (the vDSO).
+    """
+    section, place = {}, 0
+    while tag := library.dynamic[place]:
+        section[tag] = library.dynamic[place + 1]
+        place += 2
+    for tag in (_STRTAB, _SYMTAB, _JMPREL):
+        if tag in section and section[tag] < library.address:
+            section[tag] += library.address
+    return section

@@ -1,0 +1,32 @@
+"""A filter that drops TensorFlow's start-up lines, from standard input to standard output.
+
+It runs by its path, in an isolated interpreter and on the standard library alone, while TensorFlow is imported:
+
+    python -IS .../hvdkit/cluster/chatter.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+# Lines that say nothing about this job: absl's preamble and informational lines of TensorFlow's libraries.
+CHATTER = (
+    "WARNING: All log messages before absl::InitializeLog()",
+    "I0000 ",
+    "To enable the following instr",
+)
+
+
+def main() -> None:
+    """Copy all other lines, one at a time, until the last writer has closed the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that writes
+    beginnings = tuple(beginning.encode() for beginning in CHATTER)
+    for line in sys.stdin.buffer:
+        if not line.startswith(beginnings):
+            os.write(1, line)
+
+
+if __name__ == "__main__":
+    main()
