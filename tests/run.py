@@ -31,12 +31,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from types import FrameType
 from typing import Annotated
 
 import psutil
@@ -48,6 +50,8 @@ import speed
 from outcomes import Launch, report
 
 ROOT = Path(__file__).resolve().parents[1]
+STOP = threading.Event()
+"""Set if this run is interrupted: every launch ends, and none begins."""
 BIN = Path(sys.executable).parent
 # As root, and with more ranks than cores: both are fine on one's own machine.
 PERMISSIONS = {
@@ -152,6 +156,8 @@ def run_all(listed: list[Launch], stall: float) -> Iterator[Launch]:
 
     def one_after_another(lane: list[Launch]) -> None:
         for launch in lane:
+            if STOP.is_set():
+                return
             print(f"{launch.name} ...", flush=True)
             run(launch, stall)
             ended.put(launch)
@@ -200,7 +206,7 @@ def run(launch: Launch, stall: float) -> None:
 def wait(process: subprocess.Popen[bytes], folder: Path, stall: float) -> int | None:
     """Return a launcher's exit code, or None if the records in ``folder`` have not grown for ``stall`` seconds."""
     recorded, since = 0, time.monotonic()
-    while time.monotonic() - since < stall:
+    while time.monotonic() - since < stall and not STOP.is_set():
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(1.0)
         size = sum(path.stat().st_size for path in folder.glob("rank-*.jsonl"))
@@ -223,10 +229,17 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def stop(number: int, frame: FrameType | None) -> None:
+    """End all launches and this process."""
+    STOP.set()
+    raise KeyboardInterrupt
+
+
 def main() -> int:
     """Run all launches; return the exit code."""
     # A shell starts background jobs with Ctrl-C ignored, which their children inherit; some tests send it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     config = tyro.cli(Config, description=__doc__)
     folder = Path(tempfile.mkdtemp(prefix="hvdkit-tests-"))
     passed, failures = 0, []

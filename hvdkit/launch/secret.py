@@ -16,11 +16,15 @@ from hvdkit.launch.reach import refusal, ssh_command
 # Every host has it, and TMPDIR of this one need not exist on others.
 _SHARED_FOLDER = "/tmp"
 # The folder has to be new: one that another user has made first could hold another token. If hosts share their /tmp,
-# the file is there already, and only this user can have written the same token into it.
+# the folder is there already, and only this user can have written the same token into it. The rename lets a host that
+# comes second see the whole file or none; it waits for it.
 _WRITE = """\
 umask 077
-if mkdir -m 700 {folder} 2>/dev/null; then exec cat > {path}; fi
-[ -d {folder} ] && [ ! -L {folder} ] && [ -O {folder} ] && cmp -s - {path} && exit 0
+if mkdir -m 700 {folder} 2>/dev/null; then cat > {path}.part && exec mv {path}.part {path}; fi
+if [ -d {folder} ] && [ ! -L {folder} ] && [ -O {folder} ]; then
+    for second in 1 2 3 4 5; do [ -e {path} ] && break; sleep 1; done
+    cmp -s - {path} && exit 0
+fi
 echo "{folder} exists already, and is not of this job" >&2
 exit 1
 """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
+import psutil
 import run as runner
 from outcomes import Launch, report
-from speed import slowdown
+from speed import WAIT, slowdown, wait_until
 
 # As a rank's recorder does: a test starts and ends every SECONDS[0] s, and the last one takes SECONDS[1] s more.
 TESTS = """
@@ -54,3 +56,19 @@ def test_every_rank_has_to_pass_and_a_test_counts_once(tmp_path):
     launch.read()
     assert launch.passed == ["a"] and list(launch.failures) == ["b", "np=2: ended by signal SIGKILL"]
     assert launch.failures["b"] == {1: "E no"} and "in: c" in launch.failures["np=2: ended by signal SIGKILL"][1]
+
+
+def launches(pid):
+    """Return the launches of a run of tests."""
+    return [child for child in psutil.Process(pid).children() if "pytest" in child.cmdline()]
+
+
+def test_a_run_that_is_terminated_ends_its_launches(tmp_path):
+    """SIGTERM goes to the run alone, unlike Ctrl-C in a terminal."""
+    command = [sys.executable, "tests/run.py", "--single-only", "-k", "test_a_launch_in_which_no_test_ends"]
+    with subprocess.Popen(command, cwd=runner.ROOT, stdout=subprocess.PIPE, text=True) as run:
+        wait_until(lambda: launches(run.pid))
+        (launch,) = launches(run.pid)
+        run.terminate()
+        assert run.wait(WAIT) != 0
+    assert not launch.is_running()
