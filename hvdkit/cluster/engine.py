@@ -91,6 +91,36 @@ def start_horovod(
     return hvd, communicator, made
 
 
+def add_sets(
+    hvd: ModuleType, sets: dict[tuple[int, ...], Any], new: Sequence[tuple[int, ...]], *, over_mpi: bool
+) -> None:
+    """Make Horovod's process sets of ``new``, and add them to ``sets``. Every rank calls it, between collectives.
+
+    Horovod makes sets when it starts, so it starts again. It could also make them while it runs, but then all ranks
+    would exchange two more numbers in each of its cycles.
+
+    Raises:
+        ClusterError: Horovod cannot start again, as under Gloo.
+    """
+    made = {ranks: hvd.ProcessSet(list(ranks)) for ranks in new}
+    if os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1":
+        for one in made.values():
+            hvd.add_process_set(one)
+    elif not over_mpi:
+        raise ClusterError(
+            describe(
+                "ProcessSet",
+                f"ranks {list(map(list, new))} after hk.init() under Gloo",
+                "HOROVOD_DYNAMIC_PROCESS_SETS=1, without which Horovod makes sets only when it starts",
+                "set it in the job's environment, or start under MPI",
+            )
+        )
+    else:
+        hvd.shutdown()
+        hvd.init(process_sets=[*sets.values(), *made.values()])
+    sets.update(made)
+
+
 def _check_launcher_is_there(promise: Promise) -> None:
     """Open MPI's variables without its daemon have been inherited; MPI itself would abort without a clear word."""
     if promise.launcher != "mpirun (Open MPI)" or promise.size == 1 or "PMIX_RANK" in os.environ:

@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from hvdkit.cluster.mesh import Group
+from hvdkit.cluster.order import CallOrder
 from hvdkit.cluster.progress import collective
 from hvdkit.errors import ClusterError
 
@@ -31,15 +33,26 @@ class ObjectExchange:
     """All-to-all exchange of picklable objects, called by every rank in the same order, from one thread.
 
     Args:
-        horovod: the running ``horovod.tensorflow``, or whoever knows rank and size in a world of one.
-        communicator: an mpi4py communicator of hvdkit's own, or None to go through Horovod.
+        horovod: the running ``horovod.tensorflow``, or an object that knows rank and size in a world of one.
+        communicator: hvdkit's mpi4py communicator of all ranks, or None to go through Horovod.
+        group: the ranks that exchange; None for all. Each of them constructs it, in the same order. Without
+            ``communicator`` it has a process set.
+        order: shared by all exchanges of this rank.
     """
 
-    def __init__(self, horovod: Any, communicator: Any = None) -> None:
+    def __init__(
+        self, horovod: Any, communicator: Any = None, group: Group | None = None, order: CallOrder | None = None
+    ) -> None:
         self._horovod = horovod
-        self._comm = communicator
-        self._rank = horovod.rank()
-        self._size = horovod.size()
+        self._world = self._comm = communicator
+        self._group = group
+        self._rank, self._size = horovod.rank(), horovod.size()
+        self._ranks: Sequence[int] = range(self._size)
+        if group is not None:
+            self._rank, self._size, self._ranks = group.index, group.size, group.ranks
+            if communicator is not None and group.size > 1:
+                self._comm = communicator.Create_group(communicator.group.Incl(group.ranks))
+        self._order = order or CallOrder()
 
     @property
     def over_mpi(self) -> bool:
@@ -72,7 +85,7 @@ class ObjectExchange:
         if self._size == 1:
             return [data]
         mine = np.frombuffer(data, np.uint8)
-        with collective("an exchange of objects"):
+        with self._order.entered(), collective("an exchange of objects"):
             lengths, parts = self._begin_over_mpi(mine) if self._comm is not None else self._begin_over_horovod(mine)
             while left := [rank for rank, part in enumerate(parts) if len(part) < lengths[rank]]:
                 counts = np.zeros(self._size, np.int64)
@@ -88,7 +101,8 @@ class ObjectExchange:
         """Return the bytes of all ranks end to end, ``counts[r]`` of rank r; at most :data:`LARGEST` in all."""
         if self._comm is None:
             with _on_host():
-                return self._horovod.allgather(mine, name="hvdkit.objects").numpy()
+                within = {} if self._group is None else {"process_set": self._group.process_set}
+                return self._horovod.allgather(mine, name="hvdkit.objects", **within).numpy()
         gathered = np.empty(int(counts.sum()), np.uint8)
         self._wait(self._comm.Iallgatherv(mine, (gathered, counts)))
         return gathered
@@ -115,24 +129,23 @@ class ObjectExchange:
         """Wait for ``request``, giving up the core between looks, unless a peer says that it leaves."""
         started = time.perf_counter()
         while not request.Test():
-            if self._comm.Iprobe(tag=_LEAVING):
-                # The word may have overtaken the last message of a peer that did answer: look once more.
+            if (left := self._left()) is not None:
+                # The message may have overtaken the last one of a peer that did answer: look once more.
                 time.sleep(_GRACE_SECONDS)
                 if request.Test():
                     return
-                self._raise_left()
+                raise ClusterError(
+                    f"rank {left} left the job while rank {self._ranks[self._rank]} waited for it in a collective; its "
+                    "own output says why"
+                )
             if time.perf_counter() - started > _SPIN_SECONDS:
                 time.sleep(_NAP_SECONDS)
 
-    def _raise_left(self) -> None:
-        from mpi4py import MPI
-
-        status = MPI.Status()
-        self._comm.Iprobe(tag=_LEAVING, status=status)
-        left = status.Get_source()
-        raise ClusterError(
-            f"rank {left} left the job while rank {self._rank} waited for it in a collective; its own output says why"
-        )
+    def _left(self) -> int | None:
+        """Return a rank of this exchange that has left the job, or None."""
+        if not self._world.Iprobe(tag=_LEAVING):
+            return None
+        return next((rank for rank in self._ranks if self._world.Iprobe(source=rank, tag=_LEAVING)), None)
 
     def close(self) -> None:
         """Tell the peers that this rank leaves. It exchanges nothing any more."""

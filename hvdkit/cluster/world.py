@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ from hvdkit.cluster.ending import ENDING, EngineEnd
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.launcher import promised
 from hvdkit.cluster.mesh import Group, group_of, sets_to_make
+from hvdkit.cluster.order import CallOrder
 from hvdkit.cluster.progress import PROGRESS
 from hvdkit.errors import ClusterError, describe
 
@@ -50,7 +51,10 @@ class _World:
     horovod: Any
     exchange: ObjectExchange
     end_horovod: Callable[[], None] = lambda: None
+    communicator: Any = None
+    order: CallOrder = field(default_factory=CallOrder)
     sets: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    exchanges: dict[tuple[int, ...], ObjectExchange] = field(default_factory=dict)
     watchdog: watchdog.Watchdog = field(default_factory=watchdog.Watchdog)
 
 
@@ -108,7 +112,8 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
         hvd, communicator, sets = engine.start_horovod(promise, _sets(mesh, promise.size))
     rank, size = hvd.rank(), hvd.size()
     logs.configure(rank, size)
-    exchange = ObjectExchange(hvd, communicator)
+    order = CallOrder()
+    exchange = ObjectExchange(hvd, communicator, order=order)
     end_horovod = EngineEnd(hvd.shutdown)
     if size > 1:
         failure.watch(rank, communicator, end_horovod)
@@ -134,7 +139,16 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     )
     if asked is not None:
         profile.begin(asked, rank, hosts[rank], exchange, hvd)
-    return _World(cluster, hvd, exchange, end_horovod, sets, dog)
+    return _World(
+        cluster=cluster,
+        horovod=hvd,
+        exchange=exchange,
+        end_horovod=end_horovod,
+        communicator=communicator,
+        order=order,
+        sets=sets,
+        watchdog=dog,
+    )
 
 
 def _sets(mesh: Mapping[str, int] | None, size: int) -> list[tuple[int, ...]]:
@@ -209,14 +223,43 @@ def group(axis: str) -> Group:
     return group_of(world.cluster.rank, axis, world.cluster.mesh, world.sets)
 
 
+def make_groups(sets: Sequence[tuple[int, ...]]) -> list[Group | None]:
+    """Return a group for each of ``sets``, for collectives among its ranks; None if this rank is outside of it.
+
+    Every rank calls it, with the same sets of ranks in ascending order.
+
+    Raises:
+        ClusterError: before :func:`init`, or Horovod can make no set of ranks any more.
+    """
+    world = _begun()
+    rank, size = world.cluster.rank, world.cluster.size
+    if new := [ranks for ranks in dict.fromkeys(sets) if 1 < len(ranks) < size and ranks not in world.sets]:
+        engine.add_sets(world.horovod, world.sets, new, over_mpi=world.exchange.over_mpi)
+    return [Group("", ranks, ranks.index(rank), world.sets.get(ranks)) if rank in ranks else None for ranks in sets]
+
+
 def horovod() -> ModuleType:
     """Return the running ``horovod.tensorflow``. Raises ClusterError before :func:`init`."""
     return _begun().horovod
 
 
-def exchange() -> ObjectExchange:
-    """Return the exchange of Python objects among all ranks. Raises ClusterError before :func:`init`."""
-    return _begun().exchange
+def exchange(group: Group | None = None) -> ObjectExchange:
+    """Return the exchange of Python objects among the ranks of ``group``, by default all of them.
+
+    Raises:
+        ClusterError: before :func:`init`.
+    """
+    world = _begun()
+    if group is None or group.size == world.cluster.size:
+        return world.exchange
+    if group.ranks not in world.exchanges:
+        world.exchanges[group.ranks] = ObjectExchange(world.horovod, world.communicator, group, world.order)
+    return world.exchanges[group.ranks]
+
+
+def call_order() -> CallOrder:
+    """Return the order of this rank's eager collectives. Raises ClusterError before :func:`init`."""
+    return _begun().order
 
 
 def rank() -> int:

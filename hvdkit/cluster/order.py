@@ -1,0 +1,89 @@
+"""The order of this rank's eager collectives: ranks match them by it, so one thread calls them, one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+from hvdkit.errors import HvdkitError, describe
+
+Result = TypeVar("Result")
+
+
+class CallOrder:
+    """Keeps the exchanges of a rank in the order in which the user's thread called them.
+
+    The first thread of Python's own that calls is the only one as long as it lives. A thread of TensorFlow, which runs
+    a ``tf.py_function``, may call while no other does. Asynchronous collectives run in a thread of this class; others
+    wait until those that were called before have ended.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._worker: ThreadPoolExecutor | None = None
+        self._worker_thread: threading.Thread | None = None
+        self._pending: list[Future[Any]] = []
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Admit the calling thread for one exchange.
+
+        Raises:
+            HvdkitError: another thread makes this rank's exchanges, or is in one.
+        """
+        mine = threading.current_thread()
+        if mine is not self._worker_thread:
+            self._admit(mine)
+            self._drain()
+        if not self._lock.acquire(blocking=False):
+            raise self._refusal(mine, "another thread is in one")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def submit(self, call: Callable[[], Result]) -> Future[Result]:
+        """Run ``call``, which makes exchanges, in this class's thread, after those that were submitted before.
+
+        Raises:
+            HvdkitError: another thread makes this rank's exchanges.
+        """
+        self._admit(threading.current_thread())
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "hvdkit-collectives", initializer=self._begin_worker)
+        future = self._worker.submit(call)
+        self._pending = [one for one in self._pending if not one.done()]
+        self._pending.append(future)
+        return future
+
+    def _begin_worker(self) -> None:
+        self._worker_thread = threading.current_thread()
+
+    def _drain(self) -> None:
+        """Wait for the calls that were submitted; their errors are raised to those who wait for their results."""
+        if self._pending:
+            wait(self._pending)
+            self._pending = []
+
+    def _admit(self, mine: threading.Thread) -> None:
+        if isinstance(mine, threading._DummyThread):
+            return
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = mine
+        if self._thread is not mine:
+            raise self._refusal(mine, f"thread {self._thread.name!r} makes this rank's collectives")
+
+    @staticmethod
+    def _refusal(mine: threading.Thread, why: str) -> HvdkitError:
+        return HvdkitError(
+            describe(
+                "thread",
+                f"an eager collective in thread {mine.name!r}, while {why}",
+                "one thread, since ranks match eager collectives by their order",
+                "call it in that thread, or pass the value to it (queue.Queue)",
+            )
+        )
