@@ -65,6 +65,8 @@ IN_TIME = ("test_hosts.py", "test_one_host.py")
 UNDER_GLOO = (
     "test_checkpoint.py",
     "test_cluster.py",
+    "test_collective_gradients.py",
+    "test_collective_rules.py",
     "test_collectives.py",
     "test_divergence.py",
     "test_embedding_collection.py",
@@ -73,6 +75,7 @@ UNDER_GLOO = (
     "test_graphs.py",
     "test_mismatch.py",
     "test_partitioned_variable.py",
+    "test_process_sets.py",
     "test_sparse_gradients.py",
     "test_supervisor.py",
     "test_variables.py",

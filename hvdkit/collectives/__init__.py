@@ -1,34 +1,65 @@
 """Collectives: tensors through Horovod, objects through mpi4py where there is an MPI world."""
 
-from hvdkit.collectives.api import (
-    allgather,
-    allgather_object,
+from hvdkit.collectives.asynchronous import (
+    Handle,
+    allgather_async,
+    allreduce_async,
+    alltoall_async,
+    broadcast_async,
+    grouped_allreduce_async,
+    reducescatter_async,
+    wait,
+)
+from hvdkit.collectives.joining import join
+from hvdkit.collectives.moving import allgather, alltoall, grouped_allgather
+from hvdkit.collectives.objects import allgather_object, barrier, broadcast_object
+from hvdkit.collectives.ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from hvdkit.collectives.process_sets import ProcessSet, cross_set, local_set
+from hvdkit.collectives.rank_ops import local_rank_op, local_size_op, rank_op, size_op
+from hvdkit.collectives.reducing import (
     allreduce,
-    alltoall,
-    barrier,
     broadcast,
-    broadcast_object,
     grouped_allreduce,
+    grouped_reducescatter,
     reducescatter,
 )
-from hvdkit.collectives.ops import Average, Max, Min, ReduceOp, Sum
 from hvdkit.collectives.variables import broadcast_variables, compare_variables
 
 __all__ = [
+    "Adasum",
     "Average",
+    "Handle",
     "Max",
     "Min",
+    "ProcessSet",
+    "Product",
     "ReduceOp",
     "Sum",
     "allgather",
+    "allgather_async",
     "allgather_object",
     "allreduce",
+    "allreduce_async",
     "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
+    "broadcast_async",
     "broadcast_object",
     "broadcast_variables",
     "compare_variables",
+    "cross_set",
+    "grouped_allgather",
     "grouped_allreduce",
+    "grouped_allreduce_async",
+    "grouped_reducescatter",
+    "join",
+    "local_rank_op",
+    "local_set",
+    "local_size_op",
+    "rank_op",
     "reducescatter",
+    "reducescatter_async",
+    "size_op",
+    "wait",
 ]

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from hvdkit import cluster
+from hvdkit.cluster import Group
 from hvdkit.cluster.progress import collective
 from hvdkit.errors import CollectiveMismatchError, describe
 
 # Below this many bytes a value goes along with its signature. At 1,000 ranks that is 16 MB a rank, still quick.
 SMALL_BYTES = 16 * 1024
+JOIN = "join()"
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Call:
         uneven: True for allgather and alltoall.
         payload: the values, if small.
         problem: the exception that this rank's arguments deserve, or None.
+        joinable: ranks that have joined may stay away: they contribute zeros.
     """
 
     kind: str
@@ -40,6 +43,7 @@ class Call:
     uneven: bool = False
     payload: Any = None
     problem: Exception | None = field(default=None)
+    joinable: bool = False
 
     def agreed(self) -> tuple[Any, ...]:
         """Return what must be equal on all ranks."""
@@ -54,24 +58,25 @@ class Call:
         return f"{self.kind} of {tensors}{more}"
 
 
-def agree(call: Call) -> list[Call]:
-    """Return every rank's call, in rank order, after checking that they fit together.
+def agree(call: Call, group: Group | None = None) -> list[Call]:
+    """Return the call of every rank of ``group`` (default: all), in rank order, after checking that they fit together.
 
     Raises:
-        ValueError, TypeError: what a rank's own arguments deserve, on that rank.
+        Exception: what a rank's own arguments deserve, on that rank.
         CollectiveMismatchError: ranks differ, or another rank's arguments are wrong; it names the rank.
     """
-    if cluster.size() == 1:
+    ranks = range(cluster.size()) if group is None else group.ranks
+    if len(ranks) == 1:
         if call.problem is not None:
             raise call.problem
         return [call]
     # The others need the words only; an exception of any class may not survive pickling.
     sent = call if call.problem is None else Call(call.kind, problem=ValueError(str(call.problem)))
     with collective(str(call)):
-        calls: list[Call] = cluster.exchange().allgather(sent)
+        calls: list[Call] = cluster.exchange(group).allgather(sent)
     if call.problem is not None:
         raise call.problem
-    for rank, other in enumerate(calls):
+    for rank, other in zip(ranks, calls, strict=True):
         if not isinstance(other, Call):
             raise CollectiveMismatchError(
                 f"collective: rank {rank} exchanges something else ({other!r}) while rank {cluster.rank()} called "
@@ -79,38 +84,47 @@ def agree(call: Call) -> list[Call]:
             )
         if other.problem is not None:
             raise CollectiveMismatchError(f"{call.kind}: rank {rank} passed a bad argument: {other.problem}")
-    for rank, other in enumerate(calls):
-        if other.agreed() != calls[0].agreed():
-            raise CollectiveMismatchError(_difference(calls[0], other, rank))
+    active = [(rank, other) for rank, other in zip(ranks, calls, strict=True) if other.kind != JOIN]
+    if 0 < len(active) < len(calls) and not active[0][1].joinable:
+        joined = next(rank for rank, other in zip(ranks, calls, strict=True) if other.kind == JOIN)
+        raise CollectiveMismatchError(
+            f"join: rank {joined} has joined, but rank {active[0][0]} called {active[0][1]}; after hk.join() on one "
+            "rank, others call hk.allreduce (Sum or Average) or hk.barrier until they join, too"
+        )
+    for rank, other in active[1:]:
+        lowest, first = active[0]
+        if other.agreed() != first.agreed():
+            raise CollectiveMismatchError(_difference(first, lowest, other, rank))
     return calls
 
 
 def attempt(check: Callable[[], None]) -> Exception | None:
-    """Run ``check`` and return the ValueError or TypeError it raised, or None."""
+    """Run ``check`` and return its exception or None: a rank that raised alone would leave the others waiting."""
     try:
         check()
-    except (ValueError, TypeError) as error:
+    except Exception as error:
         return error
     return None
 
 
-def check_root(root: Any) -> None:
-    """Raise ValueError where ``root`` is no rank."""
-    size = cluster.size()
-    if not isinstance(root, (int, np.integer)) or not 0 <= root < size:
-        raise ValueError(describe("root", root, f"a rank, 0 to {size - 1}", "pass the rank whose value counts"))
+def check_root(root: Any, group: Group | None = None) -> None:
+    """Raise ValueError if ``root`` is not a rank, or not one of ``group``."""
+    ranks = range(cluster.size()) if group is None else group.ranks
+    if not isinstance(root, (int, np.integer)) or isinstance(root, bool) or root not in ranks:
+        expected = f"a rank, 0 to {cluster.size() - 1}" if group is None else f"one of the ranks {list(ranks)}"
+        raise ValueError(describe("root", root, expected, "pass the rank whose value counts"))
 
 
-def _difference(first: Call, other: Call, rank: int) -> str:
+def _difference(first: Call, lowest: int, other: Call, rank: int) -> str:
     if len(first.shapes) == len(other.shapes):
         for i, mine in enumerate(first.shapes):
             if (first.dtypes[i], mine) != (other.dtypes[i], other.shapes[i]) and first.kind == other.kind:
                 return (
                     f"{first.kind}: tensor {i} is {other.dtypes[i]}{list(other.shapes[i])} on rank {rank}, but "
-                    f"{first.dtypes[i]}{list(mine)} on rank 0; pass equal dtypes and shapes on every rank"
+                    f"{first.dtypes[i]}{list(mine)} on rank {lowest}; pass equal dtypes and shapes on every rank"
                     + (" (only the first axis may differ)" if first.uneven else "")
                 )
     return (
-        f"collective: rank {rank} called {other}, but rank 0 called {first}; "
+        f"collective: rank {rank} called {other}, but rank {lowest} called {first}; "
         "call the same collectives in the same order on every rank"
     )

@@ -22,6 +22,7 @@ def run_collective(
     tensors: Sequence[tf.Tensor],
     native: Callable[[list[tf.Tensor], str], Any],
     *,
+    label: str | None = None,
     shown: Sequence[tf.Tensor] | None = None,
     uneven: bool = False,
     ranks: Sequence[int] | None = None,
@@ -29,10 +30,11 @@ def run_collective(
     """Return what Horovod's op ``native`` makes of ``tensors``, in eager mode or as a part of a graph that runs it.
 
     Args:
-        name: of the collective, as people know it.
+        name: by which ranks match the collective, before it is made unique in its graph.
         tensors: what it exchanges.
         native: is given the tensors, ready for it, and the name by which ranks match.
-        shown: what people gave, where ``tensors`` is a conversion of it.
+        label: the name for messages; default: ``name``.
+        shown: what the user gave, if ``tensors`` is a conversion of it.
         uneven: ranks may differ in the first axis.
         ranks: those that take part; None for all.
 
@@ -43,7 +45,8 @@ def run_collective(
         return native(list(tensors), name)
     ready = [_not_constant(x) for x in tensors]
     known = tensors if shown is None else shown
-    result = verifier.run(native, ready, _op_name(name, ranks), name=name, shown=known, uneven=uneven, ranks=ranks)
+    known_as = label or name
+    result = verifier.run(native, ready, _op_name(name, ranks), name=known_as, shown=known, uneven=uneven, ranks=ranks)
     _run_in_step(tf.nest.flatten(result)[0])
     return result
 
@@ -91,7 +94,7 @@ def _not_constant(x: tf.Tensor) -> tf.Tensor:
     """
     if not _may_be_constant(x):
         return x
-    return tf.where(tf.timestamp() >= 0, x, x)
+    return verifier.needing(tf.timestamp() >= 0, x)
 
 
 def _may_be_constant(x: tf.Tensor) -> bool:

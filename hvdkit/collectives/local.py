@@ -1,36 +1,81 @@
-"""The collectives on values that are all here already, in NumPy: what an exchange of small values ends with."""
+"""The collectives on values that are all here already, in NumPy: what an exchange of small values ends with.
+
+Each follows the rules of :mod:`hvdkit.collectives.tensors`, so that a result does not depend on a message's size.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from hvdkit.collectives.dtypes import average_factor, wire_dtype
 from hvdkit.collectives.ops import ReduceOp
 
 
-def reduce(parts: list[np.ndarray], op: ReduceOp) -> np.ndarray:
+def reduce(
+    parts: Sequence[np.ndarray],
+    op: ReduceOp,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    size: int | None = None,
+) -> np.ndarray:
     """Reduce equal-shaped arrays, one of each rank, in rank order: every rank gets the same bits.
 
-    16-bit floats are summed in float32. Integers keep their dtype; their average is rounded toward zero.
+    Args:
+        parts: the arrays.
+        op: the reduction.
+        prescale: multiplies the arrays.
+        postscale: multiplies the result.
+        size: number of ranks for an average, if some have joined and give no array.
     """
     dtype = parts[0].dtype
+    size = len(parts) if size is None else size
+    wire = wire_dtype(dtype, op).as_numpy_dtype
+    factor = average_factor(wire, size) if op == ReduceOp.Average else 1.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        sent = [_scaled(_scaled(part.astype(wire), prescale), factor) for part in parts]
+        if op in (ReduceOp.Min, ReduceOp.Max):
+            result = _extreme(sent, op)
+        elif op == ReduceOp.Product:
+            result = np.multiply.reduce(np.stack(sent), axis=0, dtype=wire)
+        else:
+            result = np.add.reduce(np.stack(sent), axis=0, dtype=wire)
+        if op == ReduceOp.Average and factor == 1.0:
+            result = _divided(result, size)
+        return np.asarray(_scaled(result, postscale)).astype(dtype)
+
+
+def _extreme(parts: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
+    """Return the least or largest of each element; a NaN wins, and -0 is less than 0."""
     stack = np.stack(parts)
-    if op == ReduceOp.Min:
-        return stack.min(axis=0)
-    if op == ReduceOp.Max:
-        return stack.max(axis=0)
-    if dtype.kind in "iu":
-        total = stack.sum(axis=0, dtype=np.int64 if dtype.kind == "i" else np.uint64)
-        if op == ReduceOp.Average:
-            quotient = total // len(parts)
-            # Floor division rounds down: negative results that are not whole go up by one.
-            total = quotient + ((total < 0) & (quotient * len(parts) != total)).astype(total.dtype)
-        return total.astype(dtype)
-    wide = np.float64 if dtype == np.float64 else np.float32
-    total = stack.sum(axis=0, dtype=wide)
-    return (total / wide(len(parts)) if op == ReduceOp.Average else total).astype(dtype)
+    result = stack.min(axis=0) if op == ReduceOp.Min else stack.max(axis=0)
+    if stack.dtype.kind != "f":
+        return result
+    negative = np.signbit(stack).any(axis=0) if op == ReduceOp.Min else np.signbit(stack).all(axis=0)
+    return np.where(result == 0, np.where(negative, -0.0, 0.0).astype(result.dtype), result)
 
 
-def exchange_rows(parts: list[np.ndarray], splits: list[np.ndarray], rank: int) -> tuple[np.ndarray, np.ndarray]:
+def _divided(total: np.ndarray, size: int) -> np.ndarray:
+    """Return ``total / size``; of integers rounded toward zero."""
+    if total.dtype.kind == "f":
+        return total / total.dtype.type(size)
+    quotient = total // size
+    # Floor division rounds down: negative results that are not whole go up by one.
+    return quotient + ((total < 0) & (quotient * size != total)).astype(total.dtype)
+
+
+def _scaled(x: np.ndarray, factor: float) -> np.ndarray:
+    if factor == 1.0:
+        return x
+    if x.dtype.kind == "f":
+        return x * x.dtype.type(factor)
+    return np.trunc(x.astype(np.float64) * factor).astype(x.dtype)
+
+
+def exchange_rows(
+    parts: Sequence[np.ndarray], splits: Sequence[np.ndarray], rank: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that every rank sends to ``rank``, and how many came from each."""
     rows = []
     for part, counts in zip(parts, splits, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 
 from hvdkit.errors import describe
 
@@ -12,26 +13,41 @@ class ReduceOp(enum.IntEnum):
 
     Average = 0
     Sum = 1
+    Adasum = 2
     Min = 3
     Max = 4
+    Product = 5
 
 
 Average = ReduceOp.Average
 Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
 Min = ReduceOp.Min
 Max = ReduceOp.Max
+Product = ReduceOp.Product
+
+GRADIENT_OPS = (Average, Sum, Min, Max)
 
 
-def checked_op(op: object) -> ReduceOp:
+def checked_op(op: object, among: Collection[ReduceOp] = GRADIENT_OPS) -> ReduceOp:
     """Return ``op`` as a ReduceOp; Horovod's own constants are taken, too.
 
+    Args:
+        op: the reduction.
+        among: those that the caller supports.
+
     Raises:
-        ValueError: ``op`` is none of Average, Sum, Min, Max.
+        ValueError: ``op`` is none of ``among``.
     """
     try:
-        return ReduceOp(op)  # type: ignore[arg-type]
+        found = ReduceOp(op)  # type: ignore[arg-type]
     except ValueError:
-        raise ValueError(describe("op", op, "hk.Average, hk.Sum, hk.Min or hk.Max", "pass one of these four")) from None
+        found = None
+    if found is None or isinstance(op, bool) or found not in among:
+        names = [f"hk.{known.name}" for known in among]
+        got = op if found is None or isinstance(op, bool) else found.name
+        raise ValueError(describe("op", got, f"{', '.join(names[:-1])} or {names[-1]}", "pass one of these"))
+    return found
 
 
 def op_label(op: object) -> str:

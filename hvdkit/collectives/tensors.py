@@ -1,83 +1,139 @@
 """TensorFlow tensors through Horovod: one function a collective, the same in eager mode and in graphs.
 
-Horovod takes a part of TensorFlow's dtypes. The others travel by a conversion that is stated here:
+:mod:`hvdkit.collectives.dtypes` states the dtypes in which values travel.
 
-* moving (allgather, broadcast, alltoall): any other fixed-size dtype as its bytes, bit for bit;
-* reducing: bfloat16 in float32, and rounded back; small integers and bool in int32 (bool: Min is *and*,
-  Max is *or*). ``Average`` of integers is the sum divided by the number of ranks, rounded toward zero.
+Horovod matches collectives by name, and compares kind, dtype, shape, root and reduction of those that share one. So
+names in graphs depend on nothing but the function and the order in it, and what Horovod does not compare is written
+into the shape: a difference is an error on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdkit import cluster
+from hvdkit.collectives import dtypes
 from hvdkit.collectives.graphs import run_collective
 from hvdkit.collectives.ops import ReduceOp
-from hvdkit.errors import describe
+from hvdkit.collectives.splits import SPLITS
 
-_MOVED = {
-    tf.uint8,
-    tf.int8,
-    tf.uint16,
-    tf.int16,
-    tf.int32,
-    tf.int64,
-    tf.float16,
-    tf.float32,
-    tf.float64,
-    tf.bool,
-}
-_REDUCED = {tf.int32, tf.int64, tf.float16, tf.float32, tf.float64}
-_REDUCED_IN = {
-    tf.bfloat16: tf.float32,
-    tf.uint8: tf.int32,
-    tf.int8: tf.int32,
-    tf.uint16: tf.int32,
-    tf.int16: tf.int32,
-    tf.uint32: tf.int64,
-    tf.bool: tf.int32,
-}
-
-
-def wire_dtype(dtype: tf.DType, op: ReduceOp) -> tf.DType:
-    """Return the dtype in which ``dtype`` is reduced by ``op``.
-
-    Raises:
-        TypeError: Horovod cannot reduce ``dtype``, and no conversion of it is exact enough.
-    """
-    wire = dtype if dtype in _REDUCED else _REDUCED_IN.get(dtype)
-    if wire is None or (dtype == tf.bool and op in (ReduceOp.Average, ReduceOp.Sum)):
-        raise TypeError(
-            describe(
-                "x",
-                f"dtype {dtype.name} with op {op.name}",
-                "a real number that Horovod can reduce (bool: Min and Max only)",
-                "cast it first, e.g. tf.cast(x, tf.float32)",
-            )
-        )
-    return wire
+# The collectives that users call share one name, so that Horovod compares their kinds, too.
+PUBLIC = "hvdkit.collective"
+# Axes of size 1 that one number is written as, modulo this: TensorFlow's tensors have at most 254 axes.
+_MOST_ONES = 64
+# MPI counts the elements of a message by C's int.
+LARGEST = 2**31 - 1
+# An axis that no tensor has: a rank whose splits do not fit its rows sends it, so that the others raise, too.
+BAD_SPLITS = 2_000_000_011
 
 
 def grouped_allreduce(
     tensors: Sequence[tf.Tensor], op: ReduceOp, name: str, group: cluster.Group | None = None
 ) -> list[tf.Tensor]:
     """Reduce every tensor over all ranks (or ``group``), all tensors of one wire dtype in one exchange."""
-    wires = [wire_dtype(x.dtype, op) for x in tensors]
     results: list[Any] = [None] * len(tensors)
-    for wire in dict.fromkeys(wires):
-        places = [i for i, w in enumerate(wires) if w == wire]
-        reduced = _reduce_one_dtype([tf.cast(tensors[i], wire) for i in places], op, f"{name}_{wire.name}", group)
-        for i, y in zip(places, reduced, strict=True):
-            results[i] = tf.cast(y, tensors[i].dtype)
+    for number, (dtype, places) in enumerate(_by_wire_dtype(tensors, op)):
+        sent = [_Reduced(tensors[i], dtype, op, _size(group)) for i in places]
+        reduced = _allreduce([x.sent for x in sent], op, f"{name}.{number}" if number else name, group)
+        for i, x, y in zip(places, sent, reduced, strict=True):
+            results[i] = x.result(y)
     return results
 
 
+def compared_allreduce(
+    tensors: Sequence[tf.Tensor],
+    op: ReduceOp,
+    name: str,
+    group: cluster.Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> list[tf.Tensor]:
+    """Do as :func:`grouped_allreduce`; ranks may differ in the number of tensors, and then each of them raises.
+
+    Several tensors travel as one vector. Leading axes of size 1 count the tensors, a trailing one stands for Average.
+    """
+    results: list[Any] = [None] * len(tensors)
+    before: list[tf.Tensor] = []
+    for number, (dtype, places) in enumerate(_by_wire_dtype(tensors, op)):
+        sent = [_Reduced(tensors[i], dtype, op, _size(group), prescale, postscale) for i in places]
+        # One dtype after the other: if ranks differ in the number of dtypes, the first exchange raises everywhere.
+        with tf.control_dependencies(before):
+            whole = _joined([x.sent for x in sent])
+        coded = tf.expand_dims(whole, -1) if op == ReduceOp.Average else whole
+        shown = [tensors[i] for i in places]
+        each = f"{name}.{number}" if number else name
+        reduced = _in_pieces(coded, lambda x, piece: _allreduce([x], op, piece, group, shown)[0], each)  # noqa: B023
+        before = [reduced]
+        for i, x, y in zip(places, sent, _parted(reduced, [x.sent for x in sent]), strict=True):
+            results[i] = x.result(y)
+    return results
+
+
+def _joined(tensors: list[tf.Tensor]) -> tf.Tensor:
+    """Return several tensors as one vector behind leading axes of size 1 that count them; a single one as it is."""
+    if len(tensors) == 1:
+        return tf.identity(tensors[0])
+    whole = tf.concat([tf.reshape(x, [-1]) for x in tensors], axis=0)
+    return tf.reshape(whole, tf.concat([[1] * (len(tensors) % _MOST_ONES), [tf.size(whole)]], axis=0))
+
+
+def _parted(whole: tf.Tensor, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the parts of ``whole`` in the shapes of ``tensors``, of which :func:`_joined` made it."""
+    parts = [whole]
+    if len(tensors) > 1:
+        parts = tf.split(tf.reshape(whole, [-1]), [tf.size(x) for x in tensors], num=len(tensors))
+    return [tf.ensure_shape(tf.reshape(part, tf.shape(x)), x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
+def _in_pieces(x: tf.Tensor, collective: Callable[[tf.Tensor, str], tf.Tensor], name: str) -> tf.Tensor:
+    """Run an elementwise collective; in pieces if there are too many elements for one message of MPI."""
+    elements = x.shape.num_elements()
+    if elements is None or elements <= LARGEST:
+        return collective(x, name)
+    flat = tf.reshape(x, [-1])
+    pieces = [flat[start : start + LARGEST] for start in range(0, elements, LARGEST)]
+    results = [collective(piece, f"{name}.piece_{number}") for number, piece in enumerate(pieces)]
+    return tf.reshape(tf.concat(results, axis=0), x.shape)
+
+
+def _by_wire_dtype(tensors: Sequence[tf.Tensor], op: ReduceOp) -> list[tuple[tf.DType, list[int]]]:
+    places: dict[tf.DType, list[int]] = {}
+    for i, x in enumerate(tensors):
+        places.setdefault(dtypes.wire_dtype(x.dtype, op), []).append(i)
+    return list(places.items())
+
+
+class _Reduced:
+    """A tensor on its way through a reduction.
+
+    Attributes:
+        sent: in the form in which it travels.
+    """
+
+    def __init__(
+        self, x: tf.Tensor, dtype: tf.DType, op: ReduceOp, size: int, prescale: float = 1.0, postscale: float = 1.0
+    ) -> None:
+        self._dtype, self._op, self._size, self._postscale = x.dtype, op, size, postscale
+        self._decode: dtypes.Decode = tf.identity
+        self._is_divided = op == ReduceOp.Average and dtypes.average_factor(dtype, size) == 1.0
+        self.sent = dtypes.scaled(tf.cast(x, dtype), prescale)
+        if op in (ReduceOp.Min, ReduceOp.Max) and dtype.is_floating:
+            order, self._decode = dtypes.ordered(self.sent)
+            self.sent = dtypes.with_nan_as(self.sent, order, op)
+
+    def result(self, reduced: tf.Tensor) -> tf.Tensor:
+        """Return the reduction of the tensor, given the reduction of what was sent."""
+        y = self._decode(reduced)
+        if self._is_divided:
+            y = dtypes.divided(y, self._size)
+        return tf.cast(dtypes.scaled(y, self._postscale), self._dtype)
+
+
 def _within(group: cluster.Group | None) -> dict[str, Any]:
-    """Return what tells Horovod that a collective is among some ranks only."""
+    """Return the argument by which Horovod restricts a collective to some ranks."""
     return {} if group is None or group.process_set is None else {"process_set": group.process_set}
 
 
@@ -85,114 +141,195 @@ def _ranks(group: cluster.Group | None) -> Sequence[int] | None:
     return None if group is None else group.ranks
 
 
-def _reduce_one_dtype(
-    tensors: list[tf.Tensor], op: ReduceOp, name: str, group: cluster.Group | None
+def _label(kind: str, name: str) -> str:
+    return name.replace(PUBLIC, f"hvdkit.{kind}")
+
+
+def _size(group: cluster.Group | None) -> int:
+    return cluster.size() if group is None else group.size
+
+
+def _allreduce(
+    tensors: list[tf.Tensor],
+    op: ReduceOp,
+    name: str,
+    group: cluster.Group | None,
+    shown: Sequence[tf.Tensor] | None = None,
 ) -> list[tf.Tensor]:
-    size = cluster.size() if group is None else group.size
-    if size == 1:
+    """Reduce tensors of one wire dtype in one exchange."""
+    if _size(group) == 1:
         return [tf.identity(x) for x in tensors]
     from horovod.tensorflow.mpi_ops import _allreduce, _grouped_allreduce
 
-    scale, finish = _averaging(tensors[0].dtype, op, size)
+    scale = dtypes.average_factor(tensors[0].dtype, _size(group)) if op == ReduceOp.Average else 1.0
     native = int(ReduceOp.Sum if op == ReduceOp.Average else op)
     options = {"op": native, "prescale_factor": scale, "ignore_name_scope": True, **_within(group)}
 
     def reduce(ready: list[tf.Tensor], matched: str) -> list[tf.Tensor]:
         if len(ready) == 1:
             return [_allreduce(ready[0], name=matched, **options)]
-        return _grouped_allreduce(ready, name=matched, **options)
+        return list(_grouped_allreduce(ready, name=matched, **options))
 
-    return [finish(y) for y in run_collective(name, tensors, reduce, ranks=_ranks(group))]
-
-
-def _averaging(dtype: tf.DType, op: ReduceOp, size: int) -> tuple[float, Any]:
-    """Return the factor before a sum, and the function after it, that make the sum an average where ``op`` asks."""
-    if op != ReduceOp.Average:
-        return 1.0, tf.identity
-    if dtype.is_integer:
-        return 1.0, lambda y: tf.truncatediv(y, tf.cast(size, y.dtype))
-    # Horovod keeps its factor in float32, too coarse for float64.
-    if dtype == tf.float64:
-        return 1.0, lambda y: y / size
-    # Scaling before the sum keeps fp16 from overflowing where the average itself would not.
-    return 1.0 / size, tf.identity
+    return list(
+        run_collective(name, tensors, reduce, label=_label("allreduce", name), shown=shown, ranks=_ranks(group))
+    )
 
 
 def allgather(x: tf.Tensor, name: str, group: cluster.Group | None = None) -> tf.Tensor:
     """Concatenate ``x`` of all ranks (or ``group``) along the first axis."""
-    if group is not None and group.size == 1:
+    if _size(group) == 1:
         return tf.identity(x)
     from horovod.tensorflow import mpi_ops
 
-    moved, back = _as_movable(x)
+    moved, back = dtypes.as_movable(x)
 
     def gather(ready: list[tf.Tensor], matched: str) -> tf.Tensor:
         return mpi_ops.allgather(ready[0], name=matched, ignore_name_scope=True, **_within(group))
 
-    return back(run_collective(name, [moved], gather, shown=[x], uneven=True, ranks=_ranks(group)))
+    return back(
+        run_collective(
+            name, [moved], gather, label=_label("allgather", name), shown=[x], uneven=True, ranks=_ranks(group)
+        )
+    )
 
 
-def broadcast(x: tf.Tensor, root: int, name: str) -> tf.Tensor:
-    """Return rank ``root``'s ``x`` everywhere."""
+def compared_allgather(tensors: Sequence[tf.Tensor], name: str, group: cluster.Group | None = None) -> list[tf.Tensor]:
+    """Do as :func:`allgather` for several tensors; ranks may differ in their number, and then each of them raises."""
+    return _one_by_one(tensors, lambda x, each: allgather(x, each, group), name)
+
+
+def _one_by_one(
+    tensors: Sequence[tf.Tensor], collective: Callable[[tf.Tensor, str], tf.Tensor], name: str
+) -> list[tf.Tensor]:
+    """Run a collective for each tensor, the first before the others. Trailing axes of size 1 count the tensors."""
+    results: list[tf.Tensor] = []
+    for number, x in enumerate(tensors):
+        if len(tensors) == 1:
+            return [collective(x, name)]
+        ones = len(tensors) % _MOST_ONES
+        with tf.control_dependencies(results[:1]):
+            coded = tf.reshape(x, tf.concat([tf.shape(x), [1] * ones], axis=0))
+        y = collective(coded, f"{name}.{number}" if number else name)
+        shape = tf.shape(y)
+        results.append(tf.reshape(y, shape[: tf.size(shape) - ones]))
+        results[-1].set_shape([None, *x.shape[1:]] if x.shape.rank is not None else None)
+    return results
+
+
+def broadcast(x: tf.Tensor, root: int, name: str, group: cluster.Group | None = None) -> tf.Tensor:
+    """Return rank ``root``'s ``x`` on all ranks (or those of ``group``)."""
+    if _size(group) == 1:
+        return tf.identity(x)
     from horovod.tensorflow import mpi_ops
 
-    moved, back = _as_movable(x)
+    moved, back = dtypes.as_movable(x)
 
     def receive(ready: list[tf.Tensor], matched: str) -> tf.Tensor:
-        return mpi_ops.broadcast(ready[0], root, name=matched, ignore_name_scope=True)
+        return mpi_ops.broadcast(ready[0], root, name=matched, ignore_name_scope=True, **_within(group))
 
-    return back(run_collective(name, [moved], receive, shown=[x]))
+    def piece(part: tf.Tensor, each: str) -> tf.Tensor:
+        shown, ranks = [part if part is not moved else x], _ranks(group)
+        return run_collective(each, [part], receive, label=_label("broadcast", name), shown=shown, ranks=ranks)
+
+    return back(_in_pieces(moved, piece, name))
 
 
-def alltoall(x: tf.Tensor, splits: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
+def alltoall(
+    x: tf.Tensor, splits: tf.Tensor, name: str, group: cluster.Group | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Send ``splits[r]`` rows of ``x`` to each rank r; return the rows received and how many came from each."""
+    if _size(group) == 1:
+        return tf.identity(x), tf.cast(splits, tf.int32)
     from horovod.tensorflow import mpi_ops
 
-    moved, back = _as_movable(x)
+    moved, back = dtypes.as_movable(x)
 
     def exchange(ready: list[tf.Tensor], matched: str) -> tuple[tf.Tensor, tf.Tensor]:
-        return mpi_ops.alltoall(ready[0], splits=splits, name=matched, ignore_name_scope=True)
+        return mpi_ops.alltoall(ready[0], splits=splits, name=matched, ignore_name_scope=True, **_within(group))
 
-    received, received_splits = run_collective(name, [moved], exchange, shown=[x], uneven=True)
+    received, received_splits = run_collective(
+        name, [moved], exchange, label=_label("alltoall", name), shown=[x], uneven=True, ranks=_ranks(group)
+    )
     return back(received), received_splits
 
 
-def reducescatter(x: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
-    """Reduce ``x`` over all ranks and return this rank's rows of the result."""
+def compared_alltoall(
+    x: tf.Tensor, splits: tf.Tensor, fits: tf.Tensor, name: str, group: cluster.Group | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Do as :func:`alltoall`, but raise on every rank if ``fits`` is False on some of them.
+
+    Such a rank sends no rows of a width that no other has, which Horovod refuses on all ranks.
+    """
+    inner = tf.shape(x)[1:]
+    rows = tf.reshape(x, [tf.shape(x)[0], tf.reduce_prod(inner)])
+    sent = tf.cond(fits, lambda: rows, lambda: tf.zeros([0, BAD_SPLITS], x.dtype))
+    counts = tf.cond(fits, lambda: splits, lambda: tf.zeros([_size(group)], splits.dtype))
+    received, received_splits = alltoall(sent, counts, name, group)
+    # Reached if no rank's splits fit.
+    with tf.control_dependencies([received]):
+        check = tf.debugging.Assert(fits, [f"splits: expected {SPLITS}; got", splits, tf.shape(x)[0]])
+    with tf.control_dependencies([check]):
+        received = tf.reshape(received, tf.concat([[-1], inner], axis=0))
+    received.set_shape([None, *x.shape[1:]])
+    return received, received_splits
+
+
+def reducescatter(x: tf.Tensor, op: ReduceOp, name: str, group: cluster.Group | None = None) -> tf.Tensor:
+    """Reduce ``x`` over all ranks (or ``group``) and return this rank's rows of the result."""
+    dtype, size = dtypes.wire_dtype(x.dtype, op), _size(group)
+    if size == 1:
+        return tf.identity(x)
     from horovod.tensorflow.mpi_ops import _reducescatter
 
-    wire = wire_dtype(x.dtype, op)
-    if cluster.size() == 1:
-        return tf.identity(x)
-    scale, finish = _averaging(wire, op, cluster.size())
-    sent = tf.cast(x, wire)
-    if scale != 1.0:  # not by Horovod, which would refuse what is larger than its fusion buffer
-        sent *= tf.cast(scale, wire)
+    travelling = _Reduced(x, dtype, op, size)
+    # Scaled here: Horovod would refuse what is larger than its fusion buffer.
+    sent = dtypes.scaled(travelling.sent, dtypes.average_factor(dtype, size) if op == ReduceOp.Average else 1.0)
 
     def reduce(ready: list[tf.Tensor], matched: str) -> tf.Tensor:
-        return _reducescatter(ready[0], name=matched, op=int(ReduceOp.Sum), ignore_name_scope=True)
+        return _reducescatter(ready[0], name=matched, op=int(ReduceOp.Sum), ignore_name_scope=True, **_within(group))
 
-    return tf.cast(finish(run_collective(name, [sent], reduce, shown=[x])), x.dtype)
-
-
-def check_movable(dtype: tf.DType) -> None:
-    """Raise TypeError where values of ``dtype`` cannot be moved bit for bit."""
-    if dtype not in _MOVED and not (dtype.is_floating or dtype.is_integer):
-        raise TypeError(
-            describe(
-                "x", f"dtype {dtype.name}", "a real number or bool", "send it with hk.allgather_object or as numbers"
-            )
-        )
+    return travelling.result(
+        run_collective(name, [sent], reduce, label=_label("reducescatter", name), shown=[x], ranks=_ranks(group))
+    )
 
 
-def _as_movable(x: tf.Tensor) -> tuple[tf.Tensor, Any]:
-    """Return ``x`` in a dtype that Horovod moves, and the function that turns a result back."""
-    check_movable(x.dtype)
-    if x.dtype in _MOVED:
-        return x, tf.identity
-    if x.dtype.size == 1:
-        return tf.bitcast(x, tf.uint8), lambda y: tf.bitcast(y, x.dtype)
-    if x.dtype.size == 2:
-        return tf.bitcast(x, tf.uint16), lambda y: tf.bitcast(y, x.dtype)
-    whole = tf.int32 if x.dtype.size == 4 else tf.int64
-    return tf.bitcast(x, whole), lambda y: tf.bitcast(y, x.dtype)
+def compared_reducescatter(
+    tensors: Sequence[tf.Tensor], op: ReduceOp, name: str, group: cluster.Group | None = None
+) -> list[tf.Tensor]:
+    """Do as :func:`reducescatter` for several tensors; ranks that differ in number, shapes or op raise, each of them.
+
+    By alltoall, after which each rank adds up its rows: Horovod ends the job if a name that belongs to another kind of
+    collective comes with its own reducescatter.
+    """
+
+    def scatter(x: tf.Tensor, each: str) -> tf.Tensor:
+        size = _size(group)
+        if size == 1:
+            return tf.identity(x)
+        dtype = dtypes.wire_dtype(x.dtype, op)
+        travelling = _Reduced(x, dtype, op, size)
+        sent = dtypes.scaled(travelling.sent, dtypes.average_factor(dtype, size) if op == ReduceOp.Average else 1.0)
+        blocks, longer = _blocks(sent, size)
+        # What the shape does not show: how many ranks get a row more, and whether it is an average.
+        ones = (longer % _MOST_ONES) + (_MOST_ONES if op == ReduceOp.Average else 0)
+        coded = tf.reshape(blocks, tf.concat([tf.shape(blocks), tf.ones([ones], tf.int32)], axis=0))
+        received, _ = alltoall(coded, tf.ones([size], tf.int32), each, group)
+        total = tf.reduce_sum(tf.reshape(received, tf.shape(blocks)), axis=0)
+        index = cluster.rank() if group is None else group.index
+        rows = tf.shape(x)[0] // size + tf.cast(index < longer, tf.int32)
+        result = travelling.result(total[:rows])
+        return tf.ensure_shape(result, [None, *x.shape[1:]])
+
+    return _one_by_one(tensors, scatter, name)
+
+
+def _blocks(x: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return ``x`` as ``[size, rows of a rank, ...]``, and how many ranks get one row more; the others' last is 0."""
+    rows, inner = tf.shape(x)[0], tf.shape(x)[1:]
+    longer = rows % size
+    each = rows // size
+    more = tf.cast(longer > 0, tf.int32)
+    head = tf.reshape(x[: longer * (each + 1)], tf.concat([[longer, each + more], inner], axis=0))
+    tail = tf.reshape(x[longer * (each + 1) :], tf.concat([[size - longer, each], inner], axis=0))
+    padded = tf.concat([tail, tf.zeros(tf.concat([[size - longer, more], inner], axis=0), x.dtype)], axis=1)
+    return tf.concat([head, padded], axis=0), longer

@@ -37,7 +37,12 @@ def as_tensor(x: Any) -> tf.Tensor:
     if isinstance(value, (tf.Variable, tf.Tensor)):
         return tf.convert_to_tensor(value)
     if not isinstance(x, tf.Variable):
-        x = np.asarray(x)
+        try:
+            x = np.asarray(x)
+        except ValueError as error:
+            got = f"{type(original).__name__} of unlike shapes ({error})"
+            remedy = "use hk.grouped_allreduce or hk.grouped_allgather for several arrays"
+            raise ValueError(describe("x", got, "numbers of one shape", remedy)) from error
         if not _holds_numbers(x.dtype):
             got = f"{type(original).__name__} with dtype {x.dtype}"
             raise TypeError(describe("x", got, "numbers or bools", "send objects with hk.allgather_object"))

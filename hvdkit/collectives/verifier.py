@@ -68,7 +68,13 @@ def _after_report(
         element = tf.reshape(every[0], [-1])[:1]
         sent = tf.numpy_function(tell, [element, *arguments], tf.int32, stateful=False)
     sent = tf.ensure_shape(sent, [])
-    return tf.nest.map_structure(lambda x: tf.where(sent >= 0, x, x), values)
+    return tf.nest.map_structure(lambda x: needing(sent >= 0, x), values)
+
+
+def needing(condition: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    """Return ``x`` in a form that needs ``condition``, a scalar. As a vector: ``tf.where`` takes at most 8 axes."""
+    flat = tf.reshape(x, [-1])
+    return tf.ensure_shape(tf.reshape(tf.where(condition, flat, flat), tf.shape(x)), x.shape)
 
 
 def _shape(dtype: tf.DType, axes: list[int], uneven: bool) -> str:

@@ -28,12 +28,12 @@ def run_unlike(kind, ranks=2):
 
 
 def at(comment, of="float32[3]"):
-    return f"hvdkit.allreduce_{of.partition('[')[0]} of {of} ({SCRIPT}:{LINES[comment]})"
+    return f"hvdkit.allreduce of {of} ({SCRIPT}:{LINES[comment]})"
 
 
 NOTHING = {"nothing": (2, "")}
 KINDS = {
-    "dtype": (2, f"waits in {at('another dtype', 'float64[3]')}, but rank 0 in {at('the second')}, and neither can"),
+    "dtype": (2, f"is in {at('another dtype', 'float64[3]')}, but rank 0 in {at('the second')}; build the same graph"),
     # Of three ranks the second one is another.
     "shape": (3, f"is in {at('the second', 'float32[2]')}, but rank 0 in {at('the second')}; build the same graph"),
     "extra": (2, f"is in {at('one more')}, but rank 0 in {at('the second')}; build the same graph"),

@@ -81,7 +81,15 @@ BAD_ARGUMENTS = {
     "strings moved": (lambda: hk.broadcast(tf.constant(["a"])), TypeError, "string"),
     "uint64": (lambda: hk.allreduce(np.ones(3, np.uint64)), TypeError, "uint64"),
     "an unknown op": (lambda: hk.allreduce(1.0, "sum"), ValueError, "op: got sum"),
-    "Adasum": (lambda: hk.allreduce(1.0, 2), ValueError, "op: got 2"),
+    "Adasum of integers": (lambda: hk.allreduce(1, hk.Adasum), TypeError, "Adasum"),
+    "True as op": (lambda: hk.allreduce(1.0, True), ValueError, "op: got True"),
+    "True as root": (lambda: hk.broadcast(1, True), ValueError, "root: got True"),
+    "a factor": (lambda: hk.allreduce(1.0, prescale_factor=float("nan")), ValueError, "prescale_factor"),
+    "ranks of a set": (lambda: hk.ProcessSet([0, 0]), ValueError, "ranks"),
+    "no set": (lambda: hk.allreduce(1.0, process_set=[0]), TypeError, "process_set"),
+    "no axis": (lambda: hk.allreduce(1.0, process_set="rows"), ValueError, "rows"),
+    "both": (lambda: hk.allreduce(1.0, process_set="data", group="data"), ValueError, "either process_set or group"),
+    "a tuple of unlike arrays": (lambda: hk.allreduce((np.ones(2), np.ones(3))), ValueError, "one shape"),
     "no op": (lambda: hk.allreduce(1.0, None), ValueError, "op: got None"),
     "a list as op": (lambda: hk.allreduce(1.0, [1]), ValueError, "op"),
     "Min scattered": (lambda: hk.reducescatter(np.ones(4), hk.Min), ValueError, "op: got Min"),
@@ -127,7 +135,29 @@ def test_bad_arguments_are_an_error_on_every_rank(name, everywhere, rank, size):
 
 def graph_mistakes(rank, size):
     odd = one_differs(rank, size)
+    x = tf.ones([3])
     return {
+        "dtype reduced": lambda: hk.allreduce(tf.ones([3], tf.float64 if odd else tf.float32)),
+        "integers": lambda: hk.allreduce(tf.ones([3], tf.int64 if odd else tf.int32), hk.Sum),
+        "op": lambda: hk.allreduce(x, hk.Max if odd else hk.Sum),
+        "average": lambda: hk.allreduce(x, hk.Average if odd else hk.Sum),
+        "average of integers": lambda: hk.allreduce(tf.ones([3], tf.int64), hk.Average if odd else hk.Sum),
+        "average of float64": lambda: hk.allreduce(tf.ones([3], tf.float64), hk.Average if odd else hk.Sum),
+        "op scattered": lambda: hk.reducescatter(x, hk.Average if odd else hk.Sum),
+        "kind": lambda: hk.allgather(x) if odd else hk.allreduce(x),
+        "kind of moving": lambda: hk.alltoall(x, [3] + [0] * (size - 1)) if odd else hk.allgather(x),
+        "scattered and reduced": lambda: hk.reducescatter(x) if odd else hk.allreduce(x),
+        "number of tensors": lambda: hk.grouped_allreduce([x] * (2 + odd)),
+        "one tensor or two": lambda: hk.grouped_allreduce([x] * (1 + odd)),
+        "as many numbers in two tensors": lambda: hk.grouped_allreduce([x, x] if odd else [tf.ones([6])]),
+        "number of dtypes": lambda: hk.grouped_allreduce([x, tf.ones([3], tf.float64 if odd else tf.float32)]),
+        "number of gathered tensors": lambda: hk.grouped_allgather([x] * (2 + odd)),
+        "number of scattered tensors": lambda: hk.grouped_reducescatter([x] * (1 + odd)),
+        "splits": lambda: hk.alltoall(x, tf.constant([3 - odd] + [0] * (size - 1))),
+        "splits known before": lambda: hk.alltoall(x, [3 - odd] + [0] * (size - 1)),
+        "splits of 8 bytes": lambda: hk.alltoall(
+            tf.ones([3, 2], tf.float64), tf.constant([3 - odd] + [0] * (size - 1))
+        ),
         "shape": lambda: hk.allreduce(tf.ones([3 - odd])),
         "dtype": lambda: hk.allgather(tf.ones([3], tf.float64 if odd else tf.float32)),
         "root": lambda: hk.broadcast(tf.ones([3]), int(odd)),

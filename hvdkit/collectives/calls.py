@@ -1,0 +1,148 @@
+"""One call of a collective: in a graph as a part of it; in eager mode after the ranks have compared their calls.
+
+Both have the derivative that the collective states, at every size and dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+from hvdkit import cluster
+from hvdkit.cluster import Group
+from hvdkit.cluster.progress import collective
+from hvdkit.collectives import tensors
+from hvdkit.collectives.agreement import JOIN, SMALL_BYTES, Call, agree, attempt
+from hvdkit.collectives.values import as_tensor, is_symbolic, like
+from hvdkit.errors import describe
+
+Tensors = list[tf.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A collective with its arguments.
+
+    Attributes:
+        kind: its name and everything all ranks must agree on, for people: ``allreduce(op=Sum)``.
+        group: the ranks that take part; None for all.
+        check: raises what this rank's tensors or arguments deserve.
+        here: computes the results from the values of all ranks: of each rank the list that it gave, and ``extra``;
+            None if only ``wire`` can.
+        wire: exchanges tensors, and returns the results.
+        derivative: returns the gradients of the tensors, given them, the results and the gradients of the results;
+            None if the collective has none.
+        uneven: the first axis may differ between ranks.
+        extra: further values that ``here`` needs of each rank; known once ``check`` has returned.
+        name: the user's name for it, or None.
+        joinable: ranks that have joined may stay away.
+    """
+
+    kind: str
+    group: Group | None
+    check: Callable[[Tensors], None]
+    here: Callable[[list[list[np.ndarray]]], list[np.ndarray]] | None
+    wire: Callable[[Tensors], Tensors]
+    derivative: Callable[[Tensors, Tensors, Tensors], Tensors] | None
+    uneven: bool = False
+    extra: Callable[[], list[np.ndarray]] = list
+    name: str | None = None
+    joinable: bool = False
+
+
+def run(asked: Collective, values: Sequence[Any]) -> list[Any]:
+    """Return the results of a collective of ``values``, in the kinds of those: numbers, arrays or tensors."""
+    given: Tensors = []
+
+    def prepare() -> None:
+        given.extend(as_tensor(x) for x in values)
+        if asked.uneven:
+            given[:] = [_with_rows(x) for x in given]
+        asked.check(given)
+
+    problem = attempt(prepare)
+    if not tf.executing_eagerly() or any(is_symbolic(x) for x in values):
+        if problem is not None:
+            raise problem
+        with tf.name_scope(asked.name or "collective"):
+            return _differentiable(asked, asked.wire, given)
+    if problem is None and record.could_possibly_record():
+        results = _differentiable(asked, lambda xs: _run_eagerly(asked, xs), given)
+    else:
+        results = _run_eagerly(asked, given, problem)
+    return [like(values[min(i, len(values) - 1)])(y) for i, y in enumerate(results)]
+
+
+def _run_eagerly(asked: Collective, given: Tensors, problem: Exception | None = None) -> list[Any]:
+    """Compare the calls of all ranks; the values go along if they are small, otherwise exchange them then."""
+    kind = asked.kind if asked.name is None else f"{asked.kind} {asked.name!r}"
+    call = Call(kind, uneven=asked.uneven, problem=problem, joinable=asked.joinable)
+    if problem is None:
+        call.dtypes = tuple(x.dtype.name for x in given)
+        call.shapes = tuple(tuple(x.shape) for x in given)
+        if asked.here is not None and sum(_nbytes(x) for x in given) <= SMALL_BYTES:
+            call.payload = [x.numpy() for x in given] + asked.extra()
+    calls = [c for c in agree(call, asked.group) if c.kind != JOIN]
+    if asked.here is not None and all(c.payload is not None for c in calls):
+        return asked.here([c.payload for c in calls])
+    if asked.uneven:
+        _check_size(calls, asked)
+    with collective(str(call)):
+        return asked.wire(given)
+
+
+def _check_size(calls: Sequence[Call], asked: Collective) -> None:
+    """Raise ValueError on all ranks if one of them would send or receive more elements than MPI counts."""
+    counts = [[int(np.prod(shape)) for shape in call.shapes] for call in calls]
+    total = max(map(sum, zip(*counts, strict=True)), default=0)
+    if total <= tensors.LARGEST:
+        return
+    extra = cluster.exchange(asked.group).allgather(asked.extra())
+    if extra[0]:  # an alltoall: what each rank sends, and what it receives
+        inner = [math.prod(call.shapes[0][1:]) for call in calls]
+        received = np.sum([splits[0] for splits in extra], axis=0) * max(inner)
+        total = max(int(received.max()), *(count[0] for count in counts))
+    if total > tensors.LARGEST:
+        raise ValueError(
+            describe(
+                "x",
+                f"{total:,} elements that one rank would send or receive in {asked.kind}",
+                f"at most {tensors.LARGEST:,}",
+                "exchange it in several parts, or reinterpret it in a wider dtype",
+            )
+        )
+
+
+def _differentiable(asked: Collective, forward: Callable[[Tensors], list[Any]], given: Tensors) -> Tensors:
+    """Return ``forward(given)`` with the collective's derivative in place of that of its parts."""
+
+    @tf.custom_gradient
+    def call(*xs: tf.Tensor) -> tuple[Tensors, Callable[..., Tensors]]:
+        inputs = list(xs)
+        results = [tf.convert_to_tensor(y) for y in forward(inputs)]
+
+        def gradient(*upstream: tf.Tensor) -> Tensors:
+            if asked.derivative is None:
+                raise LookupError(f"{asked.kind} has no gradient; use another op, or tf.stop_gradient(x)")
+            return asked.derivative(inputs, results, list(upstream))
+
+        return results, gradient
+
+    return list(call(*given))
+
+
+def _with_rows(x: tf.Tensor) -> tf.Tensor:
+    """Return ``x``; a single number as one row."""
+    if x.shape.rank is None:
+        return tf.cond(tf.equal(tf.rank(x), 0), lambda: tf.reshape(x, [1]), lambda: x)
+    return tf.reshape(x, [1]) if x.shape.rank == 0 else x
+
+
+def _nbytes(x: tf.Tensor) -> int:
+    return int(np.prod(x.shape)) * x.dtype.size

@@ -1,0 +1,142 @@
+"""How values travel: the dtypes in which they are reduced and moved, and the conversions to and from them.
+
+Horovod takes a part of TensorFlow's dtypes. The others are converted:
+
+* moving (allgather, broadcast, alltoall): any other fixed-size dtype bit for bit as integers; float8 and 4-bit
+  integers, which TensorFlow cannot reinterpret, in a wider dtype that holds all their values;
+* reducing: bfloat16 in float32; small integers and bool in int32 (bool: Min is *and*, Max is *or*).
+
+The same rules hold for every message size, in eager mode and in graphs:
+
+* Sum and Product: partial results are kept in the dtype in which values travel. Integers wrap around.
+* Average of floats: each value is multiplied by 1/N before the sum, so that the sum does not overflow if the average
+  does not; float64 is divided after it, since Horovod keeps factors in float32. Average of integers: the sum, in 64
+  bits, divided by N and rounded toward zero.
+* Min and Max: NaN propagates, as in NumPy. MPI's own comparison of floats may lose it, therefore floats are compared as
+  integers of the same order: the bits of a float, those of negative ones inverted but for the sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.collectives.ops import ReduceOp
+from hvdkit.errors import describe
+
+_MOVED = {
+    tf.uint8,
+    tf.int8,
+    tf.uint16,
+    tf.int16,
+    tf.int32,
+    tf.int64,
+    tf.float16,
+    tf.float32,
+    tf.float64,
+    tf.bool,
+}
+_REDUCED = {tf.int32, tf.int64, tf.float16, tf.float32, tf.float64}
+_REDUCED_IN = {
+    tf.bfloat16: tf.float32,
+    tf.uint8: tf.int32,
+    tf.int8: tf.int32,
+    tf.uint16: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint32: tf.int64,
+    tf.bool: tf.int32,
+}
+_ORDERED_IN = {tf.float16: tf.float32, tf.float32: tf.float32, tf.float64: tf.float64}
+_INTEGERS_OF = {tf.float32: tf.int32, tf.float64: tf.int64}
+Decode = Callable[[tf.Tensor], tf.Tensor]
+
+
+def wire_dtype(dtype: Any, op: ReduceOp) -> tf.DType:
+    """Return the dtype in which values of ``dtype`` are reduced by ``op``.
+
+    Raises:
+        TypeError: Horovod cannot reduce ``dtype``, and no conversion of it is exact enough.
+    """
+    dtype = tf.as_dtype(dtype)
+    wire = dtype if dtype in _REDUCED else _REDUCED_IN.get(dtype)
+    if op == ReduceOp.Average and wire == tf.int32:
+        wire = tf.int64
+    if dtype == tf.bool and op not in (ReduceOp.Min, ReduceOp.Max):
+        wire = None
+    if op == ReduceOp.Adasum and not dtype.is_floating:
+        wire = None
+    if wire is None:
+        raise TypeError(
+            describe(
+                "x",
+                f"dtype {dtype.name} with op {op.name}",
+                "a real number that Horovod can reduce (bool: Min and Max only)",
+                "cast it first, e.g. tf.cast(x, tf.float32)",
+            )
+        )
+    return wire
+
+
+def average_factor(wire: Any, size: int) -> float:
+    """Return the factor before a sum in dtype ``wire`` that makes it an average; 1 if it is divided after it."""
+    return float(np.float32(1.0 / size)) if tf.as_dtype(wire) in (tf.float16, tf.float32) else 1.0
+
+
+def divided(total: tf.Tensor, size: int) -> tf.Tensor:
+    """Return ``total / size``; of integers rounded toward zero."""
+    return tf.truncatediv(total, tf.cast(size, total.dtype)) if total.dtype.is_integer else total / size
+
+
+def scaled(x: tf.Tensor, factor: float) -> tf.Tensor:
+    """Return ``x * factor``; of integers rounded toward zero."""
+    if factor == 1.0:
+        return x
+    if x.dtype.is_integer:
+        return tf.cast(tf.cast(x, tf.float64) * factor, x.dtype)
+    return x * tf.cast(factor, x.dtype)
+
+
+def ordered(x: tf.Tensor) -> tuple[tf.Tensor, Decode]:
+    """Return integers in the order of the floats ``x``, and the function that turns them back.
+
+    The least and the largest integer both stand for NaN: one of them wins under Min, the other under Max. The caller
+    marks NaN by :func:`with_nan_as`.
+    """
+    floats = _ORDERED_IN[x.dtype]
+    integers = _INTEGERS_OF[floats]
+
+    def flipped(bits: tf.Tensor) -> tf.Tensor:
+        return tf.where(bits < 0, tf.bitwise.bitwise_xor(bits, integers.max), bits)
+
+    return flipped(tf.bitcast(tf.cast(x, floats), integers)), lambda y: tf.cast(tf.bitcast(flipped(y), floats), x.dtype)
+
+
+def with_nan_as(x: tf.Tensor, order: tf.Tensor, op: ReduceOp) -> tf.Tensor:
+    """Return ``order``, of :func:`ordered`, with the integer that wins under ``op`` in place of every NaN of ``x``."""
+    winner = order.dtype.max if op == ReduceOp.Max else order.dtype.min
+    return tf.where(tf.math.is_nan(x), tf.constant(winner, order.dtype), order)
+
+
+def check_movable(dtype: tf.DType) -> None:
+    """Raise TypeError if values of ``dtype`` cannot be moved exactly."""
+    if dtype not in _MOVED and not (dtype.is_floating or dtype.is_integer):
+        raise TypeError(
+            describe(
+                "x", f"dtype {dtype.name}", "a real number or bool", "send it with hk.allgather_object or as numbers"
+            )
+        )
+
+
+def as_movable(x: tf.Tensor) -> tuple[tf.Tensor, Decode]:
+    """Return ``x`` in a dtype that Horovod moves, and the function that turns a result back."""
+    check_movable(x.dtype)
+    if x.dtype in _MOVED:
+        return x, tf.identity
+    if x.dtype.size == 1:
+        wider = tf.float16 if x.dtype.is_floating else tf.int8
+        return tf.cast(x, wider), lambda y: tf.cast(y, x.dtype)
+    whole = {2: tf.uint16, 4: tf.int32, 8: tf.int64}[x.dtype.size]
+    return tf.bitcast(x, whole), lambda y: tf.bitcast(y, x.dtype)

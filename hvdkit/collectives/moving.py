@@ -1,0 +1,179 @@
+"""Collectives that move values: allgather and alltoall. Numbers, NumPy arrays and tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.collectives import dtypes, local, tensors
+from hvdkit.collectives.calls import Collective, Tensors, run
+from hvdkit.collectives.process_sets import RankGroup, label, resolve
+from hvdkit.collectives.splits import checked_splits, even_splits, fitting_splits
+from hvdkit.collectives.values import as_tensor, graph_safe, like
+
+
+@graph_safe
+def allgather(x: Any, *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None) -> Any:
+    """Concatenate ``x`` of all ranks along the first axis, in rank order; every rank gets the result.
+
+    The gradient of this rank's ``x`` is the sum over all ranks of the gradients of its rows.
+
+    Args:
+        x: array or tensor ``[rows, ...]`` of any dtype of numbers or bool; ``rows`` may differ between ranks and be 0.
+            A single number counts as one row.
+        process_set: the ranks that take part, an ``hk.ProcessSet`` or an axis of the mesh; default: all.
+        group: another name of ``process_set``.
+        name: shown in messages and profiles; equal on every rank.
+
+    Returns:
+        ``[sum of all ranks' rows, ...]``, the same kind and dtype as ``x``.
+
+    Raises:
+        TypeError: ``x`` holds no numbers.
+        ValueError: ``process_set`` does not contain this rank.
+        CollectiveMismatchError: ranks called different collectives, or with unlike tensors.
+
+    Example::
+
+        hk.allgather(np.full(hk.rank(), hk.rank()))  # on 3 ranks
+        # array([1, 2, 2])
+    """
+    return grouped_allgather([x], process_set=process_set, group=group, name=name)[0]
+
+
+@graph_safe
+def grouped_allgather(
+    xs: Sequence[Any], *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None
+) -> list[Any]:
+    """Gather several values, each as :func:`allgather` does; the ranks compare their calls once.
+
+    Args:
+        xs: arrays or tensors; their number, dtypes and shapes after the first axis equal on every rank.
+        process_set: as for :func:`allgather`.
+        group: as for :func:`allgather`.
+        name: as for :func:`allgather`.
+
+    Returns:
+        The results, in the order of ``xs``.
+
+    Raises:
+        TypeError, ValueError, CollectiveMismatchError: as for :func:`allgather`.
+
+    Example::
+
+        labels, scores = hk.grouped_allgather([labels, scores])
+    """
+    ranks = resolve(process_set, group)
+
+    def check(given: Tensors) -> None:
+        for x in given:
+            dtypes.check_movable(x.dtype)
+
+    asked = Collective(
+        kind=f"allgather({label(ranks)})" if ranks else "allgather",
+        group=ranks,
+        check=check,
+        here=lambda parts: [np.concatenate(each) for each in zip(*parts, strict=True)],
+        wire=lambda given: tensors.compared_allgather(given, tensors.PUBLIC, ranks),
+        derivative=lambda xs, ys, dys: [_gathered_gradient(x, dy, ranks) for x, dy in zip(xs, dys, strict=True)],
+        uneven=True,
+        name=name,
+    )
+    return run(asked, list(xs))
+
+
+def _gathered_gradient(x: tf.Tensor, dy: tf.Tensor, ranks: cluster.Group | None) -> tf.Tensor | None:
+    """Return the sum over all ranks of the gradients of this rank's rows: each sends them to the rows' owner."""
+    if not x.dtype.is_floating:
+        return None
+    counts = allgather(tf.reshape(tf.shape(x)[0], [1]), process_set=ranks)
+    received, _ = alltoall(dy, counts, process_set=ranks)
+    wide = received.dtype if received.dtype.size > 2 else tf.float32
+    blocks = tf.reshape(tf.cast(received, wide), tf.concat([[tf.size(counts)], tf.shape(x)], axis=0))
+    return tf.cast(tf.reduce_sum(blocks, axis=0), x.dtype)
+
+
+@graph_safe
+def alltoall(
+    x: Any,
+    splits: Any = None,
+    *,
+    process_set: RankGroup = None,
+    group: RankGroup = None,
+    name: str | None = None,
+) -> Any:
+    """Send the first ``splits[0]`` rows of ``x`` to rank 0, the next ``splits[1]`` rows to rank 1, and so on.
+
+    The gradient of each row comes back from the rank that received it.
+
+    Args:
+        x: array or tensor ``[rows, ...]``; axes after the first equal on every rank.
+        splits: integers ``[N]``: row counts, one for each of the N ranks, adding up to the rows of ``x``; they may be 0
+            and differ between ranks. Default: equal parts, and then the rows must be a multiple of N.
+        process_set: as for :func:`allgather`.
+        group: as for :func:`allgather`.
+        name: as for :func:`allgather`.
+
+    Returns:
+        The rows received, in rank order of their senders. With ``splits`` given, a pair of those rows and an
+        int32 array of how many came from each rank (as Horovod's alltoall does).
+
+    Raises:
+        ValueError: ``splits`` does not fit ``x``; the other ranks get CollectiveMismatchError. If the splits are known
+            only when a graph runs, every rank raises ``tf.errors.OpError``.
+        TypeError, CollectiveMismatchError: as for :func:`allgather`.
+
+    Example::
+
+        rows, counts = hk.alltoall(ids, splits=np.bincount(ids % hk.size(), minlength=hk.size()))
+    """
+    ranks = resolve(process_set, group)
+    size = cluster.size() if ranks is None else ranks.size
+    index = cluster.rank() if ranks is None else ranks.index
+    counts: list[tf.Tensor] = []
+    fits: list[tf.Tensor] = []
+
+    def check(given: Tensors) -> None:
+        dtypes.check_movable(given[0].dtype)
+        rows: Any = given[0].shape[0] if given[0].shape.rank is not None else None
+        if tf.executing_eagerly():
+            counts[:] = [tf.constant(checked_splits(splits, rows, size), tf.int32)]
+            return
+        # Known when the graph is built, or when it runs.
+        static = splits if splits is None else tf.get_static_value(as_tensor(splits))
+        if rows is not None and (splits is None or static is not None):
+            with contextlib.suppress(ValueError):
+                counts[:] = [tf.constant(checked_splits(static, rows, size), tf.int32)]
+                return
+        dynamic = tf.shape(given[0])[0]
+        found = even_splits(dynamic, size) if splits is None else fitting_splits(splits, dynamic, size)
+        counts[:], fits[:] = [found[0]], [found[1]]
+
+    def here(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
+        return list(local.exchange_rows([p[0] for p in parts], [p[1] for p in parts], index))
+
+    def wire(given: Tensors) -> Tensors:
+        if fits:
+            return list(tensors.compared_alltoall(given[0], counts[0], fits[0], tensors.PUBLIC, ranks))
+        return list(tensors.alltoall(given[0], counts[0], tensors.PUBLIC, ranks))
+
+    asked = Collective(
+        kind=f"alltoall({label(ranks)})" if ranks else "alltoall",
+        group=ranks,
+        check=check,
+        here=here,
+        wire=wire,
+        derivative=lambda xs, ys, dys: [
+            alltoall(dys[0], ys[1], process_set=ranks)[0] if xs[0].dtype.is_floating else None
+        ],
+        uneven=True,
+        extra=lambda: [counts[0].numpy()],
+        name=name,
+    )
+    received, received_splits = run(asked, [x])
+    return received if splits is None else (received, like(x)(received_splits))

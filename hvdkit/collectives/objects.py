@@ -1,0 +1,91 @@
+"""Collectives of Python objects, and the barrier."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from hvdkit import cluster
+from hvdkit.collectives.agreement import Call, agree, attempt, check_root
+from hvdkit.collectives.process_sets import RankGroup, label, resolve
+from hvdkit.errors import describe
+
+
+def barrier(*, process_set: RankGroup = None, group: RankGroup = None) -> None:
+    """Wait until every rank has called barrier.
+
+    Args:
+        process_set: the ranks that take part, an ``hk.ProcessSet`` or an axis of the mesh; default: all.
+        group: another name of ``process_set``.
+
+    Raises:
+        CollectiveMismatchError: a rank called another collective instead.
+        ClusterError: a rank left the job.
+    """
+    ranks = resolve(process_set, group)
+    agree(Call(f"barrier({label(ranks)})", joinable=True), ranks)
+
+
+def broadcast_object(obj: Any, root: int = 0, *, process_set: RankGroup = None, group: RankGroup = None) -> Any:
+    """Return rank ``root``'s picklable ``obj`` on every rank.
+
+    Args:
+        obj: any object that can be pickled; only that of ``root`` is sent.
+        root: the rank whose object counts, by its number in the world.
+        process_set: as for :func:`barrier`.
+        group: as for :func:`barrier`.
+
+    Raises:
+        ValueError: ``root`` is no rank, or not in ``process_set``.
+        TypeError: ``obj`` cannot be pickled on ``root``.
+        CollectiveMismatchError: a rank called another collective instead, or its arguments were bad.
+
+    Example::
+
+        run_name = hk.broadcast_object(make_name() if hk.is_chief() else None)
+    """
+    ranks = resolve(process_set, group)
+    call = Call(f"broadcast_object({', '.join(filter(None, [f'root={root}', label(ranks)]))})")
+
+    def prepare() -> None:
+        check_root(root, ranks)
+        call.payload = _pickled(obj) if cluster.rank() == root else None
+
+    call.problem = attempt(prepare)
+    calls = agree(call, ranks)
+    return pickle.loads(calls[root if ranks is None else ranks.ranks.index(root)].payload)
+
+
+def allgather_object(obj: Any, *, process_set: RankGroup = None, group: RankGroup = None) -> list[Any]:
+    """Return the picklable ``obj`` of every rank, in rank order.
+
+    Args:
+        obj: any object that can be pickled.
+        process_set: as for :func:`barrier`.
+        group: as for :func:`barrier`.
+
+    Raises:
+        TypeError: ``obj`` cannot be pickled.
+        CollectiveMismatchError: a rank called another collective instead, or its ``obj`` cannot be pickled.
+
+    Example::
+
+        hk.allgather_object(hk.rank())  # on 3 ranks
+        # [0, 1, 2]
+    """
+    ranks = resolve(process_set, group)
+    call = Call(f"allgather_object({label(ranks)})")
+
+    def prepare() -> None:
+        call.payload = _pickled(obj)
+
+    call.problem = attempt(prepare)
+    return [pickle.loads(other.payload) for other in agree(call, ranks)]
+
+
+def _pickled(obj: Any) -> bytes:
+    try:
+        return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        got = f"{type(obj).__name__} ({error})"
+        raise TypeError(describe("obj", got, "an object that can be pickled", "send its numbers or strings")) from error

@@ -1,0 +1,39 @@
+"""Rank and size as TensorFlow ops: read when a graph runs, for graphs that outlive a restart with other ranks."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from hvdkit import cluster
+
+
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """Return an int32 scalar: this process's rank when the op runs.
+
+    A graph that was saved, or built once for several runs, keeps no number in it.
+
+    Example::
+
+        seed = tf.function(lambda: 1000 + hk.rank_op())
+    """
+    return _native("rank_op", cluster.rank(), name)
+
+
+def size_op(name: str | None = None) -> tf.Tensor:
+    """Return an int32 scalar: the number of ranks when the op runs; see :func:`rank_op`."""
+    return _native("size_op", cluster.size(), name)
+
+
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """Return an int32 scalar: this process's rank on its host when the op runs; see :func:`rank_op`."""
+    return _native("local_rank_op", cluster.local_rank(), name)
+
+
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """Return an int32 scalar: the number of ranks on this host when the op runs; see :func:`rank_op`."""
+    return _native("local_size_op", cluster.local_size(), name)
+
+
+def _native(op: str, value: int, name: str | None) -> tf.Tensor:
+    native = getattr(cluster.horovod(), op, None)  # a world of one may have begun without Horovod
+    return tf.constant(value, tf.int32, name=name) if native is None else native(name=name)

@@ -1,0 +1,339 @@
+"""Collectives that reduce values, and broadcast, whose gradient does. Numbers, NumPy arrays and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.collectives import dtypes, local, tensors
+from hvdkit.collectives.agreement import check_root
+from hvdkit.collectives.calls import Collective, Tensors, run
+from hvdkit.collectives.moving import allgather
+from hvdkit.collectives.ops import Average, ReduceOp, Sum, checked_op, op_label
+from hvdkit.collectives.process_sets import RankGroup, label, resolve
+from hvdkit.collectives.values import graph_safe
+from hvdkit.errors import describe
+
+
+@graph_safe
+def allreduce(
+    x: Any,
+    op: ReduceOp = Average,
+    *,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: RankGroup = None,
+    group: RankGroup = None,
+    name: str | None = None,
+) -> Any:
+    """Reduce ``x`` over all ranks; every rank gets the result.
+
+    With N ranks, a and b the two factors:
+
+        Sum, Average   b * sum_r a x_r,   b * sum_r a x_r / N
+        Min, Max       b * min_r a x_r
+        Product        b * prod_r a x_r
+        Adasum         b * the adaptive sum of a x_r (Maleki et al. 2020, arXiv:2006.02924)
+
+    The gradient of this rank's ``x`` is that of the sum of all ranks' losses; docs/gradients.md has the formulas.
+
+    Args:
+        x: number, array or tensor; shape and dtype equal on every rank. All dtypes of numbers but complex and uint64;
+            bfloat16 travels as float32, small integers as int32.
+        op: ``hk.Average``, ``hk.Sum``, ``hk.Min``, ``hk.Max``, ``hk.Product``, or for floats ``hk.Adasum``, which needs
+            MPI and a number of ranks that is a power of two. The average of integers is rounded toward zero.
+        prescale_factor: multiplies ``x`` before the reduction; of integers rounded toward zero.
+        postscale_factor: multiplies the result.
+        process_set: the ranks that take part, an ``hk.ProcessSet`` or an axis of the mesh; default: all.
+        group: another name of ``process_set``.
+        name: shown in messages and profiles; equal on every rank.
+
+    Returns:
+        The same kind, shape and dtype as ``x``.
+
+    Raises:
+        TypeError: ``x`` holds no numbers that ``op`` can reduce.
+        ValueError: ``op`` is none of these, a factor is not a finite number, or ``process_set`` does not contain this
+            rank.
+        CollectiveMismatchError: ranks called different collectives, or with unlike tensors.
+
+    Example::
+
+        hk.allreduce(hk.rank(), op=hk.Sum)  # on 4 ranks
+        # 6
+    """
+    return grouped_allreduce(
+        [x],
+        op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+        group=group,
+        name=name,
+    )[0]
+
+
+@graph_safe
+def grouped_allreduce(
+    xs: Sequence[Any],
+    op: ReduceOp = Average,
+    *,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: RankGroup = None,
+    group: RankGroup = None,
+    name: str | None = None,
+) -> list[Any]:
+    """Reduce several values over all ranks, those of one dtype in a single exchange.
+
+    Args:
+        xs: numbers, arrays or tensors; number, shapes and dtypes equal on every rank.
+        op: as for :func:`allreduce`.
+        prescale_factor: as for :func:`allreduce`.
+        postscale_factor: as for :func:`allreduce`.
+        process_set: as for :func:`allreduce`.
+        group: as for :func:`allreduce`.
+        name: as for :func:`allreduce`.
+
+    Returns:
+        The results, in the order of ``xs``.
+
+    Raises:
+        TypeError, ValueError, CollectiveMismatchError: as for :func:`allreduce`.
+
+    Example::
+
+        loss, accuracy = hk.grouped_allreduce([loss, accuracy])
+    """
+    ranks = resolve(process_set, group)
+    size = cluster.size() if ranks is None else ranks.size
+    factors = prescale_factor, postscale_factor
+
+    def check(given: Tensors) -> None:
+        known = checked_op(op, tuple(ReduceOp))
+        for argument, factor in zip(("prescale_factor", "postscale_factor"), factors, strict=True):
+            if not isinstance(factor, (int, float, np.number)) or not np.isfinite(factor):
+                raise ValueError(describe(argument, repr(factor), "a finite number", "pass a Python float"))
+        for x in given:
+            dtypes.wire_dtype(x.dtype, known)
+        _check_adasum(known, ranks)
+
+    scale = "" if factors == (1.0, 1.0) else f", factors={factors}"
+    adasum = op == ReduceOp.Adasum
+    asked = Collective(
+        kind=f"allreduce({', '.join(filter(None, [f'op={op_label(op)}{scale}', label(ranks)]))})",
+        group=ranks,
+        check=check,
+        here=None
+        if adasum
+        else lambda parts: [local.reduce(p, ReduceOp(op), *factors, size) for p in zip(*parts, strict=True)],
+        wire=lambda given: tensors.compared_allreduce(given, ReduceOp(op), tensors.PUBLIC, ranks, *factors),
+        derivative=None if adasum else lambda xs, ys, dys: _reduced_gradients(xs, dys, ReduceOp(op), ranks, *factors),
+        name=name,
+        joinable=op in (ReduceOp.Sum, ReduceOp.Average) and ranks is None,
+    )
+    return run(asked, list(xs))
+
+
+def _check_adasum(op: ReduceOp, ranks: cluster.Group | None) -> None:
+    size = cluster.size() if ranks is None else ranks.size
+    if op != ReduceOp.Adasum or size == 1:
+        return
+    if not cluster.exchange().over_mpi or size & (size - 1) or ranks is not None:
+        got = f"hk.Adasum with {size} ranks{'' if ranks is None else ' of a process set'}"
+        expected = "MPI and all ranks, their number a power of two: Horovod has no other Adasum"
+        raise ValueError(describe("op", got, expected, "use hk.Average"))
+
+
+def _reduced_gradients(
+    xs: Tensors, dys: Tensors, op: ReduceOp, ranks: cluster.Group | None, prescale: float, postscale: float
+) -> list[tf.Tensor | None]:
+    """Return the gradients of a grouped allreduce; None for tensors that are not floats."""
+    places = [i for i, x in enumerate(xs) if x.dtype.is_floating]
+    upstream, inputs = [dys[i] for i in places], [xs[i] for i in places]
+    if op in (ReduceOp.Sum, ReduceOp.Average):
+        how = {"prescale_factor": prescale, "postscale_factor": postscale, "process_set": ranks}
+        found = grouped_allreduce(upstream, op, **how)
+    else:
+        totals = grouped_allreduce(upstream, Sum, postscale_factor=prescale * postscale, process_set=ranks)
+        scaled = [x * tf.cast(prescale, x.dtype) for x in inputs]
+        parts = _product_of_others(scaled, ranks) if op == ReduceOp.Product else _shares(scaled, op, ranks)
+        found = [total * part for total, part in zip(totals, parts, strict=True)]
+    results: list[tf.Tensor | None] = [None] * len(xs)
+    for i, grad in zip(places, found, strict=True):
+        results[i] = grad
+    return results
+
+
+def _shares(xs: Tensors, op: ReduceOp, ranks: cluster.Group | None) -> Tensors:
+    """Return for each element 1/k if this rank is one of k ranks that have the least or largest, else 0."""
+    ys = grouped_allreduce(xs, op, process_set=ranks)
+    chosen = [tf.cast(tf.equal(x, y), x.dtype) for x, y in zip(xs, ys, strict=True)]
+    counts = grouped_allreduce(chosen, Sum, process_set=ranks)
+    return [tf.math.divide_no_nan(mask, count) for mask, count in zip(chosen, counts, strict=True)]
+
+
+def _product_of_others(xs: Tensors, ranks: cluster.Group | None) -> Tensors:
+    """Return the product over all other ranks: of what is not 0, divided by this rank's own; 0 if another has a 0."""
+    zeros = [tf.cast(tf.equal(x, 0), x.dtype) for x in xs]
+    counts = grouped_allreduce(zeros, Sum, process_set=ranks)
+    own = [tf.where(tf.equal(x, 0), tf.ones_like(x), x) for x in xs]
+    products = grouped_allreduce(own, ReduceOp.Product, process_set=ranks)
+    return [
+        tf.where(tf.equal(count, zero), product / factor, tf.zeros_like(factor))
+        for count, zero, product, factor in zip(counts, zeros, products, own, strict=True)
+    ]
+
+
+@graph_safe
+def reducescatter(
+    x: Any,
+    op: ReduceOp = Average,
+    *,
+    process_set: RankGroup = None,
+    group: RankGroup = None,
+    name: str | None = None,
+) -> Any:
+    """Reduce ``x`` over all ranks and give each rank its part of the rows.
+
+    The gradient of ``x`` is the gradients of all ranks' rows, one below the other; with ``hk.Average`` divided by the
+    number of ranks.
+
+    Args:
+        x: array or tensor ``[rows, ...]``; shape and dtype equal on every rank.
+        op: ``hk.Average`` or ``hk.Sum``.
+        process_set: as for :func:`allreduce`.
+        group: as for :func:`allreduce`.
+        name: as for :func:`allreduce`.
+
+    Returns:
+        Rows ``r*k`` to ``(r+1)*k`` of the reduced array on the r-th rank, with ``k = rows / size``; if that leaves a
+        remainder, the first ``rows % size`` ranks get one row more. The same kind and dtype as ``x``.
+
+    Raises:
+        ValueError: ``op`` is another, or ``x`` has no axis.
+        TypeError, CollectiveMismatchError: as for :func:`allreduce`.
+
+    Example::
+
+        hk.reducescatter(np.arange(4.0), op=hk.Sum)  # on 2 ranks; rank 1
+        # array([4., 6.])
+    """
+    return grouped_reducescatter([x], op, process_set=process_set, group=group, name=name)[0]
+
+
+@graph_safe
+def grouped_reducescatter(
+    xs: Sequence[Any],
+    op: ReduceOp = Average,
+    *,
+    process_set: RankGroup = None,
+    group: RankGroup = None,
+    name: str | None = None,
+) -> list[Any]:
+    """Reduce and scatter several values, each as :func:`reducescatter` does; the ranks compare their calls once.
+
+    Args:
+        xs: arrays or tensors; number, shapes and dtypes equal on every rank.
+        op: as for :func:`reducescatter`.
+        process_set: as for :func:`allreduce`.
+        group: as for :func:`allreduce`.
+        name: as for :func:`allreduce`.
+
+    Returns:
+        The results, in the order of ``xs``.
+
+    Raises:
+        ValueError, TypeError, CollectiveMismatchError: as for :func:`reducescatter`.
+
+    Example::
+
+        part_of_a, part_of_b = hk.grouped_reducescatter([a, b], op=hk.Sum)
+    """
+    ranks = resolve(process_set, group)
+    size = cluster.size() if ranks is None else ranks.size
+    index = cluster.rank() if ranks is None else ranks.index
+
+    def check(given: Tensors) -> None:
+        known = checked_op(op, (ReduceOp.Average, ReduceOp.Sum))
+        for x in given:
+            if x.shape.rank == 0:
+                raise ValueError(describe("x", "a single number", "at least one axis", "use hk.allreduce"))
+            dtypes.wire_dtype(x.dtype, known)
+
+    def scatter(parts: tuple[np.ndarray, ...]) -> np.ndarray:
+        start, end = local.scatter_bounds(len(parts[0]), size, index)
+        return local.reduce(parts, ReduceOp(op))[start:end]
+
+    def gradient(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor | None:
+        if not x.dtype.is_floating:
+            return None
+        return allgather(dy, process_set=ranks) / tf.cast(size if op == ReduceOp.Average else 1, x.dtype)
+
+    asked = Collective(
+        kind=f"reducescatter({', '.join(filter(None, [f'op={op_label(op)}', label(ranks)]))})",
+        group=ranks,
+        check=check,
+        here=lambda parts: [scatter(each) for each in zip(*parts, strict=True)],
+        wire=lambda given: tensors.compared_reducescatter(given, ReduceOp(op), tensors.PUBLIC, ranks),
+        derivative=lambda xs, ys, dys: [gradient(x, dy) for x, dy in zip(xs, dys, strict=True)],
+        name=name,
+    )
+    return run(asked, list(xs))
+
+
+@graph_safe
+def broadcast(
+    x: Any, root: int = 0, *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None
+) -> Any:
+    """Return rank ``root``'s ``x`` on every rank.
+
+    The gradient of ``x`` is the sum of all ranks' gradients on ``root``, and 0 on others.
+
+    Args:
+        x: number, array or tensor; shape and dtype equal on every rank.
+        root: the rank whose value counts, by its number in the world; with ``process_set`` one of the set.
+        process_set: as for :func:`allreduce`.
+        group: as for :func:`allreduce`.
+        name: as for :func:`allreduce`.
+
+    Returns:
+        The same kind, shape and dtype as ``x``.
+
+    Raises:
+        ValueError: ``root`` is no rank, or not in ``process_set``.
+        TypeError, CollectiveMismatchError: as for :func:`allreduce`.
+
+    Example::
+
+        seed = hk.broadcast(np.random.randint(2**31))
+    """
+    ranks = resolve(process_set, group)
+
+    def check(given: Tensors) -> None:
+        check_root(root, ranks)
+        dtypes.check_movable(given[0].dtype)
+
+    def gradient(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor | None:
+        if not x.dtype.is_floating:
+            return None
+        total = allreduce(dy, Sum, process_set=ranks)
+        return total if cluster.rank() == root else tf.zeros_like(total)
+
+    def here(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
+        return [parts[root if ranks is None else ranks.ranks.index(root)][0]]
+
+    asked = Collective(
+        kind=f"broadcast({', '.join(filter(None, [f'root={root}', label(ranks)]))})",
+        group=ranks,
+        check=check,
+        here=here,
+        wire=lambda given: [tensors.broadcast(given[0], int(root), tensors.PUBLIC, ranks)],
+        derivative=lambda xs, ys, dys: [gradient(xs[0], dys[0])],
+        name=name,
+    )
+    return run(asked, [x])[0]

@@ -1,0 +1,261 @@
+"""What holds for every size of a message, other threads, asynchronous calls, uneven loops, and odd values."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+from hvdkit import cluster
+from hvdkit.collectives import calls, tensors
+
+pytestmark = pytest.mark.contract
+
+OVER_MPI = cluster.exchange().over_mpi
+SIZES = [3, 20_000]
+
+
+def each_way(x, call):
+    """The result of ``call`` for x, in eager mode and in a graph."""
+    return [call(tf.constant(x)), tf.function(call, autograph=False)(tf.constant(x))]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_nan_propagates_through_min_and_max(dtype, n, rank, size):
+    x = np.full(n, rank + 1.0)
+    x[0] = np.nan if rank == size - 1 else 1.0
+    x[1] = np.nan if rank == 0 else -np.inf
+    x[2] = np.inf
+    x = x.astype(tf.as_dtype(dtype).as_numpy_dtype)
+    for op, rest in ((hk.Min, 1), (hk.Max, size)):
+        for y in each_way(x, lambda x, op=op: hk.allreduce(x, op)):
+            y = tf.cast(y, tf.float64).numpy()
+            assert np.isnan(y[:2]).all() and y[2] == np.inf and (y[3:] == rest).all()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_zeros_of_both_signs_are_ordered(n, rank, size):
+    x = np.full(n, -0.0 if rank else 0.0, np.float32)
+    for y in each_way(x, lambda x: hk.allreduce(x, hk.Min)):
+        assert np.signbit(y).all() == (size > 1)
+    for y in each_way(x, lambda x: hk.allreduce(x, hk.Max)):
+        assert not np.signbit(y).any()
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64"])
+def test_integers_wrap_around_and_their_average_does_not(dtype, n, rank, size):
+    highest = np.iinfo(dtype).max
+    values = [np.full(n, highest - r, dtype) for r in range(size)]
+    total = sum(int(v[0]) for v in values)
+    bits = np.iinfo(dtype).bits
+    wrapped = np.array(total % 2**bits, np.uint64).astype(dtype)
+    for y in each_way(values[rank], lambda x: hk.allreduce(x, hk.Sum)):
+        assert (y.numpy() == wrapped).all()
+    if dtype != "int64":
+        for y in each_way(values[rank], lambda x: hk.allreduce(x)):
+            assert (y.numpy() == total // size).all()
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_floats_near_their_limit(dtype, n, size):
+    """The sum is infinite at every size, and the average finite."""
+    x = np.full(n, 0.75 * np.finfo(dtype).max, dtype)
+    for y in each_way(x, lambda x: hk.allreduce(x, hk.Sum)):
+        assert np.isinf(y).all() == (size > 1)
+    for y in each_way(x, hk.allreduce):
+        np.testing.assert_allclose(y, x, rtol=2e-3)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_products_and_factors(n, rank, size):
+    x = np.full(n, rank + 2, np.int32)
+    for y in each_way(x, lambda x: hk.allreduce(x, hk.Product)):
+        assert (y.numpy() == np.prod(np.arange(size) + 2)).all()
+    for dtype, expected in (("float32", 1.5 * size), ("int32", 1 * size)):
+        ones = np.ones(n, dtype) * (3 if dtype == "int32" else 1)
+        factors = {"prescale_factor": 0.5, "postscale_factor": 3.0 if dtype == "float32" else 1.0}
+        for y in each_way(ones, lambda x, f=factors: hk.allreduce(x, hk.Sum, **f)):
+            assert (y.numpy() == expected).all()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_adasum(n, rank, size):
+    """Of vectors that are equal on all ranks it is their average; of orthogonal ones their sum."""
+    if size & (size - 1) or (size > 1 and not OVER_MPI):
+        with pytest.raises(ValueError, match="Adasum"):
+            hk.allreduce(np.ones(n), hk.Adasum)
+        return
+    for y in each_way(np.arange(n, dtype=np.float32), lambda x: hk.allreduce(x, hk.Adasum)):
+        np.testing.assert_allclose(y, np.arange(n), rtol=1e-5)
+    own = np.zeros(n * size, np.float32)
+    own[rank * n : (rank + 1) * n] = rank + 1
+    for y in each_way(own, lambda x: hk.allreduce(x, hk.Adasum)):
+        np.testing.assert_allclose(y, np.repeat(np.arange(size) + 1, n), rtol=1e-5)
+
+
+def test_elements_beyond_a_message_of_mpi_travel_in_pieces(monkeypatch, rank, size):
+    monkeypatch.setattr(tensors, "LARGEST", 5_000)
+    x = np.arange(20_001, dtype=np.float64) + rank
+    expected = size * np.arange(20_001) + sum(range(size))
+    for y in each_way(x, lambda x: hk.allreduce(x, hk.Sum)):
+        np.testing.assert_array_equal(y, expected)
+    for y in each_way(x, lambda x: hk.broadcast(x, size - 1)):
+        np.testing.assert_array_equal(y, np.arange(20_001) + size - 1)
+    variable = tf.Variable(x)
+    hk.broadcast_variables([variable], size - 1)
+    np.testing.assert_array_equal(variable, np.arange(20_001) + size - 1)
+
+
+def test_too_many_elements_to_gather_are_refused_before_anything_is_sent(monkeypatch, size):
+    monkeypatch.setattr(tensors, "LARGEST", 15_000)
+    if size > 1:
+        with pytest.raises(ValueError, match="15,000"):
+            hk.allgather(np.ones(10_000))
+        with pytest.raises(ValueError, match="15,000"):  # rank 0 alone would receive too much
+            hk.alltoall(np.ones(10_000), [10_000] + [0] * (size - 1))
+        rows, _ = hk.alltoall(np.ones(size * 2_000), [2_000] * size)
+        assert len(rows) == size * 2_000
+    assert calls.tensors is tensors
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int4", "uint4"])
+def test_narrow_dtypes_are_moved_exactly(dtype, n, rank, size):
+    numbers = (np.arange(n) + rank) % 7
+    x = tf.constant(numbers.astype(tf.as_dtype(dtype).as_numpy_dtype))
+    for call, expected in (
+        (hk.allgather, np.concatenate([(np.arange(n) + r) % 7 for r in range(size)])),
+        (lambda x: hk.broadcast(x, size - 1), (np.arange(n) + size - 1) % 7),
+    ):
+        for y in (call(x), tf.function(call, autograph=False)(x)):
+            assert y.dtype == dtype
+            np.testing.assert_array_equal(y.numpy().astype(np.float32), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
+def test_a_tensor_of_unknown_rank(shape, rank, size):
+    step = tf.function(
+        lambda x: (hk.allgather(x), hk.allreduce(x, hk.Sum)), input_signature=[tf.TensorSpec(None)], autograph=False
+    )
+    gathered, total = step(tf.fill(shape, float(rank)))
+    expected = np.concatenate([np.full(shape or (1,), r) for r in range(size)])
+    np.testing.assert_array_equal(gathered, expected)
+    np.testing.assert_array_equal(total, np.full(shape, sum(range(size))))
+
+
+def test_fractional_splits_are_refused_in_graphs(size):
+    step = tf.function(lambda x, splits: hk.alltoall(x, splits), autograph=False)
+    with pytest.raises(TypeError, match="splits: got dtype float32"):
+        step(tf.ones([4]), tf.constant([4.0] + [0.0] * (size - 1)))
+
+
+def test_a_second_thread_is_refused(size):
+    """Its calls and those of the first thread would meet in another order on each rank."""
+    raised = []
+
+    def call():
+        try:
+            hk.allreduce(1)
+        except hk.HvdkitError as error:
+            raised.append(str(error))
+
+    hk.barrier()
+    thread = threading.Thread(target=call, name="loader")
+    thread.start()
+    thread.join()
+    if size > 1:
+        assert "thread 'loader', while thread 'MainThread' makes" in raised[0]
+    assert hk.allreduce(1, hk.Sum) == size
+
+
+def test_a_python_function_in_a_graph_may_call(size):
+    step = tf.function(lambda x: tf.py_function(lambda x: hk.allreduce(x, hk.Sum), [x], tf.float32))
+    assert float(step(tf.constant(1.0))) == size
+
+
+def test_asynchronous_collectives(rank, size):
+    """They run in the order of the calls, also with those that are not asynchronous."""
+    x = np.full(20_000, rank + 1.0)
+    small, large = hk.allreduce_async(rank, hk.Sum), hk.allreduce_async(x, hk.Sum)
+    x[:] = -1  # too late to matter
+    assert hk.allgather_object(rank) == list(range(size))
+    assert size == 1 or (small.done() and large.done())
+    others = [
+        hk.allgather_async(np.array([rank])),
+        hk.broadcast_async(np.array([rank]), size - 1),
+        hk.alltoall_async(np.full(size, rank)),
+        hk.reducescatter_async(np.ones(size), hk.Sum),
+        hk.grouped_allreduce_async([1, 2.0], hk.Sum),
+    ]
+    assert hk.wait(small) == sum(range(size)) and (hk.wait(large) == sum(range(size)) + size).all()
+    gathered, received, rows, part, (one, two) = map(hk.wait, others)
+    assert gathered.tolist() == list(range(size)) and received == size - 1
+    assert rows.tolist() == list(range(size)) and part.tolist() == [size] and (one, two) == (size, 2.0 * size)
+    assert float(tf.function(lambda: hk.wait(hk.allreduce_async(tf.constant(1.0), hk.Sum)))()) == size
+    with pytest.raises(TypeError, match="handle"):
+        hk.wait(1)
+
+
+def test_an_asynchronous_mistake_is_raised_to_who_waits(rank, size):
+    handle = hk.allreduce_async(1.0 if rank < size - 1 or size == 1 else "text")
+    if size == 1:
+        assert hk.wait(handle) == 1.0
+        return
+    with pytest.raises(TypeError if rank == size - 1 else hk.CollectiveMismatchError, match="str"):
+        hk.wait(handle)
+
+
+def test_ranks_that_have_joined_count_as_zeros(rank, size):
+    """Rank r has r + 1 batches."""
+    if size > 1 and not OVER_MPI:
+        with pytest.raises(hk.HvdkitError, match="join: got a job under Gloo"):
+            hk.join()
+        return
+    step = tf.function(lambda x: hk.allreduce(x, hk.Sum))
+    for number in range(rank + 1):
+        left = range(number, size)  # the ranks that still have a batch
+        assert hk.allreduce(rank + 1, hk.Sum) == sum(r + 1 for r in left)
+        np.testing.assert_allclose(hk.allreduce(np.full(20_000, 2.0)), 2.0 * len(left) / size)
+        assert float(step(tf.constant(1.0))) == len(left)
+    assert hk.join() == size - 1
+    assert hk.allreduce(1, hk.Sum) == size
+
+
+def test_what_a_joined_rank_cannot_take_part_in(rank, size):
+    if size == 1 or not OVER_MPI:
+        return
+    if rank:
+        with pytest.raises(hk.CollectiveMismatchError, match="join: rank 0 has joined, but rank 1 called allgather"):
+            hk.allgather(np.ones(3))
+        hk.barrier()
+    hk.join()
+    hk.barrier()
+
+
+def test_rank_and_size_when_a_graph_runs(rank, size):
+    found = tf.function(lambda: [hk.rank_op(), hk.size_op(), hk.local_rank_op(), hk.local_size_op()])()
+    assert [int(x) for x in found] == [rank, size, hk.local_rank(), hk.local_size()]
+    assert all(x.dtype == tf.int32 for x in found)
+
+
+def test_sets_of_hosts(rank, size):
+    if not OVER_MPI:
+        return
+    host, across = hk.local_set(), hk.cross_set()  # all ranks are on one host
+    assert host.ranks == tuple(range(size)) and across.ranks == (rank,)
+    total = hk.allreduce(rank, hk.Sum, process_set=host)
+    assert hk.allreduce(total, hk.Sum, process_set=across) == sum(range(size))
+
+
+def test_names_are_compared(rank, size):
+    assert hk.allreduce(1, hk.Sum, name="loss") == size
+    assert float(tf.function(lambda: hk.allreduce(tf.constant(1.0), hk.Sum, name="loss"))()) == size
+    if size > 1:
+        with pytest.raises(hk.CollectiveMismatchError, match="accuracy"):
+            hk.allreduce(1, name="loss" if rank else "accuracy")
