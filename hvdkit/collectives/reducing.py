@@ -115,17 +115,14 @@ def grouped_allreduce(
 
     def check(given: Tensors) -> None:
         known = checked_op(op, tuple(ReduceOp))
-        for argument, factor in zip(("prescale_factor", "postscale_factor"), factors, strict=True):
-            if not isinstance(factor, (int, float, np.number)) or not np.isfinite(factor):
-                raise ValueError(describe(argument, repr(factor), "a finite number", "pass a Python float"))
+        _check_factors(*factors)
         for x in given:
             dtypes.wire_dtype(x.dtype, known)
         _check_adasum(known, ranks)
 
-    scale = "" if factors == (1.0, 1.0) else f", factors={factors}"
     adasum = op == ReduceOp.Adasum
     asked = Collective(
-        kind=f"allreduce({', '.join(filter(None, [f'op={op_label(op)}{scale}', label(ranks)]))})",
+        kind=_kind("allreduce", op, factors, ranks),
         group=ranks,
         check=check,
         here=None
@@ -137,6 +134,18 @@ def grouped_allreduce(
         joinable=op in (ReduceOp.Sum, ReduceOp.Average) and ranks is None,
     )
     return run(asked, list(xs))
+
+
+def _kind(name: str, op: object, factors: tuple[float, float], ranks: cluster.Group | None) -> str:
+    """Return what all ranks must agree on."""
+    scale = "" if factors == (1.0, 1.0) else f"factors={factors}"
+    return f"{name}({', '.join(filter(None, [f'op={op_label(op)}', scale, label(ranks)]))})"
+
+
+def _check_factors(prescale: float, postscale: float) -> None:
+    for argument, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
+        if not isinstance(factor, (int, float, np.number)) or not np.isfinite(factor):
+            raise ValueError(describe(argument, repr(factor), "a finite number", "pass a Python float"))
 
 
 def _check_adasum(op: ReduceOp, ranks: cluster.Group | None) -> None:
@@ -194,18 +203,22 @@ def reducescatter(
     x: Any,
     op: ReduceOp = Average,
     *,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
     process_set: RankGroup = None,
     group: RankGroup = None,
     name: str | None = None,
 ) -> Any:
     """Reduce ``x`` over all ranks and give each rank its part of the rows.
 
-    The gradient of ``x`` is the gradients of all ranks' rows, one below the other; with ``hk.Average`` divided by the
-    number of ranks.
+    The gradient of ``x`` is the gradients of all ranks' rows, one below the other, times both factors; with
+    ``hk.Average`` divided by the number of ranks.
 
     Args:
         x: array or tensor ``[rows, ...]``; shape and dtype equal on every rank.
         op: ``hk.Average`` or ``hk.Sum``.
+        prescale_factor: as for :func:`allreduce`.
+        postscale_factor: as for :func:`allreduce`.
         process_set: as for :func:`allreduce`.
         group: as for :func:`allreduce`.
         name: as for :func:`allreduce`.
@@ -223,7 +236,15 @@ def reducescatter(
         hk.reducescatter(np.arange(4.0), op=hk.Sum)  # on 2 ranks; rank 1
         # array([4., 6.])
     """
-    return grouped_reducescatter([x], op, process_set=process_set, group=group, name=name)[0]
+    return grouped_reducescatter(
+        [x],
+        op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+        group=group,
+        name=name,
+    )[0]
 
 
 @graph_safe
@@ -231,6 +252,8 @@ def grouped_reducescatter(
     xs: Sequence[Any],
     op: ReduceOp = Average,
     *,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
     process_set: RankGroup = None,
     group: RankGroup = None,
     name: str | None = None,
@@ -240,6 +263,8 @@ def grouped_reducescatter(
     Args:
         xs: arrays or tensors; number, shapes and dtypes equal on every rank.
         op: as for :func:`reducescatter`.
+        prescale_factor: as for :func:`allreduce`.
+        postscale_factor: as for :func:`allreduce`.
         process_set: as for :func:`allreduce`.
         group: as for :func:`allreduce`.
         name: as for :func:`allreduce`.
@@ -257,9 +282,11 @@ def grouped_reducescatter(
     ranks = resolve(process_set, group)
     size = cluster.size() if ranks is None else ranks.size
     index = cluster.rank() if ranks is None else ranks.index
+    factors = prescale_factor, postscale_factor
 
     def check(given: Tensors) -> None:
         known = checked_op(op, (ReduceOp.Average, ReduceOp.Sum))
+        _check_factors(*factors)
         for x in given:
             if x.shape.rank == 0:
                 raise ValueError(describe("x", "a single number", "at least one axis", "use hk.allreduce"))
@@ -267,19 +294,20 @@ def grouped_reducescatter(
 
     def scatter(parts: tuple[np.ndarray, ...]) -> np.ndarray:
         start, end = local.scatter_bounds(len(parts[0]), size, index)
-        return local.reduce(parts, ReduceOp(op))[start:end]
+        return local.reduce(parts, ReduceOp(op), *factors)[start:end]
 
     def gradient(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor | None:
         if not x.dtype.is_floating:
             return None
-        return allgather(dy, process_set=ranks) / tf.cast(size if op == ReduceOp.Average else 1, x.dtype)
+        factor = prescale_factor * postscale_factor / (size if op == ReduceOp.Average else 1)
+        return allgather(dy, process_set=ranks) * tf.cast(factor, x.dtype)
 
     asked = Collective(
-        kind=f"reducescatter({', '.join(filter(None, [f'op={op_label(op)}', label(ranks)]))})",
+        kind=_kind("reducescatter", op, factors, ranks),
         group=ranks,
         check=check,
         here=lambda parts: [scatter(each) for each in zip(*parts, strict=True)],
-        wire=lambda given: tensors.compared_reducescatter(given, ReduceOp(op), tensors.PUBLIC, ranks),
+        wire=lambda given: tensors.compared_reducescatter(given, ReduceOp(op), tensors.PUBLIC, ranks, *factors),
         derivative=lambda xs, ys, dys: [gradient(x, dy) for x, dy in zip(xs, dys, strict=True)],
         name=name,
     )

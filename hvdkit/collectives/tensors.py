@@ -294,7 +294,12 @@ def reducescatter(x: tf.Tensor, op: ReduceOp, name: str, group: cluster.Group | 
 
 
 def compared_reducescatter(
-    tensors: Sequence[tf.Tensor], op: ReduceOp, name: str, group: cluster.Group | None = None
+    tensors: Sequence[tf.Tensor],
+    op: ReduceOp,
+    name: str,
+    group: cluster.Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> list[tf.Tensor]:
     """Do as :func:`reducescatter` for several tensors; ranks that differ in number, shapes or op raise, each of them.
 
@@ -304,10 +309,10 @@ def compared_reducescatter(
 
     def scatter(x: tf.Tensor, each: str) -> tf.Tensor:
         size = _size(group)
-        if size == 1:
-            return tf.identity(x)
         dtype = dtypes.wire_dtype(x.dtype, op)
-        travelling = _Reduced(x, dtype, op, size)
+        travelling = _Reduced(x, dtype, op, size, prescale, postscale)
+        if size == 1:
+            return travelling.result(travelling.sent)
         sent = dtypes.scaled(travelling.sent, dtypes.average_factor(dtype, size) if op == ReduceOp.Average else 1.0)
         blocks, longer = _blocks(sent, size)
         # What the shape does not show: how many ranks get a row more, and whether it is an average.

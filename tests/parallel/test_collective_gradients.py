@@ -76,6 +76,11 @@ def cases(size, root):
             lambda xs, name=name: scattered(reduction(name)(np.stack(xs), axis=0), size),
             lambda n, r: n + 1,
         )
+    found["reducescatter with factors"] = (
+        lambda x: hk.reducescatter(x, hk.Sum, prescale_factor=0.5, postscale_factor=3.0),
+        lambda xs: scattered(1.5 * np.sum(xs, axis=0), size),
+        lambda n, r: n + 1,
+    )
     return found
 
 
