@@ -53,6 +53,7 @@ class ObjectExchange:
             if communicator is not None and group.size > 1:
                 self._comm = communicator.Create_group(communicator.group.Incl(group.ranks))
         self._order = order or CallOrder()
+        self._interruption: str | None = None
 
     @property
     def over_mpi(self) -> bool:
@@ -81,11 +82,14 @@ class ObjectExchange:
         """Return the bytes of every rank, in rank order.
 
         Any number of bytes: one collective carries at most 2^31 - 1, so that more travel in several.
+
+        Raises:
+            ClusterError: a rank left while this one waited for it, or an exception has interrupted an exchange before.
         """
         if self._size == 1:
             return [data]
         mine = np.frombuffer(data, np.uint8)
-        with self._order.entered(), collective("an exchange of objects"):
+        with self._order.entered(), collective("an exchange of objects"), self._whole():
             lengths, parts = self._begin_over_mpi(mine) if self._comm is not None else self._begin_over_horovod(mine)
             while left := [rank for rank, part in enumerate(parts) if len(part) < lengths[rank]]:
                 counts = np.zeros(self._size, np.int64)
@@ -96,6 +100,17 @@ class ObjectExchange:
                 for rank, stop in zip(left, np.cumsum(counts[left]), strict=True):
                     parts[rank] += blob[stop - counts[rank] : stop].data
         return [bytes(part) for part in parts]
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Refuse all exchanges after one that an exception has interrupted: its messages would meet the next one's."""
+        if self._interruption is not None:
+            raise ClusterError(f"an exchange between ranks was interrupted ({self._interruption}); end this rank")
+        try:
+            yield
+        except BaseException as error:
+            self._interruption = f"{type(error).__name__}: {error}"
+            raise
 
     def _gather(self, mine: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Return the bytes of all ranks end to end, ``counts[r]`` of rank r; at most :data:`LARGEST` in all."""

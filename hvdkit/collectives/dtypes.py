@@ -91,12 +91,11 @@ def divided(total: tf.Tensor, size: int) -> tf.Tensor:
 
 
 def scaled(x: tf.Tensor, factor: float) -> tf.Tensor:
-    """Return ``x * factor``; of integers rounded toward zero."""
+    """Return ``x * factor``; of integers in float64 and rounded toward zero, of float16 in float32."""
     if factor == 1.0:
         return x
-    if x.dtype.is_integer:
-        return tf.cast(tf.cast(x, tf.float64) * factor, x.dtype)
-    return x * tf.cast(factor, x.dtype)
+    wide = tf.float64 if x.dtype.is_integer else tf.float32 if x.dtype == tf.float16 else x.dtype
+    return tf.cast(tf.cast(x, wide) * tf.cast(factor, wide), x.dtype)
 
 
 def ordered(x: tf.Tensor) -> tuple[tf.Tensor, Decode]:

@@ -68,9 +68,10 @@ def _divided(total: np.ndarray, size: int) -> np.ndarray:
 def _scaled(x: np.ndarray, factor: float) -> np.ndarray:
     if factor == 1.0:
         return x
-    if x.dtype.kind == "f":
-        return x * x.dtype.type(factor)
-    return np.trunc(x.astype(np.float64) * factor).astype(x.dtype)
+    if x.dtype.kind != "f":
+        return np.trunc(x.astype(np.float64) * factor).astype(x.dtype)
+    wide = np.float32 if x.dtype == np.float16 else x.dtype.type
+    return (x.astype(wide) * wide(factor)).astype(x.dtype)
 
 
 def exchange_rows(

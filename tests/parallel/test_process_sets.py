@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -126,3 +128,27 @@ def test_a_set_made_between_steps_of_a_graph(sets, rank, size):
 def test_axes_of_the_mesh(size):
     assert hk.allreduce(1, hk.Sum, process_set="data") == size
     assert float(tf.function(lambda: hk.allreduce(tf.constant(1.0), hk.Sum, group="data"))()) == size
+
+
+class Interrupted(Exception):
+    """Raised by a signal's handler, as KeyboardInterrupt is."""
+
+
+def test_an_exchange_that_was_interrupted_is_not_continued(rank, size):
+    """Its messages would meet those of the next one. Other exchanges go on."""
+    if size < 3 or not OVER_MPI:
+        return
+    pair = hk.ProcessSet([0, 1])
+
+    def interrupt(*_):
+        raise Interrupted
+
+    if rank == 1:  # rank 0 never comes
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            hk.barrier(process_set=pair)
+        signal.signal(signal.SIGALRM, before)
+        with pytest.raises(hk.ClusterError, match=r"was interrupted \(Interrupted"):
+            hk.allreduce(1, process_set=pair)
+    assert hk.allreduce(1, hk.Sum) == size
