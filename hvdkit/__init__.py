@@ -61,7 +61,12 @@ if TYPE_CHECKING:
         size_op,
         wait,
     )
-    from hvdkit.gradients import DistributedGradientTape, average_gradients
+    from hvdkit.gradients import (
+        DistributedGradientTape,
+        PartialDistributedGradientTape,
+        average_gradients,
+        register_local_variables,
+    )
     from hvdkit.optimizer import DistributedOptimizer
     from hvdkit.planning import plan_tables
     from hvdkit.supervisor import Supervisor
@@ -106,7 +111,12 @@ _HOMES = {
         "size_op",
         "wait",
     ),
-    "hvdkit.gradients": ("DistributedGradientTape", "average_gradients"),
+    "hvdkit.gradients": (
+        "DistributedGradientTape",
+        "PartialDistributedGradientTape",
+        "average_gradients",
+        "register_local_variables",
+    ),
     "hvdkit.optimizer": ("DistributedOptimizer",),
     "hvdkit.planning": ("plan_tables",),
     "hvdkit.supervisor": ("Supervisor",),
@@ -130,6 +140,7 @@ __all__ = [
     "Max",
     "Min",
     "NonFiniteError",
+    "PartialDistributedGradientTape",
     "PartitionedVariable",
     "PlanError",
     "ProcessSet",
@@ -174,6 +185,7 @@ __all__ = [
     "rank_op",
     "reducescatter",
     "reducescatter_async",
+    "register_local_variables",
     "schedules",
     "shutdown",
     "size",

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdkit.checkpoint.entries import Entry, Kind, Resize, State, Value
 from hvdkit.checkpoint.tensorfile import Allowed, storable
-from hvdkit.collectives.shards import RunState, piece_states, run_of, shard_of
+from hvdkit.collectives.shards import RunState, holding_of, is_local, piece_states, run_of, shard_of
 from hvdkit.collectives.variables import variable_name
 from hvdkit.errors import describe
 
@@ -148,9 +148,9 @@ def _own_variables(layer: Any) -> tuple[set[int], set[int]]:
 
 def _add_optimizer(flat: State, name: str, optimizer: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if not hasattr(inner, "_hvdkit") and any(shard_of(v) is not None for v in inner._trainable_variables):
-        remedy = "wrap it; beside hk.DistributedGradientTape as hk.DistributedOptimizer(optimizer, op=None)"
-        got = f"{type(inner).__name__}, which does not know that its slots are cut across ranks"
+    if not hasattr(inner, "_hvdkit") and any(holding_of(v) is not None for v in inner._trainable_variables):
+        remedy = "wrap it; with hk.DistributedGradientTape as hk.DistributedOptimizer(optimizer, op=None)"
+        got = f"{type(inner).__name__}, which does not know that its slots are cut across ranks or local"
         raise ValueError(describe(f"optimizer {name!r}", got, "an hk.DistributedOptimizer", remedy))
     sums = {id(v) for v in getattr(inner, "_accumulated_gradients", ())}
     steps = getattr(inner, "gradient_accumulation_steps", None) or 1
@@ -186,6 +186,8 @@ def _add_variable(
     allowed: Allowed = "any",
 ) -> None:
     """Add a variable; of a shard each of its tables, under ``key``, since the variable's own name may be any."""
+    if is_local(variable):
+        kind, resize = "per_rank", "keep"
     if (run := run_of(variable)) is not None:
         _add_sharded(flat, name, RunState(variable, run), allowed)
         return

@@ -1,7 +1,7 @@
-"""Which variables are a rank's own part of something larger, and of what.
+"""Which variables are not replicated, and what they hold: a shard, a run of a divided slot, or a rank's local values.
 
 Everything else takes a variable for replicated: equal on all ranks, its gradients averaged, its first values the
-chief's. A shard is marked on the variable itself, so that optimizers, checkpoints and comparisons know it without
+chief's. What it holds is noted on the variable itself, so that optimizers, checkpoints and comparisons know it without
 being told.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -18,8 +18,7 @@ from hvdkit import cluster
 from hvdkit.cluster.mesh import coordinates
 from hvdkit.partition import FLAT
 
-_MARK = "_hvdkit_shard"
-_RUN = "_hvdkit_run"
+_MARK = "_hvdkit_holding"
 
 
 @dataclass(frozen=True)
@@ -71,19 +70,6 @@ class Shard:
         return replace(self, slot=slot, uses=None)
 
 
-def mark(variable: Any, shard: Shard | None) -> None:
-    """Note that ``variable``, TensorFlow's or Keras's, holds ``shard``."""
-    setattr(variable, _MARK, shard)
-    inner = getattr(variable, "_value", None)
-    if isinstance(inner, tf.Variable):
-        setattr(inner, _MARK, shard)
-
-
-def shard_of(variable: Any) -> Shard | None:
-    """Return what ``variable`` holds, or None for a replicated one."""
-    return getattr(variable, _MARK, None)
-
-
 @dataclass(frozen=True)
 class Run:
     """What a slot of a replicated variable holds where ranks divide such slots among them.
@@ -97,20 +83,47 @@ class Run:
     elements: range
 
 
-def mark_run(slot: Any, run: Run) -> None:
-    """Note that ``slot``, a Keras variable, holds ``run``."""
-    setattr(slot, _RUN, run)
-    setattr(slot._value, _RUN, run)
+@dataclass(frozen=True)
+class Local:
+    """What a local variable holds, and each of its slots: values of this rank, related to those of no other rank."""
+
+
+Holding: TypeAlias = Shard | Run | Local
+
+
+def mark(variable: Any, holding: Holding | None) -> None:
+    """Note what ``variable``, TensorFlow's or Keras's, holds; None: the values that all ranks have."""
+    setattr(variable, _MARK, holding)
+    inner = getattr(variable, "_value", None)
+    if isinstance(inner, tf.Variable):
+        setattr(inner, _MARK, holding)
+
+
+def holding_of(variable: Any) -> Holding | None:
+    """Return what ``variable`` holds, or None for a replicated one."""
+    return getattr(variable, _MARK, None) or getattr(getattr(variable, "_value", None), _MARK, None)
+
+
+def shard_of(variable: Any) -> Shard | None:
+    """Return the shard that ``variable`` holds, or None."""
+    holding = holding_of(variable)
+    return holding if isinstance(holding, Shard) else None
 
 
 def run_of(variable: Any) -> Run | None:
-    """Return which elements ``variable`` holds, or None where it is no part of a divided slot."""
-    return getattr(variable, _RUN, None)
+    """Return which elements ``variable`` holds, or None if it is not part of a divided slot."""
+    holding = holding_of(variable)
+    return holding if isinstance(holding, Run) else None
+
+
+def is_local(variable: Any) -> bool:
+    """Return True if ``variable`` is a local variable, or a slot of one."""
+    return isinstance(holding_of(variable), Local)
 
 
 def is_part(variable: Any) -> bool:
-    """Return True where ``variable`` is a rank's own part of something larger."""
-    return shard_of(variable) is not None or run_of(variable) is not None
+    """Return True if ranks hold different values in ``variable``: a shard, a run of a divided slot, or local values."""
+    return holding_of(variable) is not None
 
 
 def assign_whole(variable: Any, whole: Any) -> None:

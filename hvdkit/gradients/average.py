@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives.agreement import Call, agree, attempt
-from hvdkit.collectives.ops import Average, ReduceOp, checked_op
-from hvdkit.collectives.shards import Shard, shard_of
+from hvdkit.collectives.ops import Average, ReduceOp, checked_op, op_label
 from hvdkit.collectives.tensors import grouped_allreduce
-from hvdkit.collectives.values import as_tensor, graph_safe, is_symbolic
+from hvdkit.collectives.values import as_tensor, graph_safe
 from hvdkit.errors import describe
 from hvdkit.gradients import compression as wires
 from hvdkit.gradients import sparse
+from hvdkit.gradients.given import Given, Gradient, Kind, given
 
-Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging:
+    """How gradients are combined over ranks.
+
+    Attributes:
+        op, weight, compression: as for :func:`average_gradients`.
+    """
+
+    op: Any = Average
+    weight: Any = None
+    compression: Any = None
 
 
 @graph_safe
 def average_gradients(
-    grads: Sequence[Gradient],
+    grads: Sequence[Any],
     *,
     op: ReduceOp = Average,
     weight: Any = None,
@@ -37,87 +49,128 @@ def average_gradients(
         Average   sum_r g_r / N,  or with weights  sum_r w_r g_r / sum_r w_r
         Sum       sum_r g_r,      or with weights  sum_r w_r g_r
 
-    Where each rank's loss is the mean over its local batch, passing the number of its local examples as ``weight``
+    If each rank's loss is the mean over its local batch, passing the number of its local examples as ``weight``
     gives the gradient of the mean over the global batch, however unevenly that is spread. A rank without examples
     passes 0, and then its gradients may be NaN. Ranks that work on one batch together, along other axes of the mesh
     than "data", count once.
 
     Args:
-        grads: one gradient per variable, in the same order on every rank: a dense tensor (equal shape and dtype on
-            every rank), IndexedSlices (rows differ between ranks, repeated rows are summed), or None.
+        grads: one gradient per variable, in the same order on every rank: a dense tensor, NumPy array, or list or tuple
+            of numbers (equal shape and dtype on every rank), IndexedSlices of any of these (rows differ between ranks,
+            repeated rows are summed), or None.
         op: ``hk.Average`` or ``hk.Sum``; ``hk.Min`` and ``hk.Max`` for dense gradients without weight.
         weight: this rank's weight, a number or scalar tensor >= 0; given on every rank or on none. Inside a graph a
             weight that is negative or NaN makes the result NaN on all ranks.
         compression: ``"fp16"`` or ``"bf16"`` to send 32- and 64-bit floats in 16 bits.
-        variables: what the gradients belong to. Those of sharded variables have been summed over the ranks on their
-            way to the owner, and are only divided by N where ``op`` is Average. Needed where there are such; ``weight``
-            then belongs to ``hk.DistributedGradientTape``, which weighs before gradients travel.
+        variables: what the gradients belong to. Required if some are sharded or local. Gradients of sharded variables
+            have been summed over the ranks on their way to the owner, and are only divided by N if ``op`` is Average;
+            ``weight`` then belongs to ``hk.DistributedGradientTape``, which applies it before gradients travel. Those
+            of local variables (:func:`hvdkit.register_local_variables`) are only scaled. Variables that take their
+            gradient as their value (``overwrite_with_gradient``) get the maximum over ranks, without weight.
 
     Returns:
-        The results in the order of ``grads``, of the same kinds and dtypes; IndexedSlices have distinct rows.
+        The results in the order of ``grads``: tensors, IndexedSlices with distinct rows, or None, of the same dtypes.
 
     Raises:
-        TypeError: an element of ``grads`` is no gradient.
-        ValueError: ``op``, ``weight`` or ``compression`` is none of the above.
-        CollectiveMismatchError: in eager mode, ranks passed unlike gradients; it names rank and tensor.
+        TypeError: an element of ``grads`` is not a gradient.
+        ValueError: ``op``, ``weight`` or ``compression`` is none of the above, the parts of an IndexedSlices do not fit
+            together, or the lists differ in length.
+        CollectiveMismatchError: in eager mode, another rank passed unlike gradients or a bad argument; it names rank
+            and tensor.
 
     Example::
 
         grads = tape.gradient(loss, model.trainable_variables)
         grads = hk.average_gradients(grads, weight=len(images))
     """
-    listed = list(grads)
-    shards = [shard_of(v) for v in variables] if variables is not None else [None] * len(listed)
-    if any(shard is not None for shard in shards):
-        return _beside_shards(listed, shards, {"op": op, "weight": weight, "compression": compression})
-    agree_on(listed, op, weight, compression)
-    op, wire = checked_op(op), wires.wire_dtype(compression)
-    if op in (ReduceOp.Min, ReduceOp.Max):
-        return _place(listed, grouped_allreduce(_dense(listed), op, "hvdkit.gradients"), [])
-    if weight is not None:
-        listed, op = _weighted(listed, share(weight, op)), ReduceOp.Sum
-    rows = [sparse.sum_duplicates(g) for g in listed if isinstance(g, tf.IndexedSlices)]
-    if cluster.size() == 1:
-        return _place(listed, _dense(listed), rows)
-    combined = _place(listed, *_combine(_dense(listed), rows, op, wire))
-    alike = copies() if op == ReduceOp.Sum else 1
-    return combined if alike == 1 else [mapped(g, lambda x: x / alike) for g in combined]
+    return average(lambda: given(grads, variables), Averaging(op=op, weight=weight, compression=compression))
 
 
-def _beside_shards(grads: list[Gradient], shards: Sequence[Shard | None], how: dict[str, Any]) -> list[Gradient]:
-    if how["weight"] is not None:
-        remedy = "give it to hk.DistributedGradientTape"
-        raise ValueError(describe("weight", how["weight"], "none beside gradients of sharded variables", remedy))
-    summed = [sparse.sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-    return combine_kinds(summed, shards, how["op"], lambda replicated: average_gradients(replicated, **how))
+def average(prepare: Callable[[], Given], how: Averaging) -> list[Gradient]:
+    """Combine the gradients that ``prepare`` returns over all ranks, as :func:`average_gradients` does."""
+    found = agree_on(prepare, how)
+    return combine(found.map(lambda grad, kind: _distinct(grad) if kind == "rows" else grad), how)
+
+
+def agree_on(prepare: Callable[[], Given], how: Averaging) -> Given:
+    """Return what ``prepare`` returns, checked; in eager mode after a comparison of all ranks.
+
+    Whatever ``prepare`` or the checks raise on one rank raises an error on every rank: all that can go wrong before
+    gradients are exchanged belongs into ``prepare``.
+
+    Raises:
+        Exception: what this rank's own gradients or arguments deserve.
+        CollectiveMismatchError: in eager mode, ranks differ, or another rank's ``prepare`` or check has raised.
+    """
+    prepared: list[Given] = []
+
+    def check() -> None:
+        prepared.append(prepare())
+        _check(prepared[0], how)
+
+    problem = attempt(check)
+    _agree(_call(prepared[0] if problem is None else None, how, problem), prepared)
+    return prepared[0]
+
+
+def agree_to_go_on(prepare: Callable[[], Given]) -> Given:
+    """Return what ``prepare`` returns; what it raises on one rank raises an error on every rank, in eager mode.
+
+    For gradients that are not combined before something else is exchanged.
+    """
+    prepared: list[Given] = []
+    problem = attempt(lambda: prepared.append(prepare()))
+    _agree(Call("gradients", problem=problem), prepared)
+    return prepared[0]
+
+
+def _agree(call: Call, prepared: list[Given]) -> None:
+    if tf.executing_eagerly() and not any(found.is_symbolic for found in prepared):
+        agree(call)
+    elif call.problem is not None:
+        raise call.problem
+
+
+def combine(found: Given, how: Averaging) -> list[Gradient]:
+    """Combine gradients that all ranks have agreed on. Rows of sharded tables may repeat, and then do afterwards."""
+    op, wire = checked_op(how.op), wires.wire_dtype(how.compression)
+    if how.weight is not None:
+        factor, op = share(how.weight, op), ReduceOp.Sum
+        found = found.map(lambda grad, kind: grad if kind == "overwritten" else _weighted(grad, factor))
+    return combine_kinds(found, op, lambda replicated: _combine_replicated(replicated, op, wire))
 
 
 def combine_kinds(
-    grads: Sequence[Gradient],
-    shards: Sequence[Shard | None],
-    op: ReduceOp,
-    combine: Callable[[list[Gradient]], list[Gradient]],
+    found: Given, op: ReduceOp, combine_replicated: Callable[[list[Gradient]], list[Gradient]]
 ) -> list[Gradient]:
-    """Combine gradients of replicated variables and of shards.
+    """Combine gradients, each kind in its own way.
 
     With N ranks, C of which work on each batch together: a table's rows are sums over all N ranks already, of which
     an average is 1/N and a sum 1/C. A layer's part along an axis of the mesh has the whole gradient of its batch, and
-    is combined over the ranks with other batches.
+    is combined over the ranks with other batches. A local gradient is the whole gradient of one of N/C batches.
     """
-    divisor = cluster.size() if checked_op(op) == Average else copies()
-    replicated = iter(combine([g for g, shard in zip(grads, shards, strict=True) if shard is None]))
-    parts = [g for g, s in zip(grads, shards, strict=True) if s is not None and s.axis is not None and g is not None]
+    by_kind: dict[Kind, list[Gradient]] = {}
+    for grad, kind in zip(found.grads, found.kinds, strict=True):
+        by_kind.setdefault(kind, []).append(grad)
     along = cluster.group(cluster.DATA)
-    reduced = iter(grouped_allreduce(parts, checked_op(op), "hvdkit.gradients.parts", along) if parts else [])
-    results: list[Gradient] = []
-    for grad, shard in zip(grads, shards, strict=True):
-        if shard is None:
-            results.append(next(replicated))
-        elif shard.axis is None or grad is None:
-            results.append(_divided(grad, divisor))
-        else:
-            results.append(next(reduced))
-    return results
+    is_average = op == ReduceOp.Average
+
+    def reduce(grads: list[Gradient], op: ReduceOp, name: str, group: cluster.Group | None) -> list[Gradient]:
+        return _place(grads, grouped_allreduce(_dense(grads), op, name, group), [])
+
+    ways: dict[Kind, Callable[[list[Gradient]], list[Gradient]]] = {
+        "replicated": combine_replicated,
+        "rows": lambda grads: [_divided(g, cluster.size() if is_average else copies()) for g in grads],
+        "part": lambda grads: reduce(grads, op, "hvdkit.gradients.parts", along),
+        "local": lambda grads: [_divided(_distinct(g), along.size if is_average else 1) for g in grads],
+        "overwritten": lambda grads: reduce(grads, ReduceOp.Max, "hvdkit.gradients.overwritten", None),
+    }
+    results = {kind: iter(way(by_kind[kind])) for kind, way in ways.items() if kind in by_kind}
+    return [next(results[kind]) for kind in found.kinds]
+
+
+def _distinct(grad: Gradient) -> Gradient:
+    return sparse.sum_duplicates(grad) if isinstance(grad, tf.IndexedSlices) else grad
 
 
 def _divided(grad: Gradient, divisor: int) -> Gradient:
@@ -138,19 +191,10 @@ def mapped(grad: Gradient, fn: Callable[[tf.Tensor], tf.Tensor]) -> Gradient:
     return None if grad is None else fn(grad)
 
 
-def agree_on(grads: list[Gradient], op: Any, weight: Any, compression: Any) -> None:
-    """Check the arguments of :func:`average_gradients`, in eager mode on all ranks together; raise as it does."""
-    problem = attempt(lambda: _check(grads, op, weight, compression))
-    if tf.executing_eagerly() and not any(is_symbolic(part) for part in _parts(grads)):
-        agree(_call(grads, op, weight, compression, problem))
-    elif problem is not None:
-        raise problem
-
-
 def share(weight: Any, op: ReduceOp) -> tf.Tensor:
     """Return the factor of this rank's gradients in a plain sum: w_r, or w_r / sum_r w_r for the average.
 
-    The weights are known before the gradients are, so that inside a graph their exchange runs beside the step.
+    The weights are known before the gradients are, so that inside a graph their exchange overlaps the step.
     """
     w = tf.cast(as_tensor(weight), tf.float64)
     # Inside a graph a bad weight is known too late to raise on every rank: it makes every rank's result NaN instead.
@@ -161,13 +205,24 @@ def share(weight: Any, op: ReduceOp) -> tf.Tensor:
     return tf.math.divide_no_nan(w, grouped_allreduce([w], ReduceOp.Sum, "hvdkit.weight", along)[0])
 
 
-def _weighted(grads: list[Gradient], factor: tf.Tensor) -> list[Gradient]:
-    return [mapped(zero_without_weight(g, factor), lambda x: x * tf.cast(factor, x.dtype)) for g in grads]
+def _weighted(grad: Gradient, factor: tf.Tensor) -> Gradient:
+    return mapped(zero_without_weight(grad, factor), lambda x: x * tf.cast(factor, x.dtype))
 
 
 def zero_without_weight(grad: Gradient, factor: tf.Tensor) -> Gradient:
     """Return zeros for a rank of weight 0: without examples its gradient is 0/0, and must not spoil the others'."""
     return mapped(grad, lambda x: tf.where(tf.equal(factor, 0), tf.zeros_like(x), x))
+
+
+def _combine_replicated(grads: list[Gradient], op: ReduceOp, wire: tf.DType | None) -> list[Gradient]:
+    if op in (ReduceOp.Min, ReduceOp.Max):
+        return _place(grads, grouped_allreduce(_dense(grads), op, "hvdkit.gradients"), [])
+    rows = [sparse.sum_duplicates(g) for g in grads if isinstance(g, tf.IndexedSlices)]
+    if cluster.size() == 1:
+        return _place(grads, _dense(grads), rows)
+    combined = _place(grads, *_combine(_dense(grads), rows, op, wire))
+    alike = copies() if op == ReduceOp.Sum else 1
+    return combined if alike == 1 else [mapped(g, lambda x: x / alike) for g in combined]
 
 
 def _combine(
@@ -196,51 +251,48 @@ def _place(grads: list[Gradient], dense: list[tf.Tensor], rows: list[tf.IndexedS
     return [None if source is None else next(source) for source in kinds]
 
 
-def _parts(grads: list[Gradient]) -> list[tf.Tensor]:
-    return [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
+def _check(found: Given, how: Averaging) -> None:
+    wires.wire_dtype(how.compression)
+    op, rows = checked_op(how.op), any(isinstance(g, tf.IndexedSlices) for g in found.grads)
+    plain = not (rows or how.weight is not None or how.compression) and set(found.kinds) <= {"replicated", "part"}
+    if op in (ReduceOp.Min, ReduceOp.Max) and not plain:
+        expected = "Average or Sum with sparse gradients, sharded or local variables, weight or compression"
+        raise ValueError(describe("op", op.name, expected, "use hk.Sum"))
+    if how.weight is None:
+        return
+    if {"rows", "part"} & set(found.kinds):
+        remedy = "give it to hk.DistributedGradientTape"
+        raise ValueError(describe("weight", how.weight, "None with gradients of sharded variables", remedy))
+    check_weight(how.weight)
 
 
-def _check(grads: list[Gradient], op: Any, weight: Any, compression: Any) -> None:
-    wires.wire_dtype(compression)
-    for i, g in enumerate(grads):
-        if g is not None and not isinstance(g, (tf.Tensor, tf.IndexedSlices)):
-            raise TypeError(
-                describe(
-                    f"grads[{i}]", type(g).__name__, "a tensor, IndexedSlices or None", "pass tape.gradient's result"
-                )
-            )
-        if g is not None and not g.dtype.is_floating:
-            raise TypeError(
-                describe(f"grads[{i}]", g.dtype.name, "a floating-point dtype", "combine numbers with hk.allreduce")
-            )
-    sparse_too = any(isinstance(g, tf.IndexedSlices) for g in grads)
-    if checked_op(op) in (ReduceOp.Min, ReduceOp.Max) and (sparse_too or weight is not None or compression):
-        raise ValueError(
-            describe(
-                "op", checked_op(op).name, "Average or Sum with sparse gradients, weight or compression", "use hk.Sum"
-            )
-        )
-    known = None if weight is None else tf.get_static_value(as_tensor(weight))
+def check_weight(weight: Any) -> None:
+    """Raise if ``weight`` is not a number >= 0, as far as it is known here."""
+    known = tf.get_static_value(as_tensor(weight))
     if known is not None and (known.ndim != 0 or not 0 <= known < np.inf):
         raise ValueError(
             describe("weight", weight, "one finite number >= 0", "pass the number of this rank's examples")
         )
 
 
-def _call(grads: list[Gradient], op: Any, weight: Any, compression: Any, problem: Exception | None) -> Call:
+def _call(found: Given | None, how: Averaging, problem: Exception | None) -> Call:
     """Describe this rank's call for the comparison of ranks."""
-    kinds = [("none", ()) if g is None else _kind(g) for g in grads] if problem is None else []
-    weighted = "" if weight is None else ", weight"
-    label = f"average_gradients(op={op!r}, compression={compression}{weighted})"
-    return Call(label, tuple(k[0] for k in kinds), tuple(k[1] for k in kinds), problem=problem)
+    described = [] if found is None else [_described(*pair) for pair in zip(found.grads, found.kinds, strict=True)]
+    weighted = "" if how.weight is None else ", weight"
+    label = f"average_gradients(op={op_label(how.op)}, compression={how.compression}{weighted})"
+    return Call(label, tuple(d[0] for d in described), tuple(d[1] for d in described), problem=problem)
 
 
-def _kind(grad: tf.Tensor | tf.IndexedSlices) -> tuple[str, tuple[int, ...]]:
-    if isinstance(grad, tf.IndexedSlices):
-        # All of it decides how the gradient is sent, and must be equal on all ranks.
-        whole = sparse.dense_shape(grad)
-        table = "a table of unknown shape" if whole is None else f"a table {list(whole)}"
-        return f"sparse {grad.dtype.name} by {grad.indices.dtype.name} into {table}, rows ", tuple(
-            grad.values.shape[1:]
-        )
-    return grad.dtype.name, tuple(grad.shape)
+def _described(grad: Gradient, kind: Kind) -> tuple[str, tuple[int, ...]]:
+    """Return what must be equal on all ranks: all that decides how a gradient is sent."""
+    if kind in ("rows", "local"):  # what is not exchanged here may differ, and be missing on some ranks
+        return kind, ()
+    if grad is None:
+        return "none", ()
+    if kind == "part":  # ranks along the other axes may have parts of other shapes
+        return f"part {grad.dtype.name}", ()
+    if not isinstance(grad, tf.IndexedSlices):
+        return grad.dtype.name, tuple(grad.shape)
+    whole = sparse.dense_shape(grad)
+    table = "a table of unknown shape" if whole is None else f"a table {list(whole)}"
+    return f"sparse {grad.dtype.name} by {grad.indices.dtype.name} into {table}, rows ", tuple(grad.values.shape[1:])

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
 from hvdkit.collectives.ops import Average, ReduceOp, Sum, checked_op
-from hvdkit.collectives.shards import shard_of
 from hvdkit.collectives.values import graph_safe
-from hvdkit.gradients.average import average_gradients, share, zero_without_weight
+from hvdkit.errors import describe
+from hvdkit.gradients.average import Averaging, agree_on, average, share, zero_without_weight
+from hvdkit.gradients.given import Given, given, kind_of
+from hvdkit.gradients.local_variables import is_layer, register_local_variables
 from hvdkit.gradients.steps import tell_profile
 
 
 class DistributedGradientTape:
     """Wrap a ``tf.GradientTape`` so that :meth:`gradient` returns gradients combined over all ranks.
 
-    TensorFlow and Keras variables serve alike. Works as a context manager, or around a tape that has recorded.
-    Apply the gradients with a plain Keras optimizer, or, where there are sharded variables, whose slots it has to know,
-    with ``hk.DistributedOptimizer(optimizer, op=None)``: any other would combine them twice.
+    TensorFlow and Keras variables work alike. Use it as a context manager, or around a tape that has recorded.
+    Apply the gradients with a plain Keras optimizer. If there are sharded or local variables, whose slots it has to
+    know, use ``hk.DistributedOptimizer(optimizer, op=None)``; with any other ``op`` it would combine them twice.
 
     Args:
         tape: the recording tape.
         op, weight, compression: as for :func:`hvdkit.average_gradients`.
+
+    Raises:
+        TypeError: ``tape`` is not a tape.
 
     Example::
 
@@ -30,6 +36,8 @@ class DistributedGradientTape:
             loss = loss_of(model(images), labels)
         grads = tape.gradient(loss, model.trainable_variables)
     """
+
+    _local_layers: tuple[Any, ...] = ()
 
     def __init__(
         self,
@@ -40,9 +48,9 @@ class DistributedGradientTape:
         compression: str | None = None,
     ) -> None:
         if not hasattr(tape, "gradient"):
-            raise TypeError(f"tape: got {type(tape).__name__}, expected a tf.GradientTape; pass tf.GradientTape()")
+            raise TypeError(describe("tape", type(tape).__name__, "a tf.GradientTape", "pass tf.GradientTape()"))
         self._tape = tape
-        self._how = {"op": op, "weight": weight, "compression": compression}
+        self._how = Averaging(op=op, weight=weight, compression=compression)
 
     def __enter__(self) -> DistributedGradientTape:
         self._tape.__enter__()
@@ -54,6 +62,10 @@ class DistributedGradientTape:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
 
+    def register_local_source(self, source: Any) -> None:
+        """Make the variable ``source`` local; the same as :func:`hvdkit.register_local_variables`."""
+        register_local_variables([source])
+
     @graph_safe
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the gradients of ``target`` with respect to ``sources``, combined over all ranks.
@@ -61,26 +73,67 @@ class DistributedGradientTape:
         Args, Returns and Raises as for ``tf.GradientTape.gradient`` and :func:`hvdkit.average_gradients`; the
         result has the structure of ``sources``.
         """
+        for layer in self._local_layers:
+            if layer.built:
+                register_local_variables(layer)
         variables = tf.nest.flatten(sources)
-        if self._how["weight"] is not None and any(shard_of(v) is not None for v in variables):
+        if self._how.weight is not None and any(kind_of(v) in ("rows", "part") for v in variables):
             return self._weighted(target, sources, *args, **kwargs)
-        local = self._tape.gradient(target, sources, *args, **kwargs)
-        return self._packed(local, average_gradients(tf.nest.flatten(local), variables=variables, **self._how))
+        structure: list[Any] = []
+
+        def prepare() -> Given:
+            structure.append(self._tape.gradient(target, sources, *args, **kwargs))
+            return given(tf.nest.flatten(structure[0]), variables)
+
+        return self._packed(average(prepare, self._how), structure)
 
     def _weighted(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
         """Weigh the loss and not its gradients: those of sharded variables travel while the tape goes back."""
-        factor = share(self._how["weight"], checked_op(self._how["op"]))
-        if output_gradients is None:
-            output_gradients = tf.nest.map_structure(tf.ones_like, target)
-        weighed = tf.nest.map_structure(lambda g: g * tf.cast(factor, g.dtype), output_gradients)
-        local = self._tape.gradient(target, sources, output_gradients=weighed, **kwargs)
-        variables = tf.nest.flatten(sources)
-        pairs = zip(tf.nest.flatten(local), variables, strict=True)
-        grads = [g if shard_of(v) is not None else zero_without_weight(g, factor) for g, v in pairs]
-        how = {**self._how, "op": Sum, "weight": None}
-        return self._packed(local, average_gradients(grads, variables=variables, **how))
+        agree_on(lambda: given([]), self._how)  # on the weight, before it is exchanged
+        factor = share(self._how.weight, checked_op(self._how.op))
+        structure: list[Any] = []
+
+        def prepare() -> Given:
+            upstream = tf.nest.map_structure(tf.ones_like, target) if output_gradients is None else output_gradients
+            weighed = tf.nest.map_structure(lambda g: g * tf.cast(factor, g.dtype), upstream)
+            structure.append(self._tape.gradient(target, sources, output_gradients=weighed, **kwargs))
+            found = given(tf.nest.flatten(structure[0]), tf.nest.flatten(sources))
+            # Rows come from all ranks.
+            return found.map(lambda grad, kind: grad if kind == "rows" else zero_without_weight(grad, factor))
+
+        return self._packed(average(prepare, Averaging(op=Sum, compression=self._how.compression)), structure)
 
     @staticmethod
-    def _packed(local: Any, combined: list[Any]) -> Any:
+    def _packed(combined: list[Any], structure: list[Any]) -> Any:
         tell_profile(combined, "tape")
-        return tf.nest.pack_sequence_as(local, combined)
+        return tf.nest.pack_sequence_as(structure[0], combined)
+
+
+def PartialDistributedGradientTape(
+    tape: tf.GradientTape, *, local_layers: Any = (), **options: Any
+) -> DistributedGradientTape:
+    """Return a :class:`DistributedGradientTape` that makes the weights of some layers local.
+
+    Args:
+        tape: the recording tape.
+        local_layers: a Keras layer or several. Their weights become local
+            (:func:`hvdkit.register_local_variables`) at the first gradient after they are built.
+        options: ``op``, ``weight`` and ``compression``, as for :class:`DistributedGradientTape`.
+
+    Raises:
+        TypeError: ``local_layers`` holds something else, or ``tape`` is not a tape.
+
+    Example::
+
+        with hk.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[head]) as tape:
+            loss = loss_of(head(body(images)), labels)
+        grads = tape.gradient(loss, body.trainable_variables + head.trainable_variables)
+    """
+    layers = list(local_layers) if isinstance(local_layers, Iterable) else [local_layers]
+    for layer in layers:
+        if not is_layer(layer):
+            remedy = "pass e.g. [model.layers[-1]]"
+            raise TypeError(describe("local_layers", type(layer).__name__, "Keras layers", remedy))
+    partial = DistributedGradientTape(tape, **options)
+    partial._local_layers = tuple(layers)
+    return partial

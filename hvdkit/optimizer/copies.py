@@ -1,15 +1,31 @@
-"""Copies of Keras optimizers, as another class and with their state."""
+"""Copies of Keras optimizers, as another class and with their state.
+
+A copy is not made from the optimizer's config: a config cannot hold functions, and one that lacks an option gives its
+default. Instead Keras's base class makes its own state, and all else that the optimizer has is taken over attribute by
+attribute.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvdkit.collectives.shards import assign_whole
 from hvdkit.errors import describe
 
 _classes: dict[tuple[type, type], type] = {}
+# Younger than Keras 3.5.
+_Map = getattr(keras.optimizers, "OptimizerMap", ())
+# What the constructor of Keras's base class makes for each optimizer, beyond its arguments.
+_STATE = {"_lock", "_tracker", "_variables", "_trainable_variables", "_trainable_variables_indices", "built"} | {
+    "_iterations",
+    "_learning_rate",
+    "_distribution_strategy",
+}
 
 
 def subclass(mixin: type, base: type) -> Any:
@@ -19,45 +35,178 @@ def subclass(mixin: type, base: type) -> Any:
         public = getattr(keras.optimizers, base.__name__, None) is base
         module = "keras.optimizers" if public else base.__module__
         namespace = {"__module__": module, "__doc__": base.__doc__, "__qualname__": base.__qualname__}
-        _classes[mixin, base] = type(base.__name__, (mixin, base), namespace)
+        made = type(base.__name__, (mixin, base), namespace)
+        package, _, name = keras.saving.get_registered_name(base).rpartition(">")
+        if package:  # the same name for both; what Keras makes of it is the base
+            for cls in (made, base):
+                keras.saving.register_keras_serializable(package, name)(cls)
+        _classes[mixin, base] = made
     return _classes[mixin, base]
 
 
-def copy_of(optimizer: Any, cls: Any, accumulate_steps: int = 1) -> Any:
-    try:
-        config = optimizer.get_config()
-        if isinstance(getattr(optimizer, "_learning_rate", None), keras.optimizers.schedules.LearningRateSchedule):
-            config["learning_rate"] = optimizer._learning_rate  # itself: Keras would look for a registered class
-        if accumulate_steps > 1:
-            config["gradient_accumulation_steps"] = accumulate_steps
-        copy = cls.from_config(config)
-    except Exception as error:
-        raise TypeError(
-            describe(
-                "optimizer",
-                f"{type(optimizer).__name__} that cannot be copied ({error})",
-                "an optimizer whose get_config and from_config round-trip",
-                "give it and its learning rate schedule a get_config",
-            )
-        ) from error
-    for name, value in vars(optimizer).items():
-        if name.startswith("_exclude_from_weight_decay"):  # said after construction, and in no config
-            setattr(copy, name, value)
-    if optimizer.built:
-        copy.build(optimizer._trainable_variables)
-        _copy_state(optimizer, copy, accumulate_steps)
+def copy_of(optimizer: Any, cls: Any, *, rebuilds: bool = False, **changed: Any) -> Any:
+    """Return an instance of ``cls`` with the options and the state of ``optimizer``, which stays as it is.
+
+    The iteration count, the learning rate, slots, and optimizers inside it (also in lists, tuples and dicts) are
+    copied; any other attribute is shared. A method that is an attribute belongs to the copy. Since a function that
+    gives the learning rate may read the optimizer's ``iterations``, these are then one variable of both.
+
+    Args:
+        optimizer: a Keras optimizer, built or not.
+        cls: a subclass of its class.
+        rebuilds: if it is built, have ``cls`` make its own slots, which may hold less or be marked.
+        changed: attributes that the copy is to have instead.
+
+    Raises:
+        TypeError: it cannot be copied; the message says which attribute stands in the way.
+        ValueError: a function gives its learning rate, and there is a copy already.
+    """
+    copier = _Copier(optimizer.built and rebuilds)
+    copy = copier.copy(optimizer, cls, changed)
+    steps = changed.get("gradient_accumulation_steps")
+    begins_to_accumulate = bool(steps) and not optimizer.gradient_accumulation_steps
+    if copier.rebuilds:
+        _rebuild(optimizer, copy, copier.left_out, begins_to_accumulate)
+    if begins_to_accumulate:
+        # Keras counts the steps between updates, too: the next update is due after that many more.
+        copy._iterations.assign(copy._iterations * steps)
     return copy
 
 
-def _copy_state(optimizer: Any, copy: Any, accumulate_steps: int) -> None:
-    """Give ``copy`` the iteration count and slots of ``optimizer``, which may be without sums of gradients so far."""
-    mine, theirs = copy.variables, optimizer.variables
-    begins_to_accumulate = len(mine) > len(theirs)
-    if begins_to_accumulate:
-        sums = {id(v) for v in copy._accumulated_gradients}
-        mine = [v for v in mine if id(v) not in sums]
+class _Copier:
+    """Copies an optimizer and those inside it.
+
+    Args:
+        rebuilds: leave out the variables that ``build`` makes, as it will be called again.
+
+    Attributes:
+        rebuilds: the same.
+        left_out: attributes that hold such variables.
+    """
+
+    def __init__(self, rebuilds: bool):
+        self.rebuilds = rebuilds
+        self.left_out: list[str] = []
+        self._made: dict[int, Any] = {}  # by the id of what it is made of
+        self._slots: set[int] = set()
+
+    def copy(self, optimizer: Any, cls: Any, changed: Mapping[str, Any]) -> Any:
+        """Return ``optimizer`` as an instance of ``cls``; built if it is, unless it is to be rebuilt."""
+        new = self._made[id(optimizer)] = cls.__new__(cls)
+        rate = optimizer._learning_rate
+        rate = float(rate.numpy()) if isinstance(rate, keras.Variable) else self._taken(rate)
+        # Keras's own constructor, not that of cls, whose arguments are not known.
+        keras.optimizers.Optimizer.__init__(new, learning_rate=rate, name=optimizer.name)
+        self._take_variables(optimizer, new)
+        for name, value in vars(optimizer).items():
+            if name not in _STATE and name not in changed and not name.startswith(("_self_", "_hvdkit")):
+                self._take_attribute(new, name, value)
+        for name, value in changed.items():
+            setattr(new, name, value)
+        if optimizer.built and not self.rebuilds:
+            object.__setattr__(new, "_trainable_variables", list(optimizer._trainable_variables))
+            new._trainable_variables_indices.update(optimizer._trainable_variables_indices)
+            new.built = True
+        return new
+
+    def _take_variables(self, optimizer: Any, new: Any) -> None:
+        """Give ``new`` its variables, in the order of the optimizer's."""
+        if callable(optimizer._learning_rate) and not _is_schedule(optimizer._learning_rate):
+            _share_iterations(optimizer, new)
+        new._iterations.assign(optimizer._iterations)
+        kept = {id(v): v for v in optimizer._trainable_variables}  # to Keras a list of these is the optimizer's own
+        kept |= {id(optimizer._iterations): new._iterations, id(optimizer._learning_rate): new._learning_rate}
+        self._made |= kept
+        for variable in optimizer._variables:
+            if id(variable) not in kept and optimizer.built:
+                self._slots.add(id(variable))
+                if self.rebuilds:
+                    continue
+                self._made[id(variable)] = _clone(variable)
+            if variable is not optimizer._iterations and variable is not optimizer._learning_rate:
+                new._track_variable(self._made.get(id(variable), variable))
+
+    def _take_attribute(self, new: Any, name: str, value: Any) -> None:
+        if self.rebuilds and self._holds_slots(value):
+            self.left_out.append(name)
+            return
+        try:
+            setattr(new, name, self._taken(value))
+        except Exception as error:
+            got = f"a {type(value).__name__} that a copy cannot have ({error})"
+            remedy = "wrap the optimizer before it is built, or let the attribute be set"
+            expected = "an attribute that can be taken over"
+            raise TypeError(describe(f"optimizer.{name}", got, expected, remedy)) from error
+
+    def _taken(self, value: Any) -> Any:
+        """Return ``value`` for the copy: a copy of a slot or an optimizer, and everything else itself."""
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if isinstance(value, keras.optimizers.Optimizer):
+            if self.rebuilds:
+                raise TypeError("it is a built optimizer inside another one")
+            return self.copy(value, type(value), {})
+        if isinstance(value, MethodType) and id(value.__self__) in self._made:
+            return MethodType(value.__func__, self._made[id(value.__self__)])
+        if _Map and isinstance(value, _Map):
+            return _Map(self._taken(value.default_optimizer), {key: self._taken(item) for key, item in value.items()})
+        parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+        taken = [self._taken(part) for part in parts]
+        if all(mine is part for mine, part in zip(taken, parts, strict=True)):
+            return value
+        if isinstance(value, dict):
+            return dict(zip(value, taken, strict=True))
+        if isinstance(value, tuple):
+            return type(value)(*taken) if hasattr(value, "_fields") else tuple(taken)
+        return taken
+
+    def _holds_slots(self, value: Any) -> bool:
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, (list, tuple)):
+            return any(map(self._holds_slots, value))
+        return id(value) in self._slots
+
+
+def _rebuild(optimizer: Any, copy: Any, left_out: list[str], begins_to_accumulate: bool) -> None:
+    """Let ``copy`` make its slots, and give them the values of the optimizer's."""
+    remedy = "wrap the optimizer before it is built, or make the attribute in build, by add_variable_from_reference"
+    try:
+        copy.build(list(optimizer._trainable_variables))
+        missing = [name for name in left_out if not hasattr(copy, name)]
+        if missing:
+            raise AttributeError(f"build does not make the variables in {missing[0]!r}")
+        mine, theirs = copy.variables, optimizer.variables
+        if begins_to_accumulate:
+            sums = {id(v) for v in copy._accumulated_gradients}
+            mine = [v for v in mine if id(v) not in sums]
+        if len(mine) != len(theirs):
+            raise AttributeError(f"build makes {len(mine)} variables, and the optimizer has {len(theirs)}")
+    except (AttributeError, TypeError, LookupError) as error:
+        got = f"{type(optimizer).__name__}, which is built, and whose copy cannot be ({error})"
+        raise TypeError(describe("optimizer", got, "one whose build makes all of its slots", remedy)) from error
     for own, other in zip(mine, theirs, strict=True):
         assign_whole(own, other)
-    if begins_to_accumulate:
-        # Keras counts the steps between updates, too: the next update is due after that many more.
-        copy._iterations.assign(optimizer._iterations * accumulate_steps)
+
+
+def _share_iterations(optimizer: Any, new: Any) -> None:
+    if getattr(optimizer, "_hvdkit_copied", False):
+        got = "an optimizer that is wrapped already, with a function as its learning rate"
+        remedy = "make a second optimizer, or use a keras.optimizers.schedules.LearningRateSchedule"
+        raise ValueError(describe("optimizer", got, "one that counts its own updates", remedy))
+    object.__setattr__(optimizer, "_hvdkit_copied", True)
+    new._untrack_variable(new._iterations)
+    new._iterations = optimizer._iterations
+
+
+def _is_schedule(rate: Any) -> bool:
+    return isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+
+
+def _clone(variable: Any) -> keras.Variable:
+    value = variable._value
+    options = {"dtype": variable._dtype, "trainable": variable.trainable, "name": variable.name}
+    with tf.device(value.device):
+        new = keras.Variable(value.read_value(), **options)
+    new._path = variable.path  # by which checkpoints know it
+    return new

@@ -16,10 +16,11 @@ from packaging import version
 from hvdkit import cluster
 from hvdkit.collectives import compare_variables
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op
+from hvdkit.collectives.shards import holding_of, is_local
 from hvdkit.errors import describe
 from hvdkit.gradients.compression import wire_dtype
 from hvdkit.optimizer.copies import copy_of, subclass
-from hvdkit.optimizer.mixins import Combining, CombiningScaled, LossScale
+from hvdkit.optimizer.mixins import Combining, CombiningScaled, Distributed, LossScale, check_inner
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.rows import SparseUpdates
 from hvdkit.optimizer.sharing import SharingStates, check_sharing
@@ -46,9 +47,14 @@ def DistributedOptimizer(
     """Return a copy of ``optimizer`` that combines gradients over all ranks before each update.
 
     The copy is an instance of the optimizer's class, for ``model.compile``, ``apply`` and ``apply_gradients``; Keras
-    saves it as that class, and a saved model loads without hvdkit. Where ``optimizer`` has been built, its iteration
-    count and slots are copied. Under the ``mixed_float16`` policy the copy is a ``LossScaleOptimizer`` around it,
-    whose scaling is on where ``scale_loss`` is called, as ``fit`` does.
+    saves it as that class, and a saved model loads without hvdkit. It has the options of ``optimizer``, its iteration
+    count, its learning rate and, if it is built, its slots; other attributes are shared. If a function gives the
+    learning rate, which may read ``optimizer.iterations``, the iteration count is shared, too, and ``optimizer`` can be
+    wrapped once. Under the ``mixed_float16`` policy the copy is a ``LossScaleOptimizer`` around it, whose scaling is on
+    if ``scale_loss`` is called, as ``fit`` does.
+
+    Gradients of local variables (:func:`hvdkit.register_local_variables`) are scaled and not exchanged; the copy's
+    ``register_local_var(variable)`` makes a variable local before the optimizer is built.
 
     Args:
         optimizer: any Keras 3 optimizer, ``LossScaleOptimizer`` and ``MultiOptimizer`` included.
@@ -70,7 +76,8 @@ def DistributedOptimizer(
         A ``keras.optimizers.Optimizer``.
 
     Raises:
-        TypeError: ``optimizer`` is no Keras 3 optimizer, or is distributed already.
+        TypeError: ``optimizer`` is not a Keras 3 optimizer, is distributed already, or is built and cannot be copied;
+            the message names the attribute that stands in the way.
         ValueError: another argument is none of the above, or ``shard_states`` with an optimizer that takes norms of
             whole variables (Lamb, Adafactor, Muon, clipnorm).
         CollectiveMismatchError: with ``shard_states``, an optimizer that was built has other state on another rank.
@@ -102,6 +109,14 @@ def DistributedOptimizer(
     )
     if shard_states:
         _check_states(optimizer)
+    made = _made(optimizer, how)
+    kept = {"op": op, "compression": compression, "accumulate_steps": steps, "clip_global_norm": clip_global_norm}
+    kept |= {"sparse_updates": sparse_updates, "shard_states": shard_states}
+    object.__setattr__(made, "_hvdkit_options", kept)  # as Keras does not track it, a plain dict
+    return made
+
+
+def _made(optimizer: Any, how: Reduction) -> Any:
     if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, LossScale):
         outer = _distributed_loss_scale(LossScale(copy_of(optimizer, type(optimizer))), how)
         outer._scaled = False  # nobody asked for it: it divides only where scale_loss has multiplied
@@ -114,10 +129,11 @@ def _distributed(optimizer: Any, how: Reduction) -> Any:
         return _distributed_loss_scale(optimizer, how)
     if _Multi and isinstance(optimizer, _Multi):
         return _distributed_multi(optimizer, how)
-    mixin = SharingStates if how.shard_states else Combining
-    copy = copy_of(optimizer, subclass(mixin, type(optimizer)), how.accumulate_steps)
-    copy._hvdkit = how
-    return copy
+    cls = subclass(SharingStates if how.shard_states else Combining, type(optimizer))
+    steps = how.accumulate_steps if how.accumulate_steps > 1 else None
+    begins = steps is not None and not optimizer.gradient_accumulation_steps
+    options: dict[str, Any] = {"_hvdkit": how} | ({} if steps is None else {"gradient_accumulation_steps": steps})
+    return copy_of(optimizer, cls, rebuilds=how.shard_states or begins or _has_marked_slots(optimizer), **options)
 
 
 def _distributed_loss_scale(optimizer: Any, how: Reduction) -> Any:
@@ -127,14 +143,8 @@ def _distributed_loss_scale(optimizer: Any, how: Reduction) -> Any:
     inner = _distributed(
         optimizer.inner_optimizer, replace(how, combines=how.combines and accumulates, reduced=reduced)
     )
-    outer = subclass(CombiningScaled, type(optimizer)).from_config(optimizer.get_config())
-    outer.inner_optimizer = inner
-    outer._hvdkit = replace(how, combines=how.combines and not accumulates, clip_global_norm=None)
-    if optimizer.built:
-        outer.build(optimizer._trainable_variables)
-        for own, other in zip(outer._variables, optimizer._variables, strict=True):
-            own.assign(other)
-    return outer
+    own = replace(how, combines=how.combines and not accumulates, clip_global_norm=None)
+    return copy_of(optimizer, subclass(CombiningScaled, type(optimizer)), inner_optimizer=inner, _hvdkit=own)
 
 
 def _distributed_multi(optimizer: Any, how: Reduction) -> Any:
@@ -147,13 +157,17 @@ def _distributed_multi(optimizer: Any, how: Reduction) -> Any:
                 "set gradient_accumulation_steps on its inner optimizers",
             )
         )
-    copy = copy_of(optimizer, subclass(Combining, type(optimizer)))
-    copy._hvdkit = how
-    return copy
+    cls = subclass(Combining, type(optimizer))
+    return copy_of(optimizer, cls, rebuilds=_has_marked_slots(optimizer), _hvdkit=how)
+
+
+def _has_marked_slots(optimizer: Any) -> bool:
+    """Return True if slots that are shards or local have to be known as such."""
+    return any(holding_of(v) is not None for v in optimizer._trainable_variables)
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    if isinstance(optimizer, (Combining, CombiningScaled)):
+    if isinstance(optimizer, Distributed):
         raise TypeError(
             describe(
                 "optimizer", "a DistributedOptimizer", "a plain Keras optimizer", "wrap it once; twice combines twice"
@@ -168,13 +182,18 @@ def _check_optimizer(optimizer: Any) -> None:
                 "tf_keras, tf.compat.v1 and string optimizers have to be replaced by one of keras.optimizers",
             )
         )
+    check_inner(optimizer)
 
 
 def _check_states(optimizer: Any) -> None:
     """Refuse what cannot be divided: norms of whole variables, and state that is not the same on all ranks."""
     check_sharing(optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer)
-    if optimizer.built and cluster.size() > 1:
-        compare_variables(optimizer.variables)
+    if not optimizer.built or cluster.size() == 1:
+        return
+    if any(is_local(v) for v in optimizer._trainable_variables):
+        got, expected = "a built optimizer of local variables", "one that is not built, with shard_states=True"
+        raise ValueError(describe("optimizer", got, expected, "wrap it before it is built"))
+    compare_variables(optimizer.variables)
 
 
 def _accumulation(optimizer: Any, accumulate_steps: int) -> int:

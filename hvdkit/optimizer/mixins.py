@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,15 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import allreduce
+from hvdkit.collectives.agreement import attempt
 from hvdkit.collectives.graphs import refuse_xla
 from hvdkit.collectives.ops import Average, Min, ReduceOp
-from hvdkit.collectives.shards import mark, shard_of
+from hvdkit.collectives.shards import Local, holding_of, is_local, mark, shard_of
 from hvdkit.collectives.values import graph_safe
+from hvdkit.collectives.variables import variable_name
 from hvdkit.errors import HvdkitError, describe
+from hvdkit.gradients import register_local_variables
+from hvdkit.gradients.given import Given, given
 from hvdkit.gradients.sparse import sum_duplicates
 from hvdkit.optimizer.parts import Parts
 from hvdkit.optimizer.reduction import Reduction
@@ -27,11 +31,65 @@ from hvdkit.optimizer.slots import Slots, fill, renew
 LossScale = keras.optimizers.LossScaleOptimizer
 
 
-class Combining:
+class Distributed:
+    """What all distributed optimizers have beyond Keras's methods."""
+
+    _hvdkit: Reduction
+    _hvdkit_options: Mapping[str, Any] = {}
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        """Do as :meth:`apply` with pairs of a gradient and its variable; return the number of updates."""
+        pairs: list[tuple[Any, Any]] = []
+
+        def collect() -> None:
+            pairs.extend((grad, variable) for grad, variable in grads_and_vars)
+            if not pairs:
+                remedy = "pass zip(grads, variables)"
+                raise ValueError(describe("grads_and_vars", "no pair", "a pair for each variable", remedy))
+
+        if (problem := attempt(collect)) is not None:
+            self._hvdkit.agreed(lambda: _raise(problem), exchanges=True)
+        return super().apply_gradients(pairs)  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        # Keras makes a plain optimizer of its config: it is distributed again.
+        unpickle, arguments, *_ = tuple(super().__reduce__())
+        plain = getattr(keras.optimizers.Optimizer, unpickle.__name__)
+        return restored, (plain, arguments, self._hvdkit_options, getattr(self, "_scaled", True))
+
+    def stateless_apply(self, *_: Any, **__: Any) -> Any:
+        """Refuse a step on tensors, as Keras does on TensorFlow."""
+        remedy = "call optimizer.apply(grads, variables)"
+        raise ValueError(describe("stateless_apply", "a call", "apply, which updates TensorFlow variables", remedy))
+
+    def register_local_var(self, variable: Any) -> None:
+        """Make ``variable`` local, as :func:`hvdkit.register_local_variables` does.
+
+        Raises:
+            ValueError: the optimizer has its slots already, or ``variable`` is sharded.
+            TypeError: ``variable`` is something else.
+        """
+        if self.built:  # type: ignore[attr-defined]
+            raise ValueError(_too_late(variable_name(variable)))
+        register_local_variables([variable])
+
+
+def restored(unpickle: Callable[..., Any], arguments: Any, options: Mapping[str, Any], scaled: bool) -> Any:
+    """Return a distributed optimizer from its pickle."""
+    from hvdkit.optimizer.distributed import DistributedOptimizer
+
+    made = DistributedOptimizer(unpickle(*arguments), **options)
+    if isinstance(made, CombiningScaled):
+        made._scaled = scaled
+    return made
+
+
+class Combining(Distributed):
     """Mixed in before a Keras optimizer class: combine gradients over ranks, then go on as that class does."""
 
     _hvdkit = Reduction(op=Average, compression=None, accumulate_steps=1, clip_global_norm=None)
     _hvdkit_wrapped = False
+    _hvdkit_local: frozenset[Any] = frozenset()  # keys of the local variables that it was built with
     _hvdkit_slots: Slots | None = None
     _hvdkit_parts: Parts | None = None  # where ranks divide the slots of replicated variables
 
@@ -44,21 +102,32 @@ class Combining:
             frame = frame.f_back
         caller = frame.f_locals.get("self")
         self._hvdkit_wrapped = isinstance(caller, LossScale) and not isinstance(caller, CombiningScaled)
+        if self.built:  # type: ignore[attr-defined]
+            return
         for variable in variables:
-            if (shard := shard_of(variable)) is not None:
+            if (holding := holding_of(variable)) is None:
+                continue
+            if isinstance(holding, Local):
+                _check_for_local(self)
+            else:
                 check_by_elements(self, "beside sharded variables")
-                _check_for_shards(self)
-                mark(variable, shard)  # the TensorFlow variable inside, which may be younger than the mark
+            _check_for_parts(self)
+            mark(variable, holding)  # the TensorFlow variable inside, which may be younger than the mark
+        _check_overwritten(self, variables)
+        self._hvdkit_local = frozenset(self._var_key(v) for v in variables if is_local(v))  # type: ignore[attr-defined]
         super().build(variables)  # type: ignore[misc]
+        check_inner(self)
 
     def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
-        """Create a slot; that of a sharded variable is a shard like it."""
+        """Create a slot; that of a sharded variable is a shard like it, that of a local one local."""
         shard = shard_of(reference_variable)
         inner = getattr(reference_variable, "_value", None)
         # A table that is kept in the host's memory has its slots there, too.
         with tf.device(inner.device) if isinstance(inner, tf.Variable) else contextlib.nullcontext():
             first = initializer if shard is None else "zeros"
             slot = super().add_variable_from_reference(reference_variable, name=name, initializer=first)  # type: ignore[misc]
+        if is_local(reference_variable):
+            mark(slot, Local())
         if shard is not None:
             fill(slot, initializer)
             mark(slot, shard.of_slot(name or "var"))
@@ -72,27 +141,36 @@ class Combining:
         """Combine ``grads`` over all ranks and update the variables."""
         how = self._hvdkit
         refuse_what_breaks(self._hvdkit_wrapped)
-        variables = listed(self, trainable_variables)
-        renew(grads, variables, whole=how.accumulate_steps > 1)
+
+        def prepare() -> Given:
+            return given_to(self, grads, trainable_variables)
+
         if how.accumulate_steps == 1:
             scale = getattr(self, "loss_scale_factor", None)
-            grads = self._hvdkit_combine(grads, variables, scale)
+            found = self._hvdkit_combine(prepare, scale)
             if getattr(self, "clipvalue", None) is not None:  # Keras clips numbers, which are sums over ranks
-                grads = [sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-            return super().apply(grads, trainable_variables)  # type: ignore[misc]
+                found = found.map(lambda g, _: sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g)
+            renew(found.grads, found.variables, whole=False)
+            return self._hvdkit_update(found)
         self._hvdkit_combined = False
-        grads = how.share(grads, variables)
-        result = super().apply(grads, trainable_variables)  # type: ignore[misc]
+        found = how.share(prepare())
+        renew(found.grads, found.variables, whole=True)
+        result = self._hvdkit_update(found)
         if tf.inside_function() and not self._hvdkit_combined:
             raise HvdkitError(
                 f"accumulate_steps: Keras {keras.__version__} kept the accumulated gradients; use accumulate_steps=1"
             )
         return result
 
-    def _hvdkit_combine(self, grads: Sequence[Any], variables: Sequence[Any], loss_scale: Any = None) -> list[Any]:
-        """Return what Keras is to update ``variables`` with."""
+    def _hvdkit_combine(self, prepare: Callable[[], Given], loss_scale: Any = None) -> Given:
+        """Return what Keras is to update variables with."""
         how = self._hvdkit
-        return how.clip(how.combine(grads, variables), variables, loss_scale)
+        found = how.agreed(prepare, exchanges=how.clip_global_norm is not None and not how.reduced)
+        return found.with_grads(how.clip(found.with_grads(how.combine(found)), loss_scale))
+
+    def _hvdkit_update(self, found: Given) -> Any:
+        """Update variables as Keras does."""
+        return super().apply(found.grads, found.variables)  # type: ignore[misc]
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
         self._hvdkit_updated = _Untracked(tuple(trainable_variables))
@@ -107,7 +185,7 @@ class Combining:
             if how.op == ReduceOp.Sum:
                 grads = [g * float(how.accumulate_steps) for g in grads]
             variables = self._hvdkit_updated.variables
-            grads = self._hvdkit_combine(how.share(grads, variables, undo=True), variables)
+            grads = self._hvdkit_combine(lambda: how.share(given(grads, variables), undo=True)).grads
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     @graph_safe
@@ -161,16 +239,75 @@ def check_by_elements(optimizer: Any, where: str) -> None:
         raise ValueError(describe("optimizer", kind.__name__, expected, remedy))
 
 
-def _check_for_shards(optimizer: Any) -> None:
+def given_to(optimizer: Any, grads: Any, trainable_variables: Any) -> Given:
+    """Return what ``apply`` got, checked; build the optimizer first. All that can raise before an exchange is here."""
+    if trainable_variables is None and not optimizer.built:
+        expected = "the variables, as the optimizer must already be built without them"
+        raise ValueError(describe("trainable_variables", None, expected, "pass them, or call optimizer.build before"))
+    variables = listed(optimizer, trainable_variables)
+    grads = list(grads) if isinstance(grads, Iterator) else grads
+    if isinstance(grads, (list, tuple)) and not grads:  # to Keras this is a step without an update
+        variables = []
+    found = given(grads, variables)
+    if not optimizer.built:
+        is_multi = hasattr(optimizer, "optimizers")  # which gives its variables no scope
+        with contextlib.nullcontext() if is_multi else keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+    optimizer._check_variables_are_known(variables)
+    known = getattr(optimizer, "inner_optimizer", optimizer)._hvdkit_local
+    for variable, kind in zip(variables, found.kinds, strict=True):
+        if kind == "local" and optimizer._var_key(variable) not in known:
+            raise ValueError(_too_late(variable_name(variable)))
+    return found
+
+
+def _too_late(name: str) -> str:
+    got, expected = f"{name}, made local after the optimizer was built", "local variables that it was built with"
+    return describe("variables", got, expected, "call hk.register_local_variables before the optimizer's first step")
+
+
+def _raise(problem: Exception) -> Any:
+    raise problem
+
+
+def check_inner(optimizer: Any) -> None:
+    """Refuse optimizers inside ``optimizer`` that are distributed themselves.
+
+    Raises:
+        TypeError: one is.
+    """
+    inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
+    if any(isinstance(part, Distributed) for part in inner) and not isinstance(optimizer, CombiningScaled):
+        got, expected = f"{type(optimizer).__name__} of a DistributedOptimizer", "plain Keras optimizers inside"
+        raise TypeError(describe("optimizer", got, expected, "wrap the outermost optimizer only; twice combines twice"))
+
+
+def _check_for_parts(optimizer: Any) -> None:
     if hasattr(optimizer, "optimizers"):
         remedy = "give each of its optimizers its own hk.DistributedOptimizer and apply"
-        raise ValueError(describe("optimizer", "a MultiOptimizer", "one optimizer for sharded variables", remedy))
+        expected = "one optimizer for sharded or local variables"
+        raise ValueError(describe("optimizer", "a MultiOptimizer", expected, remedy))
 
 
-class CombiningScaled:
+def _check_for_local(optimizer: Any) -> None:
+    if getattr(optimizer, "global_clipnorm", None) is not None:  # another norm on each rank, for replicated ones too
+        remedy = "pass clip_global_norm to hk.DistributedOptimizer, which sums over ranks"
+        expected = "None with local variables"
+        raise ValueError(describe("global_clipnorm", optimizer.global_clipnorm, expected, remedy))
+
+
+def _check_overwritten(optimizer: Any, variables: Sequence[Any]) -> None:
+    if optimizer._hvdkit.accumulate_steps == 1 or cluster.size() == 1:
+        return
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            got, expected = f"{variable_name(variable)} (overwrite_with_gradient)", "variables that gradients update"
+            raise ValueError(describe("variables", got, expected, "use accumulate_steps=1 with float8 layers"))
+
+
+class CombiningScaled(Distributed):
     """Mixed in before LossScaleOptimizer: every rank takes the same branch, update or skip."""
 
-    _hvdkit: Reduction
     _scaled = True
 
     def scale_loss(self, loss: Any) -> Any:
@@ -182,18 +319,18 @@ class CombiningScaled:
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """Combine ``grads``, skip the step where any rank's overflowed, else update the variables."""
         refuse_what_breaks()
-        how, variables = self._hvdkit, listed(self, trainable_variables)
-        if not self.built:  # type: ignore[attr-defined]
-            with keras.name_scope(self.name, caller=self):  # type: ignore[attr-defined]
-                self.build(variables)  # type: ignore[attr-defined]
+        how = self._hvdkit
+        found = how.agreed(lambda: given_to(self, grads, trainable_variables), exchanges=True)
+        if not found.grads:
+            return None
         parts = self.inner_optimizer._hvdkit_parts  # type: ignore[attr-defined]
         if parts is not None and how.combines:
-            grads = parts.combine(grads, variables, how.op, how.compression)
+            combined = parts.combine(found, how.averaging)
         else:
-            grads = how.combine(grads, variables)
+            combined = how.combine(found)
         if not self._scaled:
-            return self.inner_optimizer.apply(grads, trainable_variables)  # type: ignore[attr-defined]
-        return super().apply(grads, trainable_variables)  # type: ignore[misc]
+            return self.inner_optimizer.apply(combined, found.variables)  # type: ignore[attr-defined]
+        return super().apply(combined, found.variables)  # type: ignore[misc]
 
     @graph_safe
     def check_finite(self, grads: Sequence[Any]) -> Any:
@@ -201,7 +338,7 @@ class CombiningScaled:
         present = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in present])
         alike = self._hvdkit.combines and not self._hvdkit.shard_states
-        alike = alike and not any(shard_of(v) is not None for v in listed(self, None))
+        alike = alike and not any(holding_of(v) is not None for v in listed(self, None))
         return finite if alike else allreduce(finite, Min)
 
 

@@ -18,9 +18,10 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.ops import ReduceOp
-from hvdkit.collectives.shards import Run, shard_of
-from hvdkit.gradients.average import agree_on, combine_kinds, copies
+from hvdkit.collectives.shards import Run, holding_of
+from hvdkit.gradients.average import Averaging, combine_kinds, copies
 from hvdkit.gradients.compression import reduce_scatter, wire_dtype
+from hvdkit.gradients.given import Given, Gradient
 from hvdkit.partition import runs_of, share_of
 
 # What is exchanged at once is in memory twice meanwhile; more at once is no faster.
@@ -65,7 +66,8 @@ class Parts:
     """The part of a list of variables that this rank updates.
 
     Args:
-        variables: TensorFlow or Keras variables, the same list on every rank. Shards are updated as they are.
+        variables: TensorFlow or Keras variables, the same list on every rank. Shards and local variables are updated as
+            they are.
 
     Attributes:
         variables: the same.
@@ -98,7 +100,7 @@ class Parts:
         return self._places.get(id(_inner(variable)))
 
     def run(self, place: int) -> Run | None:
-        """Return which elements of the variable at ``place`` this rank updates; None for a shard."""
+        """Return which elements of the variable at ``place`` this rank updates; None for a shard or local variable."""
         return self._runs.get(place)
 
     def load(self) -> None:
@@ -135,25 +137,20 @@ class Parts:
             grad = tf.math.unsorted_segment_sum(grad.values, grad.indices, variable.shape[0])
         return tf.cast(grad, variable.dtype)
 
-    def combine(self, grads: Sequence[Any], variables: Sequence[Any], op: ReduceOp, compression: str | None) -> list:
-        """Return this rank's elements of the ranks' gradients combined by ``op``, Average or Sum.
+    def combine(self, found: Given, how: Averaging) -> list[Gradient]:
+        """Return this rank's elements of the ranks' gradients combined, Average or Sum, after they agreed on them.
 
         One exchange a group: each rank sends and receives (N-1)/N of the gradients' bytes. A variable of the list
-        that has no gradient here, or None, travels as zeros. Gradients of shards are combined as in any optimizer.
+        that has no gradient here, or None, travels as zeros. Other gradients are combined as in any optimizer.
 
         Args:
-            grads: dense, IndexedSlices or None, of ``variables``, whole.
-            variables: some of the list, or what stands for them.
-            op, compression: as for :func:`hvdkit.average_gradients`.
+            found: whole gradients of some of the list, or of what stands for them.
+            how: the same for all ranks, without weight.
         """
-        shards = [shard_of(v) for v in variables]
-        places = [self._places[id(_inner(v))] for v, shard in zip(variables, shards, strict=True) if shard is None]
-
-        def reduce(replicated: list[Any]) -> list[Any]:
-            agree_on(replicated, op, None, compression)
-            return self._reduce(replicated, places, op, wire_dtype(compression))
-
-        return combine_kinds(grads, shards, op, reduce)
+        pairs = zip(found.variables, found.kinds, strict=True)
+        places = [self._places[id(_inner(v))] for v, kind in pairs if kind == "replicated"]
+        wire = wire_dtype(how.compression)
+        return combine_kinds(found, how.op, lambda replicated: self._reduce(replicated, places, how.op, wire))
 
     def _reduce(self, grads: Sequence[Any], places: Sequence[int], op: ReduceOp, wire: tf.DType | None) -> list[Any]:
         given = {place: grad for place, grad in zip(places, grads, strict=True) if grad is not None}
@@ -205,7 +202,7 @@ def _groups(variables: Sequence[Any]) -> Iterator[_Group]:
     by_dtype: dict[str, list[list[int]]] = {}
     filled: dict[str, int] = {}
     for place, variable in enumerate(variables):
-        if shard_of(variable) is not None:
+        if holding_of(variable) is not None:
             continue
         dtype = tf.as_dtype(variable.dtype)
         size = math.prod(variable.shape) * dtype.size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives.ops import ReduceOp
-from hvdkit.collectives.shards import Shard, shard_of
+from hvdkit.collectives.shards import shard_of
 from hvdkit.collectives.tensors import grouped_allreduce
-from hvdkit.gradients import average_gradients
-from hvdkit.gradients.average import combine_kinds, copies, mapped
+from hvdkit.gradients.average import Averaging, agree_on, agree_to_go_on, combine, copies, mapped
+from hvdkit.gradients.given import Given, Gradient, Kind
 from hvdkit.gradients.sparse import sum_duplicates
 from hvdkit.gradients.steps import tell_profile
 from hvdkit.optimizer.rows import SparseUpdates
@@ -24,8 +24,8 @@ class Reduction:
     """What a distributed optimizer does to gradients before Keras sees them.
 
     Attributes:
-        combines: False where they come combined: from the tape, or from a loss scale around the optimizer.
-        reduced: then True where they come as this rank's elements, and not whole.
+        combines: False if they come combined: from the tape, or from a loss scale around the optimizer.
+        reduced: then True if they come as this rank's elements, and not whole.
         others: as for ``hk.DistributedOptimizer``.
     """
 
@@ -38,65 +38,73 @@ class Reduction:
     combines: bool = True
     reduced: bool = False
 
-    def combine(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Combine ``grads`` of ``variables`` over all ranks."""
+    @property
+    def averaging(self) -> Averaging:
+        """How gradients are combined over ranks."""
+        return Averaging(op=self.op, compression=self.compression)
+
+    def agreed(self, prepare: Callable[[], Given], *, exchanges: bool = False) -> Given:
+        """Return what ``prepare`` returns, after the ranks have compared it if they are to combine it.
+
+        Args:
+            prepare: all that can raise before gradients are exchanged.
+            exchanges: something else is exchanged in the step, so that no rank may raise alone.
+        """
+        if self.combines:
+            return agree_on(prepare, self.averaging)
+        return agree_to_go_on(prepare) if exchanges else prepare()
+
+    def combine(self, found: Given) -> list[Gradient]:
+        """Combine gradients over all ranks, after :meth:`agreed`.
+
+        Rows of shards may repeat: the update knows if they have to be distinct.
+        """
         if not self.combines:
-            return list(grads)
-
-        def average(replicated: list[Any]) -> list[Any]:
-            return average_gradients(replicated, op=self.op, compression=self.compression)
-
-        # Rows of shards may be there several times: whether they have to be distinct, the update knows.
-        combined = combine_kinds(grads, [shard_of(v) for v in variables], self.op, average)
+            return found.grads
+        combined = combine(found, self.averaging)
         tell_profile(combined, f"optimizer {id(self)}")
         return combined
 
-    def share(self, grads: Sequence[Any], variables: Sequence[Any], *, undo: bool = False) -> list[Any]:
+    def share(self, found: Given, *, undo: bool = False) -> Given:
         """Divide gradients of shards by N before they are added up over steps: then sums mean the same at any N."""
         divisor = cluster.size() if self.op == ReduceOp.Average else copies()
         factor = divisor if undo else 1 / divisor
-        rows = [(shard := shard_of(v)) is not None and shard.axis is None for v in variables]
-        pairs = zip(grads, rows, strict=True)
-        return [mapped(g, lambda x: x * factor) if own and divisor > 1 else g for g, own in pairs]
+        if divisor == 1:
+            return found
+        return found.map(lambda grad, kind: mapped(grad, lambda x: x * factor) if kind == "rows" else grad)
 
-    def clip(
-        self,
-        grads: Sequence[Any],
-        variables: Sequence[Any],
-        loss_scale: float | None = None,
-        *,
-        divided: bool = False,
-    ) -> list[Any]:
+    def clip(self, found: Given, loss_scale: float | None = None, *, divided: bool = False) -> list[Gradient]:
         """Scale all gradients so that their global norm is at most the limit.
 
-        A replicated gradient counts once; of a sharded one every rank has its own rows, whose squares are summed, and
-        so are those of this rank's elements, where replicated gradients are ``divided`` among ranks.
+        A replicated gradient counts once. Of a sharded or local one every rank has other numbers, whose squares are
+        summed, and so are those of this rank's elements, if replicated gradients are ``divided`` among ranks.
         """
         if self.clip_global_norm is None:
-            return list(grads)
+            return found.grads
         limit = self.clip_global_norm * (loss_scale or 1.0)
-        distinct = [sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-        kinds = [_kind(shard_of(v), divided) for v in variables]
-        norm = tf.sqrt(tf.add_n(_squares_by_kind(distinct, kinds)))
+        distinct = found.map(lambda g, _: sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g)
+        norm = tf.sqrt(tf.add_n(_squares_by_place(distinct, divided)))
         # A norm that is not finite makes all gradients NaN.
         factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-        return [mapped(g, lambda x: x * tf.cast(factor, x.dtype)) for g in distinct]
+
+        def clipped(grad: Gradient, kind: Kind) -> Gradient:
+            return grad if kind == "overwritten" else mapped(grad, lambda x: x * tf.cast(factor, x.dtype))
+
+        return distinct.map(clipped).grads
 
 
-def _kind(shard: Shard | None, divided: bool) -> str | None:
-    """Return "" for what every rank has whole, None for what is divided over all ranks, else the axis that it is."""
-    if shard is None:
-        return None if divided else ""
-    return shard.axis
-
-
-def _squares_by_kind(grads: Sequence[Any], kinds: Sequence[str | None]) -> list[tf.Tensor]:
-    """Return the sum of squares of all replicated gradients, of all ranks' rows, and of the parts along each axis."""
-    by_kind: dict[str | None, list[Any]] = {}
-    for grad, kind in zip(grads, kinds, strict=True):
-        by_kind.setdefault(kind, []).append(grad)
-    totals = [_squares(by_kind.pop("", []))]
-    for axis, own in by_kind.items():
+def _squares_by_place(found: Given, divided: bool) -> list[tf.Tensor]:
+    """Return sums of squares: of what every rank has whole, of what each has other numbers of, of parts by axis."""
+    everywhere: list[Gradient] = []
+    apart: dict[str | None, list[Gradient]] = {}
+    for grad, variable, kind in zip(found.grads, found.variables, found.kinds, strict=True):
+        if kind == "replicated" and not divided:
+            everywhere.append(grad)
+        elif kind != "overwritten":
+            axis = shard_of(variable).axis if kind == "part" else None  # type: ignore[union-attr]
+            apart.setdefault(axis, []).append(grad)
+    totals = [_squares(everywhere)]
+    for axis, own in apart.items():
         along = None if axis is None else cluster.group(axis)
         totals += grouped_allreduce([_squares(own)], ReduceOp.Sum, f"hvdkit.norm_{axis or 'rows'}", along)
     return totals

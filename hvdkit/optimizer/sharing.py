@@ -8,16 +8,16 @@ included, it does to 1/N of them. Around its update the gradients are reduced an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import keras
-
 from hvdkit import cluster
-from hvdkit.collectives.shards import assign_whole, mark_run
+from hvdkit.collectives.shards import assign_whole, mark
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.optimizer.mixins import Combining, check_by_elements, listed
+from hvdkit.gradients.given import Given
+from hvdkit.optimizer.mixins import Combining, check_by_elements
 from hvdkit.optimizer.parts import Parts, StandIn
 
 
@@ -53,42 +53,40 @@ class SharingStates(Combining):
         if name == "gradient_accumulator":  # each rank's own gradients, which are whole until they are reduced
             return super().add_variable_from_reference(parts.variables[place], name=name, initializer=initializer)
         slot = super().add_variable_from_reference(parts.listed[place], name=name, initializer=initializer)
-        mark_run(slot, run)
+        mark(slot, run)
         return slot
 
-    @graph_safe
-    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        """Combine ``grads`` over all ranks, update this rank's part of the variables, and gather them."""
-        grads = list(grads)
-        variables = None if trainable_variables is None else list(trainable_variables)
-        if variables is not None and not self.built:  # type: ignore[attr-defined]
-            with keras.name_scope(self.name, caller=self):  # type: ignore[attr-defined]
-                self.build(variables)
-        if (parts := self._hvdkit_parts) is None or not grads:
-            return super().apply(grads, variables)
-        variables = listed(self, variables)
-        self._check_variables_are_known([v for v in variables if parts.place(v) is None])  # type: ignore[attr-defined]
-        places = self._hvdkit_places(variables)
+    def _hvdkit_update(self, found: Given) -> Any:
+        """Update this rank's part of the variables, and gather them."""
+        if (parts := self._hvdkit_parts) is None or not found.grads:
+            return super()._hvdkit_update(found)
+        places = self._hvdkit_places(found.variables)
         parts.load()
-        result = super().apply(grads, [parts.listed[place] for place in places])
+        result = super()._hvdkit_update(replace(found, variables=[parts.listed[place] for place in places]))
         parts.release()
-        for grad, variable, place in zip(grads, variables, places, strict=True):
+        for grad, variable, place in zip(found.grads, found.variables, places, strict=True):
             # Where this rank has all of it, Keras has done so.
             if grad is not None and variable.constraint is not None and isinstance(parts.listed[place], StandIn):
                 variable.assign(variable.constraint(variable))
         return result
 
-    def _hvdkit_combine(self, grads: Sequence[Any], variables: Sequence[Any], loss_scale: Any = None) -> list[Any]:
-        how, parts = self._hvdkit, self._hvdkit_parts
-        if parts is None:
-            return super()._hvdkit_combine(grads, variables, loss_scale)
+    def _check_variables_are_known(self, variables: Sequence[Any]) -> None:
+        parts = self._hvdkit_parts
+        others = [v for v in variables if parts is None or parts.place(v) is None]
+        super()._check_variables_are_known(others)  # type: ignore[misc]
+
+    def _hvdkit_combine(self, prepare: Callable[[], Given], loss_scale: Any = None) -> Given:
+        how = self._hvdkit
+        found = how.agreed(prepare, exchanges=not how.reduced)
+        if (parts := self._hvdkit_parts) is None:  # a world of one, or no variables
+            return found.with_grads(how.clip(found.with_grads(how.combine(found)), loss_scale))
         if how.combines:
-            grads = parts.combine(grads, variables, how.op, how.compression)
+            found = found.with_grads(parts.combine(found, how.averaging))
         elif not how.reduced:  # by the tape: whole and alike on all ranks, so that their norm needs no exchange
-            places = self._hvdkit_places(variables)
-            clipped = how.clip(grads, [parts.variables[place] for place in places], loss_scale)
-            return parts.take(clipped, places)
-        return how.clip(grads, variables, loss_scale, divided=True)
+            places = self._hvdkit_places(found.variables)
+            whole = replace(found, variables=[parts.variables[place] for place in places])
+            return found.with_grads(parts.take(how.clip(whole, loss_scale), places))
+        return found.with_grads(how.clip(found, loss_scale, divided=True))
 
     def _hvdkit_places(self, variables: Sequence[Any]) -> list[int]:
         assert self._hvdkit_parts is not None

@@ -241,9 +241,16 @@ def test_large_weights_do_not_overflow_16_bits(rank, size):
 
 def bad_calls():
     g = [tf.ones([2])]
-    slices = [tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]))]
+    rows = tf.IndexedSlices
+    slices = [rows(tf.ones([1, 2]), tf.constant([0]))]
     return {
-        "a list": (lambda: hk.average_gradients([[1.0, 2.0]]), TypeError, r"grads\[0\]"),
+        "a word": (lambda: hk.average_gradients(["1.0"]), TypeError, r"grads\[0\]: got str"),
+        "no list": (lambda: hk.average_gradients(None), TypeError, "grads: got NoneType"),
+        "unlike lengths": (lambda: hk.average_gradients([[[1.0], [1.0, 2.0]]]), TypeError, r"grads\[0\]: got a list"),
+        "words as rows": (lambda: hk.average_gradients([rows([[1.0]], ["a"])]), TypeError, r"grads\[0\]\.indices"),
+        "too many rows": (lambda: hk.average_gradients([rows([[1.0]], [0, 1])]), ValueError, r"grads\[0\]\.values"),
+        "another width": (lambda: hk.average_gradients([rows([[1.0]], [0], [9, 3])]), ValueError, "dense_shape: got"),
+        "variables": (lambda: hk.average_gradients(g, variables=[]), ValueError, "variables: got 0 of them"),
         "a variable": (lambda: hk.average_gradients([tf.Variable(1.0)]), TypeError, r"grads\[0\]"),
         "integers": (lambda: hk.average_gradients([tf.constant([3])]), TypeError, r"grads\[0\]: got int32"),
         "op": (lambda: hk.average_gradients(g, op="mean"), ValueError, "op"),
@@ -267,6 +274,113 @@ def test_bad_arguments_are_an_error_on_every_rank(name, rank, size):
     with pytest.raises(kind if rank == size - 1 else hk.CollectiveMismatchError, match=words):
         bad() if rank == size - 1 else hk.average_gradients([tf.ones([2])])
     assert_combined(hk.average_gradients([tf.ones([2])]), [[np.ones(2, np.float32)]] * size, hk.Average)
+
+
+class Peculiar(list):
+    """Gradients that cannot be read, by an error of an unusual class."""
+
+    def __iter__(self):
+        raise ArithmeticError("peculiar gradients")
+
+
+def failures():
+    """Calls that fail on the rank that makes them, their error there, and the same calls without fault."""
+    variable, other = keras.Variable([1.0, 1.0]), keras.Variable([1.0, 1.0])
+    plain = hk.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    divided = hk.DistributedOptimizer(keras.optimizers.Adam(0.1), shard_states=True)
+    scaled = hk.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+    clipped = hk.DistributedOptimizer(keras.optimizers.SGD(0.1), clip_global_norm=1.0)
+    for each in (plain, divided, scaled, clipped):
+        each.build([variable])
+    good, beyond = tf.ones([2]), tf.IndexedSlices([1.0], [2], [2])
+
+    def taped(used):
+        with hk.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = variable * 2.0
+        if used:
+            tape._tape.gradient(loss, [variable.value])
+        return tape.gradient(loss, [variable.value])
+
+    def rows(index):
+        return lambda: hk.average_gradients([tf.IndexedSlices(tf.ones([1, 2]), [index], [5, 2])])
+
+    return {
+        "they raise": (
+            lambda: hk.average_gradients(Peculiar()),
+            ArithmeticError,
+            lambda: hk.average_gradients([good]),
+        ),
+        "a tape that was used": (lambda: taped(True), RuntimeError, lambda: taped(False)),
+        "a row beyond the table": (rows(5), ValueError, rows(4)),
+        "an unknown variable": (lambda: plain.apply([good], [other]), ValueError, lambda: plain.apply([good])),
+        "too many": (lambda: plain.apply([good, good]), ValueError, lambda: plain.apply([good])),
+        "no pairs": (lambda: plain.apply_gradients([]), ValueError, lambda: plain.apply([good], [variable])),
+        "not in pairs": (lambda: plain.apply_gradients([None]), TypeError, lambda: plain.apply([good])),
+        "words": (lambda: divided.apply(["word"]), TypeError, lambda: divided.apply([good])),
+        "divided": (lambda: divided.apply(Peculiar(), [variable]), ArithmeticError, lambda: divided.apply([good])),
+        "scaled": (lambda: scaled.apply([object()]), TypeError, lambda: scaled.apply([good])),
+        "clipped": (lambda: clipped.apply([beyond]), ValueError, lambda: clipped.apply([good])),
+    }
+
+
+FAILURES = ["they raise", "a tape that was used", "a row beyond the table", "an unknown variable", "too many"]
+FAILURES += ["no pairs", "not in pairs", "words", "divided", "scaled", "clipped"]
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_whatever_one_rank_raises_is_an_error_on_every_rank(name, rank, size):
+    fails, kind, good = failures()[name]
+    with pytest.raises(kind if rank == size - 1 else hk.CollectiveMismatchError):
+        fails() if rank == size - 1 else good()
+    good()
+    assert hk.allgather_object(rank) == list(range(size))
+
+
+KINDS = {
+    "tensor": tf.constant,
+    "array": np.array,
+    "list": list,
+    "tuple": lambda x: tuple(map(tuple, x)) if isinstance(x[0], list) else tuple(x),
+}
+
+
+def with_gradient(variable, grad):
+    """A number whose gradient is what a user's function returns, of whatever kind."""
+
+    @tf.custom_gradient
+    def number(x):
+        return tf.reduce_sum(x), lambda upstream: grad
+
+    return number(variable)
+
+
+@pairwise(
+    values=[*KINDS], indices=[*KINDS], shape=[*KINDS, None], op=[hk.Average, hk.Sum], way=["average", "tape", "apply"]
+)
+def test_gradients_of_every_kind(values, indices, shape, op, way, rank, size):
+    kind = KINDS[values]
+    dense = kind([[1.0, 2.0], [3.0, rank + 1.0]])
+    rows = kind([[rank + 1.0], [1.0], [1.0]])
+    if values == "array":
+        dense, rows = dense.astype("f4"), rows.astype("f4")
+    rows = tf.IndexedSlices(rows, KINDS[indices]([0, 2, 0]), None if shape is None else KINDS[shape]([4, 1]))
+    total, divisor = size * (size + 1) / 2, size if op == hk.Average else 1
+    want_dense = np.array([[size, 2 * size], [3 * size, total]]) / divisor
+    want_rows = np.array([[total + size], [0.0], [size], [0.0]]) / divisor
+    variables = [keras.Variable(np.zeros((2, 2), "f4")), keras.Variable(np.zeros((4, 1), "f4"))]
+    if way == "apply":
+        hk.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op).apply((dense, rows), variables)
+        found = [-variables[0].numpy(), -variables[1].numpy()]
+    elif way == "tape":
+        with hk.DistributedGradientTape(tf.GradientTape(), op=op) as tape:
+            loss = with_gradient(variables[0].value, np.array(dense, "f4")) + with_gradient(variables[1].value, rows)
+        found = list(tape.gradient(loss, tuple(v.value for v in variables)))
+    else:
+        found = hk.average_gradients((dense, rows), op=op)
+    np.testing.assert_allclose(found[0], want_dense)
+    if shape is None and way == "average":
+        found[1] = tf.IndexedSlices(found[1].values, found[1].indices, [4, 1])
+    np.testing.assert_allclose(tf.convert_to_tensor(found[1]), want_rows)
 
 
 def unlike(odd):

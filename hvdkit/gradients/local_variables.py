@@ -1,0 +1,67 @@
+"""Variables of which each rank has its own, with gradients that do not travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hvdkit.collectives.digests import behind
+from hvdkit.collectives.shards import Local, mark, shard_of
+from hvdkit.collectives.variables import variable_name
+from hvdkit.errors import describe
+
+
+def register_local_variables(variables: Any) -> None:
+    """Make variables local: each rank has its own values, which no rank averages, broadcasts or compares.
+
+    ``hk.DistributedOptimizer``, ``hk.DistributedGradientTape`` and ``hk.average_gradients(variables=...)`` do not
+    exchange the gradient of a local variable. They scale it, so that it is the gradient of the loss that one process
+    would have on the global batch. With g_r the gradient of rank r's loss, N ranks with different batches, and weights
+    w_r if they are given:
+
+        Average   g_r / N,  or with weights  w_r g_r / sum_r w_r
+        Sum       g_r,      or with weights  w_r g_r
+
+    ``hk.broadcast_variables``, ``hk.compare_variables`` and the Supervisor's comparison leave local variables and their
+    slots out. A checkpoint has the values of each rank; at another number of ranks those that saved keep theirs, and
+    further ranks begin with their own initial values.
+
+    Call it on every rank, before the optimizer is built and before the first step. Shapes may differ between ranks.
+
+    Args:
+        variables: TensorFlow or Keras variables, or one of them; or a Keras layer that is built: all of its weights.
+
+    Raises:
+        TypeError: ``variables`` holds something else.
+        ValueError: a layer is not built, or a variable is sharded.
+
+    Example::
+
+        adapter = keras.layers.Dense(4)
+        adapter.build((None, 16))
+        hk.register_local_variables(adapter)
+    """
+    for variable in _listed(variables):
+        behind(variable)
+        if shard_of(variable) is not None:
+            got = f"{variable_name(variable)}, which is sharded"
+            remedy = "leave it out: each rank has its own part of it already"
+            raise ValueError(describe("variables", got, "variables that each rank has whole", remedy))
+        mark(variable, Local())
+
+
+def is_layer(item: Any) -> bool:
+    """Return True for a Keras layer or model."""
+    return hasattr(item, "weights") and hasattr(item, "built")
+
+
+def _listed(variables: Any) -> list[Any]:
+    if is_layer(variables):
+        if not variables.built:
+            got = f"layer {variables.name!r}, which is not built"
+            raise ValueError(describe("variables", got, "a layer that has its variables", "build or call it before"))
+        return list(variables.weights)
+    # A variable can be iterated over, too: TensorFlow's by rows.
+    if hasattr(variables, "assign") or not isinstance(variables, Iterable):
+        return [variables]
+    return list(variables)
