@@ -152,6 +152,10 @@ def _add_optimizer(flat: State, name: str, optimizer: Any) -> None:
         remedy = "wrap it; with hk.DistributedGradientTape as hk.DistributedOptimizer(optimizer, op=None)"
         got = f"{type(inner).__name__}, which does not know that its slots are cut across ranks or local"
         raise ValueError(describe(f"optimizer {name!r}", got, "an hk.DistributedOptimizer", remedy))
+    if (how := getattr(inner, "_hvdkit", None)) is not None and how.group is not None:
+        got = f"{type(inner).__name__} with process_set={list(how.group.ranks)}, outside of which weights differ"
+        remedy = "save with model.save on one rank of each set"
+        raise ValueError(describe(f"optimizer {name!r}", got, "one that combines gradients of all ranks", remedy))
     sums = {id(v) for v in getattr(inner, "_accumulated_gradients", ())}
     steps = getattr(inner, "gradient_accumulation_steps", None) or 1
     flat.values[f"{name}/accumulate_steps"] = Value(lambda: steps, lambda saved: _check_accumulation(steps, saved))

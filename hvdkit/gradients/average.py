@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op, op_label
+from hvdkit.collectives.process_sets import RankGroup, label, resolve
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.collectives.values import as_tensor, graph_safe
 from hvdkit.errors import describe
@@ -26,11 +27,23 @@ class Averaging:
 
     Attributes:
         op, weight, compression: as for :func:`average_gradients`.
+        group: the ranks that combine them; None for all.
     """
 
     op: Any = Average
     weight: Any = None
     compression: Any = None
+    group: cluster.Group | None = None
+
+    @property
+    def batches(self) -> cluster.Group:
+        """The ranks with different batches: those along the mesh's axis "data", or all of ``group``."""
+        return cluster.group(cluster.DATA) if self.group is None else self.group
+
+    @property
+    def copies(self) -> int:
+        """How many ranks work on each batch together."""
+        return cluster.size() // self.batches.size if self.group is None else 1
 
 
 @graph_safe
@@ -41,6 +54,7 @@ def average_gradients(
     weight: Any = None,
     compression: str | None = None,
     variables: Sequence[Any] | None = None,
+    process_set: RankGroup = None,
 ) -> list[Gradient]:
     """Combine every gradient over all ranks; all ranks get the same result, to the bit.
 
@@ -67,6 +81,8 @@ def average_gradients(
             ``weight`` then belongs to ``hk.DistributedGradientTape``, which applies it before gradients travel. Those
             of local variables (:func:`hvdkit.register_local_variables`) are only scaled. Variables that take their
             gradient as their value (``overwrite_with_gradient``) get the maximum over ranks, without weight.
+        process_set: the N ranks that combine their gradients, each of which has its own batch: an ``hk.ProcessSet`` or
+            an axis of the mesh. Default: all ranks. Not for gradients of sharded variables, whose rows come from all.
 
     Returns:
         The results in the order of ``grads``: tensors, IndexedSlices with distinct rows, or None, of the same dtypes.
@@ -74,7 +90,7 @@ def average_gradients(
     Raises:
         TypeError: an element of ``grads`` is not a gradient.
         ValueError: ``op``, ``weight`` or ``compression`` is none of the above, the parts of an IndexedSlices do not fit
-            together, or the lists differ in length.
+            together, the lists differ in length, or ``process_set`` does not contain this rank.
         CollectiveMismatchError: in eager mode, another rank passed unlike gradients or a bad argument; it names rank
             and tensor.
 
@@ -83,7 +99,9 @@ def average_gradients(
         grads = tape.gradient(loss, model.trainable_variables)
         grads = hk.average_gradients(grads, weight=len(images))
     """
-    return average(lambda: given(grads, variables), Averaging(op=op, weight=weight, compression=compression))
+    group = resolve(process_set)
+    how = Averaging(op=op, weight=weight, compression=compression, group=group)
+    return average(lambda: given(grads, variables), how)
 
 
 def average(prepare: Callable[[], Given], how: Averaging) -> list[Gradient]:
@@ -109,39 +127,38 @@ def agree_on(prepare: Callable[[], Given], how: Averaging) -> Given:
         _check(prepared[0], how)
 
     problem = attempt(check)
-    _agree(_call(prepared[0] if problem is None else None, how, problem), prepared)
+    _agree(_call(prepared[0] if problem is None else None, how, problem), prepared, how.group)
     return prepared[0]
 
 
-def agree_to_go_on(prepare: Callable[[], Given]) -> Given:
+def agree_to_go_on(prepare: Callable[[], Given], group: cluster.Group | None) -> Given:
     """Return what ``prepare`` returns; what it raises on one rank raises an error on every rank, in eager mode.
 
     For gradients that are not combined before something else is exchanged.
     """
     prepared: list[Given] = []
     problem = attempt(lambda: prepared.append(prepare()))
-    _agree(Call("gradients", problem=problem), prepared)
+    _agree(Call("gradients", problem=problem), prepared, group)
     return prepared[0]
 
 
-def _agree(call: Call, prepared: list[Given]) -> None:
+def _agree(call: Call, prepared: list[Given], group: cluster.Group | None) -> None:
     if tf.executing_eagerly() and not any(found.is_symbolic for found in prepared):
-        agree(call)
+        agree(call, group)
     elif call.problem is not None:
         raise call.problem
 
 
 def combine(found: Given, how: Averaging) -> list[Gradient]:
     """Combine gradients that all ranks have agreed on. Rows of sharded tables may repeat, and then do afterwards."""
-    op, wire = checked_op(how.op), wires.wire_dtype(how.compression)
     if how.weight is not None:
-        factor, op = share(how.weight, op), ReduceOp.Sum
+        factor, how = share(how), replace(how, op=ReduceOp.Sum, weight=None)
         found = found.map(lambda grad, kind: grad if kind == "overwritten" else _weighted(grad, factor))
-    return combine_kinds(found, op, lambda replicated: _combine_replicated(replicated, op, wire))
+    return combine_kinds(found, how, lambda replicated: _combine_replicated(replicated, how))
 
 
 def combine_kinds(
-    found: Given, op: ReduceOp, combine_replicated: Callable[[list[Gradient]], list[Gradient]]
+    found: Given, how: Averaging, combine_replicated: Callable[[list[Gradient]], list[Gradient]]
 ) -> list[Gradient]:
     """Combine gradients, each kind in its own way.
 
@@ -152,7 +169,7 @@ def combine_kinds(
     by_kind: dict[Kind, list[Gradient]] = {}
     for grad, kind in zip(found.grads, found.kinds, strict=True):
         by_kind.setdefault(kind, []).append(grad)
-    along = cluster.group(cluster.DATA)
+    op, along = checked_op(how.op), how.batches
     is_average = op == ReduceOp.Average
 
     def reduce(grads: list[Gradient], op: ReduceOp, name: str, group: cluster.Group | None) -> list[Gradient]:
@@ -160,10 +177,10 @@ def combine_kinds(
 
     ways: dict[Kind, Callable[[list[Gradient]], list[Gradient]]] = {
         "replicated": combine_replicated,
-        "rows": lambda grads: [_divided(g, cluster.size() if is_average else copies()) for g in grads],
+        "rows": lambda grads: [_divided(g, cluster.size() if is_average else how.copies) for g in grads],
         "part": lambda grads: reduce(grads, op, "hvdkit.gradients.parts", along),
         "local": lambda grads: [_divided(_distinct(g), along.size if is_average else 1) for g in grads],
-        "overwritten": lambda grads: reduce(grads, ReduceOp.Max, "hvdkit.gradients.overwritten", None),
+        "overwritten": lambda grads: reduce(grads, ReduceOp.Max, "hvdkit.gradients.overwritten", how.group),
     }
     results = {kind: iter(way(by_kind[kind])) for kind, way in ways.items() if kind in by_kind}
     return [next(results[kind]) for kind in found.kinds]
@@ -179,11 +196,6 @@ def _divided(grad: Gradient, divisor: int) -> Gradient:
     return sparse.Share(grad, divisor) if isinstance(grad, tf.IndexedSlices) else grad / divisor
 
 
-def copies() -> int:
-    """Return how many ranks work on each batch together."""
-    return cluster.size() // cluster.group(cluster.DATA).size
-
-
 def mapped(grad: Gradient, fn: Callable[[tf.Tensor], tf.Tensor]) -> Gradient:
     """Return a gradient whose values have gone through ``fn``."""
     if isinstance(grad, tf.IndexedSlices):
@@ -191,18 +203,17 @@ def mapped(grad: Gradient, fn: Callable[[tf.Tensor], tf.Tensor]) -> Gradient:
     return None if grad is None else fn(grad)
 
 
-def share(weight: Any, op: ReduceOp) -> tf.Tensor:
+def share(how: Averaging) -> tf.Tensor:
     """Return the factor of this rank's gradients in a plain sum: w_r, or w_r / sum_r w_r for the average.
 
     The weights are known before the gradients are, so that inside a graph their exchange overlaps the step.
     """
-    w = tf.cast(as_tensor(weight), tf.float64)
+    w = tf.cast(as_tensor(how.weight), tf.float64)
     # Inside a graph a bad weight is known too late to raise on every rank: it makes every rank's result NaN instead.
     w = tf.where(w >= 0, w, np.nan)
-    if op == ReduceOp.Sum:
+    if checked_op(how.op) == ReduceOp.Sum:
         return w
-    along = cluster.group(cluster.DATA)
-    return tf.math.divide_no_nan(w, grouped_allreduce([w], ReduceOp.Sum, "hvdkit.weight", along)[0])
+    return tf.math.divide_no_nan(w, grouped_allreduce([w], ReduceOp.Sum, "hvdkit.weight", how.batches)[0])
 
 
 def _weighted(grad: Gradient, factor: tf.Tensor) -> Gradient:
@@ -214,26 +225,31 @@ def zero_without_weight(grad: Gradient, factor: tf.Tensor) -> Gradient:
     return mapped(grad, lambda x: tf.where(tf.equal(factor, 0), tf.zeros_like(x), x))
 
 
-def _combine_replicated(grads: list[Gradient], op: ReduceOp, wire: tf.DType | None) -> list[Gradient]:
+def _combine_replicated(grads: list[Gradient], how: Averaging) -> list[Gradient]:
+    op = checked_op(how.op)
     if op in (ReduceOp.Min, ReduceOp.Max):
-        return _place(grads, grouped_allreduce(_dense(grads), op, "hvdkit.gradients"), [])
+        return _place(grads, grouped_allreduce(_dense(grads), op, "hvdkit.gradients", how.group), [])
     rows = [sparse.sum_duplicates(g) for g in grads if isinstance(g, tf.IndexedSlices)]
-    if cluster.size() == 1:
+    if (cluster.size() if how.group is None else how.group.size) == 1:
         return _place(grads, _dense(grads), rows)
-    combined = _place(grads, *_combine(_dense(grads), rows, op, wire))
-    alike = copies() if op == ReduceOp.Sum else 1
+    combined = _place(grads, *_combine(_dense(grads), rows, op, wires.wire_dtype(how.compression), how.group))
+    alike = how.copies if op == ReduceOp.Sum else 1
     return combined if alike == 1 else [mapped(g, lambda x: x / alike) for g in combined]
 
 
 def _combine(
-    dense: list[tf.Tensor], rows: list[tf.IndexedSlices], op: ReduceOp, wire: tf.DType | None
+    dense: list[tf.Tensor],
+    rows: list[tf.IndexedSlices],
+    op: ReduceOp,
+    wire: tf.DType | None,
+    group: cluster.Group | None,
 ) -> tuple[list[tf.Tensor], list[tf.IndexedSlices]]:
     """Combine dense gradients and rows by ``op``, Average or Sum; tiny tables ride with the dense ones."""
     tiny = [i for i, g in enumerate(rows) if sparse.is_tiny(g)]
     large = [i for i in range(len(rows)) if i not in tiny]
     riders = [tf.convert_to_tensor(rows[i]) for i in tiny]
-    together = wires.reduce_dense(dense + riders, op, wire, "hvdkit.gradients")
-    combined = dict(zip(large, sparse.combine([rows[i] for i in large], op, wire), strict=True))
+    together = wires.reduce_dense(dense + riders, op, wire, "hvdkit.gradients", group)
+    combined = dict(zip(large, sparse.combine([rows[i] for i in large], op, wire, group), strict=True))
     for i, y in zip(tiny, together[len(dense) :], strict=True):
         every_row = tf.range(tf.shape(y)[0], dtype=rows[i].indices.dtype)
         combined[i] = tf.IndexedSlices(y, every_row, rows[i].dense_shape)
@@ -258,6 +274,9 @@ def _check(found: Given, how: Averaging) -> None:
     if op in (ReduceOp.Min, ReduceOp.Max) and not plain:
         expected = "Average or Sum with sparse gradients, sharded or local variables, weight or compression"
         raise ValueError(describe("op", op.name, expected, "use hk.Sum"))
+    if how.group is not None and {"rows", "part"} & set(found.kinds):
+        got, expected = f"ranks {list(how.group.ranks)}", "all ranks with gradients of sharded variables"
+        raise ValueError(describe("process_set", got, expected, "leave it out, or use variables that are not sharded"))
     if how.weight is None:
         return
     if {"rows", "part"} & set(found.kinds):
@@ -278,9 +297,11 @@ def check_weight(weight: Any) -> None:
 def _call(found: Given | None, how: Averaging, problem: Exception | None) -> Call:
     """Describe this rank's call for the comparison of ranks."""
     described = [] if found is None else [_described(*pair) for pair in zip(found.grads, found.kinds, strict=True)]
-    weighted = "" if how.weight is None else ", weight"
-    label = f"average_gradients(op={op_label(how.op)}, compression={how.compression}{weighted})"
-    return Call(label, tuple(d[0] for d in described), tuple(d[1] for d in described), problem=problem)
+    options = [f"op={op_label(how.op)}", f"compression={how.compression}", "weight" * (how.weight is not None)]
+    shown = ", ".join(option for option in (*options, label(how.group)) if option)
+    return Call(
+        f"average_gradients({shown})", tuple(d[0] for d in described), tuple(d[1] for d in described), problem=problem
+    )
 
 
 def _described(grad: Gradient, kind: Kind) -> tuple[str, tuple[int, ...]]:

@@ -43,8 +43,10 @@ def dtype_on_wire(dtype: tf.DType, wire: tf.DType | None) -> tf.DType:
     return wire if wire is not None and dtype in (tf.float32, tf.float64) else dtype
 
 
-def reduce_dense(grads: Sequence[tf.Tensor], op: ReduceOp, wire: tf.DType | None, name: str) -> list[tf.Tensor]:
-    """Return each dense gradient combined over all ranks by ``op``, Average or Sum, in the gradient's own dtype.
+def reduce_dense(
+    grads: Sequence[tf.Tensor], op: ReduceOp, wire: tf.DType | None, name: str, group: cluster.Group | None = None
+) -> list[tf.Tensor]:
+    """Return each dense gradient combined over all ranks (or ``group``) by ``op``, Average or Sum, in its own dtype.
 
     Gradients go out in buckets, those of the last variables first: the backward pass computes them first, and goes on
     while they travel.
@@ -53,38 +55,47 @@ def reduce_dense(grads: Sequence[tf.Tensor], op: ReduceOp, wire: tf.DType | None
     nbytes = [(g.shape.num_elements() or 0) * dtype_on_wire(g.dtype, wire).size for g in grads]
     for number, places in enumerate(buckets(nbytes, bucket_bytes())):
         each = name if number == 0 else f"{name}_{number}"
-        results |= zip(places, _reduce_bucket([grads[i] for i in places], op, wire, each), strict=True)
+        results |= zip(places, _reduce_bucket([grads[i] for i in places], op, wire, each, group), strict=True)
     return [results[i] for i in range(len(grads))]
 
 
-def _reduce_bucket(grads: Sequence[tf.Tensor], op: ReduceOp, wire: tf.DType | None, name: str) -> list[tf.Tensor]:
+def _reduce_bucket(
+    grads: Sequence[tf.Tensor], op: ReduceOp, wire: tf.DType | None, name: str, group: cluster.Group | None
+) -> list[tf.Tensor]:
     narrowed = [dtype_on_wire(g.dtype, wire) != g.dtype for g in grads]
     if wire != tf.bfloat16:
         sent = [tf.cast(g, dtype_on_wire(g.dtype, wire)) for g in grads]
-        reduced = tensors.grouped_allreduce(sent, op, name)
+        reduced = tensors.grouped_allreduce(sent, op, name, group)
         return [tf.cast(y, g.dtype) for y, g in zip(reduced, grads, strict=True)]
     ours = [g for g, narrow in zip(grads, narrowed, strict=True) if narrow]
     rest = [g for g, narrow in zip(grads, narrowed, strict=True) if not narrow]
-    compressed, plain = iter(_reduce_bf16(ours, op, name)), iter(tensors.grouped_allreduce(rest, op, name))
+    compressed = iter(_reduce_bf16(ours, op, name, group))
+    plain = iter(tensors.grouped_allreduce(rest, op, name, group))
     return [next(compressed) if narrow else next(plain) for narrow in narrowed]
 
 
-def _reduce_bf16(grads: list[tf.Tensor], op: ReduceOp, name: str) -> list[tf.Tensor]:
+def _reduce_bf16(grads: list[tf.Tensor], op: ReduceOp, name: str, group: cluster.Group | None) -> list[tf.Tensor]:
     if not grads:
         return []
-    size = cluster.size()
+    size = cluster.size() if group is None else group.size
     flat = tf.concat([tf.reshape(tf.cast(g, tf.bfloat16), [-1]) for g in grads], axis=0)
     padded = tf.pad(flat, [[0, -tf.size(flat) % size]])
-    mine = reduce_scatter(padded, op, None, f"{name}_bf16")
-    whole = tensors.allgather(mine, f"{name}_bf16_gather")[: tf.size(flat)]
+    mine = reduce_scatter(padded, op, None, f"{name}_bf16", group=group)
+    whole = tensors.allgather(mine, f"{name}_bf16_gather", group)[: tf.size(flat)]
     parts = tf.split(whole, [tf.size(g) for g in grads], num=len(grads))
     return [tf.cast(tf.reshape(p, tf.shape(g)), g.dtype) for p, g in zip(parts, grads, strict=True)]
 
 
 def reduce_scatter(
-    flat: tf.Tensor, op: ReduceOp, wire: tf.DType | None, name: str, *, native: bool | None = None
+    flat: tf.Tensor,
+    op: ReduceOp,
+    wire: tf.DType | None,
+    name: str,
+    *,
+    group: cluster.Group | None = None,
+    native: bool | None = None,
 ) -> tf.Tensor:
-    """Return this rank's share of vectors combined over all ranks by ``op``, Average or Sum.
+    """Return this rank's share of vectors combined over all ranks (or ``group``) by ``op``, Average or Sum.
 
     Over a network by Horovod's reducescatter. Within one host each rank gets its share of all vectors (alltoall), and
     adds it up in rank order: the same (N-1)/N bytes without the loops of ``MPI_Reduce_scatter``, which through shared
@@ -95,7 +106,8 @@ def reduce_scatter(
         op: the reduction.
         wire: the dtype in which 32- and 64-bit floats travel; None for their own.
         name: of the exchange.
-        native: by Horovod's op, or by alltoall, which bfloat16 always takes; None: as told above.
+        group: its N ranks, if they are not all.
+        native: by Horovod's op, or by alltoall, which bfloat16 always takes; None: as described above.
 
     Returns:
         ``[k]``, rank r's those that begin at ``r * k``, in the dtype of ``flat``.
@@ -104,10 +116,10 @@ def reduce_scatter(
     if native is None:
         native = len(set(cluster.cluster().hosts)) > 1
     if native and sent.dtype != tf.bfloat16:
-        return tf.cast(tensors.reducescatter(sent, op, f"{name}_scatter"), flat.dtype)
-    size = cluster.size()
+        return tf.cast(tensors.reducescatter(sent, op, f"{name}_scatter", group), flat.dtype)
+    size = cluster.size() if group is None else group.size
     share = tf.size(flat) // size
-    received, _ = tensors.alltoall(sent, tf.fill([size], share), f"{name}_scatter")
+    received, _ = tensors.alltoall(sent, tf.fill([size], share), f"{name}_scatter", group)
     added = flat.dtype if flat.dtype.size > 2 else tf.float32
     total = tf.reduce_sum(tf.cast(tf.reshape(received, [size, share]), added), axis=0)
     return tf.cast(total / size if op == ReduceOp.Average else total, flat.dtype)

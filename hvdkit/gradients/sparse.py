@@ -67,38 +67,47 @@ def is_tiny(grad: tf.IndexedSlices) -> bool:
     return shape is not None and tf.TensorShape(shape).num_elements() * grad.values.dtype.size <= TINY_DENSE_BYTES
 
 
-def combine(grads: Sequence[tf.IndexedSlices], op: ReduceOp, wire: tf.DType | None) -> list[tf.IndexedSlices]:
+def combine(
+    grads: Sequence[tf.IndexedSlices], op: ReduceOp, wire: tf.DType | None, group: cluster.Group | None = None
+) -> list[tf.IndexedSlices]:
     """Return each sparse gradient combined over all ranks by ``op``, Average or Sum, as rows without duplicates.
 
     Args:
         grads: one per variable, without duplicates; rows and their number differ between ranks.
         op: the reduction.
         wire: dtype in which values travel, or None for their own.
+        group: the ranks that combine them, if they are not all.
     """
     if not grads:
         return []
     counts = tf.stack([tf.size(g.indices, out_type=tf.int64) for g in grads])
-    totals = tensors.grouped_allreduce([counts], ReduceOp.Sum, "hvdkit.sparse_counts")[0]
-    return [_combine_one(g, totals[i], op, wire, i) for i, g in enumerate(grads)]
+    totals = tensors.grouped_allreduce([counts], ReduceOp.Sum, "hvdkit.sparse_counts", group)[0]
+    return [_combine_one(g, totals[i], op, wire, i, group) for i, g in enumerate(grads)]
 
 
 def _combine_one(
-    grad: tf.IndexedSlices, total: tf.Tensor, op: ReduceOp, wire: tf.DType | None, number: int
+    grad: tf.IndexedSlices,
+    total: tf.Tensor,
+    op: ReduceOp,
+    wire: tf.DType | None,
+    number: int,
+    group: cluster.Group | None,
 ) -> tf.IndexedSlices:
     shape = dense_shape(grad)
     dtype, indices_dtype = grad.values.dtype, grad.indices.dtype
     sent = dtype_on_wire(dtype, wire)
+    size = cluster.size() if group is None else group.size
 
     def as_rows() -> tuple[tf.Tensor, tf.Tensor]:
-        values = grad.values / tf.cast(cluster.size(), dtype) if op == ReduceOp.Average else grad.values
-        gathered = tensors.allgather(tf.cast(values, sent), f"hvdkit.sparse_values_{number}")
-        indices = tensors.allgather(grad.indices, f"hvdkit.sparse_indices_{number}")
+        values = grad.values / tf.cast(size, dtype) if op == ReduceOp.Average else grad.values
+        gathered = tensors.allgather(tf.cast(values, sent), f"hvdkit.sparse_values_{number}", group)
+        indices = tensors.allgather(grad.indices, f"hvdkit.sparse_indices_{number}", group)
         rows = sum_duplicates(tf.IndexedSlices(tf.cast(gathered, dtype), indices))
         return rows.indices, rows.values
 
     def as_dense(shape: tuple[int, ...]) -> tuple[tf.Tensor, tf.Tensor]:
         dense = tf.scatter_nd(grad.indices[:, None], grad.values, tf.constant(shape, indices_dtype))
-        reduced = reduce_dense([dense], op, wire, f"hvdkit.sparse_dense_{number}")[0]
+        reduced = reduce_dense([dense], op, wire, f"hvdkit.sparse_dense_{number}", group)[0]
         return tf.range(shape[0], dtype=indices_dtype), reduced
 
     if shape is None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.collectives.ops import Average, ReduceOp, Sum, checked_op
+from hvdkit.collectives.ops import Average, ReduceOp, Sum
+from hvdkit.collectives.process_sets import RankGroup, resolve
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import describe
 from hvdkit.gradients.average import Averaging, agree_on, average, share, zero_without_weight
@@ -25,10 +26,11 @@ class DistributedGradientTape:
 
     Args:
         tape: the recording tape.
-        op, weight, compression: as for :func:`hvdkit.average_gradients`.
+        op, weight, compression, process_set: as for :func:`hvdkit.average_gradients`.
 
     Raises:
         TypeError: ``tape`` is not a tape.
+        ValueError: ``process_set`` does not contain this rank.
 
     Example::
 
@@ -46,11 +48,12 @@ class DistributedGradientTape:
         op: ReduceOp = Average,
         weight: Any = None,
         compression: str | None = None,
+        process_set: RankGroup = None,
     ) -> None:
         if not hasattr(tape, "gradient"):
             raise TypeError(describe("tape", type(tape).__name__, "a tf.GradientTape", "pass tf.GradientTape()"))
         self._tape = tape
-        self._how = Averaging(op=op, weight=weight, compression=compression)
+        self._how = Averaging(op=op, weight=weight, compression=compression, group=resolve(process_set))
 
     def __enter__(self) -> DistributedGradientTape:
         self._tape.__enter__()
@@ -90,7 +93,7 @@ class DistributedGradientTape:
     def _weighted(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
         """Weigh the loss and not its gradients: those of sharded variables travel while the tape goes back."""
         agree_on(lambda: given([]), self._how)  # on the weight, before it is exchanged
-        factor = share(self._how.weight, checked_op(self._how.op))
+        factor = share(self._how)
         structure: list[Any] = []
 
         def prepare() -> Given:
@@ -118,7 +121,7 @@ def PartialDistributedGradientTape(
         tape: the recording tape.
         local_layers: a Keras layer or several. Their weights become local
             (:func:`hvdkit.register_local_variables`) at the first gradient after they are built.
-        options: ``op``, ``weight`` and ``compression``, as for :class:`DistributedGradientTape`.
+        options: ``op``, ``weight``, ``compression`` and ``process_set``, as for :class:`DistributedGradientTape`.
 
     Raises:
         TypeError: ``local_layers`` holds something else, or ``tape`` is not a tape.

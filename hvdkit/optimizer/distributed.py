@@ -16,6 +16,7 @@ from packaging import version
 from hvdkit import cluster
 from hvdkit.collectives import compare_variables
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op
+from hvdkit.collectives.process_sets import RankGroup, resolve
 from hvdkit.collectives.shards import holding_of, is_local
 from hvdkit.errors import describe
 from hvdkit.gradients.compression import wire_dtype
@@ -43,6 +44,7 @@ def DistributedOptimizer(
     clip_global_norm: float | None = None,
     sparse_updates: SparseUpdates = "auto",
     shard_states: bool = False,
+    process_set: RankGroup = None,
 ) -> keras.optimizers.Optimizer:
     """Return a copy of ``optimizer`` that combines gradients over all ranks before each update.
 
@@ -71,6 +73,9 @@ def DistributedOptimizer(
             keeps and updates 1/N of them. Results are the same. With S bytes of variables and k slots of each, a rank
             keeps k S / N bytes instead of k S; in a step it sends and receives (N-1)/N S of gradients and (N-1)/N S of
             weights, as much as a ring allreduce does. For optimizers that update each number by itself.
+        process_set: the ranks that combine their gradients, each of which has its own batch: an ``hk.ProcessSet`` or
+            an axis of the mesh; they pass it, and no other rank. Default: all ranks. Not with ``shard_states``, nor
+            with sharded variables.
 
     Returns:
         A ``keras.optimizers.Optimizer``.
@@ -80,6 +85,7 @@ def DistributedOptimizer(
             the message names the attribute that stands in the way.
         ValueError: another argument is none of the above, or ``shard_states`` with an optimizer that takes norms of
             whole variables (Lamb, Adafactor, Muon, clipnorm).
+        ValueError: ``process_set`` does not contain this rank.
         CollectiveMismatchError: with ``shard_states``, an optimizer that was built has other state on another rank.
         HvdkitError: at the first step, inside ``jit_compile=True``: Horovod has no XLA kernels.
 
@@ -98,6 +104,10 @@ def DistributedOptimizer(
         raise ValueError(describe("op", op, "hk.Average, hk.Sum or None", "pass one of them"))
     if op is None and compression is not None:
         raise ValueError(describe("compression", compression, "None where op is None", "give it to the tape"))
+    group = resolve(process_set)
+    if group is not None and shard_states:
+        expected = "None with shard_states=True, which divides slots among all ranks"
+        raise ValueError(describe("process_set", f"ranks {list(group.ranks)}", expected, "use one of the two"))
     how = Reduction(
         op=Average if op is None else checked_op(op),
         combines=op is not None,
@@ -106,12 +116,14 @@ def DistributedOptimizer(
         clip_global_norm=clip_global_norm,
         sparse_updates=sparse_updates,
         shard_states=shard_states,
+        group=group,
     )
     if shard_states:
         _check_states(optimizer)
     made = _made(optimizer, how)
-    kept = {"op": op, "compression": compression, "accumulate_steps": steps, "clip_global_norm": clip_global_norm}
-    kept |= {"sparse_updates": sparse_updates, "shard_states": shard_states}
+    kept: dict[str, Any] = {"op": op, "compression": compression, "accumulate_steps": steps}
+    kept |= {"clip_global_norm": clip_global_norm, "sparse_updates": sparse_updates}
+    kept |= {"shard_states": shard_states, "process_set": process_set}
     object.__setattr__(made, "_hvdkit_options", kept)  # as Keras does not track it, a plain dict
     return made
 

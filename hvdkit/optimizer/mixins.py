@@ -339,7 +339,7 @@ class CombiningScaled(Distributed):
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in present])
         alike = self._hvdkit.combines and not self._hvdkit.shard_states
         alike = alike and not any(holding_of(v) is not None for v in listed(self, None))
-        return finite if alike else allreduce(finite, Min)
+        return finite if alike else allreduce(finite, Min, process_set=self._hvdkit.group)
 
 
 def refuse_what_breaks(wrapped: bool = False) -> None:

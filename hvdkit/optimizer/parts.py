@@ -19,7 +19,7 @@ from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.shards import Run, holding_of
-from hvdkit.gradients.average import Averaging, combine_kinds, copies
+from hvdkit.gradients.average import Averaging, combine_kinds
 from hvdkit.gradients.compression import reduce_scatter, wire_dtype
 from hvdkit.gradients.given import Given, Gradient
 from hvdkit.partition import runs_of, share_of
@@ -149,29 +149,26 @@ class Parts:
         """
         pairs = zip(found.variables, found.kinds, strict=True)
         places = [self._places[id(_inner(v))] for v, kind in pairs if kind == "replicated"]
-        wire = wire_dtype(how.compression)
-        return combine_kinds(found, how.op, lambda replicated: self._reduce(replicated, places, how.op, wire))
+        return combine_kinds(found, how, lambda replicated: self._reduce(replicated, places, how))
 
-    def _reduce(self, grads: Sequence[Any], places: Sequence[int], op: ReduceOp, wire: tf.DType | None) -> list[Any]:
+    def _reduce(self, grads: Sequence[Any], places: Sequence[int], how: Averaging) -> list[Any]:
         given = {place: grad for place, grad in zip(places, grads, strict=True) if grad is not None}
         combined: dict[int, Any] = {}
         for group in self._groups:
             if given.keys() & set(group.places):
-                combined |= self._reduce_group(group, given, op, wire)
+                combined |= self._reduce_group(group, given, how)
         return [combined[place] if place in given else None for place in places]
 
-    def _reduce_group(
-        self, group: _Group, given: dict[int, Any], op: ReduceOp, wire: tf.DType | None
-    ) -> dict[int, tf.Tensor]:
+    def _reduce_group(self, group: _Group, given: dict[int, Any], how: Averaging) -> dict[int, tf.Tensor]:
         dtype = tf.as_dtype(self.variables[group.places[0]].dtype)
         flat = [
             tf.reshape(self._dense(given[place], place), [-1]) if place in given else tf.zeros([count], dtype)
             for place, count in zip(group.places, group.counts, strict=True)
         ]
         flat = tf.concat([*flat, tf.zeros([group.padding], dtype)], axis=0)
-        mine = reduce_scatter(flat, op, wire, f"hvdkit.gradients_{group.name}")
-        if op == ReduceOp.Sum and copies() > 1:
-            mine /= copies()
+        mine = reduce_scatter(flat, how.op, wire_dtype(how.compression), f"hvdkit.gradients_{group.name}")
+        if how.op == ReduceOp.Sum and how.copies > 1:
+            mine /= how.copies
         mine.set_shape([group.share])
         lengths = [len(self._runs[place].elements) for place in group.places]
         pieces = tf.split(mine, [*lengths, group.share - sum(lengths)])

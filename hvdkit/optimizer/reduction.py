@@ -12,7 +12,7 @@ from hvdkit import cluster
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.shards import shard_of
 from hvdkit.collectives.tensors import grouped_allreduce
-from hvdkit.gradients.average import Averaging, agree_on, agree_to_go_on, combine, copies, mapped
+from hvdkit.gradients.average import Averaging, agree_on, agree_to_go_on, combine, mapped
 from hvdkit.gradients.given import Given, Gradient, Kind
 from hvdkit.gradients.sparse import sum_duplicates
 from hvdkit.gradients.steps import tell_profile
@@ -26,6 +26,7 @@ class Reduction:
     Attributes:
         combines: False if they come combined: from the tape, or from a loss scale around the optimizer.
         reduced: then True if they come as this rank's elements, and not whole.
+        group: the ranks that combine gradients; None for all.
         others: as for ``hk.DistributedOptimizer``.
     """
 
@@ -35,13 +36,14 @@ class Reduction:
     clip_global_norm: float | None
     sparse_updates: SparseUpdates = "auto"
     shard_states: bool = False
+    group: cluster.Group | None = None
     combines: bool = True
     reduced: bool = False
 
     @property
     def averaging(self) -> Averaging:
         """How gradients are combined over ranks."""
-        return Averaging(op=self.op, compression=self.compression)
+        return Averaging(op=self.op, compression=self.compression, group=self.group)
 
     def agreed(self, prepare: Callable[[], Given], *, exchanges: bool = False) -> Given:
         """Return what ``prepare`` returns, after the ranks have compared it if they are to combine it.
@@ -52,7 +54,7 @@ class Reduction:
         """
         if self.combines:
             return agree_on(prepare, self.averaging)
-        return agree_to_go_on(prepare) if exchanges else prepare()
+        return agree_to_go_on(prepare, self.group) if exchanges else prepare()
 
     def combine(self, found: Given) -> list[Gradient]:
         """Combine gradients over all ranks, after :meth:`agreed`.
@@ -67,7 +69,7 @@ class Reduction:
 
     def share(self, found: Given, *, undo: bool = False) -> Given:
         """Divide gradients of shards by N before they are added up over steps: then sums mean the same at any N."""
-        divisor = cluster.size() if self.op == ReduceOp.Average else copies()
+        divisor = cluster.size() if self.op == ReduceOp.Average else self.averaging.copies
         factor = divisor if undo else 1 / divisor
         if divisor == 1:
             return found
@@ -83,7 +85,7 @@ class Reduction:
             return found.grads
         limit = self.clip_global_norm * (loss_scale or 1.0)
         distinct = found.map(lambda g, _: sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g)
-        norm = tf.sqrt(tf.add_n(_squares_by_place(distinct, divided)))
+        norm = tf.sqrt(tf.add_n(self._squares_by_place(distinct, divided)))
         # A norm that is not finite makes all gradients NaN.
         factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
 
@@ -92,22 +94,21 @@ class Reduction:
 
         return distinct.map(clipped).grads
 
-
-def _squares_by_place(found: Given, divided: bool) -> list[tf.Tensor]:
-    """Return sums of squares: of what every rank has whole, of what each has other numbers of, of parts by axis."""
-    everywhere: list[Gradient] = []
-    apart: dict[str | None, list[Gradient]] = {}
-    for grad, variable, kind in zip(found.grads, found.variables, found.kinds, strict=True):
-        if kind == "replicated" and not divided:
-            everywhere.append(grad)
-        elif kind != "overwritten":
-            axis = shard_of(variable).axis if kind == "part" else None  # type: ignore[union-attr]
-            apart.setdefault(axis, []).append(grad)
-    totals = [_squares(everywhere)]
-    for axis, own in apart.items():
-        along = None if axis is None else cluster.group(axis)
-        totals += grouped_allreduce([_squares(own)], ReduceOp.Sum, f"hvdkit.norm_{axis or 'rows'}", along)
-    return totals
+    def _squares_by_place(self, found: Given, divided: bool) -> list[tf.Tensor]:
+        """Return sums of squares: of what every rank has whole, of what each has other numbers of, of parts by axis."""
+        everywhere: list[Gradient] = []
+        apart: dict[str | None, list[Gradient]] = {}
+        for grad, variable, kind in zip(found.grads, found.variables, found.kinds, strict=True):
+            if kind == "replicated" and not divided:
+                everywhere.append(grad)
+            elif kind != "overwritten":
+                axis = shard_of(variable).axis if kind == "part" else None  # type: ignore[union-attr]
+                apart.setdefault(axis, []).append(grad)
+        totals = [_squares(everywhere)]
+        for axis, own in apart.items():
+            along = self.group if axis is None else cluster.group(axis)
+            totals += grouped_allreduce([_squares(own)], ReduceOp.Sum, f"hvdkit.norm_{axis or 'rows'}", along)
+        return totals
 
 
 def _squares(grads: Sequence[Any]) -> tf.Tensor:
