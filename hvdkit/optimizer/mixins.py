@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -23,10 +23,13 @@ from hvdkit.errors import HvdkitError, describe
 from hvdkit.gradients import register_local_variables
 from hvdkit.gradients.given import Given, given
 from hvdkit.gradients.sparse import sum_duplicates
+from hvdkit.optimizer.copies import copy_of, subclass
 from hvdkit.optimizer.parts import Parts
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.rows import BY_ELEMENTS, rule_for, update_rows, updating_class
 from hvdkit.optimizer.slots import Slots, fill, renew
+from hvdkit.optimizer.tables import TableOptimizers, check_for_tables
+from hvdkit.variable.own_optimizer import own_optimizer
 
 LossScale = keras.optimizers.LossScaleOptimizer
 
@@ -92,6 +95,8 @@ class Combining(Distributed):
     _hvdkit_local: frozenset[Any] = frozenset()  # keys of the local variables that it was built with
     _hvdkit_slots: Slots | None = None
     _hvdkit_parts: Parts | None = None  # where ranks divide the slots of replicated variables
+    _hvdkit_tables: TableOptimizers | None = None  # of tables that have their own optimizer
+    _hvdkit_is_own = False  # whether this one is such a table's
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the slots of ``variables``."""
@@ -109,14 +114,43 @@ class Combining(Distributed):
                 continue
             if isinstance(holding, Local):
                 _check_for_local(self)
-            else:
+                _check_for_parts(self)
+            elif self._hvdkit_is_own or own_optimizer(variable) is None:
                 check_by_elements(self, "beside sharded variables")
-            _check_for_parts(self)
+                _check_for_parts(self)
             mark(variable, holding)  # the TensorFlow variable inside, which may be younger than the mark
         _check_overwritten(self, variables)
         self._hvdkit_local = frozenset(self._var_key(v) for v in variables if is_local(v))  # type: ignore[attr-defined]
-        super().build(variables)  # type: ignore[misc]
+        tables = None if self._hvdkit_is_own else TableOptimizers.of(variables, self._hvdkit_of_table)
+        super().build(variables if tables is None else tables.others(variables))  # type: ignore[misc]
         check_inner(self)
+        if tables is not None:
+            # Set plainly: Keras would track them, and count the tables among this optimizer's variables.
+            object.__setattr__(self, "_hvdkit_tables", tables)
+            object.__setattr__(self, "_trainable_variables", list(variables))
+
+    def _hvdkit_of_table(self, optimizer: Any) -> Any:
+        """Return a copy of a table's optimizer, which is given gradients that this one has combined."""
+        how = self._hvdkit
+        check_for_tables(how.accumulate_steps, how.shard_states)
+        with tf.init_scope():  # Keras builds inside the graph of fit's step, which cannot read the learning rate
+            copy = copy_of(optimizer, subclass(Combining, type(optimizer)))
+        copy._hvdkit, copy._hvdkit_is_own = replace(how, combines=False, clip_global_norm=None), True
+        copy.loss_scale_factor = self.loss_scale_factor  # type: ignore[attr-defined]
+        return copy
+
+    @property
+    def variables(self) -> list[Any]:
+        """The slots and counters, those of tables with their own optimizer included."""
+        own = () if self._hvdkit_tables is None else self._hvdkit_tables.copies
+        return [*super().variables, *(v for optimizer in own for v in optimizer.variables)]  # type: ignore[misc]
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Give the variables their moving averages, if there are any."""
+        if self._hvdkit_tables is not None:
+            self._hvdkit_tables.finalize(var_list)
+            var_list = self._hvdkit_tables.others(var_list)
+        super().finalize_variable_values(var_list)  # type: ignore[misc]
 
     def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
         """Create a slot; that of a sharded variable is a shard like it, that of a local one local."""
@@ -169,8 +203,14 @@ class Combining(Distributed):
         return found.with_grads(how.clip(found.with_grads(how.combine(found)), loss_scale))
 
     def _hvdkit_update(self, found: Given) -> Any:
-        """Update variables as Keras does."""
-        return super().apply(found.grads, found.variables)  # type: ignore[misc]
+        """Update variables as Keras does; those of tables with their own optimizer by that."""
+        grads, variables = found.grads, found.variables
+        if self._hvdkit_tables is not None:
+            grads, variables = self._hvdkit_tables.apply(grads, variables)
+            if not grads:  # Keras would not count the step
+                self._iterations.assign_add(1)  # type: ignore[attr-defined]
+                return None
+        return super().apply(grads, variables)  # type: ignore[misc]
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
         self._hvdkit_updated = _Untracked(tuple(trainable_variables))
@@ -253,7 +293,8 @@ def given_to(optimizer: Any, grads: Any, trainable_variables: Any) -> Given:
         is_multi = hasattr(optimizer, "optimizers")  # which gives its variables no scope
         with contextlib.nullcontext() if is_multi else keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
-    optimizer._check_variables_are_known(variables)
+    tables = getattr(optimizer, "_hvdkit_tables", None)
+    optimizer._check_variables_are_known(variables if tables is None else tables.others(variables))
     known = getattr(optimizer, "inner_optimizer", optimizer)._hvdkit_local
     for variable, kind in zip(variables, found.kinds, strict=True):
         if kind == "local" and optimizer._var_key(variable) not in known:

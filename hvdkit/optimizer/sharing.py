@@ -129,7 +129,7 @@ class SharingStates(Combining):
         parts = self._hvdkit_parts
         if parts is not None and self.use_ema:  # type: ignore[attr-defined]
             parts.load()
-        super().finalize_variable_values(var_list)  # type: ignore[misc]
+        super().finalize_variable_values(var_list)
         if parts is not None:
             parts.release()
 
@@ -147,10 +147,10 @@ class SharingStates(Combining):
 
     def load_own_variables(self, store: Any) -> None:
         """Take this rank's part of a state that Keras saved whole."""
-        if self._hvdkit_parts is None or len(store.keys()) != len(self.variables):  # type: ignore[attr-defined]
+        if self._hvdkit_parts is None or len(store.keys()) != len(self.variables):
             super().load_own_variables(store)  # type: ignore[misc]
             return
-        for number, variable in enumerate(self.variables):  # type: ignore[attr-defined]
+        for number, variable in enumerate(self.variables):
             assign_whole(variable, store[str(number)])
 
 

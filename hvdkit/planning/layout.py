@@ -1,7 +1,7 @@
 """Where the rows of every table stand on every rank.
 
-Tables of one width and dtype share one variable, one below the other, so that any number of tables costs one lookup
-and one update for each width. A row is known to all ranks by a single number, its *key*:
+Tables of one width, dtype and optimizer share one variable, one below the other, so that any number of tables costs one
+lookup and one update for each width. A row is known to all ranks by a single number, its *key*:
 
     key = local * N + rank            (rank = key mod N,  local = key div N)
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvdkit.partition import rows_of
 from hvdkit.planning.table import BUCKET, DTYPES, Table
@@ -69,6 +69,7 @@ class Group:
         slices: in the order in which they were placed.
         host: whether it stays in the host's memory.
         evicts: the table that evicts, whose alone it is then.
+        optimizer: its tables' own Keras optimizer, or None.
     """
 
     width: int
@@ -77,6 +78,7 @@ class Group:
     slices: list[Slice] = field(default_factory=list)
     host: bool = False
     evicts: Table | None = None
+    optimizer: Any = None
 
     @property
     def keys(self) -> int:
@@ -132,13 +134,13 @@ def lay_out(tables: Sequence[Table], placements: Mapping[str, str], size: int) -
         >>> layout.groups[0].rows, [s.base for s in layout.groups[0].slices]
         ([3, 5], [0, 2])
     """
-    groups: dict[tuple[int, str, bool, str], Group] = {}
+    groups: dict[tuple[int, str, bool, str, str], Group] = {}
     placed: dict[str, list[tuple[int, Slice]]] = {}
 
     def add(table: Table, width: int, columns: range, rule: str, rank: int = 0) -> None:
         alone = table if table.evict else None
-        key = (width, table.dtype, table.host, table.name if alone else "")
-        group = groups.setdefault(key, Group(width, table.dtype, [0] * size, [], table.host, alone))
+        key = (width, table.dtype, table.host, table.name if alone else "", table.optimizer_key)
+        group = groups.setdefault(key, Group(width, table.dtype, [0] * size, [], table.host, alone, table.optimizer))
         part = Slice(table, columns, rule, group.rows[rank] if rule == "whole" else max(group.rows), rank)
         for r in range(size):
             if rows := len(part.rows(r, size)):

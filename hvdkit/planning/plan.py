@@ -4,7 +4,7 @@ All figures are for one rank, with V rows of D numbers of b bytes, S slots, N ra
 looks up in the table:
 
     weights     (rows held) * (columns held) * b, and 17 a row of a table that evicts: id, last use, whether it is new
-    slots       S * (rows held) * (columns held) * b
+    slots       S * (rows held) * (columns held) * b; S of a table with its own optimizer is that optimizer's
     host        weights and slots of the tables that stay in the host's memory, and do not count above
     gradients   the rows that one step updates at their owner, at most min(rows held, N * batch * k) * D * b; with an
                 optimizer that updates whole shards, the gradient of all rows held and as much again to compute with
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hvdkit.arguments import integer
 from hvdkit.errors import PlanError, describe
@@ -179,24 +180,34 @@ def _checked_placements(placements: Mapping[str, str], tables: Sequence[Table]) 
 
 
 def _count(layout: Layout, optimizer: str, batch: int) -> tuple[RankBytes, ...]:
-    slots, whole = SLOTS[optimizer], optimizer in WHOLE_SHARDS
     found = []
     for rank in range(layout.size):
-        held = [(t.bytes, 0, t.host) for t in layout.replicated]
+        held = [(t.bytes, 0, SLOTS[_rule(t.optimizer, optimizer)], t.host) for t in layout.replicated]
         gradients, exchange = sum(t.bytes for t in layout.replicated), 0
         for group in layout.groups:
-            row = group.width * DTYPES[group.dtype]
-            held.append(
-                (group.rows[rank] * row, _EVICTING_BYTES * group.rows[rank] * (group.evicts is not None), group.host)
-            )
+            row, rule = group.width * DTYPES[group.dtype], _rule(group.optimizer, optimizer)
+            more = _EVICTING_BYTES * group.rows[rank] * (group.evicts is not None)
+            held.append((group.rows[rank] * row, more, SLOTS[rule], group.host))
             for part in group.slices:
                 looked_up = batch * len(part.table.features)
                 rows = len(part.rows(rank, layout.size))
-                gradients += (2 * rows if whole else min(rows, looked_up * layout.size)) * row
+                gradients += (2 * rows if rule in WHOLE_SHARDS else min(rows, looked_up * layout.size)) * row
                 if layout.size > 1:
                     exchange += looked_up * ((4 if layout.keys < 2**31 else 8) + 2 * row)
-        here = [(weights, more) for weights, more, host in held if not host]
-        host = sum(weights * (1 + slots) + more for weights, more, host in held if host)
-        weights, own_slots = sum(w + more for w, more in here), slots * sum(w for w, _ in here)
+        host = sum(weights * (1 + slots) + more for weights, more, slots, host in held if host)
+        own_slots = sum(slots * weights for weights, _, slots, host in held if not host)
+        weights = sum(weights + more for weights, more, _, host in held if not host)
         found.append(RankBytes(weights, own_slots, gradients, exchange, host))
     return tuple(found)
+
+
+def _rule(own: Any, default: str) -> str:
+    """Return the name under which an optimizer's slots are counted; of a table without its own, the default."""
+    if own is None:
+        return default
+    name = type(own).__name__.lower()
+    if name == "sgd":
+        return "momentum" if own.momentum else "sgd"
+    if name in ("adam", "adamw"):
+        return "amsgrad" if own.amsgrad else "adam"
+    return name if name in SLOTS else "amsgrad"  # of others the most that any has

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from hvdkit.arguments import integer
@@ -27,7 +27,8 @@ class Table:
         output_dim: numbers in a row, >= 1.
         combiner: how an example's rows become one: "sum", "mean" (by the sum of weights), "sqrtn" (by the root of the
             sum of squared weights); None keeps them apart.
-        features: names of the features that look rows up in it.
+        features: names of the features that look rows up in it. A feature may be in several tables; a name such as
+            ``"user/clicks"`` is that of a nested input, ``{"user": {"clicks": ids}}``.
         initializer: as for ``hk.PartitionedVariable``.
         dtype: "float32", "float64", "float16" or "bfloat16".
         evict: None: ids are rows, 0 to ``input_dim - 1``. "lru" or "lfu": ids are any 64-bit integers, such as hashes
@@ -35,6 +36,11 @@ class Table:
             row; where there is none, the row of the id that was asked for least recently, or in the fewest steps.
         host: keep the table and its slots in the host's memory where the rank has a GPU; rows travel as they are
             asked for.
+        optimizer: a Keras optimizer, or its name, that updates this table instead of the model's optimizer, with its
+            own learning rate. It works through ``hk.DistributedOptimizer``. None: the model's optimizer.
+        regularizer: a penalty on all of the table's numbers, which the layer adds to its losses: ``L1``, ``L2`` or
+            ``L1L2`` of ``keras.regularizers``, or a name.
+        mask_zero: id 0 is padding: a combiner leaves it out, and without a combiner the output has a Keras mask.
 
     Raises:
         TypeError, ValueError: an attribute is none of the above.
@@ -42,6 +48,7 @@ class Table:
     Example::
 
         hk.layers.Table("items", 1_000_000, 64, combiner="mean", features=("viewed", "bought"))
+        hk.layers.Table("users", 5_000_000, 32, optimizer=keras.optimizers.Adagrad(0.05))
     """
 
     name: str
@@ -53,6 +60,10 @@ class Table:
     dtype: str = "float32"
     evict: Evict | None = None
     host: bool = False
+    optimizer: Any = field(default=None, compare=False)
+    regularizer: Any = field(default=None, compare=False)
+    mask_zero: bool = False
+    optimizer_key: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "/" in self.name:
@@ -67,12 +78,22 @@ class Table:
         if isinstance(self.features, str):
             raise TypeError(describe(f"features {where}", self.features, "a tuple of names", "pass ('name',)"))
         object.__setattr__(self, "features", tuple(self.features) or (self.name,))
+        if len(set(self.features)) < len(self.features):
+            raise ValueError(describe(f"features {where}", list(self.features), "each feature once", "leave one out"))
         if self.dtype not in DTYPES:
             raise ValueError(describe(f"dtype {where}", self.dtype, f"one of {sorted(DTYPES)}", "pass 'float32'"))
         if self.evict not in (None, *get_args(Evict)):
             raise ValueError(describe(f"evict {where}", self.evict, "None, 'lru' or 'lfu'", "pass one of them"))
         if self.evict is not None:
             object.__setattr__(self, "input_dim", self.buckets * BUCKET)
+        if self.optimizer is not None:
+            object.__setattr__(self, "optimizer", _optimizer(self.optimizer, where))
+            object.__setattr__(self, "optimizer_key", _key(self.optimizer))
+        if self.regularizer is not None:
+            object.__setattr__(self, "regularizer", _regularizer(self.regularizer, where))
+            if self.evict is not None:
+                remedy = "regularize other tables: rows of no id have no meaning"
+                raise ValueError(describe(f"regularizer {where}", self.regularizer, "None with evict", remedy))
 
     @property
     def buckets(self) -> int:
@@ -85,12 +106,52 @@ class Table:
         return self.input_dim * self.output_dim * DTYPES[self.dtype]
 
 
+def _optimizer(given: Any, where: str) -> Any:
+    """Return a Keras optimizer of one table."""
+    import keras
+
+    try:
+        made = keras.optimizers.get(given)
+    except (TypeError, ValueError):
+        made = given
+    names = ("LossScaleOptimizer", "MultiOptimizer")
+    around = tuple(getattr(keras.optimizers, name) for name in names if hasattr(keras.optimizers, name))
+    if not isinstance(made, keras.optimizers.Optimizer) or isinstance(made, around) or hasattr(made, "_hvdkit"):
+        expected = "a plain Keras optimizer or its name"
+        remedy = "pass e.g. keras.optimizers.Adagrad(0.05), without a wrapper"
+        raise TypeError(describe(f"optimizer {where}", given, expected, remedy))
+    return made
+
+
+def _key(optimizer: Any) -> str:
+    """Return what is equal for equal optimizers, on all ranks: class and configuration."""
+    config = {name: value for name, value in optimizer.get_config().items() if name != "name"}
+    shown = {name: getattr(value, "__qualname__", value) for name, value in config.items()}
+    return f"{type(optimizer).__name__}({', '.join(f'{name}={value}' for name, value in sorted(shown.items()))})"
+
+
+def _regularizer(given: Any, where: str) -> Any:
+    """Return a Keras regularizer that is a sum over all numbers, so that ranks can add their parts up."""
+    import keras
+
+    kinds = keras.regularizers
+    try:
+        made = kinds.get(given)
+    except (TypeError, ValueError):
+        made = given
+    if type(made) not in (kinds.L1, kinds.L2, kinds.L1L2):
+        expected = "keras.regularizers.L1, L2 or L1L2, which are sums over all numbers"
+        remedy = "compute any other penalty from the layer's outputs, and add it to the loss"
+        raise ValueError(describe(f"regularizer {where}", given, expected, remedy))
+    return made
+
+
 def check_tables(tables: Any) -> tuple[Table, ...]:
-    """Return ``tables`` as a tuple after checking that names and features are unique.
+    """Return ``tables`` as a tuple after checking that names are unique.
 
     Raises:
         TypeError: an element is no Table.
-        ValueError: there is none, or a name or feature is there twice.
+        ValueError: there is none, or a name is there twice.
     """
     if isinstance(tables, Table):
         raise TypeError(describe("tables", "a single Table", "a list of them", "pass [table]"))
@@ -100,11 +161,9 @@ def check_tables(tables: Any) -> tuple[Table, ...]:
     for table in listed:
         if not isinstance(table, Table):
             raise TypeError(describe("tables", type(table).__name__, "hk.layers.Table", "make one of each"))
-    for what, names in (("name", [t.name for t in listed]), ("feature", [f for t in listed for f in t.features])):
-        twice = sorted({n for n in names if names.count(n) > 1})
-        if twice:
-            raise ValueError(
-                describe("tables", f"{what} {twice[0]!r} twice", f"each {what} once",
-                         "one table for several features is Table(..., features=('a', 'b'))")
-            )  # fmt: skip
+    names = [table.name for table in listed]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        remedy = "one table for several features is Table(..., features=('a', 'b'))"
+        raise ValueError(describe("tables", f"name {twice[0]!r} twice", "each name once", remedy))
     return listed

@@ -1,0 +1,36 @@
+"""Variables that have their own optimizer: ``hk.DistributedOptimizer`` leaves their updates to it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+_MARK = "_hvdkit_own_optimizer"
+
+
+class OwnOptimizer(NamedTuple):
+    """The optimizer of a variable.
+
+    Attributes:
+        optimizer: a Keras optimizer, which is copied before it is used.
+        key: equal for equal optimizers: variables with one key are updated by one copy.
+    """
+
+    optimizer: Any
+    key: str
+
+
+def set_own_optimizer(variable: Any, own: OwnOptimizer | None) -> None:
+    """Note that ``variable``, a Keras variable, is updated by ``own``; None: by the model's optimizer."""
+    if own is None:
+        return
+    setattr(variable, _MARK, own)
+    inner = getattr(variable, "_value", None)
+    if isinstance(inner, tf.Variable):
+        setattr(inner, _MARK, own)
+
+
+def own_optimizer(variable: Any) -> OwnOptimizer | None:
+    """Return the optimizer that ``variable`` has; None for the model's."""
+    return getattr(variable, _MARK, None)
