@@ -20,6 +20,7 @@ from hvdkit.errors import (
     NonFiniteError,
     PlanError,
 )
+from hvdkit.registration import register_layers as _register_layers
 
 if TYPE_CHECKING:
     from hvdkit import callbacks, checkpoint, data, layers, schedules
@@ -193,6 +194,7 @@ __all__ = [
     "wait",
 ]
 
+_register_layers()
 _prepare_import()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -10,17 +11,29 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
+from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import describe
 from hvdkit.gradients.compression import wire_dtype
 from hvdkit.layers.base import ShardedLayer
-from hvdkit.layers.features import OutOfRange, bag_of
+from hvdkit.layers.features import (
+    Bag,
+    OutOfRange,
+    bag_of,
+    check_exact,
+    flattened,
+    lookups_of,
+    outputs_like,
+    values_like,
+)
 from hvdkit.layers.lookup import Asked, abandon, ask, read
+from hvdkit.layers.owners import abandon_owned, held_by, one_vector_each, read_owned
 from hvdkit.layers.store import TableStore
-from hvdkit.planning import Plan, Table, plan_tables
+from hvdkit.planning import Plan, Table, lay_out, plan_tables
 from hvdkit.planning.table import check_tables
 
 
+@keras.saving.register_keras_serializable("hvdkit")
 class ShardedEmbeddingCollection(ShardedLayer):
     """Embedding tables whose rows or columns are spread over the ranks: ``{feature: ids}`` to ``{feature: vectors}``.
 
@@ -30,7 +43,9 @@ class ShardedEmbeddingCollection(ShardedLayer):
     size, and be empty.
 
     Ids are dense tensors (with a combiner, their last axis is combined), RaggedTensors or SparseTensors; with a
-    combiner a feature may be a pair ``(ids, weights)``.
+    combiner a feature may be a pair ``(ids, weights)``. Features may be in nested dicts, ``{"user": {"clicks": ids}}``
+    being feature ``"user/clicks"``; outputs are nested in the same way. A feature in several tables has an output for
+    each of them, ``"feature@table"``.
 
     Args:
         tables: the tables.
@@ -40,12 +55,21 @@ class ShardedEmbeddingCollection(ShardedLayer):
         seed: of random first values, which depend on it, the table's name and the row, not on the number of ranks.
             None draws one for all ranks.
         compression: "fp16" or "bf16": rows and their gradients travel in 16 bits.
-        out_of_range: what becomes of an id that is no row: "error" (on every rank, naming feature, value and table),
+        out_of_range: what happens to an id that is not a row: "error" (on every rank, naming feature, value and table),
             "wrap" (modulo the number of rows), or "drop" (it gives zeros, or nothing to a combiner).
+        dp_input: True: a rank passes its own examples' ids of all features. False: it passes the whole global batch's
+            ids of :attr:`local_features`, those of the tables that it holds; no ids travel. Of B examples rank r of N
+            then gets the vectors of its own, ``[r*B//N, (r+1)*B//N)``, as ``hk.data.GlobalBatches`` deals them out.
+            Tables are placed by "table" (which "auto" then chooses) or "column", and every example has one vector:
+            there is a combiner, or ids are ``[B]``.
         **kwargs: of ``keras.layers.Layer``.
 
+    Attributes:
+        features: the names of all features.
+        local_features: those of which this rank passes ids: all of them, but for ``dp_input=False``.
+
     Raises:
-        ValueError, TypeError: an argument is none of the above; a feature is missing; ids are no integers.
+        ValueError, TypeError: an argument is none of the above; a feature is missing; ids are not integers.
         CollectiveMismatchError: ranks have different tables or placements.
 
     Example::
@@ -55,6 +79,8 @@ class ShardedEmbeddingCollection(ShardedLayer):
         vectors = embed({"user": users, "tags": tf.ragged.constant([[3, 1], [], [7]])})  # [B, 32] and [B, 16]
     """
 
+    _floats = False  # whether ids may come as floats
+
     def __init__(
         self,
         tables: Sequence[Table],
@@ -63,17 +89,37 @@ class ShardedEmbeddingCollection(ShardedLayer):
         seed: int | None = None,
         compression: str | None = None,
         out_of_range: OutOfRange = "error",
+        dp_input: bool = True,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
+        self.autocast = False  # ids are integers, and weights keep their dtype
         self.tables = check_tables(tables)
-        self.compression, self.out_of_range, self.seed = compression, out_of_range, seed
+        self.compression, self.out_of_range, self.seed, self.dp_input = compression, out_of_range, seed, dp_input
         self._wire = wire_dtype(compression)
         if out_of_range not in get_args(OutOfRange):
             raise ValueError(describe("out_of_range", out_of_range, "'error', 'wrap' or 'drop'", "pass one of them"))
-        self.plan = _plan(self.tables, plan)
-        self.features = {feature: table for table in self.tables for feature in table.features}
+        if not isinstance(dp_input, bool):
+            raise TypeError(describe("dp_input", dp_input, "True or False", "pass one of them"))
+        self.plan = _plan(self.tables, plan, dp_input)
+        masked = [table.name for table in self.tables if table.mask_zero and table.combiner is None]
+        if masked and not dp_input:
+            remedy = "give the table a combiner, or leave mask_zero out"
+            raise ValueError(
+                describe("mask_zero", f"True for table {masked[0]!r}", "False with dp_input=False", remedy)
+            )
+        self.lookups = lookups_of(self.tables)
+        self.features = tuple(dict.fromkeys(feature for feature, _ in self.lookups.values()))
+        self.local_features = self.features if dp_input else self._held_features()
+        self.supports_masking = bool(masked)
         self._store: TableStore | None = None
+
+    def _held_features(self) -> tuple[str, ...]:
+        """Return the features in tables of which this rank holds columns."""
+        layout = lay_out(self.tables, self.plan.placements, cluster.size())
+        tables = {name: table.name for name, (_, table) in self.lookups.items()}
+        held = held_by(layout, tables, cluster.rank())
+        return tuple(dict.fromkeys(self.lookups[name].feature for name, _, _ in held))
 
     def build(self, input_shape: Any = None) -> None:
         """Make this rank's part of every table."""
@@ -86,6 +132,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
             seed=self.seed,
             out_of_range=self.out_of_range,
             wire=self._wire,
+            floats=self._floats,
         )
         self.built = True
 
@@ -94,28 +141,37 @@ class ShardedEmbeddingCollection(ShardedLayer):
         """Look the features up.
 
         Args:
-            inputs: every feature's ids, or ids and weights; or what :meth:`ask` returned.
-            training: True, as in ``fit``: new ids of tables that evict get rows. Else they give zeros; and where
-                nobody said False either, a gradient of such a table is a LookupError.
+            inputs: every feature's ids, or ids and weights, maybe in nested dicts; or what :meth:`ask` returned.
+            training: True, as in ``fit``: new ids of tables that evict get rows. Otherwise they give zeros; with None,
+                a gradient of such a table is a LookupError.
 
         Returns:
-            Of each feature ``[..., output_dim]`` in the layer's compute dtype.
+            Of each feature ``[..., output_dim]`` in the layer's compute dtype, nested as ``inputs`` are.
         """
-        if isinstance(inputs, Asked):
-            self._check_features(inputs.bags)
-        asked = inputs if isinstance(inputs, Asked) else self.ask(inputs)
-        found = read(self._tables_here(), asked, training)
-        return {name: tf.cast(vectors, self.compute_dtype) for name, vectors in found.items()}
+        store = self._tables_here()
+        if self.dp_input:
+            asked = inputs if isinstance(inputs, Asked) else self.ask(inputs)
+            structure, bags = asked.bags, flattened(asked.bags)
+            self._check_outputs(bags)
+            found = read(store, Asked({name: bags[name] for name in self.lookups}, asked.rows), training)
+        else:
+            found = read_owned(store, self._bags(inputs))
+            structure = outputs_like(self._whole_structure(), found, self.lookups)
+        self._add_penalty(store)
+        return values_like(structure, {name: tf.cast(rows, self.compute_dtype) for name, rows in found.items()})
 
     @graph_safe
     def ask(self, inputs: Mapping[str, Any]) -> Asked:
-        """Tell the ranks which rows the next call needs, ahead of it: ids travel while something else is computed.
+        """Request the rows of the next call ahead of it: ids travel while something else is computed.
 
-        Every rank calls it. What it returns goes to the layer in place of ids, once, in the same step or a later one.
-        Rows are read then, so that results are the same.
+        Every rank calls it. Pass the result to the layer instead of ids, once, in the same step or a later one. Rows
+        are read then, so that results are the same.
 
         Args:
             inputs: as for a call.
+
+        Raises:
+            ValueError: with ``dp_input=False``, with which no ids travel.
 
         Example::
 
@@ -127,20 +183,56 @@ class ShardedEmbeddingCollection(ShardedLayer):
                 ...
                 return following, loss
         """
-        store = self._tables_here()
+        if not self.dp_input:
+            raise ValueError(describe("ask", "dp_input=False", "dp_input=True", "call the layer: no ids travel"))
+        asked = ask(self._tables_here(), self._bags(inputs))
+        return Asked(outputs_like(inputs, asked.bags, self.lookups), asked.rows)
+
+    def _bags(self, inputs: Any) -> dict[str, Bag]:
+        """Return each output's ids; if this rank cannot use its inputs, no rank waits for it."""
         try:
-            self._check_features(inputs)
-            bags = {name: bag_of(inputs[name], table.combiner, name) for name, table in self.features.items()}
-        except (TypeError, ValueError):
+            given = self._check_features(inputs)
+            return {
+                name: self._bag(given[feature], table, feature)
+                for name, (feature, table) in self.lookups.items()
+                if feature in given
+            }
+        except Exception:
             if tf.executing_eagerly():  # a graph that cannot be traced ends the job; here others would wait
-                abandon(store)
+                (abandon if self.dp_input else abandon_owned)(self._tables_here())
             raise
-        return ask(store, bags)
+
+    def _bag(self, value: Any, table: Table, feature: str) -> Bag:
+        bag = bag_of(value, table, feature, floats=self._floats, how=self.out_of_range)
+        return bag if self.dp_input else one_vector_each(bag, feature)
+
+    def _add_penalty(self, store: TableStore) -> None:
+        """Add the penalty on tables that are cut to the layer's losses, once for each step; Keras adds the others'."""
+        if not self._losses and (penalty := store.penalty()) is not None:
+            self.add_loss(penalty)
 
     def compute_output_spec(self, inputs: Mapping[str, Any], **_: Any) -> dict[str, Any]:
         """Return the outputs' shapes, without a lookup."""
-        self._check_features(inputs)
-        return {name: output_spec(inputs[name], table, self.compute_dtype) for name, table in self.features.items()}
+        given, specs = self._check_features(inputs), {}
+        for name, (feature, table) in self.lookups.items():
+            if self.dp_input:
+                specs[name] = output_spec(
+                    given[feature], table, self.compute_dtype, feature, self._floats, self.out_of_range
+                )
+            else:
+                specs[name] = keras.KerasTensor((None, table.output_dim), dtype=self.compute_dtype)
+        return outputs_like(inputs if self.dp_input else self._whole_structure(), specs, self.lookups)
+
+    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+        """Return of each output a mask that is False for padding; None without ``mask_zero``, and with a combiner."""
+        if not self.supports_masking:
+            return None
+        if isinstance(inputs, Asked):
+            bags = flattened(inputs.bags)
+            return values_like(inputs.bags, {name: bag.mask for name, bag in bags.items()})
+        given = flattened(inputs)
+        masks = {name: _mask(given[feature], table) for name, (feature, table) in self.lookups.items()}
+        return outputs_like(inputs, masks, self.lookups)
 
     def gather(self, table: str, root: int | None = None) -> np.ndarray | None:
         """Return a whole table ``[input_dim, output_dim]``: on every rank, or on ``root`` and None elsewhere.
@@ -160,57 +252,170 @@ class ShardedEmbeddingCollection(ShardedLayer):
         """Set a whole table from ``[input_dim, output_dim]``; each rank takes its part, and exchanges nothing."""
         self._tables_here().assign(table, full_array)
 
+    def get_weights(self) -> list[np.ndarray]:
+        """Return the whole tables, ``[input_dim, output_dim]`` each, in the order of ``tables``. Every rank calls it.
+
+        A table that does not fit into a rank's memory goes through a checkpoint: ``hk.checkpoint.save``, and
+        ``hk.checkpoint.export_npy``, which needs a few MiB. ``model.get_weights()`` does not call this: it returns the
+        rank's parts as they are.
+
+        Raises:
+            ValueError: a table evicts, whose rows mean nothing without their ids.
+        """
+        self._check_no_evict("get_weights")
+        return [self.gather(table.name) for table in self.tables]  # type: ignore[misc]
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Set all tables from whole arrays, the same on every rank; each rank keeps its part. Every rank calls it.
+
+        Args:
+            weights: ``[input_dim, output_dim]`` each, in the order of ``tables``. Of a file that
+                ``numpy.load(path, mmap_mode="r")`` maps, a rank reads its part alone.
+
+        Raises:
+            ValueError: on the rank that gave them, arrays of other shapes or another number; or a table evicts.
+            CollectiveMismatchError: on the others.
+        """
+        self._check_no_evict("set_weights")
+        store, names = self._tables_here(), [table.name for table in self.tables]
+        call = Call(f"set_weights() of tables {names}")
+
+        def check() -> None:
+            if len(weights) != len(names):
+                remedy = "pass one array for each table"
+                raise ValueError(describe("weights", f"{len(weights)} arrays", f"{len(names)}, of {names}", remedy))
+            for name, array in zip(names, weights, strict=True):
+                store.check_whole(name, array)
+
+        call.problem = attempt(check)
+        agree(call)
+        for name, array in zip(names, weights, strict=True):
+            store.assign(name, array)
+
+    def _check_no_evict(self, method: str) -> None:
+        evicting = [table.name for table in self.tables if table.evict]
+        if evicting:
+            remedy = "save with hk.checkpoint.save; gather() and ids() show rows and ids"
+            raise ValueError(describe(method, f"table {evicting[0]!r} with evict", "tables without", remedy))
+
     def _tables_here(self) -> TableStore:
         if self._store is None:
             self.build()
         assert self._store is not None
         return self._store
 
-    def _check_features(self, inputs: Any) -> None:
-        if not isinstance(inputs, Mapping) or set(inputs) != set(self.features):
-            got = sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
+    def _check_features(self, inputs: Any) -> dict[str, Any]:
+        """Return the inputs by feature."""
+        given = flattened(inputs) if isinstance(inputs, Mapping) else None
+        if given is None or set(given) != set(self.local_features):
+            got = sorted(given) if given is not None else type(inputs).__name__
             remedy = "pass every feature, and no other"
-            raise ValueError(describe("inputs", got, f"a dict of {sorted(self.features)}", remedy))
+            if not self.dp_input:
+                remedy = "pass the features of the tables that this rank holds, layer.local_features"
+            raise ValueError(describe("inputs", got, f"a dict of {sorted(self.local_features)}", remedy))
+        return given
+
+    def _check_outputs(self, bags: Mapping[str, Any]) -> None:
+        if set(bags) != set(self.lookups):
+            remedy = "pass what ask() of this layer returned"
+            raise ValueError(describe("inputs", sorted(bags), f"a request for {sorted(self.lookups)}", remedy))
+
+    def _whole_structure(self) -> dict[str, Any]:
+        """Return all features in nested dicts, as their names say."""
+        whole: dict[str, Any] = {}
+        for feature in self.features:
+            *outer, last = feature.split("/")
+            inner = whole
+            for key in outer:
+                inner = inner.setdefault(key, {})
+            inner[last] = None
+        return whole
 
     def get_config(self) -> dict[str, Any]:
         """Return what :meth:`from_config` makes an equal layer of."""
-        tables = [{**vars(t), "initializer": _initializer_config(t.initializer)} for t in self.tables]
-        own = {"seed": self.seed, "compression": self.compression, "out_of_range": self.out_of_range}
+        tables = [table_config(table) for table in self.tables]
+        names = ("seed", "compression", "out_of_range", "dp_input")
+        own = {name: getattr(self, name) for name in names}
         return {**super().get_config(), "tables": tables, "plan": dict(self.plan.placements), **own}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ShardedEmbeddingCollection:
         """Make a layer from :meth:`get_config`'s result."""
-        tables = [Table(**{**t, "features": tuple(t["features"])}) for t in config["tables"]]
-        return cls(**{**config, "tables": tables})
+        return cls(**{**config, "tables": [table_of(table) for table in config["tables"]]})
 
 
-def _initializer_config(initializer: Any) -> Any:
-    if isinstance(initializer, keras.initializers.Initializer):
-        return keras.initializers.serialize(initializer)
-    return initializer
+def table_config(table: Table) -> dict[str, Any]:
+    """Return what :func:`table_of` makes an equal table of; plain values but for arrays of first values."""
+    config = {field.name: getattr(table, field.name) for field in dataclasses.fields(table) if field.init}
+    config["features"] = list(table.features)
+    if isinstance(table.initializer, keras.initializers.Initializer):
+        config["initializer"] = keras.initializers.serialize(table.initializer)
+    if table.optimizer is not None:
+        config["optimizer"] = keras.optimizers.serialize(table.optimizer)
+    if table.regularizer is not None:
+        config["regularizer"] = keras.regularizers.serialize(table.regularizer)
+    return config
 
 
-def output_spec(inputs: Any, table: Table, dtype: str) -> keras.KerasTensor:
-    """Return the shape and dtype of one feature's vectors."""
+def table_of(config: Mapping[str, Any]) -> Table:
+    """Return the table of :func:`table_config`'s result."""
+    made = deserialized(config, ("initializer", "optimizer", "regularizer"))
+    return Table(**{**made, "features": tuple(made["features"])})
+
+
+def deserialized(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return ``config`` with the objects under ``names`` instead of their configurations."""
+    given = {name: config[name] for name in names if isinstance(config.get(name), Mapping)}
+    return {**config, **{name: keras.saving.deserialize_keras_object(value) for name, value in given.items()}}
+
+
+def output_spec(
+    inputs: Any, table: Table, dtype: str, feature: str, floats: bool = False, how: OutOfRange = "error"
+) -> keras.KerasTensor:
+    """Return the shape and dtype of one feature's vectors.
+
+    Raises:
+        TypeError: ids are not integers; with ``floats``, floats that do not hold every row exactly.
+    """
     ids = inputs[0] if isinstance(inputs, tuple | list) else inputs
-    if not ids.dtype.startswith(("int", "uint")) if isinstance(ids.dtype, str) else not ids.dtype.is_integer:
-        raise TypeError(describe("ids", f"dtype {ids.dtype}", "integers", "give the Input dtype='int64'"))
+    given = tf.as_dtype(ids.dtype)
+    if floats and given.is_floating:
+        check_exact(given, table, how, feature)
+    elif not given.is_integer:
+        got = f"dtype {given.name}"
+        raise TypeError(describe(f"ids of {feature!r}", got, "integers", "give the Input dtype='int64'"))
     shape = tuple(ids.shape)
-    if table.combiner is not None and len(shape) > 1:
+    axes = len(shape)
+    if table.combiner is not None and axes > 1:
         shape = shape[:-1]
-    ragged = bool(getattr(ids, "ragged", False)) and table.combiner is None
+    ragged = bool(getattr(ids, "ragged", False)) and (table.combiner is None or axes > 2)
     extra = {"ragged": True} if ragged else {}
     return keras.KerasTensor((*shape, table.output_dim), dtype=dtype, **extra)
 
 
-def _plan(tables: tuple[Table, ...], plan: Any) -> Plan:
+def _mask(inputs: Any, table: Table) -> Any:
+    """Return a mask that is False for padding; None if the table has none, or a combiner leaves it out."""
+    if not table.mask_zero or table.combiner is not None:
+        return None
+    return keras.ops.not_equal(inputs, 0) if isinstance(inputs, keras.KerasTensor) else tf.not_equal(inputs, 0)
+
+
+def _plan(tables: tuple[Table, ...], plan: Any, dp_input: bool) -> Plan:
     if isinstance(plan, Plan):
         if plan.size != cluster.size() or plan.tables != tables:
             got = f"one of {len(plan.tables)} tables for {plan.size} ranks"
             remedy = "call hk.plan_tables(tables, hk.size())"
             raise ValueError(describe("plan", got, f"one of these tables for {cluster.size()} ranks", remedy))
-        return plan
-    if plan != "auto" and not isinstance(plan, Mapping):
+    elif plan != "auto" and not isinstance(plan, Mapping):
         raise TypeError(describe("plan", plan, "'auto', a Plan or a dict of placements", "pass {'table': 'row'}"))
-    return plan_tables(tables, cluster.size(), placements=None if plan == "auto" else plan)
+    elif dp_input:
+        return plan_tables(tables, cluster.size(), placements=None if plan == "auto" else plan)
+    else:
+        whole = {table.name: "table" for table in tables if not table.evict}
+        plan = plan_tables(tables, cluster.size(), placements=whole if plan == "auto" else {**whole, **plan})
+    for name, placement in plan.placements.items():
+        if not dp_input and placement not in ("table", "column"):
+            remedy = "place it by 'table', or leave dp_input out"
+            got = f"{placement!r} for table {name!r}"
+            raise ValueError(describe("plan", got, "'table' or 'column' with dp_input=False", remedy))
+    return plan

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import describe
 from hvdkit.layers.base import ShardedLayer
-from hvdkit.layers.collection import ShardedEmbeddingCollection, output_spec
+from hvdkit.layers.collection import ShardedEmbeddingCollection, deserialized, table_config
 from hvdkit.layers.features import OutOfRange
 from hvdkit.layers.lookup import Asked
 from hvdkit.planning import Table
@@ -18,8 +20,23 @@ from hvdkit.planning.table import Combiner, Evict
 
 _PARTITIONS = {"mod": "row", "div": "div", "column": "column", "replicated": "replicated"}
 _TABLE = "embeddings"
+# Arguments of keras.layers.Embedding that this layer does not have, and what to do instead.
+_REFUSED = {
+    "embeddings_constraint": "it would need the whole table after every update; limit the rows that a lookup returns",
+    "weights": "pass the array as embeddings_initializer, or call layer.set_weights([array])",
+    "lora_rank": "tables train as they are; leave it out",
+    "lora_alpha": "tables train as they are; leave it out",
+    "quantization_config": "rows travel in 16 bits with compression='fp16' or 'bf16'",
+}
 
 
+class _Lookup(ShardedEmbeddingCollection):
+    """The collection inside a layer of one table; Keras makes floats of ids for a layer without an ``Input``."""
+
+    _floats = True
+
+
+@keras.saving.register_keras_serializable("hvdkit")
 class ShardedEmbedding(ShardedLayer):
     """``keras.layers.Embedding`` whose rows are spread over the ranks.
 
@@ -27,24 +44,33 @@ class ShardedEmbedding(ShardedLayer):
     :class:`ShardedEmbeddingCollection`, which looks any number of tables up in the same exchange, for ids, combiners
     and what every rank has to do.
 
+    Ids may be floats, which Keras makes of them in a ``Sequential`` without ``keras.Input``, if the dtype holds every
+    row exactly (float32: tables of up to 16,777,216 rows) and they are whole numbers.
+
     Args:
         input_dim: number of rows.
         output_dim: numbers in a row.
         combiner: "sum", "mean" or "sqrtn" over the last axis of ids; None keeps the rows apart.
         partition: "mod" (rows round robin), "div" (contiguous rows), "column" (each rank some columns of all rows) or
             "replicated".
-        evict, host: as for :class:`hvdkit.layers.Table`.
         embeddings_initializer: a Keras initializer or its name, or the whole array.
+        embeddings_regularizer: ``L1``, ``L2`` or ``L1L2`` of ``keras.regularizers``, or a name: a penalty on the whole
+            table, in the layer's ``losses`` on every rank. Each step then reads and updates the whole table.
+        mask_zero: id 0 is padding. Without a combiner the output has a Keras mask; a combiner leaves it out.
+        optimizer: of this table, instead of the model's; see :class:`hvdkit.layers.Table`.
+        evict, host: as for :class:`hvdkit.layers.Table`.
         seed: as for the collection.
         compression, out_of_range: likewise.
         **kwargs: of ``keras.layers.Layer``.
 
     Raises:
-        As the collection.
+        TypeError: ids are floats that do not hold every row, or an argument is one of ``keras.layers.Embedding``'s that
+            this layer does not have.
+        ValueError: an id is not a whole number; and as the collection.
 
     Example::
 
-        model = keras.Sequential([keras.Input((10,), dtype="int64"), hk.layers.ShardedEmbedding(10_000_000, 64),
+        model = keras.Sequential([hk.layers.ShardedEmbedding(10_000_000, 64),
                                   keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)])
         model.compile(hk.DistributedOptimizer(keras.optimizers.Adagrad(0.1)), "mse")
     """
@@ -57,6 +83,9 @@ class ShardedEmbedding(ShardedLayer):
         combiner: Combiner | None = None,
         partition: str = "mod",
         embeddings_initializer: Any = "uniform",
+        embeddings_regularizer: Any = None,
+        mask_zero: bool = False,
+        optimizer: Any = None,
         evict: Evict | None = None,
         host: bool = False,
         seed: int | None = None,
@@ -64,14 +93,30 @@ class ShardedEmbedding(ShardedLayer):
         out_of_range: OutOfRange = "error",
         **kwargs: Any,
     ):
+        for name, remedy in _REFUSED.items():
+            if (value := kwargs.pop(name, None)) is not None:
+                expected = "None: hk.layers.ShardedEmbedding has no such argument"
+                raise TypeError(describe(name, type(value).__name__, expected, remedy))
         super().__init__(**kwargs)
+        self.autocast = False  # ids are integers, and weights keep their dtype
         if partition not in _PARTITIONS:
             raise ValueError(describe("partition", partition, f"one of {list(_PARTITIONS)}", "pass one of them"))
-        dtype = self.variable_dtype
-        self.table = Table(_TABLE, input_dim, output_dim, combiner, (), embeddings_initializer, dtype, evict, host)
+        self.table = Table(
+            _TABLE,
+            input_dim,
+            output_dim,
+            combiner,
+            initializer=embeddings_initializer,
+            dtype=self.variable_dtype,
+            evict=evict,
+            host=host,
+            optimizer=optimizer,
+            regularizer=embeddings_regularizer,
+            mask_zero=mask_zero,
+        )
         self.input_dim, self.output_dim, self.combiner = self.table.input_dim, self.table.output_dim, combiner
-        self.partition = partition
-        self._collection = ShardedEmbeddingCollection(
+        self.partition, self.mask_zero = partition, mask_zero
+        self._collection = _Lookup(
             [self.table],
             {_TABLE: _PARTITIONS[partition]},
             seed=seed,
@@ -80,6 +125,7 @@ class ShardedEmbedding(ShardedLayer):
             name=self.name,
             dtype=self.dtype_policy,
         )
+        self.supports_masking = self._collection.supports_masking
 
     def build(self, input_shape: Any = None) -> None:
         """Make this rank's part."""
@@ -94,12 +140,22 @@ class ShardedEmbedding(ShardedLayer):
 
     @graph_safe
     def ask(self, inputs: Any) -> Asked:
-        """Tell the ranks which rows the next call needs, ahead of it; see the collection's."""
+        """Request the rows of the next call ahead of it; see the collection's."""
         return self._collection.ask({_TABLE: inputs})
 
     def compute_output_spec(self, inputs: Any, **_: Any) -> Any:
         """Return the output's shape, without a lookup."""
-        return output_spec(inputs, self.table, self.compute_dtype)
+        return self._collection.compute_output_spec({_TABLE: inputs})[_TABLE]
+
+    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+        """Return the output's shape for ids of shape ``input_shape``."""
+        shape = tuple(input_shape)
+        return (*(shape if self.combiner is None or len(shape) < 2 else shape[:-1]), self.output_dim)
+
+    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+        """Return a mask that is False for padding; None without ``mask_zero``, and with a combiner."""
+        masks = self._collection.compute_mask(inputs if isinstance(inputs, Asked) else {_TABLE: inputs})
+        return None if masks is None else masks[_TABLE]
 
     def gather(self, root: int | None = None) -> np.ndarray | None:
         """Return the whole table: on every rank, or on ``root`` alone and None elsewhere. Every rank calls it."""
@@ -113,11 +169,24 @@ class ShardedEmbedding(ShardedLayer):
         """Set the whole table from ``[input_dim, output_dim]``; each rank takes its part."""
         self._collection.assign(_TABLE, full_array)
 
+    def get_weights(self) -> list[np.ndarray]:
+        """Return ``[table]``, the whole one, as ``keras.layers.Embedding`` does. Every rank calls it."""
+        return self._collection.get_weights()
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Set the table from ``[table]``, the whole one; each rank keeps its part. Every rank calls it."""
+        self._collection.set_weights(weights)
+
     def get_config(self) -> dict[str, Any]:
         """Return what ``from_config`` makes an equal layer of."""
-        (table,) = self._collection.get_config()["tables"]
+        table = table_config(self.table)
+        shared = ("input_dim", "output_dim", "combiner", "evict", "host", "optimizer", "mask_zero")
         own = {name: getattr(self._collection, name) for name in ("seed", "compression", "out_of_range")}
-        shape = {"input_dim": self.input_dim, "output_dim": self.output_dim, "combiner": self.combiner}
-        extra = {"partition": self.partition, "embeddings_initializer": table["initializer"]}
-        extra |= {"evict": self.table.evict, "host": self.table.host}
-        return {**super().get_config(), **shape, **extra, **own}
+        own |= {"partition": self.partition, **{name: table[name] for name in shared}}
+        kept = {f"embeddings_{name}": table[name] for name in ("initializer", "regularizer")}
+        return {**super().get_config(), **own, **kept}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ShardedEmbedding:
+        """Make a layer from :meth:`get_config`'s result."""
+        return cls(**deserialized(config, ("embeddings_initializer", "embeddings_regularizer", "optimizer")))

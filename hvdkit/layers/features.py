@@ -2,31 +2,108 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from hvdkit.errors import describe
+from hvdkit.planning import Table
 from hvdkit.variable.faults import is_out_of_range
 from hvdkit.variable.partitioned import as_ids
 from hvdkit.variable.routing import Found
 
 OutOfRange = Literal["error", "wrap", "drop"]
+# Whole numbers up to this one are exact in a floating-point dtype; beyond it, several ids become one.
+_EXACT = {tf.float16: 2**11, tf.bfloat16: 2**8, tf.float32: 2**24, tf.float64: 2**53}
+
+
+class Lookup(NamedTuple):
+    """One output of a set of tables: a feature, looked up in one table."""
+
+    feature: str
+    table: Table
+
+
+def lookups_of(tables: Iterable[Table]) -> dict[str, Lookup]:
+    """Return all lookups by the name of the output.
+
+    That is the feature's name; of a feature in several tables ``feature@table``, one for each of them.
+
+    Raises:
+        ValueError: two outputs have one name.
+
+    Example:
+        >>> list(lookups_of([Table("a", 9, 2, features=("x", "y")), Table("b", 9, 2, features=("y",))]))
+        ['x', 'y@a', 'y@b']
+    """
+    found: dict[str, Lookup] = {}
+    pairs = [Lookup(feature, table) for table in tables for feature in table.features]
+    features = [feature for feature, _ in pairs]
+    for pair in pairs:
+        name = pair.feature if features.count(pair.feature) == 1 else f"{pair.feature}@{pair.table.name}"
+        if name in found:
+            remedy = f"{name!r} is the name of another feature's output; rename the feature"
+            raise ValueError(describe("features", repr(name), "names that outputs do not have", remedy))
+        found[name] = pair
+    return found
+
+
+def flattened(inputs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested dicts by their paths.
+
+    Example:
+        >>> flattened({"user": {"clicks": 1, "buys": 2}, "item": 3})
+        {'user/clicks': 1, 'user/buys': 2, 'item': 3}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in inputs.items():
+        flat |= flattened(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def outputs_like(inputs: Mapping[str, Any], outputs: Mapping[str, Any], lookups: Mapping[str, Lookup]) -> dict:
+    """Return ``outputs``, nested as ``inputs`` are; a feature in several tables has its outputs next to each other."""
+    names: dict[str, list[str]] = {}
+    for name, lookup in lookups.items():
+        names.setdefault(lookup.feature, []).append(name)
+
+    def nested(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in given.items():
+            path = f"{prefix}{key}"
+            if isinstance(value, Mapping):
+                found[key] = nested(value, f"{path}/")
+            else:
+                found |= {f"{key}{name.removeprefix(path)}": outputs[name] for name in names[path]}
+        return found
+
+    return nested(inputs, "")
+
+
+def values_like(structure: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``values``, given by path, nested as ``structure`` is: the reverse of :func:`flattened`."""
+    return {
+        key: values_like(part, values, f"{prefix}{key}/") if isinstance(part, Mapping) else values[f"{prefix}{key}"]
+        for key, part in structure.items()
+    }
 
 
 class Bag(NamedTuple):
     """The ids of one feature, laid out flat.
 
     Attributes:
-        ids: ``[n]`` int32 or int64.
+        ids: ``[n]`` int32, int64 or uint64.
         segments: of each id the example that it belongs to, ascending, ``[n]`` int32; None without a combiner.
         examples: how many examples (or places) the output has, before it gets its shape.
         weights: ``[n]``, or None.
         shape: of the output without its last axis; None for a ragged one.
-        like: the ragged ids that a ragged output takes its rows' lengths from, or None.
+        like: a RaggedTensor whose axes are the output's without the last one; None for a dense output.
         kept: with ids left out and no combiner, the places of those that are kept, ``[n]``; else None.
         matches: whether weights stand where ids do, a bool scalar; None without weights.
+        whole: of ids that came as floats, whether they are whole numbers, ``[n]`` bool; else None.
+        mask: with ``mask_zero`` and no combiner, False for ids that are 0, in the form of the ids; else None.
     """
 
     ids: tf.Tensor
@@ -37,31 +114,76 @@ class Bag(NamedTuple):
     like: Any = None
     kept: tf.Tensor | None = None
     matches: tf.Tensor | None = None
+    whole: tf.Tensor | None = None
+    mask: Any = None
 
 
-def bag_of(value: Any, combiner: str | None, name: str) -> Bag:
+def bag_of(value: Any, table: Table, name: str, *, floats: bool = False, how: OutOfRange = "error") -> Bag:
     """Lay out a feature's input.
 
     Args:
         value: ids as a dense tensor (with a combiner, its last axis is combined), a RaggedTensor, or a SparseTensor;
             or a pair of ids and weights of the same form.
-        combiner: "sum", "mean", "sqrtn" or None.
+        table: in which they are looked up.
         name: the feature's, for messages.
+        floats: whether ids may be floats, as Keras makes of them for a layer without an ``Input``.
+        how: what happens to ids that are not rows.
 
     Raises:
-        TypeError: ids are no integers.
-        ValueError: weights without a combiner, or of another shape; a SparseTensor without a combiner.
+        TypeError: ids are not integers, or floats that do not hold every row of the table exactly.
+        ValueError: weights without a combiner, or of another shape; a SparseTensor without a combiner; ids of an
+            unknown number of axes with one.
     """
+    combiner = table.combiner
     ids, weights = value if _is_pair(value) else (value, None)
     if weights is not None and combiner is None:
         remedy = "give the table a combiner"
         raise ValueError(describe(f"weights of {name!r}", "weights", "none without a combiner", remedy))
     _check_form(ids, weights, name)
+    whole = None
+    if floats and (dtype := _floating(ids)) is not None:
+        check_exact(dtype, table, how, name)
+        ids, whole = _rounded(ids)
     if isinstance(ids, tf.RaggedTensor):
-        return _ragged(ids, weights, combiner, name)
+        bag = _ragged(ids.with_flat_values(as_ids(ids.flat_values, name)), weights, combiner, name)
+    elif isinstance(ids, tf.SparseTensor):
+        bag = _sparse(ids, weights, combiner, name)
+    else:
+        bag = _dense(as_ids(ids, name), weights, combiner, name)
+    if whole is not None:
+        bag = bag._replace(whole=whole)
+    return bag._replace(mask=tf.not_equal(ids, 0)) if table.mask_zero and combiner is None else bag
+
+
+def _floating(ids: Any) -> tf.DType | None:
+    """Return the dtype of ids that are floats; None for others, and for an empty list, which NumPy takes for floats."""
+    dtype = tf.as_dtype(ids.dtype) if hasattr(ids, "dtype") else tf.as_dtype(np.asarray(ids).dtype)
+    return dtype if dtype.is_floating and (hasattr(ids, "dtype") or np.size(ids)) else None
+
+
+def check_exact(dtype: tf.DType, table: Table, how: OutOfRange, name: str) -> None:
+    """Raise TypeError if two ids of ``table`` can be the same number in a floating-point ``dtype``."""
+    most = _EXACT.get(dtype, 0)
+    if table.evict is None and how != "wrap" and table.input_dim <= most:
+        return
+    rows = "any 64-bit ids" if table.evict else "ids beyond its rows" if how == "wrap" else f"{table.input_dim:,} rows"
+    got = f"{dtype.name} (exact up to {most:,}) for a table of {rows}"
+    remedy = "put keras.Input(shape, dtype='int64') before the layer, or cast them to int64"
+    raise TypeError(describe(f"ids of {name!r}", got, "integers", remedy))
+
+
+def _rounded(ids: Any) -> tuple[Any, tf.Tensor]:
+    """Return ids that came as floats as integers, and of each of them, laid out flat, whether it was a whole number."""
+    if isinstance(ids, tf.RaggedTensor):
+        flat, whole = _rounded(ids.flat_values)
+        return ids.with_flat_values(flat), whole
     if isinstance(ids, tf.SparseTensor):
-        return _sparse(ids, weights, combiner, name)
-    return _dense(as_ids(ids, name), weights, combiner, name)
+        ids = tf.sparse.reorder(ids)
+        flat, whole = _rounded(ids.values)
+        return tf.SparseTensor(ids.indices, flat, ids.dense_shape), whole
+    ids = tf.convert_to_tensor(ids)
+    whole = tf.equal(ids - tf.floor(ids), 0)  # neither of NaN nor of infinity
+    return tf.cast(ids, tf.int64), tf.reshape(whole, [-1])
 
 
 def _check_form(ids: Any, weights: Any, name: str) -> None:
@@ -82,45 +204,64 @@ def _is_pair(value: Any) -> bool:
     return any(tf.is_tensor(v) or isinstance(v, tf.RaggedTensor | tf.SparseTensor) or np.ndim(v) for v in value)
 
 
+def _known_axes(ids: tf.Tensor, name: str) -> int:
+    if ids.shape.rank is None:
+        expected = "a known number of axes with a combiner, which is over the last one"
+        remedy = "give tf.function an input_signature, or the tensor a shape with tf.ensure_shape"
+        raise ValueError(describe(f"ids of {name!r}", "unknown shape", expected, remedy))
+    return int(ids.shape.rank)
+
+
 def _dense(ids: tf.Tensor, weights: Any, combiner: str | None, name: str) -> Bag:
     if combiner is None:
         return Bag(tf.reshape(ids, [-1]), None, tf.size(ids), shape=tf.shape(ids))
-    if ids.shape.rank == 1:
-        ids = ids[:, None]
-        weights = None if weights is None else tf.convert_to_tensor(weights)[:, None]
-    shape = tf.shape(ids)[:-1]
-    examples = tf.reduce_prod(shape)
     if weights is not None:
         weights = tf.convert_to_tensor(weights)
         if not weights.shape.is_compatible_with(ids.shape):
             expected = f"the ids' shape {ids.shape}"
             raise ValueError(describe(f"weights of {name!r}", f"shape {weights.shape}", expected, "one for each id"))
+    if _known_axes(ids, name) < 2:  # each id is an example of its own
+        ids, weights = ids[..., None], None if weights is None else weights[..., None]
+    return _over_last_axis(ids, weights)
+
+
+def _over_last_axis(ids: tf.Tensor, weights: tf.Tensor | None) -> Bag:
+    """Return the bag of dense ids whose last axis is combined."""
+    shape = tf.shape(ids)[:-1]
     segments = tf.range(tf.size(ids)) // tf.maximum(tf.shape(ids)[-1], 1)
-    found = Bag(tf.reshape(ids, [-1]), segments, examples, shape=shape)
+    found = Bag(tf.reshape(ids, [-1]), segments, tf.reduce_prod(shape), shape=shape)
     if weights is None:
         return found
     return found._replace(weights=tf.reshape(weights, [-1]), matches=_same(tf.shape(weights), tf.shape(ids)))
 
 
 def _ragged(ids: tf.RaggedTensor, weights: Any, combiner: str | None, name: str) -> Bag:
-    flat = as_ids(ids.flat_values, name)
+    """Return the bag of ragged ids: their last axis is combined, whether it is ragged or uniform."""
+    flat = ids.flat_values
     if combiner is None:
-        return Bag(flat, None, tf.size(flat), like=ids)
-    if ids.ragged_rank != 1 or ids.flat_values.shape.rank != 1:
-        remedy = "merge the others, or use no combiner"
-        raise ValueError(
-            describe(f"ids of {name!r}", f"{ids.shape.rank} axes", "[batch, None] with a combiner", remedy)
-        )
-    examples = tf.cast(ids.nrows(), tf.int32)
-    segments = _row_of_each(tf.cast(ids.row_splits, tf.int32), tf.size(flat))
-    found = Bag(flat, segments, examples, shape=examples[None])
+        return Bag(tf.reshape(flat, [-1]), None, tf.size(flat), like=ids)
+    if _known_axes(flat, name) > 1:
+        found = _over_last_axis(flat, None)._replace(like=ids.with_flat_values(tf.reduce_sum(flat[..., :0], -1)))
+    else:
+        splits = tf.cast(ids.nested_row_splits[-1], tf.int32)
+        examples = tf.size(splits) - 1
+        like = None if ids.ragged_rank == 1 else _without_last_axis(ids)
+        found = Bag(flat, _row_of_each(splits, tf.size(flat)), examples, shape=examples[None], like=like)
     if weights is None:
         return found
-    matches = tf.logical_and(
-        tf.equal(weights.flat_values.shape.rank, 1),
-        _same(weights.row_splits, tf.cast(ids.row_splits, weights.row_splits.dtype)),
-    )
-    return found._replace(weights=weights.flat_values, matches=matches)
+    matches = tf.constant(False)
+    if weights.ragged_rank == ids.ragged_rank and weights.flat_values.shape.rank == flat.shape.rank:
+        pairs = zip(weights.nested_row_splits, ids.nested_row_splits, strict=True)
+        same = [_same(mine, tf.cast(theirs, mine.dtype)) for mine, theirs in pairs]
+        matches = tf.reduce_all([*same, _same(tf.shape(weights.flat_values), tf.shape(flat))])
+    return found._replace(weights=tf.reshape(weights.flat_values, [-1]), matches=matches)
+
+
+def _without_last_axis(ragged: tf.RaggedTensor) -> Any:
+    """Return zeros in the form of ``ragged`` without its last axis, which is ragged."""
+    if ragged.ragged_rank == 1:
+        return tf.zeros(tf.cast(ragged.nrows(), tf.int32)[None], tf.int32)
+    return ragged.with_values(_without_last_axis(ragged.values))
 
 
 def _row_of_each(splits: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
@@ -148,17 +289,29 @@ def _same(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
     return tf.cond(tf.reduce_all(tf.shape(a) == tf.shape(b)), lambda: tf.reduce_all(a == b), lambda: tf.constant(False))
 
 
-def in_range(bag: Bag, rows: int, how: OutOfRange) -> Bag:
+def in_range(bag: Bag, table: Table, how: OutOfRange) -> Bag:
     """Return a bag whose ids are rows: wrapped round, without those that are none, or (for "error") 0 in their place.
 
-    With "error" they have been noted before, and every rank raises before a row is used.
+    With "error" they have been noted before, and every rank raises before a row is used. Padding is left out, too.
     """
-    if how == "wrap":
-        return bag._replace(ids=tf.math.floormod(bag.ids, tf.cast(rows, bag.ids.dtype)))
-    bad = is_out_of_range(bag.ids, rows)
-    if how == "error":
-        return bag._replace(ids=tf.where(bad, tf.zeros_like(bag.ids), bag.ids))
-    kept = tf.where(tf.logical_not(bad))[:, 0]
+    ids, kept = bag.ids, None
+    if table.mask_zero and table.combiner is not None:
+        kept = tf.not_equal(ids, 0)
+    if table.evict is None and how == "wrap":
+        ids = tf.math.floormod(ids, tf.cast(table.input_dim, ids.dtype))
+    elif table.evict is None:
+        bad = is_out_of_range(ids, table.input_dim)
+        if how == "error":
+            ids = tf.where(bad, tf.zeros_like(ids), ids)
+        else:
+            good = tf.logical_not(bad)
+            kept = good if kept is None else tf.logical_and(kept, good)
+    bag = bag._replace(ids=tf.bitcast(ids, tf.int64) if ids.dtype == tf.uint64 else ids)
+    return bag if kept is None else _only(bag, tf.where(kept)[:, 0])
+
+
+def _only(bag: Bag, kept: tf.Tensor) -> Bag:
+    """Return a bag with the ids at the places ``kept`` alone."""
     ids = tf.gather(bag.ids, kept)
     if bag.segments is None:
         return bag._replace(ids=ids, kept=kept)
@@ -184,15 +337,24 @@ def combined(found: Found, bag: Bag, combiner: str | None) -> Any:
         rows = found.spread()
         if bag.kept is not None:
             rows = tf.scatter_nd(bag.kept[:, None], rows, tf.cast([bag.examples, rows.shape[1]], tf.int64))
-        if bag.like is not None:
-            return bag.like.with_flat_values(rows)
-        return tf.reshape(rows, tf.concat([bag.shape, [rows.shape[1]]], 0))
+        return _shaped(rows, bag)
     total = _sums(found, bag)
     if combiner != "sum":
         one = tf.ones_like(bag.segments, total.dtype) if bag.weights is None else tf.cast(bag.weights, total.dtype)
         size = tf.math.unsorted_segment_sum(one if combiner == "mean" else one * one, bag.segments, bag.examples)
         total = tf.math.divide_no_nan(total, (size if combiner == "mean" else tf.sqrt(size))[:, None])
-    return tf.reshape(total, tf.concat([bag.shape, [total.shape[1]]], 0))
+    return _shaped(total, bag)
+
+
+def _shaped(rows: tf.Tensor, bag: Bag) -> Any:
+    """Give the vectors of all examples ``[n, width]`` the form of the output."""
+    width = rows.shape[1]
+    if bag.like is None:
+        return tf.reshape(rows, tf.concat([bag.shape, [width]], 0))
+    flat = bag.like.flat_values
+    if flat.shape.rank != 1:  # uniform axes within the ragged ones
+        rows = tf.reshape(rows, tf.concat([tf.shape(flat), [width]], 0))
+    return bag.like.with_flat_values(rows)
 
 
 def _sums(found: Found, bag: Bag) -> tf.Tensor:

@@ -50,8 +50,22 @@ def beside(x: tf.Tensor, width: int, group: Group) -> tf.Tensor:
     return forward(x)
 
 
-def sum_over(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
-    """Return the sum of ``x`` over the group."""
+def sum_of_parts(x: tf.Tensor) -> tf.Tensor:
+    """Return the sum over all ranks of ``x``, which each rank computes from its own part of something larger.
+
+    Every rank's loss depends on every part, so that the gradient is the sum of theirs.
+    """
+
+    @tf.custom_gradient
+    def forward(x: tf.Tensor) -> Any:
+        total = sum_over(x, None, "hvdkit.parts")
+        return total, lambda upstream: sum_over(upstream, None, "hvdkit.parts.gradient")
+
+    return forward(x)
+
+
+def sum_over(x: tf.Tensor, group: Group | None, name: str) -> tf.Tensor:
+    """Return the sum of ``x`` over the group; None: over all ranks."""
     return tensors.grouped_allreduce([x], ReduceOp.Sum, name, group)[0]
 
 

@@ -12,7 +12,15 @@ from hvdkit.collectives import tensors
 from hvdkit.layers.features import Bag, combined, in_range
 from hvdkit.layers.store import TableStore
 from hvdkit.variable import routing
-from hvdkit.variable.faults import Fault, find_fault, raise_everywhere, refused, rows_only, weights_match
+from hvdkit.variable.faults import (
+    Fault,
+    find_fault,
+    raise_everywhere,
+    refused,
+    rows_only,
+    weights_match,
+    whole_numbers,
+)
 from hvdkit.variable.keys import key_dtype, keys_of
 from hvdkit.variable.routing import Found, Numbered, read_distinct
 
@@ -23,28 +31,28 @@ class Asked(NamedTuple):
     """What a layer's ``ask`` returns, and its call takes in place of ids.
 
     Attributes:
-        bags: of each feature its ids.
+        bags: of each output the ids that are looked up for it; nested as the layer's inputs are.
         rows: what was asked of the ranks; None where nothing is cut across them.
     """
 
-    bags: dict[str, Bag]
+    bags: dict[str, Any]
     rows: routing.Asked | None
 
 
 def ask(store: TableStore, bags: Mapping[str, Bag], fault: Fault | None = None) -> Asked:
-    """Tell every rank which rows this one needs. Every rank calls it, with the same features.
+    """Tell every rank which rows this one needs. Every rank calls it, with the same outputs.
 
     Args:
         store: the tables.
-        bags: of each feature its ids.
+        bags: of each output the ids that are looked up for it.
         fault: what is wrong on this rank, if that is known.
 
     Raises:
         ValueError: in eager mode, on every rank, where an id of any rank is out of range and that is an error;
             ``tf.errors.InvalidArgumentError`` in graphs.
     """
-    fault = _fault(store, bags) if fault is None else fault
-    safe = {name: _safe(store, name, bag) for name, bag in bags.items()}
+    fault = fault_of(store, bags) if fault is None else fault
+    safe = {name: in_range(bag, store.lookups[name].table, store.out_of_range) for name, bag in bags.items()}
     if store.deferred:
         return Asked(safe, None)
     wanted = _wanted(store, safe)
@@ -57,7 +65,7 @@ def ask(store: TableStore, bags: Mapping[str, Bag], fault: Fault | None = None) 
 
 
 def read(store: TableStore, asked: Asked, training: bool | None) -> dict[str, Any]:
-    """Return each feature's output ``[*shape, output_dim]``, in its table's dtype. Every rank calls it.
+    """Return each output ``[*shape, output_dim]``, in its table's dtype. Every rank calls it.
 
     Args:
         store: the tables.
@@ -67,7 +75,7 @@ def read(store: TableStore, asked: Asked, training: bool | None) -> dict[str, An
     slices = {} if asked.rows is None else _slices(store, asked.bags, asked.rows, training)
     outputs = {}
     for name, bag in asked.bags.items():
-        table = store.features[name]
+        table = store.lookups[name].table
         if table.name in store.replicated and not store.deferred:
             parts = [read_distinct(Numbered(store.replicated[table.name]._value), bag.ids)]
         elif name in slices:
@@ -83,25 +91,25 @@ def abandon(store: TableStore) -> None:
     """Take part in a lookup whose inputs this rank could not make sense of: the others raise, too."""
     nothing = Bag(tf.zeros([0], tf.int32), None, tf.constant(0))
     with contextlib.suppress(ValueError):
-        ask(store, dict.fromkeys(store.features, nothing), refused())
+        ask(store, dict.fromkeys(store.lookups, nothing), refused())
 
 
-def _fault(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
-    """Return the first id or weight of this rank that is wrong."""
+def fault_of(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
+    """Return the first id or weight of this rank that is wrong.
+
+    Every rank makes the same checks in the same order, with or without a bag and weights: faults travel by number.
+    """
     checks = []
-    for name, bag in bags.items():
-        table = store.features[name]
-        where = f"feature {name!r} of table {table.name!r}"
+    for name, (feature, table) in store.lookups.items():
+        bag, where = bags.get(name), f"feature {feature!r} of table {table.name!r}"
+        ids = None if bag is None else bag.ids
         if store.out_of_range == "error" and not table.evict:
-            checks.append(rows_only(bag.ids, table.input_dim, where))
-        if table.combiner is not None:  # whether there are weights or not: ranks must number checks alike
-            checks.append(weights_match(bag.weights, bag.matches, where))
+            checks.append(rows_only(ids, table.input_dim, where))
+        if table.combiner is not None:
+            checks.append(weights_match(*((None, None) if bag is None else (bag.weights, bag.matches)), where))
+        if store.floats:
+            checks.append(whole_numbers(ids, None if bag is None else bag.whole, where))
     return find_fault(checks)
-
-
-def _safe(store: TableStore, name: str, bag: Bag) -> Bag:
-    table = store.features[name]
-    return bag if table.evict else in_range(bag, table.input_dim, store.out_of_range)
 
 
 def _after_check(store: TableStore, bags: dict[str, Bag], fault: Fault) -> dict[str, Bag]:
@@ -114,20 +122,20 @@ def _after_check(store: TableStore, bags: dict[str, Bag], fault: Fault) -> dict[
 
 
 def _wanted(store: TableStore, bags: Mapping[str, Bag]) -> dict[int, dict[tuple[str, int], list[str]]]:
-    """Return, by group, which runs of columns of which tables are asked for by which features."""
+    """Return, by group, which runs of columns of which tables are needed for which outputs."""
     wanted: dict[int, dict[tuple[str, int], list[str]]] = {}
     for name in bags:
-        table = store.features[name].name
+        table = store.lookups[name].table.name
         for number, (group, _) in enumerate(store.layout.slices.get(table, ())):
             wanted.setdefault(group, {}).setdefault((table, number), []).append(name)
     return dict(sorted(wanted.items()))
 
 
-def _keys(store: TableStore, bags: Mapping[str, Bag], features: Sequence[str], number: int) -> tf.Tensor:
-    """Return the keys that features ask one run of columns for, one after another."""
-    table, size = store.features[features[0]], store.layout.size
+def _keys(store: TableStore, bags: Mapping[str, Bag], names: Sequence[str], number: int) -> tf.Tensor:
+    """Return the keys that outputs ask one run of columns for, one after another."""
+    table, size = store.lookups[names[0]].table, store.layout.size
     dtype = key_dtype(store.layout.keys)  # one for all tables, which travel in one message
-    ids = routing.joined([tf.cast(bags[name].ids, dtype) for name in features])
+    ids = routing.joined([tf.cast(bags[name].ids, dtype) for name in names])
     _, part = store.layout.slices[table.name][number]
     return ids if table.evict else keys_of(ids, part.rule, table.input_dim, size, base=part.base, rank=part.rank)
 
@@ -135,7 +143,7 @@ def _keys(store: TableStore, bags: Mapping[str, Bag], features: Sequence[str], n
 def _slices(
     store: TableStore, bags: Mapping[str, Bag], asked: routing.Asked, training: bool | None
 ) -> dict[str, list[Found]]:
-    """Return each feature's rows, one part for each run of columns."""
+    """Return each output's rows, one part for each run of columns."""
     wanted = _wanted(store, bags)
     sources, parts = store.sources(list(wanted), training), [len(parts) for parts in wanted.values()]
     found = routing.fetch(sources, parts, asked, name=_NAME, wire=store.wire)

@@ -45,6 +45,19 @@ class _ParallelDense(ShardedLayer):
             raise ValueError(describe("axis", axis, "an axis along which batches do not differ", remedy))
         self._group = cluster.group(axis)
 
+    def get_config(self) -> dict[str, Any]:
+        """Return what ``from_config`` makes an equal layer of."""
+        own = {
+            "units": self.units,
+            "activation": keras.activations.serialize(self.activation),
+            "use_bias": self.use_bias,
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+            "seed": self.seed,
+            "axis": self.axis,
+        }
+        return {**super().get_config(), **own}
+
     def _add(self, name: str, shape: tuple[int, ...], initializer: Any, cut: int | None) -> Any:
         """Add a weight of which this rank holds its part along axis ``cut``, or the whole."""
         if cut is None:
@@ -75,6 +88,7 @@ class _ParallelDense(ShardedLayer):
         return int(agree(call)[0].payload) % 2**31
 
 
+@keras.saving.register_keras_serializable("hvdkit")
 class ColumnParallelDense(_ParallelDense):
     """A dense layer of which each rank of a mesh axis holds some columns, and so computes some of the outputs.
 
@@ -105,6 +119,10 @@ class ColumnParallelDense(_ParallelDense):
         super().__init__(units, **kwargs)
         self.gather_output = gather_output
 
+    def get_config(self) -> dict[str, Any]:
+        """Return what ``from_config`` makes an equal layer of."""
+        return {**super().get_config(), "gather_output": self.gather_output}
+
     def build(self, input_shape: Any) -> None:
         """Make this rank's columns."""
         self.kernel = self._add("kernel", (input_shape[-1], self.units), self.kernel_initializer, 1)
@@ -126,6 +144,7 @@ class ColumnParallelDense(_ParallelDense):
         return (*input_shape[:-1], self.units if self.gather_output else local)
 
 
+@keras.saving.register_keras_serializable("hvdkit")
 class RowParallelDense(_ParallelDense):
     """A dense layer of which each rank of a mesh axis holds some rows, for inputs of which it has some columns.
 
@@ -150,6 +169,11 @@ class RowParallelDense(_ParallelDense):
     def __init__(self, units: int, *, input_dim: int | None = None, input_is_parallel: bool = True, **kwargs: Any):
         super().__init__(units, **kwargs)
         self.input_dim, self.input_is_parallel = input_dim, input_is_parallel
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what ``from_config`` makes an equal layer of."""
+        own = {"input_dim": self.input_dim, "input_is_parallel": self.input_is_parallel}
+        return {**super().get_config(), **own}
 
     def build(self, input_shape: Any) -> None:
         """Make this rank's rows."""

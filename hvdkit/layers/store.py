@@ -15,9 +15,11 @@ from hvdkit.collectives.shards import Piece, PieceState, Shard, mark, shard_of, 
 from hvdkit.errors import describe
 from hvdkit.layers.base import memory
 from hvdkit.layers.changing import ChangingRows
-from hvdkit.layers.features import OutOfRange
+from hvdkit.layers.features import OutOfRange, lookups_of
+from hvdkit.layers.grouped import sum_of_parts
 from hvdkit.planning import Group, Table, lay_out
 from hvdkit.variable.initial import common_seed, initial_blocks
+from hvdkit.variable.own_optimizer import OwnOptimizer, own_optimizer, set_own_optimizer
 from hvdkit.variable.partitioned import gather_parts
 from hvdkit.variable.routing import Numbered, Source
 
@@ -32,6 +34,11 @@ class TableStore:
         seed: of random first values, or None.
         out_of_range: what becomes of ids that are no rows.
         wire: dtype in which rows travel, or None.
+        floats: whether ids may come as floats.
+
+    Attributes:
+        tables: the tables by name.
+        lookups: the feature and the table of each output.
 
     Raises:
         CollectiveMismatchError: ranks have different tables or placements.
@@ -46,11 +53,15 @@ class TableStore:
         seed: int | None,
         out_of_range: OutOfRange,
         wire: tf.DType | None,
+        floats: bool,
     ):
         self.tables = {table.name: table for table in tables}
-        self.features = {feature: table for table in tables for feature in table.features}
-        self.out_of_range, self.wire = out_of_range, wire
-        listed = [(t.name, t.input_dim, t.output_dim, t.dtype, t.evict or "", placements[t.name]) for t in tables]
+        self.lookups = lookups_of(tables)
+        self.out_of_range, self.wire, self.floats = out_of_range, wire, floats
+        listed = [
+            (t.name, t.input_dim, t.output_dim, t.dtype, t.evict or "", placements[t.name], t.optimizer_key)
+            for t in tables
+        ]
         call = Call(f"tables {listed}")
 
         def draw() -> None:
@@ -80,12 +91,17 @@ class TableStore:
             layer, f"embeddings_{number}", shape, group.dtype, pieces, host=group.host, zeros=group.evicts is not None
         )
         mark(variable, Shard(variable.path.rpartition("/")[0], tuple(pieces)))
+        set_own_optimizer(variable, _own(group.slices[0].table))
         return variable
 
     def _make_whole(self, layer: Any, table: Table) -> Any:
         shape = (table.input_dim, table.output_dim)
         whole = Piece(table.name, shape, tuple(map(range, shape)), 0, "")
-        return self._add(layer, table.name, shape, table.dtype, [whole], host=table.host)
+        variable = self._add(
+            layer, table.name, shape, table.dtype, [whole], host=table.host, regularizer=table.regularizer
+        )
+        set_own_optimizer(variable, _own(table))
+        return variable
 
     def _add(
         self,
@@ -97,6 +113,7 @@ class TableStore:
         *,
         host: bool,
         zeros: bool = False,
+        regularizer: Any = None,
     ) -> Any:
         def write(values: Any) -> None:
             for piece in () if zeros else pieces:
@@ -117,7 +134,14 @@ class TableStore:
             return values
 
         with memory(host):
-            weight = layer.add_weight(name=name, shape=shape, initializer=first_values, dtype=dtype, autocast=False)
+            weight = layer.add_weight(
+                name=name,
+                shape=shape,
+                initializer=first_values,
+                dtype=dtype,
+                autocast=False,
+                regularizer=regularizer,
+            )
         made_here = False  # where Keras infers shapes, it makes the variable later
         if weight._value is not None:
             # A block at a time where it stands, so that the memory is there once.
@@ -131,8 +155,9 @@ class TableStore:
 
     def sources(self, groups: Sequence[int], training: bool | None) -> list[Source]:
         """Return where the rows of some groups are; ``training`` as for a lookup."""
-        for variable in self.variables:
-            mark(variable, shard_of(variable))  # Keras may have made the TensorFlow variable since
+        for variable in self.variables:  # Keras may have made the TensorFlow variable since
+            mark(variable, shard_of(variable))
+            set_own_optimizer(variable, own_optimizer(variable))
         return [
             self._changing[g].source(training) if g in self._changing else Numbered(self.variables[g]._value)
             for g in groups
@@ -172,16 +197,40 @@ class TableStore:
 
     def assign(self, name: str, full_array: Any) -> None:
         """Set a whole table; each rank takes its part of ``full_array``."""
-        table, array = self._table(name), np.asarray(full_array)
-        if array.shape != (table.input_dim, table.output_dim):
-            expected = f"[{table.input_dim}, {table.output_dim}]"
-            raise ValueError(describe("full_array", f"shape {list(array.shape)}", expected, "pass the whole table"))
+        array = self.check_whole(name, full_array)
         if name in self.replicated:
             self.replicated[name].assign(array)
             return
         state = self._state(name)
         box = tuple(slice(i.start, i.stop, i.step) for i in state.local_index)
         state.assign_local(tf.cast(array[box], state.dtype))
+
+    def check_whole(self, name: str, full_array: Any) -> np.ndarray:
+        """Return ``full_array`` as an array. Raises ValueError if there is no such table, or it has another shape."""
+        table, array = self._table(name), np.asarray(full_array)
+        if array.shape != (table.input_dim, table.output_dim):
+            expected = f"[{table.input_dim}, {table.output_dim}]"
+            got = f"shape {list(array.shape)} for table {name!r}"
+            raise ValueError(describe("full_array", got, expected, "pass the whole table"))
+        return array
+
+    def penalty(self) -> tf.Tensor | None:
+        """Return the sum of the regularizers of all tables that are cut; None if none has one. Every rank calls it.
+
+        Each rank computes its parts' share; the sum is the same on every rank, and so is its gradient of a row.
+        """
+        regularized = [self.tables[name] for name in self.layout.slices if self.tables[name].regularizer is not None]
+        if not regularized or self.deferred:
+            return None
+        dtype = tf.float64 if any(table.dtype == "float64" for table in regularized) else tf.float32
+        shares = [tf.zeros([], dtype)]
+        for variable in self.variables:
+            shard = shard_of(variable)
+            for piece in () if shard is None else shard.pieces:
+                if (rule := self.tables[piece.table].regularizer) is not None:
+                    rows = tf.convert_to_tensor(variable._value)[piece.box]
+                    shares.append(tf.cast(rule(tf.cast(rows, dtype)), dtype))
+        return sum_of_parts(tf.add_n(shares))
 
     def _table(self, name: str) -> Table:
         if name not in self.tables:
@@ -196,3 +245,7 @@ class TableStore:
                 if piece.table == name:
                     return PieceState(variable, shard, piece)  # type: ignore[arg-type]
         raise AssertionError(name)
+
+
+def _own(table: Table) -> OwnOptimizer | None:
+    return None if table.optimizer is None else OwnOptimizer(table.optimizer, table.optimizer_key)

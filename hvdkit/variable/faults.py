@@ -22,16 +22,16 @@ class Check(NamedTuple):
     """Values of one feature, which of them are bad, and what to say then.
 
     Attributes:
-        values: ``[n]`` integers.
-        bad: ``[n]`` bool.
+        values: ``[n]`` integers; None if there is nothing to check: ranks number their checks, and need the same ones.
+        bad: ``[n]`` bool, or None.
         what: the argument, "ids" or "weights".
         where: whose, e.g. ``"feature 'user' of table 'users'"``.
         expected: what was expected.
         remedy: what to do.
     """
 
-    values: tf.Tensor
-    bad: tf.Tensor
+    values: tf.Tensor | None
+    bad: tf.Tensor | None
     what: str
     where: str
     expected: str
@@ -50,32 +50,44 @@ class Fault(NamedTuple):
     texts: tuple[tuple[str, str, str, str], ...]
 
 
-def rows_only(ids: tf.Tensor, rows: int, where: str) -> Check:
-    """Check that ids ``[n]`` are rows of a table of so many."""
+def rows_only(ids: tf.Tensor | None, rows: int, where: str) -> Check:
+    """Check that ids ``[n]`` are rows of a table of so many; None checks nothing."""
     remedy = "check the data, or pass out_of_range='wrap' or 'drop'"
-    return Check(ids, is_out_of_range(ids, rows), "ids", where, f"0 to {rows - 1}", remedy)
+    bad = None if ids is None else is_out_of_range(ids, rows)
+    return Check(ids, bad, "ids", where, f"0 to {rows - 1}", remedy)
 
 
 def weights_match(weights: tf.Tensor | None, matches: tf.Tensor | None, where: str) -> Check:
     """Check that weights stand where ids do, as ``matches`` (bool scalar) says; None where there are none."""
     expected, remedy = "one for each id, in the same places", "give both the same shape"
     if weights is None or matches is None:
-        return Check(tf.zeros([0], tf.int32), tf.zeros([0], tf.bool), "weights", where, expected, remedy)
+        return Check(None, None, "weights", where, expected, remedy)
     return Check(tf.size(weights)[None], tf.logical_not(matches)[None], "weights", where, expected, remedy)
+
+
+def whole_numbers(ids: tf.Tensor | None, whole: tf.Tensor | None, where: str) -> Check:
+    """Check that ids ``[n]`` that came as floats were whole numbers, as ``whole`` ``[n]`` says; None for integers."""
+    what, expected, remedy = "ids, without their fraction", "whole numbers", "pass integers"
+    if ids is None or whole is None:
+        return Check(None, None, what, where, expected, remedy)
+    return Check(ids, tf.logical_not(whole), what, where, expected, remedy)
 
 
 def find_fault(checks: Sequence[Check]) -> Fault:
     """Return the first value that is bad on this rank."""
     texts = tuple(check[2:] for check in checks)
-    if not checks:
+    made = [
+        (number, c.values, c.bad) for number, c in enumerate(checks, 1) if c.values is not None and c.bad is not None
+    ]
+    if not made:
         return Fault(tf.zeros([FAULT_WORDS], tf.int32), texts)
-    wrong = tf.concat([check.bad for check in checks], 0)
+    wrong = tf.concat([bad for _, _, bad in made], 0)
 
     def words() -> tf.Tensor:
-        ends = tf.cumsum(tf.stack([tf.size(check.values) for check in checks]))
+        ends = tf.cumsum(tf.stack([tf.size(values) for _, values, _ in made]))
         first = tf.argmax(wrong, output_type=tf.int32)
-        number = tf.searchsorted(ends, first[None], side="right") + 1
-        value = tf.concat([tf.cast(check.values, tf.int64) for check in checks], 0)[first]
+        number = tf.gather([number for number, _, _ in made], tf.searchsorted(ends, first[None], side="right"))
+        value = tf.concat([tf.cast(values, tf.int64) for _, values, _ in made], 0)[first]
         return tf.concat([number, tf.bitcast(value, tf.int32)], 0)
 
     found = tf.cond(tf.reduce_any(wrong), words, lambda: tf.zeros([FAULT_WORDS], tf.int32))

@@ -247,13 +247,13 @@ class PartitionedVariable:
 
 
 def as_ids(ids: Any, name: str) -> tf.Tensor:
-    """Return ``ids`` as a tensor of int32 or int64. Raises TypeError for anything else, bools and floats included."""
+    """Return ``ids`` as a tensor of int32, int64 or uint64. Raises TypeError if they are not integers."""
     tensor = tf.convert_to_tensor(ids) if tf.is_tensor(ids) or np.size(ids) else tf.zeros(np.shape(ids), tf.int64)
     if not tensor.dtype.is_integer:
         raise TypeError(
             describe(f"ids of {name!r}", tensor.dtype.name, "integers", "cast them with tf.cast(ids, 'int64')")
         )
-    return tensor if tensor.dtype in (tf.int32, tf.int64) else tf.cast(tensor, tf.int64)
+    return tensor if tensor.dtype in (tf.int32, tf.int64, tf.uint64) else tf.cast(tensor, tf.int64)
 
 
 def gather_parts(

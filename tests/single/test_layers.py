@@ -15,7 +15,7 @@ LAYERS = [
     {"cli"},
     {"bench"},
     {"launch"},
-    {"callbacks", "schedules", "doctor", "build_horovod", "models"},
+    {"callbacks", "schedules", "doctor", "build_horovod", "models", "registration"},
     {"supervisor"},
     {"checkpoint", "data"},
     {"optimizer", "layers"},

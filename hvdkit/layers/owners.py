@@ -1,0 +1,188 @@
+"""The lookup of ids that are with the tables' owners already: vectors travel, ids do not.
+
+Tables are whole on one rank, or cut by columns. A rank has the ids of the whole global batch for the tables that it
+holds something of. With N ranks, B examples, and W_o numbers in the vectors that rank o makes of an example:
+
+    1. every rank tells the others whether an id is wrong, and B;
+    2. each owner looks its features up, ``[B, W_o]``;
+    3. one alltoall (for each dtype) takes rank r its examples' rows of these matrices, ``[r*B//N, (r+1)*B//N)``, as
+       ``hk.data.GlobalBatches`` deals them out.
+
+Gradients come back by one alltoall. (``dp_input=False`` of NVIDIA's distributed-embeddings.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.collectives import tensors
+from hvdkit.errors import describe
+from hvdkit.layers.features import Bag, combined, in_range
+from hvdkit.layers.lookup import fault_of
+from hvdkit.layers.store import TableStore
+from hvdkit.planning import Layout, Slice
+from hvdkit.variable.faults import FAULT_WORDS, Fault, raise_everywhere, refused
+from hvdkit.variable.routing import Numbered, read_distinct
+
+_NAME = "hvdkit.owners"
+_AS_MANY = "the same number of examples for all features"
+_REMEDY = "pass the ids of the whole global batch on every rank"
+
+
+def held_by(layout: Layout, tables: Mapping[str, str], rank: int) -> list[tuple[str, int, Slice]]:
+    """Return what ``rank`` looks up: the output, the number of the variable, and the columns, in an order all share.
+
+    Args:
+        layout: of the tables.
+        tables: of each output its table.
+        rank: any.
+    """
+    return [
+        (name, group, part)
+        for name, table in tables.items()
+        for group, part in layout.slices[table]
+        if part.rank == rank
+    ]
+
+
+def read_owned(store: TableStore, bags: Mapping[str, Bag]) -> dict[str, Any]:
+    """Return each output of this rank's examples, ``[local, output_dim]``. Every rank calls it.
+
+    Args:
+        store: the tables.
+        bags: of each output of which this rank holds columns, the ids of all examples of the global batch.
+
+    Raises:
+        ValueError: in eager mode, on every rank, if an id of any rank is out of range, or ranks have unlike numbers of
+            examples; ``tf.errors.InvalidArgumentError`` in graphs.
+    """
+    checked, batch = _agreed(fault_of(store, bags), _examples(bags), bags)
+    safe = {name: in_range(bag, store.lookups[name].table, store.out_of_range) for name, bag in checked.items()}
+    size, tables = cluster.size(), {name: lookup.table.name for name, lookup in store.lookups.items()}
+    held = [held_by(store.layout, tables, rank) for rank in range(size)]
+    edges = tf.range(size + 1) * batch // size
+    counts = edges[1:] - edges[:-1]
+    columns: dict[str, dict[int, tf.Tensor]] = {name: {} for name in store.lookups}
+    for dtype in dict.fromkeys(table.dtype for table in store.tables.values()):
+        of_ranks = [[part for part in parts if store.lookups[part[0]].table.dtype == dtype] for parts in held]
+        made = [_vectors(store, safe[name], group, part) for name, group, part in of_ranks[cluster.rank()]]
+        widths = [sum(len(part.columns) for _, _, part in parts) for parts in of_ranks]
+        looked_up = {group for _, group, _ in of_ranks[cluster.rank()]}
+        made += [
+            _no_vectors(variable, batch)
+            for number, (group, variable) in enumerate(zip(store.layout.groups, store.variables, strict=True))
+            if group.dtype == dtype and number not in looked_up
+        ]
+        whole = tf.concat(made, 1)
+        for parts, received in zip(of_ranks, _deal_out(whole, widths, counts, batch, store.wire), strict=True):
+            own = tf.split(received, [len(part.columns) for _, _, part in parts], axis=1) if parts else []
+            for (name, _, part), vectors in zip(parts, own, strict=True):
+                columns[name][part.columns.start] = vectors
+    return {name: tf.concat([runs[start] for start in sorted(runs)], 1) for name, runs in columns.items()}
+
+
+def abandon_owned(store: TableStore) -> None:
+    """Take part in a lookup whose inputs this rank could not make sense of: the others raise, too."""
+    with contextlib.suppress(ValueError):
+        _agreed(refused(), tf.constant(-1), {})
+
+
+def one_vector_each(bag: Bag, name: str) -> Bag:
+    """Return ``bag``, of which every example has one vector. Raises ValueError for another."""
+    if bag.like is None and bag.shape.shape[0] == 1:
+        return bag
+    expected, remedy = "one vector for each example with dp_input=False", "give the table a combiner, or pass [batch]"
+    raise ValueError(describe(f"ids of {name!r}", "several ids for each example", expected, remedy))
+
+
+def _examples(bags: Mapping[str, Bag]) -> tf.Tensor:
+    """Return the number of examples of this rank's bags; -1 without a bag, -2 if they differ."""
+    if not bags:
+        return tf.constant(-1)
+    every = tf.stack([tf.cast(bag.examples, tf.int32) for bag in bags.values()])
+    known = sorted({int(n) for bag in bags.values() if (n := tf.get_static_value(bag.examples)) is not None})
+    if len(known) > 1 and not tf.executing_eagerly():  # a graph that cannot be traced ends the job
+        raise ValueError(describe("inputs", f"{known} examples", _AS_MANY, _REMEDY))
+    return tf.where(tf.reduce_all(every == every[0]), every[0], -2)
+
+
+def _agreed(fault: Fault, examples: tf.Tensor, bags: Mapping[str, Bag]) -> tuple[dict[str, Bag], tf.Tensor]:
+    """Return the bags and the global number of examples once no rank has a fault, and all ranks have as many."""
+    words = tf.concat([fault.words, examples[None]], 0)[None]
+    if cluster.size() > 1:
+        words = tensors.allgather(words, f"{_NAME}.faults")
+    batches = words[:, FAULT_WORDS]
+    batch = tf.maximum(tf.reduce_max(batches), 0)
+    wrong = tf.logical_and(batches != batch, batches != -1)
+    with tf.control_dependencies(raise_everywhere(words[:, :FAULT_WORDS], fault)):
+        wrong = tf.identity(wrong)
+    with tf.control_dependencies(_raise_unlike(batches, wrong)):
+        return {name: bag._replace(ids=tf.identity(bag.ids)) for name, bag in bags.items()}, tf.identity(batch)
+
+
+def _raise_unlike(batches: tf.Tensor, wrong: tf.Tensor) -> list[tf.Operation]:
+    if tf.executing_eagerly():
+        if tf.reduce_any(wrong):
+            shown = ", ".join("none" if n == -1 else "unlike numbers" if n == -2 else str(n) for n in batches.numpy())
+            raise ValueError(
+                describe("inputs", f"{shown} examples on ranks 0 to {len(batches) - 1}", _AS_MANY, _REMEDY)
+            )
+        return []
+    message = tf.strings.join(
+        [
+            "inputs: got ",
+            tf.strings.reduce_join(tf.strings.as_string(batches), separator=", "),
+            f" examples on the ranks (-1: none, -2: unlike numbers), expected {_AS_MANY}; {_REMEDY}",
+        ]
+    )
+    return [tf.debugging.Assert(tf.logical_not(tf.reduce_any(wrong)), [message])]
+
+
+def _vectors(store: TableStore, bag: Bag, group: int, part: Slice) -> tf.Tensor:
+    """Return some columns of one output for all examples, ``[B, columns]``."""
+    source = Numbered(store.variables[group]._value)
+    found = read_distinct(source, tf.cast(bag.ids, tf.int64) + part.base)
+    vectors = combined(found, bag, part.table.combiner)
+    return tf.ensure_shape(vectors[:, : len(part.columns)], [None, len(part.columns)])
+
+
+def _no_vectors(variable: Any, batch: tf.Tensor) -> tf.Tensor:
+    """Return ``[B, 0]`` of a variable in which this rank looks nothing up: the exchange of gradients needs it."""
+    return tf.reshape(variable._value.sparse_read(tf.zeros([0], tf.int32)), [batch, 0])
+
+
+def _deal_out(
+    whole: tf.Tensor, widths: Sequence[int], counts: tf.Tensor, batch: tf.Tensor, wire: tf.DType | None
+) -> list[tf.Tensor]:
+    """Send each rank its examples' rows of ``whole``; return those that came from each rank, ``[local, widths[o]]``.
+
+    Args:
+        whole: this rank's vectors of all examples, ``[B, widths[rank]]``.
+        widths: numbers in the vectors of each rank.
+        counts: examples of each rank, ``[N]`` int32.
+        batch: B.
+        wire: dtype in which vectors travel; None: their own.
+    """
+    rank, size = cluster.rank(), cluster.size()
+    if size == 1 or not any(widths):
+        return [whole[: counts[rank]] if o == rank else tf.zeros([counts[rank], 0], whole.dtype) for o in range(size)]
+    sent = wire if wire is not None and wire.size < whole.dtype.size else whole.dtype
+    dtype, name = whole.dtype, f"{_NAME}.vectors_{sent.name}"
+    mine, theirs = counts * widths[rank], counts[rank] * tf.constant(list(widths))
+
+    @tf.custom_gradient
+    def exchange(whole: tf.Tensor) -> Any:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            back = tensors.alltoall(tf.cast(upstream, sent), theirs, f"{name}.gradients")[0]
+            return tf.cast(tf.reshape(back, [batch, widths[rank]]), dtype)
+
+        flat = tf.reshape(tf.cast(whole, sent), [-1])
+        return tf.cast(tensors.alltoall(flat, mine, name)[0], dtype), gradient
+
+    parts = tf.split(exchange(whole), theirs, num=size)
+    return [tf.reshape(part, [counts[rank], width]) for part, width in zip(parts, widths, strict=True)]

@@ -1,0 +1,66 @@
+"""Keras finds hvdkit's layers in saved models after ``import hvdkit``, which imports neither Keras nor TensorFlow.
+
+Keras looks classes up by name in a registry, which exists once Keras is imported. So right after that, whenever it is,
+each layer gets an entry that imports ``hvdkit.layers`` when a saved model asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+LAYERS = ("ColumnParallelDense", "RowParallelDense", "ShardedEmbedding", "ShardedEmbeddingCollection")
+
+
+class _Later:
+    """Stands for a layer's class in Keras's registry until it is needed; importing the layers replaces it."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def from_config(self, config: dict[str, Any]) -> Any:
+        """Return the layer that ``config`` describes."""
+        return getattr(importlib.import_module("hvdkit.layers"), self._name).from_config(config)
+
+
+class _AfterKeras(importlib.abc.MetaPathFinder):
+    """Finds Keras as the other finders do, and has the layers registered once Keras has been imported."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return Keras's spec, whose loader registers the layers at the end; None for any other module."""
+        if fullname != "keras":
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            _register(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def register_layers() -> None:
+    """Register the layers with Keras: now if it has been imported, else when it is."""
+    keras = sys.modules.get("keras")
+    if keras is None:
+        sys.meta_path.insert(0, _AfterKeras())
+    elif hasattr(keras, "saving"):  # not while it is being imported
+        _register(keras)
+
+
+def _register(keras: ModuleType) -> None:
+    registry = keras.saving.get_custom_objects()
+    for name in LAYERS:
+        registry.setdefault(f"hvdkit>{name}", _Later(name))

@@ -1,0 +1,433 @@
+"""What users of ``keras.layers.Embedding`` do by habit: the same result as in one process, or an error with words."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+from hvdkit import registration
+
+ROWS, WIDTH, BATCH = 11, 4, 12
+Table = hk.layers.Table
+
+
+def mine(array, rank, size):
+    """This rank's part of a global batch, as ``hk.data.GlobalBatches`` deals it out."""
+    return array[rank * len(array) // size : (rank + 1) * len(array) // size]
+
+
+def data(many=BATCH):
+    rng = np.random.default_rng(4)
+    return rng.integers(0, ROWS, (many, 3)), rng.normal(size=(many, 1)).astype("f4")
+
+
+# ---- Sequential without Input ---------------------------------------------------------------------------------
+
+
+def sequential(embedding):
+    return keras.Sequential([embedding, keras.layers.Flatten(), keras.layers.Dense(1, kernel_initializer="ones")])
+
+
+@pytest.mark.contract
+def test_a_sequential_without_input_equals_keras(rank, size):
+    """Call, fit, evaluate and predict: Keras makes float32 of the ids."""
+    ids, y = data()
+    layer, plain = hk.layers.ShardedEmbedding(ROWS, WIDTH, seed=1), keras.layers.Embedding(ROWS, WIDTH)
+    model, alone = sequential(layer), sequential(plain)
+    own_ids, own_y = mine(ids, rank, size), mine(y, rank, size)
+    model(tf.constant(own_ids)), alone(tf.constant(ids))
+    plain.set_weights(layer.get_weights())
+    model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.5)), "mse", jit_compile=False)
+    alone.compile(keras.optimizers.SGD(0.5), "mse", jit_compile=False)
+    model.fit(own_ids, own_y, batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
+    alone.fit(ids, y, batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
+    np.testing.assert_allclose(layer.get_weights()[0], plain.get_weights()[0], rtol=1e-4, atol=1e-6)
+    expected = alone.predict(own_ids, verbose=0)
+    np.testing.assert_allclose(model.predict(own_ids, verbose=0), expected, rtol=1e-4, atol=1e-5)
+    assert np.isfinite(model.evaluate(own_ids, own_y, verbose=0))
+    assert model.compute_output_shape((None, 3)) == (None, 1)
+    for dtype in ("int32", "uint8", "float32", "float64"):
+        np.testing.assert_allclose(model(tf.constant(own_ids, dtype)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sequential_of_several_forms_of_ids(rank):
+    """(batch,), (batch, 1), and with a combiner (batch, k)."""
+    for combiner, shape, expected in ((None, (5,), (5, 4)), (None, (5, 1), (5, 1, 4)), ("mean", (5, 3), (5, 4))):
+        model = keras.Sequential([hk.layers.ShardedEmbedding(ROWS, WIDTH, combiner=combiner)])
+        assert model(np.ones(shape, "i8")).shape == expected
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    ("bad", "said"), [(1.5, "ids, without their fraction: got 1"), (np.nan, "ids"), (11.0, "got 11")]
+)
+def test_floats_that_are_no_rows_are_an_error_on_every_rank(bad, said, traced, rank, size):
+    layer = hk.layers.ShardedEmbedding(ROWS, WIDTH)
+    layer.build()
+    ids = tf.constant([[2.0, bad if rank == size - 1 else 3.0]])
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=f"{said}.* on rank {size - 1}"):
+        (tf.function(layer) if traced else layer)(ids)
+    if bad != 11:
+        with pytest.raises(ValueError, match="without their fraction"):
+            hk.layers.ShardedEmbedding(ROWS, WIDTH, out_of_range="drop")(ids)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "options"),
+    [
+        (2**24 + 1, "float32", {}),
+        (2**11 + 1, "float16", {}),
+        (2**8 + 1, "bfloat16", {}),
+        (64, "float32", {"evict": "lru"}),
+        (10, "float32", {"out_of_range": "wrap"}),
+    ],
+)
+def test_floats_that_do_not_hold_every_row_are_refused(rows, dtype, options):
+    """Keras's own layer rounds such ids without a word."""
+    said = rf"ids of 'embeddings': got {dtype} \(exact up to .*keras.Input"
+    with pytest.raises(TypeError, match=said):
+        hk.layers.ShardedEmbedding(rows, 1, **options).compute_output_spec(keras.KerasTensor((None,), dtype))
+    if rows < 2**24:
+        policy = f"mixed_{dtype}" if "16" in dtype else dtype
+        with pytest.raises(TypeError, match=said):
+            keras.Sequential([hk.layers.ShardedEmbedding(rows, 1, dtype=policy, **options)])(tf.constant([[1, 2]]))
+
+
+def test_weights_keep_their_dtype(rank):
+    """Keras's autocast would round them to the layer's compute dtype."""
+    layer = hk.layers.ShardedEmbedding(ROWS, 1, combiner="sum", embeddings_initializer="ones", dtype="mixed_float16")
+    found = layer((tf.constant([[1, 2]]), tf.constant([[1e5, -1e5 + 1]])))  # 100,000 is too large for float16
+    assert found.dtype == tf.float16 and found.numpy() == [[1.0]]
+
+
+@pytest.mark.parametrize(("form", "axes"), [("dense", 1), ("dense", 2), ("ragged", 2), ("ragged", 3), ("sparse", 2)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_symbolic_outputs_have_the_form_of_real_ones(form, axes, weighted):
+    kind = {} if form == "dense" else {form: True}
+    given = [keras.Input((3, 2)[: axes - 1], dtype=dtype, **kind) for dtype in ("int32", "float32")]
+    layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, combiner="mean")
+    found = layer(tuple(given) if weighted else given[0])
+    assert found.dtype == "float32" and not found.sparse and found.ragged == (form == "ragged" and axes == 3)
+    assert found.shape == ((None, WIDTH) if axes < 3 else (None, 3, WIDTH))
+    if form != "sparse" and not weighted:
+        apart = hk.layers.ShardedEmbedding(ROWS, WIDTH)
+        assert apart(given[0]).shape == (*given[0].shape, WIDTH) == apart.compute_output_shape(given[0].shape)
+        assert layer.compute_output_shape(given[0].shape) == found.shape
+
+
+# ---- mask_zero ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", ["pooling", "recurrent"])
+def test_mask_zero_equals_keras(after, rank, size):
+    """Id 0 is padding: the layers behind leave it out, forward and backward."""
+    ids, y = data()
+    ids *= np.random.default_rng(1).integers(0, 2, ids.shape)
+    ids[:, 0] += ids[:, 0] == 0
+    layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, mask_zero=True, seed=1)
+    plain = keras.layers.Embedding(ROWS, WIDTH, mask_zero=True)
+
+    def build(embedding):
+        keras.utils.set_random_seed(3)
+        inner = keras.layers.GlobalAveragePooling1D() if after == "pooling" else keras.layers.SimpleRNN(3)
+        model = keras.Sequential([keras.Input((3,), dtype="int64"), embedding, inner, keras.layers.Dense(1)])
+        return model
+
+    model, alone = build(layer), build(plain)
+    plain.set_weights(layer.get_weights())
+    np.testing.assert_array_equal(layer(tf.constant(ids))._keras_mask, ids != 0)
+    model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.5)), "mse", jit_compile=False)
+    alone.compile(keras.optimizers.SGD(0.5), "mse", jit_compile=False)
+    model.train_on_batch(mine(ids, rank, size), mine(y, rank, size))
+    alone.train_on_batch(ids, y)
+    np.testing.assert_allclose(layer.get_weights()[0], plain.get_weights()[0], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(model.predict(ids, verbose=0), alone.predict(ids, verbose=0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["dense", "ragged", "sparse", "weighted"])
+def test_a_combiner_leaves_padding_out(form, rank):
+    layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, combiner="mean", mask_zero=True, seed=1)
+    layer.build()
+    given = {
+        "dense": tf.constant([[1, 0, 2], [0, 0, 0]]),
+        "ragged": tf.ragged.constant([[1, 0, 2], [0]]),
+        "sparse": tf.SparseTensor([[0, 0], [0, 1], [0, 2], [1, 1]], [1, 0, 2, 0], (2, 3)),
+        "weighted": (tf.constant([[1, 0, 2], [0, 0, 0]]), tf.constant([[1.0, 9.0, 1.0], [1.0, 1.0, 1.0]])),
+    }[form]
+    found, table = layer(given), layer.gather()
+    np.testing.assert_allclose(found, [(table[1] + table[2]) / 2, np.zeros(WIDTH)], rtol=1e-5, atol=1e-7)
+    assert getattr(found, "_keras_mask", None) is None
+
+
+def test_masks_of_requests_ragged_ids_and_collections(rank):
+    tables = [Table("a", ROWS, WIDTH, mask_zero=True), Table("b", ROWS, WIDTH, combiner="sum", mask_zero=True)]
+    layer = hk.layers.ShardedEmbeddingCollection(tables, {"a": "row"})
+    given = {"a": tf.constant([[1, 0]]), "b": tf.constant([[0, 2]])}
+    for found in (layer(given), layer(layer.ask(given))):
+        np.testing.assert_array_equal(found["a"]._keras_mask, [[True, False]])
+        assert getattr(found["b"], "_keras_mask", None) is None
+    one = hk.layers.ShardedEmbedding(ROWS, WIDTH, mask_zero=True)
+    assert one.compute_mask(tf.ragged.constant([[1, 0], [3]])).to_list() == [[True, False], [True]]
+
+
+# ---- regularizers, and what has no counterpart ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("partition", "regularizer", "op"),
+    [
+        ("mod", "l2", hk.Average),
+        ("column", keras.regularizers.L1L2(0.01, 0.05), hk.Sum),
+        ("replicated", "l1", hk.Average),
+    ],
+)
+def test_a_regularizer_equals_keras(partition, regularizer, op, rank, size):
+    """The penalty is on the whole table, once, on every rank: in the loss, and in each row's gradient."""
+    ids, y = data()
+    options = {"embeddings_regularizer": regularizer}
+    layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, partition=partition, seed=1, **options)
+    plain = keras.layers.Embedding(ROWS, WIDTH, **options)
+    model, alone = sequential(layer), sequential(plain)
+    model(ids), alone(ids)
+    plain.set_weights(layer.get_weights())
+    np.testing.assert_allclose(float(sum(layer.losses)), float(sum(plain.losses)), rtol=1e-5)
+    rate = 0.5 / (size if op == hk.Sum else 1)
+    model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(rate), op=op), "mse", jit_compile=False)
+    alone.compile(keras.optimizers.SGD(0.5), "mse", jit_compile=False)
+    for _ in range(2):
+        loss = model.train_on_batch(mine(ids, rank, size), mine(y, rank, size))
+        expected = alone.train_on_batch(ids, y)
+    np.testing.assert_allclose(layer.get_weights()[0], plain.get_weights()[0], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(hk.allreduce(float(loss)), float(expected), rtol=1e-5)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_regularizer_beside_batches_of_unlike_sizes(traced, rank, size):
+    """The penalty has the same gradient however the examples are spread, and is added once for two lookups."""
+    layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, embeddings_regularizer="l2", seed=1, dtype="float64")
+    layer.build()
+    start = layer.gather()
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0), op=None)
+    optimizer.build(layer.trainable_variables)
+    ids = np.full(rank + (size == 1), 3)  # none on the first of several ranks
+
+    class Twice(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner = layer
+
+        def call(self, ids):
+            return self.inner(ids) + self.inner(ids)
+
+    twice = Twice()
+
+    def step(ids):
+        with hk.DistributedGradientTape(tf.GradientTape(), weight=tf.shape(ids)[0]) as tape:
+            found = twice(ids)
+            loss = tf.reduce_sum(found) / tf.cast(tf.maximum(tf.shape(ids)[0], 1), tf.float64) + sum(twice.losses)
+        optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+
+    (tf.function(step) if traced else step)(tf.constant(ids))
+    expected = start - 2 * np.float64(keras.regularizers.L2().l2) * start
+    expected[3] -= 2.0
+    np.testing.assert_allclose(layer.gather(), expected, rtol=1e-6)
+
+
+def test_arguments_of_keras_embedding_that_have_no_counterpart():
+    make = hk.layers.ShardedEmbedding
+    with pytest.raises(TypeError, match="embeddings_constraint: got NonNeg, expected None"):
+        make(3, 2, embeddings_constraint=keras.constraints.NonNeg())
+    with pytest.raises(TypeError, match=r"weights: got list, .*embeddings_initializer"):
+        make(3, 2, weights=[np.zeros((3, 2))])
+    for name, value in (("lora_rank", 2), ("lora_alpha", 2), ("quantization_config", object())):
+        with pytest.raises(TypeError, match=f"{name}: got"):
+            make(3, 2, **{name: value})
+    assert make(3, 2, weights=None).get_config()["output_dim"] == 2
+    for regularizer in (keras.regularizers.OrthogonalRegularizer(), lambda x: 0.0, "no such"):
+        with pytest.raises(ValueError, match="regularizer of table 'embeddings'"):
+            make(3, 2, embeddings_regularizer=regularizer)
+    with pytest.raises(ValueError, match="expected None with evict"):
+        make(3, 2, embeddings_regularizer="l2", evict="lru")
+
+
+# ---- get_weights and set_weights ------------------------------------------------------------------------------
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("partition", ["mod", "div", "column", "replicated"])
+def test_weights_are_the_whole_table_in_and_out(partition, rank, size, shared_path):
+    layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, partition=partition)
+    table = np.random.default_rng(2).normal(size=(ROWS, WIDTH)).astype("f4")
+    layer.set_weights([table])  # builds the layer
+    (found,) = layer.get_weights()
+    np.testing.assert_array_equal(found, table)
+    np.testing.assert_array_equal(layer(tf.constant([3, rank])), table[[3, rank]])
+    if hk.is_chief():
+        np.save(shared_path / "table.npy", table[::-1])
+    hk.barrier()
+    layer.set_weights([np.load(shared_path / "table.npy", mmap_mode="r")])
+    np.testing.assert_array_equal(layer.get_weights()[0], table[::-1])
+
+
+def test_weights_of_a_collection_are_in_the_order_of_its_tables(rank, size):
+    tables = [Table("z", 4, 2), Table("a", 30, 3), Table("m", 5, 2)]
+    layer = hk.layers.ShardedEmbeddingCollection(tables, {"z": "row", "a": "column", "m": "table"})
+    given = [np.random.default_rng(i).normal(size=(t.input_dim, t.output_dim)) for i, t in enumerate(tables)]
+    layer.set_weights(given)
+    for found, expected in zip(layer.get_weights(), given, strict=True):
+        np.testing.assert_array_equal(found, expected.astype("f4"))
+    with pytest.raises(ValueError, match=r"get_weights: got table 'e' with evict"):
+        hk.layers.ShardedEmbeddingCollection([Table("e", 4, 2, evict="lru")]).get_weights()
+
+
+@pytest.mark.parametrize("bad", ["shape", "number"])
+def test_weights_that_do_not_fit_are_an_error_on_every_rank(bad, rank, size):
+    layer = hk.layers.ShardedEmbedding(ROWS, WIDTH)
+    before, good = layer.get_weights()[0], np.zeros((ROWS, WIDTH))
+    given = [good] if rank < size - 1 else {"shape": [good.T], "number": [good, good]}[bad]
+    said = {"shape": r"full_array: got shape \[4, 11\]", "number": "weights: got 2 arrays, expected 1"}[bad]
+    with pytest.raises((ValueError, hk.CollectiveMismatchError), match=said):
+        layer.set_weights(given)
+    np.testing.assert_array_equal(layer.get_weights()[0], before)  # on no rank
+
+
+# ---- serialization and Keras's files --------------------------------------------------------------------------
+
+
+def layers_of_all_kinds():
+    adagrad = keras.optimizers.Adagrad(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
+    tables = [
+        Table("a", 9, 2, features=("x", "group/y"), initializer=keras.initializers.RandomUniform(-0.5, 0.5)),
+        Table("b", 8, 3, combiner="mean", features=("x",), optimizer=adagrad, regularizer="l2", mask_zero=True),
+        Table("c", 4, 2, evict="lfu"),
+    ]
+    one = {"embeddings_initializer": np.arange(18.0).reshape(9, 2), "embeddings_regularizer": "l1", "mask_zero": True}
+    return [
+        hk.layers.ShardedEmbedding(9, 2, combiner="sum", partition="div", seed=4, optimizer="adagrad", **one),
+        hk.layers.ShardedEmbeddingCollection(tables, {"a": "column"}, seed=4, out_of_range="drop", compression="bf16"),
+        hk.layers.ShardedEmbeddingCollection([Table("a", 9, 2)], dp_input=False, seed=1, dtype="mixed_bfloat16"),
+        hk.layers.ColumnParallelDense(5, activation="gelu", gather_output=True, use_bias=False, seed=3),
+        hk.layers.RowParallelDense(5, input_dim=4, input_is_parallel=False, kernel_initializer="ones"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_layers_are_made_again_by_keras(number):
+    layer = layers_of_all_kinds()[number]
+    registered = {name for name in keras.saving.get_custom_objects() if name.startswith("hvdkit>")}
+    assert (
+        registered == {f"hvdkit>{name}" for name in registration.LAYERS}
+        and f"hvdkit>{type(layer).__name__}" in registered
+    )
+    for again in (
+        keras.layers.deserialize(keras.layers.serialize(layer)),
+        keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer)),
+        type(layer).from_config(layer.get_config()),
+    ):
+        assert type(again) is type(layer)
+        mine, theirs = (keras.saving.serialize_keras_object(x) for x in (layer, again))
+        assert mine == theirs
+    if number < 3:
+        again.build(), layer.build()
+        for own, other in zip(again.weights, layer.weights, strict=True):
+            np.testing.assert_array_equal(own, other)
+
+
+def model_of_all_kinds(plan):
+    tables = [
+        Table("item", 40, 6, features=("item", "user/last")),
+        Table("tags", 9, 6, combiner="mean"),
+        Table("small", 3, 2),
+        Table("words", 64, 4, evict="lru"),
+    ]
+    given = {
+        name: keras.Input((2,) if name == "tags" else (), dtype="int64") for name in ("item", "tags", "small", "words")
+    }
+    given["user"] = {"last": keras.Input((), dtype="int64")}
+    found = hk.layers.ShardedEmbeddingCollection(tables, plan, seed=1, name="embed")(given)
+    joined = keras.layers.Concatenate()(
+        [*(found[n] for n in ("item", "tags", "small", "words")), found["user"]["last"]]
+    )
+    return keras.Model(given, hk.layers.ColumnParallelDense(3, seed=2, name="dense")(joined))
+
+
+def ids_of_all_kinds():
+    rng = np.random.default_rng(0)
+    ids = {"item": rng.integers(0, 40, 5), "tags": rng.integers(0, 9, (5, 2)), "small": rng.integers(0, 3, 5)}
+    return {**ids, "words": rng.integers(-9, 9, 5), "user": {"last": rng.integers(0, 40, 5)}}
+
+
+PLAN = {"item": "row", "tags": "column", "small": "replicated", "words": "row"}
+
+
+@pytest.fixture
+def written_by_one_process(shared_path):
+    """A .keras file and a .weights.h5 file that a process alone has written, and what its model predicted."""
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    from jobs import environment
+    from speed import WAIT
+
+    if hk.is_chief():
+        code = (
+            "import sys; sys.path.insert(0, sys.argv[2])\n"
+            "import hvdkit as hk; hk.init()\n"
+            "import numpy as np\n"
+            "from test_embedding_keras import *\n"
+            "model, ids = model_of_all_kinds(PLAN), ids_of_all_kinds()\n"
+            "model(ids, training=True)\n"  # words get rows
+            "model.save(sys.argv[1] + '/model.keras'); model.save_weights(sys.argv[1] + '/model.weights.h5')\n"
+            "np.save(sys.argv[1] + '/predicted.npy', model.predict(ids, verbose=0))\n"
+        )
+        folders = [str(shared_path), str(Path(__file__).parent)]
+        path = {"PYTHONPATH": str(Path(__file__).parents[1])}
+        done = subprocess.run(
+            [sys.executable, "-c", code, *folders],
+            env=environment(**path),
+            capture_output=True,
+            text=True,
+            timeout=WAIT,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    hk.barrier()
+    return shared_path
+
+
+def test_a_file_that_one_process_wrote_is_read_at_any_number_of_ranks(written_by_one_process, rank, size):
+    """Each rank takes its part of every table, of the ids that have rows, and of dense layers."""
+    expected = np.load(written_by_one_process / "predicted.npy")
+    loaded = keras.models.load_model(written_by_one_process / "model.keras")
+    other = model_of_all_kinds({"item": "column", "tags": "table", "small": "row"})
+    other.load_weights(written_by_one_process / "model.weights.h5")
+    for model in (loaded, other):
+        np.testing.assert_allclose(model.predict(ids_of_all_kinds(), verbose=0), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("what", ["rows", "names"])
+def test_a_file_of_another_layer_is_refused(what):
+    layer = hk.layers.ShardedEmbeddingCollection([Table("a", 9, 2)], {"a": "row"})
+    layer.build()
+    stored = {"rows": {"a": np.zeros((8, 2), "f4")}, "names": {"b": np.zeros((9, 2), "f4")}}[what]
+    said = {"rows": r"got shape \[8, 2\] of 'a', expected \[9, 2\]", "names": r"got \['b'\], expected \['a'\]"}[what]
+    with pytest.raises(ValueError, match=said):
+        layer.load_own_variables(stored)
+
+
+def test_a_file_is_refused_if_it_would_hold_one_ranks_part(rank, size, shared_path):
+    cut = keras.Sequential([keras.Input((2,), dtype="int64"), hk.layers.ShardedEmbedding(ROWS, WIDTH)])
+    whole = keras.Sequential(
+        [keras.Input((2,), dtype="int64"), hk.layers.ShardedEmbedding(ROWS, WIDTH, partition="replicated", seed=1)]
+    )
+    path = shared_path / f"rank-{rank}.keras"
+    whole.save(path)
+    loaded = keras.models.load_model(path)
+    np.testing.assert_array_equal(loaded.layers[0].get_weights()[0], whole.layers[0].get_weights()[0])
+    if size > 1:
+        for save in (lambda: cut.save(path), lambda: cut.save_weights(shared_path / f"rank-{rank}.weights.h5")):
+            with pytest.raises(hk.HvdkitError, match=f"cut across {size} ranks, .*hk.checkpoint.save"):
+                save()

@@ -1,0 +1,481 @@
+"""Sets of tables in models: as many ``keras.layers.Embedding`` in one process, on the same global batch."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from pairwise import pairwise
+
+import hvdkit as hk
+from hvdkit.planning import lay_out
+
+Table = hk.layers.Table
+BATCH = 11  # not a multiple of the ranks
+
+
+def mine(array, rank, size):
+    """This rank's part of a global batch, as ``hk.data.GlobalBatches`` deals it out."""
+    return array[rank * len(array) // size : (rank + 1) * len(array) // size]
+
+
+class Tables:
+    """Random tables, features shared at random, and Keras's embeddings of the same first values."""
+
+    def __init__(self, seed, many, combiner=None):
+        rng = np.random.default_rng(seed)
+        self.sizes = [(int(rng.integers(4, 20)), int(rng.integers(2, 6))) for _ in range(many)]
+        self.of_feature = [*range(many), *(int(i) for i in rng.integers(0, many, 3))]
+        rng.shuffle(self.of_feature)
+        self.combiner = combiner
+        self.values = [rng.normal(size=size).astype("f4") for size in self.sizes]
+        self.head = rng.normal(size=(sum(self.sizes[t][1] for t in self.of_feature), 2)).astype("f4")
+
+    def tables(self, **options):
+        features = {t: [f"f{i}" for i, of in enumerate(self.of_feature) if of == t] for t in range(len(self.sizes))}
+        return [
+            Table(f"t{t}", *size, self.combiner, tuple(features[t]), **options) for t, size in enumerate(self.sizes)
+        ]
+
+    def batch(self, step):
+        """Return the global batch's ids of each feature, and targets."""
+        rng = np.random.default_rng([9, step])
+        shape = (BATCH,) if self.combiner is None else (BATCH, 3)
+        ids = {f"f{i}": rng.integers(0, self.sizes[t][0], shape) for i, t in enumerate(self.of_feature)}
+        return ids, rng.normal(size=(BATCH, 2)).astype("f4")
+
+    def trained(self, optimizer, batches):
+        """Train Keras's embeddings and a dense layer in one process; return all weights."""
+        layers = [keras.layers.Embedding(*size) for size in self.sizes]
+        for layer, values in zip(layers, self.values, strict=True):
+            layer.build()
+            layer.set_weights([values])
+        head = keras.Variable(self.head)
+        variables = [*(layer.trainable_variables[0] for layer in layers), head]
+        for ids, y in batches:
+            with tf.GradientTape() as tape:
+                found = [layers[t](ids[f"f{i}"]) for i, t in enumerate(self.of_feature)]
+                if self.combiner is not None:
+                    found = [getattr(tf, f"reduce_{self.combiner}")(x, 1) for x in found]
+                loss = tf.reduce_mean((tf.concat(found, 1) @ head - y) ** 2)
+            # Dense: Keras's optimizers take the rows of a sparse gradient to be distinct.
+            optimizer.apply([tf.convert_to_tensor(g) for g in tape.gradient(loss, variables)], variables)
+        return [*(layer.get_weights()[0] for layer in layers), head.numpy()]
+
+
+def train(layer, head, optimizer, steps, traced):
+    """Train a collection and a dense layer; ``steps`` are this rank's inputs, targets, and share of the batch."""
+    variables = [*layer.trainable_variables, head]
+    optimizer.build(variables)
+
+    def step(ids, y, weight):
+        with hk.DistributedGradientTape(tf.GradientTape(), weight=weight) as tape:
+            found = layer(ids, training=True)
+            outputs = tf.concat([found[name] for name in sorted(found, key=lambda name: int(name[1:]))], 1) @ head
+            loss = tf.reduce_mean((outputs - y) ** 2)
+        optimizer.apply(tape.gradient(loss, variables), variables)
+        return loss
+
+    run = tf.function(step) if traced else step
+    for ids, y in steps:
+        run({name: tf.constant(x) for name, x in ids.items()}, tf.constant(y), tf.constant(float(len(y))))
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.5),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.3),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+}
+PLANS = ["auto", "row", "column", "table"]
+
+
+@pytest.mark.contract
+@pairwise(plan=PLANS, optimizer=list(OPTIMIZERS), many=[1, 5], combiner=[None, "sum", "mean"], traced=[False, True])
+def test_tables_and_shared_features_equal_keras(plan, optimizer, many, combiner, traced, rank, size):
+    world = Tables(many, many, combiner)
+    tables = world.tables()
+    plan = plan if plan == "auto" else dict.fromkeys([t.name for t in tables], plan)
+    layer = hk.layers.ShardedEmbeddingCollection(tables, plan)
+    layer.set_weights(world.values)
+    head, batches = keras.Variable(world.head), [world.batch(step) for step in range(2)]
+    own = [({f: mine(x, rank, size) for f, x in ids.items()}, mine(y, rank, size)) for ids, y in batches]
+    train(layer, head, hk.DistributedOptimizer(OPTIMIZERS[optimizer](), op=None), own, traced)
+    for found, expected in zip(
+        [*layer.get_weights(), head.numpy()], world.trained(OPTIMIZERS[optimizer](), batches), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# ---- inputs that are with the tables' owners ------------------------------------------------------------------
+
+
+@pytest.mark.contract
+@pairwise(
+    plan=["auto", "table", "column", "mixed"], many=[1, 4], combiner=[None, "mean"], traced=[False, True],
+    compression=[None, "bf16"],
+)  # fmt: skip
+def test_ids_of_the_global_batch_at_the_owners_equal_keras(plan, many, combiner, traced, compression, rank, size):
+    """Each rank has the ids of its own tables, and gets the vectors of its own examples; some ranks have no table."""
+    world = Tables(many, many, combiner)
+    tables = world.tables()
+    if plan == "mixed":
+        plan = {t.name: ("table", "column")[i % 2] for i, t in enumerate(tables)}
+    plan = plan if isinstance(plan, dict) or plan == "auto" else dict.fromkeys([t.name for t in tables], plan)
+    layer = hk.layers.ShardedEmbeddingCollection(tables, plan, dp_input=False, compression=compression)
+    layer.set_weights(world.values)
+    assert sorted(set(sum(hk.allgather_object(layer.local_features), ()))) == sorted(layer.features)
+    head, batches = keras.Variable(world.head), [world.batch(step) for step in range(2)]
+    own = [({f: ids[f] for f in layer.local_features}, mine(y, rank, size)) for ids, y in batches]
+    train(layer, head, hk.DistributedOptimizer(keras.optimizers.Adagrad(0.3), op=None), own, traced)
+    near = {"rtol": 1e-4, "atol": 1e-5} if compression is None else {"rtol": 0.1, "atol": 0.05}
+    for found, expected in zip(
+        [*layer.get_weights(), head.numpy()], world.trained(keras.optimizers.Adagrad(0.3), batches), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, **near)
+
+
+@pytest.mark.parametrize("form", ["ragged", "sparse", "weighted"])
+def test_other_forms_at_the_owners(form, rank, size):
+    tables = [Table("a", 9, 3, combiner="sum", features=("a", "b")), Table("c", 5, 2, combiner="mean", dtype="float64")]
+    layer = hk.layers.ShardedEmbeddingCollection(tables, dp_input=False, seed=1)
+    layer.build()
+    rows = [[1, 2], [], [3], [4, 4, 0], [2]]
+    ragged = tf.ragged.constant(rows)
+    given = {"ragged": ragged, "sparse": ragged.to_sparse(), "weighted": (ragged, tf.cast(ragged + 1, tf.float32))}[
+        form
+    ]
+    found = layer(dict.fromkeys(layer.local_features, given))
+    for feature, name, combiner in (("a", "a", "sum"), ("b", "a", "sum"), ("c", "c", "mean")):
+        table, expected = layer.gather(name), []
+        for ids in rows:
+            w = np.array(ids) + 1.0 if form == "weighted" else np.ones(len(ids))
+            vector = w @ table[ids] if ids else np.zeros(table.shape[1])
+            expected.append(vector / w.sum() if combiner == "mean" and ids else vector)
+        np.testing.assert_allclose(found[feature], mine(np.array(expected), rank, size), rtol=1e-5)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("what", ["bad id", "unlike batches", "unlike features", "fine"])
+def test_bad_ids_at_one_owner_are_an_error_on_every_rank(what, traced, rank, size):
+    layer = hk.layers.ShardedEmbeddingCollection(
+        [Table("a", 9, 2), Table("b", 9, 2), Table("c", 9, 2)], {"a": "column"}, dp_input=False, name="owners"
+    )
+    layer.build()
+    ids = {f: np.array([1, 2, 3]) for f in layer.local_features}
+    owner = min(r for r, held in enumerate(hk.allgather_object(layer.local_features)) if "b" in held)
+    if rank == owner:
+        if what == "bad id":
+            ids["b"] = np.array([1, 9, 3])
+        elif what == "unlike batches":
+            ids = {f: x[:2] for f, x in ids.items()}
+        elif what == "unlike features":
+            ids["b"] = ids["b"][:2]
+    said = {
+        "bad id": f"got 9 in feature '?b'? of table '?b'? on rank {owner}",
+        "unlike batches": "inputs: got .*examples",
+        "unlike features": "inputs: got .*examples",
+    }
+    given = {f: tf.TensorSpec([None], tf.int64) for f in ids}  # else TensorFlow would refuse the graph
+    call = tf.function(layer, input_signature=[given]) if traced else layer
+    if what == "fine" or (what == "unlike batches" and size == 1):
+        many = len(mine(range(3 - (what != "fine")), rank, size))
+        assert {name: x.shape[0] for name, x in call(ids).items()} == dict.fromkeys("abc", many)
+        return
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=said[what]):
+        call(ids)
+
+
+def test_what_owners_cannot_look_up_is_refused(rank, size):
+    make = hk.layers.ShardedEmbeddingCollection
+    with pytest.raises(
+        ValueError, match="plan: got 'row' for table 'a', expected 'table' or 'column' with dp_input=False"
+    ):
+        make([Table("a", 9, 2)], {"a": "row"}, dp_input=False)
+    with pytest.raises(ValueError, match="'row' for table 'a'"):
+        make([Table("a", 9, 2, evict="lru")], dp_input=False)
+    with pytest.raises(ValueError, match="mask_zero: got True for table 'a'"):
+        make([Table("a", 9, 2, mask_zero=True)], dp_input=False)
+    with pytest.raises(TypeError, match="dp_input: got 1"):
+        make([Table("a", 9, 2)], dp_input=1)
+    layer = make([Table("a", 9, 2), Table("b", 9, 2)], dp_input=False)
+    with pytest.raises(ValueError, match="ask: got dp_input=False"):
+        layer.ask({})
+    owners = hk.allgather_object(layer.local_features)
+    owner = min(r for r, held in enumerate(owners) if "a" in held)
+    for bad, said in (
+        ({"a": np.array([[1, 2]])}, "ids of 'a': got several ids for each example"),
+        ({"a": tf.ragged.constant([[1], []])}, "ids of 'a': got several"),
+        ({"a": np.array([1.5])}, "ids of 'a': got float64"),
+        ({"other": np.array([1])}, "inputs: got .*layer.local_features"),
+    ):
+        good = {f: np.array([1]) for f in layer.local_features}
+        given = {**good, **bad} if rank == owner else good
+        with pytest.raises(
+            (ValueError, TypeError), match=said if rank == owner else f"rank {owner} refused its inputs"
+        ):
+            layer(given)
+
+
+# ---- features: in several tables, and in nested dicts ---------------------------------------------------------
+
+
+def two_tables(plan):
+    """A feature in two tables, alone and next to others, as in TorchRec's "f2@t1"."""
+    tables = [Table("t1", 10, 5, features=("f1", "f2")), Table("t2", 10, 3, features=("f2",), combiner="sum")]
+    return hk.layers.ShardedEmbeddingCollection(tables, dict.fromkeys(["t1", "t2"], plan), seed=1)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("plan", ["row", "column", "table", "replicated"])
+def test_a_feature_in_two_tables_has_an_output_for_each(plan, rank, size):
+    layer = two_tables(plan)
+    layer.build()
+    first, second = layer.get_weights()
+    ids = {"f1": tf.constant([[1, rank]]), "f2": tf.constant([[3, 9], [rank, rank]])}
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hk.Sum)
+    with tf.GradientTape() as tape:
+        found = layer(ids)
+        loss = tf.add_n([tf.reduce_sum(x) for x in found.values()])
+    assert list(found) == ["f1", "f2@t1", "f2@t2"]
+    np.testing.assert_array_equal(found["f1"], first[ids["f1"]])
+    np.testing.assert_array_equal(found["f2@t1"], first[ids["f2"]])
+    np.testing.assert_allclose(found["f2@t2"], second[ids["f2"]].sum(1), rtol=1e-6)
+    optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+    uses = np.zeros((2, 10))
+    for r in range(size):
+        np.add.at(uses, (slice(None), [3, 9, r, r]), 1)
+        np.add.at(uses[0], [1, r], 1)
+    for before, after, used in zip((first, second), layer.get_weights(), uses, strict=True):
+        np.testing.assert_allclose(after, before - used[:, None], rtol=1e-5, atol=1e-6)
+
+
+def test_names_of_outputs_and_features_are_told_apart():
+    make = hk.layers.ShardedEmbeddingCollection
+    with pytest.raises(ValueError, match="'f@a' is the name of another feature's output"):
+        make([Table("a", 3, 2, features=("f", "f@a")), Table("b", 3, 2, features=("f",))])
+    with pytest.raises(ValueError, match=r"features of table 'a': got \['f', 'f'\]"):
+        Table("a", 3, 2, features=("f", "f"))
+    with pytest.raises(ValueError, match="name 'a' twice"):
+        make([Table("a", 3, 2), Table("a", 4, 2)])
+
+
+NESTED = [
+    Table("users", 20, 4, combiner="mean", features=("user/clicks", "user/more/buys")),
+    Table("items", 30, 3, combiner="sum", features=("item", "user/clicks")),
+]
+
+
+def nested_inputs(form, rank, weighted=False):
+    rng = np.random.default_rng(rank)
+
+    def one(rows):
+        lengths = np.full(4, 2) if form == "dense" else rng.integers(0, 4, 4)
+        ragged = tf.RaggedTensor.from_row_lengths(rng.integers(0, rows, lengths.sum()), lengths)
+        weights = ragged.with_flat_values(tf.constant(rng.uniform(1, 2, lengths.sum()), tf.float32))
+        shaped = [{"dense": lambda x: x.to_tensor(), "ragged": lambda x: x, "sparse": lambda x: x.to_sparse()}[form](x)
+                  for x in (ragged, weights)]  # fmt: skip
+        return tuple(shaped) if weighted else shaped[0]
+
+    return {"user": {"clicks": one(20), "more": {"buys": one(20)}}, "item": one(30)}
+
+
+@pytest.mark.parametrize(
+    ("form", "weighted", "plan"),
+    [("dense", False, "auto"), ("ragged", True, "row"), ("sparse", False, "row"), ("sparse", True, "auto")],
+)
+def test_nested_features_in_a_functional_model_are_trained(form, weighted, plan, rank, size):
+    """Inputs and outputs have one structure; fit changes every output."""
+    plan = plan if plan == "auto" else {"users": plan, "items": plan}
+    layer = hk.layers.ShardedEmbeddingCollection(NESTED, plan, seed=1)
+    shape = (2,) if form == "dense" else (None,)
+    kind = {} if form == "dense" else {form: True}
+
+    def given(name):
+        ids = keras.Input(shape, dtype="int64", name=name, **kind)
+        return (ids, keras.Input(shape, dtype="float32", name=f"{name}_weights", **kind)) if weighted else ids
+
+    inputs = {"user": {"clicks": given("clicks"), "more": {"buys": given("buys")}}, "item": given("item")}
+    outputs = layer(inputs)
+    assert list(outputs["user"]) == ["clicks@users", "clicks@items", "more"] and list(outputs) == ["user", "item"]
+    assert tuple(outputs["user"]["more"]["buys"].shape) == (None, 4)
+    flat = keras.tree.flatten(outputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(flat)))
+    optimizer = hk.DistributedOptimizer(keras.optimizers.Adam(0.1))
+    model.compile(optimizer, "mse", jit_compile=False, run_eagerly=form == "sparse")
+    own = nested_inputs(form, rank, weighted)
+    before = layer(own)
+    model.fit(tf.data.Dataset.from_tensors((own, np.ones((4, 1), "f4"))), verbose=0)
+    after = layer(own)
+    keras.tree.assert_same_structure(before, after)
+    for old, new in zip(keras.tree.flatten(before), keras.tree.flatten(after), strict=True):
+        assert old.shape == new.shape and np.abs(old - new).max() > 1e-4
+    asked = layer(layer.ask(own))
+    for one, other in zip(keras.tree.flatten(asked), keras.tree.flatten(after), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_nested_inputs_that_do_not_fit_name_the_features(rank, size):
+    layer = hk.layers.ShardedEmbeddingCollection(NESTED, "auto")
+    good = nested_inputs("dense", 0)
+    flat = {"user/clicks": good["user"]["clicks"], "user/more/buys": good["user"]["more"]["buys"], "item": good["item"]}
+    assert list(layer(flat)) == ["user/clicks@users", "user/clicks@items", "user/more/buys", "item"]
+    bad = {"user": {"clicks": good["user"]["clicks"]}, "item": good["item"]}
+    said = r"inputs: got \['item', 'user/clicks'\], expected a dict of \['item', 'user/clicks', 'user/more/buys'\]"
+    with pytest.raises(ValueError, match=said if rank == size - 1 else f"rank {size - 1} refused its inputs"):
+        layer(bad if rank == size - 1 else good)
+
+
+# ---- an optimizer and a learning rate for each table ----------------------------------------------------------
+
+
+def with_optimizers(plan, **options):
+    """Four tables of one width: two with equal optimizers, one with another, one with the model's."""
+    tables = [
+        Table("fast", 9, 3, optimizer=keras.optimizers.Adagrad(0.5), **options),
+        Table("slow", 8, 3, optimizer=keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5))),
+        Table("as fast", 7, 3, optimizer=keras.optimizers.Adagrad(0.5)),
+        Table("model", 6, 3),
+    ]
+    return tables, hk.layers.ShardedEmbeddingCollection(tables, dict.fromkeys([t.name for t in tables], plan), seed=1)
+
+
+def reference(values, optimizers, steps, clip=None):
+    """Train whole tables in one process, each by its own optimizer."""
+    tables = [keras.Variable(v) for v in values]
+    for step in steps:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(
+                [loss_of({n: tf.gather(t.value, ids[n]) for n, t in zip(ids, tables, strict=True)}) for ids in step]
+            )
+        grads = [tf.convert_to_tensor(g) for g in tape.gradient(loss, [t.value for t in tables])]
+        if clip is not None:
+            grads = tf.clip_by_global_norm(grads, clip)[0]
+        for optimizer, grad, table in zip(optimizers, grads, tables, strict=True):
+            optimizer.apply([grad], [table])
+    return [t.numpy() for t in tables]
+
+
+def loss_of(found):
+    return tf.add_n([tf.reduce_mean((x - i) ** 2) for i, x in enumerate(found.values())])
+
+
+def ids_of(tables, step, rank):
+    rng = np.random.default_rng([step, rank])
+    return {t.name: rng.integers(0, t.input_dim, 5) for t in tables}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("plan", "traced", "clip", "default"),
+    [
+        ("row", True, 0.1, "momentum"),
+        ("column", False, None, "sgd"),
+        ("table", False, 0.1, "sgd"),
+        ("replicated", True, None, "momentum"),
+    ],
+)
+def test_each_table_is_updated_by_its_own_optimizer(plan, traced, clip, default, rank, size):
+    tables, layer = with_optimizers(plan)
+    layer.build()
+    before = layer.get_weights()
+    optimizer = hk.DistributedOptimizer(OPTIMIZERS[default](), clip_global_norm=clip)
+
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = loss_of({t.name: layer(ids)[t.name] for t in tables})
+        optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+
+    if traced:
+        optimizer.build(layer.trainable_variables)
+    run = tf.function(step) if traced else step
+    every = [[ids_of(tables, number, r) for r in range(size)] for number in range(3)]
+    for number in range(3):
+        run({name: tf.constant(x) for name, x in every[number][rank].items()})
+    own = [t.optimizer if t.optimizer is not None else OPTIMIZERS[default]() for t in tables]
+    copies = [type(o).from_config(o.get_config()) for o in own]
+    for found, expected in zip(layer.get_weights(), reference(before, copies, every, clip), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert int(optimizer.iterations) == 3
+    assert not any(t.optimizer.built for t in tables if t.optimizer is not None)  # they were copied
+    names = [v.path for v in optimizer.variables]
+    assert sum("accumulator" in name for name in names) == len([v for v in layer.weights if "fast" in pieces(v)])
+
+
+def pieces(variable):
+    from hvdkit.collectives.shards import shard_of
+
+    shard = shard_of(variable)
+    return variable.name if shard is None else " ".join(p.table for p in shard.pieces)
+
+
+def test_tables_with_optimizers_in_fit_and_in_checkpoints(rank, size, shared_path):
+    """In mixed precision all of a model's variables have their own optimizer; slots and counters are restored."""
+
+    def build(seed):
+        keras.utils.set_random_seed(5)
+        table = Table("t", 9, 3, optimizer=keras.optimizers.Adam(0.1))
+        small = Table("s", 3, 3, optimizer=keras.optimizers.Adagrad(0.1))
+        given = {"t": keras.Input((), dtype="int64", name="t"), "s": keras.Input((), dtype="int64", name="s")}
+        layer = hk.layers.ShardedEmbeddingCollection([table, small], {"t": "row"}, seed=seed, name="embed")
+        found = layer(given)
+        model = keras.Model(given, keras.layers.Add(dtype="float32")([found["t"], found["s"]]))
+        model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
+        return layer, model
+
+    ids = {"t": np.arange(9), "s": np.arange(9) % 3}
+    y = np.random.default_rng(3).normal(size=(9, 3))
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        layer, model = build(1)
+        model.fit(ids, y, epochs=2, verbose=0, shuffle=False)
+        assert int(model.optimizer.iterations) == 2
+        hk.checkpoint.save(shared_path / "saved", {"model": model, "optimizer": model.optimizer})
+        other, again = build(2)
+        again.optimizer.build(again.trainable_variables)
+        hk.checkpoint.restore(shared_path / "saved", {"model": again, "optimizer": again.optimizer})
+        for one in (model, again):
+            one.fit(ids, y, epochs=2, verbose=0, shuffle=False)
+        for found, expected in zip(other.get_weights(), layer.get_weights(), strict=True):
+            np.testing.assert_array_equal(found, expected)
+        assert hk.compare_variables(again.optimizer.variables)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_optimizers_that_a_table_cannot_have_are_refused(rank, size):
+    for bad in (
+        hk.DistributedOptimizer(keras.optimizers.SGD()),
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+        0.1,
+        "no such",
+    ):
+        with pytest.raises(TypeError, match="optimizer of table 't': got"):
+            Table("t", 3, 2, optimizer=bad)
+    layer = hk.layers.ShardedEmbeddingCollection([Table("t", 9, 2, optimizer="adagrad")], {"t": "row"})
+    layer.build()
+    for options, said in (
+        ({"accumulate_steps": 2}, "accumulate_steps: got 2"),
+        ({"shard_states": True}, "shard_states"),
+    ):
+        with pytest.raises(ValueError, match=f"{said}.*tables that have their own optimizer"):
+            hk.DistributedOptimizer(keras.optimizers.SGD(), **options).build(layer.trainable_variables)
+    lamb = hk.layers.ShardedEmbeddingCollection([Table("t", 9, 2, optimizer=keras.optimizers.Lamb())], {"t": "row"})
+    lamb.build()
+    with pytest.raises(ValueError, match="optimizer: got Lamb"):
+        hk.DistributedOptimizer(keras.optimizers.SGD()).build(lamb.trainable_variables)
+    # The other way round it is fine: the model's optimizer does not see the table.
+    hk.DistributedOptimizer(keras.optimizers.Lamb()).build([*layer.trainable_variables, keras.Variable([1.0])])
+    if size > 1:
+        table = Table("t", 9, 2, optimizer=keras.optimizers.SGD(0.1 * (1 + rank)))
+        with pytest.raises(hk.CollectiveMismatchError, match="tables"):
+            hk.layers.ShardedEmbeddingCollection([table], {"t": "row"}).build()
+
+
+def test_the_plan_counts_each_tables_slots():
+    tables = [Table("a", 1000, 32, optimizer=keras.optimizers.Adam()), Table("b", 1000, 32)]
+    one = hk.plan_tables(tables, 1, optimizer="sgd")
+    assert one.ranks[0].slots == 2 * tables[0].bytes
+    assert hk.plan_tables(tables, 1, optimizer="adagrad").ranks[0].slots == 3 * tables[0].bytes
+    groups = lay_out(tables, {"a": "row", "b": "row"}, 1).groups
+    assert [g.optimizer is None for g in groups] == [False, True]
