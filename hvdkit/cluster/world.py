@@ -235,7 +235,11 @@ def make_groups(sets: Sequence[tuple[int, ...]]) -> list[Group | None]:
     rank, size = world.cluster.rank, world.cluster.size
     if new := [ranks for ranks in dict.fromkeys(sets) if 1 < len(ranks) < size and ranks not in world.sets]:
         engine.add_sets(world.horovod, world.sets, new, over_mpi=world.exchange.over_mpi)
-    return [Group("", ranks, ranks.index(rank), world.sets.get(ranks)) if rank in ranks else None for ranks in sets]
+    groups = [Group("", ranks, ranks.index(rank), world.sets.get(ranks)) if rank in ranks else None for ranks in sets]
+    for one in groups:
+        if one is not None:
+            exchange(one)  # now, while all its ranks are here: MPI would wait in C for one that does not come
+    return groups
 
 
 def horovod() -> ModuleType:

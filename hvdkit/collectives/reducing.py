@@ -39,7 +39,7 @@ def allreduce(
         Product        b * prod_r a x_r
         Adasum         b * the adaptive sum of a x_r (Maleki et al. 2020, arXiv:2006.02924)
 
-    The gradient of this rank's ``x`` is that of the sum of all ranks' losses; docs/gradients.md has the formulas.
+    The gradient of this rank's ``x`` is that of the sum of all ranks' losses; docs/collectives.md has the formulas.
 
     Args:
         x: number, array or tensor; shape and dtype equal on every rank. All dtypes of numbers but complex and uint64;
