@@ -90,6 +90,7 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
     with _lock:
         if _world is None:
             _world = _start(mesh)
+            make_groups(list(_world.sets))
         elif mesh is not None and list(mesh.items()) != list(_world.cluster.mesh.items()):
             raise ClusterError(
                 describe("mesh", dict(mesh), f"{dict(_world.cluster.mesh)}, as begun", "call hk.shutdown() before")
