@@ -5,8 +5,10 @@ from __future__ import annotations
 import tensorflow as tf
 
 from hvdkit import cluster
+from hvdkit.collectives.values import graph_safe
 
 
+@graph_safe
 def rank_op(name: str | None = None) -> tf.Tensor:
     """Return an int32 scalar: this process's rank when the op runs.
 
@@ -19,16 +21,19 @@ def rank_op(name: str | None = None) -> tf.Tensor:
     return _native("rank_op", cluster.rank(), name)
 
 
+@graph_safe
 def size_op(name: str | None = None) -> tf.Tensor:
     """Return an int32 scalar: the number of ranks when the op runs; see :func:`rank_op`."""
     return _native("size_op", cluster.size(), name)
 
 
+@graph_safe
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """Return an int32 scalar: this process's rank on its host when the op runs; see :func:`rank_op`."""
     return _native("local_rank_op", cluster.local_rank(), name)
 
 
+@graph_safe
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """Return an int32 scalar: the number of ranks on this host when the op runs; see :func:`rank_op`."""
     return _native("local_size_op", cluster.local_size(), name)
