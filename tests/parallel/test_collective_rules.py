@@ -117,6 +117,8 @@ def test_too_many_elements_to_gather_are_refused_before_anything_is_sent(monkeyp
     if size > 1:
         with pytest.raises(ValueError, match="15,000"):
             hk.allgather(np.ones(10_000))
+        with pytest.raises(ValueError, match="15,000"):
+            hk.reducescatter(np.ones(15_001))
         with pytest.raises(ValueError, match="15,000"):  # rank 0 alone would receive too much
             hk.alltoall(np.ones(10_000), [10_000] + [0] * (size - 1))
         rows, _ = hk.alltoall(np.ones(size * 2_000), [2_000] * size)

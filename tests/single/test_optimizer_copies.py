@@ -494,11 +494,18 @@ def test_tensorflow_and_keras_variables_together():
 
 
 def test_weights_are_swapped_with_their_averages():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(hk.DistributedOptimizer(opts.SGD(0.1, use_ema=True, ema_momentum=0.5)), "mse", jit_compile=False)
+    """Validation sees the averages, and training goes on with the weights: as with Keras's own optimizer."""
     x, y = np.ones((4, 2), "f4"), np.zeros((4, 1), "f4")
-    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=False)
-    model.fit(x, y, validation_data=(x, y), callbacks=[swap], epochs=2, verbose=0)
+    found = []
+    for wrapped in (lambda optimizer: optimizer, hk.DistributedOptimizer):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(wrapped(opts.SGD(0.1, use_ema=True, ema_momentum=0.5)), "mse", jit_compile=False)
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=False)
+        history = model.fit(x, y, validation_data=(x, y), callbacks=[swap], epochs=2, verbose=0).history
+        found.append(
+            [*history["loss"], *history["val_loss"], *np.concatenate([w.ravel() for w in model.get_weights()])]
+        )
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
 
 
 # ---- gradients of every kind ----------------------------------------------------------------------------------
