@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ import psutil
 import tyro
 from figures import Goal, Measured, Metric, Round, Sheet
 from harness import finish, recorded
-from processes import BIN, WORKERS, RunFailed, environment, launch
+from processes import BIN, WORKERS, RunFailed, environment, launch, rank_processes
 
 WORKER, TRAINER = WORKERS / "control_plane.py", WORKERS / "real_ranks.py"
 ABOUT = """Rank 0's part, and hvdkit run's, in everything that ranks say to each other beside the training: hvdkit's own
@@ -306,7 +306,7 @@ def train_and_kill(logdir: Path, size: int) -> tuple[int, float, int]:
             if process.poll() is not None or time.monotonic() > until:
                 raise RunFailed(f"it ended with exit code {process.poll()} at step {newest(logdir)}, before the kill")
             time.sleep(0.05)
-        ranks = rank_processes(process.pid)
+        ranks = rank_processes(process.pid, TRAINER)
         struck = time.monotonic()
         os.kill(ranks[-1].pid, signal.SIGKILL)
         code = process.wait(timeout=120)
@@ -319,15 +319,6 @@ def train_and_kill(logdir: Path, size: int) -> tuple[int, float, int]:
             process.kill()
             process.wait()
     return code, time.monotonic() - struck, newest(logdir)
-
-
-def rank_processes(parent: int) -> Sequence[psutil.Process]:
-    """Return the processes of the ranks, in rank order, below mpirun."""
-    found = []
-    for child in psutil.Process(parent).children(recursive=True):
-        if any(Path(word) == TRAINER for word in child.cmdline()):
-            found.append((int(child.environ()["OMPI_COMM_WORLD_RANK"]), child))
-    return [child for _, child in sorted(found, key=lambda pair: pair[0])]
 
 
 def newest(logdir: Path) -> int:

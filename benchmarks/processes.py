@@ -156,6 +156,16 @@ def _of(mark: str) -> Iterator[psutil.Process]:
                 yield process
 
 
+def rank_processes(parent: int, script: Path) -> list[psutil.Process]:
+    """Return the processes below a launcher that run ``script``, in rank order."""
+    found = []
+    for process in psutil.Process(parent).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(Path(word) == script for word in process.cmdline()):
+                found.append((int(process.environ()["OMPI_COMM_WORLD_RANK"]), process))
+    return [process for _, process in sorted(found, key=lambda pair: pair[0])]
+
+
 def free_ports(count: int) -> list[int]:
     """Return ports that nobody listens on."""
     with contextlib.ExitStack() as stack:

@@ -14,9 +14,7 @@ beside those of a run of 4 ranks that went through.
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,11 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import tyro
 from figures import Picture, Sheet
 from harness import finish, recorded
-from processes import BIN, WORKERS, RunFailed, environment, launch
+from processes import BIN, WORKERS, RunFailed, environment, launch, rank_processes
 
 WORKER = WORKERS / "resume.py"
 STEPS = 390
@@ -107,19 +104,10 @@ def show_kills(folder: Path, config: Resume) -> tuple[Sheet, bool]:
 
 def strike(process: subprocess.Popen[bytes], victim: str) -> None:
     """Send kill -9 to ranks of the job."""
-    ranks = rank_processes(process.pid)
+    ranks = rank_processes(process.pid, WORKER)
     chosen = {"one rank": ranks[-1:], "the chief": ranks[:1], "all ranks": ranks}[victim]
-    for pid in chosen:
-        os.kill(pid, signal.SIGKILL)
-
-
-def rank_processes(parent: int) -> list[int]:
-    """Return the processes of the ranks, in rank order, below mpirun."""
-    found = []
-    for child in psutil.Process(parent).children(recursive=True):
-        if any(Path(word) == WORKER for word in child.cmdline()):
-            found.append((int(child.environ()["OMPI_COMM_WORLD_RANK"]), child.pid))
-    return [pid for _, pid in sorted(found)]
+    for rank in chosen:
+        rank.kill()
 
 
 def show_resize(folder: Path) -> tuple[Sheet, Picture, float]:

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from speed import WAIT
 
 BIN = Path(sys.executable).parent
@@ -50,3 +51,12 @@ def run(code: str, launcher: tuple[str, ...] = (), ranks: int = 1, **extra: str)
         errors="replace",
     )
     return Job(done.returncode, time.monotonic() - started, done.stdout)
+
+
+def words(pid: int) -> list[str]:
+    """Return a process's command line; empty if it has ended."""
+    try:
+        process = psutil.Process(pid)
+        return process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
+    except psutil.Error:
+        return []

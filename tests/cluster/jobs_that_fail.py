@@ -19,7 +19,7 @@ import psutil
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from hosts import Hosts  # noqa: E402
-from jobs import BIN, environment  # noqa: E402
+from jobs import BIN, environment, words  # noqa: E402
 from speed import WAIT, slowdown  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("faulty.py")
@@ -153,7 +153,7 @@ def watch(process: Any, folder: Path, act: Callable[[], None] | None, limit: flo
         since = float(found[1])
     lines = [re.sub(r"^\[[\d,]+\]<std\w+>: ?", "", line) for line in text.splitlines()]
     last = next((line for line in reversed(lines) if line.startswith(("hvdkit: ", "hvdkit run: "))), "")
-    return Ending(code, ended - (since or started), text, last, [" ".join(_words(member)) for member in left])
+    return Ending(code, ended - (since or started), text, last, [" ".join(words(member.pid)) for member in left])
 
 
 def _read(folder: Path) -> str:
@@ -162,11 +162,4 @@ def _read(folder: Path) -> str:
 
 def _of(folder: Path) -> list[psutil.Process]:
     """Return the processes whose command line names the job's script: ranks, launchers, and their shells."""
-    return [p for p in psutil.process_iter() if any(str(folder) in word for word in _words(p))]
-
-
-def _words(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
-    except psutil.Error:
-        return []
+    return [p for p in psutil.process_iter() if any(str(folder) in word for word in words(p.pid))]

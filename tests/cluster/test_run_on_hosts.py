@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from hosts import Hosts, missing
-from jobs import BIN, environment
+from jobs import BIN, environment, words
 from resume import WORKER, losses
 from speed import WAIT, scaled
 
@@ -73,7 +73,7 @@ def test_a_host_is_lost_and_comes_back(hosts, tmp_path):
     until(lambda: trained(2) > 0, out)
     hosts[2].plug_in()
     until(lambda: trained(2) > 30, out)
-    rank = next(pid for pid in hosts[1].processes() if psutil.Process(pid).cmdline()[:2] == worker)
+    rank = next(pid for pid in hosts[1].processes() if words(pid)[:2] == worker)
     os.kill(rank, signal.SIGKILL)
     alone = subprocess.run([*worker, str(tmp_path / "alone"), *flags, "--rest", "0"], env=environment(), check=True)
     assert alone.returncode == 0 and process.wait(WAIT) == 0, out.read_text()

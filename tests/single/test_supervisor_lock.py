@@ -109,7 +109,7 @@ def test_release_frees_it(tmp_path, start):
 
 
 def test_a_child_that_outlives_the_holder_does_not_hold_it(tmp_path, start):
-    code = "child = os.fork()\nif child == 0: time.sleep(4000)\nprint(child, flush=True)\ntime.sleep(4000)"
+    code = "if os.fork() == 0: print(os.getpid(), flush=True)\ntime.sleep(4000)"  # its child has closed its copy then
     first = start(tmp_path, code)
     child = int(first.stdout.readline())
     try:

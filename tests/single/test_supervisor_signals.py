@@ -205,11 +205,13 @@ def test_a_forked_child_ends_as_ever_and_its_parent_does_not_notice():
         """
 with StopSignals() as stop:
     for _ in range(2):
+        reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(writer, b'!')
             time.sleep(4000)
             os._exit(0)
-        time.sleep(0.5)
+        os.read(reader, 1)
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     say('ready')

@@ -14,7 +14,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from jobs import BIN, environment
+from jobs import BIN, environment, words
 from speed import WAIT
 
 SCRIPT = Path(__file__).parents[2] / "models" / "train.py"
@@ -37,7 +37,9 @@ def until_saved(process, logdir, step=1):
 
 
 def ranks_of(process):
-    return [p for p in psutil.Process(process.pid).children(recursive=True) if SCRIPT.name in " ".join(p.cmdline()[:3])]
+    return [
+        p for p in psutil.Process(process.pid).children(recursive=True) if SCRIPT.name in " ".join(words(p.pid)[:3])
+    ]
 
 
 def test_a_run_is_killed_stopped_continued_with_fewer_ranks_and_inspected(tmp_path):
