@@ -8,6 +8,8 @@ import keras
 import numpy as np
 
 from hvdkit.collectives import Sum, grouped_allreduce
+from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
+from hvdkit.optimizer import ranks_of
 
 
 class MetricAverage(keras.callbacks.Callback):
@@ -16,7 +18,9 @@ class MetricAverage(keras.callbacks.Callback):
     A Keras metric keeps sums (a mean its total and count; AUC its counts by threshold). The sums are added over
     ranks and the result is taken from them, so that a rank with fewer samples, or none, counts for as many as it has:
     averaging the ranks' results would not. Metrics whose state is no sum cannot be combined this way. Weighted metrics
-    weigh by the sample weights they are given, ``GlobalBatches``' own included.
+    weigh by the sample weights they are given, ``GlobalBatches``' own included. Before each validation, and at the end
+    of each epoch, moving statistics of BatchNormalization layers are averaged over ranks
+    (:func:`hvdkit.layers.average_moving_statistics`).
 
     Put it before callbacks that use the metrics (ModelCheckpoint, EarlyStopping). For ``model.evaluate`` call
     :meth:`results` after it.
@@ -52,6 +56,7 @@ class MetricAverage(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Note that evaluations from now on are validation."""
+        synchronize_batch_normalization(self.model, process_set=ranks_of(self.model.optimizer))
         self._fitting = True
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -65,6 +70,7 @@ class MetricAverage(keras.callbacks.Callback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Keep the training metrics: validation resets them, though not on a rank that has nothing to validate."""
         if self._fitting:
+            average_moving_statistics(self.model, process_set=ranks_of(self.model.optimizer))
             self._training = self.results(self.model)
             self.model.reset_metrics()
 
@@ -75,6 +81,8 @@ class MetricAverage(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Put the metrics of all ranks into ``logs``, where later callbacks and History find them."""
+        if not self._training:
+            average_moving_statistics(self.model, process_set=ranks_of(self.model.optimizer))
         combined = self._training or self.results(self.model)
         combined = combined | {f"val_{name}": value for name, value in self._validation.items()}
         if logs is not None:

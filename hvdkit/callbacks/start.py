@@ -7,12 +7,16 @@ from typing import Any
 import keras
 
 from hvdkit.collectives import broadcast_variables
+from hvdkit.layers import synchronize_batch_normalization
+from hvdkit.optimizer import ranks_of
 
 
 class BroadcastInitial(keras.callbacks.Callback):
     """Give every rank the chief's weights and optimizer state before the first step.
 
-    Ranks that differ in their variables' shapes or dtypes are named in a CollectiveMismatchError.
+    Ranks that differ in their variables' shapes or dtypes are named in a CollectiveMismatchError. It also makes
+    ``BatchNormalization(synchronized=True)`` use the statistics of the global batch
+    (:func:`hvdkit.layers.synchronize_batch_normalization`).
 
     Args:
         root: the rank whose values count.
@@ -30,6 +34,7 @@ class BroadcastInitial(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast now if the model has its variables already."""
         self._done = False
+        synchronize_batch_normalization(self.model, process_set=ranks_of(self.model.optimizer))
         if self.model.built:
             self._broadcast()
 

@@ -18,6 +18,7 @@ from hvdkit.collectives.values import as_tensor, graph_safe
 from hvdkit.errors import describe
 from hvdkit.gradients import compression as wires
 from hvdkit.gradients import sparse
+from hvdkit.gradients.coupled import any_coupled
 from hvdkit.gradients.given import Given, Gradient, Kind, given
 
 
@@ -78,7 +79,8 @@ def average_gradients(
         compression: ``"fp16"`` or ``"bf16"`` to send 32- and 64-bit floats in 16 bits.
         variables: what the gradients belong to. Required if some are sharded or local. Gradients of sharded variables
             have been summed over the ranks on their way to the owner, and are only divided by N if ``op`` is Average;
-            ``weight`` then belongs to ``hk.DistributedGradientTape``, which applies it before gradients travel. Those
+            ``weight`` then belongs to ``hk.DistributedGradientTape``, which applies it before gradients travel; also
+            if there are synchronized BatchNormalization layers. Those
             of local variables (:func:`hvdkit.register_local_variables`) are only scaled. Variables that take their
             gradient as their value (``overwrite_with_gradient``) get the maximum over ranks, without weight.
         process_set: the N ranks that combine their gradients, each of which has its own batch: an ``hk.ProcessSet`` or
@@ -279,6 +281,9 @@ def _check(found: Given, how: Averaging) -> None:
         raise ValueError(describe("process_set", got, expected, "leave it out, or use variables that are not sharded"))
     if how.weight is None:
         return
+    if found.grads and any_coupled():
+        remedy = "give it to hk.DistributedGradientTape, which weighs the loss"
+        raise ValueError(describe("weight", how.weight, "None with synchronized batch normalization", remedy))
     if {"rows", "part"} & set(found.kinds):
         remedy = "give it to hk.DistributedGradientTape"
         raise ValueError(describe("weight", how.weight, "None with gradients of sharded variables", remedy))

@@ -12,6 +12,7 @@ from hvdkit.collectives.process_sets import RankGroup, resolve
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import describe
 from hvdkit.gradients.average import Averaging, agree_on, average, share, zero_without_weight
+from hvdkit.gradients.coupled import any_coupled, check_coupled
 from hvdkit.gradients.given import Given, given, kind_of
 from hvdkit.gradients.local_variables import is_layer, register_local_variables
 from hvdkit.gradients.steps import tell_profile
@@ -80,7 +81,8 @@ class DistributedGradientTape:
             if layer.built:
                 register_local_variables(layer)
         variables = tf.nest.flatten(sources)
-        if self._how.weight is not None and any(kind_of(v) in ("rows", "part") for v in variables):
+        check_coupled(variables)
+        if self._how.weight is not None and (any_coupled() or any(kind_of(v) in ("rows", "part") for v in variables)):
             return self._weighted(target, sources, *args, **kwargs)
         structure: list[Any] = []
 
@@ -91,7 +93,7 @@ class DistributedGradientTape:
         return self._packed(average(prepare, self._how), structure)
 
     def _weighted(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
-        """Weigh the loss and not its gradients: those of sharded variables travel while the tape goes back."""
+        """Weigh the loss and not its gradients: some travel while the tape goes back."""
         agree_on(lambda: given([]), self._how)  # on the weight, before it is exchanged
         factor = share(self._how)
         structure: list[Any] = []

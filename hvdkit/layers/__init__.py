@@ -1,5 +1,6 @@
-"""Keras layers larger than one rank."""
+"""Keras layers larger than one rank, and batch normalization over ranks."""
 
+from hvdkit.layers.batch_norm import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.layers.collection import ShardedEmbeddingCollection
 from hvdkit.layers.embedding import ShardedEmbedding
 from hvdkit.layers.parallel_dense import ColumnParallelDense, RowParallelDense
@@ -12,5 +13,7 @@ __all__ = [
     "ShardedEmbedding",
     "ShardedEmbeddingCollection",
     "Table",
+    "average_moving_statistics",
+    "synchronize_batch_normalization",
     "vocabulary_parallel_cross_entropy",
 ]

@@ -1,5 +1,6 @@
 """Keras optimizers over ranks: gradients combined before each update, shards updated by rows."""
 
 from hvdkit.optimizer.distributed import DistributedOptimizer
+from hvdkit.optimizer.mixins import ranks_of
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "ranks_of"]

@@ -21,8 +21,11 @@ from hvdkit.collectives.values import graph_safe
 from hvdkit.collectives.variables import variable_name
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.gradients import register_local_variables
+from hvdkit.gradients.coupled import check_coupled
 from hvdkit.gradients.given import Given, given
 from hvdkit.gradients.sparse import sum_duplicates
+from hvdkit.layers.batch_norm import average_moving_statistics, check_batch_normalization
+from hvdkit.optimizer.calling import calling_model
 from hvdkit.optimizer.copies import copy_of, subclass
 from hvdkit.optimizer.parts import Parts
 from hvdkit.optimizer.reduction import Reduction
@@ -97,6 +100,7 @@ class Combining(Distributed):
     _hvdkit_parts: Parts | None = None  # where ranks divide the slots of replicated variables
     _hvdkit_tables: TableOptimizers | None = None  # of tables that have their own optimizer
     _hvdkit_is_own = False  # whether this one is such a table's
+    _hvdkit_knows_model = False
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the slots of ``variables``."""
@@ -146,7 +150,9 @@ class Combining(Distributed):
         return [*super().variables, *(v for optimizer in own for v in optimizer.variables)]  # type: ignore[misc]
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Give the variables their moving averages, if there are any."""
+        """Give the variables their moving averages, if there are any; Keras calls it at the end of ``fit``."""
+        if not self._hvdkit_is_own:
+            average_moving_statistics(calling_model(), process_set=self._hvdkit.group)
         if self._hvdkit_tables is not None:
             self._hvdkit_tables.finalize(var_list)
             var_list = self._hvdkit_tables.others(var_list)
@@ -177,7 +183,9 @@ class Combining(Distributed):
         refuse_what_breaks(self._hvdkit_wrapped)
 
         def prepare() -> Given:
-            return given_to(self, grads, trainable_variables)
+            found = given_to(self, grads, trainable_variables)
+            self._hvdkit_check_model(found.variables)
+            return found
 
         if how.accumulate_steps == 1:
             scale = getattr(self, "loss_scale_factor", None)
@@ -195,6 +203,16 @@ class Combining(Distributed):
                 f"accumulate_steps: Keras {keras.__version__} kept the accumulated gradients; use accumulate_steps=1"
             )
         return result
+
+    def _hvdkit_check_model(self, variables: Any) -> None:
+        """In the first step, refuse a model whose forward pass is not that of the global batch."""
+        if self._hvdkit_knows_model:
+            return
+        self._hvdkit_knows_model = True
+        if (model := calling_model()) is not None:
+            check_batch_normalization(model)
+        else:
+            check_coupled(variables)
 
     def _hvdkit_combine(self, prepare: Callable[[], Given], loss_scale: Any = None) -> Given:
         """Return what Keras is to update variables with."""
@@ -251,6 +269,11 @@ class _Untracked:
     """Variables that an optimizer holds but does not own: Keras would track a plain list of them."""
 
     variables: tuple[Any, ...]
+
+
+def ranks_of(optimizer: Any) -> cluster.Group | None:
+    """Return the ranks among which an optimizer combines gradients; None for all, and for a plain optimizer."""
+    return optimizer._hvdkit.group if isinstance(optimizer, Distributed) else None
 
 
 def listed(optimizer: Any, variables: Any) -> list[Any]:

@@ -16,6 +16,8 @@ from hvdkit.checkpoint.saving import agreed_state, together
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import PROGRESS, spending
 from hvdkit.errors import CheckpointError, HvdkitError, describe
+from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
+from hvdkit.optimizer import ranks_of
 from hvdkit.supervisor.captured import Position, check_seconds, own_optimizer, own_rate, scalar, trained_state
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 from hvdkit.supervisor.lock import LogdirLock
@@ -115,7 +117,7 @@ class Supervisor:
         self.restored_from: Path | None = None
         self._folder = self.logdir / "checkpoints"
         self._data = data
-        self._optimizer = own_optimizer(model, optimizer)
+        self._model, self._optimizer = model, own_optimizer(model, optimizer)
         self._position = Position(data)
         self._state = trained_state(model, self._optimizer, variables, state, self._position)
         self._seconds, self._save_steps = save_model_secs or math.inf, save_steps
@@ -151,6 +153,8 @@ class Supervisor:
                 left.close()
         compare_options(self._told)
         agreed_state(self._state())  # before any file is touched
+        if self._model is not None:
+            synchronize_batch_normalization(self._model, process_set=ranks_of(self._optimizer))
         check_data(self._data)
         together(lambda: self._lock.acquire() if cluster.is_chief() else None)
         try:
@@ -174,6 +178,7 @@ class Supervisor:
         try:
             if kind is None:
                 self._finish_all()
+                average_moving_statistics(self._model, process_set=ranks_of(self._optimizer))
         finally:
             self.close()
         if kind is None and self._preempted is not None:

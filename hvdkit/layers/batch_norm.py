@@ -1,0 +1,191 @@
+"""BatchNormalization over ranks: statistics of the global batch, or moving statistics that are averaged over ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+from hvdkit import cluster
+from hvdkit.collectives import Average, Sum, allreduce, grouped_allreduce
+from hvdkit.collectives.batch_share import current_factor, times_share
+from hvdkit.collectives.process_sets import RankGroup, resolve
+from hvdkit.collectives.values import graph_safe
+from hvdkit.errors import HvdkitError, describe
+from hvdkit.gradients.coupled import note_coupled, refuse_local
+
+_Layer = keras.layers.BatchNormalization
+
+
+def synchronize_batch_normalization(model: Any, *, process_set: RankGroup = None) -> list[Any]:
+    """Make every ``BatchNormalization(synchronized=True)`` of ``model`` use the statistics of the global batch.
+
+    Keras computes them through ``tf.distribute``, in which each rank is alone, and so uses those of the local batch.
+    ``hk.fit``, hvdkit's callbacks, ``hk.Supervisor`` and a ``hk.DistributedOptimizer`` in ``fit`` call this function. A
+    hand-written loop calls it once, before the first step.
+
+    With x_i the elements of a channel on all ranks with different batches, masked ones left out, n their number:
+
+        mean = sum_i x_i / n,    variance = sum_i (x_i - mean)^2 / n
+
+    Each rank sends ``[n_r, sum x, sum x^2]`` in one allreduce per layer in the forward pass, and the gradients of these
+    sums in one in the backward pass. Ranks may have any number of examples, also none. The sums are formed from
+    deviations from the local mean and added in float64 (Chan, Golub and LeVeque, "Algorithms for computing the
+    sample variance", The American Statistician 37, 1983): with float32 inputs the variance is as exact as that of one
+    process. Gradients are those of the global function if ranks' losses are summed or averaged; pass weights of
+    ranks as ``weight`` to ``hk.DistributedGradientTape``, and not to ``hk.average_gradients``.
+
+    Args:
+        model: a Keras model or layer whose layers exist. The layers stay what they are: a saved model loads without
+            hvdkit, and a loaded one has to be synchronized again.
+        process_set: the ranks that train the model together; default: those along the mesh's axis "data", or as before
+            if the layers are synchronized already.
+
+    Returns:
+        The synchronized layers.
+
+    Raises:
+        ValueError: a layer's class has its own way to compute statistics.
+
+    Example::
+
+        hk.layers.synchronize_batch_normalization(model)
+    """
+    group = resolve(process_set)
+    layers = [layer for layer in _batch_normalizations(model) if layer.synchronized]
+    for layer in layers:
+        if "_moments" in vars(layer) and group is None:
+            continue
+        if type(layer)._moments is not _Layer._moments:
+            got = f"layer {layer.name!r}, whose class {type(layer).__name__} has its own _moments"
+            remedy = "pass synchronized=False, or use Keras's class"
+            raise ValueError(describe("synchronized", got, "keras.layers.BatchNormalization's own statistics", remedy))
+        # Set plainly, on this layer only; Keras would track it.
+        object.__setattr__(layer, "_moments", partial(_moments, layer, group))
+        note_coupled(layer)
+    return layers
+
+
+def synchronized_statistics(model: Any) -> list[Any]:
+    """Return the moving statistics of synchronized layers: equal on all ranks, also on one without examples."""
+    layers = [layer for layer in _batch_normalizations(model) if "_moments" in vars(layer)]
+    return [v for layer in layers for v in layer.non_trainable_variables]
+
+
+def check_batch_normalization(model: Any) -> None:
+    """Refuse a model with layers that are to be synchronized and are not.
+
+    Raises:
+        ValueError: it has one; on more than one rank.
+    """
+    for layer in _batch_normalizations(model):
+        refuse_local(layer)
+
+
+def average_moving_statistics(model: Any, *, process_set: RankGroup = None) -> None:
+    """Average the moving statistics of ``model``'s BatchNormalization layers over the ranks with different batches.
+
+    Without ``synchronized=True`` they follow each rank's own examples. Their average is what is evaluated, saved and
+    exported. Every rank calls it; it costs one grouped allreduce, and nothing if all layers are synchronized.
+
+    Args:
+        model: a built Keras model or layer, the same on every rank; or None.
+        process_set: as for :func:`synchronize_batch_normalization`.
+
+    Raises:
+        CollectiveMismatchError: ranks have different models.
+
+    Example::
+
+        hk.layers.average_moving_statistics(model)
+        if hk.is_chief():
+            model.export("exported")
+    """
+    layers = [] if model is None else _batch_normalizations(model)
+    group = resolve(process_set) or cluster.group(cluster.DATA)
+    moving = [v for layer in layers if "_moments" not in vars(layer) for v in layer.non_trainable_variables]
+    if not moving or group.size == 1:
+        return
+    # In float64, so that the mean of equal values is that value, bit for bit.
+    values = [tf.cast(tf.convert_to_tensor(v), tf.float64) for v in moving]
+    for variable, mean in zip(moving, grouped_allreduce(values, Average, process_set=group), strict=True):
+        variable.assign(tf.cast(mean, variable.dtype))
+
+
+def _batch_normalizations(model: Any) -> list[Any]:
+    return [layer for layer in model._flatten_layers() if isinstance(layer, _Layer)]
+
+
+@graph_safe
+def _moments(layer: Any, group: cluster.Group | None, inputs: Any, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Take the place of a layer's ``_moments``."""
+    group = cluster.group(cluster.DATA) if group is None else group
+    return global_moments(tf.convert_to_tensor(inputs), layer._reduction_axes, mask, group)
+
+
+def global_moments(x: tf.Tensor, axes: list[int], mask: Any, group: cluster.Group) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return mean and variance of ``x`` along ``axes``, over the examples of all ranks of ``group``.
+
+    Args:
+        x: float tensor, the local batch; any number of rows.
+        axes: all axes but the channels'.
+        mask: the elements that count; its shape is that of ``x`` without the last axis, or broadcastable to it. None:
+            all do.
+        group: the ranks, each of which has its own batch.
+
+    Returns:
+        Two tensors ``[channels]`` of the dtype of ``x``, equal on all ranks; 0 if no element counts.
+    """
+    kept = None if mask is None else tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(x))
+
+    def summed(values: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(values if kept is None else tf.where(kept, values, tf.zeros_like(x)), axes)
+
+    if kept is None:
+        count = tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), axes)), tf.float64)
+    else:
+        count = tf.cast(tf.math.count_nonzero(kept, axes), tf.float64)
+    # For any constant c, with d = x - c:  sum x = sum d + n c,  sum x^2 = sum d^2 + 2 c sum d + n c^2.
+    # With c the local mean as rounded, nothing cancels in the sums over d.
+    constant = tf.stop_gradient(summed(x) / tf.cast(tf.maximum(count, 1.0), x.dtype))
+    deviations = x - tf.reshape(constant, [1 if axis in axes else -1 for axis in range(len(x.shape))])
+    sums = [tf.cast(summed(each), tf.float64) for each in (deviations, tf.square(deviations))]
+    c = tf.cast(constant, tf.float64)
+    own = [tf.broadcast_to(count, tf.shape(c)), sums[0] + count * c, sums[1] + c * (2.0 * sums[0] + count * c)]
+    count, total, squares = tf.unstack(_sum_over_ranks(tf.stack(own), current_factor(), group))
+    mean = tf.math.divide_no_nan(total, count)
+    variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
+    return tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
+
+
+def _sum_over_ranks(own: tf.Tensor, factor: Any, group: cluster.Group) -> tf.Tensor:
+    """Return the sum of ``own`` over ranks, with the gradient of the average of the ranks' weighted losses.
+
+    With f_r the factor of rank r's loss (:func:`hvdkit.collectives.batch_share.share_of_batch`) and u_r its gradient of
+    the sum, the gradient of ``own`` is sum_q f_q u_q / f_r: rank r's gradients will be multiplied by f_r. A rank
+    of factor 0 computes on filler, which does not count.
+    """
+    if factor is None:
+        return allreduce(own, Sum, process_set=group)
+    factor = tf.cast(factor, own.dtype)
+
+    @tf.custom_gradient
+    def call(values: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            if record.could_possibly_record():  # a tape around this one: which of the losses is weighted is unknown
+                raise HvdkitError(
+                    describe(
+                        "synchronized",
+                        "a gradient of a gradient through BatchNormalization with batches that ranks divide unevenly",
+                        "batches that divide evenly",
+                        "choose a batch size that the number of ranks divides, and drop the remainder",
+                    )
+                )
+            return tf.math.divide_no_nan(allreduce(times_share(upstream, factor), Sum, process_set=group), factor)
+
+        return allreduce(times_share(values, tf.sign(factor)), Sum, process_set=group), gradient
+
+    return call(own)

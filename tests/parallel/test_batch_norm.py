@@ -1,0 +1,354 @@
+"""BatchNormalization over ranks equals one process on the global batch: forward, backward, moving statistics."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+from hvdkit.collectives.batch_share import share_of_batch
+from hvdkit.gradients import coupled
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from counting import counting
+from pairwise import pairwise
+
+opts = keras.optimizers
+CHANNELS = 3
+
+
+@pytest.fixture(autouse=True)
+def _no_layers_of_other_tests(monkeypatch):
+    monkeypatch.setattr(coupled, "_coupled", weakref.WeakSet())
+
+
+def rows_of(how, size):
+    """Return the number of rows of each rank."""
+    return {
+        "even": [4] * size,
+        "uneven": [2 + 3 * r for r in range(size)],
+        "empty": [0 if r == 0 and size > 1 else 5 for r in range(size)],
+    }[how]
+
+
+def part(rows, rank):
+    """Return this rank's rows of the global batch."""
+    return slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+
+
+def network(synchronized, inner=(), axis=-1, **options):
+    """Return a model whose batch normalization sees what a layer before it computes, from equal values."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((*inner, CHANNELS))
+    x = keras.layers.Dense(CHANNELS, name="before")(inputs)
+    norm = keras.layers.BatchNormalization(synchronized=synchronized, axis=axis, momentum=0.7, name="norm", **options)
+    model = keras.Model(inputs, keras.layers.Dense(2, name="after")(norm(x)))
+    if synchronized:
+        assert hk.layers.synchronize_batch_normalization(model) == [norm]
+    return model
+
+
+def close(model, reference, grads, expected, tolerance=1e-5):
+    """Compare gradients and all variables."""
+    for variable, got, want in zip(model.trainable_variables, grads, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance, err_msg=variable.path)
+    for got, want in zip(model.non_trainable_variables, reference.non_trainable_variables, strict=True):
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance, err_msg=got.path)
+
+
+def example_losses(model, x, y):
+    """Return each example's loss."""
+    error = tf.square(tf.cast(model(x, training=True), tf.float32) - y)
+    return tf.reduce_mean(error, axis=list(range(1, len(error.shape))))
+
+
+def reference_of(x, y, **options):
+    """Return one process's model after a step on the global batch, and its gradients."""
+    model = network(False, **options)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(example_losses(model, x, y))
+    return model, tape.gradient(loss, model.trainable_variables)
+
+
+def data(rng, rows, inner=()):
+    x = rng.normal(3.0, 2.0, (rows, *inner, CHANNELS)).astype("f4")
+    return x, rng.normal(size=(rows, *inner, 2)).astype("f4")
+
+
+@pytest.mark.contract
+@pairwise(
+    split=["even", "uneven", "empty"],
+    shape=[((), -1), ((4,), -1), ((4,), 1), ((2, 3), -1)],
+    mode=["eager", "graph"],
+    options=[
+        {},
+        {"renorm": True},
+        {"dtype": "mixed_bfloat16"},
+        {"dtype": "float64"},
+        {"scale": False, "center": False},
+    ],
+)
+def test_a_step_equals_one_process(split, shape, mode, options, rng, rank, size):
+    (inner, axis), rows = shape, rows_of(split, size)
+    options = {"inner": inner, "axis": axis, **options}
+    x, y = data(rng, sum(rows), inner)
+    reference, expected = reference_of(x, y, **options)
+    model, mine = network(True, **options), part(rows, rank)
+
+    def step(x, y):
+        with hk.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_sum(example_losses(model, x, y)) * (size / sum(rows))
+        return tape.gradient(loss, model.trainable_variables)
+
+    grads = (tf.function(step) if mode == "graph" else step)(tf.constant(x[mine]), tf.constant(y[mine]))
+    close(model, reference, grads, expected, 0.02 if options.get("dtype") == "mixed_bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize("split", ["even", "empty"])
+def test_masked_elements_do_not_count(split, rng, rank, size):
+    rows = rows_of(split, size)
+    x, _ = data(rng, sum(rows), (4,))
+    mask = rng.random((sum(rows), 4)) < 0.6
+    if size > 1:
+        mask[part(rows, 1)] = False  # a rank with nothing but masked elements
+    mine = part(rows, rank)
+    results = []
+    for synchronized, which in ((False, slice(None)), (True, mine)):
+        layer = keras.layers.BatchNormalization(synchronized=synchronized, momentum=0.5)
+        inputs = tf.Variable(x[which])
+        layer.build(inputs.shape)
+        hk.layers.synchronize_batch_normalization(layer)
+        with tf.GradientTape() as tape:
+            out = layer(inputs, training=True, mask=tf.constant(mask[which]))
+            loss = tf.reduce_sum(tf.sin(out))
+        results.append((out.numpy(), tape.gradient(loss, inputs).numpy(), [v.numpy() for v in layer.variables]))
+    (out, grad, variables), (local_out, local_grad, local_variables) = results
+    np.testing.assert_allclose(local_out, out[mine], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(local_grad, grad[mine], rtol=1e-4, atol=1e-5)
+    for got, want in zip(local_variables, variables, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("split", ["uneven", "empty"])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_the_factor_of_an_uneven_share_enters_once(split, mode, rng, rank, size):
+    """Each rank's loss is the mean over its rows, and its gradient is multiplied by n_r N / b afterwards."""
+    rows = rows_of(split, size)
+    x, y = data(rng, sum(rows))
+    reference, expected = reference_of(x, y)
+    model, mine = network(True), part(rows, rank)
+    local = (x[mine], y[mine]) if rows[rank] else (x[:1] * 1e3, y[:1])  # filler
+
+    def step(x, y, factor):
+        with share_of_batch(factor), tf.GradientTape() as tape:
+            loss = tf.reduce_mean(example_losses(model, x, y))
+        return hk.average_gradients([g * factor for g in tape.gradient(loss, model.trainable_variables)])
+
+    factor = tf.constant(rows[rank] * size / sum(rows), tf.float32)
+    grads = (tf.function(step) if mode == "graph" else step)(*map(tf.constant, local), factor)
+    close(model, reference, grads, expected)
+
+
+@pytest.mark.parametrize("split", ["uneven", "empty"])
+def test_a_tapes_weight_equals_one_process(split, rng, rank, size):
+    rows = rows_of(split, size)
+    x, y = data(rng, sum(rows))
+    reference, expected = reference_of(x, y)
+    model, mine = network(True), part(rows, rank)
+    with hk.DistributedGradientTape(tf.GradientTape(), weight=rows[rank]) as tape:
+        loss = tf.reduce_mean(example_losses(model, x[mine], y[mine]))
+    close(model, reference, tape.gradient(loss, model.trainable_variables), expected)
+    with pytest.raises(ValueError, match=r"weight.*DistributedGradientTape"):
+        hk.average_gradients([tf.ones(2)], weight=rows[rank])
+
+
+def test_a_gradient_of_a_gradient_equals_one_process(rng, rank, size):
+    rows = rows_of("even", size)
+    x, _ = data(rng, sum(rows))
+    mine = part(rows, rank)
+
+    def penalty(model, x):
+        x = tf.constant(x)
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                score = tf.reduce_sum(tf.sin(model(x, training=True)))
+            slope = inner.gradient(score, x)
+            loss = tf.reduce_mean(tf.reduce_sum(tf.square(slope), axis=1))
+        return slope, outer.gradient(loss, model.trainable_variables)
+
+    reference, model = network(False), network(True)
+    slope, expected = penalty(reference, x)
+    local_slope, local = penalty(model, x[mine])
+    np.testing.assert_allclose(local_slope, slope[mine], rtol=1e-4, atol=1e-5)
+    close(model, reference, hk.average_gradients(local), expected, 1e-4)
+    if size > 1:
+        with pytest.raises(hk.HvdkitError, match="gradient of a gradient"), share_of_batch(tf.constant(1.0)):
+            penalty(model, x[mine])
+
+
+def test_the_variance_is_exact_far_from_zero(rng, rank, size):
+    """The mean is 10,000 standard deviations away, where E[x^2] - E[x]^2 in float32 has no correct digit."""
+    x = (1e4 + rng.normal(size=(size * 64, 2))).astype("f4")
+    exact = x.astype("f8").var(axis=0)
+    layer = keras.layers.BatchNormalization(synchronized=True, momentum=0.0)
+    layer.build((None, 2))
+    hk.layers.synchronize_batch_normalization(layer)
+    layer(x[rank * 64 : (rank + 1) * 64], training=True)
+    np.testing.assert_allclose(layer.moving_variance, exact, rtol=1e-5)
+    np.testing.assert_allclose(layer.moving_mean, x.astype("f8").mean(axis=0), rtol=1e-6)
+
+
+def test_a_layer_costs_one_allreduce_per_pass(rng, size):
+    x, y = data(rng, 4)
+    with counting() as counts:
+        model = network(True)
+
+        @tf.function
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(example_losses(model, x, y))
+            return tape.gradient(loss, model.trainable_variables)
+
+        step(x, y)
+        counts.look()
+        step(x, y)
+        found = [(e.kind, e.runs, e.bytes) for e in counts.exchanges()]
+        assert found == ([("allreduce", 1, 3 * 8 * CHANNELS)] * 2 if size > 1 else [])
+        counts.look()
+        hk.layers.average_moving_statistics(network(False))
+        assert counts.eager() == (size > 1)
+        hk.layers.average_moving_statistics(model)  # synchronized
+        assert counts.eager() == 0
+
+
+@pytest.mark.contract
+def test_moving_statistics_are_averaged_and_equal_ones_keep_their_bits(rank, size):
+    model = network(False)
+    norm = model.get_layer("norm")
+    norm.moving_mean.assign(np.full(CHANNELS, rank, "f4"))
+    norm.moving_variance.assign(np.full(CHANNELS, 0.1, "f4"))
+    hk.layers.average_moving_statistics(model)
+    np.testing.assert_allclose(norm.moving_mean, np.full(CHANNELS, (size - 1) / 2), rtol=1e-6)
+    assert np.array_equal(norm.moving_variance, np.full(CHANNELS, 0.1, "f4"))
+    hk.layers.average_moving_statistics(None)
+
+
+def test_a_class_with_its_own_statistics_is_refused():
+    class Own(keras.layers.BatchNormalization):
+        def _moments(self, inputs, mask):
+            return super()._moments(inputs, mask)
+
+    model = keras.Sequential([keras.Input((2,)), Own(synchronized=True)])
+    with pytest.raises(ValueError, match=r"synchronized.*_moments"):
+        hk.layers.synchronize_batch_normalization(model)
+
+
+def test_a_synchronized_model_is_saved_and_copied_as_keras_does(tmp_path):
+    model = network(True)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert "_moments" not in vars(loaded.get_layer("norm")) and loaded.get_layer("norm").synchronized
+    assert hk.layers.synchronize_batch_normalization(keras.models.clone_model(model))
+
+
+# ---- in fit, and around it ------------------------------------------------------------------------------------
+
+
+def fitted(model, x, y, batch, optimizer, callbacks=()):
+    """Return ``model`` after an epoch in order."""
+    model.compile(optimizer, "mse", jit_compile=False)
+    model.fit(x, y, batch_size=batch, shuffle=False, callbacks=list(callbacks), verbose=0)
+    return model
+
+
+def fresh(synchronized):
+    """Return a model that nothing has synchronized."""
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(CHANNELS), keras.layers.BatchNormalization(synchronized=synchronized, momentum=0.7)]
+    return keras.Sequential([keras.Input((CHANNELS,)), *layers, keras.layers.Dense(2)])
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("how", ["function", "callbacks", "supervisor"])
+def test_fit_equals_one_process(how, rng, rank, size, shared_path):
+    x, y = data(rng, 24 * size)
+    reference = fitted(fresh(False), x, y, 4 * size, opts.SGD(0.1, momentum=0.9))
+    own = x.reshape(-1, size, 4, CHANNELS)[:, rank].reshape(-1, CHANNELS)  # this rank's rows of each global batch
+    target = y.reshape(-1, size, 4, 2)[:, rank].reshape(-1, 2)
+    model, optimizer = fresh(True), hk.DistributedOptimizer(opts.SGD(0.1, momentum=0.9))
+    callbacks = {
+        "callbacks": [hk.callbacks.BroadcastInitial(), hk.callbacks.MetricAverage()],
+        "supervisor": [hk.callbacks.SupervisorCallback(shared_path)],
+    }
+    if how == "function":
+        hk.layers.synchronize_batch_normalization(model)
+    fitted(model, own, target, 4, optimizer, callbacks.get(how, ()))
+    for got, want in zip(model.variables, reference.variables, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=got.path)
+    hk.compare_variables(model.variables)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("where", ["the end of fit", "validation", "the supervisor"])
+def test_moving_statistics_are_equal_where_they_are_used(where, rng, rank, size, shared_path):
+    x, y = data(rng, 16)
+    x, y = x + rank, y
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            seen.append([v.numpy() for v in self.model.non_trainable_variables])
+
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append([v.numpy() for v in self.model.non_trainable_variables])
+
+    model = fresh(False)
+    model.compile(hk.DistributedOptimizer(opts.SGD(0.1)), "mse", jit_compile=False)
+    if where == "the supervisor":
+        model.optimizer.build(model.trainable_variables)
+        with hk.Supervisor(shared_path, model=model, summary_steps=None) as session:
+            model.layers[1].moving_mean.assign(np.full(CHANNELS, rank, "f4"))
+            session.step()
+            session.save()  # each rank's own
+            assert model.layers[1].moving_mean.numpy()[0] == rank
+    else:
+        callbacks = [] if where == "the end of fit" else [hk.callbacks.MetricAverage(), Look()]
+        validation = (x[:4], y[:4]) if where == "validation" else None
+        model.fit(x, y, batch_size=4, validation_data=validation, callbacks=callbacks, verbose=0)
+        assert len(seen) == (2 if where == "validation" else 0)
+    for values in [*seen, [v.numpy() for v in model.non_trainable_variables]]:
+        for value in values:
+            assert len({each.tobytes() for each in hk.allgather_object(value)}) == 1
+    if where == "the supervisor":
+        np.testing.assert_allclose(model.layers[1].moving_mean, np.full(CHANNELS, (size - 1) / 2), rtol=1e-6)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("how", ["fit", "loop", "tape"])
+def test_local_statistics_are_refused(how, rng, size):
+    """Nothing that hvdkit is told of synchronizes the model before its forward pass."""
+    x, y = data(rng, 4)
+    model, optimizer = fresh(True), hk.DistributedOptimizer(opts.SGD(0.1), op=None if how == "tape" else hk.Average)
+
+    def run():
+        if how == "fit":
+            return fitted(model, x, y, 4, optimizer)
+        with hk.DistributedGradientTape(tf.GradientTape()) if how == "tape" else tf.GradientTape() as tape:
+            loss = tf.reduce_mean(example_losses(model, x, y))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    if size == 1:
+        run()
+        return
+    with pytest.raises(ValueError, match=r"synchronized.*synchronize_batch_normalization"):
+        run()
+    hk.layers.synchronize_batch_normalization(model)
