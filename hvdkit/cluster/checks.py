@@ -1,4 +1,7 @@
-"""``HVDKIT_CHECK=1``: in which collective each rank waits, compared on rank 0 through the watchdog.
+"""In which collective each rank waits, compared on rank 0 through the watchdog.
+
+Ranks that have waited for some seconds in a collective called from Python report it, so that those which wait for each
+other in two of them are found. With ``HVDKIT_CHECK=1`` every rank reports every collective, those of graphs included:
 
 Ranks match the collectives of their graphs by name, and those that they call in Python by order. Where they build or
 run unlike graphs, all of them come to wait, each for something that another one never comes to: another dtype, a branch
@@ -17,6 +20,8 @@ from typing import Any, NamedTuple
 
 # Messages of ranks that come out of a collective, and go into the next one, are so long on their way at most.
 SETTLED = 2.0
+EAGER = "eager "
+"""With which the keys of eager collectives begin."""
 _OURS = str(Path(__file__).resolve().parents[1])
 _THEIRS = ("/tensorflow/", "/keras/", "/horovod/", "/autograph_generated", "__autograph_generated", "/contextlib.py")
 
@@ -69,8 +74,11 @@ class Waits:
         self._lines: dict[str, set[str]] = defaultdict(set)  # the source lines of each name, on any rank
         self._ambiguous: set[str] = set()  # names that have several
         self._shuffled: Difference | None = None
-        self._changed = time.monotonic()
+        self._changed: dict[int, float] = {}  # when a message of each rank came last
         self._compared = 0.0  # when all were compared last
+        self._stuck: dict[int, str | None] = {}  # ranks that cannot go on, and the key of their wait if it is eager
+        self._unsure: set[int] = set()  # of these, those that have not answered that they still wait
+        self.to_ask: list[int] = []  # of these, those that have not been asked
 
     def begin(self, rank: int, message: dict[str, Any]) -> None:
         """Note that a rank waits in a collective."""
@@ -79,7 +87,7 @@ class Waits:
             message["what"], message["line"], tuple(ranks) if ranks else None, message.get("alike", False)
         )
         self._pending[rank][message["key"]] = waiting
-        self._changed = time.monotonic()
+        self._changed[rank] = time.monotonic()
         if waiting.alike and self._shuffled is None:
             self._last[rank][message["key"]] = waiting
             lines = self._lines[message["key"]]
@@ -92,7 +100,14 @@ class Waits:
     def end(self, rank: int, message: dict[str, Any]) -> None:
         """Note that a rank has come out of a collective."""
         self._pending[rank].pop(message["key"], None)
-        self._changed = time.monotonic()
+        self._changed[rank] = time.monotonic()
+        if not self._pending[rank]:
+            del self._pending[rank]
+
+    def still(self, rank: int, key: str | None) -> None:
+        """Note a rank's answer: the key of the eager collective in which it waits, or None."""
+        if self._stuck.get(rank) == key is not None:
+            self._unsure.discard(rank)
 
     def waiting(self, rank: int) -> Waiting | None:
         """Return the collective in which ``rank`` has waited longest."""
@@ -103,10 +118,11 @@ class Waits:
 
         Ranks are compared again after :data:`SETTLED` seconds, or if a message has come.
         """
-        if self._shuffled is not None or now - max(self._changed, self._compared) < SETTLED or not self._pending:
+        if self._shuffled is not None or now - self._compared < SETTLED or not self._pending:
             return self._shuffled
         self._compared = now
-        return self.unlike() or self._deadlock(ranks)
+        settled = {rank for rank in self._pending.keys() & ranks if now - self._changed[rank] >= SETTLED}
+        return self.unlike(settled) or self._deadlock(ranks, settled)
 
     def _seek_shuffled(self, rank: int, key: str, line: str) -> Difference | None:
         """Return the difference where one line has two names, on two ranks, of which one is another line there.
@@ -129,31 +145,56 @@ class Waits:
         same = {rank: found[key] for rank, found in sorted(self._last.items()) if key in found}
         return _unlike(same, [waiting.line for waiting in same.values()])
 
-    def unlike(self) -> Difference | None:
-        """Return the first rank that waits in another collective than others that wait in the one of the same name."""
+    def unlike(self, ranks: Set[int] | None = None) -> Difference | None:
+        """Return the first of ``ranks`` that waits in another collective than others in the one of the same name."""
         together: dict[str, dict[int, Waiting]] = defaultdict(dict)
-        for rank in sorted(self._pending):
+        for rank in sorted(self._pending if ranks is None else ranks):
             for key, waiting in self._pending[rank].items():
                 if waiting.alike:
                     together[key][rank] = waiting
         differences = (_unlike(there, [waiting.what for waiting in there.values()]) for there in together.values())
         return next((difference for difference in differences if difference is not None), None)
 
-    def _deadlock(self, ranks: Set[int]) -> Difference | None:
-        """Return who waits where, if all of ``ranks`` wait and no collective has all that it needs."""
-        if not ranks or not all(self._pending[rank] for rank in ranks):
+    def _deadlock(self, ranks: Set[int], settled: Set[int]) -> Difference | None:
+        """Return who waits where, if some of the ``settled`` wait for each other.
+
+        Messages travel, so a rank may have gone on since it reported. Those that wait in eager collectives are asked
+        once more when all have reported: if each is still where it was, all waited at once when they were asked.
+        """
+        found = self._waiting_for_each_other(ranks, settled)
+        stuck = {rank: next((key for key in self._pending[rank] if key.startswith(EAGER)), None) for rank in found}
+        if stuck != self._stuck:
+            self._stuck = stuck
+            self.to_ask = [rank for rank, key in stuck.items() if key is not None]
+            self._unsure = set(self.to_ask)
+        if not stuck or self._unsure:
             return None
-        for rank in ranks:
-            for key, waiting in self._pending[rank].items():
-                if all(key in self._pending[other] for other in waiting.ranks or ranks):
-                    return None  # under way: large, or over a slow network
-        where = {rank: next(iter(self._pending[rank])) for rank in sorted(ranks)}
+        where = {rank: next(iter(self._pending[rank])) for rank in sorted(stuck)}
         usual = Counter(where.values()).most_common(1)[0][0]
         other = next(rank for rank, key in where.items() if key == usual)
         theirs = self._pending[other][usual]
-        odd = min(rank for rank in theirs.ranks or ranks if usual not in self._pending[rank])
+        odd = min(rank for rank in theirs.ranks or ranks if rank in stuck and usual not in self._pending[rank])
         words = f"waits in {self.waiting(odd)}, but rank {other} in {theirs}, and neither can go on"
         return Difference(odd, f"CollectiveMismatchError: {words}; let every rank come to the same collectives")
+
+    def _waiting_for_each_other(self, ranks: Set[int], settled: Set[int]) -> set[int]:
+        """Return the ranks of which each waits in collectives that all need another of them: none can go on."""
+        there: dict[str, set[int]] = defaultdict(set)
+        for rank in settled:
+            for key in self._pending[rank]:
+                there[key].add(rank)
+        stuck, size = set(settled), -1
+        while len(stuck) != size:
+            size = len(stuck)
+            may_end = {
+                key: not any(
+                    rank in stuck and rank not in there[key] for rank in self._pending[one][key].ranks or ranks
+                )
+                for key, members in there.items()
+                for one in [next(iter(members))]
+            }
+            stuck = {rank for rank in stuck if not any(may_end[key] for key in self._pending[rank])}
+        return stuck
 
 
 def _unlike(there: dict[int, Waiting], kinds: list[str]) -> Difference | None:

@@ -24,6 +24,8 @@ from hvdkit.errors import ClusterError
 
 _LEAVING = 7
 LARGEST = 2**31 - 1  # bytes that one collective carries: MPI counts them by C's int
+# Over MPI so many bytes of each rank's message travel with its length, and so many of all ranks together.
+_FIRST_BYTES, _FIRST_BYTES_OF_ALL = 1024, 2**17
 _SPIN_SECONDS = 0.002
 _NAP_SECONDS = 0.0005
 _GRACE_SECONDS = 0.2
@@ -89,8 +91,9 @@ class ObjectExchange:
         if self._size == 1:
             return [data]
         mine = np.frombuffer(data, np.uint8)
-        with self._order.entered(), collective("an exchange of objects"), self._whole():
-            lengths, parts = self._begin_over_mpi(mine) if self._comm is not None else self._begin_over_horovod(mine)
+        ranks = None if self._group is None else self._ranks
+        with self._order.entered(), collective("an exchange of objects", ranks), self._whole():
+            lengths, parts = self._begin(mine)
             while left := [rank for rank, part in enumerate(parts) if len(part) < lengths[rank]]:
                 counts = np.zeros(self._size, np.int64)
                 for rank in left:
@@ -122,23 +125,28 @@ class ObjectExchange:
         self._wait(self._comm.Iallgatherv(mine, (gathered, counts)))
         return gathered
 
-    def _begin_over_horovod(self, mine: np.ndarray) -> tuple[np.ndarray, list[bytearray]]:
+    def _begin(self, mine: np.ndarray) -> tuple[np.ndarray, list[bytearray]]:
         """Exchange lengths with the first bytes behind them: small messages need no second collective."""
         header = np.array([len(mine)], np.int64).view(np.uint8)
-        first = max(0, LARGEST // self._size - len(header))
-        blob = self._gather(np.concatenate([header, mine[:first]]), np.empty(0))
+        most = LARGEST // self._size - len(header)
+        if self._comm is None:
+            first = max(0, most)
+            blob = self._gather(np.concatenate([header, mine[:first]]), np.empty(0))
+        else:  # MPI needs to know what each rank sends: as much as all, padded
+            first = max(0, min(_FIRST_BYTES, _FIRST_BYTES_OF_ALL // self._size, most))
+            padded = np.zeros(len(header) + first, np.uint8)
+            padded[: len(header)] = header
+            padded[len(header) : len(header) + len(mine[:first])] = mine[:first]
+            blob = np.empty(self._size * len(padded), np.uint8)
+            self._wait(self._comm.Iallgather(padded, blob))
         lengths, parts, start = np.empty(self._size, np.int64), [], 0
         for rank in range(self._size):
-            lengths[rank] = blob[start : start + 8].view(np.int64)[0]
-            stop = start + 8 + min(int(lengths[rank]), first)
-            parts.append(bytearray(blob[start + 8 : stop].data))
-            start = stop
+            begin = start + len(header)
+            lengths[rank] = blob[start:begin].view(np.int64)[0]
+            stop = begin + min(int(lengths[rank]), first)
+            parts.append(bytearray(blob[begin:stop].data))
+            start = stop if self._comm is None else begin + first
         return lengths, parts
-
-    def _begin_over_mpi(self, mine: np.ndarray) -> tuple[np.ndarray, list[bytearray]]:
-        lengths = np.empty(self._size, np.int64)
-        self._wait(self._comm.Iallgather(np.array([len(mine)], np.int64), lengths))
-        return lengths, [bytearray() for _ in lengths]
 
     def _wait(self, request: Any) -> None:
         """Wait for ``request``, giving up the core between looks, unless a peer says that it leaves."""

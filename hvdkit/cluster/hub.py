@@ -269,6 +269,8 @@ class Hub:
             self._waits.begin(rank.number, message)
         elif kind == "came":
             self._waits.end(rank.number, message)
+        elif kind == "still":
+            self._waits.still(rank.number, message["key"])
         elif kind == "stacks":
             rank.told = message
         elif kind == "unwound":
@@ -347,6 +349,8 @@ class Hub:
         self._seek_stuck(now)
         if not self._faults:
             self._differ(self._waits.difference(self._here.keys(), now), now)
+            while self._waits.to_ask:
+                self._ranks[self._waits.to_ask.pop()].link.send("waits?")
         self._settle(now)
 
     def _beat(self, elapsed: float) -> None:

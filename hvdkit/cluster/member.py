@@ -18,6 +18,8 @@ from hvdkit.cluster.wire import LONE, Link, Offer, interval
 
 # How much later than rank 0 says a rank ends that hears no more from it.
 _SPARE_SECONDS = 1.0
+# A rank that has waited so long in a collective says in which: others may wait for it in another one.
+_WAITED_SECONDS = 3.0
 # Rank 0 is silent: so long the ranks beside it, and then those of other hosts, leave it to the first that looks.
 _LOOK_SECONDS = 2.0
 
@@ -132,6 +134,8 @@ class Member:
         elif kind == "look":
             who = processes.Identity(*message["identity"])
             self._link.send("saw", rank=message["rank"], condition=processes.condition(who))
+        elif kind == "waits?":
+            self._link.send("still", key=PROGRESS.waits_in())
         elif kind == "stacks":
             write_stacks(self._rank)
             self._link.send("stacks", **PROGRESS.told())
@@ -159,6 +163,8 @@ class Member:
         if now - self._ticked > self._place.heartbeat / 2:  # this process was stopped itself, and goes on
             self._heard = now
         self._ticked = now
+        if PROGRESS.waiting and now - PROGRESS.since > _WAITED_SECONDS:
+            PROGRESS.tell_wait()
         if now - self._beaten >= self._interval:
             self._beaten = now
             idle = PROGRESS.idle()

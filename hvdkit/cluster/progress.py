@@ -10,12 +10,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hvdkit.cluster.checks import source_line
+from hvdkit.cluster.checks import EAGER, source_line
 from hvdkit.cluster.processes import Work, descendants, threads, waits_for_disk, work
 
 if TYPE_CHECKING:
@@ -36,9 +36,12 @@ class Progress:
         step: steps trained, or None where nobody counts them.
         count: eager collectives and exchanges begun.
         name: the last one, or "".
+        key: by which ranks match the last one: those that take part, and its number among theirs.
         since: when it began, or ended, by ``time.monotonic``.
         waiting: it has begun and not ended.
-        tell: called with "waits" and "came", and what about, at each of them; None but for ``HVDKIT_CHECK=1``.
+        tell: called with "waits" and "came", and what about: at each of them with ``HVDKIT_CHECK=1``, otherwise by the
+            watchdog once the rank has waited for a while; None without a watchdog.
+        tells_all: ``HVDKIT_CHECK=1``.
         profile: records some steps; None but for ``HVDKIT_PROFILE``.
     """
 
@@ -46,9 +49,11 @@ class Progress:
         self.step: int | None = None
         self.count = 0
         self.name = ""
+        self.key = ""
         self.since = time.monotonic()
         self.waiting = False
         self.tell: Callable[..., None] | None = None
+        self.tells_all = False
         self.profile: Recorder | None = None
         self._thread, self._ident = threading.get_native_id(), threading.get_ident()
         self._ran = self._looked = time.monotonic()
@@ -57,19 +62,24 @@ class Progress:
         self._waiters: set[int] = set()
         self._children: dict[int, Work] = {}
         self._reasons: list[str] = []
+        self._counts: dict[tuple[int, ...] | None, int] = {}
+        self._ranks: tuple[int, ...] | None = None
+        self._told = ""  # the key of the wait that rank 0 knows of
 
-    def begin(self, name: str) -> None:
-        """Note that this thread begins a collective."""
+    def begin(self, name: str, ranks: Sequence[int] | None = None) -> None:
+        """Note that this thread begins a collective among some ranks; None for all."""
         self.count += 1
         self.name = name
+        self._ranks = None if ranks is None else tuple(ranks)
+        number = self._counts[self._ranks] = self._counts.get(self._ranks, 0) + 1
+        self.key = f"{EAGER}{number}" if self._ranks is None else f"{EAGER}{number} of {list(self._ranks)}"
         self.since = time.monotonic()
         self._thread, self._ident = threading.get_native_id(), threading.get_ident()
         self.waiting = True
         if self.profile is not None:
             self.profile.began(name)
-        if self.tell is not None:
-            line = source_line((frame.filename, frame.lineno or 0) for frame in traceback.extract_stack())
-            self.tell("waits", key=f"eager {self.count}", what=name, line=line)
+        if self.tells_all:
+            self.tell_wait()
 
     def end(self) -> None:
         """Note that the collective is done."""
@@ -77,8 +87,25 @@ class Progress:
         self.waiting = False
         if self.profile is not None:
             self.profile.ended()
-        if self.tell is not None:
-            self.tell("came", key=f"eager {self.count}")
+        if self._told and self.tell is not None:
+            self.tell("came", key=self._told)
+        self._told = ""
+
+    def tell_wait(self) -> None:
+        """Tell rank 0 in which collective this rank waits, once."""
+        key, name, tell = self.key, self.name, self.tell
+        frame = sys._current_frames().get(self._ident)
+        if tell is None or frame is None or not self.waiting or self._told == key:
+            return
+        line = source_line((one.filename, one.lineno or 0) for one in traceback.extract_stack(frame))
+        self._told = key
+        tell("waits", key=key, what=name, line=line, ranks=self._ranks)
+        if not self.waiting or self.key != key:  # it was over before rank 0 was told
+            tell("came", key=key)
+
+    def waits_in(self) -> str | None:
+        """Return the key of the collective in which this rank waits, or None."""
+        return self.key if self.waiting else None
 
     def at_step(self, step: int) -> None:
         """Note the number of steps trained."""
@@ -192,8 +219,8 @@ def spending(kind: Literal["input", "save"]) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def collective(name: str) -> Iterator[None]:
-    """Note a collective that is begun and ended within the context.
+def collective(name: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
+    """Note a collective among ``ranks`` (default: all) that is begun and ended within the context.
 
     Example::
 
@@ -203,7 +230,7 @@ def collective(name: str) -> Iterator[None]:
     if PROGRESS.waiting:  # a part of another one, whose name says more
         yield
         return
-    PROGRESS.begin(name)
+    PROGRESS.begin(name, ranks)
     try:
         yield
     finally:

@@ -56,8 +56,7 @@ class Watchdog:
         self.member.start()
         processes.wake_with_parent_gone()
         failure.report_to(self.member)
-        if checks.enabled():
-            PROGRESS.tell = self.member.send
+        PROGRESS.tell, PROGRESS.tells_all = self.member.send, checks.enabled()
         _OPEN.append(self)
 
     def stay(self) -> None:

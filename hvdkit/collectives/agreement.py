@@ -72,7 +72,7 @@ def agree(call: Call, group: Group | None = None) -> list[Call]:
         return [call]
     # The others need the words only; an exception of any class may not survive pickling.
     sent = call if call.problem is None else Call(call.kind, problem=ValueError(str(call.problem)))
-    with collective(str(call)):
+    with collective(str(call), None if group is None else group.ranks):
         calls: list[Call] = cluster.exchange(group).allgather(sent)
     if call.problem is not None:
         raise call.problem

@@ -93,7 +93,7 @@ def _run_eagerly(asked: Collective, given: Tensors, problem: Exception | None = 
         return asked.here([c.payload for c in calls])
     if asked.uneven:
         _check_size(calls, asked)
-    with collective(str(call)):
+    with collective(str(call), None if asked.group is None else asked.group.ranks):
         return asked.wire(given)
 
 

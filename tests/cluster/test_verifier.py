@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from jobs import MPI, run
+from jobs import GLOO, MPI, run
 from jobs_that_fail import PATHS
 
 from hvdkit.cluster.checks import SETTLED, Waits
@@ -73,6 +73,69 @@ def wait_in(*pending, seconds=SETTLED + 1):
             waits.begin(rank, {"key": "done", "what": "done", "line": "done.py:1", "alike": True})
             waits.end(rank, {"key": "done"})
     return waits.difference(set(range(len(pending))), time.monotonic() + seconds)
+
+
+def wait_eagerly(*places):
+    """Ranks that wait in eager collectives, each among some ranks, and have been asked whether they still do."""
+    waits = Waits()
+    for rank, ranks in enumerate(places):
+        if ranks is not None:
+            waits.begin(
+                rank, {"key": f"eager 1 of {ranks}", "what": f"sum of {ranks}", "line": "a.py:1", "ranks": ranks}
+            )
+    now = time.monotonic() + SETTLED
+    assert waits.difference(set(range(len(places))), now) is None, "no rank has answered"
+    return waits, now
+
+
+@pytest.mark.parametrize(
+    ("places", "stuck"),
+    [
+        (([0, 1], [1, 2], [0, 2]), [0, 1, 2]),
+        (([0, 1, 2, 3], [0, 1], [0, 1, 2, 3], [2, 3]), [0, 1, 2, 3]),
+        (([0, 1], [1, 2, 0], None, [2, 3]), [0, 1]),  # rank 2 computes, rank 3 waits for it
+        (([0, 1], [0, 1], [2, 3], [2, 3]), []),  # all under way
+        (([0, 1], None, [0, 1, 2]), []),  # rank 1 will come
+        (([0, 1], [0, 1], [0, 1, 2]), []),  # 0 and 1 will come
+    ],
+)
+def test_ranks_that_wait_for_each_other_are_asked_first(places, stuck):
+    waits, now = wait_eagerly(*places)
+    assert sorted(waits.to_ask) == stuck
+    everyone = set(range(len(places)))
+    for rank in stuck[1:]:
+        waits.still(rank, f"eager 1 of {places[rank]}")
+    assert waits.difference(everyone, now + SETTLED) is None
+    if stuck:
+        waits.still(stuck[0], None)  # it has gone on
+        assert waits.difference(everyone, now + 2 * SETTLED) is None
+        waits.still(stuck[0], f"eager 1 of {places[stuck[0]]}")
+        found = waits.difference(everyone, now + 3 * SETTLED)
+        assert found.rank in stuck and "and neither can go on" in found.cause
+
+
+UNLIKE_SETS = """
+import numpy as np, hvdkit as hk
+hk.init()
+sets = [hk.ProcessSet(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
+x = np.ones(3, np.float32)
+for one in sets:
+    if one.included():
+        hk.allreduce(x, process_set=one)
+print('together', flush=True)
+hk.allreduce(x, process_set=sets[hk.rank()])
+"""
+
+
+@pytest.mark.parametrize(("launcher", "extra"), [(MPI, {}), (GLOO, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})])
+def test_ranks_in_unlike_process_sets_end_with_an_error(launcher, extra):
+    """Without ``HVDKIT_CHECK``. Each waits for the next one, in a circle."""
+    job = run(UNLIKE_SETS, launcher, 3, **extra)
+    assert job.code != 0 and job.output.count("together") == 3, job.output
+    words = (
+        r"rank 1 on .* waits in allreduce\(.*process_set=\[1, 2\].*, but rank 0 in allreduce\(.*process_set=\[0, 1\]"
+    )
+    assert re.search(words, job.output), job.output
 
 
 def test_ranks_that_go_on_by_themselves():
