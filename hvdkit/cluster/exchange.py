@@ -25,7 +25,7 @@ from hvdkit.errors import ClusterError
 _LEAVING = 7
 LARGEST = 2**31 - 1  # bytes that one collective carries: MPI counts them by C's int
 # Over MPI so many bytes of each rank's message travel with its length, and so many of all ranks together.
-_FIRST_BYTES, _FIRST_BYTES_OF_ALL = 1024, 2**17
+_FIRST_BYTES, _FIRST_BYTES_OF_ALL = 4096, 2**17
 _SPIN_SECONDS = 0.002
 _NAP_SECONDS = 0.0005
 _GRACE_SECONDS = 0.2

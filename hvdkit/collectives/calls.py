@@ -145,4 +145,4 @@ def _with_rows(x: tf.Tensor) -> tf.Tensor:
 
 
 def _nbytes(x: tf.Tensor) -> int:
-    return int(np.prod(x.shape)) * x.dtype.size
+    return math.prod(x.shape) * x.dtype.size

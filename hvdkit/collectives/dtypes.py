@@ -18,6 +18,7 @@ The same rules hold for every message size, in eager mode and in graphs:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,7 @@ _INTEGERS_OF = {tf.float32: tf.int32, tf.float64: tf.int64}
 Decode = Callable[[tf.Tensor], tf.Tensor]
 
 
+@functools.cache
 def wire_dtype(dtype: Any, op: ReduceOp) -> tf.DType:
     """Return the dtype in which values of ``dtype`` are reduced by ``op``.
 

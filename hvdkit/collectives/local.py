@@ -34,7 +34,7 @@ def reduce(
     wire = wire_dtype(dtype, op).as_numpy_dtype
     factor = average_factor(wire, size) if op == ReduceOp.Average else 1.0
     with np.errstate(over="ignore", invalid="ignore"):
-        sent = [_scaled(_scaled(part.astype(wire), prescale), factor) for part in parts]
+        sent = [_scaled(_scaled(part.astype(wire, copy=False), prescale), factor) for part in parts]
         if op in (ReduceOp.Min, ReduceOp.Max):
             result = _extreme(sent, op)
         elif op == ReduceOp.Product:
@@ -43,7 +43,7 @@ def reduce(
             result = np.add.reduce(np.stack(sent), axis=0, dtype=wire)
         if op == ReduceOp.Average and factor == 1.0:
             result = _divided(result, size)
-        return np.asarray(_scaled(result, postscale)).astype(dtype)
+        return np.asarray(_scaled(result, postscale)).astype(dtype, copy=False)
 
 
 def _extreme(parts: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -144,7 +145,7 @@ def _kind(name: str, op: object, factors: tuple[float, float], ranks: cluster.Gr
 
 def _check_factors(prescale: float, postscale: float) -> None:
     for argument, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
-        if not isinstance(factor, (int, float, np.number)) or not np.isfinite(factor):
+        if not isinstance(factor, (int, float, np.number)) or not math.isfinite(factor):
             raise ValueError(describe(argument, repr(factor), "a finite number", "pass a Python float"))
 
 
