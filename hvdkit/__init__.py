@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from hvdkit.optimizer import DistributedOptimizer
     from hvdkit.planning import plan_tables
     from hvdkit.supervisor import Supervisor
+    from hvdkit.training import evaluate, fit, predict
     from hvdkit.variable import PartitionedVariable
 
 _HOMES = {
@@ -121,6 +122,7 @@ _HOMES = {
     "hvdkit.optimizer": ("DistributedOptimizer",),
     "hvdkit.planning": ("plan_tables",),
     "hvdkit.supervisor": ("Supervisor",),
+    "hvdkit.training": ("evaluate", "fit", "predict"),
     "hvdkit.variable": ("PartitionedVariable",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -168,6 +170,8 @@ __all__ = [
     "compare_variables",
     "cross_set",
     "data",
+    "evaluate",
+    "fit",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_allreduce_async",
@@ -182,6 +186,7 @@ __all__ = [
     "local_size",
     "local_size_op",
     "plan_tables",
+    "predict",
     "rank",
     "rank_op",
     "reducescatter",

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives.agreement import Call, agree, attempt
+from hvdkit.collectives.batch_share import current_factor, times_share, within_share
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op, op_label
 from hvdkit.collectives.process_sets import RankGroup, label, resolve
 from hvdkit.collectives.tensors import grouped_allreduce
@@ -108,8 +109,31 @@ def average_gradients(
 
 def average(prepare: Callable[[], Given], how: Averaging) -> list[Gradient]:
     """Combine the gradients that ``prepare`` returns over all ranks, as :func:`average_gradients` does."""
-    found = agree_on(prepare, how)
+    found = agree_on(lambda: shared(prepare(), how), how)
     return combine(found.map(lambda grad, kind: _distinct(grad) if kind == "rows" else grad), how)
+
+
+def shared(found: Given, how: Averaging) -> Given:
+    """Return gradients times this rank's share of the global batch, in a step of ``hk.fit``; else as they are.
+
+    Those of sharded rows were multiplied on their way to the owner (:mod:`hvdkit.collectives.batch_share`).
+
+    Raises:
+        ValueError: in such a step, with ``weight`` or an ``op`` that is not the average.
+    """
+    if not within_share():
+        return found
+    if how.weight is not None:
+        remedy = "leave it out: hk.fit weighs each rank's gradients by its rows"
+        raise ValueError(describe("weight", how.weight, "None inside hk.fit", remedy))
+    if checked_op(how.op) != ReduceOp.Average:
+        remedy = "use hk.Average: hk.fit takes care of losses that are sums"
+        raise ValueError(describe("op", op_label(how.op), "Average inside hk.fit", remedy))
+    if (factor := current_factor()) is None:
+        return found
+    return found.map(
+        lambda grad, kind: grad if kind in ("rows", "overwritten") else mapped(grad, lambda x: times_share(x, factor))
+    )
 
 
 def agree_on(prepare: Callable[[], Given], how: Averaging) -> Given:

@@ -185,7 +185,7 @@ class Combining(Distributed):
         def prepare() -> Given:
             found = given_to(self, grads, trainable_variables)
             self._hvdkit_check_model(found.variables)
-            return found
+            return how.shared(found)
 
         if how.accumulate_steps == 1:
             scale = getattr(self, "loss_scale_factor", None)
@@ -384,7 +384,7 @@ class CombiningScaled(Distributed):
         """Combine ``grads``, skip the step where any rank's overflowed, else update the variables."""
         refuse_what_breaks()
         how = self._hvdkit
-        found = how.agreed(lambda: given_to(self, grads, trainable_variables), exchanges=True)
+        found = how.agreed(lambda: how.shared(given_to(self, grads, trainable_variables)), exchanges=True)
         if not found.grads:
             return None
         parts = self.inner_optimizer._hvdkit_parts  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from hvdkit import cluster
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.shards import shard_of
 from hvdkit.collectives.tensors import grouped_allreduce
-from hvdkit.gradients.average import Averaging, agree_on, agree_to_go_on, combine, mapped
+from hvdkit.gradients.average import Averaging, agree_on, agree_to_go_on, combine, mapped, shared
 from hvdkit.gradients.given import Given, Gradient, Kind
 from hvdkit.gradients.sparse import sum_duplicates
 from hvdkit.gradients.steps import tell_profile
@@ -55,6 +55,10 @@ class Reduction:
         if self.combines:
             return agree_on(prepare, self.averaging)
         return agree_to_go_on(prepare, self.group) if exchanges else prepare()
+
+    def shared(self, found: Given) -> Given:
+        """Return gradients times this rank's share of the global batch, if they are to be combined here."""
+        return shared(found, self.averaging) if self.combines else found
 
     def combine(self, found: Given) -> list[Gradient]:
         """Combine gradients over all ranks, after :meth:`agreed`.

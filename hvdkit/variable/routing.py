@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import tensors
+from hvdkit.collectives.batch_share import with_shared_gradient
 from hvdkit.variable.faults import FAULT_WORDS, Fault, raise_everywhere
 from hvdkit.variable.runs import note_runs
 
@@ -151,7 +152,7 @@ def fetch(
         counts = tf.split(asked.mine[0], list(parts))
         received = iter([part for r, c, n in zip(rows, counts, parts, strict=True) for part in _split(r, c, n)])
     places = iter(asked.places)
-    return [[Found(next(received), next(places)) for _ in range(n)] for n in parts]
+    return [[Found(with_shared_gradient(next(received)), next(places)) for _ in range(n)] for n in parts]
 
 
 def joined(parts: Sequence[tf.Tensor]) -> tf.Tensor:

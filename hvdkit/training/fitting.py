@@ -1,0 +1,122 @@
+"""``hk.fit``: Keras's ``model.fit`` for the whole job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras.src.trainers.data_adapters import data_adapter_utils
+
+from hvdkit.errors import HvdkitError, describe
+from hvdkit.training.calling import Callbacks, checked_model
+from hvdkit.training.hooks import Session
+from hvdkit.training.inputs import Given, prepare, split
+from hvdkit.training.shares import Shares
+
+
+def fit(
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: Any = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: Any = True,
+    class_weight: Any = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: Any = 1,
+    *,
+    logdir: Any = None,
+) -> keras.callbacks.History:
+    """Train a model on all ranks as ``model.fit`` trains it in one process on the same data.
+
+    Every rank calls it with the same arguments and the whole data set. Each global batch is divided by rows: rank r of
+    N works on the rows ``r * b // N`` to ``(r + 1) * b // N`` of a batch of b rows. Weights begin with the chief's;
+    every optimizer of the model becomes a :func:`hvdkit.DistributedOptimizer`, and stays one. The returned History, the
+    logs that callbacks get at the end of an epoch, and the weights are those of one process, up to rounding.
+
+    Args:
+        model: a compiled Keras model.
+        x, y, epochs, validation_split, validation_data, shuffle, class_weight, sample_weight, initial_epoch,
+            steps_per_epoch, validation_steps, validation_freq: as for ``model.fit``. ``x`` is an array, or arrays in
+            lists, tuples and dicts, or a ``tf.data.Dataset`` of global batches.
+        batch_size: rows of a global batch, of all ranks together; at least the number of ranks. Default 32, as in
+            Keras.
+        validation_batch_size: likewise.
+        verbose: as for ``model.fit``; only the chief prints.
+        callbacks: as for ``model.fit``. Callbacks that write files run on the chief, others on every rank.
+        logdir: not supported yet.
+
+    Returns:
+        Keras's ``History``, equal on every rank.
+
+    Raises:
+        ValueError: ``batch_size`` is less than the number of ranks, a metric's state cannot be combined, or Keras takes
+            no such arguments.
+        CollectiveMismatchError: ranks differ in their arguments, data or model.
+        HvdkitError: what the call asks for is not supported; the message says what is.
+
+    Example::
+
+        model.compile("adam", "mse")
+        history = hk.fit(model, x, y, batch_size=64, epochs=3, validation_split=0.1)
+    """
+    kind = (
+        f"hk.fit(batch_size={batch_size}, epochs={epochs}, initial_epoch={initial_epoch}, "
+        f"steps_per_epoch={steps_per_epoch}, validation_steps={validation_steps}, "
+        f"validation_batch_size={validation_batch_size}, validation_freq={validation_freq}, shuffle={shuffle})"
+    )
+
+    def build() -> list[Shares | None]:
+        if logdir is not None:
+            remedy = "leave it out, and pass hk.callbacks.SupervisorCallback(logdir) to model.fit"
+            raise HvdkitError(describe("logdir", logdir, "None: it is not supported yet", remedy))
+        checked_model(model)
+        training, validation = (x, y, sample_weight), validation_data
+        if validation_split and validation is None:
+            training, validation = split(x, y, sample_weight, validation_split)
+        own = Given(
+            x=training[0],
+            y=training[1],
+            sample_weight=training[2],
+            batch_size=batch_size,
+            steps=steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+        ).shares()
+        if validation is None:
+            return [own, None]
+        val_x, val_y, val_weight = data_adapter_utils.unpack_x_y_sample_weight(validation)
+        others = Given(
+            x=val_x,
+            y=val_y,
+            sample_weight=val_weight,
+            batch_size=validation_batch_size or batch_size,
+            steps=validation_steps,
+            argument="validation_data",
+        )
+        return [own, others.shares()]
+
+    own, others = prepare(kind, build)
+    assert own is not None
+    session = Session.of(model, may_be_empty=any(s is not None and s.may_be_empty for s in (own, others)))
+    with session.running():
+        listed = Callbacks(callbacks, session, verbose=verbose, epochs=epochs, steps=steps_per_epoch or own.num_batches)
+        return model.fit(
+            own,
+            epochs=epochs,
+            verbose=verbose,
+            callbacks=listed,
+            validation_data=others,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation_freq=validation_freq,
+        )

@@ -1,0 +1,106 @@
+"""What ``hk.fit`` changes in a model while it runs: attributes of that one object, put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from hvdkit import cluster
+from hvdkit.cluster.logs import get_logger
+from hvdkit.layers import synchronize_batch_normalization
+from hvdkit.training.results import Results
+from hvdkit.training.starting import Variables, distribute_optimizers
+from hvdkit.training.steps import Steps
+from hvdkit.training.swapping import swapped
+
+_STATE = "_hvdkit_training"
+_FUNCTIONS = ("train_function", "test_function", "predict_function")
+# What the traced steps depend on.
+_COMPILED = ("_loss_tracker", "optimizer", "steps_per_execution", "run_eagerly", "_jit_compile")
+_STEPS = ("train_step", "test_step", "predict_step")
+
+
+class Session:
+    """A model whose steps run on shares; it keeps their graphs from one call to the next.
+
+    Args:
+        model: a Keras model, whose optimizers are distributed.
+        may_be_empty: whether a rank may have no rows of some batch.
+
+    Attributes:
+        steps: the model's steps.
+    """
+
+    def __init__(self, model: Any, *, may_be_empty: bool) -> None:
+        self.model = model
+        self._variables = Variables(model)
+        self.steps = Steps(model, self._variables.begin_new, may_be_empty=may_be_empty)
+        self._functions: dict[str, Any] = dict.fromkeys(_FUNCTIONS)
+        self._identity = _identity(model)
+
+    @classmethod
+    def of(cls, model: Any, *, may_be_empty: bool) -> Session:
+        """Return a model's session: that of the call before if nothing has changed that it depends on."""
+        distribute_optimizers(model)
+        synchronize_batch_normalization(model)
+        found = vars(model).get(_STATE)
+        if (
+            found is None
+            or (may_be_empty and not found.steps.may_be_empty)
+            or not all(mine is now for mine, now in zip(found._identity, _identity(model), strict=True))
+        ):
+            _warn_of_local_statistics(model)
+            found = cls(model, may_be_empty=may_be_empty)
+            object.__setattr__(model, _STATE, found)
+        return found
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Begin with the chief's variables, and have the model's methods work on shares. Every rank calls it."""
+        self._variables.begin()
+        model, steps = self.model, self.steps
+        results = Results(model, model._get_metrics_result_or_logs, self._last_factor)
+        changed = {
+            "train_step": steps.of("train", model.train_step),
+            "test_step": steps.of("test", model.test_step),
+            "predict_step": steps.predictions(model.predict_step),
+            "_get_metrics_result_or_logs": results.combined,
+            **self._functions,
+        }
+        if cluster.size() > 1 and model.jit_compile:
+            changed["_jit_compile"] = False
+            if cluster.is_chief() and not any(self._functions.values()):
+                get_logger().info("jit_compile: switched off for the model's steps: Horovod has no XLA kernels")
+        with swapped(model, **changed):
+            try:
+                yield
+            finally:
+                self._functions = {name: vars(model).get(name) for name in _FUNCTIONS}
+
+    def begin_again(self) -> None:
+        """Give every rank the chief's variables once more: a callback may have restored them there."""
+        self._variables.begin()
+
+    def _last_factor(self) -> float:
+        last = self.steps.last_factor
+        return 1.0 if last is None else float(last.numpy())
+
+
+def _identity(model: Any) -> tuple[Any, ...]:
+    return tuple(getattr(model, name, None) for name in _COMPILED) + tuple(vars(model).get(name) for name in _STEPS)
+
+
+def _warn_of_local_statistics(model: Any) -> None:
+    """Say on the chief that batch normalization is not that of one process, if that is so."""
+    kind = keras.layers.BatchNormalization
+    local = [x.name for x in model._flatten_layers() if isinstance(x, kind) and x.trainable and not x.synchronized]
+    if local and cluster.is_chief() and cluster.group(cluster.DATA).size > 1:
+        get_logger().warning(
+            "BatchNormalization (%s%s): normalizes by each rank's rows, not by the global batch; use synchronized=True "
+            "for the results of one process",
+            ", ".join(local[:3]),
+            ", ..." if len(local) > 3 else "",
+        )

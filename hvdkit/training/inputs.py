@@ -1,0 +1,150 @@
+"""The data that a caller gives ``hk.fit``, as shares; and what all ranks must give alike."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from tensorflow.python.eager import context
+
+from hvdkit import cluster
+from hvdkit.collectives.agreement import Call, agree, attempt
+from hvdkit.errors import CollectiveMismatchError, HvdkitError, describe
+from hvdkit.training.arrays import ArrayShares
+from hvdkit.training.shares import Place, Shares, first_tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Data as Keras's methods take them.
+
+    Attributes:
+        x, y, sample_weight, batch_size, steps, shuffle, class_weight: as for ``model.fit``.
+        argument: what the caller calls the data, for messages.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    batch_size: int | None = None
+    steps: int | None = None
+    shuffle: Any = False
+    class_weight: Any = None
+    argument: str = "x"
+
+    def shares(self) -> Shares:
+        """Return this rank's shares.
+
+        Raises:
+            ValueError: Keras takes no such data, or the global batch has fewer rows than there are ranks.
+            HvdkitError: data of this class are not supported.
+        """
+        inner = data_adapters.get_data_adapter(
+            x=self.x,
+            y=self.y,
+            sample_weight=self.sample_weight,
+            batch_size=self.batch_size,
+            steps_per_epoch=self.steps,
+            shuffle=False if isinstance(self.x, tf.data.Dataset) else self.shuffle,  # Keras would warn
+            class_weight=self.class_weight,
+        )
+        place = Place.here()
+        if isinstance(inner, ArrayDataAdapter):
+            self._check_rows(inner.batch_size, place)
+            return ArrayShares(inner, place)
+        if isinstance(inner, TFDatasetAdapter):
+            spec = inner.get_tf_dataset().element_spec
+            self._check_batched(spec, place)
+            return Shares(inner, place)
+        remedy = "pass arrays or a batched tf.data.Dataset"
+        raise HvdkitError(describe(self.argument, type(self.x).__name__, "data that hk.fit divides", remedy))
+
+    def _check_rows(self, batch_size: int, place: Place) -> None:
+        if batch_size < place.size:
+            expected = f"at least one row for each of the {place.size} ranks"
+            raise ValueError(describe("batch_size", batch_size, expected, "pass a larger batch_size, which is global"))
+
+    def _check_batched(self, spec: Any, place: Place) -> None:
+        first = first_tensor(spec)
+        if first is None:
+            remedy = "call dataset.batch(batch_size) with the global batch size"
+            raise ValueError(describe(self.argument, f"elements {spec}", "batches of rows", remedy))
+        if first.shape.rank is not None and first.shape[0] is not None:
+            self._check_rows(first.shape[0], place)
+
+
+def split(x: Any, y: Any, sample_weight: Any, validation_split: float) -> tuple[tuple[Any, Any, Any], Any]:
+    """Return training and validation data as Keras cuts them: the last rows, before any shuffling."""
+    return array_slicing.train_validation_split((x, y, sample_weight), validation_split=validation_split)
+
+
+def prepare(kind: str, build: Callable[[], Sequence[Shares | None]]) -> Sequence[Shares | None]:
+    """Return what ``build`` returns, after the ranks have compared it; what it raises on one raises on all.
+
+    Args:
+        kind: the call, with all arguments that must be equal on all ranks.
+        build: makes this rank's shares.
+
+    Raises:
+        Exception: what ``build`` raised on this rank.
+        CollectiveMismatchError: another rank's ``build`` raised, or the ranks' arguments or data differ.
+    """
+    made: list[Sequence[Shares | None]] = []
+    call = Call(kind)
+
+    def check() -> None:
+        made.append(build())
+        call.payload = _Payload(
+            seed=context.global_seed(),
+            drawn=secrets.randbits(31),
+            sizes=[None if s is None else (type(s).__name__, s.num_batches) for s in made[0]],
+            digests=[s.digest if isinstance(s, ArrayShares) else None for s in made[0]],
+        )
+
+    call.problem = attempt(check)
+    payloads = [each.payload for each in agree(call)]
+    _compare(payloads)
+    seeds = {each.seed for each in payloads}
+    if len(seeds) > 1 or None in seeds:
+        chief = payloads[0].drawn if payloads[0].seed is None else payloads[0].seed
+        for shares in made[0]:
+            if isinstance(shares, ArrayShares) and cluster.size() > 1:
+                shares.seed = chief
+    return made[0]
+
+
+@dataclass(frozen=True)
+class _Payload:
+    """What a rank says of its data.
+
+    Attributes:
+        seed: TensorFlow's global one, or None.
+        drawn: a random one.
+        sizes: class and number of batches of the training and validation data.
+        digests: of arrays.
+    """
+
+    seed: int | None
+    drawn: int
+    sizes: list[Any]
+    digests: list[Any]
+
+
+def _compare(payloads: list[_Payload]) -> None:
+    for rank, other in enumerate(payloads):
+        for name, mine, theirs in zip(("x", "validation_data"), payloads[0].sizes, other.sizes, strict=False):
+            if mine != theirs:
+                got, expected = f"{theirs} (class, batches) on rank {rank}", f"{mine}, as on rank 0"
+                raise CollectiveMismatchError(describe(name, got, expected, "pass the same data on every rank"))
+        for name, mine, theirs in zip(("x, y", "validation_data"), payloads[0].digests, other.digests, strict=False):
+            if mine != theirs:
+                got, expected = f"arrays on rank {rank} that differ from rank 0's", "the whole data set on every rank"
+                remedy = "seed what draws or shuffles them (keras.utils.set_random_seed), or load the same files"
+                raise CollectiveMismatchError(describe(name, got, expected, remedy))

@@ -1,0 +1,123 @@
+"""Metrics of one process, from the states that each rank has gathered on its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.collectives import Sum, grouped_allreduce
+from hvdkit.collectives.agreement import Call, agree
+from hvdkit.errors import describe
+from hvdkit.layers import average_moving_statistics
+
+Logs = Mapping[str, Any]
+
+
+def states(model: Any) -> list[tuple[str, Any]]:
+    """Return the variables of a model's metrics, each once, with the names of their metrics."""
+    found: dict[int, tuple[str, Any]] = {}
+    for metric in model.metrics:
+        for variable in metric.variables:
+            found.setdefault(id(variable), (metric.name, variable))
+    return list(found.values())
+
+
+def check_states(model: Any) -> None:
+    """Refuse metrics whose state cannot be combined.
+
+    Raises:
+        ValueError: a state is not a sum over examples, as far as the metric says.
+    """
+    remedy = (
+        "keep sums and counts in the metric's variables, as keras.metrics.Mean does, or compute it after hk.predict"
+    )
+    for name, variable in states(model):
+        how, expected = getattr(variable, "aggregation", "sum"), "a state that is summed or averaged over ranks"
+        got = f"{name!r}, whose variable {variable.path} has aggregation={how!r}"
+        if how not in ("sum", "mean"):
+            raise ValueError(describe("metrics", got, expected, remedy))
+        if tf.as_dtype(variable.dtype) in (tf.string, tf.bool):
+            raise ValueError(describe("metrics", f"{got} and dtype {variable.dtype}", expected, remedy))
+
+
+def check_first_values(model: Any) -> None:
+    """Refuse sums that do not begin with 0, as maxima do not; the metrics keep their state.
+
+    Raises:
+        ValueError: one begins with something else.
+    """
+    variables = states(model)
+    before = [np.asarray(v) for _, v in variables]
+    model.reset_metrics()
+    first = [np.asarray(v) for _, v in variables]
+    for (_, variable), value in zip(variables, before, strict=True):
+        variable.assign(value)
+    for (name, variable), value in zip(variables, first, strict=True):
+        if getattr(variable, "aggregation", "sum") == "sum" and np.any(value):
+            got = f"{name!r}, whose variable {variable.path} is {value} after reset_state()"
+            remedy = "keep sums and counts in the metric, as keras.metrics.Mean does, or compute it after hk.predict"
+            raise ValueError(describe("metrics", got, "0: states are summed over ranks", remedy))
+
+
+class Results:
+    """The logs of an epoch or an evaluation, as one process has them.
+
+    Args:
+        model: a compiled Keras model.
+        original: its ``_get_metrics_result_or_logs``.
+        factor: returns the factor of this rank's last step.
+    """
+
+    def __init__(self, model: Any, original: Callable[[Any], Any], factor: Callable[[], float]) -> None:
+        self._model, self._original, self._factor = model, original, factor
+        self._is_checked = False
+
+    def combined(self, logs: Any) -> Any:
+        """Return the logs that Keras is to report. Every rank calls it, at the end of an epoch or an evaluation.
+
+        Args:
+            logs: what the last step returned.
+        """
+        if not self._is_checked:
+            check_states(self._model)
+            check_first_values(self._model)
+            self._is_checked = True
+        average_moving_statistics(self._model)  # before they are evaluated, saved or exported
+        variables = states(self._model)
+        local = [np.asarray(v) for _, v in variables]
+        own = self._model.get_metrics_result()
+        along = cluster.group(cluster.DATA)
+        group = None if along.size == cluster.size() else along
+        for (_, variable), total in zip(variables, grouped_allreduce(local, Sum, process_set=group), strict=True):
+            is_mean = getattr(variable, "aggregation", "sum") == "mean"
+            variable.assign(total / along.size if is_mean else total)
+        results = self._original(logs)
+        whole = self._model.get_metrics_result()
+        for (_, variable), value in zip(variables, local, strict=True):
+            variable.assign(value)
+        if not isinstance(logs, Mapping) or set(logs) == set(whole):
+            return results
+        return self._with_means(logs, own, whole, group)
+
+    def _with_means(self, logs: Logs, own: Logs, whole: Logs, group: Any) -> dict[str, Any]:
+        """Return the last step's logs: results of metrics combined, other numbers as means over the batch's rows."""
+        local = {key: (np.asarray(value), key in own and _equal(value, own[key])) for key, value in logs.items()}
+        call = Call(f"logs of the last step ({', '.join(sorted(local))})", payload=(self._factor(), local))
+        ranks = [each.payload for each in agree(call, group)]
+        total = sum(factor for factor, _ in ranks)
+        results: dict[str, Any] = {}
+        for key in logs:
+            if all(each[key][1] for factor, each in ranks if factor):
+                results[key] = whole[key]
+                continue
+            parts = [factor * each[key][0].astype("float64") for factor, each in ranks if factor]
+            results[key] = np.sum(parts, axis=0).astype(local[key][0].dtype) / np.asarray(total, local[key][0].dtype)
+        return results
+
+
+def _equal(value: Any, other: Any) -> bool:
+    return np.array_equal(np.asarray(value), np.asarray(other), equal_nan=True)

@@ -1,0 +1,174 @@
+"""This rank's rows of each global batch, as what Keras takes for data.
+
+Rank r of N gets the rows ``r * b // N`` to ``(r + 1) * b // N`` of a global batch of b rows. If b is less than N, some
+shares are empty: such a rank works on the batch's first row, which counts nowhere. A dataset's elements become
+``(data, share)``, with ``share`` a dict of what the step has to know:
+
+    factor   float32, f_r = n_r N / b (see :mod:`hvdkit.collectives.batch_share`); left out if all shares are equal
+    digest   int64, of sampled rows of the global batch, by which ranks' data are compared
+    rows     int32, b; for predictions, which are put back in the order of the global batch
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from hvdkit import cluster
+
+Element = tuple[Any, dict[str, tf.Tensor]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rank ``index`` of ``size`` ranks with different rows."""
+
+    index: int
+    size: int
+
+    @classmethod
+    def here(cls) -> Place:
+        """Return this rank's place along the mesh's axis "data"."""
+        along = cluster.group(cluster.DATA)
+        return cls(along.index, along.size)
+
+    def bounds(self, rows: Any) -> tuple[Any, Any]:
+        """Return the first, and one past the last, of this rank's rows of a batch: ints or tensors, as ``rows`` is."""
+        return self.index * rows // self.size, (self.index + 1) * rows // self.size
+
+    def to_read(self, rows: Any) -> tuple[Any, Any, dict[str, tf.Tensor]]:
+        """Return the bounds of the rows to work on, and the share; an empty share works on the first row.
+
+        Args:
+            rows: of the global batch; an int, or an int scalar tensor.
+        """
+        start, end = self.bounds(rows)
+        share: dict[str, tf.Tensor] = {"rows": tf.cast(rows, tf.int32)}
+        if isinstance(rows, int) and rows % self.size == 0:
+            return start, end, share
+        share["factor"] = tf.cast((end - start) * self.size, tf.float32) / tf.cast(rows, tf.float32)
+        if isinstance(rows, int) and rows >= self.size:
+            return start, end, share
+        is_empty = tf.equal(start, end)
+        return tf.where(is_empty, 0, start), tf.where(is_empty, 1, end), share
+
+
+def rows_of(data: Any, start: Any, end: Any) -> Any:
+    """Return rows of every tensor of a batch: dense, ragged or sparse; scalars and None as they are."""
+
+    def cut(x: Any) -> Any:
+        if x is None or (isinstance(x, tf.Tensor) and x.shape.rank == 0):
+            return x
+        if isinstance(x, tf.SparseTensor):
+            size = tf.cast(end - start, tf.int64)[None]
+            first = tf.cast(start, tf.int64)[None]
+            rest = x.dense_shape[1:]
+            return tf.sparse.slice(x, tf.concat([first, tf.zeros_like(rest)], 0), tf.concat([size, rest], 0))
+        return x[start:end]
+
+    return tree.map_structure(cut, data)
+
+
+def first_tensor(data: Any) -> Any:
+    """Return the first tensor of a batch that has rows, or None."""
+    leaves = [x for x in tree.flatten(data) if x is not None]
+    return next((x for x in leaves if x.shape.rank is None or x.shape.rank > 0), None)
+
+
+class Shares(DataAdapter):
+    """A Keras data adapter of this rank's shares of another adapter's global batches.
+
+    Args:
+        inner: Keras's adapter of the global batches.
+        place: of this rank.
+
+    Attributes:
+        may_be_uneven: False if every global batch is known to divide evenly.
+        may_be_empty: False if no share can be empty.
+    """
+
+    def __init__(self, inner: DataAdapter, place: Place) -> None:
+        self.inner, self.place = inner, place
+        self._dataset: tf.data.Dataset | None = None
+
+    @property
+    def may_be_uneven(self) -> bool:
+        """Return False if every global batch is known to divide evenly."""
+        return "factor" in self.get_tf_dataset().element_spec[1]
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Return False if no share can be empty."""
+        data, _ = self.get_tf_dataset().element_spec
+        first = first_tensor(data)
+        return self.may_be_uneven and (first is None or not first.shape.rank or first.shape[0] is None)
+
+    def get_tf_dataset(self) -> tf.data.Dataset:
+        """Return the shares as a dataset of ``(data, share)``."""
+        if self._dataset is None:
+            self._dataset = self._make()
+        return self._dataset
+
+    def _make(self) -> tf.data.Dataset:
+        def take(*element: Any) -> Element:
+            # tf.data hands a tuple's parts over one by one.
+            data = element if isinstance(spec, tuple) else element[0]
+            first = first_tensor(data)
+            known = first.shape[0] if first.shape.rank is not None else None
+            if isinstance(first, tf.SparseTensor):
+                rows = tf.cast(first.dense_shape[0], tf.int32)
+            elif isinstance(first, tf.RaggedTensor):
+                rows = tf.cast(first.nrows(), tf.int32)
+            else:
+                rows = tf.shape(first)[0] if known is None else known
+            start, end, share = self.place.to_read(rows)
+            return rows_of(data, start, end), {**share, "digest": digest_of(data)}
+
+        dataset = self.inner.get_tf_dataset()
+        spec = dataset.element_spec
+        return dataset.map(take, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of an epoch, the same on every rank; None if it is not known."""
+        return self.inner.num_batches
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of a global batch, if known."""
+        return self.inner.batch_size
+
+    @property
+    def has_partial_batch(self) -> bool | None:
+        """Whether the last batch is known to be short."""
+        return self.inner.has_partial_batch
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        """Rows of the last batch, if known."""
+        return self.inner.partial_batch_size
+
+    def on_epoch_begin(self) -> None:
+        """Tell the global batches."""
+        self.inner.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Tell the global batches."""
+        self.inner.on_epoch_end()
+
+
+def digest_of(data: Any) -> tf.Tensor:
+    """Return an int64 number that differs if batches differ in their first or last rows, or in their number of rows."""
+    total = tf.zeros([], tf.int64)
+    for place, leaf in enumerate(leaf for leaf in tree.flatten(data) if leaf is not None):
+        x = getattr(leaf, "flat_values", getattr(leaf, "values", leaf)) if not isinstance(leaf, tf.Tensor) else leaf
+        ends, rows = x[None], tf.ones([], tf.int64)
+        if x.shape.rank:
+            ends, rows = tf.concat([x[:1], x[-1:]], 0), tf.shape(x, tf.int64)[0]
+        hashed = tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(ends), 2**62)
+        total = total * 1_000_003 + hashed + rows * (place + 1)
+    return total

@@ -1,0 +1,194 @@
+"""The model's own step, run on this rank's share of a global batch.
+
+``Steps`` gives functions for ``model.train_step``, ``model.test_step`` and ``model.predict_step``: each takes an
+element ``(data, share)`` of :mod:`hvdkit.training.shares`, and calls the step that the model had on ``data``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import tree
+
+from hvdkit.collectives.batch_share import share_of_batch
+from hvdkit.collectives.shards import is_part
+from hvdkit.collectives.values import graph_safe
+from hvdkit.layers.batch_norm import synchronized_statistics
+from hvdkit.training.swapping import swapped
+
+Step = Callable[[Any], Any]
+SEED_STATE = "seed_generator_state"
+
+
+class Steps:
+    """The steps of one model.
+
+    Args:
+        model: a compiled Keras model.
+        settle: called if a step has had to make the model's variables, before it runs.
+        may_be_empty: whether a rank may have no rows of some batch.
+
+    Attributes:
+        last_factor: the factor of the step that ran last; None before the first step.
+        last_digest: the digest of that step's global batch; 0 if batches have none.
+    """
+
+    def __init__(self, model: Any, settle: Callable[[], None], *, may_be_empty: bool) -> None:
+        self._model, self._settle, self.may_be_empty = model, settle, may_be_empty
+        self._scratch: set[str] = set()
+        self.last_factor: tf.Variable | None = None
+        self.last_digest: tf.Variable | None = None
+
+    def of(self, name: str, step: Step) -> Step:
+        """Return ``step``, ``model.train_step`` or ``model.test_step``, for elements of shares."""
+
+        @graph_safe
+        def on_share(element: Any) -> Any:
+            data, share = element
+            factor = share.get("factor")
+            self._create_variables(name, step, data, factor)
+            kept = self._keep(factor)
+            with share_of_batch(factor), self._means_weighed(factor):
+                logs = step(data)
+            self._put_back(kept, factor)
+            self._note(share)
+            return logs
+
+        return on_share
+
+    def predictions(self, step: Step) -> Step:
+        """Return ``model.predict_step`` for elements of shares: ``(outputs, rows of the global batch)``."""
+
+        @graph_safe
+        def on_share(element: Any) -> Any:
+            data, share = element
+            self._create_variables("predict", step, data, None)
+            outputs = step(data)
+            if (factor := share.get("factor")) is not None:
+                has_rows = factor > 0
+                outputs = tree.map_structure(lambda x: x[: tf.where(has_rows, tf.shape(x)[0], 0)], outputs)
+            return outputs, share["rows"][None]
+
+        return on_share
+
+    # ---- shares without rows ----------------------------------------------------------------------------------
+
+    def _keep(self, factor: Any) -> list[tuple[Any, tf.Tensor]]:
+        """Return the variables that a step changes, and their values if this rank has no rows."""
+        if factor is None or not self.may_be_empty:
+            return []
+        variables = self._changing()
+        is_empty = tf.equal(factor, 0)
+        values = tf.cond(
+            is_empty,
+            lambda: [tf.identity(v) for v in variables],
+            lambda: [tf.zeros([0] * len(v.shape), v.dtype) for v in variables],
+        )
+        return list(zip(variables, values, strict=True))
+
+    def _put_back(self, kept: list[tuple[Any, tf.Tensor]], factor: Any) -> None:
+        if not kept:
+            return
+
+        def assign() -> tf.Tensor:
+            for variable, value in kept:
+                variable.assign(tf.ensure_shape(value, variable.shape))
+            return tf.constant(True)
+
+        tf.cond(tf.equal(factor, 0), assign, lambda: tf.constant(False))
+
+    def _changing(self) -> list[Any]:
+        """Return the variables that examples change without a gradient: statistics, and the metrics' state."""
+        found = [*self._model.non_trainable_variables, *(v for m in self._model.metrics for v in m.variables)]
+        alike = set(map(id, synchronized_statistics(self._model)))
+        found = [v for v in found if id(v) not in alike]
+        unique = list({id(v): v for v in found}.values())
+        return [v for v in unique if v.name != SEED_STATE and not is_part(v) and tf.as_dtype(v.dtype) != tf.string]
+
+    def _create_variables(self, name: str, step: Step, data: Any, factor: Any) -> None:
+        """Trace ``step`` once and throw the graph away, if what it creates must be known before.
+
+        Weights have to begin with the chief's values, and shares without rows put back what steps change.
+        """
+        if name in self._scratch:
+            return
+        self._scratch.add(name)
+        is_built = is_complete(self._model)
+        if is_built and (factor is None or not self.may_be_empty):
+            return
+        specs = tree.map_structure(lambda x: None if x is None else tf.type_spec_from_value(x), data)
+        tf.function(step, autograph=False).get_concrete_function(specs)  # inside init_scope no tape would record
+        if not is_built:
+            with tf.init_scope():
+                self._settle()
+
+    # ---- metrics ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _means_weighed(self, factor: Any) -> Iterator[None]:
+        """Have means of scalars count a step by its share of the batch: ``tracker.update_state(loss)``."""
+        if factor is None:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+
+            def weigh(metrics: list[Any]) -> None:
+                for metric in metrics:
+                    stack.enter_context(swapped(metric, update_state=_weighed(metric, factor)))
+
+            weigh(plain_means(self._model))
+            losses = self._model._compile_loss
+            if losses is not None and not losses.built:  # it makes a mean for each of several losses then
+                build = losses.build
+
+                def build_and_weigh(*args: Any, **kwargs: Any) -> None:
+                    build(*args, **kwargs)
+                    weigh(losses.metrics)
+
+                stack.enter_context(swapped(losses, build=build_and_weigh))
+            yield
+
+    # ---- what Python has to know of a step --------------------------------------------------------------------
+
+    def _note(self, share: dict[str, tf.Tensor]) -> None:
+        with tf.init_scope():
+            if self.last_factor is None:
+                self.last_factor = tf.Variable(1.0, trainable=False, name="hvdkit_last_factor")
+                self.last_digest = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_last_digest")
+        assert self.last_factor is not None and self.last_digest is not None
+        self.last_factor.assign(share.get("factor", 1.0))
+        self.last_digest.assign(share.get("digest", 0))
+
+
+def is_complete(model: Any) -> bool:
+    """Return True if a model's layers have their weights; of a model without ``call`` those inside it."""
+    inner = list(model._flatten_layers(include_self=False))
+    return all(layer.built for layer in inner) and bool(model.built or model.variables)
+
+
+def plain_means(model: Any) -> list[Any]:
+    """Return the metrics that average whatever they are given, as loss trackers do."""
+    found: dict[int, Any] = {}
+    ahead = list(model.metrics)
+    while ahead:
+        metric = ahead.pop()
+        if type(metric).update_state is keras.metrics.Mean.update_state:
+            found[id(metric)] = metric
+        ahead.extend(getattr(metric, "_metrics", ()))
+    return list(found.values())
+
+
+def _weighed(metric: Any, factor: tf.Tensor) -> Callable[..., None]:
+    update = metric.update_state
+
+    def update_state(values: Any, sample_weight: Any = None) -> None:
+        values = tf.convert_to_tensor(values)
+        if sample_weight is None and values.shape.rank == 0:
+            sample_weight = factor
+        update(values, sample_weight=sample_weight)
+
+    return update_state

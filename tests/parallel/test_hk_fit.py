@@ -1,0 +1,241 @@
+"""hk.fit, hk.evaluate and hk.predict on N ranks give what plain Keras gives in one process on the same data."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from as_one import compare, plain, ported, same_logs
+
+import hvdkit as hk
+
+layers = keras.layers
+
+
+def regression(rows, rng, width=5, targets=1):
+    x = rng.normal(size=(rows, width)).astype("float32")
+    y = (x @ rng.normal(size=(width, targets)) + 0.1 * rng.normal(size=(rows, targets))).astype("float32")
+    return x, y
+
+
+def mlp(optimizer="adam", metrics=("mae",), **options):
+    def build():
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(8, "relu"), layers.Dense(1)])
+        model.compile(optimizer, "mse", metrics=list(metrics), **options)
+        return model
+
+    return build
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(8, "relu")
+        self.out = layers.Dense(1)
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+
+def subclassed():
+    model = Subclassed()
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    return model
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "shuffle"),
+    [(48, 12, True), (50, 16, True), (49, 16, False), (37, 9, "batch"), (5, 32, True)],
+)
+def test_arrays_train_as_in_one_process(rng, rows, batch_size, shuffle):
+    """Batches that divide evenly, unevenly, and a last one with fewer rows than ranks."""
+    x, y = regression(rows, rng)
+    compare(mlp(), x, y, batch_size=batch_size, epochs=3, shuffle=shuffle)
+
+
+@pytest.mark.contract
+def test_a_model_that_is_built_by_its_first_step(rng):
+    x, y = regression(41, rng)
+    compare(subclassed, x, y, batch_size=8, epochs=2)
+
+
+def test_validation_and_its_split(rng):
+    x, y = regression(50, rng)
+    compare(mlp(), x, y, batch_size=8, epochs=2, validation_split=0.3)
+    xv, yv = regression(13, rng)
+    compare(mlp(), x, y, batch_size=8, epochs=3, validation_data=(xv, yv), validation_freq=2, validation_batch_size=6)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("drop", [False, True])
+def test_datasets(rng, drop):
+    x, y = regression(45, rng)
+    xv, yv = regression(10, rng)
+
+    def make_data():
+        return tf.data.Dataset.from_tensor_slices((x, y)).shuffle(45, seed=3).batch(8, drop_remainder=drop)
+
+    def make_validation():
+        return tf.data.Dataset.from_tensor_slices((xv, yv)).batch(4)
+
+    compare(mlp(), make_data, epochs=2, validation_data=make_validation)
+
+
+def test_a_dataset_of_unknown_length_without_labels(rng):
+    x, _ = regression(23, rng)
+
+    def build():
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(2), layers.Dense(5)])
+        model.compile("adam", "mse")
+        return model
+
+    def make_data():
+        return tf.data.Dataset.from_tensor_slices((x, x)).filter(lambda a, b: a[0] > -10).batch(6)
+
+    compare(build, make_data, epochs=2)
+
+
+def test_dicts_of_inputs_and_several_outputs(rng):
+    """The means of several losses count batches, and weigh uneven shares by their rows."""
+    x, y = regression(31, rng, targets=2)
+    inputs = {"a": x[:, :2], "b": x[:, 2:]}
+
+    def build():
+        a, b = keras.Input((2,), name="a"), keras.Input((3,), name="b")
+        both = layers.Concatenate()([a, b])
+        outputs = {"first": layers.Dense(1, name="first")(both), "second": layers.Dense(1, name="second")(both)}
+        model = keras.Model({"a": a, "b": b}, outputs)
+        model.compile("sgd", {"first": "mse", "second": "mae"}, loss_weights={"first": 0.5, "second": 2.0},
+                      metrics={"first": "mae"})  # fmt: skip
+        return model
+
+    compare(build, inputs, {"first": y[:, :1], "second": y[:, 1:]}, batch_size=7, epochs=2)
+
+
+def test_metrics_of_counts(rng):
+    x, y = regression(43, rng)
+    names = [keras.metrics.AUC, keras.metrics.Precision, keras.metrics.Recall, keras.metrics.BinaryAccuracy]
+
+    def build():
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(1, "sigmoid")])
+        model.compile("adam", "binary_crossentropy", metrics=[metric(name=metric.__name__) for metric in names])
+        return model
+
+    compare(build, x, (y > 0).astype("float32"), batch_size=10, epochs=2, validation_split=0.25)
+
+
+@pytest.mark.contract
+def test_evaluate_and_predict(rng):
+    x, y = regression(29, rng)
+    one, _ = plain(mlp(), x, y, batch_size=8)
+    many, _ = ported(mlp(), x, y, batch_size=8)
+    expected = one.evaluate(x, y, batch_size=6, verbose=0)
+    np.testing.assert_allclose(hk.evaluate(many, x, y, batch_size=6, verbose=0), expected, rtol=1e-4)
+    found = hk.evaluate(many, x, y, batch_size=6, verbose=0, return_dict=True)
+    same_logs(found, one.evaluate(x, y, batch_size=6, verbose=0, return_dict=True))
+    wanted = one.predict(x, batch_size=6, verbose=0)
+    np.testing.assert_allclose(hk.predict(many, x, batch_size=6, verbose=0), wanted, rtol=1e-4, atol=1e-5)
+    data = tf.data.Dataset.from_tensor_slices(x).batch(7)
+    np.testing.assert_allclose(hk.predict(many, data, verbose=0), wanted, rtol=1e-4, atol=1e-5)
+    chief = hk.predict(many, x, batch_size=6, verbose=0, gather="chief")
+    assert (chief is not None) == hk.is_chief()
+
+
+def test_plain_keras_works_on_the_model_afterwards(rng):
+    """Nothing of hk.fit stays in the model but its distributed optimizer."""
+    x, y = regression(24, rng)
+    model, _ = ported(mlp("sgd"), x, y, batch_size=8)
+    before = model.get_weights()
+    assert not {"train_step", "test_step", "_get_metrics_result_or_logs"} & set(vars(model))
+    assert isinstance(model.optimizer, keras.optimizers.SGD)
+    model.fit(x, y, batch_size=24, verbose=0)
+    assert not np.allclose(before[0], model.get_weights()[0])
+    assert hk.compare_variables(model.trainable_variables)
+
+
+def test_a_second_fit_goes_on(rng):
+    x, y = regression(26, rng)
+
+    def twice(fit):
+        keras.utils.set_random_seed(5)
+        model = mlp()()
+        for _ in range(2):
+            logs = fit(model, x, y, batch_size=8, epochs=1, verbose=0).history
+        return logs
+
+    same_logs(twice(hk.fit), twice(keras.Model.fit))
+
+
+def test_ranks_without_a_seed_shuffle_as_the_chief_does(rng):
+    """Every row is seen once in an epoch, whatever each rank's own random state."""
+    import tensorflow.python.eager.context as context
+
+    before = context.global_seed()
+    tf.random.set_seed(100 + hk.rank())
+    try:
+        x = np.eye(6, dtype="float32")
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+        model.compile(keras.optimizers.SGD(1.0), lambda y, p: keras.ops.mean(p, -1))
+        hk.fit(model, x, np.zeros((6, 1)), batch_size=3, epochs=2, verbose=0)
+        np.testing.assert_allclose(model.get_weights()[0], np.full((6, 1), -2 / 3), rtol=1e-5)
+    finally:
+        tf.random.set_seed(20 if before is None else before)
+
+
+def test_synchronized_batch_normalization_with_shares_of_any_size(rng):
+    x, y = regression(25, rng)
+
+    def build():
+        normal = layers.BatchNormalization(synchronized=True)
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(4), normal, layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    compare(build, x, y, batch_size=8, epochs=2, validation_split=0.2)
+
+
+def test_sharded_tables_are_weighed_by_rows_once(rng):
+    """Lookups weigh the rows' gradients, whatever the optimizer does to replicated ones."""
+    ids, y = rng.integers(0, 20, size=(33, 3)), rng.normal(size=(33, 1)).astype("float32")
+    table = rng.normal(size=(20, 4)).astype("float32")
+
+    def build(sharded):
+        made = hk.layers.ShardedEmbedding if sharded else layers.Embedding
+        inputs = keras.Input((3,), dtype="int32")
+        rows = made(20, 4, embeddings_initializer=keras.initializers.Constant(table), name="table")(inputs)
+        outputs = layers.Dense(1, name="out")(layers.Flatten()(rows))
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        return model
+
+    _, expected = plain(lambda: build(False), ids, y, batch_size=8, epochs=2, shuffle=False)
+    _, found = ported(lambda: build(True), ids, y, batch_size=8, epochs=2, shuffle=False)
+    same_logs(found, expected)
+
+
+def test_a_dataset_that_is_shuffled_unlike_is_an_error(rng):
+    x, y = regression(16, rng)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(16, seed=hk.rank()).batch(8)
+    if hk.size() == 1:
+        hk.fit(mlp()(), data, verbose=0)
+        return
+    with pytest.raises(hk.CollectiveMismatchError, match=r"^x: got another first batch on rank 1 .*seed"):
+        hk.fit(mlp()(), data, verbose=0)
+
+
+def test_arrays_and_arguments_that_differ_are_errors_on_every_rank(rng):
+    x, y = regression(16, rng)
+    if hk.size() == 1:
+        return
+    with pytest.raises(hk.CollectiveMismatchError, match="rank 1 that differ from rank 0's"):
+        hk.fit(mlp()(), x + hk.rank(), y, verbose=0)
+    with pytest.raises(hk.CollectiveMismatchError, match=r"epochs=2.*rank 0.*epochs=1"):
+        hk.fit(mlp()(), x, y, epochs=1 + (hk.rank() > 0), verbose=0)
+    with pytest.raises(ValueError, match=rf"^batch_size: got {hk.size() - 1}, expected .* {hk.size()} ranks"):
+        hk.fit(mlp()(), x, y, batch_size=hk.size() - 1, verbose=0)
+    with pytest.raises(hk.HvdkitError, match="mask"):
+        model = keras.Sequential([keras.Input((5, 1)), layers.Masking(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        hk.fit(model, x[..., None], x, verbose=0)
