@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 from keras.src import tree
+from keras.src.utils import is_default
 
 from hvdkit import cluster
-from hvdkit.collectives import broadcast_object
+from hvdkit.collectives import broadcast_object, compare_variables
 from hvdkit.collectives.agreement import Call, agree, attempt
-from hvdkit.errors import CollectiveMismatchError, HvdkitError, describe
+from hvdkit.errors import CollectiveMismatchError, describe
 from hvdkit.training.hooks import Session
+from hvdkit.training.losses import check_loss
+from hvdkit.training.starting import optimizers_of
 
 _own = keras.callbacks
 # They write files, or talk to a server.
@@ -26,29 +30,20 @@ def checked_model(model: Any) -> None:
         )
     if not model.compiled:
         raise ValueError(describe("model", "one that is not compiled", "a compiled model", "call model.compile before"))
-    if cluster.size() > 1:
-        _check_layers(model)
-        _check_losses(model)
+    for loss in tree.flatten(model.loss):
+        if isinstance(loss, keras.losses.Loss):
+            check_loss(loss)
 
 
-def _check_layers(model: Any) -> None:
-    for layer in model._flatten_layers():
-        if isinstance(layer, keras.layers.Masking) or getattr(layer, "mask_zero", False):
-            got, remedy = (
-                f"{layer.name!r}, which makes a mask",
-                "leave mask_zero and Masking out, or pass sample_weight",
-            )
-            raise HvdkitError(describe("model", got, "layers that hk.fit supports so far", remedy))
-
-
-def _check_losses(model: Any) -> None:
-    losses = tree.flatten(model.loss) if model.loss is not None else []
-    for loss in losses:
-        reduction = getattr(loss, "reduction", "sum_over_batch_size")
-        if reduction not in ("sum_over_batch_size", "mean"):
-            got = f"{getattr(loss, 'name', loss)} with reduction={reduction!r}"
-            remedy = "use reduction='sum_over_batch_size'"
-            raise HvdkitError(describe("loss", got, "a loss that hk.fit supports so far", remedy))
+def _sees_batches(callback: Any) -> bool:
+    """Return True for a callback that gets a training batch's logs, which must then be those of all ranks."""
+    if type(callback).__module__.startswith("hvdkit.") or isinstance(callback, (_own.ProgbarLogger, _own.History)):
+        return False
+    if isinstance(callback, _own.TensorBoard):
+        return callback.update_freq != "epoch"
+    if isinstance(callback, (_own.ModelCheckpoint, _own.BackupAndRestore)):
+        return callback.save_freq != "epoch"
+    return not (is_default(callback.on_batch_end) and is_default(callback.on_train_batch_end))
 
 
 class Callbacks(keras.callbacks.CallbackList):
@@ -68,7 +63,8 @@ class Callbacks(keras.callbacks.CallbackList):
         mine = [c for c in listed if cluster.is_chief() or not isinstance(c, WRITERS)]
         shown = verbose if cluster.is_chief() else 0
         self._session = session
-        self._is_first_batch = self._is_first_test_batch = True
+        self._is_first_batch = self._is_first_test_batch = self._is_first_update = True
+        self._shares_batches = trains and any(map(_sees_batches, listed))
         super().__init__(
             mine,
             add_history=trains,
@@ -78,6 +74,8 @@ class Callbacks(keras.callbacks.CallbackList):
             steps=steps,
             model=session.model,
         )
+        if self._shares_batches:
+            self._async_train = False  # in a thread an exchange could meet another one
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Call the callbacks; then every rank goes on with the chief's variables, which one may have restored."""
@@ -96,7 +94,15 @@ class Callbacks(keras.callbacks.CallbackList):
         if self._is_first_batch:
             self._is_first_batch = False
             self._compare_batch()
-        super().on_train_batch_end(batch, logs)
+        if self._is_first_update:
+            self._is_first_update = False
+            self._compare_weights()
+        if not self._shares_batches:
+            super().on_train_batch_end(batch, logs)
+            return
+        logs = self._session.global_logs(logs)
+        problem = attempt(lambda: super(Callbacks, self).on_train_batch_end(batch, logs))
+        self._agree(f"on_train_batch_end of batch {batch}", problem, self._decisions())
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Call the callbacks; the first batch of the evaluation is compared."""
@@ -125,7 +131,24 @@ class Callbacks(keras.callbacks.CallbackList):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks; what one raises on one rank raises on all, and all stop or none does."""
         problem = attempt(lambda: super(Callbacks, self).on_epoch_end(epoch, logs))
-        self._agree(f"on_epoch_end of epoch {epoch}", problem, bool(self.model.stop_training))
+        self._agree(f"on_epoch_end of epoch {epoch}", problem, self._decisions())
+
+    def _decisions(self) -> dict[str, Any]:
+        """Return what callbacks decide for all ranks."""
+        rates = [float(np.asarray(each.learning_rate)) for each in optimizers_of(self.model)]
+        return {"stop_training": bool(self.model.stop_training), "learning rates": rates}
+
+    def _compare_weights(self) -> None:
+        """After the first update: weights that differ have been updated by something that does not combine gradients.
+
+        Raises:
+            CollectiveMismatchError: they differ.
+        """
+        try:
+            compare_variables(self.model.trainable_variables)
+        except CollectiveMismatchError as error:
+            remedy = "keep every optimizer of train_step in an attribute of the model, where hk.fit distributes it"
+            raise CollectiveMismatchError(f"after the first update: {error}; {remedy}") from error
 
     def _agree(self, when: str, problem: Exception | None, decision: Any) -> None:
         calls = agree(Call(f"callbacks' {when}", payload=decision, problem=problem))

@@ -40,6 +40,7 @@ class Session:
         self.steps = Steps(model, self._variables.begin_new, may_be_empty=may_be_empty)
         self._functions: dict[str, Any] = dict.fromkeys(_FUNCTIONS)
         self._identity = _identity(model)
+        self._results: Results | None = None
 
     @classmethod
     def of(cls, model: Any, *, may_be_empty: bool) -> Session:
@@ -62,12 +63,12 @@ class Session:
         """Begin with the chief's variables, and have the model's methods work on shares. Every rank calls it."""
         self._variables.begin()
         model, steps = self.model, self.steps
-        results = Results(model, model._get_metrics_result_or_logs, self._last_factor)
+        results = self._results = Results(model, model._get_metrics_result_or_logs, self._last_factor)
         changed = {
             "train_step": steps.of("train", model.train_step),
             "test_step": steps.of("test", model.test_step),
             "predict_step": steps.predictions(model.predict_step),
-            "_get_metrics_result_or_logs": results.combined,
+            "_get_metrics_result_or_logs": results.at_end,
             **self._functions,
         }
         if cluster.size() > 1 and model.jit_compile:
@@ -79,6 +80,11 @@ class Session:
                 yield
             finally:
                 self._functions = {name: vars(model).get(name) for name in _FUNCTIONS}
+
+    def global_logs(self, logs: Any) -> Any:
+        """Return a batch's logs as one process has them. Every rank calls it, while the session runs."""
+        assert self._results is not None
+        return self._results.combined(logs)
 
     def begin_again(self) -> None:
         """Give every rank the chief's variables once more: a callback may have restored them there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,14 @@ import tensorflow as tf
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from tensorflow.python.eager import context
 
 from hvdkit import cluster
 from hvdkit.collectives.agreement import Call, agree, attempt
+from hvdkit.data import GlobalBatches
 from hvdkit.errors import CollectiveMismatchError, HvdkitError, describe
 from hvdkit.training.arrays import ArrayShares
 from hvdkit.training.shares import Place, Shares, first_tensor
@@ -46,6 +50,9 @@ class Given:
             ValueError: Keras takes no such data, or the global batch has fewer rows than there are ranks.
             HvdkitError: data of this class are not supported.
         """
+        if isinstance(self.x, GlobalBatches):
+            remedy = "pass its arrays or dataset and batch_size: hk.fit divides them itself"
+            raise HvdkitError(describe(self.argument, "GlobalBatches", "data of the whole job", remedy))
         inner = data_adapters.get_data_adapter(
             x=self.x,
             y=self.y,
@@ -59,11 +66,12 @@ class Given:
         if isinstance(inner, ArrayDataAdapter):
             self._check_rows(inner.batch_size, place)
             return ArrayShares(inner, place)
-        if isinstance(inner, TFDatasetAdapter):
-            spec = inner.get_tf_dataset().element_spec
-            self._check_batched(spec, place)
-            return Shares(inner, place)
-        remedy = "pass arrays or a batched tf.data.Dataset"
+        if isinstance(inner, (TFDatasetAdapter, PyDatasetAdapter, GeneratorDataAdapter)):
+            made = Shares(inner, place)
+            self._check_batched(inner.get_tf_dataset().element_spec, place)
+            made.get_tf_dataset()
+            return made
+        remedy = "pass arrays, a batched tf.data.Dataset, a PyDataset or a generator"
         raise HvdkitError(describe(self.argument, type(self.x).__name__, "data that hk.fit divides", remedy))
 
     def _check_rows(self, batch_size: int, place: Place) -> None:
@@ -104,6 +112,7 @@ def prepare(kind: str, build: Callable[[], Sequence[Shares | None]]) -> Sequence
         call.payload = _Payload(
             seed=context.global_seed(),
             drawn=secrets.randbits(31),
+            order=random.getstate() if any(map(_draws, made[0])) else None,
             sizes=[None if s is None else (type(s).__name__, s.num_batches) for s in made[0]],
             digests=[s.digest if isinstance(s, ArrayShares) else None for s in made[0]],
         )
@@ -127,18 +136,29 @@ class _Payload:
     Attributes:
         seed: TensorFlow's global one, or None.
         drawn: a random one.
+        order: the state of Python's random numbers, if the order of a PyDataset's batches comes from them.
         sizes: class and number of batches of the training and validation data.
         digests: of arrays.
     """
 
     seed: int | None
     drawn: int
+    order: Any
     sizes: list[Any]
     digests: list[Any]
 
 
+def _draws(shares: Shares | None) -> bool:
+    """Return True for a PyDataset whose batches Keras shuffles by Python's random numbers."""
+    return shares is not None and isinstance(shares.inner, PyDatasetAdapter) and bool(shares.inner.shuffle)
+
+
 def _compare(payloads: list[_Payload]) -> None:
     for rank, other in enumerate(payloads):
+        if other.order != payloads[0].order:
+            got, expected = f"another state of Python's random on rank {rank} than on rank 0", "equal states"
+            remedy = "call keras.utils.set_random_seed(seed) on every rank, or pass shuffle=False"
+            raise CollectiveMismatchError(describe("shuffle", got, expected, remedy))
         for name, mine, theirs in zip(("x", "validation_data"), payloads[0].sizes, other.sizes, strict=False):
             if mine != theirs:
                 got, expected = f"{theirs} (class, batches) on rank {rank}", f"{mine}, as on rank 0"

@@ -22,7 +22,8 @@ def states(model: Any) -> list[tuple[str, Any]]:
     found: dict[int, tuple[str, Any]] = {}
     for metric in model.metrics:
         for variable in metric.variables:
-            found.setdefault(id(variable), (metric.name, variable))
+            # The path begins with the metric's own name, also inside what Keras makes of a compiled list.
+            found.setdefault(id(variable), (variable.path.rpartition("/")[0] or metric.name, variable))
     return list(found.values())
 
 
@@ -76,8 +77,13 @@ class Results:
         self._model, self._original, self._factor = model, original, factor
         self._is_checked = False
 
+    def at_end(self, logs: Any) -> Any:
+        """Return :meth:`combined`, at the end of an epoch or an evaluation; moving statistics are averaged then."""
+        average_moving_statistics(self._model)  # before they are evaluated, saved or exported
+        return self.combined(logs)
+
     def combined(self, logs: Any) -> Any:
-        """Return the logs that Keras is to report. Every rank calls it, at the end of an epoch or an evaluation.
+        """Return the logs that Keras is to report. Every rank calls it.
 
         Args:
             logs: what the last step returned.
@@ -86,7 +92,6 @@ class Results:
             check_states(self._model)
             check_first_values(self._model)
             self._is_checked = True
-        average_moving_statistics(self._model)  # before they are evaluated, saved or exported
         variables = states(self._model)
         local = [np.asarray(v) for _, v in variables]
         own = self._model.get_metrics_result()

@@ -18,10 +18,12 @@ from hvdkit.collectives.batch_share import share_of_batch
 from hvdkit.collectives.shards import is_part
 from hvdkit.collectives.values import graph_safe
 from hvdkit.layers.batch_norm import synchronized_statistics
+from hvdkit.training.losses import corrected
 from hvdkit.training.swapping import swapped
 
 Step = Callable[[Any], Any]
 SEED_STATE = "seed_generator_state"
+_COMPILED = ("loss", "_compile_loss")
 
 
 class Steps:
@@ -52,7 +54,7 @@ class Steps:
             factor = share.get("factor")
             self._create_variables(name, step, data, factor)
             kept = self._keep(factor)
-            with share_of_batch(factor), self._means_weighed(factor):
+            with share_of_batch(factor), self._as_share(factor):
                 logs = step(data)
             self._put_back(kept, factor)
             self._note(share)
@@ -129,27 +131,32 @@ class Steps:
     # ---- metrics ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _means_weighed(self, factor: Any) -> Iterator[None]:
-        """Have means of scalars count a step by its share of the batch: ``tracker.update_state(loss)``."""
-        if factor is None:
-            yield
-            return
+    def _as_share(self, factor: Any) -> Iterator[None]:
+        """Have losses be parts of the global one, and means of scalars, as trackers are, count a step by its rows."""
         with contextlib.ExitStack() as stack:
 
             def weigh(metrics: list[Any]) -> None:
-                for metric in metrics:
+                for metric in metrics if factor is not None else ():
                     stack.enter_context(swapped(metric, update_state=_weighed(metric, factor)))
 
+            def correct() -> None:
+                flat = [each._replace(loss=corrected(each.loss)) for each in losses._flat_losses]
+                stack.enter_context(swapped(losses, _flat_losses=flat))
+
+            def build(*args: Any, **kwargs: Any) -> None:
+                plain_build(*args, **kwargs)
+                weigh(losses.metrics)
+                correct()
+
             weigh(plain_means(self._model))
+            own = {k: corrected(v) for k, v in vars(self._model).items() if isinstance(v, keras.losses.Loss)}
+            stack.enter_context(swapped(self._model, **{k: v for k, v in own.items() if k not in _COMPILED}))
             losses = self._model._compile_loss
-            if losses is not None and not losses.built:  # it makes a mean for each of several losses then
-                build = losses.build
-
-                def build_and_weigh(*args: Any, **kwargs: Any) -> None:
-                    build(*args, **kwargs)
-                    weigh(losses.metrics)
-
-                stack.enter_context(swapped(losses, build=build_and_weigh))
+            if losses is not None and losses.built:
+                correct()
+            elif losses is not None:
+                plain_build = losses.build  # it makes a mean for each of several losses
+                stack.enter_context(swapped(losses, build=build))
             yield
 
     # ---- what Python has to know of a step --------------------------------------------------------------------

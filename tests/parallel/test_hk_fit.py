@@ -235,7 +235,3 @@ def test_arrays_and_arguments_that_differ_are_errors_on_every_rank(rng):
         hk.fit(mlp()(), x, y, epochs=1 + (hk.rank() > 0), verbose=0)
     with pytest.raises(ValueError, match=rf"^batch_size: got {hk.size() - 1}, expected .* {hk.size()} ranks"):
         hk.fit(mlp()(), x, y, batch_size=hk.size() - 1, verbose=0)
-    with pytest.raises(hk.HvdkitError, match="mask"):
-        model = keras.Sequential([keras.Input((5, 1)), layers.Masking(), layers.Dense(1)])
-        model.compile("sgd", "mse")
-        hk.fit(model, x[..., None], x, verbose=0)

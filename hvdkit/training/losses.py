@@ -1,0 +1,113 @@
+"""Losses that do not divide by rows, as one process has them.
+
+A step on rank r has a loss L_r of its n_r rows of a global batch of b, and gradients are averaged so that the whole job
+minimizes sum_r (n_r / b) L_r. That is the global loss if L_r is a mean over rows. Other losses are multiplied:
+
+    sums:                                     L_r b / n_r
+    means over valid elements or weights:     L_r (V_r / V) (b / n_r),   V = sum_r V_r
+
+with V_r the number of this rank's valid elements (of a mask), or the sum of its weights. V costs one small allreduce.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import backend, tree
+from keras.src.losses.loss import reduce_weighted_values, squeeze_or_expand_to_same_rank
+
+from hvdkit import cluster
+from hvdkit.collectives.batch_share import current_factor
+from hvdkit.collectives.ops import ReduceOp
+from hvdkit.collectives.tensors import grouped_allreduce
+from hvdkit.errors import HvdkitError, describe
+
+_MEANS = ("sum_over_batch_size", "mean")
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse a loss that cannot be that of one process.
+
+    Raises:
+        HvdkitError: it has one number for each row, or its own way to reduce them.
+    """
+    reduction = getattr(loss, "reduction", "mean")
+    name = getattr(loss, "name", type(loss).__name__)
+    if reduction in (None, "none"):
+        remedy = "use reduction='sum_over_batch_size', or reduce it in compute_loss"
+        raise HvdkitError(describe("loss", f"{name} with reduction={reduction!r}", "a loss that is one number", remedy))
+    if reduction not in _MEANS and type(loss).__call__ is not keras.losses.Loss.__call__:
+        got = f"{name}, whose class has its own __call__, with reduction={reduction!r}"
+        raise HvdkitError(describe("loss", got, "Keras's own reduction", "override call instead of __call__"))
+
+
+def corrected(loss: Any) -> Any:
+    """Return ``loss`` so that the ranks' losses add up to that of one process; a mean over rows as it is."""
+    if not isinstance(loss, keras.losses.Loss) or type(loss).__call__ is not keras.losses.Loss.__call__:
+        return loss
+    check_loss(loss)
+    return _Corrected(loss)
+
+
+class _Corrected(keras.losses.Loss):
+    """A Keras loss within a step on a share; all else is that of the loss."""
+
+    def __init__(self, loss: Any) -> None:
+        self.__dict__.update(vars(loss))
+        self._loss = loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loss"], name)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return self._loss.call(y_true, y_pred)
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """Do as Keras does, and multiply."""
+        loss = self._loss
+        in_mask = backend.get_keras_mask(y_pred)
+        with keras.name_scope(loss.name):
+            y_pred, y_true = (
+                tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), y)
+                for y in (y_pred, y_true)
+            )
+            values = loss.call(y_true, y_pred)
+            masks = [mask for mask in (in_mask, backend.get_keras_mask(values)) if mask is not None]
+            mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
+            how = {"mask": mask, "reduction": loss.reduction, "dtype": loss.dtype}
+            value = reduce_weighted_values(values, sample_weight=sample_weight, **how)
+            own = _divisor(values, sample_weight, mask, loss.reduction)
+            if own is None and loss.reduction != "sum":
+                return value
+            return value * tf.cast(_multiplier(own), value.dtype)
+
+
+def _divisor(values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str) -> tf.Tensor | None:
+    """Return V_r; None if the loss is a sum, or divides by the number of elements."""
+    if reduction in _MEANS:
+        return None if mask is None else tf.cast(tf.math.count_nonzero(mask), tf.float64)
+    if reduction == "sum" or (sample_weight is None and mask is None):
+        return None
+    if sample_weight is None:
+        return tf.cast(tf.math.count_nonzero(mask), tf.float64)
+    weights = tf.convert_to_tensor(sample_weight)
+    if mask is not None:
+        mask, weights = squeeze_or_expand_to_same_rank(tf.cast(mask, weights.dtype), weights)
+        weights *= mask
+    return tf.cast(tf.reduce_sum(squeeze_or_expand_to_same_rank(values, weights)[1]), tf.float64)
+
+
+def _multiplier(own: tf.Tensor | None) -> tf.Tensor:
+    """Return ``(V_r / V) (b / n_r)``, or ``b / n_r``; 0 on a rank without rows."""
+    along = cluster.group(cluster.DATA)
+    factor = current_factor()
+    factor = tf.ones([], tf.float64) if factor is None else tf.cast(factor, tf.float64)
+    of_rows = tf.math.divide_no_nan(tf.cast(along.size, tf.float64), factor)
+    if own is None:
+        return of_rows
+    own = tf.stop_gradient(tf.math.multiply_no_nan(own, tf.sign(factor)))
+    group = None if along.size == cluster.size() else along
+    total = grouped_allreduce([own], ReduceOp.Sum, "hvdkit.loss", group)[0]
+    return tf.stop_gradient(tf.math.divide_no_nan(own, total) * of_rows)

@@ -1,0 +1,223 @@
+"""Callbacks, own training steps and other data under hk.fit."""
+
+from __future__ import annotations
+
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from as_one import compare, plain, ported, same_logs
+
+import hvdkit as hk
+
+layers = keras.layers
+
+
+def line(rng, rows=22):
+    x = rng.normal(size=(rows, 3)).astype("float32")
+    return x, (x @ np.ones((3, 1)) + 0.1).astype("float32")
+
+
+def dense(optimizer="sgd", **options):
+    def build():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+        model.compile(optimizer, "mse", **options)
+        return model
+
+    return build
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return math.ceil(len(self.x) / 8)
+
+    def __getitem__(self, i):
+        return self.x[8 * i : 8 * i + 8], self.y[8 * i : 8 * i + 8]
+
+
+class TwoPlayers(keras.Model):
+    """Two optimizers, a tracker, and a log key that is no metric."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (keras.Sequential([keras.Input((3,)), layers.Dense(1)]) for _ in range(2))
+        self.tracker = keras.metrics.Mean(name="one_loss")
+
+    def compile(self):
+        super().compile()
+        self.first, self.second = keras.optimizers.SGD(0.05), keras.optimizers.Adam(0.01)
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.one(x) - y))
+        self.first.apply(tape.gradient(loss, self.one.trainable_weights), self.one.trainable_weights)
+        with tf.GradientTape() as tape:
+            other = tf.reduce_mean(tf.abs(self.two(x) - self.one(x)))
+        self.second.apply(tape.gradient(other, self.two.trainable_weights), self.two.trainable_weights)
+        self.tracker.update_state(loss)
+        return {"one_loss": self.tracker.result(), "two_loss": other}
+
+
+def players():
+    model = TwoPlayers()
+    model.compile()
+    return model
+
+
+@pytest.mark.contract
+def test_an_own_step_with_two_optimizers_and_logs_that_are_no_metrics(rng):
+    x, y = line(rng)
+    compare(players, x, y, batch_size=8, epochs=2)
+
+
+def test_pydatasets_generators_and_weights_in_datasets(rng):
+    x, y = line(rng)
+
+    def make_batches():
+        return Batches(x, y)
+
+    def make_generator():
+        return ((x[i : i + 7], y[i : i + 7]) for i in (0, 7, 14, 0, 7, 14))
+
+    def make_weighted():
+        weights = np.linspace(0, 1, 22, dtype="float32")
+        return tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(8)
+
+    compare(dense(), make_batches, epochs=2)
+    compare(dense(), make_generator, epochs=2, steps_per_epoch=3)
+    compare(dense(weighted_metrics=["mae"]), make_weighted, epochs=2)
+
+
+def test_pandas_and_steps(rng):
+    pandas = pytest.importorskip("pandas")
+    x, y = line(rng)
+    compare(dense(), pandas.DataFrame(x), pandas.Series(y[:, 0]), batch_size=8, epochs=2, steps_per_epoch=2)
+
+
+@pytest.mark.contract
+def test_deciders_decide_alike_and_writers_write_once(rng, shared_path):
+    x, y = line(rng)
+
+    def callbacks(folder):
+        return [
+            keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.5),
+            keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_delta=0.5, factor=0.5),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+            keras.callbacks.ModelCheckpoint(str(folder / "best.keras"), save_best_only=True),
+            keras.callbacks.CSVLogger(str(folder / "log.csv")),
+            keras.callbacks.TerminateOnNaN(),
+        ]
+
+    own = shared_path / f"plain-{hk.rank()}"
+    own.mkdir()
+    _, expected = plain(dense(), x, y, batch_size=8, epochs=5, validation_split=0.2, callbacks=callbacks(own))
+    _, found = ported(dense(), x, y, batch_size=8, epochs=5, validation_split=0.2, callbacks=callbacks(shared_path))
+    same_logs(found, expected)
+    hk.barrier()
+    mine, theirs = (np.genfromtxt(folder / "log.csv", delimiter=",", skip_header=1) for folder in (shared_path, own))
+    np.testing.assert_allclose(mine, theirs, rtol=1e-4)
+    best = [keras.models.load_model(folder / "best.keras").get_weights() for folder in (shared_path, own)]
+    np.testing.assert_allclose(best[0][0], best[1][0], rtol=1e-4)
+
+
+def test_logs_of_batches_are_global_if_a_callback_gets_them(rng):
+    x, y = line(rng)
+    seen: list[float] = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["loss"]))
+    plain(dense(), x, y, batch_size=8, epochs=2, callbacks=[note])
+    expected, seen[:] = list(seen), []
+    ported(dense(), x, y, batch_size=8, epochs=2, callbacks=[note])
+    np.testing.assert_allclose(seen, expected, rtol=1e-4)
+
+
+class Raises(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if hk.rank() == hk.size() - 1:
+            raise OSError("disk full")
+
+
+class StopsAlone(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = hk.rank() > 0
+
+
+def test_one_rank_that_raises_or_stops_alone_is_an_error_on_all(rng):
+    x, y = line(rng)
+    last = hk.rank() == hk.size() - 1
+    with pytest.raises(OSError if last else hk.CollectiveMismatchError, match="disk full"):
+        hk.fit(dense()(), x, y, epochs=3, verbose=0, callbacks=[Raises()])
+    if hk.size() > 1:
+        with pytest.raises(hk.CollectiveMismatchError, match=r"stop_training.: True.* on rank 1"):
+            hk.fit(dense()(), x, y, epochs=3, verbose=0, callbacks=[StopsAlone()])
+
+
+def test_an_optimizer_that_the_model_does_not_hold_is_an_error(rng):
+    x, y = line(rng)
+    hidden = keras.optimizers.SGD(0.1)
+
+    class Hides(TwoPlayers):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self.one(x) - y))
+            hidden.apply(tape.gradient(loss, self.one.trainable_weights), self.one.trainable_weights)
+            self.tracker.update_state(loss)
+            return {"one_loss": self.tracker.result()}
+
+    model = Hides()
+    model.compile()
+    if hk.size() == 1:
+        return
+    with pytest.raises(hk.CollectiveMismatchError, match=r"after the first update: .*attribute of the model"):
+        hk.fit(model, x, y, verbose=0)
+
+
+def test_metrics_whose_state_is_no_sum_are_refused(rng):
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="largest")
+            self.value = self.add_variable((), "zeros", name="value")
+            self.reset_state()
+
+        def reset_state(self):
+            self.value.assign(-1e9)
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.value.assign(tf.maximum(self.value, tf.reduce_max(y_pred)))
+
+        def result(self):
+            return self.value
+
+    x, y = line(rng)
+    with pytest.raises(ValueError, match="metrics: got 'largest'"):
+        hk.fit(dense(metrics=[Largest()])(), x, y, verbose=0)
+
+
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 2}], ids=["eager", "steps"])
+def test_other_ways_to_run_steps(rng, options):
+    x, y = line(rng)
+    compare(dense(**options), x, y, batch_size=6, epochs=2)
+
+
+def test_dropout_differs_between_ranks_and_is_reproducible(rng):
+    def build():
+        model = keras.Sequential([keras.Input((64,)), layers.Dropout(0.5, seed=3), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    x = np.ones((4 * hk.size(), 64), "float32")
+    weights = [ported(build, x, x[:, :1], batch_size=2 * hk.size(), shuffle=False)[0] for _ in range(2)]
+    np.testing.assert_array_equal(weights[0].get_weights()[0], weights[1].get_weights()[0])
+    states = hk.allgather_object(next(int(v[0]) for v in weights[0].variables if "seed" in v.name))
+    assert len(set(states)) == hk.size()
