@@ -1,0 +1,140 @@
+"""Programs written for plain Keras: the port in three lines does on N ranks what one process does.
+
+Each file of tests/programs runs twice: as it is, with plain Keras in one process, and as its mechanical port
+(tests/porting.py) on all ranks. History, weights, predictions, figures and files are compared.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import porting
+import pytest
+
+import hvdkit as hk
+
+TOLERANCE = 1e-4
+# Rounding of other sums: half precision.
+TOLERANCES = {"mixed_float16": 2e-2, "mixed_bfloat16": 2e-2}
+# These draw random numbers in the step, or normalise by a rank's own rows: equal on one rank, close on several.
+CLOSE = {"dropout": 0.2, "vae": 0.2, "local_batchnorm": 0.2}
+# On 1 and 4 ranks, too.
+CONTRACT = {
+    "callbacks",
+    "dropout",
+    "gan",
+    "own_train_step",
+    "sequence_labelling",
+    "sequential",
+    "synchronized_batchnorm",
+    "uneven_batches",
+}
+# What is not equal yet, and why.
+FAILING: dict[str, str] = {}
+
+
+def programs() -> list[Any]:
+    """Return the programs as parameters of a test, with their marks."""
+    listed = []
+    for name in porting.names():
+        marks = [pytest.mark.contract] if name in CONTRACT else []
+        if name in FAILING:
+            marks.append(pytest.mark.xfail(strict=True, reason=FAILING[name]))
+        listed.append(pytest.param(name, marks=marks))
+    return listed
+
+
+class Outcome(NamedTuple):
+    """What a program left, or the traceback of its failure."""
+
+    result: dict[str, Any]
+    error: str = ""
+
+
+def run(name: str, script: Path, folder: Path) -> Outcome:
+    """Run a script in ``folder``."""
+    before = Path.cwd()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    try:
+        return Outcome(porting.execute(name, script))
+    except Exception:
+        return Outcome({}, traceback.format_exc())
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def plain(request, tmp_path_factory) -> tuple[dict[str, Outcome], Path]:
+    """The plain form of each selected program, run once by one of the ranks, and the folder of their files."""
+    folder = Path(hk.broadcast_object(str(tmp_path_factory.mktemp("plain"))))
+    items = [item for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")]
+    names = sorted({item.callspec.params["name"] for item in items if "name" in item.callspec.params})
+    mine = {}
+    for name in names[hk.rank() :: hk.size()]:
+        mine[name] = run(name, porting.PROGRAMS / f"{name}.py", folder / name)
+    return {name: outcome for part in hk.allgather_object(mine) for name, outcome in part.items()}, folder
+
+
+@pytest.mark.parametrize("name", programs())
+def test_the_port_equals_one_process(name, plain, shared_path):
+    outcomes, folder = plain
+    if outcomes[name].error:
+        pytest.fail(f"the plain program failed:\n{outcomes[name].error}")
+    script = shared_path / f"{name}.py"
+    if hk.is_chief():
+        script.write_text(porting.port(porting.source(name)).text)
+    hk.barrier()
+    ours = run(name, script, shared_path / "files")
+
+    errors, digests = zip(*hk.allgather_object((ours.error, porting.digest(ours.result))), strict=True)
+    failed = [f"rank {rank} failed:\n{error}" for rank, error in enumerate(errors) if error]
+    assert not failed, "\n".join(failed)
+    assert len(set(digests)) == 1, "the ranks' results differ"
+
+    tolerance = TOLERANCES.get(name, TOLERANCE)
+    if hk.size() > 1:
+        tolerance = CLOSE.get(name, tolerance)
+    comparison = porting.Comparison(tolerance)
+    comparison.values(ours.result, outcomes[name].result)
+    comparison.folders(shared_path / "files", folder / name)
+    print(f"largest difference: {comparison.largest:.2g}")
+    assert not comparison.problems, "\n".join(comparison.problems)
+
+
+def test_the_comparison_notices_every_leaf():
+    """A result in which any one leaf is a little different is refused."""
+    expected = porting.as_values(
+        {"history": {"loss": [0.5, 0.25], "epochs": [0, 1]}, "weights": [np.ones((2, 2), "f4")], "name": "a"}
+    )
+    changes = [
+        {"history": {"loss": [0.5, 0.2502], "epochs": [0, 1]}},
+        {"history": {"loss": [0.5, 0.25], "epochs": [0, 2]}},
+        {"history": {"loss": [0.5], "epochs": [0, 1]}},
+        {"history": {"loss": [0.5, np.nan], "epochs": [0, 1]}},
+        {"history": {"epochs": [0, 1]}},
+        {"weights": [np.array([[1, 1], [1, 0.999]], "f4")]},
+        {"weights": []},
+        {"name": "b"},
+    ]
+    for change in changes:
+        comparison = porting.Comparison(TOLERANCE)
+        comparison.values({**expected, **porting.as_values(change)}, expected)
+        assert len(comparison.problems) == 1, change
+    same = porting.Comparison(TOLERANCE)
+    same.values(expected, expected)
+    assert not same.problems
+
+
+@pytest.mark.parametrize("name", porting.names())
+def test_a_port_is_three_kinds_of_lines(name):
+    """The import, hk.init() and the calls; more only for losses that couple the rows of a batch."""
+    made = porting.port(porting.source(name))
+    assert made.inserted == 2
+    assert made.calls >= 1
+    assert made.extra == {"contrastive": 2, "retrieval": 2}.get(name, 0)
+    compile(made.text, name, "exec")
