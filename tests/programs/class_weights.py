@@ -1,7 +1,8 @@
-"""Rare classes weighted up by class_weight, with labels of shape (rows,) and validation."""
+"""Rare classes weighted up by class_weight, for arrays with validation and for a dataset."""
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
 keras.utils.set_random_seed(37)
@@ -26,5 +27,7 @@ history = model.fit(
     validation_split=0.2,
     verbose=0,
 )
+dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
+again = model.fit(dataset, epochs=1, class_weight={0: 0.5, 1: 2.0, 2: 4.0}, verbose=0)
 
-result = {"history": history.history, "weights": model.get_weights()}
+result = {"history": history.history, "again": again.history, "weights": model.get_weights()}

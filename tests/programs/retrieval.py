@@ -14,8 +14,8 @@ class TwoTower(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.query_tower = keras.Sequential([layers.Embedding(14, 6), layers.Dense(6)])
-        self.candidate_tower = keras.Sequential([layers.Embedding(20, 6), layers.Dense(6)])
+        self.query_tower = keras.Sequential([layers.Embedding(14, 6, "glorot_uniform"), layers.Dense(6)])
+        self.candidate_tower = keras.Sequential([layers.Embedding(20, 6, "glorot_uniform"), layers.Dense(6)])
 
     def call(self, inputs):
         candidates = self.candidate_tower(inputs["movie"])
@@ -34,7 +34,7 @@ rows = {"user": rng.integers(0, 14, 72), "movie": rng.integers(0, 20, 72)}
 dataset = tf.data.Dataset.from_tensor_slices(rows).batch(12, drop_remainder=True)
 
 model = TwoTower()
-model.compile(optimizer=keras.optimizers.Adagrad(0.1))
+model.compile(optimizer=keras.optimizers.Adam(0.05))
 history = model.fit(dataset.take(4), validation_data=dataset.skip(4), epochs=3, verbose=0)
 
 result = {"history": history.history, "weights": model.get_weights()}

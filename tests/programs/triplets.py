@@ -9,7 +9,7 @@ from keras import layers, ops
 class Siamese(keras.Model):
     """Embed anchor, positive and negative by one network."""
 
-    def __init__(self, network, margin=0.5):
+    def __init__(self, network, margin=2.0):
         super().__init__()
         self.network = network
         self.margin = margin

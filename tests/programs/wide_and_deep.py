@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
 keras.utils.set_random_seed(23)
@@ -10,7 +11,7 @@ rows = 70
 x = {
     "age": rng.uniform(20, 60, (rows, 1)).astype("float32"),
     "income": rng.lognormal(10, 1, (rows, 1)).astype("float32"),
-    "city": rng.choice(["oslo", "rome", "cairo", "lima"], (rows, 1)).astype(object),
+    "city": tf.constant(rng.choice(["oslo", "rome", "cairo", "lima"], (rows, 1))),
     "zone": rng.choice([3, 7, 11], (rows, 1)),
 }
 y = ((x["age"] > 40) ^ (x["zone"] == 7)).astype("float32")
