@@ -144,7 +144,7 @@ class Comparison:
     """The differences between a port's results and the plain script's."""
 
     tolerance: float
-    """Allowed difference of a float, relative to the largest magnitude of its array or list."""
+    """Allowed difference of a float, relative to the largest magnitude of its array, or to 0.01 if that is less."""
     problems: list[str] = field(default_factory=list)
     largest: float = 0.0
     """The largest relative difference of floats."""
@@ -181,7 +181,7 @@ class Comparison:
                 self.problems.append(f"{where}: {brief(got)}, expected {brief(expected)}")
                 return
             finite = np.isfinite(expected)
-            scale = max(float(np.abs(expected[finite]).max(initial=0.0)), 1e-3)
+            scale = max(float(np.abs(expected[finite]).max(initial=0.0)), 1e-2)
             difference = float(np.abs(got[finite] - expected[finite]).max(initial=0.0)) / scale
             self.largest = max(self.largest, difference)
             if difference > self.tolerance:

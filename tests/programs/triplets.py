@@ -47,7 +47,7 @@ positives = anchors + 0.2 * rng.normal(size=anchors.shape).astype("float32")
 negatives = rng.normal(size=anchors.shape).astype("float32")
 dataset = tf.data.Dataset.from_tensor_slices((anchors, positives, negatives)).batch(16)
 
-network = keras.Sequential([keras.Input((6,)), layers.Dense(8, activation="tanh"), layers.Dense(3)])
+network = keras.Sequential([keras.Input((6,)), layers.Dense(8, activation="tanh"), layers.Dense(3, use_bias=False)])
 model = Siamese(network)
 model.compile(optimizer=keras.optimizers.Adam(0.01))
 history = model.fit(dataset.take(3), epochs=3, validation_data=dataset.skip(3), verbose=0)

@@ -68,7 +68,7 @@ decoder = keras.Sequential(
     ]
 )
 vae = VAE(encoder, decoder)
-vae.compile(optimizer=keras.optimizers.Adam(0.005))
+vae.compile(optimizer=keras.optimizers.Adam(0.002))
 history = vae.fit(images, epochs=4, batch_size=16, verbose=0)
 
 result = {"history": history.history, "weights": vae.get_weights()}
