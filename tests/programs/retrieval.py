@@ -15,7 +15,9 @@ class TwoTower(keras.Model):
     def __init__(self):
         super().__init__()
         self.query_tower = keras.Sequential([layers.Embedding(14, 6, "glorot_uniform"), layers.Dense(6)])
-        self.candidate_tower = keras.Sequential([layers.Embedding(20, 6, "glorot_uniform"), layers.Dense(6)])
+        self.candidate_tower = keras.Sequential(
+            [layers.Embedding(20, 6, "glorot_uniform"), layers.Dense(6, use_bias=False)]
+        )
 
     def call(self, inputs):
         candidates = self.candidate_tower(inputs["movie"])
