@@ -1,4 +1,4 @@
-"""Transfer learning: a frozen base with BatchNormalization, then fine-tuning at a low rate with the base unfrozen."""
+"""Transfer learning: a frozen base, then fine-tuning at a low rate of all its layers but BatchNormalization."""
 
 import keras
 import numpy as np
@@ -31,7 +31,8 @@ loss = keras.losses.BinaryCrossentropy(from_logits=True)
 model.compile(keras.optimizers.Adam(), loss, metrics=[keras.metrics.BinaryAccuracy()])
 frozen = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
 
-base.trainable = True
+for layer in base.layers:
+    layer.trainable = not isinstance(layer, layers.BatchNormalization)
 model.compile(keras.optimizers.Adam(1e-3), loss, metrics=[keras.metrics.BinaryAccuracy()])
 tuned = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
 
