@@ -16,11 +16,11 @@ model = keras.Sequential(
         layers.GaussianNoise(0.05),
         layers.Flatten(),
         layers.Dense(64, activation="relu"),
-        layers.Dropout(0.2),
+        layers.Dropout(0.1),
         layers.Dense(1),
     ]
 )
-model.compile(keras.optimizers.SGD(0.02), "mse")
+model.compile(keras.optimizers.SGD(0.005), "mse")
 history = model.fit(x, y, batch_size=24, epochs=4, validation_data=(x, y), verbose=0)
 
 result = {"history": history.history, "weights": model.get_weights()}
