@@ -14,8 +14,10 @@ from hvdkit.collectives import broadcast_object, compare_variables
 from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.errors import CollectiveMismatchError, describe
 from hvdkit.training.hooks import Session
+from hvdkit.training.lockstep import at_end_of_data
 from hvdkit.training.losses import check_loss
-from hvdkit.training.starting import optimizers_of
+from hvdkit.training.shares import Shares
+from hvdkit.training.starting import check_originals, optimizers_of
 
 _own = keras.callbacks
 # They write files, or talk to a server.
@@ -53,16 +55,28 @@ class Callbacks(keras.callbacks.CallbackList):
         callbacks: a callback, a list of them, or None.
         session: of the model.
         verbose, epochs, steps: as in Keras.
+        data: what is trained on, evaluated or predicted.
+        validation: what is evaluated after epochs.
         trains: False for evaluations and predictions.
     """
 
     def __init__(
-        self, callbacks: Any, session: Session, *, verbose: Any, epochs: int, steps: int | None, trains: bool = True
+        self,
+        callbacks: Any,
+        session: Session,
+        data: Shares,
+        validation: Shares | None = None,
+        *,
+        verbose: Any,
+        epochs: int,
+        steps: int | None,
+        trains: bool = True,
     ) -> None:
         listed = tree.flatten(callbacks) if callbacks else []
         mine = [c for c in listed if cluster.is_chief() or not isinstance(c, WRITERS)]
         shown = verbose if cluster.is_chief() else 0
-        self._session = session
+        self._session, self._data = session, data
+        self._tested = validation if trains else data
         self._is_first_batch = self._is_first_test_batch = self._is_first_update = True
         self._shares_batches = trains and any(map(_sees_batches, listed))
         super().__init__(
@@ -71,7 +85,7 @@ class Callbacks(keras.callbacks.CallbackList):
             add_progbar=shown != 0,
             verbose=shown,
             epochs=epochs,
-            steps=steps,
+            steps=steps or data.num_batches,
             model=session.model,
         )
         if self._shares_batches:
@@ -87,6 +101,7 @@ class Callbacks(keras.callbacks.CallbackList):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks; the first batch of the epoch is compared."""
         self._is_first_batch = True
+        self._session.may_end_anywhere = self._data.may_end_anywhere
         super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -107,7 +122,14 @@ class Callbacks(keras.callbacks.CallbackList):
     def on_test_begin(self, logs: Any = None) -> None:
         """Call the callbacks; the first batch of the evaluation is compared."""
         self._is_first_test_batch = True
+        self._session.may_end_anywhere = self._tested is not None and self._tested.may_end_anywhere
         super().on_test_begin(logs)
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        """Call the callbacks, after the last batch on every rank."""
+        if self._data.may_end_anywhere:
+            at_end_of_data()
+        super().on_predict_end(logs)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks, after the ranks have compared the global batch if it is the first."""
@@ -130,7 +152,12 @@ class Callbacks(keras.callbacks.CallbackList):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks; what one raises on one rank raises on all, and all stop or none does."""
-        problem = attempt(lambda: super(Callbacks, self).on_epoch_end(epoch, logs))
+
+        def call() -> None:
+            super(Callbacks, self).on_epoch_end(epoch, logs)
+            check_originals(self.model)
+
+        problem = attempt(call)
         self._agree(f"on_epoch_end of epoch {epoch}", problem, self._decisions())
 
     def _decisions(self) -> dict[str, Any]:

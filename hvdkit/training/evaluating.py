@@ -50,5 +50,5 @@ def evaluate(
     assert own is not None
     session = Session.of(model, may_be_empty=own.may_be_empty)
     with session.running():
-        listed = Callbacks(callbacks, session, verbose=verbose, epochs=1, steps=steps or own.num_batches, trains=False)
+        listed = Callbacks(callbacks, session, own, verbose=verbose, epochs=1, steps=steps, trains=False)
         return model.evaluate(own, verbose=verbose, steps=steps, callbacks=listed, return_dict=return_dict)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+from keras.src import tree
 from keras.src.trainers.data_adapters import data_adapter_utils
 
-from hvdkit.errors import HvdkitError, describe
+from hvdkit.callbacks import SupervisorCallback
 from hvdkit.training.calling import Callbacks, checked_model
 from hvdkit.training.hooks import Session
 from hvdkit.training.inputs import Given, prepare, split
@@ -52,7 +53,8 @@ def fit(
         validation_batch_size: likewise.
         verbose: as for ``model.fit``; only the chief prints.
         callbacks: as for ``model.fit``. Callbacks that write files run on the chief, others on every rank.
-        logdir: not supported yet.
+        logdir: a folder shared by all ranks: the run saves there, and goes on from there at the epoch in which it
+            ended (:class:`hvdkit.callbacks.SupervisorCallback`).
 
     Returns:
         Keras's ``History``, equal on every rank.
@@ -75,9 +77,6 @@ def fit(
     )
 
     def build() -> list[Shares | None]:
-        if logdir is not None:
-            remedy = "leave it out, and pass hk.callbacks.SupervisorCallback(logdir) to model.fit"
-            raise HvdkitError(describe("logdir", logdir, "None: it is not supported yet", remedy))
         checked_model(model)
         training, validation = (x, y, sample_weight), validation_data
         if validation_split and validation is None:
@@ -107,8 +106,10 @@ def fit(
     own, others = prepare(kind, build)
     assert own is not None
     session = Session.of(model, may_be_empty=any(s is not None and s.may_be_empty for s in (own, others)))
+    if logdir is not None:
+        callbacks = [SupervisorCallback(logdir), *tree.flatten(callbacks or [])]
     with session.running():
-        listed = Callbacks(callbacks, session, verbose=verbose, epochs=epochs, steps=steps_per_epoch or own.num_batches)
+        listed = Callbacks(callbacks, session, own, others, verbose=verbose, epochs=epochs, steps=steps_per_epoch)
         return model.fit(
             own,
             epochs=epochs,

@@ -10,7 +10,9 @@ import keras
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
+from hvdkit.collectives import broadcast_object
 from hvdkit.layers import synchronize_batch_normalization
+from hvdkit.training.lockstep import at_end_of_data
 from hvdkit.training.results import Results
 from hvdkit.training.starting import Variables, distribute_optimizers
 from hvdkit.training.steps import Steps
@@ -32,7 +34,10 @@ class Session:
 
     Attributes:
         steps: the model's steps.
+        may_end_anywhere: whether the data that are read now may end at different steps on two ranks.
     """
+
+    may_end_anywhere = False
 
     def __init__(self, model: Any, *, may_be_empty: bool) -> None:
         self.model = model
@@ -63,12 +68,12 @@ class Session:
         """Begin with the chief's variables, and have the model's methods work on shares. Every rank calls it."""
         self._variables.begin()
         model, steps = self.model, self.steps
-        results = self._results = Results(model, model._get_metrics_result_or_logs, self._last_factor)
+        self._results = Results(model, model._get_metrics_result_or_logs, self._last_factor)
         changed = {
             "train_step": steps.of("train", model.train_step),
             "test_step": steps.of("test", model.test_step),
             "predict_step": steps.predictions(model.predict_step),
-            "_get_metrics_result_or_logs": results.at_end,
+            "_get_metrics_result_or_logs": self._at_end,
             **self._functions,
         }
         if cluster.size() > 1 and model.jit_compile:
@@ -81,6 +86,13 @@ class Session:
             finally:
                 self._functions = {name: vars(model).get(name) for name in _FUNCTIONS}
 
+    def _at_end(self, logs: Any) -> Any:
+        """Take the place of ``_get_metrics_result_or_logs``, which Keras calls after an epoch or an evaluation."""
+        assert self._results is not None
+        if self.may_end_anywhere:
+            at_end_of_data()
+        return self._results.at_end(logs)
+
     def global_logs(self, logs: Any) -> Any:
         """Return a batch's logs as one process has them. Every rank calls it, while the session runs."""
         assert self._results is not None
@@ -88,6 +100,9 @@ class Session:
 
     def begin_again(self) -> None:
         """Give every rank the chief's variables once more: a callback may have restored them there."""
+        optimizer = self.model.optimizer
+        if broadcast_object(optimizer is not None and optimizer.built) and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
         self._variables.begin()
 
     def _last_factor(self) -> float:

@@ -61,7 +61,7 @@ def predict(
     assert own is not None
     session = Session.of(model, may_be_empty=own.may_be_empty)
     with session.running():
-        listed = Callbacks(callbacks, session, verbose=verbose, epochs=1, steps=steps or own.num_batches, trains=False)
+        listed = Callbacks(callbacks, session, own, verbose=verbose, epochs=1, steps=steps, trains=False)
         outputs, rows = model.predict(own, verbose=verbose, steps=steps, callbacks=listed)
     order = _order(rows, Place.here().size)
     _check(outputs, rows)

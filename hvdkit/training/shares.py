@@ -7,6 +7,7 @@ shares are empty: such a rank works on the batch's first row, which counts nowhe
     factor   float32, f_r = n_r N / b (see :mod:`hvdkit.collectives.batch_share`); left out if all shares are equal
     digest   int64, of sampled rows of the global batch, by which ranks' data are compared
     rows     int32, b; for predictions, which are put back in the order of the global batch
+    is_counted  there if the data's length is unknown (see :mod:`hvdkit.training.lockstep`)
 """
 
 from __future__ import annotations
@@ -126,11 +127,22 @@ class Shares(DataAdapter):
             else:
                 rows = tf.shape(first)[0] if known is None else known
             start, end, share = self.place.to_read(rows)
-            return rows_of(data, start, end), {**share, "digest": digest_of(data)}
+            share["digest"] = digest_of(data)
+            if is_counted:
+                share["is_counted"] = tf.constant(True)
+            return rows_of(data, start, end), share
 
         dataset = self.inner.get_tf_dataset()
-        spec = dataset.element_spec
+        spec, is_counted = dataset.element_spec, self.may_end_anywhere
         return dataset.map(take, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+
+    @property
+    def may_end_anywhere(self) -> bool:
+        """Return True for data of unknown length, which may end at different steps on two ranks."""
+        if self.num_batches is not None:
+            return False
+        dataset = self.inner.get_tf_dataset()
+        return int(dataset.cardinality()) != tf.data.INFINITE_CARDINALITY
 
     @property
     def num_batches(self) -> int | None:

@@ -54,6 +54,20 @@ def optimizers_of(model: Any) -> list[Any]:
     return list(found.values())
 
 
+def check_originals(model: Any) -> None:
+    """Refuse a learning rate set on an optimizer in whose place a distributed copy trains.
+
+    Raises:
+        ValueError: it has another rate than when it was copied.
+    """
+    for optimizer in optimizers_of(model):
+        original, rate = getattr(optimizer, "_hvdkit_original", (None, None))
+        if original is not None and float(np.asarray(original.learning_rate)) != rate:
+            got = f"a learning rate set on the {type(original).__name__} that was given to compile"
+            remedy = "set it on model.optimizer, which hk.fit has made distributed"
+            raise ValueError(describe("optimizer", got, "one set on the optimizer that trains", remedy))
+
+
 def _owners(model: Any) -> Iterator[Any]:
     """Yield the model, and models inside it, which may have their own optimizers."""
     yield model
@@ -76,7 +90,8 @@ def _distributed(value: Any, made: dict[int, Any]) -> Any:
         return value
     if isinstance(value, keras.optimizers.Optimizer):
         if id(value) not in made:
-            made[id(value)] = DistributedOptimizer(value)
+            made[id(value)] = new = DistributedOptimizer(value)
+            object.__setattr__(new, "_hvdkit_original", (value, float(np.asarray(value.learning_rate))))
         return made[id(value)]
     parts = [_distributed(part, made) for part in _parts(value)]
     if all(mine is part for mine, part in zip(parts, _parts(value), strict=True)):

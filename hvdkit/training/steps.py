@@ -18,6 +18,7 @@ from hvdkit.collectives.batch_share import share_of_batch
 from hvdkit.collectives.shards import is_part
 from hvdkit.collectives.values import graph_safe
 from hvdkit.layers.batch_norm import synchronized_statistics
+from hvdkit.training.lockstep import when_all_have_a_batch
 from hvdkit.training.losses import corrected
 from hvdkit.training.swapping import swapped
 
@@ -51,6 +52,7 @@ class Steps:
         @graph_safe
         def on_share(element: Any) -> Any:
             data, share = element
+            data = when_all_have_a_batch(data, share["rows"]) if "is_counted" in share else data
             factor = share.get("factor")
             self._create_variables(name, step, data, factor)
             kept = self._keep(factor)
@@ -68,6 +70,7 @@ class Steps:
         @graph_safe
         def on_share(element: Any) -> Any:
             data, share = element
+            data = when_all_have_a_batch(data, share["rows"]) if "is_counted" in share else data
             self._create_variables("predict", step, data, None)
             outputs = step(data)
             if (factor := share.get("factor")) is not None:

@@ -235,3 +235,19 @@ def test_arrays_and_arguments_that_differ_are_errors_on_every_rank(rng):
         hk.fit(mlp()(), x, y, epochs=1 + (hk.rank() > 0), verbose=0)
     with pytest.raises(ValueError, match=rf"^batch_size: got {hk.size() - 1}, expected .* {hk.size()} ranks"):
         hk.fit(mlp()(), x, y, batch_size=hk.size() - 1, verbose=0)
+
+
+@pytest.mark.parametrize("what", ["x", "validation_data"])
+def test_data_that_end_early_on_one_rank_are_an_error_on_all(rng, what):
+    x, y = regression(24, rng)
+    rows = 24 - 8 * (hk.rank() == hk.size() - 1 and hk.size() > 1)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).take(rows).filter(lambda a, b: True).batch(8)
+    given = {"x": data} if what == "x" else {"x": x, "y": y, "validation_data": data}
+    if hk.size() == 1:
+        hk.fit(mlp()(), **given, verbose=0)
+        return
+    errors, match = (hk.CollectiveMismatchError, tf.errors.InvalidArgumentError), "x: got data that have ended"
+    with pytest.raises(errors, match=match):
+        hk.fit(mlp()(), **given, verbose=0)
+    with pytest.raises(errors, match=match):
+        hk.predict(mlp()(), data, verbose=0)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from as_one import compare, plain, ported, same_logs
+from as_one import compare, plain, ported, same_logs, same_weights
 
 import hvdkit as hk
 
@@ -204,7 +204,51 @@ def test_metrics_whose_state_is_no_sum_are_refused(rng):
         hk.fit(dense(metrics=[Largest()])(), x, y, verbose=0)
 
 
-@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 2}], ids=["eager", "steps"])
+def test_a_run_in_a_folder_goes_on_after_its_last_epoch(rng, shared_path):
+    x, y = line(rng)
+    options = {"batch_size": 8, "shuffle": False}
+    one, expected = plain(dense("adam"), x, y, epochs=3, **options)
+    ported(dense("adam"), x, y, epochs=1, logdir=shared_path / "run", **options)
+    many, found = ported(dense("adam"), x, y, epochs=3, logdir=shared_path / "run", **options)
+    same_logs(found, {"loss": expected["loss"][1:]})
+    same_weights(many, one)
+
+
+def test_a_backup_restores_all_ranks(rng, shared_path):
+    x, y = line(rng)
+
+    class Ends(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                raise InterruptedError("between epochs")
+
+    options = {"batch_size": 8, "shuffle": False, "epochs": 3}
+    one, expected = plain(dense("adam"), x, y, **options)
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(str(shared_path / "backup"))
+
+    with pytest.raises(InterruptedError):
+        ported(dense("adam"), x, y, callbacks=[backup(), Ends()], **options)
+    hk.barrier()
+    many, found = ported(dense("adam"), x, y, callbacks=[backup()], **options)
+    same_logs(found, {"loss": expected["loss"][1:]})
+    same_weights(many, one)
+
+
+def test_a_rate_set_on_the_optimizer_that_was_compiled_is_an_error(rng):
+    x, y = line(rng)
+    optimizer = keras.optimizers.SGD(0.1)
+    sets = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: setattr(optimizer, "learning_rate", 0.01))
+    with pytest.raises(ValueError, match=r"set it on model\.optimizer"):
+        hk.fit(dense(optimizer)(), x, y, verbose=0, callbacks=[sets])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"run_eagerly": True}, {"steps_per_execution": 2}, {"jit_compile": True}],
+    ids=["eager", "steps", "jit"],
+)
 def test_other_ways_to_run_steps(rng, options):
     x, y = line(rng)
     compare(dense(**options), x, y, batch_size=6, epochs=2)
