@@ -46,13 +46,19 @@ class Session:
         self._functions: dict[str, Any] = dict.fromkeys(_FUNCTIONS)
         self._identity = _identity(model)
         self._results: Results | None = None
+        self._is_running = False
 
     @classmethod
     def of(cls, model: Any, *, may_be_empty: bool) -> Session:
         """Return a model's session: that of the call before if nothing has changed that it depends on."""
+        found = vars(model).get(_STATE)
+        if found is not None and found._is_running:  # called by a callback
+            if may_be_empty and not found.steps.may_be_empty:
+                found.steps.may_be_empty = True
+                object.__setattr__(model, "test_function", None)  # traced without shares that are empty
+            return found
         distribute_optimizers(model)
         synchronize_batch_normalization(model)
-        found = vars(model).get(_STATE)
         if (
             found is None
             or (may_be_empty and not found.steps.may_be_empty)
@@ -66,6 +72,11 @@ class Session:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Begin with the chief's variables, and have the model's methods work on shares. Every rank calls it."""
+        if self._is_running:
+            before = self.may_end_anywhere
+            yield
+            self.may_end_anywhere = before
+            return
         self._variables.begin()
         model, steps = self.model, self.steps
         self._results = Results(model, model._get_metrics_result_or_logs, self._last_factor)
@@ -81,9 +92,11 @@ class Session:
             if cluster.is_chief() and not any(self._functions.values()):
                 get_logger().info("jit_compile: switched off for the model's steps: Horovod has no XLA kernels")
         with swapped(model, **changed):
+            self._is_running = True
             try:
                 yield
             finally:
+                self._is_running = False
                 self._functions = {name: vars(model).get(name) for name in _FUNCTIONS}
 
     def _at_end(self, logs: Any) -> Any:

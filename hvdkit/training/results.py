@@ -106,7 +106,7 @@ class Results:
             variable.assign(value)
         if not isinstance(logs, Mapping) or set(logs) == set(whole):
             return results
-        return self._with_means(logs, own, whole, group)
+        return self._with_means(_flat(logs), own, whole, group)
 
     def _with_means(self, logs: Logs, own: Logs, whole: Logs, group: Any) -> dict[str, Any]:
         """Return the last step's logs: results of metrics combined, other numbers as means over the batch's rows."""
@@ -122,6 +122,14 @@ class Results:
             parts = [factor * each[key][0].astype("float64") for factor, each in ranks if factor]
             results[key] = np.sum(parts, axis=0).astype(local[key][0].dtype) / np.asarray(total, local[key][0].dtype)
         return results
+
+
+def _flat(logs: Logs) -> dict[str, Any]:
+    """Return logs without dicts inside, as callbacks get them: a step may return those of compiled metrics."""
+    found: dict[str, Any] = {}
+    for key, value in logs.items():
+        found |= _flat(value) if isinstance(value, Mapping) else {key: value}
+    return found
 
 
 def _equal(value: Any, other: Any) -> bool:
