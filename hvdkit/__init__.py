@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         average_gradients,
         register_local_variables,
     )
-    from hvdkit.optimizer import DistributedOptimizer
+    from hvdkit.optimizer import DistributedOptimizer, load_model
     from hvdkit.planning import plan_tables
     from hvdkit.supervisor import Supervisor
     from hvdkit.training import evaluate, fit, predict
@@ -119,7 +119,7 @@ _HOMES = {
         "average_gradients",
         "register_local_variables",
     ),
-    "hvdkit.optimizer": ("DistributedOptimizer",),
+    "hvdkit.optimizer": ("DistributedOptimizer", "load_model"),
     "hvdkit.planning": ("plan_tables",),
     "hvdkit.supervisor": ("Supervisor",),
     "hvdkit.training": ("evaluate", "fit", "predict"),
@@ -180,6 +180,7 @@ __all__ = [
     "is_chief",
     "join",
     "layers",
+    "load_model",
     "local_rank",
     "local_rank_op",
     "local_set",

@@ -8,8 +8,10 @@ import keras
 import numpy as np
 
 from hvdkit.collectives import Sum, grouped_allreduce
-from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
+from hvdkit.layers.batch_norm import average_for_now, synchronize_batch_normalization
 from hvdkit.optimizer import ranks_of
+from hvdkit.optimizer.mixins import is_supervised
+from hvdkit.supervisor.divergence import check_first_update
 
 
 class MetricAverage(keras.callbacks.Callback):
@@ -18,9 +20,9 @@ class MetricAverage(keras.callbacks.Callback):
     A Keras metric keeps sums (a mean its total and count; AUC its counts by threshold). The sums are added over
     ranks and the result is taken from them, so that a rank with fewer samples, or none, counts for as many as it has:
     averaging the ranks' results would not. Metrics whose state is no sum cannot be combined this way. Weighted metrics
-    weigh by the sample weights they are given, ``GlobalBatches``' own included. Before each validation, and at the end
-    of each epoch, moving statistics of BatchNormalization layers are averaged over ranks
-    (:func:`hvdkit.layers.average_moving_statistics`).
+    weigh by the sample weights they are given, ``GlobalBatches``' own included. In validation,
+    and from the end of an epoch to the next one, moving statistics of BatchNormalization layers are averages over ranks
+    (:func:`hvdkit.layers.average_moving_statistics`): what is evaluated, and what other callbacks save.
 
     Put it before callbacks that use the metrics (ModelCheckpoint, EarlyStopping). For ``model.evaluate`` call
     :meth:`results` after it.
@@ -34,7 +36,8 @@ class MetricAverage(keras.callbacks.Callback):
         super().__init__()
         self._training: dict[str, float] = {}
         self._validation: dict[str, float] = {}
-        self._fitting = False
+        self._fitting = self._compared = False
+        self._local: list[tuple[Any, Any]] = []
 
     @staticmethod
     def results(model: keras.Model) -> dict[str, float]:
@@ -57,20 +60,26 @@ class MetricAverage(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Note that evaluations from now on are validation."""
         synchronize_batch_normalization(self.model, process_set=ranks_of(self.model.optimizer))
-        self._fitting = True
+        self._fitting, self._compared, self._local = True, False, []
 
     def on_train_end(self, logs: Any = None) -> None:
         """Note that ``fit`` is over."""
         self._fitting = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Forget the epoch before."""
+        """Forget the epoch before, and train on with this rank's own moving statistics."""
         self._training, self._validation = {}, {}
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for variable, own in self._local:
+            variable.assign(own)
+        self._local = []
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Keep the training metrics: validation resets them, though not on a rank that has nothing to validate."""
         if self._fitting:
-            average_moving_statistics(self.model, process_set=ranks_of(self.model.optimizer))
+            self._local = average_for_now(self.model, process_set=ranks_of(self.model.optimizer))
             self._training = self.results(self.model)
             self.model.reset_metrics()
 
@@ -78,11 +87,15 @@ class MetricAverage(keras.callbacks.Callback):
         """Keep the validation metrics."""
         if self._fitting:
             self._validation = self.results(self.model)
+            self._put_back()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Put the metrics of all ranks into ``logs``, where later callbacks and History find them."""
-        if not self._training:
-            average_moving_statistics(self.model, process_set=ranks_of(self.model.optimizer))
+        if not self._compared:
+            self._compared = True
+            check_first_update(self.model, self.model.optimizer, int(np.asarray(self.model.optimizer.iterations)))
+        if not is_supervised(self.model):
+            self._local = average_for_now(self.model, process_set=ranks_of(self.model.optimizer))
         combined = self._training or self.results(self.model)
         combined = combined | {f"val_{name}": value for name, value in self._validation.items()}
         if logs is not None:

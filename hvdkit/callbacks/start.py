@@ -9,12 +9,14 @@ import keras
 from hvdkit.collectives import broadcast_variables
 from hvdkit.layers import synchronize_batch_normalization
 from hvdkit.optimizer import ranks_of
+from hvdkit.supervisor.divergence import check_first_update
 
 
 class BroadcastInitial(keras.callbacks.Callback):
     """Give every rank the chief's weights and optimizer state before the first step.
 
-    Ranks that differ in their variables' shapes or dtypes are named in a CollectiveMismatchError. It also makes
+    Ranks that differ in their variables' shapes or dtypes are named in a CollectiveMismatchError. So are ranks whose
+    weights differ after the first update, because the optimizer does not average gradients. It also makes
     ``BatchNormalization(synchronized=True)`` use the statistics of the global batch
     (:func:`hvdkit.layers.synchronize_batch_normalization`).
 
@@ -29,19 +31,22 @@ class BroadcastInitial(keras.callbacks.Callback):
     def __init__(self, root: int = 0) -> None:
         super().__init__()
         self.root = root
-        self._done = False
+        self._done = self._compared = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast now if the model has its variables already."""
-        self._done = False
+        self._done = self._compared = False
         synchronize_batch_normalization(self.model, process_set=ranks_of(self.model.optimizer))
         if self.model.built:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast after the first step of a model that was built by it."""
+        """Broadcast after the first step of a model that was built by it; compare weights after the first update."""
         if not self._done:
             self._broadcast()
+        elif not self._compared and batch + 1 >= _steps_per_update(self.model.optimizer):
+            self._compared = True
+            check_first_update(self.model, self.model.optimizer, batch + 1)
 
     def _broadcast(self) -> None:
         optimizer = self.model.optimizer
@@ -51,3 +56,7 @@ class BroadcastInitial(keras.callbacks.Callback):
         weights = [v for v in self.model.variables if v.name != "seed_generator_state"]
         broadcast_variables([*weights, *optimizer.variables], self.root)
         self._done = True
+
+
+def _steps_per_update(optimizer: Any) -> int:
+    return getattr(getattr(optimizer, "inner_optimizer", optimizer), "gradient_accumulation_steps", None) or 1

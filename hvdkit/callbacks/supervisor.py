@@ -13,6 +13,7 @@ from hvdkit import cluster
 from hvdkit.callbacks.steps import stateful_callbacks
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import HvdkitError, describe
+from hvdkit.optimizer.mixins import set_supervised
 from hvdkit.supervisor.session import IN_FIT, Supervisor
 
 
@@ -73,6 +74,7 @@ class SupervisorCallback(keras.callbacks.Callback):
             **self._options,
         )
         self.supervisor.__enter__()
+        set_supervised(self.model, True)
         IN_FIT.add(self.supervisor)
         self._find_place()
 
@@ -128,6 +130,7 @@ class SupervisorCallback(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Save what is not saved yet, and end the session."""
         self.model._initial_epoch = None
+        set_supervised(self.model, False)
         self._session.__exit__(None, None, None)
 
     @property

@@ -104,15 +104,22 @@ def average_moving_statistics(model: Any, *, process_set: RankGroup = None) -> N
         if hk.is_chief():
             model.export("exported")
     """
+    average_for_now(model, process_set=process_set)
+
+
+def average_for_now(model: Any, *, process_set: RankGroup = None) -> list[tuple[Any, tf.Tensor]]:
+    """Do as :func:`average_moving_statistics`; return the variables with this rank's own values, to put back."""
     layers = [] if model is None else _batch_normalizations(model)
     group = resolve(process_set) or cluster.group(cluster.DATA)
     moving = [v for layer in layers if "_moments" not in vars(layer) for v in layer.non_trainable_variables]
     if not moving or group.size == 1:
-        return
+        return []
+    own = [tf.identity(v) for v in moving]
     # In float64, so that the mean of equal values is that value, bit for bit.
-    values = [tf.cast(tf.convert_to_tensor(v), tf.float64) for v in moving]
-    for variable, mean in zip(moving, grouped_allreduce(values, Average, process_set=group), strict=True):
+    means = grouped_allreduce([tf.cast(x, tf.float64) for x in own], Average, process_set=group)
+    for variable, mean in zip(moving, means, strict=True):
         variable.assign(tf.cast(mean, variable.dtype))
+    return list(zip(moving, own, strict=True))
 
 
 def _batch_normalizations(model: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from hvdkit.collectives import allreduce
 from hvdkit.collectives.agreement import attempt
 from hvdkit.collectives.graphs import refuse_xla
 from hvdkit.collectives.ops import Average, Min, ReduceOp
-from hvdkit.collectives.shards import Local, holding_of, is_local, mark, shard_of
+from hvdkit.collectives.shards import Local, holding_of, is_local, mark, piece_states, shard_of
 from hvdkit.collectives.values import graph_safe
 from hvdkit.collectives.variables import variable_name
 from hvdkit.errors import HvdkitError, describe
@@ -28,6 +28,7 @@ from hvdkit.layers.batch_norm import average_moving_statistics, check_batch_norm
 from hvdkit.optimizer.calling import calling_model
 from hvdkit.optimizer.copies import copy_of, subclass
 from hvdkit.optimizer.parts import Parts
+from hvdkit.optimizer.plain_fit import begin_equal
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.rows import BY_ELEMENTS, rule_for, update_rows, updating_class
 from hvdkit.optimizer.slots import Slots, fill, renew
@@ -35,6 +36,7 @@ from hvdkit.optimizer.tables import TableOptimizers, check_for_tables
 from hvdkit.variable.own_optimizer import own_optimizer
 
 LossScale = keras.optimizers.LossScaleOptimizer
+_SUPERVISED = "_hvdkit_supervised"
 
 
 class Distributed:
@@ -152,7 +154,9 @@ class Combining(Distributed):
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Give the variables their moving averages, if there are any; Keras calls it at the end of ``fit``."""
         if not self._hvdkit_is_own:
-            average_moving_statistics(calling_model(), process_set=self._hvdkit.group)
+            model = calling_model()
+            if model is not None and not is_supervised(model):
+                average_moving_statistics(model, process_set=self._hvdkit.group)
         if self._hvdkit_tables is not None:
             self._hvdkit_tables.finalize(var_list)
             var_list = self._hvdkit_tables.others(var_list)
@@ -175,6 +179,26 @@ class Combining(Distributed):
                 self._hvdkit_slots = self._hvdkit_slots or Slots()
                 self._hvdkit_slots.add(reference_variable, name or "", slot, initializer)
         return slot
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load what Keras saved; of the slots of sharded variables this rank's part.
+
+        Raises:
+            ValueError: the tables of a variable were not saved one by one.
+        """
+        if len(store.keys()) != len(self.variables) or not any(map(shard_of, self.variables)):
+            super().load_own_variables(store)  # type: ignore[misc]
+            return
+        for number, variable in enumerate(self.variables):
+            whole, parts = store[str(number)], piece_states(variable)
+            if not parts:
+                variable.assign(whole)
+                continue
+            if len(parts) > 1 or tuple(whole.shape) != tuple(parts[0].shape):
+                got = f"slots {list(whole.shape)} of {[part.name for part in parts]}"
+                remedy = "pass compile=False and compile again, or continue from a hk.Supervisor's checkpoint"
+                raise ValueError(describe("optimizer", got, "slots of one whole table", remedy))
+            parts[0].assign_local(whole[tuple(slice(i.start, i.stop, i.step) for i in parts[0].local_index)])
 
     @graph_safe
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
@@ -211,6 +235,7 @@ class Combining(Distributed):
         self._hvdkit_knows_model = True
         if (model := calling_model()) is not None:
             check_batch_normalization(model)
+            begin_equal(model, self, self._hvdkit.group)
         else:
             check_coupled(variables)
 
@@ -269,6 +294,16 @@ class _Untracked:
     """Variables that an optimizer holds but does not own: Keras would track a plain list of them."""
 
     variables: tuple[Any, ...]
+
+
+def set_supervised(model: Any, supervised: bool) -> None:
+    """Note that a Supervisor runs a model's ``fit``: it saves each rank's own moving statistics, and then averages."""
+    object.__setattr__(model, _SUPERVISED, supervised)
+
+
+def is_supervised(model: Any) -> bool:
+    """Return True while a Supervisor runs the model's ``fit``."""
+    return bool(vars(model).get(_SUPERVISED, False))
 
 
 def ranks_of(optimizer: Any) -> cluster.Group | None:

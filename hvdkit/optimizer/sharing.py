@@ -148,7 +148,7 @@ class SharingStates(Combining):
     def load_own_variables(self, store: Any) -> None:
         """Take this rank's part of a state that Keras saved whole."""
         if self._hvdkit_parts is None or len(store.keys()) != len(self.variables):
-            super().load_own_variables(store)  # type: ignore[misc]
+            super().load_own_variables(store)
             return
         for number, variable in enumerate(self.variables):
             assign_whole(variable, store[str(number)])

@@ -71,6 +71,10 @@ class DivergenceDetector:
         if step // self.every <= self._checked // self.every:
             return
         self._checked = step
+        self.compare(step)
+
+    def compare(self, step: int) -> None:
+        """Compare the variables now. Args and Raises as for :meth:`check`."""
         if cluster.size() == 1:
             return
         variables = list(self._variables() if callable(self._variables) else self._variables)
@@ -81,6 +85,19 @@ class DivergenceDetector:
             mine = _Report(step, [variable_name(v) for v in variables], digests)
             raise CollectiveMismatchError(_difference(cluster.exchange().allgather(mine), self._equal))
         self._equal = step
+
+
+def check_first_update(model: Any, optimizer: Any, step: int) -> None:
+    """Compare parameters and slots over ranks after the first update: an optimizer that does not average is found.
+
+    Every rank calls it. It costs one digest of all values and an exchange of 16 bytes a rank.
+
+    Raises:
+        CollectiveMismatchError: on every rank: they differ.
+    """
+    group = getattr(getattr(optimizer, "_hvdkit", None), "group", None)
+    if group is None:  # ranks of a process set train a model of their own
+        DivergenceDetector(replicated(model, optimizer), every=1).compare(step)
 
 
 def replicated(model: Any, optimizer: Any) -> list[Any]:
@@ -132,7 +149,7 @@ def _difference(reports: list[_Report], equal_at: int | None) -> str:
         f"replicated variables: {ranks} from {'the majority' if majority else 'rank 0'} in "
         f"{_what_differs(wrong, right, odd[0])}; first known to differ at step {steps[0]}, {known}; continue from a "
         "checkpoint of before, and look for what a rank does alone: values assigned, other learning rates, gradients "
-        "not combined by hk.DistributedOptimizer, faulty memory"
+        "not combined (use hk.fit, or wrap the optimizer: hk.DistributedOptimizer(optimizer)), faulty memory"
     )
 
 

@@ -61,7 +61,7 @@ class Supervisor:
         max_to_keep: keep so many of the newest checkpoints; None keeps all.
         keep_every: also keep those whose step is a multiple of it.
         summary_steps: write the scalars given to :meth:`step`, their mean over ranks, every so many steps; None: never.
-        check_steps: compare parameters and slots over ranks every so many steps; None: never.
+        check_steps: compare parameters and slots over ranks after the first step, and every so many steps; None: never.
         asynchronous: write timed saves behind the training.
         gather: ranks share no file system: the chief writes everything, and saves hold the training up.
         stop_on_nonfinite: raise NonFiniteError when the loss given to :meth:`step` is NaN or infinite; it is looked
@@ -141,7 +141,7 @@ class Supervisor:
         self._pace = Pace(min(_AGREE_SECONDS, self._seconds / 5))
         self._signals = StopSignals()
         self._summaries: Summaries | None = None
-        self._wants_stop = self._stopping = self._open = False
+        self._wants_stop = self._stopping = self._open = self._has_compared = False
         self._preempted: str | None = None
         self._loss: Any = None
 
@@ -249,6 +249,9 @@ class Supervisor:
         if _crosses(self._summary_steps, before, now) and scalars:
             self._summarise(scalars)
         if self._detector is not None:
+            if not self._has_compared:
+                self._has_compared = True
+                self._detector.compare(now)
             self._detector.check(now)
         if (save := _crosses(self._save_steps, before, now)) or self._pace.due(now):
             self._agree(save)

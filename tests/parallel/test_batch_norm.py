@@ -352,3 +352,17 @@ def test_local_statistics_are_refused(how, rng, size):
     with pytest.raises(ValueError, match=r"synchronized.*synchronize_batch_normalization"):
         run()
     hk.layers.synchronize_batch_normalization(model)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("rows", [24, 27, 25])
+def test_hk_fit_equals_one_process(rows, rng, size):
+    """Global batches of 8 rows; of 27 rows the last has 3, of 25 it has 1: then some ranks have none."""
+    x, y = data(rng, rows)
+    reference, model = fresh(False), fresh(True)
+    for each, fit in ((reference, keras.Model.fit), (model, hk.fit)):
+        each.compile(opts.SGD(0.1, momentum=0.9), "mse", jit_compile=False)
+        fit(each, x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    for got, want in zip(model.weights, reference.weights, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=got.path)
+    hk.compare_variables(model.weights)

@@ -1,0 +1,100 @@
+"""Keras models from files, with an optimizer that combines gradients over ranks."""
+
+from __future__ import annotations
+
+import json
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from hvdkit import cluster
+from hvdkit.collectives import broadcast_variables
+from hvdkit.collectives.agreement import Call, agree, attempt
+from hvdkit.errors import describe
+from hvdkit.optimizer.distributed import DistributedOptimizer
+from hvdkit.optimizer.mixins import Distributed
+
+
+def load_model(
+    path: str | Path, custom_objects: Any = None, compile: bool = True, safe_mode: bool = True, **options: Any
+) -> Any:
+    """Return ``keras.models.load_model(path)``, its optimizer distributed. Every rank calls it.
+
+    A model saved with a plain or a distributed optimizer comes back compiled, with the optimizer's state: iterations,
+    learning rate, slots, gradients added up so far. Each rank reads its part of sharded tables and their slots.
+    All else begins with the chief's values on every rank. A model that was not compiled stays so.
+
+    Keras's files have the optimizer's own options, ``gradient_accumulation_steps`` included, and not those of
+    ``hk.DistributedOptimizer``: pass these again.
+
+    Args:
+        path: a ``.keras`` file, or another that Keras loads, which every rank can read.
+        custom_objects, compile, safe_mode: as for ``keras.models.load_model``.
+        **options: of :func:`hvdkit.DistributedOptimizer`: ``clip_global_norm``, ``compression``, ...
+
+    Raises:
+        ValueError: the file has another optimizer state than the model and these options need; it is an ``.h5`` file,
+            of which Keras does not restore the optimizer's state; or what Keras raises.
+        CollectiveMismatchError: another rank could not load its file, or has a model of other shapes.
+
+    Example::
+
+        model = hk.load_model("model.keras")
+        model.fit(batches.as_keras(), callbacks=[hk.callbacks.BroadcastInitial()])
+    """
+    loaded: list[Any] = []
+    problem = attempt(lambda: loaded.append(_loaded(Path(path), custom_objects, compile, safe_mode, options)))
+    agree(Call("load_model()", problem=problem))
+    model = loaded[0]
+    optimizer = getattr(model, "optimizer", None)
+    broadcast_variables([*model.variables, *(() if optimizer is None else optimizer.variables)])
+    return model
+
+
+def _loaded(path: Path, custom_objects: Any, compiles: bool, safe_mode: bool, options: dict[str, Any]) -> Any:
+    in_two_steps = compiles and path.suffix == ".keras" and zipfile.is_zipfile(path)
+    model = keras.models.load_model(
+        path, custom_objects=custom_objects, compile=compiles and not in_two_steps, safe_mode=safe_mode
+    )
+    if in_two_steps and not (config := _compile_config(path)):
+        return model
+    if in_two_steps:
+        with keras.saving.custom_object_scope(custom_objects or {}):
+            model.compile_from_config(config)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return model
+    if optimizer.built and len(optimizer._trainable_variables) != len(model.trainable_variables):
+        got = f"{path}, whose optimizer state Keras {keras.__version__} does not restore"
+        remedy = "save a .keras file, or pass compile=False and compile again"
+        raise ValueError(describe("path", got, "a .keras file", remedy))
+    model.optimizer = optimizer if isinstance(optimizer, Distributed) else DistributedOptimizer(optimizer, **options)
+    if cluster.size() > 1 and model.jit_compile:
+        model.jit_compile = False  # Horovod has no XLA kernels
+    if in_two_steps and model.built:
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        _load_state(model, path)
+    return model
+
+
+def _compile_config(path: Path) -> Any:
+    with zipfile.ZipFile(path) as archive:
+        return json.loads(archive.read("config.json")).get("compile_config")
+
+
+def _load_state(model: Any, path: Path) -> None:
+    """Load weights, of which each rank has its part, and the state of the optimizer as it is now."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Skipping variable loading")
+        try:
+            model.load_weights(path)
+        except UserWarning as error:
+            expected = "one for this model and these options"
+            remedy = "pass the options that the optimizer was saved with, or compile=False"
+            raise ValueError(
+                describe("path", f"{path}, whose optimizer state is another ({error})", expected, remedy)
+            ) from error

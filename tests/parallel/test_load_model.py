@@ -1,0 +1,139 @@
+"""hk.load_model: an optimizer that combines gradients, state included, whatever saved the file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import hvdkit as hk
+from hvdkit.collectives.shards import piece_states
+from hvdkit.optimizer.mixins import Distributed
+
+opts = keras.optimizers
+X = np.random.default_rng(3).normal(size=(24, 4)).astype("f4")
+Y = X[:, :1] * 2 + 1
+
+
+def model_of(optimizer):
+    keras.utils.set_random_seed(2)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "relu"), keras.layers.Dense(1)])
+    if optimizer is not None:
+        model.compile(optimizer, keras.losses.MeanSquaredError(), jit_compile=False)
+    return model
+
+
+def fit(model, x=X, y=Y):
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return model
+
+
+def values(model):
+    return [np.asarray(v) for v in [*model.weights, *model.optimizer.variables]]
+
+
+def share(rank, size):
+    """Return this rank's rows of each batch of 8 over all ranks; sizes that do not divide 24 evenly are cut."""
+    rows = np.arange(24).reshape(3, 8)
+    return np.concatenate([batch[rank * (8 // size) : (rank + 1) * (8 // size)] for batch in rows])
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("saved_by", ["plain", "distributed", "accumulating", "scaled"])
+def test_training_goes_on_as_if_never_saved(saved_by, rank, size, shared_path):
+    """Saved by one rank after an epoch; each rank then trains on the same batches, as one process does."""
+    make = {
+        "scaled": lambda: opts.LossScaleOptimizer(opts.Adam(0.01), initial_scale=8.0),
+        "accumulating": lambda: opts.Adam(0.01, gradient_accumulation_steps=2),
+    }.get(saved_by, lambda: opts.Adam(0.01))
+    model = fit(model_of(hk.DistributedOptimizer(make()) if saved_by == "distributed" else make()))
+    path = shared_path / "model.keras"
+    if hk.is_chief():
+        model.save(path)
+    hk.barrier()
+    loaded = hk.load_model(path)
+    assert isinstance(loaded.optimizer, Distributed)
+    for got, want in zip(values(loaded), values(model), strict=True):
+        np.testing.assert_array_equal(got, want)
+    fit(model)
+    fit(loaded)
+    for got, want in zip(values(loaded), values(model), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_combined_and_ranks_begin_equal(rank, size, tmp_path):
+    model = fit(model_of(opts.Adam(0.01)))
+    model.layers[0].kernel.assign_add(np.full((4, 3), float(rank), "f4"))
+    model.save(tmp_path / "model.keras")  # another file on each rank
+    loaded = hk.load_model(tmp_path / "model.keras", clip_global_norm=1.0)
+    hk.compare_variables([*loaded.variables, *loaded.optimizer.variables])
+    assert loaded.optimizer._hvdkit.clip_global_norm == 1.0
+    mine = share(rank, size)
+    loaded.fit(X[mine], Y[mine], batch_size=8 // size, verbose=0)
+    hk.compare_variables([*loaded.trainable_variables, *loaded.optimizer.variables])
+
+
+def test_what_was_not_compiled_stays_so(tmp_path):
+    model = model_of(None)
+    model.save(tmp_path / "plain.keras")
+    assert not hk.load_model(tmp_path / "plain.keras").compiled
+    model = fit(model_of(opts.Adam(0.01)))
+    model.save(tmp_path / "model.keras")
+    assert not hk.load_model(tmp_path / "model.keras", compile=False).compiled
+
+
+def test_a_file_that_a_rank_cannot_read_is_an_error_on_every_rank(rank, size, tmp_path):
+    model = fit(model_of(opts.Adam(0.01)))
+    if rank < size - 1:
+        model.save(tmp_path / "model.keras")
+    with pytest.raises((ValueError, hk.CollectiveMismatchError), match=r"model\.keras"):
+        hk.load_model(tmp_path / "model.keras")
+
+
+def test_another_state_is_refused(tmp_path):
+    model = fit(model_of(opts.Adam(0.01)))
+    model.save(tmp_path / "model.keras")
+    with pytest.raises(ValueError, match="objects could not be loaded"):
+        hk.load_model(tmp_path / "model.keras", accumulate_steps=2)
+
+
+def test_an_h5_file_is_refused_if_it_is_compiled(tmp_path):
+    model = fit(model_of(opts.Adam(0.01)))
+    model.save(tmp_path / "model.h5")
+    with pytest.raises(ValueError, match=r"\.keras file"):
+        hk.load_model(tmp_path / "model.h5")
+    loaded = hk.load_model(tmp_path / "model.h5", compile=False)
+    np.testing.assert_array_equal(loaded.get_weights()[0], model.get_weights()[0])
+
+
+WRITER = """
+import sys, numpy as np, keras, hvdkit as hk
+hk.init()
+keras.utils.set_random_seed(5)
+model = keras.Sequential([keras.Input((2,), dtype="int64"), hk.layers.ShardedEmbedding(11, 4),
+                          keras.layers.Flatten(), keras.layers.Dense(1)])
+model.compile(hk.DistributedOptimizer(keras.optimizers.Adam(0.01), sparse_updates="exact"), "mse", jit_compile=False)
+ids = np.arange(24).reshape(12, 2) % 11
+model.fit(ids, ids[:, :1] / 11.0, batch_size=4, shuffle=False, verbose=0)
+model.save(sys.argv[1] + "/model.keras")
+np.savez(sys.argv[1] + "/slots.npz", *[np.asarray(v) for v in model.optimizer.variables])
+"""
+
+
+def test_sharded_tables_come_with_their_slots(rank, size, shared_path):
+    if hk.is_chief():
+        alone = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_"))}
+        subprocess.run([sys.executable, "-c", WRITER, str(shared_path)], env=alone, check=True)
+    hk.barrier()
+    loaded = hk.load_model(shared_path / "model.keras", sparse_updates="exact")
+    slots = list(np.load(shared_path / "slots.npz").values())
+    for variable, whole in zip(loaded.optimizer.variables, slots, strict=True):
+        for part in piece_states(variable):
+            at = tuple(slice(i.start, i.stop, i.step) for i in part.local_index)
+            np.testing.assert_array_equal(np.asarray(part.local), whole[at])
+        if not piece_states(variable):
+            np.testing.assert_array_equal(np.asarray(variable), whole)
