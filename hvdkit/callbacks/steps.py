@@ -88,7 +88,9 @@ def stateful_callbacks(model: Any) -> list[Any]:
 class LearningRateWarmup(_CountsSteps):
     """Multiply the optimizer's learning rate by the number of ranks, growing linearly over the first steps.
 
-    The rate the optimizer was made with is taken as right for one rank. For rates that also decay, use
+    The rate the optimizer was made with is taken as right for one rank: ``SGD(0.1)``, and not ``SGD(0.1 * hk.size())``,
+    which would be multiplied twice. A rate that is for all ranks already is given as ``initial_lr``, as to Horovod's
+    callback: then the rate grows from ``initial_lr / scale`` to ``initial_lr``. For rates that also decay, use
     :class:`hvdkit.schedules.Warmup`, whose formula and source are the same.
 
     A run that is continued from a checkpoint keeps that rate and the factor it began with, also on another number of
@@ -97,9 +99,10 @@ class LearningRateWarmup(_CountsSteps):
     Args:
         steps: steps over which the rate grows; 0 scales at once.
         scale: factor reached at the end. Default: ``hk.size()``.
+        initial_lr: the rate at the end, whatever the optimizer's is now.
 
     Raises:
-        ValueError: ``steps`` is negative or ``scale`` is not positive.
+        ValueError: ``steps`` is negative, or ``scale`` or ``initial_lr`` is not positive.
         TypeError: when training begins, the optimizer's rate is a schedule.
 
     Example::
@@ -107,14 +110,17 @@ class LearningRateWarmup(_CountsSteps):
         model.fit(x, y, callbacks=[hk.callbacks.LearningRateWarmup(steps=500)])
     """
 
-    def __init__(self, steps: int = 500, *, scale: float | None = None) -> None:
+    def __init__(self, steps: int = 500, *, scale: float | None = None, initial_lr: float | None = None) -> None:
         super().__init__()
+        if initial_lr is not None and not initial_lr > 0:
+            raise ValueError(describe("initial_lr", initial_lr, "a rate > 0, or None", "pass e.g. 0.1 * hk.size()"))
         if steps < 0 or (scale is not None and not scale > 0):
             raise ValueError(
                 describe("steps, scale", (steps, scale), "steps >= 0 and scale > 0", "pass e.g. steps=500")
             )
         self.steps = steps
         self.scale = scale
+        self._initial_lr = initial_lr
         self._base: float | None = None
         self._factor = 1.0
         self._reached = False
@@ -132,8 +138,12 @@ class LearningRateWarmup(_CountsSteps):
                 )
             )
         if self._base is None:
-            self._base = float(np.asarray(optimizer.learning_rate))
             self._factor = float(cluster.size() if self.scale is None else self.scale)
+            rate = self._initial_lr
+            self._base = float(np.asarray(optimizer.learning_rate)) if rate is None else rate / self._factor
+            if cluster.is_chief() and self._factor != 1:
+                ends = (self._base, self._base * self._factor, self.steps)
+                get_logger().info("the learning rate grows from %g to %g in %d steps", *ends)
 
     @property
     def state(self) -> dict[str, Any]:

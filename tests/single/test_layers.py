@@ -15,6 +15,7 @@ LAYERS = [
     {"cli"},
     {"bench"},
     {"launch"},
+    {"compat"},
     {"training"},
     {"callbacks", "schedules", "doctor", "build_horovod", "models", "registration"},
     {"supervisor"},

@@ -1,0 +1,130 @@
+"""Horovod's Keras callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdkit import cluster
+from hvdkit.callbacks import BroadcastInitial, LearningRateWarmup, MetricAverage
+from hvdkit.cluster.logs import get_logger
+from hvdkit.errors import describe
+
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+
+class BroadcastGlobalVariablesCallback(BroadcastInitial):
+    """Begin with the variables of ``root_rank`` (:class:`hvdkit.callbacks.BroadcastInitial`)."""
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__(root_rank)
+        if local_variables is not None:
+            remedy = "call hk.register_local_variables"
+            raise ValueError(describe("local_variables", "variables", "None", remedy))
+
+
+class MetricAverageCallback(MetricAverage):
+    """Combine metrics over ranks (:class:`hvdkit.callbacks.MetricAverage`), weighted by samples."""
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+
+
+class LearningRateWarmupCallback(LearningRateWarmup):
+    """Let the learning rate grow linearly from ``initial_lr / size`` to ``initial_lr``.
+
+    Args:
+        initial_lr: the rate after the warm-up, for all ranks together: e.g. ``0.1 * hvd.size()``.
+        warmup_epochs: epochs over which it grows.
+        momentum_correction: without effect, as in Horovod once ``fit`` has compiled its step.
+        steps_per_epoch: batches per epoch; needed if Keras does not know them.
+        verbose: 1 for a line from the chief at the end.
+
+    Raises:
+        ValueError: when training begins, the steps per epoch are not known.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(initial_lr=initial_lr)
+        self._epochs, self._steps_per_epoch, self._verbose = warmup_epochs, steps_per_epoch, verbose
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Take the number of steps of an epoch from Keras."""
+        self.steps = int(self._epochs * _steps_per_epoch(self, self._steps_per_epoch))
+        super().on_train_begin(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Say that the rate is reached."""
+        if self._verbose and self._reached and cluster.is_chief():
+            self._verbose = 0
+            rate = float(np.asarray(self.model.optimizer.learning_rate))
+            get_logger().info("epoch %d: learning rate warm-up is finished, at %g", epoch + 1, rate)
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Set the learning rate to ``initial_lr * multiplier(epoch)`` in the epochs ``[start_epoch, end_epoch)``.
+
+    Args:
+        initial_lr: the rate that is multiplied.
+        multiplier: a number, or a function of the epoch, which is an integer if ``staircase`` and else has the part of
+            the epoch that is done.
+        start_epoch: the first epoch.
+        end_epoch: the epoch before which it ends; None: never.
+        staircase: change the rate at the beginning of epochs only.
+        momentum_correction: without effect, as in Horovod once ``fit`` has compiled its step.
+        steps_per_epoch: as for :class:`LearningRateWarmupCallback`; for ``staircase=False``.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._rate, self._start, self._end = initial_lr, start_epoch, end_epoch
+        self._multiplier: Callable[[float], float] = multiplier if callable(multiplier) else lambda _: multiplier
+        # Horovod sets the rate of a constant multiplier once per epoch.
+        self._staircase = staircase or not callable(multiplier)
+        self._steps_per_epoch, self._epoch = steps_per_epoch, 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Set the rate of an epoch."""
+        self._epoch = epoch
+        if self._staircase:
+            self._set(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the rate of a step."""
+        if not self._staircase:
+            self._set(self._epoch + batch / _steps_per_epoch(self, self._steps_per_epoch))
+
+    def _set(self, epoch: float) -> None:
+        if self._start <= self._epoch and (self._end is None or self._epoch < self._end):
+            self.model.optimizer.learning_rate = self._rate * self._multiplier(epoch)
+
+
+def _steps_per_epoch(callback: Any, given: int | None) -> int:
+    steps = given or callback.params.get("steps")
+    if not steps:
+        raise ValueError(describe("steps_per_epoch", steps, "a number, as Keras does not know it", "pass it"))
+    return int(steps)
