@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -19,6 +20,14 @@ from hvdkit.training.steps import SEED_STATE
 
 _GOLDEN = 0x9E3779B1  # odd: multiples differ for all ranks
 _MOST_OPTIMIZERS = 64  # in a list; longer ones hold something else
+
+
+@dataclass(frozen=True)
+class _Original:
+    """An optimizer in whose place a distributed copy trains. Not a tuple: Keras would save it with the copy."""
+
+    optimizer: Any
+    rate: float
 
 
 def distribute_optimizers(model: Any) -> None:
@@ -61,11 +70,15 @@ def check_originals(model: Any) -> None:
         ValueError: it has another rate than when it was copied.
     """
     for optimizer in optimizers_of(model):
-        original, rate = getattr(optimizer, "_hvdkit_original", (None, None))
-        if original is not None and float(np.asarray(original.learning_rate)) != rate:
-            got = f"a learning rate set on the {type(original).__name__} that was given to compile"
+        original = getattr(optimizer, "_hvdkit_original", None)
+        if original is not None and _rate(original.optimizer) != original.rate:
+            got = f"a learning rate set on the {type(original.optimizer).__name__} that was given to compile"
             remedy = "set it on model.optimizer, which hk.fit has made distributed"
             raise ValueError(describe("optimizer", got, "one set on the optimizer that trains", remedy))
+
+
+def _rate(optimizer: Any) -> float:
+    return float(np.asarray(optimizer.learning_rate))
 
 
 def _owners(model: Any) -> Iterator[Any]:
@@ -91,7 +104,7 @@ def _distributed(value: Any, made: dict[int, Any]) -> Any:
     if isinstance(value, keras.optimizers.Optimizer):
         if id(value) not in made:
             made[id(value)] = new = DistributedOptimizer(value)
-            object.__setattr__(new, "_hvdkit_original", (value, float(np.asarray(value.learning_rate))))
+            object.__setattr__(new, "_hvdkit_original", _Original(value, _rate(value)))
         return made[id(value)]
     parts = [_distributed(part, made) for part in _parts(value)]
     if all(mine is part for mine, part in zip(parts, _parts(value), strict=True)):
