@@ -33,7 +33,7 @@ from mine import build
 hk.init()
 model = build()
 x = np.arange(40, dtype=np.float32)[:, None]
-model.compile(keras.optimizers.SGD(1e-4), "mse")
+model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(1e-4)), "mse")
 data = hk.data.GlobalBatches((x, 3 * x), 8, shuffle_seed=0)
 model.fit(data.as_keras(), epochs=4, shuffle=False, verbose=0, callbacks=[
     hk.callbacks.SupervisorCallback("runs/line", data=data, save_model_secs=None)])
