@@ -19,6 +19,7 @@ from hvdkit.cluster import Group
 from hvdkit.cluster.progress import collective
 from hvdkit.collectives import tensors
 from hvdkit.collectives.agreement import JOIN, SMALL_BYTES, Call, agree, attempt
+from hvdkit.collectives.batch_share import current_factor, times_share
 from hvdkit.collectives.values import as_tensor, is_symbolic, like
 from hvdkit.errors import describe
 
@@ -120,7 +121,12 @@ def _check_size(calls: Sequence[Call], asked: Collective) -> None:
 
 
 def _differentiable(asked: Collective, forward: Callable[[Tensors], list[Any]], given: Tensors) -> Tensors:
-    """Return ``forward(given)`` with the collective's derivative in place of that of its parts."""
+    """Return ``forward(given)`` with the collective's derivative in place of that of its parts.
+
+    Within a share of a global batch rank s's loss counts f_s times. So does what it sends back, and what this rank gets
+    is divided by f_r, by which the gradients that follow from it are multiplied where they leave this rank.
+    """
+    factor = current_factor()
 
     @tf.custom_gradient
     def call(*xs: tf.Tensor) -> tuple[Tensors, Callable[..., Tensors]]:
@@ -130,11 +136,21 @@ def _differentiable(asked: Collective, forward: Callable[[Tensors], list[Any]], 
         def gradient(*upstream: tf.Tensor) -> Tensors:
             if asked.derivative is None:
                 raise LookupError(f"{asked.kind} has no gradient; use another op, or tf.stop_gradient(x)")
-            return asked.derivative(inputs, results, list(upstream))
+            if factor is None:
+                return asked.derivative(inputs, results, list(upstream))
+            with tf.control_dependencies([_has_rows(asked, factor)]):
+                found = asked.derivative(inputs, results, [times_share(dy, factor) for dy in upstream])
+            return [None if dx is None else tf.math.divide_no_nan(dx, tf.cast(factor, dx.dtype)) for dx in found]
 
         return results, gradient
 
     return list(call(*given))
+
+
+def _has_rows(asked: Collective, factor: tf.Tensor) -> Any:
+    """Assert that this rank has rows of the global batch: its values have taken part."""
+    got, expected = f"{asked.kind} with a gradient, in a batch of fewer rows than ranks", "rows on every rank"
+    return tf.debugging.Assert(factor > 0, [describe("x", got, expected, "leave the last batch out (drop_remainder)")])
 
 
 def _with_rows(x: tf.Tensor) -> tf.Tensor:

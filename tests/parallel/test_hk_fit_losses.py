@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from as_one import compare
 
 import hvdkit as hk
@@ -71,3 +72,41 @@ def test_a_loss_of_one_number_for_each_row_is_refused():
     model.compile("sgd", losses.MeanSquaredError(reduction=None))
     with pytest.raises(hk.HvdkitError, match=r"loss: got .* reduction=None"):
         hk.fit(model, np.ones((8, 3)), np.ones((8, 1)), verbose=0)
+
+
+class Coupled(keras.Model):
+    """Each row's loss depends on all rows of the global batch, which the port gathers."""
+
+    def __init__(self, gathers):
+        super().__init__()
+        self.hidden = layers.Dense(3)
+        self.gathers = gathers
+
+    def call(self, x):
+        return self.hidden(x)
+
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            queries = self(x)
+            total = tf.reduce_sum(queries**2, axis=0)
+            keys, total = (hk.allgather(queries), hk.allreduce(total, hk.Sum)) if self.gathers else (queries, total)
+            logits = tf.matmul(queries, keys, transpose_b=True)
+            loss = tf.reduce_mean(tf.reduce_logsumexp(logits, axis=1)) + 0.01 * tf.reduce_sum(total**2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"rows": tf.reduce_mean(x)}
+
+
+@pytest.mark.contract
+def test_collectives_in_a_loss_weigh_uneven_shares(rng):
+    x = rng.normal(size=(23, 4)).astype("float32")
+    models = []
+
+    def build():
+        models.append(Coupled(gathers=bool(models)))
+        models[-1].compile(keras.optimizers.SGD(0.01))
+        return models[-1]
+
+    def make_data():
+        return tf.data.Dataset.from_tensor_slices(x).batch(7, drop_remainder=True)
+
+    compare(build, make_data, epochs=2)
