@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from keras.src import tree
 
 from hvdkit import cluster
 from hvdkit.collectives import Sum, grouped_allreduce
@@ -100,8 +101,9 @@ class Results:
         for (_, variable), total in zip(variables, grouped_allreduce(local, Sum, process_set=group), strict=True):
             is_mean = getattr(variable, "aggregation", "sum") == "mean"
             variable.assign(total / along.size if is_mean else total)
-        results = self._original(logs)
-        whole = self._model.get_metrics_result()
+        # Values, since a metric may return its variable, which takes the local value again.
+        results = tree.map_structure(np.asarray, self._original(logs))
+        whole = tree.map_structure(np.asarray, self._model.get_metrics_result())
         for (_, variable), value in zip(variables, local, strict=True):
             variable.assign(value)
         if not isinstance(logs, Mapping) or set(logs) == set(whole):

@@ -251,3 +251,24 @@ def test_data_that_end_early_on_one_rank_are_an_error_on_all(rng, what):
         hk.fit(mlp()(), **given, verbose=0)
     with pytest.raises(errors, match=match):
         hk.predict(mlp()(), data, verbose=0)
+
+
+class Rows(keras.metrics.Metric):
+    """Counts rows; its result is its variable."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.rows = self.add_variable((), "zeros", name="rows")
+
+    def update_state(self, y, y_pred, sample_weight=None):
+        self.rows.assign_add(tf.cast(tf.shape(y)[0], tf.float32))
+
+    def result(self):
+        return self.rows
+
+
+def test_a_metric_whose_result_is_its_variable(rng):
+    x, y = regression(23, rng)
+    model = mlp(metrics=[Rows(name="rows")])()
+    history = hk.fit(model, x, y, batch_size=8, epochs=2, verbose=0, validation_data=(x[:9], y[:9])).history
+    assert history["rows"] == [23, 23] and history["val_rows"] == [9, 9]
