@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from hvdkit.collectives import broadcast_variables
+from hvdkit.collectives.variables import SEED_STATE
 from hvdkit.layers import synchronize_batch_normalization
 from hvdkit.optimizer import ranks_of
 from hvdkit.supervisor.divergence import check_first_update
@@ -53,7 +54,7 @@ class BroadcastInitial(keras.callbacks.Callback):
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         # The states of random generators stay each rank's own: equal ones would drop the same units on every rank.
-        weights = [v for v in self.model.variables if v.name != "seed_generator_state"]
+        weights = [v for v in self.model.variables if v.name != SEED_STATE]
         broadcast_variables([*weights, *optimizer.variables], self.root)
         self._done = True
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdkit.checkpoint.entries import Entry, Kind, Resize, State, Value
 from hvdkit.checkpoint.tensorfile import Allowed, storable
 from hvdkit.collectives.shards import RunState, holding_of, is_local, piece_states, run_of, shard_of
-from hvdkit.collectives.variables import variable_name
+from hvdkit.collectives.variables import SEED_STATE, variable_name
 from hvdkit.errors import describe
 
 
@@ -141,7 +141,7 @@ def _own_variables(layer: Any) -> tuple[set[int], set[int]]:
         if isinstance(part, keras.layers.BatchNormalization):
             statistics |= {id(v) for v in part.non_trainable_variables if v.name.startswith("moving_")}
     for variable in layer.variables:
-        if variable.name == "seed_generator_state":
+        if variable.name == SEED_STATE:
             seeds.add(id(variable))
     return seeds, statistics
 

@@ -116,7 +116,7 @@ class Waits:
     def difference(self, ranks: Set[int], now: float) -> Difference | None:
         """Return what keeps ``ranks`` from going on, once no message about it can be on its way any more.
 
-        Ranks are compared again after :data:`SETTLED` seconds, or if a message has come.
+        Ranks are compared every :data:`SETTLED` seconds, those from which no message has come for as long.
         """
         if self._shuffled is not None or now - self._compared < SETTLED or not self._pending:
             return self._shuffled
@@ -156,7 +156,7 @@ class Waits:
         return next((difference for difference in differences if difference is not None), None)
 
     def _deadlock(self, ranks: Set[int], settled: Set[int]) -> Difference | None:
-        """Return who waits where, if some of the ``settled`` wait for each other.
+        """Return which rank waits in which collective, if some of the ``settled`` wait for each other.
 
         Messages travel, so a rank may have gone on since it reported. Those that wait in eager collectives are asked
         once more when all have reported: if each is still where it was, all waited at once when they were asked.

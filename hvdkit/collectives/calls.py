@@ -21,7 +21,7 @@ from hvdkit.collectives import tensors
 from hvdkit.collectives.agreement import JOIN, SMALL_BYTES, Call, agree, attempt
 from hvdkit.collectives.batch_share import current_factor, times_share
 from hvdkit.collectives.values import as_tensor, is_symbolic, like
-from hvdkit.errors import describe
+from hvdkit.errors import HvdkitError, describe
 
 Tensors = list[tf.Tensor]
 
@@ -138,6 +138,10 @@ def _differentiable(asked: Collective, forward: Callable[[Tensors], list[Any]], 
                 raise LookupError(f"{asked.kind} has no gradient; use another op, or tf.stop_gradient(x)")
             if factor is None:
                 return asked.derivative(inputs, results, list(upstream))
+            if record.could_possibly_record():  # a tape around this one: which of the losses is weighted is unknown
+                got = f"a gradient of a gradient of {asked.kind}, with batches that ranks divide unevenly"
+                remedy = "choose a batch size that the number of ranks divides, and drop the remainder"
+                raise HvdkitError(describe("x", got, "batches that divide evenly", remedy))
             with tf.control_dependencies([_has_rows(asked, factor)]):
                 found = asked.derivative(inputs, results, [times_share(dy, factor) for dy in upstream])
             return [None if dx is None else tf.math.divide_no_nan(dx, tf.cast(factor, dx.dtype)) for dx in found]

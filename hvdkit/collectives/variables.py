@@ -18,6 +18,9 @@ from hvdkit.errors import CollectiveMismatchError
 # Variables are sent in pieces of about this many bytes, so that a model needs no second copy of itself.
 _PIECE_BYTES = 64 * 2**20
 
+SEED_STATE = "seed_generator_state"
+"""Keras's name for the state of a random generator, which is each rank's own."""
+
 
 def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
     """Give every variable the value it has on rank ``root``.

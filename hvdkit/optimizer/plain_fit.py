@@ -21,9 +21,9 @@ from hvdkit.collectives import broadcast_variables
 from hvdkit.collectives.batch_share import within_share
 from hvdkit.collectives.digests import behind, digest
 from hvdkit.collectives.shards import is_part
+from hvdkit.collectives.variables import SEED_STATE
 from hvdkit.errors import CollectiveMismatchError, describe
 
-_SEED_STATE = "seed_generator_state"
 _SAMPLED_ROWS = 64
 _REMEDY = "use hk.fit, or pass hk.callbacks.BroadcastInitial() and build the model before fit"
 
@@ -79,7 +79,7 @@ def begin_equal(model: Any, optimizer: Any, group: cluster.Group | None) -> None
             if not traced or group is not None:
                 raise CollectiveMismatchError(describe("model", got, "equal ones", _REMEDY))
             _warn(f"fit: got {got}: all begin with the chief's; {_REMEDY}")
-            weights = [v for v in model.variables if v.name != _SEED_STATE]
+            weights = [v for v in model.variables if v.name != SEED_STATE]
             broadcast_variables([v for v in [*weights, *slots] if _has_value(v)])
         if isinstance(callbacks, keras.callbacks.CallbackList):
             guard = _Guard(group)

@@ -13,10 +13,10 @@ from hvdkit import cluster
 from hvdkit.collectives import broadcast_object, broadcast_variables
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.shards import is_part
+from hvdkit.collectives.variables import SEED_STATE
 from hvdkit.errors import describe
 from hvdkit.optimizer import DistributedOptimizer
 from hvdkit.optimizer.mixins import Distributed
-from hvdkit.training.steps import SEED_STATE
 
 _GOLDEN = 0x9E3779B1  # odd: multiples differ for all ranks
 _MOST_OPTIMIZERS = 64  # in a list; longer ones hold something else

@@ -17,13 +17,13 @@ from keras.src import tree
 from hvdkit.collectives.batch_share import share_of_batch
 from hvdkit.collectives.shards import is_part
 from hvdkit.collectives.values import graph_safe
+from hvdkit.collectives.variables import SEED_STATE
 from hvdkit.layers.batch_norm import synchronized_statistics
 from hvdkit.training.lockstep import when_all_have_a_batch
 from hvdkit.training.losses import corrected
 from hvdkit.training.swapping import swapped
 
 Step = Callable[[Any], Any]
-SEED_STATE = "seed_generator_state"
 _COMPILED = ("loss", "_compile_loss")
 
 

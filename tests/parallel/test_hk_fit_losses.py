@@ -9,6 +9,7 @@ import tensorflow as tf
 from as_one import compare
 
 import hvdkit as hk
+from hvdkit.collectives.batch_share import share_of_batch
 
 layers, losses = keras.layers, keras.losses
 
@@ -110,3 +111,15 @@ def test_collectives_in_a_loss_weigh_uneven_shares(rng):
         return tf.data.Dataset.from_tensor_slices(x).batch(7, drop_remainder=True)
 
     compare(build, make_data, epochs=2)
+
+
+def test_second_gradients_of_collectives_are_refused_on_uneven_shares(rng):
+    """Which of the losses a gradient belongs to is unknown, and so its weight."""
+    x = tf.constant(rng.normal(size=3))
+    with share_of_batch(tf.constant(0.5)), tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            total = tf.reduce_sum(hk.allreduce(x, hk.Sum) ** 3)
+        with pytest.raises(hk.HvdkitError, match="gradient of a gradient of allreduce"):
+            inner.gradient(total, x)

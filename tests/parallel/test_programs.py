@@ -52,8 +52,6 @@ REPEATED_ROWS = {
     "retrieval",
     "wide_and_deep",
 }
-# What is not equal yet, and why.
-FAILING: dict[str, str] = {}
 
 
 def programs() -> list[Any]:
@@ -61,8 +59,6 @@ def programs() -> list[Any]:
     listed = []
     for name in porting.names():
         marks = [pytest.mark.contract] if name in CONTRACT else []
-        if name in FAILING:
-            marks.append(pytest.mark.xfail(strict=True, reason=FAILING[name]))
         listed.append(pytest.param(name, marks=marks))
     return listed
 
