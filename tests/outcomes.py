@@ -102,6 +102,14 @@ def report(launch: Launch) -> str:
     return "\n".join(blocks)
 
 
+def reason(details: dict[int, str]) -> str:
+    """Return in one line what went wrong on the first rank that failed, and on which ranks something did."""
+    rank, detail = next(iter(details.items()), (0, ""))
+    lines = [line.removeprefix("E ").strip() for line in (_errors(detail) or detail).splitlines()]
+    others = f" (and rank {', '.join(map(str, list(details)[1:]))})" if len(details) > 1 else ""
+    return f"rank {rank}{others}: {next((line for line in lines if line), 'no output')}"
+
+
 def _errors(detail: str) -> str:
     """Return the lines that say what went wrong, without those that say where."""
     return "\n".join(line for line in detail.splitlines() if line.startswith("E "))

@@ -47,7 +47,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parent))
 
 import speed
-from outcomes import Launch, report
+from outcomes import Launch, reason, report
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP = threading.Event()
@@ -253,7 +253,7 @@ def main() -> int:
             if text:
                 print(text, flush=True)
             passed += len(launch.passed)
-            failures += [f"{test} [{launch.name}]" for test in launch.failures]
+            failures += [f"{test} [{launch.name}] - {reason(details)}" for test, details in launch.failures.items()]
     finally:
         if config.keep:
             print(f"every rank's output is in {folder}")
