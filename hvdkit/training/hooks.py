@@ -1,4 +1,4 @@
-"""What ``hk.fit`` changes in a model while it runs: attributes of that one object, put back afterwards."""
+"""What ``hk.fit`` changes in a model: attributes of that one object, most of them put back afterwards."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hvdkit.collectives import broadcast_object
 from hvdkit.layers import synchronize_batch_normalization
 from hvdkit.training.lockstep import at_end_of_data
 from hvdkit.training.results import Results
+from hvdkit.training.saving import save_whole_files
 from hvdkit.training.starting import Variables, distribute_optimizers
 from hvdkit.training.steps import Steps
 from hvdkit.training.swapping import swapped
@@ -59,6 +60,7 @@ class Session:
             return found
         distribute_optimizers(model)
         synchronize_batch_normalization(model)
+        save_whole_files(model)
         if (
             found is None
             or (may_be_empty and not found.steps.may_be_empty)

@@ -1,0 +1,67 @@
+"""``model.save`` and ``model.save_weights`` that write whole files, so that all ranks may write one and load it.
+
+A ported program calls ``model.save("m.keras")`` on every rank, and then loads the file on every rank. Keras truncates
+the file and fills it, so a rank could load what another rank has just begun to write. Here each rank writes under
+another name in the same folder, and then renames. Ranks exchange nothing: the chief may also save alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+from keras.src.utils.file_utils import is_remote_path
+from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
+
+# Of the methods, and of the single files that they write.
+_SUFFIXES = {"save": (".keras", ".h5", ".hdf5"), "save_weights": (".weights.h5",)}
+
+
+def save_whole_files(model: Any) -> None:
+    """Make a model, and models inside it, write whole files.
+
+    It sets attributes of these objects, not of their classes. A class's own ``save`` stays as it is. Copies and pickles
+    of a model, which Keras makes from its config and weights, have Keras's methods.
+    """
+    for each in model._flatten_layers():
+        for name, suffixes in _SUFFIXES.items():
+            is_keras = getattr(type(each), name, None) is getattr(keras.Model, name)
+            if is_keras and name not in vars(each):
+                object.__setattr__(each, name, _whole(getattr(each, name), suffixes))  # past Keras's, which tracks it
+
+
+def _whole(method: Callable[..., Any], suffixes: tuple[str, ...]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def save(filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any) -> Any:
+        target = _target(filepath, suffixes)
+        if target is None or args or kwargs:  # other options: several files, or a folder
+            return method(filepath, overwrite, *args, **kwargs)
+        if not overwrite and target.exists() and not ask_to_proceed_with_overwrite(str(filepath)):
+            return None
+        suffix = next(suffix for suffix in suffixes if target.name.endswith(suffix))
+        written = target.with_name(f".writing-{uuid.uuid4().hex}{suffix}")
+        try:
+            method(str(written))
+            if target.exists():
+                shutil.copymode(target, written)
+            written.replace(target)
+        finally:
+            written.unlink(missing_ok=True)
+        return None
+
+    return save
+
+
+def _target(filepath: Any, suffixes: tuple[str, ...]) -> Path | None:
+    """Return the file to replace, or None for what Keras writes, or refuses, itself."""
+    if not isinstance(filepath, (str, os.PathLike)) or is_remote_path(filepath):
+        return None
+    target = Path(os.path.realpath(filepath))  # a link stays, and the file that it names is replaced
+    is_file = target.is_file() or not target.exists()
+    return target if is_file and target.name.endswith(suffixes) and os.access(target.parent, os.W_OK) else None
