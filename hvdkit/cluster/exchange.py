@@ -24,8 +24,8 @@ from hvdkit.errors import ClusterError
 
 _LEAVING = 7
 LARGEST = 2**31 - 1  # bytes that one collective carries: MPI counts them by C's int
-# Over MPI so many bytes of each rank's message travel with its length, and so many of all ranks together.
-_FIRST_BYTES, _FIRST_BYTES_OF_ALL = 4096, 2**17
+# Over MPI so many bytes of each rank's message travel with its length: at least, at most, and of all ranks together.
+_FEWEST_FIRST_BYTES, _MOST_FIRST_BYTES, _FIRST_BYTES_OF_ALL = 2**12, 2**15, 2**17
 _SPIN_SECONDS = 0.002
 _NAP_SECONDS = 0.0005
 _GRACE_SECONDS = 0.2
@@ -56,6 +56,7 @@ class ObjectExchange:
                 self._comm = communicator.Create_group(communicator.group.Incl(group.ranks))
         self._order = order or CallOrder()
         self._interruption: str | None = None
+        self._longest = 0  # bytes of the longest message of the exchange before, which all ranks know
 
     @property
     def over_mpi(self) -> bool:
@@ -126,14 +127,19 @@ class ObjectExchange:
         return gathered
 
     def _begin(self, mine: np.ndarray) -> tuple[np.ndarray, list[bytearray]]:
-        """Exchange lengths with the first bytes behind them: small messages need no second collective."""
+        """Exchange lengths with the first bytes behind them: small messages need no second collective.
+
+        MPI has to know how much each rank sends before the lengths are known. Every rank sends as much as the longest
+        message of the exchange before had, since calls in a loop repeat their sizes.
+        """
         header = np.array([len(mine)], np.int64).view(np.uint8)
         most = LARGEST // self._size - len(header)
         if self._comm is None:
             first = max(0, most)
             blob = self._gather(np.concatenate([header, mine[:first]]), np.empty(0))
-        else:  # MPI needs to know what each rank sends: as much as all, padded
-            first = max(0, min(_FIRST_BYTES, _FIRST_BYTES_OF_ALL // self._size, most))
+        else:
+            wanted = max(self._longest, _FEWEST_FIRST_BYTES)
+            first = max(0, min(wanted, _MOST_FIRST_BYTES, _FIRST_BYTES_OF_ALL // self._size, most))
             padded = np.zeros(len(header) + first, np.uint8)
             padded[: len(header)] = header
             padded[len(header) : len(header) + len(mine[:first])] = mine[:first]
@@ -146,6 +152,7 @@ class ObjectExchange:
             stop = begin + min(int(lengths[rank]), first)
             parts.append(bytearray(blob[begin:stop].data))
             start = stop if self._comm is None else begin + first
+        self._longest = int(lengths.max())
         return lengths, parts
 
     def _wait(self, request: Any) -> None:

@@ -135,3 +135,18 @@ def test_objects_of_any_length_travel_in_several_collectives(largest, rank, size
         assert hk.broadcast_object(mine if rank == root else None, root=root) == bytes([root]) * lengths[root]
     empty = cluster.exchange().allgather_bytes(b"")
     assert empty == [b""] * size
+
+
+def test_a_size_that_repeats_travels_in_one_collective(rank, size, monkeypatch):
+    exchange = cluster.exchange()
+    if size == 1 or not exchange.over_mpi:
+        pytest.skip("no collectives of MPI")
+    waits = []
+    wait = exchange._wait
+    monkeypatch.setattr(exchange, "_wait", lambda request: waits.append(1) or wait(request))
+    counts = []
+    for length in (0, 5000, 5000 - 100 * rank, 16_000, 16_000, 10, 10):
+        waits.clear()
+        assert exchange.allgather_bytes(bytes([rank]) * length)[rank] == bytes([rank]) * length
+        counts.append(len(waits))
+    assert counts == [1, 2, 1, 2, 1, 1, 1]
