@@ -13,16 +13,26 @@ from hvdkit import cluster
 from hvdkit.errors import describe
 
 _coupled: weakref.WeakSet[Any] = weakref.WeakSet()
+_was_coupled = False
 _checked: set[int] = set()
 
 
 def note_coupled(layer: Any) -> None:
     """Note that ``layer`` couples ranks: weights of ranks must then be applied to losses, not to their gradients."""
+    global _was_coupled
+    _was_coupled = True
     _coupled.add(layer)
 
 
+def was_coupled() -> bool:
+    """Return True if a layer has coupled ranks in this process, on whichever rank it has been freed since."""
+    return _was_coupled
+
+
 def any_coupled() -> bool:
-    """Return True if a layer that couples ranks exists in this process."""
+    """Return True if a layer that couples ranks is in use in this process. It may take long."""
+    if _coupled:
+        gc.collect()  # ranks free layers at different times
     return len(_coupled) > 0
 
 
@@ -40,9 +50,11 @@ def check_coupled(variables: Iterable[Any]) -> None:
     if key in _checked or cluster.size() == 1:
         return
     for layer in [x for x in gc.get_objects() if issubclass(type(x), keras.layers.BatchNormalization)]:
+        if not getattr(layer, "built", False) or not layer.synchronized:  # a constructor may have failed
+            continue
         # A tape knows the variables inside Keras's.
         ids = {i for v in layer.trainable_variables for i in (id(v), id(getattr(v, "_value", v)))}
-        if layer.synchronized and ids & own:
+        if ids & own:
             refuse_local(layer)
     _checked.add(key)
 

@@ -12,7 +12,7 @@ from hvdkit.collectives.process_sets import RankGroup, resolve
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import describe
 from hvdkit.gradients.average import Averaging, agree_on, average, share, zero_without_weight
-from hvdkit.gradients.coupled import any_coupled, check_coupled
+from hvdkit.gradients.coupled import check_coupled, was_coupled
 from hvdkit.gradients.given import Given, given, kind_of
 from hvdkit.gradients.local_variables import is_layer, register_local_variables
 from hvdkit.gradients.steps import tell_profile
@@ -82,7 +82,7 @@ class DistributedGradientTape:
                 register_local_variables(layer)
         variables = tf.nest.flatten(sources)
         check_coupled(variables)
-        if self._how.weight is not None and (any_coupled() or any(kind_of(v) in ("rows", "part") for v in variables)):
+        if self._how.weight is not None and (was_coupled() or any(kind_of(v) in ("rows", "part") for v in variables)):
             return self._weighted(target, sources, *args, **kwargs)
         structure: list[Any] = []
 

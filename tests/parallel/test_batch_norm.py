@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from pathlib import Path
@@ -27,6 +28,7 @@ CHANNELS = 3
 @pytest.fixture(autouse=True)
 def _no_layers_of_other_tests(monkeypatch):
     monkeypatch.setattr(coupled, "_coupled", weakref.WeakSet())
+    monkeypatch.setattr(coupled, "_was_coupled", False)
 
 
 def rows_of(how, size):
@@ -168,6 +170,20 @@ def test_a_tapes_weight_equals_one_process(split, rng, rank, size):
     close(model, reference, tape.gradient(loss, model.trainable_variables), expected)
     with pytest.raises(ValueError, match=r"weight.*DistributedGradientTape"):
         hk.average_gradients([tf.ones(2)], weight=rows[rank])
+
+
+def test_layers_that_one_rank_has_freed_change_nothing(rank):
+    """Garbage is collected at another time on each rank."""
+    model, variable = network(True), tf.Variable(2.0)
+    if rank == 0:
+        del model
+        gc.collect()
+    with hk.DistributedGradientTape(tf.GradientTape(), weight=1) as tape:
+        loss = variable**2
+    assert float(tape.gradient(loss, variable)) == 4
+    if rank > 0:
+        del model
+    np.testing.assert_array_equal(hk.average_gradients([tf.ones(2)], weight=1)[0], np.ones(2))
 
 
 def test_a_gradient_of_a_gradient_equals_one_process(rng, rank, size):
