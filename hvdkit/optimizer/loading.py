@@ -21,11 +21,11 @@ from hvdkit.optimizer.mixins import Distributed
 def load_model(
     path: str | Path, custom_objects: Any = None, compile: bool = True, safe_mode: bool = True, **options: Any
 ) -> Any:
-    """Return ``keras.models.load_model(path)``, its optimizer distributed. Every rank calls it.
+    """Return ``keras.models.load_model(path)`` with a distributed optimizer. Every rank calls it.
 
     A model saved with a plain or a distributed optimizer comes back compiled, with the optimizer's state: iterations,
     learning rate, slots, gradients added up so far. Each rank reads its part of sharded tables and their slots.
-    All else begins with the chief's values on every rank. A model that was not compiled stays so.
+    All other variables have the chief's values on every rank. A model that was not compiled stays so.
 
     Keras's files have the optimizer's own options, ``gradient_accumulation_steps`` included, and not those of
     ``hk.DistributedOptimizer``: pass these again.
@@ -43,7 +43,7 @@ def load_model(
     Example::
 
         model = hk.load_model("model.keras")
-        model.fit(batches.as_keras(), callbacks=[hk.callbacks.BroadcastInitial()])
+        hk.fit(model, x, y, batch_size=64, epochs=4, initial_epoch=2)
     """
     loaded: list[Any] = []
     problem = attempt(lambda: loaded.append(_loaded(Path(path), custom_objects, compile, safe_mode, options)))

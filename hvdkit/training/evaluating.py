@@ -21,12 +21,12 @@ def evaluate(
     callbacks: Any = None,
     return_dict: bool = False,
 ) -> Any:
-    """Return the loss and metrics that ``model.evaluate`` has in one process on the same data. Every rank calls it.
+    """Return the loss and metrics of ``model.evaluate`` in one process on the same data. Every rank calls it.
 
     Args:
-        model: a compiled Keras model; every rank uses the chief's weights.
+        model: a compiled Keras model; all ranks get the chief's weights.
         x, y, sample_weight, steps, return_dict: as for ``model.evaluate``; the whole data set on every rank.
-        batch_size: rows of a global batch; at least the number of ranks.
+        batch_size: rows of a global batch; at least the number of ranks. Default 32.
         verbose: as for ``model.evaluate``; only the chief prints.
         callbacks: as for :func:`hvdkit.fit`.
 

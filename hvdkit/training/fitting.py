@@ -39,9 +39,10 @@ def fit(
     """Train a model on all ranks as ``model.fit`` trains it in one process on the same data.
 
     Every rank calls it with the same arguments and the whole data set. Each global batch is divided by rows: rank r of
-    N works on the rows ``r * b // N`` to ``(r + 1) * b // N`` of a batch of b rows. Weights begin with the chief's;
-    every optimizer of the model becomes a :func:`hvdkit.DistributedOptimizer`, and stays one. The returned History, the
-    logs that callbacks get at the end of an epoch, and the weights are those of one process, up to rounding.
+    N works on the rows ``r * b // N`` to ``(r + 1) * b // N`` of a batch of b rows. All ranks begin with the chief's
+    weights; every optimizer of the model becomes a :func:`hvdkit.DistributedOptimizer`, and stays one. The returned
+    History, the logs that callbacks get at the end of an epoch, and the weights are those of one process, up to
+    rounding. Afterwards all ranks may ``model.save`` one file and load it; it is renamed when it is complete.
 
     Args:
         model: a compiled Keras model.
@@ -50,20 +51,20 @@ def fit(
             lists, tuples and dicts, or a ``tf.data.Dataset`` of global batches.
         batch_size: rows of a global batch, of all ranks together; at least the number of ranks. Default 32, as in
             Keras.
-        validation_batch_size: likewise.
+        validation_batch_size: rows of a global batch of the validation data. Default ``batch_size``.
         verbose: as for ``model.fit``; only the chief prints.
-        callbacks: as for ``model.fit``. Callbacks that write files run on the chief, others on every rank.
-        logdir: a folder shared by all ranks: the run saves there, and goes on from there at the epoch in which it
-            ended (:class:`hvdkit.callbacks.SupervisorCallback`).
+        callbacks: as for ``model.fit``. Keras's callbacks that write files run on the chief, all others on every rank.
+        logdir: a folder that all ranks share. The run saves there; the next call with this folder continues with the
+            epoch in which it ended (:class:`hvdkit.callbacks.SupervisorCallback`).
 
     Returns:
         Keras's ``History``, equal on every rank.
 
     Raises:
-        ValueError: ``batch_size`` is less than the number of ranks, a metric's state cannot be combined, or Keras takes
-            no such arguments.
+        ValueError: ``batch_size`` is less than the number of ranks, a metric's state cannot be combined, or Keras
+            does not accept the arguments.
         CollectiveMismatchError: ranks differ in their arguments, data or model.
-        HvdkitError: what the call asks for is not supported; the message says what is.
+        HvdkitError: something that the call needs is not supported; the message names it, and what is supported.
 
     Example::
 

@@ -29,21 +29,21 @@ def predict(
     *,
     gather: Literal["all", "chief"] = "all",
 ) -> Any:
-    """Return the predictions that ``model.predict`` has in one process on the same data. Every rank calls it.
+    """Return the predictions of ``model.predict`` in one process on the same data. Every rank calls it.
 
     Args:
-        model: a Keras model; every rank uses the chief's weights.
+        model: a Keras model; all ranks get the chief's weights.
         x, steps: as for ``model.predict``; the whole data set on every rank.
-        batch_size: rows of a global batch; at least the number of ranks.
+        batch_size: rows of a global batch; at least the number of ranks. Default 32.
         verbose: as for ``model.predict``; only the chief prints.
         callbacks: as for :func:`hvdkit.fit`.
-        gather: "all" returns all rows on every rank; "chief" on the chief, and None elsewhere.
+        gather: "all" returns all rows on every rank; "chief" returns them on the chief, and None on other ranks.
 
     Returns:
         Arrays ``[rows, ...]`` in the order of the data, in the structure of the model's outputs.
 
     Raises:
-        ValueError: ``gather`` is neither; or as for :func:`hvdkit.fit`.
+        ValueError: ``gather`` is neither of the two; or as for :func:`hvdkit.fit`.
         TypeError: the model's outputs are not dense arrays.
         CollectiveMismatchError, HvdkitError: as for :func:`hvdkit.fit`.
 
