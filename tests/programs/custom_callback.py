@@ -1,4 +1,4 @@
-"""A callback of the script's own: it reads the logs of each batch, predicts after each epoch, and stops training."""
+"""A custom callback: it reads the logs of each batch, predicts after each epoch, and stops training."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Metrics of the script's own: a class with sums, a function, and one that wraps a function by mean."""
+"""Custom metrics: a class with sums, a function, and one that wraps a function by mean."""
 
 import keras
 import numpy as np

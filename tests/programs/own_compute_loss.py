@@ -1,4 +1,4 @@
-"""A model that overrides compute_loss, ignores sample_weight, and tracks the loss in a metric of its own."""
+"""A model that overrides compute_loss, ignores sample_weight, and tracks the loss in its own metric."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A model with a train_step of its own that uses the compiled loss, metrics and optimizer."""
+"""A model with a custom train_step that uses the compiled loss, metrics and optimizer."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Several outputs as a list, one trained without labels of its own, losses by name and function."""
+"""Several outputs as a list, one trained without its own labels, losses by name and function."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A subclassed model with layers of its own, on a shuffled tf.data.Dataset."""
+"""A subclassed model with custom layers, on a shuffled tf.data.Dataset."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A text classifier with one transformer block and positions, both layers of the script's own."""
+"""A text classifier with one transformer block and positions, both custom layers."""
 
 import keras
 import numpy as np
