@@ -11,6 +11,7 @@ from hvdkit.collectives import Sum, grouped_allreduce
 from hvdkit.layers.batch_norm import average_for_now, synchronize_batch_normalization
 from hvdkit.optimizer import ranks_of
 from hvdkit.optimizer.mixins import is_supervised
+from hvdkit.optimizer.plain_fit import note_combined
 from hvdkit.supervisor.divergence import check_first_update
 
 
@@ -48,6 +49,7 @@ class MetricAverage(keras.callbacks.Callback):
             model.evaluate(x_local, y_local, verbose=0)
             print(hk.callbacks.MetricAverage.results(model)["accuracy"])
         """
+        note_combined(model)
         variables = [v for metric in model.metrics for v in metric.variables]
         local = [np.asarray(v) for v in variables]
         for variable, total in zip(variables, grouped_allreduce(local, Sum), strict=True):

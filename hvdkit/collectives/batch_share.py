@@ -19,6 +19,8 @@ from typing import Any
 
 import tensorflow as tf
 
+_IS_SHARE = "_hvdkit_is_share"  # set on datasets
+
 
 class _Current(threading.local):
     factor: tf.Tensor | None = None
@@ -70,3 +72,14 @@ def with_shared_gradient(x: tf.Tensor) -> tf.Tensor:
         return tf.identity(x), lambda upstream: times_share(upstream, factor)
 
     return identity(x)
+
+
+def mark_share(dataset: tf.data.Dataset) -> None:
+    """Note that each rank has other rows in ``dataset``."""
+    setattr(dataset, _IS_SHARE, True)
+
+
+def is_share(data: Any) -> bool:
+    """Return True for a dataset that :func:`mark_share` has marked, and for one that is made of it."""
+    parts = data._inputs() if isinstance(data, tf.data.Dataset) else ()
+    return hasattr(data, _IS_SHARE) or any(map(is_share, parts))

@@ -56,6 +56,8 @@ def keras_dataset(
     """
     import tensorflow as tf
 
+    from hvdkit.collectives.batch_share import mark_share
+
     spec = _lists_to_tuples(spec)
     rows = tf.nest.flatten(spec)[0].shape[0]
     spec = (*spec, tf.TensorSpec([rows], tf.float32))
@@ -81,7 +83,9 @@ def keras_dataset(
     # There is nothing to tune, and an iterator that is dropped half read, when fit stops within an epoch, waits for
     # the tuner's thread: 10 s, at times two minutes.
     options.autotune.enabled = False
-    return dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2).with_options(options)
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2).with_options(options)
+    mark_share(dataset)
+    return dataset
 
 
 class _Passes:

@@ -21,3 +21,19 @@ def calling_model() -> Any:
             model = caller
         frame = frame.f_back  # type: ignore[assignment]
     return model
+
+
+def locals_of(function: str, *, having: str) -> dict[str, Any]:
+    """Return the local variables of the nearest caller of a name that has a certain variable; empty if there isn't one.
+
+    Args:
+        function: the caller's name.
+        having: one of its variables, which distinguishes it from others of that name.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == function and having in (*code.co_varnames, *code.co_cellvars):
+            return dict(frame.f_locals)
+        frame = frame.f_back  # type: ignore[assignment]
+    return {}

@@ -28,7 +28,7 @@ from hvdkit.layers.batch_norm import average_moving_statistics, check_batch_norm
 from hvdkit.optimizer.calling import calling_model
 from hvdkit.optimizer.copies import copy_of, subclass
 from hvdkit.optimizer.parts import Parts
-from hvdkit.optimizer.plain_fit import begin_equal
+from hvdkit.optimizer.plain_fit import begin_equal, note_batch
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.rows import BY_ELEMENTS, rule_for, update_rows, updating_class
 from hvdkit.optimizer.slots import Slots, fill, renew
@@ -231,6 +231,7 @@ class Combining(Distributed):
     def _hvdkit_check_model(self, variables: Any) -> None:
         """In the first step, refuse a model whose forward pass is not that of the global batch."""
         if self._hvdkit_knows_model:
+            note_batch(self)
             return
         self._hvdkit_knows_model = True
         if (model := calling_model()) is not None:

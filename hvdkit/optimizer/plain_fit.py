@@ -1,31 +1,43 @@
 """Keras's own ``fit`` on several ranks: all begin, go on and end alike, on data of their own.
 
-Keras gives an optimizer no reference to the ``fit`` that it works in, so it is looked for in the first step, among the
-frames of its callers. ``hk.fit`` needs none of this.
+Keras gives an optimizer no reference to the ``fit`` that it works in, so the first one is found in its first step,
+among the frames of its callers. For further calls of ``fit`` and ``evaluate`` the model's ``make_train_function`` and
+``make_test_function`` are replaced, which Keras calls before the first batch. ``hk.fit`` needs none of this.
 """
 
 from __future__ import annotations
 
-import sys
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 import xxhash
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives import broadcast_variables
-from hvdkit.collectives.batch_share import within_share
-from hvdkit.collectives.digests import behind, digest
+from hvdkit.collectives.batch_share import is_share, within_share
+from hvdkit.collectives.digests import behind, digest, digest_of_batch
 from hvdkit.collectives.shards import is_part
 from hvdkit.collectives.variables import SEED_STATE
 from hvdkit.errors import CollectiveMismatchError, describe
+from hvdkit.optimizer.calling import locals_of
 
+_STATE = "_hvdkit_plain_fit"
 _SAMPLED_ROWS = 64
 _REMEDY = "use hk.fit, or pass hk.callbacks.BroadcastInitial() and build the model before fit"
+# Callbacks that write files, and the attribute with the path.
+_PATHS = {
+    keras.callbacks.ModelCheckpoint: "filepath",
+    keras.callbacks.CSVLogger: "filename",
+    keras.callbacks.TensorBoard: "log_dir",
+    keras.callbacks.BackupAndRestore: "backup_dir",
+}
 
 
 class _Beginning(NamedTuple):
@@ -33,84 +45,249 @@ class _Beginning(NamedTuple):
 
     Attributes:
         steps: batches per epoch and epochs; None if unknown.
-        weights: digest of trainable variables, slots and learning rate.
+        weights: digest of trainable variables, slots and learning rates.
         data: digest of sampled rows of the arrays given to ``fit``; None for anything else.
+        paths: class of each callback that writes, by path.
+        evaluated: digests of the arrays given to ``evaluate`` since the last ``fit`` began.
     """
 
     steps: tuple[Any, Any] | None
     weights: bytes
     data: bytes | None
+    paths: dict[str, str]
+    evaluated: list[bytes | None]
 
 
 def begin_equal(model: Any, optimizer: Any, group: cluster.Group | None) -> None:
-    """Give all ranks the chief's weights if they differ; warn of ranks that train on the same arrays.
+    """Give all ranks the chief's weights if they differ; warn of ranks that train on the same data.
 
-    Called in the first step of ``fit``, on every rank. While the step is traced, weights can still be changed. In eager
-    mode its forward pass is done.
+    Called in the first step of an optimizer, on every rank; from then on each plain ``fit`` of the model begins
+    so. While the step is traced, weights can still be changed. In eager mode its forward pass is done.
 
     Raises:
         CollectiveMismatchError: the number of steps differs; or weights do, in eager mode or with ``process_set``.
     """
-    if cluster.size() == 1 or within_share():
+    if cluster.size() == 1:
         return
-    traced, local = tf.inside_function(), _fit_frame()
-    callbacks = local.get("callbacks")
-    with tf.init_scope():
-        # Variables that are made while the step is traced have no values yet: the comparison after fit finds them.
-        slots = _slots(optimizer)
-        equal = [v for v in [*model.trainable_variables, *slots] if not is_part(v) and _has_value(v)]
-        params = getattr(callbacks, "params", None) or {}
-        mine = _Beginning(
-            (params.get("steps"), params.get("epochs")),
-            _digest(equal),
-            _digest_of_arrays(local.get("x"), local.get("y")),
-        )
-        ranks: list[_Beginning] = cluster.exchange(group).allgather(mine)
-        if any(other.steps != mine.steps for other in ranks):
-            got = f"(steps per epoch, epochs) {[other.steps for other in ranks]} in rank order"
-            raise CollectiveMismatchError(describe("fit", got, "as many on every rank", "use hk.fit"))
-        if mine.data is not None and all(other.data == mine.data for other in ranks):
-            _warn(
-                f"fit: each of {len(ranks)} ranks trains on the same arrays, so that an epoch is {len(ranks)} epochs; "
-                "use hk.fit(model, ...), which divides each batch, or give each rank its own rows"
+    watch = _Watch.of(model, group)
+    watch.optimizers.append(optimizer)
+    object.__setattr__(optimizer, _STATE, watch)  # past Keras's, which would track what it holds
+    if not within_share():
+        watch.begin(locals_of("fit", having="epoch_iterator"), is_late=not tf.inside_function())
+        watch.note_batch()
+
+
+def note_batch(optimizer: Any) -> None:
+    """Have a further trace of the training step note the digest of the first batch of each ``fit``."""
+    watch = vars(optimizer).get(_STATE)
+    if watch is not None and not within_share():
+        watch.note_batch()
+
+
+def note_combined(model: Any) -> None:
+    """Note that what ``evaluate`` has returned is combined over ranks."""
+    if (watch := vars(model).get(_STATE)) is not None:
+        watch.evaluated.clear()
+
+
+class _Watch:
+    """What is compared whenever plain ``fit`` trains a model. It is kept on the model.
+
+    Args:
+        model: a Keras model.
+        group: the ranks that train it; None for all.
+
+    Attributes:
+        optimizers: the distributed ones that have trained it.
+        evaluated: digests of the arrays given to ``evaluate`` since the last ``fit`` began.
+        batch: digest of the first batch of this ``fit``; 0 if it isn't known.
+    """
+
+    def __init__(self, model: Any, group: cluster.Group | None) -> None:
+        self._model, self._group = weakref.ref(model), group
+        self.optimizers: list[Any] = []
+        self.evaluated: list[bytes | None] = []
+        self._warned: set[str] = set()
+        self._graph: Callable[[], Any] = lambda: None
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.batch = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_first_batch")
+
+    @classmethod
+    def of(cls, model: Any, group: cluster.Group | None) -> _Watch:
+        """Return a model's watch."""
+        found = vars(model).get(_STATE)
+        if found is None:
+            found = cls(model, group)
+            for name, then in (("make_train_function", found.on_fit), ("make_test_function", found.on_evaluate)):
+                object.__setattr__(model, name, _followed(getattr(model, name), then))
+            object.__setattr__(model, _STATE, found)
+        return found
+
+    def warn(self, topic: str, words: str) -> None:
+        """Log a warning on the chief, once for each topic."""
+        if topic not in self._warned and cluster.is_chief():
+            get_logger().warning("%s", words)
+        self._warned.add(topic)
+
+    # ---- before the first batch ---------------------------------------------------------------------------------
+
+    def on_fit(self) -> None:
+        """Compare the ranks if plain ``fit`` has called. Every rank calls it."""
+        local = locals_of("fit", having="epoch_iterator")
+        trains = any(getattr(self._model(), "optimizer", None) is optimizer for optimizer in self.optimizers)
+        if trains and local and not isinstance(local.get("x"), DataAdapter):
+            self.begin(local, is_late=False)
+
+    def on_evaluate(self) -> None:
+        """Note what ``evaluate`` is given. No exchange: one rank alone may call it."""
+        local = locals_of("evaluate", having="epoch_iterator")
+        x = local.get("x")
+        if not local or local.get("use_cached_eval_dataset") or isinstance(x, DataAdapter):
+            return
+        if is_share(x):
+            self.warn(
+                "evaluate",
+                "evaluate: figures are those of this rank's rows; use hk.evaluate(model, ...) on the whole data, or "
+                "hk.callbacks.MetricAverage.results(model) on every rank after it",
             )
-        if any(other.weights != mine.weights for other in ranks):
-            got = "weights, slots or a learning rate that differ between ranks before the first step"
-            if not traced or group is not None:
-                raise CollectiveMismatchError(describe("model", got, "equal ones", _REMEDY))
-            _warn(f"fit: got {got}: all begin with the chief's; {_REMEDY}")
-            weights = [v for v in model.variables if v.name != SEED_STATE]
-            broadcast_variables([v for v in [*weights, *slots] if _has_value(v)])
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            guard = _Guard(group)
-            guard.set_model(callbacks.model)
-            guard.set_params(params)
-            callbacks.callbacks.append(guard)
+        self.evaluated.append(_digest_of_arrays(x, local.get("y")))
+
+    def begin(self, local: dict[str, Any], *, is_late: bool) -> None:
+        """Compare the ranks, make weights equal, and have the ranks compared at the end of epochs and of training.
+
+        Args:
+            local: local variables of Keras's ``fit``.
+            is_late: whether a forward pass has been made with the weights.
+        """
+        model, callbacks = self._model(), local.get("callbacks")
+        assert model is not None
+        params = getattr(callbacks, "params", None) or {}
+        with tf.init_scope():
+            # Variables that are made while the step is traced have no values yet: the comparison after fit finds them.
+            slots = [v for optimizer in self.optimizers for v in _slots(optimizer)]
+            equal = [v for v in [*model.trainable_variables, *slots] if not is_part(v) and _has_value(v)]
+            self.batch.assign(0)
+            mine = _Beginning(
+                (params.get("steps"), params.get("epochs")),
+                _digest(equal),
+                _digest_of_arrays(local.get("x"), local.get("y")),
+                _paths(callbacks),
+                self.evaluated,
+            )
+            ranks: list[_Beginning] = cluster.exchange(self._group).allgather(mine)
+            self.evaluated = []
+            if any(other.steps != mine.steps for other in ranks):
+                got = f"(steps per epoch, epochs) {[other.steps for other in ranks]} in rank order"
+                raise CollectiveMismatchError(describe("fit", got, "as many on every rank", "use hk.fit"))
+            if mine.data is not None:
+                self.warn_of_same([other.data for other in ranks], "arrays")
+            self._warn_of_paths(ranks)
+            self._warn_of_evaluations(ranks)
+            if any(other.weights != mine.weights for other in ranks):
+                got = "weights, slots or a learning rate that differ between ranks before the first step"
+                if is_late or self._group is not None:
+                    raise CollectiveMismatchError(describe("model", got, "equal ones", _REMEDY))
+                self.warn("weights", f"fit: got {got}: all begin with the chief's; {_REMEDY}")
+                weights = [v for v in model.variables if v.name != SEED_STATE]
+                broadcast_variables([v for v in [*weights, *slots] if _has_value(v)])
+            if isinstance(callbacks, keras.callbacks.CallbackList):
+                self._append_guard(callbacks)
+
+    def _append_guard(self, callbacks: keras.callbacks.CallbackList) -> None:
+        if any(isinstance(each, _Guard) for each in callbacks.callbacks):
+            return
+        guard = _Guard(self, self._group)
+        guard.set_model(callbacks.model)
+        guard.set_params(callbacks.params)
+        callbacks.callbacks.append(guard)
+
+    def note_batch(self) -> None:
+        """Add to the step that is traced, or do in eager mode: note the digest of the first batch."""
+        data = locals_of("one_step_on_data", having="data").get("data")
+        tensors = [x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]
+        if not tensors:
+            return
+        if tf.executing_eagerly():
+            if not int(self.batch):
+                self.batch.assign(_nonzero(digest_of_batch(data)))
+            return
+        if self._graph() is tensors[0].graph:  # a step may update several times
+            return
+        self._graph = weakref.ref(tensors[0].graph)
+        known = self.batch.read_value()
+        self.batch.assign(tf.cond(tf.equal(known, 0), lambda: _nonzero(digest_of_batch(data)), lambda: known))
+
+    # ---- warnings -----------------------------------------------------------------------------------------------
+
+    def warn_of_same(self, digests: list[Any], what: str) -> None:
+        """Warn if all ranks train on the same data.
+
+        Args:
+            digests: of the data, in rank order.
+            what: names the data.
+        """
+        number = cluster.group(cluster.DATA).size  # ranks along other axes of the mesh work on one batch
+        if number > 1 and len(set(digests)) == 1:
+            self.warn(
+                "data",
+                f"fit: each of {number} ranks trains on the same {what}, so that an epoch is {number} epochs; "
+                "use hk.fit(model, ...), which divides each batch, or give each rank its own rows",
+            )
+
+    def _warn_of_paths(self, ranks: list[_Beginning]) -> None:
+        for path, name in ranks[0].paths.items():
+            writers = [rank for rank, other in enumerate(ranks) if path in other.paths]
+            if len(writers) > 1:
+                self.warn(
+                    f"path {path}",
+                    f"fit: {name} writes {path!r} on {len(writers)} ranks at once; use hk.fit, which has the chief "
+                    "write, or pass the callback on the chief only: [...] if hk.is_chief() else []",
+                )
+
+    def _warn_of_evaluations(self, ranks: list[_Beginning]) -> None:
+        if len({len(other.evaluated) for other in ranks}) > 1:  # an evaluation on the chief only
+            return
+        for digests in zip(*(other.evaluated for other in ranks), strict=True):
+            if None not in digests and len(set(digests)) > 1:
+                self.warn(
+                    "evaluate",
+                    "evaluate: each rank has evaluated its own rows, and got figures of its own; use "
+                    "hk.evaluate(model, ...) on the whole data, or hk.callbacks.MetricAverage.results(model) after it",
+                )
 
 
 class _AtEpochEnd(NamedTuple):
-    """What callbacks have made of one rank at the end of an epoch."""
+    """One rank at the end of an epoch.
+
+    Attributes:
+        stops: whether a callback has set ``stop_training``.
+        rate: the learning rate.
+        logs: numbers that callbacks and History get.
+        batch: digest of the first batch of this ``fit``; 0 if it isn't known.
+    """
 
     stops: bool
     rate: float | None
     logs: dict[str, float]
+    batch: int
 
 
 class _Guard(keras.callbacks.Callback):
     """Runs after all other callbacks of a ``fit``, and compares ranks at the end of each epoch and of training."""
 
-    def __init__(self, group: cluster.Group | None) -> None:
+    def __init__(self, watch: _Watch, group: cluster.Group | None) -> None:
         super().__init__()
-        self._group, self._warned = group, False
+        self._watch, self._group = watch, group
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Raise if ranks decided differently; warn if their logs differ.
+        """Raise if ranks decided differently; warn if their logs differ, or their first batches do not.
 
         Raises:
             CollectiveMismatchError: some ranks stop, or learning rates differ.
         """
         known = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
-        mine = _AtEpochEnd(bool(self.model.stop_training), _rate(self.model.optimizer), known)
+        batch = int(self._watch.batch)
+        mine = _AtEpochEnd(bool(self.model.stop_training), _rate(self.model.optimizer), known, batch)
         ranks: list[_AtEpochEnd] = cluster.exchange(self._group).allgather(mine)
         remedy = "use hk.fit, or put hk.callbacks.MetricAverage() before callbacks that decide"
         for what, of in _DECISIONS.items():
@@ -118,12 +295,12 @@ class _Guard(keras.callbacks.Callback):
                 got = f"{what} {[of(each) for each in ranks]} in rank order after epoch {epoch + 1}"
                 raise CollectiveMismatchError(describe("callbacks", got, "the same on every rank", remedy))
         names = [name for name in known if any(each.logs.get(name) != known[name] for each in ranks)]
-        if names and not self._warned:
-            self._warned = True
+        if names:
             values = ", ".join(f"{each.logs.get(names[0])}" for each in ranks)
-            _warn(
-                f"fit: {names[0]} is each rank's own ({values} in rank order), also for callbacks and History; {remedy}"
-            )
+            got = f"{names[0]} is each rank's own ({values} in rank order), also for callbacks and History"
+            self._watch.warn("logs", f"fit: {got}; {remedy}")
+        if batch:
+            self._watch.warn_of_same([each.batch for each in ranks], "batches")
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the weights.
@@ -163,14 +340,28 @@ def _has_value(variable: Any) -> bool:
     return bool(behind(variable).is_initialized())
 
 
-def _fit_frame() -> dict[str, Any]:
-    """Return the local variables of Keras's ``fit`` that has called; empty if none has."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "fit" and "epoch_iterator" in frame.f_code.co_varnames:
-            return dict(frame.f_locals)
-        frame = frame.f_back  # type: ignore[assignment]
-    return {}
+def _followed(function: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        then()
+        return result
+
+    return called
+
+
+def _nonzero(number: tf.Tensor) -> tf.Tensor:
+    return tf.bitwise.bitwise_or(number, tf.ones([], tf.int64))
+
+
+def _paths(callbacks: Any) -> dict[str, str]:
+    """Return the classes of the callbacks that write, by the absolute paths that they write to."""
+    found: dict[str, str] = {}
+    for callback in getattr(callbacks, "callbacks", ()):
+        for kind, attribute in _PATHS.items():
+            if isinstance(callback, kind):
+                path = str(getattr(callback, attribute))
+                found[path if "://" in path else str(Path(path).resolve())] = type(callback).__name__
+    return found
 
 
 def _digest_of_arrays(x: Any, y: Any) -> bytes | None:
@@ -184,8 +375,3 @@ def _digest_of_arrays(x: Any, y: Any) -> bytes | None:
         for row in sorted(set(np.linspace(0, part.shape[0] - 1, _SAMPLED_ROWS).astype(int))) if part.shape[0] else ():
             hasher.update(np.asarray(part[row]).tobytes())
     return hasher.digest()
-
-
-def _warn(words: str) -> None:
-    if cluster.is_chief():
-        get_logger().warning("%s", words)

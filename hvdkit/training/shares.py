@@ -20,6 +20,7 @@ from keras.src import tree
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from hvdkit import cluster
+from hvdkit.collectives.digests import digest_of_batch
 
 Element = tuple[Any, dict[str, tf.Tensor]]
 
@@ -127,7 +128,7 @@ class Shares(DataAdapter):
             else:
                 rows = tf.shape(first)[0] if known is None else known
             start, end, share = self.place.to_read(rows)
-            share["digest"] = digest_of(data)
+            share["digest"] = digest_of_batch(data)
             if is_counted:
                 share["is_counted"] = tf.constant(True)
             return rows_of(data, start, end), share
@@ -171,16 +172,3 @@ class Shares(DataAdapter):
     def on_epoch_end(self) -> None:
         """Tell the global batches."""
         self.inner.on_epoch_end()
-
-
-def digest_of(data: Any) -> tf.Tensor:
-    """Return an int64 number that differs if batches differ in their first or last rows, or in their number of rows."""
-    total = tf.zeros([], tf.int64)
-    for place, leaf in enumerate(leaf for leaf in tree.flatten(data) if leaf is not None):
-        x = getattr(leaf, "flat_values", getattr(leaf, "values", leaf)) if not isinstance(leaf, tf.Tensor) else leaf
-        ends, rows = x[None], tf.ones([], tf.int64)
-        if x.shape.rank:
-            ends, rows = tf.concat([x[:1], x[-1:]], 0), tf.shape(x, tf.int64)[0]
-        hashed = tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(ends), 2**62)
-        total = total * 1_000_003 + hashed + rows * (place + 1)
-    return total

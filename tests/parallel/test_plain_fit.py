@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvdkit as hk
 
@@ -130,3 +131,117 @@ def test_the_same_arrays_on_every_rank_are_warned_about(rank, size, capfd):
     assert ("each of" in capfd.readouterr().err) == (rank == 0 and size > 1)
     model_of(hk.DistributedOptimizer(opts.SGD(0.1)), seed=1).fit(*own(rank), batch_size=8, verbose=0)
     assert "each of" not in capfd.readouterr().err
+
+
+def dataset_of(x, y):
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}], ids=str)
+def test_the_same_datasets_on_every_rank_are_warned_about(options, rank, size, capfd):
+    model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1, **options)
+    model.fit(dataset_of(*own(rank)), verbose=0)
+    assert "each of" not in capfd.readouterr().err
+    model.fit(dataset_of(X, Y), verbose=0)
+    assert (f"each of {size} ranks trains on the same batches" in capfd.readouterr().err) == (rank == 0 and size > 1)
+
+
+def test_a_dataset_is_read_once_per_epoch(rank, size):
+    rows = []
+
+    def generator():
+        for i in range(8):
+            rows.append(i)
+            yield X[i] + rank, Y[i]
+
+    spec = (tf.TensorSpec((4,), tf.float32), tf.TensorSpec((1,), tf.float32))
+    model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)
+    model.fit(tf.data.Dataset.from_generator(generator, output_signature=spec).batch(4), epochs=2, verbose=0)
+    assert rows == [*range(8)] * 2
+
+
+@pytest.mark.contract
+def test_each_fit_is_compared(rank, size, capfd):
+    model = model_of(hk.DistributedOptimizer(opts.SGD(0.1, momentum=0.9)), seed=1)
+    model.fit(*own(rank), batch_size=4, verbose=0)
+    capfd.readouterr()
+    model.set_weights([w + rank for w in model.get_weights()])
+    model.optimizer.learning_rate = 0.1 + rank
+    model.fit(*own(rank), batch_size=4, verbose=0)
+    hk.compare_variables([*model.variables, *model.optimizer.variables])
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
+    assert ("before the first step" in capfd.readouterr().err) == (rank == 0 and size > 1)
+    if size == 1:
+        return
+    with pytest.raises(hk.CollectiveMismatchError, match=r"stop_training.*hk\.fit"):
+        model.fit(*own(rank), batch_size=4, epochs=2, callbacks=[Stops()], verbose=0)
+    rows = 8 + 4 * rank
+    with pytest.raises(hk.CollectiveMismatchError, match=r"steps per epoch.*hk\.fit"):
+        model.fit(X[:rows], Y[:rows], batch_size=4, verbose=0)
+    model.fit(X, Y, batch_size=4, verbose=0)
+    assert ("each of" in capfd.readouterr().err) == (rank == 0)
+
+
+def test_plain_fit_after_hk_fit_is_compared(rank, size, capfd):
+    model = model_of(opts.SGD(0.01), seed=1)
+    hk.fit(model, X, Y, batch_size=8, verbose=0)
+    assert "each of" not in capfd.readouterr().err
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert ("each of" in capfd.readouterr().err) == (rank == 0 and size > 1)
+    hk.fit(model, X, Y, batch_size=8, verbose=0)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("which", ["ModelCheckpoint", "CSVLogger", "TensorBoard", "BackupAndRestore"])
+def test_one_file_written_by_every_rank_is_warned_about_once(which, rank, size, shared_path, tmp_path, capfd):
+    def fits(path):
+        path.mkdir(exist_ok=True)
+        model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)
+        for _ in range(2):
+            callback = {
+                "ModelCheckpoint": lambda: keras.callbacks.ModelCheckpoint(path / "m.keras"),
+                "CSVLogger": lambda: keras.callbacks.CSVLogger(path / "log.csv"),
+                "TensorBoard": lambda: keras.callbacks.TensorBoard(path / "board"),
+                "BackupAndRestore": lambda: keras.callbacks.BackupAndRestore(path / "backup"),
+            }[which]()
+            if which in ("ModelCheckpoint", "BackupAndRestore"):  # what they do is not the point: it may fail
+                callback.on_epoch_end = callback.on_train_begin = callback.on_train_end = lambda *_, **__: None
+            model.fit(*own(rank), batch_size=4, verbose=0, callbacks=[callback])
+        return capfd.readouterr().err.count("at once")
+
+    assert fits(shared_path) == (1 if rank == 0 and size > 1 else 0)
+    assert fits(tmp_path / f"{rank}") == 0
+
+
+@pytest.mark.contract
+def test_evaluations_of_own_rows_are_warned_about(rank, size, capfd):
+    model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)
+
+    def warned():
+        model.fit(*own(rank), batch_size=4, verbose=0)
+        return capfd.readouterr().err.count("evaluate:")
+
+    warned()
+    if rank == 0:
+        model.evaluate(X, Y, verbose=0)
+    assert warned() == 0  # on the chief only
+    model.evaluate(X, Y, verbose=0)
+    assert warned() == 0  # all rows on every rank
+    model.evaluate(*own(rank), verbose=0)
+    hk.callbacks.MetricAverage.results(model)
+    assert warned() == 0  # combined
+    model.evaluate(*own(rank), verbose=0)
+    assert warned() == (1 if rank == 0 and size > 1 else 0)
+
+
+def test_an_evaluation_of_a_share_is_warned_about_at_once(rank, size, capfd):
+    model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)
+    share = hk.data.GlobalBatches((X, Y), 4 * size).as_keras()
+    model.fit(share, epochs=2, validation_data=share, verbose=0)
+    assert "evaluate:" not in capfd.readouterr().err
+    for _ in range(2):
+        model.evaluate(share.prefetch(1), verbose=0)
+    assert capfd.readouterr().err.count("evaluate:") == (1 if rank == 0 and size > 1 else 0)
+    hk.evaluate(model, X, Y, verbose=0)
+    assert "evaluate:" not in capfd.readouterr().err
