@@ -34,6 +34,7 @@ class Call:
         uneven: True for allgather and alltoall.
         payload: the values, if small.
         problem: the exception that this rank's arguments deserve, or None.
+        fault: what a rank with a problem has done, for people.
         joinable: ranks that have joined may stay away: they contribute zeros.
     """
 
@@ -44,6 +45,7 @@ class Call:
     payload: Any = None
     problem: Exception | None = field(default=None)
     joinable: bool = False
+    fault: str = "passed a bad argument"
 
     def agreed(self) -> tuple[Any, ...]:
         """Return what must be equal on all ranks."""
@@ -71,7 +73,7 @@ def agree(call: Call, group: Group | None = None) -> list[Call]:
             raise call.problem
         return [call]
     # The others need the words only; an exception of any class may not survive pickling.
-    sent = call if call.problem is None else Call(call.kind, problem=ValueError(str(call.problem)))
+    sent = call if call.problem is None else Call(call.kind, problem=ValueError(str(call.problem)), fault=call.fault)
     with collective(str(call), None if group is None else group.ranks):
         calls: list[Call] = cluster.exchange(group).allgather(sent)
     if call.problem is not None:
@@ -83,7 +85,7 @@ def agree(call: Call, group: Group | None = None) -> list[Call]:
                 f"{call}; call the same collectives in the same order on every rank"
             )
         if other.problem is not None:
-            raise CollectiveMismatchError(f"{call.kind}: rank {rank} passed a bad argument: {other.problem}")
+            raise CollectiveMismatchError(f"{call.kind}: rank {rank} {other.fault}: {other.problem}")
     active = [(rank, other) for rank, other in zip(ranks, calls, strict=True) if other.kind != JOIN]
     if 0 < len(active) < len(calls) and not active[0][1].joinable:
         joined = next(rank for rank, other in zip(ranks, calls, strict=True) if other.kind == JOIN)

@@ -72,8 +72,9 @@ def begin_equal(model: Any, optimizer: Any, group: cluster.Group | None) -> None
     watch = _Watch.of(model, group)
     watch.optimizers.append(optimizer)
     object.__setattr__(optimizer, _STATE, watch)  # past Keras's, which would track what it holds
-    if not within_share():
-        watch.begin(locals_of("fit", having="epoch_iterator"), is_late=not tf.inside_function())
+    local = locals_of("fit", having="epoch_iterator")
+    if not within_share() and not _is_divided(local):
+        watch.begin(local, is_late=not tf.inside_function())
         watch.note_batch()
 
 
@@ -135,22 +136,21 @@ class _Watch:
         """Compare the ranks if plain ``fit`` has called. Every rank calls it."""
         local = locals_of("fit", having="epoch_iterator")
         trains = any(getattr(self._model(), "optimizer", None) is optimizer for optimizer in self.optimizers)
-        if trains and local and not isinstance(local.get("x"), DataAdapter):
+        if trains and local and not _is_divided(local):
             self.begin(local, is_late=False)
 
     def on_evaluate(self) -> None:
         """Note what ``evaluate`` is given. No exchange: one rank alone may call it."""
         local = locals_of("evaluate", having="epoch_iterator")
-        x = local.get("x")
-        if not local or local.get("use_cached_eval_dataset") or isinstance(x, DataAdapter):
+        if not local or local.get("use_cached_eval_dataset") or _is_divided(local):
             return
-        if is_share(x):
+        if is_share(local.get("x")):
             self.warn(
                 "evaluate",
                 "evaluate: figures are those of this rank's rows; use hk.evaluate(model, ...) on the whole data, or "
                 "hk.callbacks.MetricAverage.results(model) on every rank after it",
             )
-        self.evaluated.append(_digest_of_arrays(x, local.get("y")))
+        self.evaluated.append(_digest_of_arrays(local.get("x"), local.get("y")))
 
     def begin(self, local: dict[str, Any], *, is_late: bool) -> None:
         """Compare the ranks, make weights equal, and have the ranks compared at the end of epochs and of training.
@@ -207,9 +207,10 @@ class _Watch:
         tensors = [x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]
         if not tensors:
             return
-        if tf.executing_eagerly():
-            if not int(self.batch):
-                self.batch.assign(_nonzero(digest_of_batch(data)))
+        if not tf.is_symbolic_tensor(tensors[0]):
+            with tf.init_scope():
+                if not int(self.batch):
+                    self.batch.assign(_nonzero(digest_of_batch(data)))
             return
         if self._graph() is tensors[0].graph:  # a step may update several times
             return
@@ -347,6 +348,11 @@ def _followed(function: Callable[..., Any], then: Callable[[], None]) -> Callabl
         return result
 
     return called
+
+
+def _is_divided(local: dict[str, Any]) -> bool:
+    """Return True if ``hk.fit`` or ``hk.evaluate`` has called the method of Keras with these local variables."""
+    return isinstance(local.get("x"), DataAdapter)
 
 
 def _nonzero(number: tf.Tensor) -> tf.Tensor:

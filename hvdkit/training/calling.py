@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ from hvdkit import cluster
 from hvdkit.collectives import broadcast_object, compare_variables
 from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.errors import CollectiveMismatchError, describe
+from hvdkit.terminal import on_terminal
 from hvdkit.training.hooks import Session
 from hvdkit.training.lockstep import at_end_of_data
 from hvdkit.training.losses import check_loss
@@ -22,6 +24,7 @@ from hvdkit.training.starting import check_originals, optimizers_of
 _own = keras.callbacks
 # They write files, or talk to a server.
 WRITERS = (_own.ModelCheckpoint, _own.CSVLogger, _own.TensorBoard, _own.BackupAndRestore, _own.RemoteMonitor)
+_OF_CHIEF = (*WRITERS, _own.ProgbarLogger, _own.History)  # which may be on the chief alone
 
 
 def checked_model(model: Any) -> None:
@@ -46,6 +49,40 @@ def _sees_batches(callback: Any) -> bool:
     if isinstance(callback, (_own.ModelCheckpoint, _own.BackupAndRestore)):
         return callback.save_freq != "epoch"
     return not (is_default(callback.on_batch_end) and is_default(callback.on_train_batch_end))
+
+
+def _compared(listed: list[Any], problem: Exception | None) -> bool:
+    """Compare the ranks' lists of callbacks; return whether one on any rank gets training batches' logs.
+
+    Raises:
+        CollectiveMismatchError: the lists differ; those that write, or show, may be on the chief alone.
+    """
+    names = [type(c).__name__ for c in listed if not isinstance(c, _OF_CHIEF)]
+    payload = names, any(map(_sees_batches, listed))
+    ranks = [each.payload for each in agree(_call("set_model", payload, problem))]
+    for rank, (others, _) in enumerate(ranks):
+        if others != ranks[0][0]:
+            got, expected = f"{others} on rank {rank}", f"{ranks[0][0]}, as on rank 0"
+            remedy = "pass the same list on every rank; only Keras's callbacks that write may be on the chief alone"
+            raise CollectiveMismatchError(describe("callbacks", got, expected, remedy))
+    return any(sees for _, sees in ranks)
+
+
+def _call(when: str, payload: Any, problem: Exception | None) -> Call:
+    """Return what a rank says of a method of its callbacks."""
+    call = Call(f"callbacks' {when}", payload=payload, problem=problem)
+    if problem is not None:
+        call.fault = f"raised {type(problem).__name__}"
+    return call
+
+
+def _shown(verbose: Any) -> Any:
+    """Return what this rank prints: the chief a bar on a terminal or in a notebook, else a line per epoch."""
+    if not cluster.is_chief():
+        return 0
+    if verbose == "auto":
+        return 1 if on_terminal() or "ipykernel" in sys.modules else 2
+    return verbose
 
 
 class Callbacks(keras.callbacks.CallbackList):
@@ -74,20 +111,23 @@ class Callbacks(keras.callbacks.CallbackList):
     ) -> None:
         listed = tree.flatten(callbacks) if callbacks else []
         mine = [c for c in listed if cluster.is_chief() or not isinstance(c, WRITERS)]
-        shown = verbose if cluster.is_chief() else 0
+        shown = _shown(verbose)
         self._session, self._data = session, data
         self._tested = validation if trains else data
         self._is_first_batch = self._is_first_test_batch = self._is_first_update = True
-        self._shares_batches = trains and any(map(_sees_batches, listed))
-        super().__init__(
-            mine,
-            add_history=trains,
-            add_progbar=shown != 0,
-            verbose=shown,
-            epochs=epochs,
-            steps=steps or data.num_batches,
-            model=session.model,
-        )
+
+        def begin() -> None:
+            super(Callbacks, self).__init__(
+                mine,
+                add_history=trains,
+                add_progbar=shown != 0,
+                verbose=shown,
+                epochs=epochs,
+                steps=steps or data.num_batches,
+                model=session.model,
+            )
+
+        self._shares_batches = _compared(listed, attempt(begin)) and trains
         if self._shares_batches:
             self._async_train = False  # in a thread an exchange could meet another one
 
@@ -139,8 +179,11 @@ class Callbacks(keras.callbacks.CallbackList):
         super().on_test_batch_end(batch, logs)
 
     def _compare_batch(self) -> None:
+        """Compare the ranks' global batches; refuse metrics whose state cannot be combined."""
         digest = self._session.steps.last_digest
-        calls = agree(Call("the first global batch", payload=0 if digest is None else int(digest.numpy())))
+        problem = attempt(self._session.check_metrics)
+        number = 0 if digest is None else int(digest.numpy())
+        calls = agree(Call("the first global batch", payload=number, problem=problem))
         for rank, call in enumerate(calls):
             if call.payload != calls[0].payload:
                 got, expected = (
@@ -178,7 +221,7 @@ class Callbacks(keras.callbacks.CallbackList):
             raise CollectiveMismatchError(f"after the first update: {error}; {remedy}") from error
 
     def _agree(self, when: str, problem: Exception | None, decision: Any) -> None:
-        calls = agree(Call(f"callbacks' {when}", payload=decision, problem=problem))
+        calls = agree(_call(when, decision, problem))
         for rank, call in enumerate(calls):
             if call.payload != calls[0].payload:
                 got, expected = f"{call.payload} on rank {rank} in {when}", f"{calls[0].payload}, as on rank 0"

@@ -13,6 +13,7 @@ from hvdkit.training.calling import Callbacks, checked_model
 from hvdkit.training.hooks import Session
 from hvdkit.training.inputs import Given, prepare, split
 from hvdkit.training.shares import Shares
+from hvdkit.training.starting import warn_of_repeated_rows
 
 
 def fit(
@@ -52,8 +53,10 @@ def fit(
         batch_size: rows of a global batch, of all ranks together; at least the number of ranks. Default 32, as in
             Keras.
         validation_batch_size: rows of a global batch of the validation data. Default ``batch_size``.
-        verbose: as for ``model.fit``; only the chief prints.
-        callbacks: as for ``model.fit``. Keras's callbacks that write files run on the chief, all others on every rank.
+        verbose: as for ``model.fit``; only the chief prints. "auto" is a bar on a terminal and in notebooks, elsewhere
+            a line per epoch.
+        callbacks: as for ``model.fit``, the same list on every rank. Keras's callbacks that write files run on the
+            chief, and may be passed on the chief alone; all others run on every rank.
         logdir: a folder that all ranks share. The run saves there; the next call with this folder continues with the
             epoch in which it ended (:class:`hvdkit.callbacks.SupervisorCallback`).
 
@@ -71,10 +74,12 @@ def fit(
         model.compile("adam", "mse")
         history = hk.fit(model, x, y, batch_size=64, epochs=3, validation_split=0.1)
     """
+    weights = sorted(class_weight.items()) if isinstance(class_weight, dict) else class_weight
     kind = (
         f"hk.fit(batch_size={batch_size}, epochs={epochs}, initial_epoch={initial_epoch}, "
         f"steps_per_epoch={steps_per_epoch}, validation_steps={validation_steps}, "
-        f"validation_batch_size={validation_batch_size}, validation_freq={validation_freq}, shuffle={shuffle})"
+        f"validation_batch_size={validation_batch_size}, validation_freq={validation_freq}, shuffle={shuffle}, "
+        f"validation_split={validation_split}, class_weight={weights})"
     )
 
     def build() -> list[Shares | None]:
@@ -107,6 +112,7 @@ def fit(
     own, others = prepare(kind, build)
     assert own is not None
     session = Session.of(model, may_be_empty=any(s is not None and s.may_be_empty for s in (own, others)))
+    warn_of_repeated_rows(model)
     if logdir is not None:
         callbacks = [SupervisorCallback(logdir), *tree.flatten(callbacks or [])]
     with session.running():

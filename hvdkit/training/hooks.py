@@ -13,10 +13,11 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives import broadcast_object
 from hvdkit.layers import synchronize_batch_normalization
 from hvdkit.training.lockstep import at_end_of_data
+from hvdkit.training.metric_checks import MetricChecks
 from hvdkit.training.results import Results
 from hvdkit.training.saving import save_whole_files
-from hvdkit.training.starting import Variables, distribute_optimizers
-from hvdkit.training.steps import Steps
+from hvdkit.training.starting import Variables, compare_optimizers, distribute_optimizers, seeds_of_rank
+from hvdkit.training.steps import Step, Steps
 from hvdkit.training.swapping import swapped
 
 _STATE = "_hvdkit_training"
@@ -47,6 +48,7 @@ class Session:
         self._functions: dict[str, Any] = dict.fromkeys(_FUNCTIONS)
         self._identity = _identity(model)
         self._results: Results | None = None
+        self._checks = MetricChecks(model)
         self._is_running = False
 
     @classmethod
@@ -79,13 +81,14 @@ class Session:
             yield
             self.may_end_anywhere = before
             return
+        compare_optimizers(self.model)
         self._variables.begin()
         model, steps = self.model, self.steps
         self._results = Results(model, model._get_metrics_result_or_logs, self._last_factor)
         changed = {
-            "train_step": steps.of("train", model.train_step),
-            "test_step": steps.of("test", model.test_step),
-            "predict_step": steps.predictions(model.predict_step),
+            "train_step": steps.of("train", self._own(model.train_step)),
+            "test_step": steps.of("test", self._own(model.test_step)),
+            "predict_step": steps.predictions(self._own(model.predict_step)),
             "_get_metrics_result_or_logs": self._at_end,
             **self._functions,
         }
@@ -100,6 +103,23 @@ class Session:
             finally:
                 self._is_running = False
                 self._functions = {name: vars(model).get(name) for name in _FUNCTIONS}
+
+    def _own(self, step: Step) -> Step:
+        """Return a step of the model that draws this rank's random numbers, and tries metrics."""
+
+        def own_step(data: Any) -> Any:
+            with seeds_of_rank(), self._checks.trying():
+                return step(data)
+
+        return own_step
+
+    def check_metrics(self) -> None:
+        """Refuse metrics whose state cannot be combined; called after a step, which has made their variables.
+
+        Raises:
+            ValueError: there is one.
+        """
+        self._checks.check()
 
     def _at_end(self, logs: Any) -> Any:
         """Take the place of ``_get_metrics_result_or_logs``, which Keras calls after an epoch or an evaluation."""

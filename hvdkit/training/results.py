@@ -6,63 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 from keras.src import tree
 
 from hvdkit import cluster
 from hvdkit.collectives import Sum, grouped_allreduce
 from hvdkit.collectives.agreement import Call, agree
-from hvdkit.errors import describe
 from hvdkit.layers import average_moving_statistics
+from hvdkit.training.metric_checks import states
 
 Logs = Mapping[str, Any]
-
-
-def states(model: Any) -> list[tuple[str, Any]]:
-    """Return the variables of a model's metrics, each once, with the names of their metrics."""
-    found: dict[int, tuple[str, Any]] = {}
-    for metric in model.metrics:
-        for variable in metric.variables:
-            # The path begins with the metric's own name, also inside what Keras makes of a compiled list.
-            found.setdefault(id(variable), (variable.path.rpartition("/")[0] or metric.name, variable))
-    return list(found.values())
-
-
-def check_states(model: Any) -> None:
-    """Refuse metrics whose state cannot be combined.
-
-    Raises:
-        ValueError: a state is not a sum over examples, as far as the metric says.
-    """
-    remedy = (
-        "keep sums and counts in the metric's variables, as keras.metrics.Mean does, or compute it after hk.predict"
-    )
-    for name, variable in states(model):
-        how, expected = getattr(variable, "aggregation", "sum"), "a state that is summed or averaged over ranks"
-        got = f"{name!r}, whose variable {variable.path} has aggregation={how!r}"
-        if how not in ("sum", "mean"):
-            raise ValueError(describe("metrics", got, expected, remedy))
-        if tf.as_dtype(variable.dtype) in (tf.string, tf.bool):
-            raise ValueError(describe("metrics", f"{got} and dtype {variable.dtype}", expected, remedy))
-
-
-def check_first_values(model: Any) -> None:
-    """Refuse sums that do not begin with 0, as maxima do not; the metrics keep their state.
-
-    Raises:
-        ValueError: one begins with something else.
-    """
-    variables = states(model)
-    before = [np.asarray(v) for _, v in variables]
-    model.reset_metrics()
-    first = [np.asarray(v) for _, v in variables]
-    for (_, variable), value in zip(variables, before, strict=True):
-        variable.assign(value)
-    for (name, variable), value in zip(variables, first, strict=True):
-        if getattr(variable, "aggregation", "sum") == "sum" and np.any(value):
-            got = f"{name!r}, whose variable {variable.path} is {value} after reset_state()"
-            remedy = "keep sums and counts in the metric, as keras.metrics.Mean does, or compute it after hk.predict"
-            raise ValueError(describe("metrics", got, "0: states are summed over ranks", remedy))
 
 
 class Results:
@@ -76,7 +28,6 @@ class Results:
 
     def __init__(self, model: Any, original: Callable[[Any], Any], factor: Callable[[], float]) -> None:
         self._model, self._original, self._factor = model, original, factor
-        self._is_checked = False
 
     def at_end(self, logs: Any) -> Any:
         """Return :meth:`combined`, at the end of an epoch or an evaluation; moving statistics are averaged then."""
@@ -89,10 +40,6 @@ class Results:
         Args:
             logs: what the last step returned.
         """
-        if not self._is_checked:
-            check_states(self._model)
-            check_first_values(self._model)
-            self._is_checked = True
         variables = states(self._model)
         local = [np.asarray(v) for _, v in variables]
         own = self._model.get_metrics_result()

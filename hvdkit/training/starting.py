@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+from tensorflow.python.eager import context
 
 from hvdkit import cluster
+from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives import broadcast_object, broadcast_variables
+from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.shards import is_part
 from hvdkit.collectives.variables import SEED_STATE
-from hvdkit.errors import describe
+from hvdkit.errors import CollectiveMismatchError, describe
 from hvdkit.optimizer import DistributedOptimizer
 from hvdkit.optimizer.mixins import Distributed
 
@@ -61,6 +71,73 @@ def optimizers_of(model: Any) -> list[Any]:
         for value in vars(owner).values():
             note(value)
     return list(found.values())
+
+
+def warn_of_repeated_rows(model: Any) -> None:
+    """Say on the chief, once per process, that rows of tables are updated by the sum of their gradients.
+
+    Plain Keras scatters the gradients of a row that repeats in a batch one by one, so an optimizer that squares them
+    adds the squares. For one that is linear in the gradient this is the same.
+    """
+    tables = [x for x in model._flatten_layers() if isinstance(x, keras.layers.Embedding) and x.trainable]
+    parts = [getattr(each, "inner_optimizer", each) for each in optimizers_of(model)]
+    kinds = [type(each).__name__ for each in parts if not isinstance(each, keras.optimizers.SGD)]
+    if tables and kinds and cluster.is_chief():
+        _warn_once(
+            f"Embedding with {kinds[0]}: a row that occurs several times in a batch gets the sum of its "
+            "gradients, at any number of ranks; plain Keras squares them one by one, and its results differ a little"
+        )
+
+
+@functools.cache
+def _warn_once(words: str) -> None:
+    get_logger().warning("%s", words)
+
+
+def compare_optimizers(model: Any) -> None:
+    """Compare the settings of the ranks' optimizers; their variables will begin with the chief's.
+
+    Learning rates may differ if the optimizers' steps do: the chief alone has restored a checkpoint.
+
+    Raises:
+        CollectiveMismatchError: settings differ.
+    """
+    found: list[tuple[int, dict[str, str]]] = []
+
+    def describe_all() -> None:
+        found.extend((int(np.asarray(each.iterations)), _settings(each)) for each in optimizers_of(model))
+
+    problem = attempt(describe_all)
+    ranks = [call.payload for call in agree(Call("optimizers of the model", payload=found, problem=problem))]
+    nothing: tuple[int, dict[str, str]] = (0, {})
+    for rank, mine in enumerate(ranks):
+        for first, other in itertools.zip_longest(ranks[0], mine, fillvalue=nothing):
+            for key in {**first[1], **other[1]}:
+                expected, got = first[1].get(key), other[1].get(key)
+                if expected != got and (key.split(".")[0] != "learning_rate" or first[0] == other[0]):
+                    remedy = "compile the model with the same optimizer and settings on every rank"
+                    differs = f"{key}={got} on rank {rank}"
+                    raise CollectiveMismatchError(
+                        describe("optimizer", differs, f"{key}={expected}, as on rank 0", remedy)
+                    )
+
+
+def _settings(optimizer: Any) -> dict[str, str]:
+    """Return an optimizer's class and config, without names, which Keras numbers."""
+    found = {"class": type(optimizer).__name__}
+
+    def note(name: str, value: Any) -> None:
+        if isinstance(value, (dict, list, tuple)):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, part in pairs:
+                if key != "name":
+                    note(f"{name}.{key}" if name else str(key), part)
+        else:
+            is_plain = value is None or isinstance(value, (bool, int, float, str, np.generic))
+            found[name] = repr(value) if is_plain else type(value).__name__
+
+    note("", optimizer.get_config())
+    return found
 
 
 def check_originals(model: Any) -> None:
@@ -133,31 +210,85 @@ class Variables:
     def begin(self) -> None:
         """Give every rank the chief's values of all variables that exist, and its own random numbers."""
         self._known = {}
-        self._take(self._all())
+        self._take(self._all(), _global_generator().state)
 
     def begin_new(self) -> None:
         """Do the same for variables that have been made since."""
         self._take([v for v in self._all() if id(v) not in self._known])
 
-    def _take(self, variables: list[Any]) -> None:
+    def _take(self, variables: list[Any], *shared: Any) -> None:
         self._known |= {id(v): v for v in variables}
         broadcast_variables([v for v in variables if v.name != SEED_STATE])
-        spread_seeds([v for v in variables if v.name == SEED_STATE])
+        spread_seeds([v for v in variables if v.name == SEED_STATE], *shared)
 
     def _all(self) -> list[Any]:
         listed = [*self._model.variables, *(v for optimizer in optimizers_of(self._model) for v in optimizer.variables)]
         return [v for v in {id(v): v for v in listed}.values() if not is_part(v)]
 
 
-def spread_seeds(states: list[Any], broadcast: Callable[[Any], Any] = broadcast_object) -> None:
+def spread_seeds(states: list[Any], *shared: Any, broadcast: Callable[[Any], Any] = broadcast_object) -> None:
     """Give random generators states that differ between ranks and follow from the chief's.
 
     Ranks with equal states would drop the same units of unlike rows. Ranks along other axes of the mesh than "data"
     work on one batch, and so have equal states.
+
+    Args:
+        states: variables of generators.
+        shared: those that take the chief's state as it is.
+        broadcast: gives every rank the chief's object.
     """
-    values = broadcast([np.asarray(v) for v in states])
-    step = cluster.group(cluster.DATA).index * _GOLDEN
-    for variable, value in zip(states, values, strict=True):
+    values = broadcast([np.asarray(v) for v in [*states, *shared]])
+    step = _seed_step()
+    for number, (variable, value) in enumerate(zip([*states, *shared], values, strict=True)):
         value = value.copy()
-        value[0] = (int(value[0]) + step) % 2**31 if step else value[0]
+        if step and number < len(states):
+            value[0] = (int(value[0]) + step) % 2**31
         variable.assign(value)
+
+
+class _OfRank:
+    """Keras's global random generator, whose state is equal on all ranks, with other seeds on each rank."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def next(self, ordered: bool = True) -> Any:
+        """Return this rank's next seed, int64 ``[2]``, and advance the generator."""
+        seed = self._generator.next(ordered=ordered)
+        return seed + tf.constant([_seed_step(), 0], seed.dtype)
+
+
+@contextlib.contextmanager
+def seeds_of_rank() -> Iterator[None]:
+    """Have ``keras.random`` without a seed, and TensorFlow's stateful random ops, draw other numbers on each rank.
+
+    The latter do so anyway unless TensorFlow's global seed is set. An op takes the seed of the graph in which it is
+    made, or in eager mode that of the context.
+    """
+    step = _seed_step()
+    if not step:
+        yield
+        return
+    in_graph = tf.inside_function()
+    owner, name = (tf.compat.v1.get_default_graph(), "seed") if in_graph else (context.context(), "_seed")
+    before, generator = getattr(owner, name), _global_generator()
+    if before is not None:
+        setattr(owner, name, (int(before) + step) % 2**31)
+    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, _OfRank(generator))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
+
+
+def _seed_step() -> int:
+    return cluster.group(cluster.DATA).index * _GOLDEN
+
+
+def _global_generator() -> Any:
+    """Return Keras's global random generator, which ``keras.random`` uses without a seed."""
+    before = random.getstate()  # Keras seeds a new one by Python's random numbers
+    generator = global_seed_generator()
+    random.setstate(before)
+    return generator

@@ -11,6 +11,7 @@ import tensorflow as tf
 from as_one import compare, plain, ported, same_logs, same_weights
 
 import hvdkit as hk
+from hvdkit.training import starting
 
 layers = keras.layers
 
@@ -162,6 +163,79 @@ def test_one_rank_that_raises_or_stops_alone_is_an_error_on_all(rng):
             hk.fit(dense()(), x, y, epochs=3, verbose=0, callbacks=[StopsAlone()])
 
 
+def test_words_name_what_a_callback_raised(rng):
+    def raises(epoch, logs):
+        if hk.rank() == hk.size() - 1:
+            raise RuntimeError("only here")
+
+    x, y = line(rng)
+    last = hk.rank() == hk.size() - 1
+    words = "only here" if last else f"rank {hk.size() - 1} raised RuntimeError: only here"
+    with pytest.raises(RuntimeError if last else hk.CollectiveMismatchError, match=words):
+        hk.fit(dense()(), x, y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=raises)])
+
+
+@pytest.mark.contract
+def test_lists_of_callbacks_that_differ_are_an_error_on_all(rng):
+    x, y = line(rng)
+    stops = [keras.callbacks.EarlyStopping("loss")] if hk.is_chief() else []
+    if hk.size() == 1:
+        return
+    with pytest.raises(
+        hk.CollectiveMismatchError, match=r"callbacks: got \[\] on rank 1, expected \['EarlyStopping'\]"
+    ):
+        hk.fit(dense()(), x, y, verbose=0, callbacks=stops)
+    with pytest.raises(hk.CollectiveMismatchError, match=r"callbacks: got \[\] on rank 1"):
+        hk.predict(dense()(), x, verbose=0, callbacks=stops)
+
+
+@pytest.mark.contract
+def test_writers_may_be_on_the_chief_alone(rng, shared_path):
+    x, y = line(rng)
+    path = shared_path / "{epoch}-{batch}.keras"
+    kinds = keras.callbacks
+    writes = [kinds.ModelCheckpoint(path, save_freq=2), kinds.CSVLogger(shared_path / "a.csv"), kinds.History()]
+    hk.fit(dense()(), x, y, batch_size=11, verbose=0, callbacks=writes if hk.is_chief() else [])
+    hk.barrier()
+    assert len([*shared_path.glob("*.keras")]) == 1
+    assert (shared_path / "a.csv").exists()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(("first", "other", "key"), [("sgd", "adam", "class"), (0.1, 0.2, "learning_rate")])
+def test_optimizers_that_differ_are_an_error_on_all(first, other, key, rng):
+    x, y = line(rng)
+    each = [keras.optimizers.SGD(a) if isinstance(a, float) else a for a in (first, other)]
+    model = dense(each[hk.rank() > 0])()
+    if hk.size() == 1:
+        return
+    with pytest.raises(hk.CollectiveMismatchError, match=f"optimizer: got {key}=.* on rank 1"):
+        hk.fit(model, x, y, verbose=0)
+
+
+def test_a_chief_that_restored_alone_has_the_rate_for_all(rng):
+    x, y = line(rng)
+    model = dense(keras.optimizers.SGD(0.1))()
+    if hk.is_chief():
+        model.optimizer.iterations.assign(7)
+        model.optimizer.learning_rate = 0.01
+    hk.fit(model, x, y, verbose=0)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.01)
+    assert int(model.optimizer.iterations) == 8
+
+
+@pytest.mark.contract
+def test_without_a_terminal_the_chief_prints_a_line_per_epoch(rng, capfd):
+    x, y = line(rng)
+    model = dense()()
+    hk.fit(model, x, y, batch_size=8, epochs=2)
+    hk.evaluate(model, x, y, batch_size=8)
+    hk.predict(model, x, batch_size=8)
+    out = capfd.readouterr().out
+    assert "\b" not in out
+    assert out.count("3/3") == (4 if hk.is_chief() else 0)
+
+
 def test_an_optimizer_that_the_model_does_not_hold_is_an_error(rng):
     x, y = line(rng)
     hidden = keras.optimizers.SGD(0.1)
@@ -183,25 +257,64 @@ def test_an_optimizer_that_the_model_does_not_hold_is_an_error(rng):
         hk.fit(model, x, y, verbose=0)
 
 
-def test_metrics_whose_state_is_no_sum_are_refused(rng):
-    class Largest(keras.metrics.Metric):
-        def __init__(self):
-            super().__init__(name="largest")
-            self.value = self.add_variable((), "zeros", name="value")
-            self.reset_state()
+class OwnMetric(keras.metrics.Metric):
+    """Has one variable, which ``update`` changes."""
 
-        def reset_state(self):
-            self.value.assign(-1e9)
+    def __init__(self, update, first=0.0):
+        super().__init__(name="own")
+        self.value = self.add_variable((), "zeros", name="value")
+        self.update, self.first = update, first
+        self.reset_state()
 
-        def update_state(self, y_true, y_pred, sample_weight=None):
-            self.value.assign(tf.maximum(self.value, tf.reduce_max(y_pred)))
+    def reset_state(self):
+        self.value.assign(self.first)
 
-        def result(self):
-            return self.value
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(self.update(self.value, y_true - y_pred))
+
+    def result(self):
+        return self.value * 1.0
+
+
+class Ended(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        pytest.fail("an epoch has ended")
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=str)
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda s, e: keras.ops.maximum(s, keras.ops.max(e)),
+        lambda s, e: keras.ops.mean(e),
+        lambda s, e: 0.9 * s + 0.1 * keras.ops.mean(e),
+    ],
+    ids=["maximum", "last", "decaying"],
+)
+def test_metrics_whose_state_is_no_sum_are_refused(update, options, rng):
+    x, y = line(rng)
+    if hk.size() > 1:
+        with pytest.raises(ValueError, match="metrics: got 'own'"):
+            hk.fit(dense(metrics=[OwnMetric(update)], **options)(), x, y, epochs=2, verbose=0, callbacks=[Ended()])
+        with pytest.raises(ValueError, match="metrics: got 'own'"):
+            hk.evaluate(dense(metrics=[OwnMetric(update)], **options)(), x, y, verbose=0)
+
+
+def test_metrics_whose_state_does_not_begin_with_0_are_refused(rng):
+    x, y = line(rng)
+    metric = OwnMetric(lambda s, e: keras.ops.minimum(s, keras.ops.min(e)), first=1e9)
+    with pytest.raises(ValueError, match="metrics: got 'own'"):
+        hk.fit(dense(metrics=[metric])(), x, y, epochs=2, verbose=0, callbacks=[Ended()])
+
+
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=str)
+def test_own_metrics_that_are_sums_keep_their_values(options, rng):
+    def build():
+        return dense(metrics=[OwnMetric(lambda s, e: s + keras.ops.sum(e))], **options)()
 
     x, y = line(rng)
-    with pytest.raises(ValueError, match="metrics: got 'largest'"):
-        hk.fit(dense(metrics=[Largest()])(), x, y, verbose=0)
+    compare(build, x, y, batch_size=8, epochs=2, validation_split=0.2)
 
 
 def test_a_run_in_a_folder_goes_on_after_its_last_epoch(rng, shared_path):
@@ -265,3 +378,58 @@ def test_dropout_differs_between_ranks_and_is_reproducible(rng):
     np.testing.assert_array_equal(weights[0].get_weights()[0], weights[1].get_weights()[0])
     states = hk.allgather_object(next(int(v[0]) for v in weights[0].variables if "seed" in v.name))
     assert len(set(states)) == hk.size()
+
+
+class Draws(keras.Model):
+    """Logs numbers that its step draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = keras.layers.Dense(1)
+        self.drawn = []
+
+    def call(self, x):
+        return self.layer(x)
+
+    def train_step(self, data):
+        drawn = keras.random.uniform(()), tf.random.uniform(())
+        for variable, value in zip(self.drawn, drawn, strict=True):
+            variable.assign(value)
+        return super().train_step(data)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=str)
+def test_global_random_numbers_differ_between_ranks_and_are_reproducible(options, rng):
+    x, y = line(rng)
+
+    def draw():
+        keras.utils.set_random_seed(3)
+        model = Draws()
+        model.drawn = [tf.Variable(0.0), tf.Variable(0.0)]
+        model.compile("sgd", "mse", jit_compile=False, **options)
+        hk.fit(model, x, y, verbose=0)
+        after = float(keras.random.uniform(()))
+        assert len(set(hk.allgather_object(after))) == 1
+        hk.fit(model, x, y, verbose=0)
+        return [float(v) for v in model.drawn]
+
+    drawn = draw()
+    for numbers in zip(*hk.allgather_object(drawn), strict=True):
+        assert len(set(numbers)) == hk.size()
+    assert draw() == drawn
+
+
+def test_rows_that_repeat_are_warned_about_once(rng, capfd):
+    def build(optimizer):
+        model = keras.Sequential([keras.Input((2,), dtype="int32"), layers.Embedding(4, 3), layers.Flatten()])
+        model.compile(optimizer, "mse")
+        return model
+
+    starting._warn_once.cache_clear()
+    x, y = rng.integers(4, size=(8, 2)), np.zeros((8, 6), "float32")
+    said = []
+    for optimizer in ("sgd", "adam", "adam"):
+        hk.fit(build(optimizer), x, y, batch_size=8, verbose=0)
+        said.append(capfd.readouterr().err.count("one by one"))
+    assert said == [0, int(hk.is_chief()), 0]

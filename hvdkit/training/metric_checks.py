@@ -1,0 +1,168 @@
+"""Metrics whose states can be combined over ranks: sums over examples, and averages that say so.
+
+A sum grows by the same amount whatever it was before. With u(s) the state after an update of s,
+
+    u(s) - s = u(t) - t    for all states s and t
+
+A metric of a class outside Keras is tried in its first update, inside the step: the update is repeated on two other
+states, and the state is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src import tree
+
+from hvdkit import cluster
+from hvdkit.errors import describe
+from hvdkit.training.swapping import swapped
+
+_REMEDY = "keep sums and counts in the metric's variables, as keras.metrics.Mean does, or compute it after hk.predict"
+_UNKNOWN, _SUM, _NO_SUM = 0, 1, 2
+_APART = 64.0  # how far the states are moved, in units of 1 + the first growth
+_TOLERANCE = 1e-3  # of such a unit
+_FRACTION_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
+
+
+def states(model: Any) -> list[tuple[str, Any]]:
+    """Return the variables of a model's metrics, each once, with the names of their metrics."""
+    found: dict[int, tuple[str, Any]] = {}
+    for metric in model.metrics:
+        for variable in metric.variables:
+            # The path begins with the metric's own name, also inside what Keras makes of a compiled list.
+            found.setdefault(id(variable), (variable.path.rpartition("/")[0] or metric.name, variable))
+    return list(found.values())
+
+
+class MetricChecks:
+    """Finds metrics whose state cannot be combined.
+
+    Args:
+        model: a compiled Keras model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._tried: dict[int, tuple[Any, tf.Variable]] = {}
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Try the metrics that are updated in a step that is traced or run within."""
+        with contextlib.ExitStack() as stack:
+            for metric in _of_other_classes(self._model) if cluster.size() > 1 else ():
+                stack.enter_context(swapped(metric, update_state=self._trying(metric)))
+            yield
+
+    def check(self) -> None:
+        """Refuse metrics whose state cannot be combined; the metrics keep their state.
+
+        Raises:
+            ValueError: a state is not a sum over examples, as far as the metric says or has been seen.
+        """
+        _check_kinds(self._model)
+        _check_first_values(self._model)
+        for metric, outcome in self._tried.values():
+            if int(outcome) == _NO_SUM:
+                got = f"{metric.name!r} ({type(metric).__name__}), whose update depends on the state before it"
+                raise ValueError(describe("metrics", got, "an update that adds to the state", _REMEDY))
+
+    def _trying(self, metric: Any) -> Callable[..., Any]:
+        update = metric.update_state
+
+        def update_state(*args: Any, **kwargs: Any) -> Any:
+            result = update(*args, **kwargs)
+            outcome = self._outcome(metric)
+            trial = tf.cond(
+                tf.equal(outcome, _UNKNOWN),
+                lambda: _trial(metric, lambda: update(*args, **kwargs)),
+                lambda: outcome.read_value(),
+            )
+            outcome.assign(trial)
+            return result
+
+        return update_state
+
+    def _outcome(self, metric: Any) -> tf.Variable:
+        if id(metric) not in self._tried:
+            with tf.init_scope():
+                made = tf.Variable(_UNKNOWN, trainable=False, dtype=tf.int32, name="hvdkit_is_sum")
+            self._tried[id(metric)] = metric, made
+        return self._tried[id(metric)][1]
+
+
+def _of_other_classes(model: Any) -> list[Any]:
+    """Return the metrics whose update is not Keras's: those of the model, and those given to ``compile``."""
+    compiled = model._compile_metrics
+    given = [] if compiled is None else tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
+    found = {id(m): m for m in [*model.metrics, *given] if isinstance(m, keras.metrics.Metric)}
+    return [m for m in found.values() if not type(m).update_state.__module__.startswith("keras.")]
+
+
+def _trial(metric: Any, update: Callable[[], Any]) -> tf.Tensor:
+    """Return whether a metric's summed variables grow by the same amount from three states."""
+    before = [tf.identity(v) for v in metric.variables]
+    summed = [i for i, v in enumerate(metric.variables) if _is_summed(v)]
+
+    def growth(starts: list[tf.Tensor]) -> list[tf.Tensor]:
+        for variable, start in zip(metric.variables, starts, strict=True):
+            variable.assign(start)
+        update()
+        return [_wide(metric.variables[i]) - _wide(starts[i]) for i in summed]
+
+    first = growth(before)
+    units = [1.0 + tf.abs(grown) for grown in first]
+    is_sum = is_finite = tf.constant(True)
+    for sign in (1.0, -1.0):
+        starts = list(before)
+        for i, unit in zip(summed, units, strict=True):
+            starts[i] = before[i] + tf.cast(sign * _APART * unit, before[i].dtype)
+        for i, grown, other, unit in zip(summed, first, growth(starts), units, strict=True):
+            rounding = 8.0 * _epsilon(before[i].dtype) * (tf.abs(_wide(before[i])) + _APART * unit)
+            is_sum &= tf.reduce_all(tf.abs(other - grown) <= _TOLERANCE * unit + rounding)
+            is_finite &= tf.reduce_all(tf.math.is_finite(other) & tf.math.is_finite(grown))
+    for variable, value in zip(metric.variables, before, strict=True):
+        variable.assign(value)
+    return tf.where(is_finite, tf.where(is_sum, _SUM, _NO_SUM), _UNKNOWN)
+
+
+def _is_summed(variable: Any) -> bool:
+    dtype = tf.as_dtype(variable.dtype)
+    return getattr(variable, "aggregation", "sum") == "sum" and (dtype.name in _FRACTION_BITS or dtype.is_integer)
+
+
+def _wide(value: Any) -> tf.Tensor:
+    return tf.cast(value, tf.float64)
+
+
+def _epsilon(dtype: tf.DType) -> float:
+    return 2.0 ** -_FRACTION_BITS[dtype.name] if dtype.is_floating else 0.0
+
+
+def _check_kinds(model: Any) -> None:
+    for name, variable in states(model):
+        how, expected = getattr(variable, "aggregation", "sum"), "a state that is summed or averaged over ranks"
+        got = f"{name!r}, whose variable {variable.path} has aggregation={how!r}"
+        if how not in ("sum", "mean"):
+            raise ValueError(describe("metrics", got, expected, _REMEDY))
+        if tf.as_dtype(variable.dtype) in (tf.string, tf.bool):
+            raise ValueError(describe("metrics", f"{got} and dtype {variable.dtype}", expected, _REMEDY))
+
+
+def _check_first_values(model: Any) -> None:
+    """Refuse sums that do not begin with 0, as maxima may not."""
+    variables = states(model)
+    before = [np.asarray(v) for _, v in variables]
+    model.reset_metrics()
+    first = [np.asarray(v) for _, v in variables]
+    for (_, variable), value in zip(variables, before, strict=True):
+        variable.assign(value)
+    for (name, variable), value in zip(variables, first, strict=True):
+        if getattr(variable, "aggregation", "sum") == "sum" and np.any(value):
+            got = f"{name!r}, whose variable {variable.path} is {value} after reset_state()"
+            raise ValueError(describe("metrics", got, "0: states are summed over ranks", _REMEDY))
