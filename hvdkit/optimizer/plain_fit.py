@@ -242,7 +242,7 @@ class _Watch:
                 self.warn(
                     f"path {path}",
                     f"fit: {name} writes {path!r} on {len(writers)} ranks at once; use hk.fit, which has the chief "
-                    "write, or pass the callback on the chief only: [...] if hk.is_chief() else []",
+                    "write, or pass hk.callbacks.on_chief(callback)",
                 )
 
     def _warn_of_evaluations(self, ranks: list[_Beginning]) -> None:

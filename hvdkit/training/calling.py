@@ -11,6 +11,7 @@ from keras.src import tree
 from keras.src.utils import is_default
 
 from hvdkit import cluster
+from hvdkit.callbacks.chief import is_on_chief
 from hvdkit.collectives import broadcast_object, compare_variables
 from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.errors import CollectiveMismatchError, describe
@@ -57,13 +58,15 @@ def _compared(listed: list[Any], problem: Exception | None) -> bool:
     Raises:
         CollectiveMismatchError: the lists differ; those that write, or show, may be on the chief alone.
     """
-    names = [type(c).__name__ for c in listed if not isinstance(c, _OF_CHIEF)]
+    names = [type(c).__name__ for c in listed if not (isinstance(c, _OF_CHIEF) or is_on_chief(c))]
     payload = names, any(map(_sees_batches, listed))
     ranks = [each.payload for each in agree(_call("set_model", payload, problem))]
     for rank, (others, _) in enumerate(ranks):
         if others != ranks[0][0]:
             got, expected = f"{others} on rank {rank}", f"{ranks[0][0]}, as on rank 0"
-            remedy = "pass the same list on every rank; only Keras's callbacks that write may be on the chief alone"
+            remedy = (
+                "pass the same list on every rank, and hk.callbacks.on_chief(callback) for what runs on the chief only"
+            )
             raise CollectiveMismatchError(describe("callbacks", got, expected, remedy))
     return any(sees for _, sees in ranks)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import keras
 import numpy as np
@@ -176,6 +177,37 @@ def test_words_name_what_a_callback_raised(rng):
 
 
 @pytest.mark.contract
+class Writes(keras.callbacks.Callback):
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, batch, logs=None):
+        with self.path.open("a") as file:
+            file.write(f"{logs['loss']}\n")
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("plainly", [False, True], ids=["hk.fit", "fit"])
+def test_callbacks_of_the_chief_run_there_alone(plainly, rng, shared_path):
+    x, y = line(rng)
+    model = dense(hk.DistributedOptimizer(keras.optimizers.SGD(0.1)))()
+    callbacks = [hk.callbacks.on_chief(Writes(shared_path / "log")), keras.callbacks.TerminateOnNaN()]
+    if plainly:
+        first, last = hk.rank() * 8, hk.rank() * 8 + 8
+        x, y = (np.resize(each, (8 * hk.size(), each.shape[1]))[first:last] for each in (x, y))
+    fit = model.fit if plainly else partial(hk.fit, model)
+    history = fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False, callbacks=callbacks).history["loss"]
+    hk.barrier()
+    losses = np.loadtxt(shared_path / "log")
+    assert len(losses) == (2 if plainly else 6)
+    if plainly or hk.is_chief():
+        expected = hk.broadcast_object(history) if plainly else history
+        np.testing.assert_allclose(losses[-1], expected[-1], rtol=1e-4)
+    with pytest.raises(TypeError, match=r"callback: got .*Writes"):
+        hk.callbacks.on_chief(Writes)
+
+
 def test_lists_of_callbacks_that_differ_are_an_error_on_all(rng):
     x, y = line(rng)
     stops = [keras.callbacks.EarlyStopping("loss")] if hk.is_chief() else []
