@@ -68,12 +68,26 @@ def source(data: Any, map_fn: Callable[..., Any] | None, shuffle_buffer: int | N
     return ArraySource(data)
 
 
+def keras_parts(structure: Any) -> int:
+    """Return of how many parts data for Keras are: 1 (x), 2 (x, y) or 3 (x, y, sample_weight)."""
+    if isinstance(structure, list) or (isinstance(structure, tuple) and not 1 <= len(structure) <= 3):
+        got = f"a {type(structure).__name__} of {len(structure)}"
+        expected = "x, (x, y) or (x, y, sample_weight), as Keras takes them"
+        raise TypeError(describe("arrays_or_source", got, expected, "pass several inputs as ([a, b], y), in a tuple"))
+    return len(structure) if isinstance(structure, tuple) else 1
+
+
 def warn_of_filler(examples: int | None, batch_size: int) -> None:
-    """Say what a short last batch that is filled up does to Keras's metrics, if there is one."""
-    if short := (examples or 0) % batch_size:
+    """Say what a short last batch that is filled up does to Keras's metrics, if there may be one."""
+    if examples is None:
+        get_logger().warning(
+            "remainder: got 'pad', for a stream of unknown length, whose last batch may be short; the gradients are "
+            "right, but Keras's metrics will count that batch as a whole one; pass remainder='drop', or call hk.fit"
+        )
+    elif short := (examples or 0) % batch_size:
         get_logger().warning(
             "remainder: got 'pad', and an epoch's last batch has %d examples of %d; the gradients are right, but "
-            "Keras's metrics will count these as a whole batch; pass remainder='drop' for exact metrics",
+            "Keras's metrics will count these as a whole batch; for exact ones pass remainder='drop', or call hk.fit",
             short,
             batch_size,
         )

@@ -96,33 +96,40 @@ class ArraySource:
         return optree.tree_unflatten(self._treedef, [column.read(indices) for column in self._columns])
 
     def open(
-        self, epoch: int, step: int, rows: tuple[int, int], batch_size: int, seed: int | None,
-        remainder: order.Remainder,
-    ) -> Iterator[tuple[Any, int]]:  # fmt: skip
-        """Yield ``rows`` of each global batch of the epoch from ``step`` on, and its number of real examples."""
-        examples = self.examples
+        self, epoch: int, step: int, cut: order.Cut, seed: int | None, remainder: order.Remainder
+    ) -> Iterator[tuple[Any, int, int]]:  # fmt: skip
+        """Yield the cut's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
+
+        The third is a digest of the batch for streams; 0.
+        """
+        examples, batch_size = self.examples, cut.batch_size
         shuffled = order.epoch_order(examples, seed, epoch)
         for i in range(step, order.steps_per_epoch(examples, batch_size, remainder)):
-            indices = order.row_indices(i, examples, batch_size, rows, shuffled)
-            yield self.read(indices), order.real_examples(i, examples, batch_size)
+            count = order.real_examples(i, examples, batch_size)
+            yield self.read(order.row_indices(i, examples, batch_size, cut.rows(count), shuffled)), count, 0
 
     def open_several(
-        self, start: int, most: int, rows: tuple[int, int], batch_size: int, seed: int | None,
-        remainder: order.Remainder,
+        self, epoch: int, step: int, most: int, cut: order.Cut, seed: int | None, remainder: order.Remainder
     ) -> Iterator[tuple[Any, list[int]]]:  # fmt: skip
-        """Yield ``rows`` of several global batches at once, without end, from step ``start`` of the training on.
+        """Yield the cut's rows of several global batches at once, without end, from a step of an epoch on.
 
-        Of an epoch up to ``most`` batches: arrays ``[batches, rows, ...]``, and the batches' numbers of real examples.
+        Of an epoch up to ``most`` batches of equally many rows: arrays ``[batches, rows, ...]``, and the batches'
+        numbers of real examples.
         """
-        examples, steps = self.examples, order.steps_per_epoch(self.examples, batch_size, remainder)
-        epoch, step = divmod(start, steps)
+        examples, batch_size = self.examples, cut.batch_size
+        steps = order.steps_per_epoch(examples, batch_size, remainder)
         while True:
             shuffled = order.epoch_order(examples, seed, epoch)
-            for first in range(step, steps, most):
-                some = range(first, min(first + most, steps))
-                indices = [order.row_indices(i, examples, batch_size, rows, shuffled) for i in some]
-                flat = self.read(np.concatenate(indices))
-                yield self._cut(flat, len(some)), [order.real_examples(i, examples, batch_size) for i in some]
+            while step < steps:
+                counts = [order.real_examples(i, examples, batch_size) for i in range(step, min(step + most, steps))]
+                if cut.rows(counts[-1]) != cut.rows(counts[0]):
+                    counts.pop()  # the last one, short: it comes alone
+                indices = [
+                    order.row_indices(step + i, examples, batch_size, cut.rows(count), shuffled)
+                    for i, count in enumerate(counts)
+                ]
+                yield self._cut(self.read(np.concatenate(indices)), len(counts)), counts
+                step += len(counts)
             epoch, step = epoch + 1, 0
 
     @staticmethod
@@ -130,8 +137,8 @@ class ArraySource:
         """Return the arrays ``[parts * n, ...]`` of a structure as ``[parts, n, ...]``."""
         return optree.tree_map(lambda array: array.reshape(parts, -1, *array.shape[1:]), structure)
 
-    def batch_spec(self, rows: int) -> Any:
-        """Return the structure of ``tf.TensorSpec`` of a batch of so many rows."""
+    def batch_spec(self, rows: int | None) -> Any:
+        """Return the structure of ``tf.TensorSpec`` of a batch of so many rows; None: of any number."""
         import tensorflow as tf
 
         first = self.read(np.zeros(1, np.int64))

@@ -14,7 +14,7 @@ from hvdkit.arguments import integer
 from hvdkit.cluster.progress import spending
 from hvdkit.data import arguments, order
 from hvdkit.data.arrays import ArraySource
-from hvdkit.data.keras_dataset import batches_at_once, keras_dataset
+from hvdkit.data.keras_dataset import batches_at_once, keras_dataset, weighted, weighted_spec
 from hvdkit.errors import describe
 from hvdkit.memory import tensor_of
 
@@ -38,7 +38,7 @@ class GlobalBatches(Iterator[Any]):
             the rows of this rank are read.
         global_batch_size: B, over all ranks; at least N.
         shuffle_seed: Shuffle each epoch by this seed, an integer >= 0. None keeps the order of the data.
-        epochs: Stop after so many epochs. None goes on for ever.
+        epochs: Stop after so many epochs. None goes on for ever: in a loop over epochs read :meth:`one_epoch`.
         remainder: What becomes of an epoch's short last batch: "pad" or "drop".
         with_sample_weight: Yield ``(x, y, sample_weight)`` for data ``(x, y)``, as Keras expects it.
         as_tensors: Yield TensorFlow tensors, made without a copy, which a ``tf.function`` takes faster than arrays.
@@ -90,7 +90,8 @@ class GlobalBatches(Iterator[Any]):
                          "raise it, or start fewer ranks: each needs an example in every batch")
             )  # fmt: skip
         self._source = arguments.source(arrays_or_source, map_fn, shuffle_buffer)
-        self._rows = order.local_rows(self._batch_size, self._rank, self._size)
+        self._cut = order.Cut(self._rank, self._size, self._batch_size)
+        self._rows = self._cut.rows(self._batch_size)
         self._with_sample_weight, self._as_tensors = with_sample_weight, as_tensors
         self._weights: tuple[int, Any] = (0, None)  # the last global_count asked for, and its sample_weight
         if with_sample_weight:
@@ -100,7 +101,8 @@ class GlobalBatches(Iterator[Any]):
         self._epoch = self._step = 0  # of the next batch
         self._restores = self._epoch_yielded = 0
         self._count: int | None = None  # b of the batch just yielded
-        self._reader: Iterator[tuple[Any, int]] | None = None
+        self._digest = 0  # of that batch, in a stream without filler
+        self._reader: Iterator[tuple[Any, int, int]] | None = None
 
     def __iter__(self) -> GlobalBatches:
         return self
@@ -113,6 +115,34 @@ class GlobalBatches(Iterator[Any]):
                 return batch
             self._end_epoch()
         raise StopIteration
+
+    def one_epoch(self) -> Iterator[Any]:
+        """Yield the rest of this epoch, or the next one if this has ended. It moves this iterator.
+
+        Example:
+            >>> batches = GlobalBatches(np.arange(4), 2, rank=0, size=1)
+            >>> [[batch.tolist() for batch in batches.one_epoch()] for epoch in range(2)]
+            [[[0, 1], [2, 3]], [[0, 1], [2, 3]]]
+        """
+        is_begun = False
+        while self._epochs is None or self._epoch < self._epochs:
+            with spending("input"):
+                batch = self._read()
+            if batch is not None:
+                is_begun = True
+                yield batch
+                continue
+            self._end_epoch()
+            if is_begun:
+                return
+
+    def __repr__(self) -> str:
+        """Name the sizes; and, for Keras's error about data that it does not know, what Keras takes."""
+        return (
+            f"GlobalBatches(examples={self._source.examples}, global_batch_size={self._batch_size}, "
+            f"shuffle_seed={self._seed}, remainder={self._remainder!r}) [for Keras: hk.fit(model, batches), or "
+            "model.fit(batches.as_keras())]"
+        )
 
     # ---- about the batch just yielded -------------------------------------------------------------------------
 
@@ -217,47 +247,109 @@ class GlobalBatches(Iterator[Any]):
     def as_keras(self) -> Any:
         """Return the same batches, from here on, as a ``tf.data.Dataset`` of ``(x, y, sample_weight)`` for ``fit``.
 
-        It has ``steps_per_epoch`` elements, and each pass over it goes on with the next ones, so ``fit(dataset,
-        epochs=3)`` needs no other argument. It reads ahead on its own: this iterator does not move. Save
-        ``state_at(steps done)``. After :meth:`restore` the next pass starts there.
+        It has ``steps_per_epoch`` elements (those of a stream of unknown length are counted as they come), and each
+        pass over it goes on with the next ones, so ``fit(dataset, epochs=3)`` needs no other argument. It reads ahead
+        on its own: this iterator does not move. Save ``state_at(steps done)``. After :meth:`restore` the next pass
+        starts there.
+
+        ``sample_weight`` has the rank of the labels, ``[rows, 1, ...]``, to be multiplied with losses of any shape.
+        Data ``(x, y, w)`` have it multiplied by w. Data without labels (an array, a dict, ``(x,)``) come as they are,
+        which is right only if all ranks have equally many rows, without filler.
 
         Keras weighs its metrics as it weighs the loss. A short last batch needs a large weight in the loss, which
         counts its few examples many times over in the metrics: leave it out with ``remainder="drop"`` (with a seed
         the examples left out are others in every epoch). With ``"pad"`` a warning says so.
 
         Raises:
-            TypeError: The data is not a pair ``(x, y)``.
-            ValueError: A stream's length is unknown.
+            TypeError: The data is a list, or a tuple of more than three.
+            ValueError: Data without labels need weights: N does not divide B, or an epoch's last batch may be short.
 
         Example:
             >>> batches = GlobalBatches((x, y), 256, shuffle_seed=0, remainder="drop")  # doctest: +SKIP
             >>> model.fit(batches.as_keras(), epochs=3)  # doctest: +SKIP
         """
-        self._require_pairs("as_keras()")
-        if self._steps_per_epoch is None:
-            raise ValueError(
-                describe("arrays_or_source", "a tf.data.Dataset of unknown length", "a known one",
-                         "give it: dataset.apply(tf.data.experimental.assert_cardinality(n))")
-            )  # fmt: skip
+        parts = arguments.keras_parts(self._source.structure)
+        if parts == 1 and not self.is_even:
+            got = f"data without labels, in batches of {self._batch_size} on {self._size} ranks, remainder="
+            expected = "labels, whose weights make uneven shares and filler count right"
+            remedy = "call hk.fit(model, batches); or pass remainder='drop' and a multiple of the number of ranks"
+            raise ValueError(describe("arrays_or_source", f"{got}{self._remainder!r}", expected, remedy))
         if self._rank == 0 and self._remainder == "pad":
             arguments.warn_of_filler(self._source.examples, self._batch_size)
-        spec = self._source.batch_spec(self._rows[1] - self._rows[0])
-        several = batches_at_once(spec) if isinstance(self._source, ArraySource) else 1
+        spec = self._source.batch_spec(self._cut.most)
+        at_once = batches_at_once(spec) if isinstance(self._source, ArraySource) else 1
+
+        is_endless = self._steps_per_epoch is not None
+
+        def weigh(batch: Any, counts: list[int], _: Any) -> Any:
+            if parts == 1:
+                return batch
+            weights = [order.sample_weights(order.real_rows(n, self._rows), n, self._size) for n in counts]
+            return weighted(batch, np.stack(weights) if at_once > 1 else weights[0])
+
         return keras_dataset(
-            lambda at: self._several_at(at, several), lambda: (self._restores, self.step),
-            self._steps_per_epoch, spec, at_once=several,
+            lambda epoch, step: self._several_at(epoch, step, at_once, weigh, is_endless),
+            self._position, self._steps_per_epoch, spec if parts == 1 else weighted_spec(spec), at_once=at_once,
         )  # fmt: skip
+
+    # ---- for hk.fit -------------------------------------------------------------------------------------------
+
+    @property
+    def is_even(self) -> bool:
+        """True if all ranks are known to have equally many real examples of every batch, without filler."""
+        examples = self._source.examples
+        whole = self._remainder == "drop" or (examples is not None and examples % self._batch_size == 0)
+        return whole and self._batch_size % self._size == 0
+
+    def as_shares(self) -> Any:
+        """Return each rank's share of the batches, from here on, as a ``tf.data.Dataset``, for ``hk.fit``.
+
+        Its elements are ``(data, b, digest)``: rows ``[r*b//N, (r+1)*b//N)`` of the b real examples of a global batch,
+        or one of its rows if that is none; int32 b; and the int64 digest of a stream's batch, otherwise 0. There is no
+        filler and no weight. Passes go on as those of :meth:`as_keras`.
+        """
+        import tensorflow as tf
+
+        other = copy.copy(self)
+        other._cut = order.Cut(self._rank, self._size, self._batch_size, with_filler=False)
+        at_once = 1
+        if isinstance(self._source, ArraySource):
+            at_once = batches_at_once(self._source.batch_spec(other._cut.most))
+        first, last = self._rows
+        whole = self._remainder == "drop" or self.is_even
+        spec = self._source.batch_spec(last - first if whole else None)
+
+        is_endless = self._steps_per_epoch is not None
+
+        def note(batch: Any, counts: list[int], digest: int) -> Any:
+            if at_once == 1:
+                return batch, np.int32(counts[0]), np.int64(digest)
+            return batch, np.array(counts, np.int32), np.zeros(len(counts), np.int64)
+
+        about = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)
+        return keras_dataset(
+            lambda epoch, step: other._several_at(epoch, step, at_once, note, is_endless),
+            self._position, self._steps_per_epoch, (spec, *about), at_once=at_once,
+        )  # fmt: skip
+
+    def copy_at(self, epoch: int, step: int) -> GlobalBatches:
+        """Return another iterator over the same data, at a step of an epoch."""
+        other = copy.copy(self)
+        other.move_to(epoch, step)
+        return other
+
+    def move_to(self, epoch: int, step: int) -> None:
+        """Continue at a step of an epoch."""
+        self.restore({"epoch": epoch, "step": step, **self._identity()})
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
     def _read(self) -> Any:
         """Return the next batch of this epoch, or None at its end."""
         if self._reader is None:
-            self._reader = self._source.open(
-                self._epoch, self._step, self._rows, self._batch_size, self._seed, self._remainder
-            )
+            self._reader = self._source.open(self._epoch, self._step, self._cut, self._seed, self._remainder)
         try:
-            batch, count = next(self._reader, _END)
+            batch, count, self._digest = next(self._reader, _END)
         except BaseException:
             self._reader = None  # a generator that raised looks exhausted: never take that for an epoch's end
             raise
@@ -301,26 +393,31 @@ class GlobalBatches(Iterator[Any]):
             "order_check": self._order_check,
         }
 
-    def _copy_at(self, global_step: int) -> GlobalBatches:
-        """Return an iterator of its own over the same data that yields (x, y, sample_weight) from there."""
-        other = copy.copy(self)
-        other._with_sample_weight, other._as_tensors = True, False
-        other.restore(self.state_at(global_step))
-        return other
+    def _position(self) -> tuple[int, int, int]:
+        return self._restores, self._epoch, self._step
 
-    def _several_at(self, global_step: int, most: int) -> Iterator[tuple[int, Any]]:
-        """Yield, from there on, numbers of batches and the batches ``(x, y, sample_weight)``; see keras_dataset."""
+    def _several_at(
+        self, epoch: int, step: int, most: int, made: Callable[[Any, list[int], int], Any], is_endless: bool
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield numbers of batches and what ``made`` makes of them, from a step of an epoch on; see keras_dataset.
+
+        ``made`` gets the batches, with an axis for them in front unless ``most`` is 1, their numbers of real examples,
+        and the digest. Unless ``is_endless``, it ends with the epoch.
+        """
         if most == 1 or not isinstance(self._source, ArraySource):
-            yield from ((1, batch) for batch in self._copy_at(global_step))
+            other = self.copy_at(epoch, step)
+            other._with_sample_weight = other._as_tensors = False
+            for batch in other if is_endless else other.one_epoch():
+                yield 1, made(batch, [other.global_count], other._digest)
+            self._steps_per_epoch = other._steps_per_epoch
             return
-        end = math.inf if self._epochs is None else self._epochs * (self._steps_per_epoch or 0)
-        how = (self._rows, self._batch_size, self._seed, self._remainder)
-        for batches, counts in self._source.open_several(global_step, most, *how):
-            if global_step >= end:
+        steps = self._steps_per_epoch or 0
+        at, end = epoch * steps + step, math.inf if self._epochs is None else self._epochs * steps
+        for batches, counts in self._source.open_several(epoch, step, most, self._cut, self._seed, self._remainder):
+            if at >= end:
                 return
-            weights = [order.sample_weights(order.real_rows(n, self._rows), n, self._size) for n in counts]
-            yield len(counts), (*batches, np.stack(weights))
-            global_step += len(counts)
+            yield len(counts), made(batches, counts, 0)
+            at += len(counts)
 
     def _require_pairs(self, what: str) -> None:
         structure = self._source.structure
@@ -345,4 +442,4 @@ def _no_batch(got: str, batch_size: int) -> ValueError:
     )  # fmt: skip
 
 
-_END: tuple[Any, int] = (None, 0)
+_END: tuple[Any, int, int] = (None, 0, 0)

@@ -14,7 +14,8 @@ Nothing but that last cut knows ``N``.
 from __future__ import annotations
 
 import zlib
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,6 +30,46 @@ def local_rows(batch_size: int, rank: int, size: int) -> tuple[int, int]:
         [(0, 2), (2, 5), (5, 7), (7, 10)]
     """
     return rank * batch_size // size, (rank + 1) * batch_size // size
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The rows of each global batch that are read for one rank.
+
+    Attributes:
+        rank: r.
+        size: N.
+        batch_size: B.
+        with_filler: True: rows of B, of which a short batch has filler; always as many. False: rows of the b real
+            examples, at least one.
+    """
+
+    rank: int
+    size: int
+    batch_size: int
+    with_filler: bool = True
+
+    def first(self, count: Any) -> Any:
+        """Return the first row to read of a batch of ``count`` real examples, an int or an int64 scalar tensor."""
+        return self.rank * (self.batch_size if self.with_filler else count) // self.size
+
+    def rows(self, count: int) -> tuple[int, int]:
+        """Return the first and one past the last row to read of a batch of ``count`` real examples.
+
+        Example:
+            >>> [Cut(rank, 4, 10, with_filler=False).rows(3) for rank in range(4)]  # rank 0 has none: one to work on
+            [(0, 1), (0, 1), (1, 2), (2, 3)]
+        """
+        first, last = local_rows(self.batch_size if self.with_filler else count, self.rank, self.size)
+        return first, max(last, first + 1)
+
+    @property
+    def most(self) -> int:
+        """The most rows that a batch may have for this rank."""
+        if self.with_filler:
+            first, last = self.rows(self.batch_size)
+            return last - first
+        return -(-self.batch_size // self.size)
 
 
 def steps_per_epoch(examples: int, batch_size: int, remainder: Remainder) -> int:

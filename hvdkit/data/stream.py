@@ -40,34 +40,36 @@ class StreamSource:
         self.examples = cardinality if cardinality > 0 else None
 
     def open(
-        self, epoch: int, step: int, rows: tuple[int, int], batch_size: int, seed: int | None,
-        remainder: order.Remainder,
-    ) -> Iterator[tuple[Any, int]]:  # fmt: skip
-        """Yield ``rows`` of each global batch of the epoch from ``step`` on, and its number of real examples.
+        self, epoch: int, step: int, cut: order.Cut, seed: int | None, remainder: order.Remainder
+    ) -> Iterator[tuple[Any, int, int]]:  # fmt: skip
+        """Yield the cut's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
 
-        Filler rows repeat the examples of the batch they complete, from its first.
+        Filler rows repeat the examples of the batch they complete, from its first. Without filler, the third is a
+        digest of the batch's first example, before ``map_fn``, by which ranks' streams are compared; 0 otherwise.
         """
         import tensorflow as tf
-
-        first, last = rows
 
         def keep_rows(*window: Any) -> Any:
             columns = window if isinstance(self._dataset.element_spec, tuple) else window[0]
             count = tf.nest.flatten(columns)[0].cardinality()
-            kept = tf.data.Dataset.zip(columns).repeat().skip(first).take(last - first)
-            return tf.data.Dataset.zip((kept, tf.data.Dataset.from_tensors(count).repeat()))
+            rows = tf.data.Dataset.zip(columns)
+            digest = tf.zeros([], tf.int64) if cut.with_filler else _digest(rows.take(1).get_single_element())
+            kept = rows.repeat().skip(cut.first(count)).take(cut.most)
+            return tf.data.Dataset.zip((kept, tf.data.Dataset.from_tensors((count, digest)).repeat()))
 
-        stream = self._ordered(epoch, seed).skip(step * batch_size)
-        stream = stream.window(batch_size, drop_remainder=remainder == "drop").flat_map(keep_rows)
+        stream = self._ordered(epoch, seed).skip(step * cut.batch_size)
+        stream = stream.window(cut.batch_size, drop_remainder=remainder == "drop").flat_map(keep_rows)
         if self.map_fn is not None:
             stream = stream.map(self._map_example, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        for batch, counts in stream.batch(last - first).prefetch(1):
-            yield batch, int(counts[0])
+        for batch, (counts, digests) in stream.batch(cut.most).prefetch(1):
+            count = int(counts[0])
+            first, last = cut.rows(count)
+            yield _first_rows(batch, last - first, cut.most), count, int(digests[0])
 
-    def batch_spec(self, rows: int) -> Any:
-        """Return the structure of ``tf.TypeSpec`` of a batch of so many rows."""
+    def batch_spec(self, rows: int | None) -> Any:
+        """Return the structure of ``tf.TypeSpec`` of a batch of so many rows; None: of any number."""
         dataset = self._dataset if self.map_fn is None else self._dataset.map(self.map_fn)
-        return dataset.batch(rows, drop_remainder=True).element_spec
+        return dataset.batch(rows or 1, drop_remainder=rows is not None).element_spec
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the examples' number and kind and a checksum of the first two."""
@@ -94,7 +96,29 @@ class StreamSource:
 
         return tf.data.Dataset.from_tensors(0).flat_map(shuffled)
 
-    def _map_example(self, example: Any, count: Any) -> Any:
+    def _map_example(self, example: Any, about: Any) -> Any:
         assert self.map_fn is not None
         mapped = self.map_fn(*example) if isinstance(example, tuple) else self.map_fn(example)
-        return mapped, count
+        return mapped, about
+
+
+def _first_rows(batch: Any, number: int, of: int) -> Any:
+    """Return the first rows of every tensor of a batch."""
+    import tensorflow as tf
+
+    def cut(x: Any) -> Any:
+        if isinstance(x, tf.SparseTensor):
+            return tf.sparse.slice(x, [0] * len(x.shape), tf.concat([[number], x.dense_shape[1:]], 0))
+        return x[:number]
+
+    return batch if number == of else tf.nest.map_structure(cut, batch)
+
+
+def _digest(example: Any) -> Any:
+    """Return an int64 hash of an example."""
+    import tensorflow as tf
+
+    total = tf.zeros([], tf.int64)
+    for leaf in tf.nest.flatten(example, expand_composites=True):
+        total = total * 1_000_003 + tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(leaf), 2**62)
+    return total

@@ -139,6 +139,7 @@ class Callbacks(keras.callbacks.CallbackList):
         problem = attempt(lambda: super(Callbacks, self).on_train_begin(logs))
         self._agree("on_train_begin", problem, None)
         self.model._initial_epoch = broadcast_object(self.model._initial_epoch)
+        self._data.begin(self.model._initial_epoch)
         self._session.begin_again()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

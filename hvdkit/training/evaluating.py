@@ -26,7 +26,8 @@ def evaluate(
     Args:
         model: a compiled Keras model; all ranks get the chief's weights.
         x, y, sample_weight, steps, return_dict: as for ``model.evaluate``; the whole data set on every rank.
-        batch_size: rows of a global batch; at least the number of ranks. Default 32.
+        batch_size: rows of a global batch; at least the number of ranks. Default 32. None for a
+            ``hk.data.GlobalBatches``, whose first epoch is read.
         verbose: as for ``model.evaluate``; only the chief prints.
         callbacks: as for :func:`hvdkit.fit`.
 

@@ -9,7 +9,10 @@ from keras.src import tree
 from keras.src.trainers.data_adapters import data_adapter_utils
 
 from hvdkit.callbacks import SupervisorCallback
+from hvdkit.data import GlobalBatches
+from hvdkit.errors import describe
 from hvdkit.training.calling import Callbacks, checked_model
+from hvdkit.training.global_batches import GlobalBatchShares
 from hvdkit.training.hooks import Session
 from hvdkit.training.inputs import Given, prepare, split
 from hvdkit.training.shares import Shares
@@ -49,7 +52,8 @@ def fit(
         model: a compiled Keras model.
         x, y, epochs, validation_split, validation_data, shuffle, class_weight, sample_weight, initial_epoch,
             steps_per_epoch, validation_steps, validation_freq: as for ``model.fit``. ``x`` is an array, or arrays in
-            lists, tuples and dicts, or a ``tf.data.Dataset`` of global batches.
+            lists, tuples and dicts, a ``tf.data.Dataset`` of global batches, or a ``hk.data.GlobalBatches``, whose
+            epochs are those of ``fit``.
         batch_size: rows of a global batch, of all ranks together; at least the number of ranks. Default 32, as in
             Keras.
         validation_batch_size: rows of a global batch of the validation data. Default ``batch_size``.
@@ -95,7 +99,13 @@ def fit(
             steps=steps_per_epoch,
             shuffle=shuffle,
             class_weight=class_weight,
+            initial_epoch=initial_epoch,
         ).shares()
+        if isinstance(own, GlobalBatchShares):
+            own.check_epochs(epochs)
+            if logdir is not None and own.num_batches is None:
+                remedy = "give it: dataset.apply(tf.data.experimental.assert_cardinality(n))"
+                raise ValueError(describe("x", "GlobalBatches of unknown length, with logdir=", "a known one", remedy))
         if validation is None:
             return [own, None]
         val_x, val_y, val_weight = data_adapter_utils.unpack_x_y_sample_weight(validation)
@@ -103,7 +113,7 @@ def fit(
             x=val_x,
             y=val_y,
             sample_weight=val_weight,
-            batch_size=validation_batch_size or batch_size,
+            batch_size=validation_batch_size or (None if isinstance(val_x, GlobalBatches) else batch_size),
             steps=validation_steps,
             argument="validation_data",
         )
@@ -114,7 +124,8 @@ def fit(
     session = Session.of(model, may_be_empty=any(s is not None and s.may_be_empty for s in (own, others)))
     warn_of_repeated_rows(model)
     if logdir is not None:
-        callbacks = [SupervisorCallback(logdir), *tree.flatten(callbacks or [])]
+        position = own.position if isinstance(own, GlobalBatchShares) else None
+        callbacks = [SupervisorCallback(logdir, data=position), *tree.flatten(callbacks or [])]
     with session.running():
         listed = Callbacks(callbacks, session, own, others, verbose=verbose, epochs=epochs, steps=steps_per_epoch)
         return model.fit(

@@ -22,6 +22,7 @@ from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.data import GlobalBatches
 from hvdkit.errors import CollectiveMismatchError, HvdkitError, describe
 from hvdkit.training.arrays import ArrayShares
+from hvdkit.training.global_batches import GlobalBatchShares
 from hvdkit.training.shares import Place, Shares, first_tensor
 
 
@@ -31,6 +32,7 @@ class Given:
 
     Attributes:
         x, y, sample_weight, batch_size, steps, shuffle, class_weight: as for ``model.fit``.
+        initial_epoch: of training; None for data that are not trained on.
         argument: what the caller calls the data, for messages.
     """
 
@@ -41,6 +43,7 @@ class Given:
     steps: int | None = None
     shuffle: Any = False
     class_weight: Any = None
+    initial_epoch: int | None = None
     argument: str = "x"
 
     def shares(self) -> Shares:
@@ -51,8 +54,7 @@ class Given:
             HvdkitError: data of this class are not supported.
         """
         if isinstance(self.x, GlobalBatches):
-            remedy = "pass its arrays or dataset and batch_size: hk.fit divides them itself"
-            raise HvdkitError(describe(self.argument, "GlobalBatches", "data of the whole job", remedy))
+            return self._of_global_batches(self.x)
         inner = data_adapters.get_data_adapter(
             x=self.x,
             y=self.y,
@@ -73,6 +75,25 @@ class Given:
             return made
         remedy = "pass arrays, a batched tf.data.Dataset, a PyDataset or a generator"
         raise HvdkitError(describe(self.argument, type(self.x).__name__, "data that hk.fit divides", remedy))
+
+    def _of_global_batches(self, batches: GlobalBatches) -> GlobalBatchShares:
+        remedies = {
+            "y": "make it part of the data: GlobalBatches((x, y), ...)",
+            "sample_weight": "make it part of the data: GlobalBatches((x, y, sample_weight), ...)",
+            "batch_size": "leave it out: global_batch_size is it",
+        }
+        for name, remedy in remedies.items():
+            if (value := getattr(self, name)) is not None:
+                got = f"{value}" if isinstance(value, int) else type(value).__name__
+                raise ValueError(describe(name, f"{got}, with GlobalBatches as {self.argument}", "None", remedy))
+        return GlobalBatchShares(
+            batches,
+            Place.here(),
+            argument=self.argument,
+            steps=self.steps,
+            class_weight=self.class_weight,
+            initial_epoch=self.initial_epoch,
+        )
 
     def _check_rows(self, batch_size: int, place: Place) -> None:
         if batch_size < place.size:
@@ -113,8 +134,8 @@ def prepare(kind: str, build: Callable[[], Sequence[Shares | None]]) -> Sequence
             seed=context.global_seed(),
             drawn=secrets.randbits(31),
             order=random.getstate() if any(map(_draws, made[0])) else None,
-            sizes=[None if s is None else (type(s).__name__, s.num_batches) for s in made[0]],
-            digests=[s.digest if isinstance(s, ArrayShares) else None for s in made[0]],
+            sizes=[None if s is None else (type(s).__name__, s.num_batches, *_settings(s)) for s in made[0]],
+            digests=[getattr(s, "digest", None) for s in made[0]],
         )
 
     call.problem = attempt(check)
@@ -137,8 +158,8 @@ class _Payload:
         seed: TensorFlow's global one, or None.
         drawn: a random one.
         order: the state of Python's random numbers, if the order of a PyDataset's batches comes from them.
-        sizes: class and number of batches of the training and validation data.
-        digests: of arrays.
+        sizes: class, number of batches and settings of the training and validation data.
+        digests: of arrays, and of the data of GlobalBatches.
     """
 
     seed: int | None
@@ -146,6 +167,11 @@ class _Payload:
     order: Any
     sizes: list[Any]
     digests: list[Any]
+
+
+def _settings(shares: Shares) -> tuple[Any, ...]:
+    """Return the settings of GlobalBatches."""
+    return (shares.settings(),) if isinstance(shares, GlobalBatchShares) else ()
 
 
 def _draws(shares: Shares | None) -> bool:
@@ -165,6 +191,6 @@ def _compare(payloads: list[_Payload]) -> None:
                 raise CollectiveMismatchError(describe(name, got, expected, "pass the same data on every rank"))
         for name, mine, theirs in zip(("x, y", "validation_data"), payloads[0].digests, other.digests, strict=False):
             if mine != theirs:
-                got, expected = f"arrays on rank {rank} that differ from rank 0's", "the whole data set on every rank"
+                got, expected = f"data on rank {rank} that differ from rank 0's", "the whole data set on every rank"
                 remedy = "seed what draws or shuffles them (keras.utils.set_random_seed), or load the same files"
                 raise CollectiveMismatchError(describe(name, got, expected, remedy))

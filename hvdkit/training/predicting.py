@@ -34,7 +34,8 @@ def predict(
     Args:
         model: a Keras model; all ranks get the chief's weights.
         x, steps: as for ``model.predict``; the whole data set on every rank.
-        batch_size: rows of a global batch; at least the number of ranks. Default 32.
+        batch_size: rows of a global batch; at least the number of ranks. Default 32. None for a
+            ``hk.data.GlobalBatches``, whose first epoch is read.
         verbose: as for ``model.predict``; only the chief prints.
         callbacks: as for :func:`hvdkit.fit`.
         gather: "all" returns all rows on every rank; "chief" returns them on the chief, and None on other ranks.

@@ -165,6 +165,9 @@ class Shares(DataAdapter):
         """Rows of the last batch, if known."""
         return self.inner.partial_batch_size
 
+    def begin(self, epoch: int | None) -> None:
+        """Note that training begins now; ``epoch`` is what a callback restored, None if that is none."""
+
     def on_epoch_begin(self) -> None:
         """Tell the global batches."""
         self.inner.on_epoch_begin()

@@ -1,0 +1,156 @@
+"""Shares of the global batches of :class:`hvdkit.data.GlobalBatches`, which every rank reads for itself."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import tensorflow as tf
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter, make_class_weight_map_fn
+
+from hvdkit.data import GlobalBatches
+from hvdkit.data.arguments import keras_parts
+from hvdkit.errors import describe
+from hvdkit.training.shares import Place, Shares
+
+
+class GlobalBatchShares(Shares):
+    """This rank's shares of global batches: the real rows, without filler.
+
+    Args:
+        batches: the caller's; it does not move.
+        place: of this rank.
+        argument: what the caller calls the data, for messages.
+        steps: of an epoch of Keras; None: those of the data.
+        class_weight: as for ``model.fit``.
+        initial_epoch: of Keras, which begins there; None for data that are not trained on: passes over their
+            first epoch.
+
+    Attributes:
+        digest: of the data; equal on all ranks.
+        position: batches whose position is that of training, for a Supervisor; None if an epoch of Keras is not one of
+            the data, or their length is unknown.
+
+    Raises:
+        TypeError: the data is not ``x``, ``(x, y)`` or ``(x, y, sample_weight)``.
+        ValueError: the batches are cut for other ranks, or are at another place than the first epoch of training.
+    """
+
+    def __init__(
+        self,
+        batches: GlobalBatches,
+        place: Place,
+        *,
+        argument: str = "x",
+        steps: int | None = None,
+        class_weight: dict[int, float] | None = None,
+        initial_epoch: int | None = None,
+    ) -> None:
+        keras_parts(batches._source.structure)
+        if (batches._rank, batches._size) != (place.index, place.size):
+            got, expected = (
+                f"GlobalBatches of rank {batches._rank} of {batches._size}",
+                f"{place.index} of {place.size}",
+            )
+            raise ValueError(describe(argument, got, expected, "leave out rank= and size= of GlobalBatches"))
+        self._trains, self._steps, self._initial_epoch = initial_epoch is not None, steps, initial_epoch or 0
+        self._batches = batches.copy_at(*self._start(batches, self._initial_epoch))
+        if self._trains:
+            self._check_position(batches, argument)
+        self._class_weight = class_weight
+        self.digest = json.dumps(batches.fingerprint(), sort_keys=True, default=str)
+        super().__init__(TFDatasetAdapter(self._batches.as_shares()), place)
+
+    def _start(self, batches: GlobalBatches, epoch: int) -> tuple[int, int]:
+        """Return the data's epoch and step at which an epoch of Keras begins."""
+        known = batches.steps_per_epoch
+        if self._steps is None:
+            return epoch, 0
+        return divmod(epoch * self._steps, known) if known else (0, epoch * self._steps)
+
+    def _check_position(self, batches: GlobalBatches, argument: str) -> None:
+        at = batches.state
+        start = self._start(batches, self._initial_epoch)
+        if (at["epoch"], at["step"]) not in ((0, 0), start):
+            got = f"GlobalBatches at epoch {at['epoch']}, step {at['step']}"
+            expected = (
+                f"one at its start, or at epoch {start[0]}, step {start[1]}: epochs of hk.fit are those of the data"
+            )
+            remedy = "call batches.restore(batches.state_at(0)); pass initial_epoch= or logdir= to go on"
+            raise ValueError(describe(argument, got, expected, remedy))
+
+    def check_epochs(self, epochs: int) -> None:
+        """Raise ValueError if the batches end before ``epochs`` epochs of Keras."""
+        most, known = self._batches._epochs, self._batches.steps_per_epoch
+        needed = epochs if not (known and self._steps) else -(-epochs * self._steps // known)
+        if most is not None and needed > most:
+            remedy = f"pass GlobalBatches(epochs={needed}), or None"
+            raise ValueError(
+                describe("epochs", f"{epochs}, with GlobalBatches(epochs={most})", f"at most {most}", remedy)
+            )
+
+    @property
+    def position(self) -> GlobalBatches | None:
+        """The batches whose position is that of training, for a Supervisor."""
+        known = self._batches.steps_per_epoch
+        return self._batches if known is not None and self._steps in (None, known) else None
+
+    def begin(self, epoch: int | None) -> None:
+        """Note that training begins now, in an epoch of Keras that a callback may have restored."""
+        if not self._trains:
+            return
+        start = self._start(self._batches, epoch or self._initial_epoch)
+        own = self._batches
+        is_within = self.position is not None and (own._epoch, own._step) >= start and own._epoch == start[0]
+        own.move_to(*((own._epoch, own._step) if is_within else start))
+
+    def _make(self) -> tf.data.Dataset:
+        known = self._batches.steps_per_epoch
+        spec = self.inner.get_tf_dataset().element_spec[0]
+        weigh = make_class_weight_map_fn(self._class_weight) if self._class_weight is not None else None
+        is_counted = known is None
+        first = tf.nest.flatten(spec)[0]
+        whole = self._batches._batch_size if first.shape[0] is not None else None
+
+        def take(data: Any, rows: tf.Tensor, digest: tf.Tensor) -> Any:
+            _, _, share = self.place.to_read(rows if whole is None else whole)
+            share["digest"] = digest
+            if is_counted:
+                share["is_counted"] = tf.constant(True)
+            if weigh is not None:
+                data = weigh(*data) if isinstance(data, tuple) else weigh(data)
+            return data, share
+
+        return self.inner.get_tf_dataset().map(take).prefetch(2)
+
+    def on_epoch_begin(self) -> None:
+        """Begin each pass at the first epoch, unless the data are trained on."""
+        if not self._trains:
+            self._batches.move_to(0, 0)
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Return False if no share can be empty."""
+        examples, size = self._batches._source.examples, self._batches._batch_size
+        if self._batches._remainder == "drop":
+            return False
+        return examples is None or 0 < examples % size < self.place.size
+
+    @property
+    def may_end_anywhere(self) -> bool:
+        """Return True for a stream of unknown length."""
+        return self.num_batches is None
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of an epoch; None if it is not known."""
+        return self._batches.steps_per_epoch
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of a global batch."""
+        return self._batches._batch_size
+
+    def settings(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks, besides the data."""
+        return self._batches._identity()
