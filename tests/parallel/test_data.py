@@ -184,7 +184,7 @@ def test_as_keras_of_unknown_length_and_without_labels():
                 lambda x, whole: np.testing.assert_array_equal(hk.allgather(x), whole[:rows]), found, data
             )
         with pytest.raises(ValueError, match=r"data without labels.*hk\.fit\(model, batches\).*remainder='drop'"):
-            hk.data.GlobalBatches(data, 2 * hk.size() + 1).as_keras()
+            hk.data.GlobalBatches(data, rows).as_keras()
 
 
 def test_plain_fit_of_the_iterator_names_what_keras_takes():
