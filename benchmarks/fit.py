@@ -1,4 +1,4 @@
-"""Keras's fit beside a hand-written loop, on the same model, batches and optimizer.
+"""hk.fit beside Keras's model.fit and a hand-written loop, on the same model, data and optimizer.
 
 python benchmarks/fit.py
 """
@@ -6,73 +6,101 @@ python benchmarks/fit.py
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from figures import Goal, Metric
-from harness import Benchmark, Case, Config, Way, main
+from harness import Benchmark, Case, Config, Results, Way, main
 from processes import WORKERS, environment, launch, ranks, results
 
 Model = Literal["cifar10", "recommender"]
 TITLES = {"cifar10": "the CIFAR-10 tutorial's network", "recommender": "a click model with 26 tables"}
-METRICS = (Metric(name="ms", title="ms/step", digits=2), Metric(name="memory_mb", title="MB a rank", digits=0))
+METRICS = (Metric(name="ms", title="ms/step", digits=2), Metric(name="cpu_ms", title="CPU ms/step", digits=2))
+WAYS = {
+    "plain": "Keras `model.fit`",
+    "loop": "a hand-written loop",
+    "hk": "`hk.fit`",
+    "fit": "`model.fit` with hvdkit's optimizer and callbacks",
+}
+TURNS = 4  # epochs are short: each round of the command line is so many
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit(Config):
-    """Measure fit beside a loop."""
+    """Measure hk.fit beside model.fit and a loop."""
 
     model: tuple[Model, ...] = ("cifar10", "recommender")
     """Models."""
     np: tuple[int, ...] = (1, 2)
     """Ranks."""
     rounds: int = 3
-    """Rounds; every way runs once in each."""
+    """Times four: rounds of short epochs; every way trains in each."""
     steps: int = 40
-    """Steps in an epoch, of which there are four; the first warms up, the median of the others counts."""
+    """Steps in an epoch; five times as many of the click model."""
 
 
 def cases(config: Fit) -> list[Case]:
-    """Return a case for each model and number of ranks."""
-    found = []
-    for model in config.model:
-        for size in config.np:
-            ranks = f"{size} rank{'s' if size > 1 else ''}"
-            about = f"Keras fit / a loop, {TITLES[model]}, {ranks}"
-            found.append(
-                Case(
-                    name=f"{model}-{size}",
-                    title=f"{TITLES[model]}, {ranks}",
-                    ways=[
-                        Way(name="loop", title="a hand-written loop", run=partial(run, "loop", model, size, config)),
-                        Way(name="fit", title="Keras `fit`", run=partial(run, "fit", model, size, config)),
-                    ],
-                    metrics=METRICS,
-                    goals=[Goal(upper="fit", lower="loop", limit=1.03, headline=True, about=about)],
-                    reference="loop",
-                )
-            )
-    return found
+    """Return a case for each model and number of ranks, and one for evaluations."""
+    found = [training(model, size, config) for model in config.model for size in config.np]
+    ways = [Way(name="one", title="`model.evaluate`, one rank"), Way(name="all", title="`hk.evaluate`, two ranks")]
+    about = f"hk.evaluate on 2 ranks / on 1, {TITLES['cifar10']}"
+    evaluation = Case(
+        name="evaluate",
+        title=f"evaluation of {TITLES['cifar10']}, the whole call over its batches",
+        ways=ways,
+        metrics=METRICS[:1],
+        goals=[Goal(upper="all", lower="one", limit=0.6, headline=True, about=about)],
+        reference="one",
+        together=partial(run, "cifar10", 2, config, "--evaluate"),
+    )
+    return [*found, *([evaluation] if 2 in config.np and "cifar10" in config.model else [])]
 
 
-def run(form: str, model: Model, size: int, config: Fit, folder: Path) -> dict[str, float]:
-    """Run one form once; return the slowest rank's figures."""
+def training(model: Model, size: int, config: Fit) -> Case:
+    """Return the case of one model on some ranks."""
+    where = f"{TITLES[model]}, {size} rank{'s' if size > 1 else ''}"
+    reference, limit = ("plain", 1.03) if size == 1 else ("loop", 1.05)
+    beside = {"plain": "model.fit", "loop": "a loop"}[reference]
+    return Case(
+        name=f"{model}-{size}",
+        title=where,
+        ways=[Way(name=name, title=title) for name, title in WAYS.items() if size == 1 or name != "plain"],
+        metrics=METRICS,
+        goals=[
+            Goal(upper="hk", lower=reference, limit=limit, headline=True, about=f"hk.fit / {beside}, {where}"),
+            Goal(upper="fit", lower="loop", limit=1.03, about=f"Keras fit / a loop, {where}"),
+        ],
+        reference=reference,
+        together=partial(run, model, size, config),
+    )
+
+
+def run(model: Model, size: int, config: Fit, *args: str | Path) -> Sequence[Mapping[str, Results]]:
+    """Run the one job of a case; return the slowest rank's figures by way, for each round."""
+    *words, folder = map(str, args)
     steps = 10 if config.quick else config.steps * (5 if model == "recommender" else 1)  # whose steps are short
-    worker = [sys.executable, str(WORKERS / "fit.py"), form, "--model", model, "--folder", str(folder)]
-    worker += ["--steps", str(steps), "--processes", str(size)]
-    launch([ranks(size, worker)], env=environment(), timeout=300)
-    found = results(folder)
-    return {key: max(each[key] for each in found) for key in found[0]}
+    rounds = 1 if config.quick else config.rounds * TURNS
+    worker = [sys.executable, str(WORKERS / "fit.py"), "--model", model, "--folder", folder, *words]
+    worker += ["--steps", str(steps), "--rounds", str(rounds), "--processes", str(size)]
+    launch([ranks(size, worker)], env=environment(), timeout=900)
+    found = results(Path(folder))
+    made: list[dict[str, dict[str, float]]] = [{} for _ in range(rounds)]
+    for name in found[0]:
+        if " " in name:
+            way, metric, number = name.split()
+            made[int(number)].setdefault(way, {})[metric] = max(each[name] for each in found)
+    return made
 
 
 BENCHMARK = Benchmark(
     name="fit",
     title="Keras fit and a loop",
-    about="""Both have what such a script has: hvdkit's optimizer, the chief's first weights, batches from
-    `GlobalBatches`, a log line every ten steps and the epoch's mean loss over all ranks; one compute thread a
-    rank. The click model's epochs have five times as many steps.""",
+    about="""SGD on arrays in shuffled batches, 64 images or 500 clicks a rank; one compute thread a rank. All ways of a
+    table take turns within one job, two epochs a turn, of which the second counts, to its end, at which metrics of
+    all ranks are combined. CPU time is that of the busiest rank, which also waits for others.""",
     cases=cases,
     config=Fit,
 )

@@ -52,10 +52,12 @@ class Counts:
 
     Attributes:
         traced: names of the functions that TensorFlow traced, branches and loop bodies included.
+        operations: of each of these functions, the operations in its graph.
     """
 
     def __init__(self) -> None:
         self.traced: Counter[str] = Counter()
+        self.operations: Counter[str] = Counter()
         self._ops: list[_Op] = []
         with tf.device("CPU:0"):  # of each op its runs, and the elements given to it; functions may make no variables
             self._table = tf.Variable(tf.zeros([_MOST_OPS, 2], tf.int64), trainable=False)
@@ -78,6 +80,7 @@ class Counts:
         self.exchanges()
         self.eager()
         self.traced.clear()
+        self.operations.clear()
 
     def made(self, kind: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Make one of Horovod's ops, and count beside it."""
@@ -89,8 +92,9 @@ class Counts:
         return function(*args, **options)
 
     def _count(self, kind: str, given: list[tf.Tensor]) -> None:
-        elements = tf.add_n([tf.size(x, out_type=tf.int64) for x in given])
-        self._table.scatter_nd_add([[len(self._ops)]], tf.stack([tf.constant(1, tf.int64), elements])[None])
+        with tf.control_dependencies(given):  # sizes may be constants: a step without data counts nothing
+            elements = tf.add_n([tf.size(x, out_type=tf.int64) for x in given])
+            self._table.scatter_nd_add([[len(self._ops)]], tf.stack([tf.constant(1, tf.int64), elements])[None])
         self._ops.append(_Op(kind, len(given), given[0].dtype.size))
 
 
@@ -127,7 +131,9 @@ def counting() -> Iterator[Counts]:
 
     def traced(name: str, *args: Any, **options: Any) -> Any:
         counts.traced[name] += 1
-        return trace(name, *args, **options)
+        graph = trace(name, *args, **options)
+        counts.operations[name] += len(graph.get_operations())
+        return graph
 
     mpi_ops.MPI_LIB, func_graph.func_graph_from_py_func = _Library(library, counts), traced
     try:

@@ -1,13 +1,16 @@
-"""One rank of benchmarks/fit.py: train a model by Keras's fit, or by a hand-written loop, on the same batches.
+"""One rank of benchmarks/fit.py: train a model in several ways by turns, or evaluate it on one rank and on all.
 
-Both have what such a script has: hvdkit's optimizer, the chief's first weights, a log line every ten steps, and the
-mean loss of the epoch over all ranks.
+A way trains two epochs in each turn, of which the second counts: its first step may compile, and compares the ranks'
+weights. The ways take turns within one process, so that a slow minute of the machine meets all of them.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import hvdkit as hk
@@ -17,7 +20,7 @@ import keras
 import networks  # noqa: F401  (where models/ is)
 import numpy as np
 import tensorflow as tf
-from timing import leave, parser
+from timing import leave, meet, parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
 
@@ -25,91 +28,181 @@ import cifar10
 from inputs import planted_clicks
 from recommender import Recommender
 
-LOG_EVERY, EPOCHS = 10, 4  # the first warms up
 BATCH = {"cifar10": 64, "recommender": 500}  # examples a rank
+Clocked = tuple[float, float]  # seconds, and seconds of CPU time
 
 
 def main() -> None:
-    """Train, and leave the median epoch's milliseconds a step."""
+    """Leave the milliseconds of every way in every round."""
     options = parser(__doc__)
-    options.add_argument("form", choices=["fit", "loop"])
     options.add_argument("--model", choices=BATCH, default="cifar10")
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--evaluate", action="store_true", help="evaluate instead of training")
     args = options.parse_args()
     hk.init()
-    keras.utils.set_random_seed(0)
     batch = BATCH[args.model] * hk.size()
-    model, loss, data = {"cifar10": images, "recommender": clicks}[args.model](batch * args.steps)
-    batches = hk.data.GlobalBatches(data, batch, shuffle_seed=0, remainder="drop")
-    log = hk.callbacks.StepLog(batch, every=LOG_EVERY)
-    seconds = {"fit": by_fit, "loop": by_loop}[args.form](model, loss, batches, log)
-    leave(args.folder, hk.rank(), {"ms": 1000 * float(np.median(seconds[1:])) / args.steps})
+    work = {"cifar10": images, "recommender": clicks}[args.model]
+    ways = (evaluations if args.evaluate else trainings)(lambda: work(batch * args.steps), batch, args)
+    rounds = [turns(ways, number, args.steps) for number in range(-1, args.rounds)]
+    figures = {f"{way} {key} {r}": n for r, each in enumerate(rounds[1:]) for way, f in each.items() for key, n in f}
+    leave(args.folder, hk.rank(), figures)
     hk.barrier()
 
 
+def turns(ways: dict[str, Callable[[], Clocked]], number: int, steps: int) -> dict[str, list[tuple[str, float]]]:
+    """Run every way once, in an order that is shuffled for each round; return its milliseconds a step."""
+    found = {}
+    for way in random.Random(number).sample(sorted(ways), len(ways)):
+        hk.barrier()
+        wall, cpu = ways[way]()
+        found[way] = [("ms", 1000 * wall / steps), ("cpu_ms", 1000 * cpu / steps)]
+    return found
+
+
 def images(examples: int):
-    """Return the CIFAR-10 tutorial's network, its loss for each example, and images as they are behind distortion."""
+    """Return the CIFAR-10 tutorial's network, the class of its loss, and images as they are behind distortion."""
+    keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((24, 24, 3)), *cifar10.network(10)])
     rng = np.random.default_rng(0)
     data = rng.normal(size=(examples, 24, 24, 3)).astype("float32"), rng.integers(0, 10, examples)
-    return model, keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"), data
+    return model, keras.losses.SparseCategoricalCrossentropy, data
 
 
 def clicks(examples: int):
-    """Return the click model with its 26 tables, its loss for each example, and made examples."""
+    """Return the click model with its 26 tables, the class of its loss, and made examples."""
+    keras.utils.set_random_seed(0)
     made = planted_clicks(examples * 5 // 4, rows=5000, seed=0)
     model = Recommender(made.rows, 4, 0)
     inputs, labels = made.part(False)
     inputs, labels = {name: part[:examples] for name, part in inputs.items()}, labels[:examples]
     model({name: part[:1] for name, part in inputs.items()})
-    return model, keras.losses.BinaryCrossentropy(from_logits=True, reduction="none"), (inputs, labels)
+    return model, keras.losses.BinaryCrossentropy, (inputs, labels)
 
 
-def by_fit(model, loss, batches, log) -> list[float]:
-    """Train with Keras's fit; return the seconds of every epoch."""
-    seconds: list[float] = []
+class Clock(keras.callbacks.Callback):
+    """Keep the time of the last epoch."""
 
-    class Clock(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            self.started = time.perf_counter()
+    def on_epoch_begin(self, epoch, logs=None):
+        self.started = now()
 
-        def on_epoch_end(self, epoch, logs=None):
-            seconds.append(time.perf_counter() - self.started)
-
-    mean = type(loss)(from_logits=True)  # fit wants a number, not one for each example
-    model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.01)), mean, jit_compile=False)
-    callbacks = [hk.callbacks.BroadcastInitial(), hk.callbacks.MetricAverage(), log, Clock()]
-    model.fit(batches.as_keras(), epochs=EPOCHS, callbacks=callbacks, verbose=0, shuffle=False)
-    return seconds
+    def on_epoch_end(self, epoch, logs=None):
+        self.epoch = since(self.started)
 
 
-def by_loop(model, loss, batches, log) -> list[float]:
-    """Train by hand; return the seconds of every epoch."""
-    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(0.01))
-    mean = keras.metrics.Mean()
+def now() -> Clocked:
+    """Return the time, and the CPU time of this process."""
+    return time.perf_counter(), time.process_time()
+
+
+def since(started: Clocked) -> Clocked:
+    """Return what has passed."""
+    wall, cpu = now()
+    return wall - started[0], cpu - started[1]
+
+
+def compiled(work, optimizer):
+    """Return a compiled model and its data."""
+    model, loss, data = work()
+    model.compile(optimizer, loss(from_logits=True), jit_compile=False)
+    return model, data
+
+
+def trainings(work, batch, args) -> dict[str, Callable[[], Clocked]]:
+    """Return all ways to train."""
+    ways = {"loop": by_loop(work, batch, args.steps), "fit": by_callbacks(work, batch), "hk": by_hk_fit(work, batch)}
+    if hk.size() == 1:
+        ways["plain"] = by_plain_fit(work, batch)
+    return ways
+
+
+def by_plain_fit(work, batch):
+    """Keras alone, on one rank."""
+    model, (x, y) = compiled(work, keras.optimizers.SGD(0.01))
+
+    def train():
+        clock = Clock()
+        model.fit(x, y, batch_size=batch, epochs=2, callbacks=[clock], verbose=0)
+        return clock.epoch
+
+    return train
+
+
+def by_hk_fit(work, batch):
+    """The same with hk.fit."""
+    model, (x, y) = compiled(work, keras.optimizers.SGD(0.01))
+
+    def train():
+        clock = Clock()
+        hk.fit(model, x, y, batch_size=batch, epochs=2, callbacks=[clock], verbose=0)
+        return clock.epoch
+
+    return train
+
+
+def by_callbacks(work, batch):
+    """Keras's fit on each rank's own batches, with hvdkit's optimizer and callbacks."""
+    model, data = compiled(work, hk.DistributedOptimizer(keras.optimizers.SGD(0.01)))
+    batches = hk.data.GlobalBatches(data, batch, shuffle_seed=0, remainder="drop")
+
+    def train():
+        clock = Clock()
+        callbacks = [hk.callbacks.BroadcastInitial(), hk.callbacks.MetricAverage(), clock]
+        model.fit(batches.as_keras(), epochs=2, callbacks=callbacks, verbose=0, shuffle=False)
+        return clock.epoch
+
+    return train
+
+
+def by_loop(work, batch, steps):
+    """A loop by hand, which also adds up the mean loss over all ranks."""
+    model, loss, data = work()
+    each = loss(from_logits=True, reduction="none")
+    optimizer, mean = hk.DistributedOptimizer(keras.optimizers.SGD(0.01)), keras.metrics.Mean()
+    batches = hk.data.GlobalBatches(data, batch, shuffle_seed=0, remainder="drop")
+    source = itertools.chain.from_iterable(batches for _ in itertools.count())
 
     @tf.function
     def train_step(x, y, sample_weight):
         with tf.GradientTape() as tape:
-            value = tf.reduce_mean(loss(y, model(x, training=True)) * sample_weight)
+            value = tf.reduce_mean(each(y, model(x, training=True)) * sample_weight)
             value += tf.add_n(model.losses) if model.losses else 0.0
         optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
         mean.update_state(value, tf.shape(sample_weight)[0])
-        return value
 
     hk.broadcast_variables(model.variables)
-    seconds, per_epoch = [], batches.steps_per_epoch
-    started = time.perf_counter()
-    for steps, (x, y) in enumerate(batches, start=1):
-        value = train_step(x, y, batches.sample_weight)
-        log.step(steps, value)
-        if steps % per_epoch == 0:
+
+    def train():
+        for _ in range(2):
+            started = now()
+            for x, y in itertools.islice(source, steps):
+                train_step(x, y, batches.sample_weight)
             hk.grouped_allreduce([v.value for v in mean.variables], hk.Sum)
             mean.reset_state()
-            seconds.append(time.perf_counter() - started)
-            started = time.perf_counter()
-        if steps == EPOCHS * per_epoch:
-            break
-    return seconds
+            epoch = since(started)
+        return epoch
+
+    return train
+
+
+def evaluations(work, batch, args) -> dict[str, Callable[[], Clocked]]:
+    """Return an evaluation by rank 0 while the others sleep, and one by all ranks."""
+    (alone, (x, y)), (together, _) = (compiled(work, "sgd") for _ in range(2))
+    number = itertools.count()
+
+    def one():
+        place, started = f"alone-{next(number)}", now()
+        if hk.is_chief():
+            alone.evaluate(x, y, batch_size=batch, verbose=0)
+        passed = since(started)
+        meet(args.folder, hk.rank(), hk.size(), place)
+        return passed
+
+    def all_ranks():
+        started = now()
+        hk.evaluate(together, x, y, batch_size=batch, verbose=0)
+        return since(started)
+
+    return {"one": one, "all": all_ranks}
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ class Session:
         compare_optimizers(self.model)
         self._variables.begin()
         model, steps = self.model, self.steps
+        steps.begin()
         self._results = Results(model, model._get_metrics_result_or_logs, self._last_factor)
         changed = {
             "train_step": steps.of("train", self._own(model.train_step)),

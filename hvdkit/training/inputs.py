@@ -69,7 +69,7 @@ class Given:
             self._check_rows(inner.batch_size, place)
             return ArrayShares(inner, place)
         if isinstance(inner, (TFDatasetAdapter, PyDatasetAdapter, GeneratorDataAdapter)):
-            made = Shares(inner, place)
+            made = Shares(inner, place, goes_on=self.steps is not None)
             self._check_batched(inner.get_tf_dataset().element_spec, place)
             made.get_tf_dataset()
             return made

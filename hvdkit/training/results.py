@@ -40,22 +40,24 @@ class Results:
         Args:
             logs: what the last step returned.
         """
+        along = cluster.group(cluster.DATA)
+        if along.size == 1:
+            return tree.map_structure(np.asarray, self._original(logs))
         variables = states(self._model)
         local = [np.asarray(v) for _, v in variables]
-        own = self._model.get_metrics_result()
-        along = cluster.group(cluster.DATA)
         group = None if along.size == cluster.size() else along
         for (_, variable), total in zip(variables, grouped_allreduce(local, Sum, process_set=group), strict=True):
             is_mean = getattr(variable, "aggregation", "sum") == "mean"
             variable.assign(total / along.size if is_mean else total)
         # Values, since a metric may return its variable, which takes the local value again.
-        results = tree.map_structure(np.asarray, self._original(logs))
         whole = tree.map_structure(np.asarray, self._model.get_metrics_result())
         for (_, variable), value in zip(variables, local, strict=True):
             variable.assign(value)
-        if not isinstance(logs, Mapping) or set(logs) == set(whole):
-            return results
-        return self._with_means(_flat(logs), own, whole, group)
+        if not isinstance(logs, Mapping):
+            return tree.map_structure(np.asarray, self._original(logs))
+        if set(logs) == set(whole):
+            return whole
+        return self._with_means(_flat(logs), self._model.get_metrics_result(), whole, group)
 
     def _with_means(self, logs: Logs, own: Logs, whole: Logs, group: Any) -> dict[str, Any]:
         """Return the last step's logs: results of metrics combined, other numbers as means over the batch's rows."""

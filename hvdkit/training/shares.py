@@ -2,10 +2,11 @@
 
 Rank r of N gets the rows ``r * b // N`` to ``(r + 1) * b // N`` of a global batch of b rows. If b is less than N, some
 shares are empty: such a rank works on the batch's first row, which counts nowhere. A dataset's elements become
-``(data, share)``, with ``share`` a dict of what the step has to know:
+``(data, share)``, with ``share`` a dict of what the step has to know, empty if there is one rank:
 
     factor   float32, f_r = n_r N / b (see :mod:`hvdkit.collectives.batch_share`); left out if all shares are equal
-    digest   int64, of sampled rows of the global batch, by which ranks' data are compared
+    digest   int64, of the global batch's first and last rows, by which ranks' data are compared; 0 after the first
+             batch, if every epoch begins with that one
     rows     int32, b; for predictions, which are put back in the order of the global batch
     is_counted  there if the data's length is unknown (see :mod:`hvdkit.training.lockstep`)
 """
@@ -81,20 +82,32 @@ def first_tensor(data: Any) -> Any:
     return next((x for x in leaves if x.shape.rank is None or x.shape.rank > 0), None)
 
 
+def number_of_rows(data: Any) -> Any:
+    """Return the number of rows of a batch: an int, or an int32 scalar tensor if it is not known before."""
+    first = first_tensor(data)
+    if isinstance(first, tf.SparseTensor):
+        return tf.cast(first.dense_shape[0], tf.int32)
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int32)
+    known = first.shape[0] if first.shape.rank is not None else None
+    return tf.shape(first)[0] if known is None else known
+
+
 class Shares(DataAdapter):
     """A Keras data adapter of this rank's shares of another adapter's global batches.
 
     Args:
         inner: Keras's adapter of the global batches.
         place: of this rank.
+        goes_on: an epoch may begin in the middle of the data, as with ``steps_per_epoch``.
 
     Attributes:
         may_be_uneven: False if every global batch is known to divide evenly.
         may_be_empty: False if no share can be empty.
     """
 
-    def __init__(self, inner: DataAdapter, place: Place) -> None:
-        self.inner, self.place = inner, place
+    def __init__(self, inner: DataAdapter, place: Place, *, goes_on: bool = False) -> None:
+        self.inner, self.place, self._goes_on = inner, place, goes_on
         self._dataset: tf.data.Dataset | None = None
 
     @property
@@ -112,29 +125,25 @@ class Shares(DataAdapter):
     def get_tf_dataset(self) -> tf.data.Dataset:
         """Return the shares as a dataset of ``(data, share)``."""
         if self._dataset is None:
-            self._dataset = self._make()
+            self._dataset = self._whole() if cluster.size() == 1 else self._make()
         return self._dataset
 
+    def _whole(self) -> tf.data.Dataset:
+        """Return the global batches of the only rank: the map passes its input on, which tf.data does for nothing."""
+        dataset = self.inner.get_tf_dataset()
+        is_tuple = isinstance(dataset.element_spec, tuple)
+        return dataset.map(lambda *element: (element if is_tuple else element[0], {}))
+
     def _make(self) -> tf.data.Dataset:
-        def take(*element: Any) -> Element:
-            # tf.data hands a tuple's parts over one by one.
-            data = element if isinstance(spec, tuple) else element[0]
-            first = first_tensor(data)
-            known = first.shape[0] if first.shape.rank is not None else None
-            if isinstance(first, tf.SparseTensor):
-                rows = tf.cast(first.dense_shape[0], tf.int32)
-            elif isinstance(first, tf.RaggedTensor):
-                rows = tf.cast(first.nrows(), tf.int32)
-            else:
-                rows = tf.shape(first)[0] if known is None else known
-            start, end, share = self.place.to_read(rows)
-            share["digest"] = digest_of_batch(data)
+        def take(number: tf.Tensor, data: Any) -> Element:
+            start, end, share = self.place.to_read(number_of_rows(data))
+            is_compared = tf.equal(number, 0) | self._goes_on
+            share["digest"] = tf.cond(is_compared, lambda: digest_of_batch(data), lambda: tf.zeros([], tf.int64))
             if is_counted:
                 share["is_counted"] = tf.constant(True)
             return rows_of(data, start, end), share
 
-        dataset = self.inner.get_tf_dataset()
-        spec, is_counted = dataset.element_spec, self.may_end_anywhere
+        dataset, is_counted = self.inner.get_tf_dataset().enumerate(), self.may_end_anywhere
         return dataset.map(take, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
 
     @property

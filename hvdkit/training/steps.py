@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 from keras.src import tree
 
+from hvdkit import cluster
 from hvdkit.collectives.batch_share import share_of_batch
 from hvdkit.collectives.shards import is_part
 from hvdkit.collectives.values import graph_safe
@@ -21,6 +22,7 @@ from hvdkit.collectives.variables import SEED_STATE
 from hvdkit.layers.batch_norm import synchronized_statistics
 from hvdkit.training.lockstep import when_all_have_a_batch
 from hvdkit.training.losses import corrected
+from hvdkit.training.shares import number_of_rows
 from hvdkit.training.swapping import swapped
 
 Step = Callable[[Any], Any]
@@ -37,14 +39,14 @@ class Steps:
 
     Attributes:
         last_factor: the factor of the step that ran last; None before the first step.
-        last_digest: the digest of that step's global batch; 0 if batches have none.
+        digests: the sum of the digests of all global batches since :meth:`begin`; 0 if batches have none.
     """
 
     def __init__(self, model: Any, settle: Callable[[], None], *, may_be_empty: bool) -> None:
         self._model, self._settle, self.may_be_empty = model, settle, may_be_empty
         self._scratch: set[str] = set()
         self.last_factor: tf.Variable | None = None
-        self.last_digest: tf.Variable | None = None
+        self.digests: tf.Variable | None = None
 
     def of(self, name: str, step: Step) -> Step:
         """Return ``step``, ``model.train_step`` or ``model.test_step``, for elements of shares."""
@@ -76,7 +78,8 @@ class Steps:
             if (factor := share.get("factor")) is not None:
                 has_rows = factor > 0
                 outputs = tree.map_structure(lambda x: x[: tf.where(has_rows, tf.shape(x)[0], 0)], outputs)
-            return outputs, share["rows"][None]
+            rows = share["rows"] if share else tf.cast(number_of_rows(data), tf.int32)
+            return outputs, rows[None]
 
         return on_share
 
@@ -126,7 +129,8 @@ class Steps:
         if is_built and (factor is None or not self.may_be_empty):
             return
         specs = tree.map_structure(lambda x: None if x is None else tf.type_spec_from_value(x), data)
-        tf.function(step, autograph=False).get_concrete_function(specs)  # inside init_scope no tape would record
+        with share_of_batch(None):
+            tf.function(step, autograph=False).get_concrete_function(specs)  # inside init_scope no tape would record
         if not is_built:
             with tf.init_scope():
                 self._settle()
@@ -136,6 +140,9 @@ class Steps:
     @contextlib.contextmanager
     def _as_share(self, factor: Any) -> Iterator[None]:
         """Have losses be parts of the global one, and means of scalars, as trackers are, count a step by its rows."""
+        if cluster.group(cluster.DATA).size == 1:
+            yield
+            return
         with contextlib.ExitStack() as stack:
 
             def weigh(metrics: list[Any]) -> None:
@@ -164,14 +171,22 @@ class Steps:
 
     # ---- what Python has to know of a step --------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Forget the digests of the batches of another call."""
+        if self.digests is not None:
+            self.digests.assign(0)
+
     def _note(self, share: dict[str, tf.Tensor]) -> None:
+        if not share:
+            return
         with tf.init_scope():
             if self.last_factor is None:
                 self.last_factor = tf.Variable(1.0, trainable=False, name="hvdkit_last_factor")
-                self.last_digest = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_last_digest")
-        assert self.last_factor is not None and self.last_digest is not None
+                self.digests = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_digests")
+        assert self.last_factor is not None and self.digests is not None
         self.last_factor.assign(share.get("factor", 1.0))
-        self.last_digest.assign(share.get("digest", 0))
+        if "digest" in share:
+            self.digests.assign_add(share["digest"])
 
 
 def is_complete(model: Any) -> bool:

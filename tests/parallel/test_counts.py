@@ -13,6 +13,7 @@ import tensorflow as tf
 import hvdkit as hk
 from hvdkit.supervisor import session
 from hvdkit.supervisor.pace import Pace
+from hvdkit.training import results
 from hvdkit.variable.faults import FAULT_WORDS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -26,6 +27,7 @@ ALL_GRADIENTS = Exchange("allreduce", 4, 1, 4 * NUMBERS)
 ROWS, STEPS = 32, 24
 # Python functions called in a step beside those of the step alone. TensorFlow calls some 700 for any tf.function.
 MOST_CALLS_OF_A_LOOP, MOST_CALLS_OF_CALLBACKS = 85, 58
+MOST_CALLS_OF_HK_FIT = {"one rank": 15, "arrays": 60, "dataset": 100}
 X = np.random.default_rng(0).normal(size=(ROWS * STEPS, 8)).astype(np.float32)
 Y = X[:, :4] * 2
 
@@ -295,6 +297,74 @@ def test_fit_exchanges_gradients_and_nothing_else(counts, size, shared_path, mon
     assert watch.traced[0] > 0 and not any(watch.traced[1:])
 
 
+# ---- hk.fit and hk.evaluate -----------------------------------------------------------------------------------
+
+
+def given(kind, batch_size):
+    """Return the arguments of ``hk.fit`` for all examples."""
+    if kind == "arrays":
+        return {"x": X, "y": Y, "batch_size": batch_size}
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size)
+    return {"x": data.filter(lambda *_: True) if kind == "dataset of unknown length" else data}
+
+
+def with_metrics():
+    """Return the small network with several metrics."""
+    model = network()
+    model.compile(opts.SGD(0.1), "mse", metrics=["mae", keras.metrics.RootMeanSquaredError()], jit_compile=False)
+    return model
+
+
+METRICS = 3 * 2  # a sum and a count each, of the loss and two metrics
+
+
+@pytest.fixture
+def combined(monkeypatch):
+    """Note how many states each grouped allreduce of metrics combines."""
+    seen, real = [], results.grouped_allreduce
+
+    def counted(states, *args, **options):
+        seen.append(len(states))
+        return real(states, *args, **options)
+
+    monkeypatch.setattr(results, "grouped_allreduce", counted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch_size"), [("arrays", 48), ("arrays", 50), ("dataset", 50), ("dataset of unknown length", 48)]
+)
+def test_hk_fit_exchanges_gradients_and_once_an_epoch_metrics(kind, batch_size, counts, combined, size, monkeypatch):
+    """Also on uneven shares, and once for validation. Data of unknown length: 4 bytes per step and at their end."""
+    watch, epochs, steps = Watch(counts, Ticks(monkeypatch)), 2, -(-len(X) // batch_size)
+    own = given(kind, batch_size)
+    validation = (X, Y) if kind == "arrays" else own["x"]
+    hk.fit(with_metrics(), **own, epochs=epochs, validation_data=validation, callbacks=[watch], verbose=0)
+    # Metrics of training and of validation.
+    assert combined == ([METRICS] * 2 * epochs if size > 1 else [])
+    seen = [each for step in watch.exchanged for each in step if each.kind != "broadcast"]  # of the chief's weights
+    expected = [ALL_GRADIENTS] * steps * epochs
+    if kind == "dataset of unknown length":
+        each_end = [Exchange("allreduce", 1, 1, 4)] * 2
+        expected += [each_end[0]] * steps * epochs + [*each_end, Exchange("allreduce", 1, steps, 4 * steps)] * epochs
+    assert sorted(seen) == sorted(among(size, *expected))
+    # Of the first batches of training and validation, of their metrics, and of what callbacks have decided.
+    assert [n for n in watch.eager[1:] if n] == ([3, 2, 3] if size > 1 else [])
+
+
+def test_hk_evaluate_exchanges_metrics_once(counts, combined, size):
+    model = with_metrics()
+    hk.evaluate(model, X, Y, verbose=0)
+    combined.clear()
+    counts.look()
+    hk.evaluate(model, X, Y, verbose=0)
+    assert {each.kind for each in counts.exchanges()} <= {"broadcast"}  # the chief's weights
+    assert "one_step_on_data" not in counts.traced
+    assert combined == ([METRICS] if size > 1 else [])
+    # Of arguments, weights' names, random numbers, the first batch, and the metrics.
+    assert counts.eager() == (5 if size > 1 else 0)
+
+
 # ---- Python ---------------------------------------------------------------------------------------------------
 
 
@@ -391,3 +461,19 @@ def test_fit_with_all_callbacks_adds_few_python_calls(counts, size, shared_path,
     supervised = calls_in_fit(model, batches.as_keras(), callbacks)
     assert bare - plain <= 8
     assert 0 < supervised - bare <= MOST_CALLS_OF_CALLBACKS
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset"])
+def test_a_step_of_hk_fit_adds_few_python_calls_and_on_one_rank_no_operations(kind, counts, size):
+    def profiled(train):
+        seen = Profiled()
+        counts.look()
+        train(seen)
+        return seen.per_step, {name: counts.operations[name] for name in ("one_step_on_data", "multi_step_on_iterator")}
+
+    data = given(kind, ROWS)
+    model, ours = network(opts.SGD(0.1)), network(opts.SGD(0.1))
+    plain, operations = profiled(lambda seen: model.fit(**given(kind, ROWS), callbacks=[seen], verbose=0))
+    calls, with_hvdkit = profiled(lambda seen: hk.fit(ours, **data, callbacks=[seen], verbose=0))
+    assert 0 <= calls - plain <= MOST_CALLS_OF_HK_FIT[kind if size > 1 else "one rank"]
+    assert size > 1 or with_hvdkit == operations

@@ -225,6 +225,25 @@ def test_a_dataset_that_is_shuffled_unlike_is_an_error(rng):
         hk.fit(mlp()(), data, verbose=0)
 
 
+@pytest.mark.parametrize("alike", [0, 2])
+def test_later_batches_are_compared_if_an_epoch_begins_with_them(rng, alike):
+    """With steps_per_epoch the second epoch goes on in the data; with steps_per_execution two batches are one step."""
+    x, y = regression(64, rng)
+    order = np.concatenate([np.arange(16 * alike), 16 * alike + np.arange(64 - 16 * alike) * (1 + 2 * hk.rank()) % 16])
+    data = tf.data.Dataset.from_tensor_slices((x[order], y[order])).batch(16)
+
+    def train():
+        model = mlp()()
+        model.compile("sgd", "mse", steps_per_execution=2, jit_compile=False)
+        hk.fit(model, data, verbose=0, epochs=2, steps_per_epoch=2)
+
+    if hk.size() == 1:
+        train()
+        return
+    with pytest.raises(hk.CollectiveMismatchError, match=r"^x: got another first batch on rank 1 "):
+        train()
+
+
 def test_arrays_and_arguments_that_differ_are_errors_on_every_rank(rng):
     x, y = regression(16, rng)
     if hk.size() == 1:
