@@ -111,13 +111,14 @@ def trainings(work, batch, args) -> dict[str, Callable[[], Clocked]]:
     """Return all ways to train."""
     ways = {"loop": by_loop(work, batch, args.steps), "fit": by_callbacks(work, batch), "hk": by_hk_fit(work, batch)}
     if hk.size() == 1:
-        ways["plain"] = by_plain_fit(work, batch)
+        ways["plain"] = by_plain_fit(work, batch, args.model == "recommender")
     return ways
 
 
-def by_plain_fit(work, batch):
-    """Keras alone, on one rank."""
-    model, (x, y) = compiled(work, keras.optimizers.SGD(0.01))
+def by_plain_fit(work, batch, tables):
+    """Keras alone, on one rank; hvdkit's tables have hvdkit's optimizer."""
+    plain = keras.optimizers.SGD(0.01)
+    model, (x, y) = compiled(work, hk.DistributedOptimizer(plain) if tables else plain)
 
     def train():
         clock = Clock()
