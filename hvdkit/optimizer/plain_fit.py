@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 import xxhash
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
@@ -111,7 +112,8 @@ class _Watch:
         self._warned: set[str] = set()
         self._graph: Callable[[], Any] = lambda: None
         with tf.init_scope(), tf.device("CPU:0"):
-            self.batch = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_first_batch")
+            # Not tf.Variable: tf.function would note that its step makes one, and trace it twice.
+            self.batch = ResourceVariable(0, trainable=False, dtype=tf.int64, name="hvdkit_first_batch")
 
     @classmethod
     def of(cls, model: Any, group: cluster.Group | None) -> _Watch:

@@ -184,9 +184,8 @@ class Callbacks(keras.callbacks.CallbackList):
 
     def _compare_batch(self) -> None:
         """Compare the ranks' global batches; refuse metrics whose state cannot be combined."""
-        digest = self._session.steps.digests
         problem = attempt(self._session.check_metrics)
-        number = 0 if digest is None else int(digest.numpy())
+        number = int(self._session.steps.digests.numpy())
         calls = agree(Call("the first global batch", payload=number, problem=problem))
         for rank, call in enumerate(calls):
             if call.payload != calls[0].payload:

@@ -142,8 +142,7 @@ class Session:
         self._variables.begin()
 
     def _last_factor(self) -> float:
-        last = self.steps.last_factor
-        return 1.0 if last is None else float(last.numpy())
+        return float(self.steps.last_factor.numpy())
 
 
 def _identity(model: Any) -> tuple[Any, ...]:

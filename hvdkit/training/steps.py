@@ -38,15 +38,16 @@ class Steps:
         may_be_empty: whether a rank may have no rows of some batch.
 
     Attributes:
-        last_factor: the factor of the step that ran last; None before the first step.
+        last_factor: the factor of the step that ran last; 1 before the first step.
         digests: the sum of the digests of all global batches since :meth:`begin`; 0 if batches have none.
     """
 
     def __init__(self, model: Any, settle: Callable[[], None], *, may_be_empty: bool) -> None:
         self._model, self._settle, self.may_be_empty = model, settle, may_be_empty
         self._scratch: set[str] = set()
-        self.last_factor: tf.Variable | None = None
-        self.digests: tf.Variable | None = None
+        # Made here: a step in which variables are made is traced twice.
+        self.last_factor = tf.Variable(1.0, trainable=False, name="hvdkit_last_factor")
+        self.digests = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_digests")
 
     def of(self, name: str, step: Step) -> Step:
         """Return ``step``, ``model.train_step`` or ``model.test_step``, for elements of shares."""
@@ -173,17 +174,11 @@ class Steps:
 
     def begin(self) -> None:
         """Forget the digests of the batches of another call."""
-        if self.digests is not None:
-            self.digests.assign(0)
+        self.digests.assign(0)
 
     def _note(self, share: dict[str, tf.Tensor]) -> None:
         if not share:
             return
-        with tf.init_scope():
-            if self.last_factor is None:
-                self.last_factor = tf.Variable(1.0, trainable=False, name="hvdkit_last_factor")
-                self.digests = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_digests")
-        assert self.last_factor is not None and self.digests is not None
         self.last_factor.assign(share.get("factor", 1.0))
         if "digest" in share:
             self.digests.assign_add(share["digest"])

@@ -447,11 +447,11 @@ def test_fit_with_all_callbacks_adds_few_python_calls(counts, size, shared_path,
     dataset = batches.as_keras()
     counts.look()
     plain = calls_in_fit(network(opts.SGD(0.1)), data)
-    traced = sorted(counts.traced.values())
+    traced = {name: counts.traced[name] for name in STEP_FUNCTIONS}
     counts.look()
     model = network(hk.DistributedOptimizer(opts.SGD(0.1)))
     bare = calls_in_fit(model, dataset)
-    assert sorted(counts.traced.values()) == traced
+    assert {name: counts.traced[name] for name in STEP_FUNCTIONS} == traced
     options = {"save_model_secs": None, "summary_steps": 1000}
     callbacks = [
         hk.callbacks.SupervisorCallback(shared_path, data=batches, **options),
@@ -462,7 +462,7 @@ def test_fit_with_all_callbacks_adds_few_python_calls(counts, size, shared_path,
         hk.callbacks.StopOnDivergence(every=1000),
     ]
     supervised = calls_in_fit(model, batches.as_keras(), callbacks)
-    assert bare - plain <= 8
+    assert bare - plain <= 10  # two of them for the variable with the digest of the first batch
     assert 0 < supervised - bare <= MOST_CALLS_OF_CALLBACKS
 
 
@@ -472,6 +472,7 @@ def test_a_step_of_hk_fit_adds_few_python_calls_and_on_one_rank_no_operations(ki
         seen = Profiled()
         counts.look()
         train(seen)
+        assert counts.traced["one_step_on_data"] == 1
         return seen.per_step, {name: counts.operations[name] for name in STEP_FUNCTIONS}
 
     data = given(kind, ROWS)
