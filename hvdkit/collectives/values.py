@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvdkit.errors import describe
 
@@ -73,3 +74,13 @@ def like(original: Any) -> Callable[[tf.Tensor | np.ndarray], Any]:
 def _array(y: tf.Tensor | np.ndarray) -> np.ndarray:
     # numpy() copies, so that the caller may write to the result; np.asarray would show TensorFlow's own memory.
     return np.asarray(y.numpy() if isinstance(y, tf.Tensor) else y)
+
+
+def note_variable(value: int, dtype: tf.DType, name: str) -> tf.Variable:
+    """Return a variable on the CPU, which may also be made while a function is traced.
+
+    ``tf.function`` takes note of each ``tf.Variable`` that is made in its first trace, also under ``tf.init_scope``,
+    and traces the function again. It takes no note of this class.
+    """
+    with tf.init_scope(), tf.device("CPU:0"):
+        return ResourceVariable(value, trainable=False, dtype=dtype, name=name)

@@ -17,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 import xxhash
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
@@ -25,6 +24,7 @@ from hvdkit.collectives import broadcast_variables
 from hvdkit.collectives.batch_share import is_share, within_share
 from hvdkit.collectives.digests import behind, digest, digest_of_batch
 from hvdkit.collectives.shards import is_part
+from hvdkit.collectives.values import note_variable
 from hvdkit.collectives.variables import SEED_STATE
 from hvdkit.errors import CollectiveMismatchError, describe
 from hvdkit.optimizer.calling import locals_of
@@ -111,9 +111,7 @@ class _Watch:
         self.evaluated: list[bytes | None] = []
         self._warned: set[str] = set()
         self._graph: Callable[[], Any] = lambda: None
-        with tf.init_scope(), tf.device("CPU:0"):
-            # Not tf.Variable: tf.function would note that its step makes one, and trace it twice.
-            self.batch = ResourceVariable(0, trainable=False, dtype=tf.int64, name="hvdkit_first_batch")
+        self.batch = note_variable(0, tf.int64, "hvdkit_first_batch")
 
     @classmethod
     def of(cls, model: Any, group: cluster.Group | None) -> _Watch:

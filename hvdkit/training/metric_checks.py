@@ -20,6 +20,7 @@ import tensorflow as tf
 from keras.src import tree
 
 from hvdkit import cluster
+from hvdkit.collectives.values import note_variable
 from hvdkit.errors import describe
 from hvdkit.training.swapping import swapped
 
@@ -90,9 +91,7 @@ class MetricChecks:
 
     def _outcome(self, metric: Any) -> tf.Variable:
         if id(metric) not in self._tried:
-            with tf.init_scope():
-                made = tf.Variable(_UNKNOWN, trainable=False, dtype=tf.int32, name="hvdkit_is_sum")
-            self._tried[id(metric)] = metric, made
+            self._tried[id(metric)] = metric, note_variable(_UNKNOWN, tf.int32, "hvdkit_is_sum")
         return self._tried[id(metric)][1]
 
 
