@@ -107,7 +107,6 @@ class GlobalBatchShares(Shares):
     def _make(self) -> tf.data.Dataset:
         known = self._batches.steps_per_epoch
         spec = self.inner.get_tf_dataset().element_spec[0]
-        weigh = make_class_weight_map_fn(self._class_weight) if self._class_weight is not None else None
         is_counted = known is None
         first = tf.nest.flatten(spec)[0]
         whole = self._batches._batch_size if first.shape[0] is not None else None
@@ -117,11 +116,19 @@ class GlobalBatchShares(Shares):
             share["digest"] = digest
             if is_counted:
                 share["is_counted"] = tf.constant(True)
-            if weigh is not None:
-                data = weigh(*data) if isinstance(data, tuple) else weigh(data)
-            return data, share
+            return self._weighed(data), share
 
         return self.inner.get_tf_dataset().map(take).prefetch(2)
+
+    def _whole(self) -> tf.data.Dataset:
+        return self.inner.get_tf_dataset().map(lambda data, rows, digest: (self._weighed(data), {})).prefetch(2)
+
+    def _weighed(self, data: Any) -> Any:
+        """Return a batch with the weights of its classes, if there are any."""
+        if self._class_weight is None:
+            return data
+        weigh = make_class_weight_map_fn(self._class_weight)
+        return weigh(*data) if isinstance(data, tuple) else weigh(data)
 
     def on_epoch_begin(self) -> None:
         """Begin each pass at the first epoch, unless the data are trained on."""
