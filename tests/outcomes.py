@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _TAIL_LINES = 40
+VERDICT = "verdict.txt"
+"""In the folder of a run: why hvdkit's watchdog has ended it, which pytest captures like all that ranks print."""
 _NOISE = re.compile(r"/_pytest/|/pluggy/|/pytest/__main__|<frozen runpy>|^Extension modules:|^\s*$")
 
 
@@ -54,6 +56,8 @@ class Launch:
             self._read_end(ranks, whole)
         elif self.exit_code not in (0, 1, 2, 5) or (self.exit_code in (1, 2) and not self.failures):
             self.failures["the launcher"] = {0: f"exit code {self.exit_code}\n{_tail(self.folder / 'launcher.out')}"}
+        if verdict := _tail(self.folder / VERDICT):
+            self.failures["the watchdog"] = {0: verdict}
 
     def _read_end(self, ranks: list[list[dict[str, Any]]], whole: list[int]) -> None:
         """Name the ranks that did not end by themselves, and the test that each was in."""

@@ -63,14 +63,18 @@ class ObjectExchange:
         """True where objects travel over mpi4py, which needs no TensorFlow."""
         return self._comm is not None
 
-    def allgather(self, value: Any) -> list[Any]:
+    def allgather(self, value: Any, name: str = "an exchange of objects") -> list[Any]:
         """Return the ``value`` of every rank, in rank order. A rank's own is returned as a copy, too.
+
+        Args:
+            value: picklable.
+            name: what rank 0 says of ranks that wait here.
 
         Raises:
             ClusterError: a rank left while this one waited for it.
         """
         data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-        return [pickle.loads(part) for part in self.allgather_bytes(data)]
+        return [pickle.loads(part) for part in self.allgather_bytes(data, name)]
 
     def broadcast(self, value: Any, root: int) -> Any:
         """Return the ``value`` of rank ``root``; other ranks' values are not sent.
@@ -81,7 +85,7 @@ class ObjectExchange:
         data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if self._rank == root else b""
         return pickle.loads(self.allgather_bytes(data)[root])
 
-    def allgather_bytes(self, data: bytes) -> list[bytes]:
+    def allgather_bytes(self, data: bytes, name: str = "an exchange of objects") -> list[bytes]:
         """Return the bytes of every rank, in rank order.
 
         Any number of bytes: one collective carries at most 2^31 - 1, so that more travel in several.
@@ -93,7 +97,7 @@ class ObjectExchange:
             return [data]
         mine = np.frombuffer(data, np.uint8)
         ranks = None if self._group is None else self._ranks
-        with self._order.entered(), collective("an exchange of objects", ranks), self._whole():
+        with self._order.entered(), collective(name, ranks), self._whole():
             lengths, parts = self._begin(mine)
             while left := [rank for rank, part in enumerate(parts) if len(part) < lengths[rank]]:
                 counts = np.zeros(self._size, np.int64)

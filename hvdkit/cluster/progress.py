@@ -222,14 +222,14 @@ def spending(kind: Literal["input", "save"]) -> AbstractContextManager[None]:
 def collective(name: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
     """Note a collective among ``ranks`` (default: all) that is begun and ended within the context.
 
+    Rank 0 compares ranks by the number of such collectives. So the context begins where nothing but the other ranks can
+    keep this one from taking part, and every one of ``ranks`` enters it.
+
     Example::
 
         with collective("barrier()"):
             ...
     """
-    if PROGRESS.waiting:  # a part of another one, whose name says more
-        yield
-        return
     PROGRESS.begin(name, ranks)
     try:
         yield

@@ -15,7 +15,6 @@ import numpy as np
 
 from hvdkit import cluster
 from hvdkit.cluster import Group
-from hvdkit.cluster.progress import collective
 from hvdkit.errors import CollectiveMismatchError, describe
 
 # Below this many bytes a value goes along with its signature. At 1,000 ranks that is 16 MB a rank, still quick.
@@ -74,8 +73,7 @@ def agree(call: Call, group: Group | None = None) -> list[Call]:
         return [call]
     # The others need the words only; an exception of any class may not survive pickling.
     sent = call if call.problem is None else Call(call.kind, problem=ValueError(str(call.problem)), fault=call.fault)
-    with collective(str(call), None if group is None else group.ranks):
-        calls: list[Call] = cluster.exchange(group).allgather(sent)
+    calls: list[Call] = cluster.exchange(group).allgather(sent, str(call))
     if call.problem is not None:
         raise call.problem
     for rank, other in zip(ranks, calls, strict=True):

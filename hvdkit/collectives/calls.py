@@ -89,12 +89,16 @@ def _run_eagerly(asked: Collective, given: Tensors, problem: Exception | None = 
         call.shapes = tuple(tuple(x.shape) for x in given)
         if asked.here is not None and sum(_nbytes(x) for x in given) <= SMALL_BYTES:
             call.payload = [x.numpy() for x in given] + asked.extra()
-    calls = [c for c in agree(call, asked.group) if c.kind != JOIN]
+    everywhere = agree(call, asked.group)
+    calls = [one for one in everywhere if one.kind != JOIN]
     if asked.here is not None and all(c.payload is not None for c in calls):
         return asked.here([c.payload for c in calls])
     if asked.uneven:
         _check_size(calls, asked)
-    with collective(str(call), None if asked.group is None else asked.group.ranks):
+    ranks = range(cluster.size()) if asked.group is None else asked.group.ranks
+    # Ranks that have joined wait for the next call meanwhile.
+    active = [rank for rank, one in zip(ranks, everywhere, strict=True) if one.kind != JOIN]
+    with collective(str(call), active if asked.group is not None or len(calls) < len(everywhere) else None):
         return asked.wire(given)
 
 

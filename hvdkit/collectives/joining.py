@@ -44,10 +44,10 @@ def join() -> int:
     # Horovod's own part blocks until all ranks have joined, and serves the collectives of graphs and large tensors.
     native = threading.Thread(target=lambda: last.append(_join_natively()), name="hvdkit-join", daemon=True)
     native.start()
+    # Others find out themselves if they call what this rank cannot take part in, and may still join.
+    while any(getattr(call, "kind", None) != JOIN for call in cluster.exchange().allgather(Call(JOIN), JOIN)):
+        pass
     with collective(JOIN):
-        # Others find out themselves if they call what this rank cannot take part in, and may still join.
-        while any(getattr(call, "kind", None) != JOIN for call in cluster.exchange().allgather(Call(JOIN))):
-            pass
         native.join()
     return last[0]
 

@@ -138,6 +138,36 @@ def test_ranks_in_unlike_process_sets_end_with_an_error(launcher, extra):
     assert re.search(words, job.output), job.output
 
 
+LATE = """
+import time
+import numpy as np, hvdkit as hk
+hk.init()
+x = np.ones(20_000, np.float32)
+{before}
+time.sleep(15 if hk.rank() == 2 else 0)
+hk.allreduce(x)
+print('averaged', flush=True)
+"""
+JOIN_ONE_BY_ONE = """
+for _ in range(hk.rank() + 1):
+    hk.allreduce(x)
+hk.join()
+"""
+WAIT_FOR_THOSE_BEFORE = """
+for _ in range(10):
+    handles = [hk.allreduce_async(x) for _ in range(2)]
+    time.sleep(0.01 * hk.rank())
+    hk.allgather_object(1)
+"""
+
+
+@pytest.mark.parametrize("before", [JOIN_ONE_BY_ONE, WAIT_FOR_THOSE_BEFORE], ids=["join", "asynchronous"])
+def test_two_ranks_may_wait_for_a_late_one(before):
+    """Rank 0 must not take one collective for two, whatever each rank has exchanged before."""
+    job = run(LATE.format(before=before), MPI, 3)
+    assert job.code == 0 and job.output.count("averaged") == 3, job.output
+
+
 def test_ranks_that_go_on_by_themselves():
     assert wait_in("a", "a", "a") is None  # under way
     assert wait_in("a", "") is None  # one that computes will come

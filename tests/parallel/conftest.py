@@ -20,9 +20,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from outcomes import VERDICT
 from speed import STALL, slowdown
 
 import hvdkit as hk
+from hvdkit.cluster import report
+from hvdkit.cluster.progress import PROGRESS
 
 # A rank that failed gives its peers this long to end the same test, times the machine's slowdown.
 GRACE_SECONDS = 60
@@ -56,6 +59,7 @@ class Steps:
 def pytest_configure(config: pytest.Config) -> None:
     steps = Steps()
     config.stash[STEPS] = steps
+    report._pipe._file = os.open(steps.folder / VERDICT, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     config.option.basetemp = str(steps.folder / f"tmp-{CLUSTER.rank}")
     config.addinivalue_line("markers", "contract: also runs at 1 and 4 ranks, and under Gloo; the others at 2 and 3")
     faulthandler.register(signal.SIGTERM, steps.stacks, all_threads=True, chain=True)
@@ -94,6 +98,15 @@ def _limit(seconds: float, steps: Steps, where: str) -> None:
     steps.stacks.write(f"may spend {seconds:.0f} s in {where}\n")
     steps.stacks.flush()
     faulthandler.dump_traceback_later(seconds, exit=True, file=steps.stacks)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def same_numbers() -> Iterator[None]:
+    """All ranks number their exchanges alike; rank 0 takes a rank with another number for one somewhere else."""
+    yield
+    hk.allgather_object(None)  # the one before may have been among some ranks
+    keys = hk.allgather_object(PROGRESS.key)
+    assert len(set(keys)) == 1, keys
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 import psutil
 import run as runner
 from jobs import words
-from outcomes import Launch, report
+from outcomes import VERDICT, Launch, reason, report
 from speed import WAIT, slowdown, wait_until
 
 # As a rank's recorder does: a test starts and ends every SECONDS[0] s, and the last one takes SECONDS[1] s more.
@@ -53,10 +53,13 @@ def test_every_rank_has_to_pass_and_a_test_counts_once(tmp_path):
     }
     for rank, written in lines.items():
         (tmp_path / f"rank-{rank}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in written))
+    (tmp_path / VERDICT).write_text("rank 1 is late\n")
     launch = Launch("np=2", 2, [], tmp_path, exit_code=-9)
     launch.read()
-    assert launch.passed == ["a"] and list(launch.failures) == ["b", "np=2: ended by signal SIGKILL"]
-    assert launch.failures["b"] == {1: "E no"} and "in: c" in launch.failures["np=2: ended by signal SIGKILL"][1]
+    ended = "np=2: ended by signal SIGKILL"
+    assert launch.passed == ["a"] and list(launch.failures) == ["b", ended, "the watchdog"]
+    assert launch.failures["b"] == {1: "E no"} and "in: c" in launch.failures[ended][1]
+    assert reason(launch.failures["the watchdog"]) == "rank 0: rank 1 is late"
 
 
 def launches(pid):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import selectors
 import socket
 import sys
@@ -383,12 +384,23 @@ def no_names(monkeypatch):
     return monkeypatch
 
 
-def accepts(address: str, port: int) -> bool:
+def accepts(listener: wire.Listener, address: str) -> bool:
+    """Whether ``listener`` gets a connection to its port of ``address``, where another process may listen, too."""
     try:
-        with socket.create_connection((address, port), timeout=2):
-            return True
+        with socket.create_connection((address, listener.port), timeout=2) as mine:
+            for server in select.select(listener.sockets, [], [], 2)[0]:
+                with server.accept()[0] as theirs:
+                    return theirs.getpeername()[1] == mine.getsockname()[1]
     except OSError:
-        return False
+        pass
+    return False
+
+
+def test_another_process_at_the_same_port_is_not_taken_for_the_listener():
+    listener = wire.listen(one_host=True)
+    with socket.create_server(("127.0.0.5", listener.port)):
+        assert accepts(listener, "127.0.0.1") and not accepts(listener, "127.0.0.5")
+    listener.close()
 
 
 @pytest.mark.parametrize("variable", NAMES)
@@ -401,7 +413,7 @@ def test_rank_0_listens_on_the_named_interface_only(no_names, variable):
         listener = wire.listen(one_host=False)
         place = wire.offer(listener, 10.0, 0.0)
         assert set(place.addresses) == own
-        assert {one.address for one in every if accepts(one.address, place.port)} == own
+        assert {one.address for one in every if accepts(listener, one.address)} == own
         listener.close()
 
 
@@ -411,7 +423,7 @@ def test_rank_0_listens_in_the_named_subnet_only(no_names):
     listener = wire.listen(one_host=False)
     assert listener.addresses == ("127.0.0.1",)
     others = [one.address for one in every if one.address != "127.0.0.1"]
-    assert not any(accepts(address, listener.port) for address in others)
+    assert not any(accepts(listener, address) for address in others)
     hub = Hub(listener, place := wire.offer(listener, 10.0, 0.0), 1)
     hub.start()
     link = wire.connect(place, {"rank": 0, "host": "here", "identity": processes.own_identity()})
@@ -423,7 +435,7 @@ def test_rank_0_listens_in_the_named_subnet_only(no_names):
 def test_without_names_rank_0_listens_everywhere_and_offers_what_others_can_reach(no_names):
     listener = wire.listen(one_host=False)
     assert set(listener.addresses) == {one.address for one in interfaces.own_addresses() if not one.is_local}
-    assert accepts("127.0.0.1", listener.port)
+    assert accepts(listener, "127.0.0.1")
     listener.close()
 
 
@@ -433,7 +445,7 @@ def test_a_name_that_this_host_does_not_have_is_warned_about(no_names, caplog):
     with caplog.at_level(logging.WARNING, logger="hvdkit"):
         listener = wire.listen(one_host=False)
     assert "HOROVOD_GLOO_IFACE=nowhere9" in caplog.text and "listens on all" in caplog.text
-    assert accepts("127.0.0.1", listener.port)
+    assert accepts(listener, "127.0.0.1")
     listener.close()
 
 
@@ -462,8 +474,8 @@ def test_several_addresses_share_one_port():
     addresses = [one.address for one in interfaces.own_addresses()]
     listener = wire._listen_at(["127.0.0.2", "127.0.0.3", *addresses])
     assert len({one.getsockname()[1] for one in listener.sockets}) == 1
-    assert all(accepts(address, listener.port) for address in listener.addresses)
-    assert not accepts("127.0.0.4", listener.port)
+    assert all(accepts(listener, address) for address in listener.addresses)
+    assert not accepts(listener, "127.0.0.4")
     listener.close()
 
 

@@ -96,7 +96,7 @@ def test_strangers_are_not_let_in_and_end_nothing():
     gone.close()
     link = wire.connect(place, hello)
     assert link is not None
-    time.sleep(0.3)
+    assert hub._complete.wait(60)
     with pytest.raises(ConnectionRefusedError):  # everybody is in
         socket.create_connection(("127.0.0.1", place.port))
     hub.close()
