@@ -16,7 +16,7 @@ from keras.src import tree
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from hvdkit.training.shares import Element, Place, Shares
+from hvdkit.training.shares import Element, Place, Shares, untuned
 
 
 class ArrayShares(Shares):
@@ -64,7 +64,7 @@ class ArrayShares(Shares):
             return _gathered(arrays, indices[start:end]), share
 
         both = tf.data.Dataset.zip((self._indices(), tf.data.Dataset.from_tensors(inputs).repeat()))
-        options = tf.data.Options()
+        options = untuned()
         options.experimental_optimization.apply_default_optimizations = False  # as Keras: they copy the arrays
         options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.IGNORE
         made = both.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)

@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src import tree
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from hvdkit import cluster
 from hvdkit.collectives.digests import digest_of_batch
@@ -93,6 +94,16 @@ def number_of_rows(data: Any) -> Any:
     return tf.shape(first)[0] if known is None else known
 
 
+def untuned() -> tf.data.Options:
+    """Return options without tf.data's tuner; as many elements are made at once as there are cores.
+
+    An iterator that ends may wait for the tuner's thread, which sleeps for ever longer, up to an epoch.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return options
+
+
 class Shares(DataAdapter):
     """A Keras data adapter of this rank's shares of another adapter's global batches.
 
@@ -144,7 +155,9 @@ class Shares(DataAdapter):
             return rows_of(data, start, end), share
 
         dataset, is_counted = self.inner.get_tf_dataset().enumerate(), self.may_end_anywhere
-        return dataset.map(take, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+        made = dataset.map(take, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+        # A dataset of the person's own may need the tuner.
+        return made if isinstance(self.inner, TFDatasetAdapter) else made.with_options(untuned())
 
     @property
     def may_end_anywhere(self) -> bool:

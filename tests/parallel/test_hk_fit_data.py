@@ -11,6 +11,7 @@ import tensorflow as tf
 from as_one import compare, plain, ported, same_logs, same_weights
 
 import hvdkit as hk
+from hvdkit.training.inputs import Given
 
 layers = keras.layers
 
@@ -284,3 +285,27 @@ def test_float64_arrays_and_ragged_tensors(rng):
         return model
 
     compare(build, ragged, y, batch_size=8, epochs=2)
+
+
+class TwoBatches(keras.utils.PyDataset):
+    """Of four rows."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, number):
+        return np.zeros((4, 2), "float32"), np.zeros((4, 1), "float32")
+
+
+@pytest.mark.parametrize("kind", ["arrays", "py_dataset", "generator", "dataset"])
+def test_the_end_of_an_epoch_waits_for_no_tuner(kind, size):
+    """A dataset of the person's own is tuned as they like."""
+    rows = np.zeros((8, 2), "float32"), np.zeros((8, 1), "float32")
+    given = {
+        "arrays": lambda: Given(x=rows[0], y=rows[1], batch_size=4),
+        "py_dataset": lambda: Given(x=TwoBatches()),
+        "generator": lambda: Given(x=(tuple(part[:4] for part in rows) for _ in range(2)), steps=2),
+        "dataset": lambda: Given(x=tf.data.Dataset.from_tensor_slices(rows).batch(4)),
+    }
+    enabled = given[kind]().shares().get_tf_dataset().options().autotune.enabled
+    assert enabled is (None if kind == "dataset" or size == 1 else False)
