@@ -61,16 +61,17 @@ class SupervisorCallback(keras.callbacks.Callback):
         self._variables, self._state = list(variables), dict(state or {})
         self._seen = self._ends_at = 0  # batches of this epoch, and where it ends if it was begun by an earlier run
         self._counting: list[Any] = []
+        self._epoch = _Epoch()
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore or initialise, and tell Keras the epoch to go on with."""
-        self._counting = stateful_callbacks(self.model)
+        self._counting, self._epoch = stateful_callbacks(self.model), _Epoch()
         self.supervisor = Supervisor(
             self._logdir,
             model=self.model,
             data=self._data,
             variables=self._variables,
-            state={**self._state, "callbacks": _States(self._counting)},
+            state={**self._state, "callbacks": _States([*self._counting, self._epoch])},
             **self._options,
         )
         self.supervisor.__enter__()
@@ -89,19 +90,20 @@ class SupervisorCallback(keras.callbacks.Callback):
                     "pass one to model.compile",
                 )
             )
-        epoch, begun = divmod(step, steps) if steps else (0, 0)
+        epoch, begun = divmod(step, steps) if steps else self._epoch.at(step)
         self.model._initial_epoch = sys.maxsize if self._is_done() else epoch
         self._ends_at = 0
         if begun and self._data is None:
             self._warn(
                 "fit: continues at step %d, in the middle of an epoch, whose batches are seen again; pass data=", step
             )
-        elif begun:
+        elif begun and steps:
             self._ends_at = steps - begun
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Count the batches of this epoch."""
         self._seen = 0
+        self._epoch.begin(epoch, self._session.global_step)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Note the steps done; with ``steps_per_execution`` Keras calls once for several."""
@@ -117,6 +119,8 @@ class SupervisorCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Write the epoch's metrics, and let ``fit`` go on after an epoch that an earlier run had begun."""
+        if not self.model.stop_training:  # otherwise within the epoch: it is not over
+            self._epoch.begin(epoch + 1, self._session.global_step)
         self._session.summary(**{f"epoch_{name}": value for name, value in (logs or {}).items()})
         if getattr(self.model.optimizer, "use_ema", False):
             # At the end of fit, before it calls on_train_end, Keras puts the averages in the weights' place.
@@ -161,8 +165,32 @@ class _EndOfEpoch:
 _END_OF_EPOCH = _EndOfEpoch()
 
 
+class _Epoch:
+    """The epoch that is trained, and the step with which it began: where Keras does not know how many steps it has."""
+
+    def __init__(self) -> None:
+        self._number = self._first_step = 0
+
+    def begin(self, number: int, step: int) -> None:
+        """Note an epoch that begins at ``step``."""
+        self._number, self._first_step = number, step
+
+    def at(self, step: int) -> tuple[int, int]:
+        """Return the epoch at ``step``, and how many of its steps are done."""
+        return self._number, step - self._first_step
+
+    @property
+    def state(self) -> dict[str, int]:
+        """Return what is saved."""
+        return {"number": self._number, "first_step": self._first_step}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on where ``state`` was saved."""
+        self.begin(state["number"], state["first_step"])
+
+
 class _States:
-    """The states of hvdkit's callbacks in this ``fit``, by class; one that is new in this run begins anew."""
+    """The states of hvdkit's callbacks and the epoch, by class; one that is new in this run begins anew."""
 
     def __init__(self, callbacks: Iterable[Any]):
         self._callbacks: dict[str, Any] = {}

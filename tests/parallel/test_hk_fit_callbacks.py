@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import ClassVar
 
 import keras
 import numpy as np
@@ -357,6 +358,40 @@ def test_a_run_in_a_folder_goes_on_after_its_last_epoch(rng, shared_path):
     many, found = ported(dense("adam"), x, y, epochs=3, logdir=shared_path / "run", **options)
     same_logs(found, {"loss": expected["loss"][1:]})
     same_weights(many, one)
+
+
+def test_a_run_on_data_of_unknown_length_goes_on_after_its_last_epoch(rng, shared_path):
+    x, y = line(rng)
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).filter(lambda x, y: True).batch(8)
+    assert rows.cardinality() == tf.data.UNKNOWN_CARDINALITY
+    one, expected = plain(dense("adam"), rows, epochs=3)
+    folder = shared_path / "run"
+    ported(dense("adam"), rows, epochs=1, logdir=folder)
+    for epochs_left in (2, 0):
+        many, found = ported(dense("adam"), rows, epochs=3, logdir=folder)
+        same_logs(found, {"loss": expected["loss"][1:]} if epochs_left else {})
+        same_weights(many, one)
+
+
+def test_a_stop_within_an_epoch_of_unknown_length_repeats_the_epoch(rng, shared_path):
+    x, y = line(rng)
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).filter(lambda x, y: True).batch(8)
+
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = self.params["epochs"] == 2 and batch == 1
+
+    class Epochs(keras.callbacks.Callback):
+        begun: ClassVar = []
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.begun.append(epoch)
+
+    folder, epochs = shared_path / "run", Epochs()
+    ported(dense("adam"), rows, epochs=1, logdir=folder)
+    ported(dense("adam"), rows, epochs=2, logdir=folder, callbacks=[Stops(), epochs])
+    ported(dense("adam"), rows, epochs=3, logdir=folder, callbacks=[epochs])
+    assert epochs.begun == [1, 1, 2]
 
 
 def test_a_backup_restores_all_ranks(rng, shared_path):
