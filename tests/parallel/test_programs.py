@@ -37,8 +37,6 @@ CONTRACT = {
     "synchronized_batchnorm",
     "uneven_batches",
 }
-# Also on three ranks and more.
-ALSO_ON_MORE = CONTRACT | set(porting.names()[::3])
 # The rows of a table repeat in a batch, and the optimizer is not linear in gradients. hvdkit sums a row's gradients
 # before the update, as for a dense gradient. Plain Keras squares them one by one; here it is made to sum them, too.
 REPEATED_ROWS = {
@@ -97,11 +95,6 @@ def summed_rows() -> Iterator[None]:
         yield
 
 
-def runs_here(name: str) -> bool:
-    """Return True if a program runs on this number of ranks."""
-    return hk.size() <= 2 or name in ALSO_ON_MORE
-
-
 class Plain:
     """The plain forms of programs. When one is asked for, each rank runs one: that, and those that follow it.
 
@@ -133,15 +126,11 @@ def plain(request, tmp_path_factory) -> Plain:
     """The plain forms of the selected programs."""
     items = [item for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")]
     names = [item.callspec.params["name"] for item in items if "name" in item.callspec.params]
-    return Plain(
-        [name for name in names if runs_here(name)], Path(hk.broadcast_object(str(tmp_path_factory.mktemp("plain"))))
-    )
+    return Plain(names, Path(hk.broadcast_object(str(tmp_path_factory.mktemp("plain")))))
 
 
 @pytest.mark.parametrize("name", programs())
 def test_the_port_equals_one_process(name, plain, shared_path):
-    if not runs_here(name):
-        pytest.skip("takes 5 s of each rank; the same on two ranks")
     outcome = plain.of(name)
     if outcome.error:
         pytest.fail(f"the plain program failed:\n{outcome.error}")
