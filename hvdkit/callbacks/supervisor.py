@@ -119,7 +119,7 @@ class SupervisorCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Write the epoch's metrics, and let ``fit`` go on after an epoch that an earlier run had begun."""
-        if not self.model.stop_training:  # otherwise within the epoch: it is not over
+        if not self.model.stop_training:  # otherwise training was stopped within the epoch
             self._epoch.begin(epoch + 1, self._session.global_step)
         self._session.summary(**{f"epoch_{name}": value for name, value in (logs or {}).items()})
         if getattr(self.model.optimizer, "use_ema", False):
@@ -166,7 +166,7 @@ _END_OF_EPOCH = _EndOfEpoch()
 
 
 class _Epoch:
-    """The epoch that is trained, and the step with which it began: where Keras does not know how many steps it has."""
+    """The current epoch and its first step, for data of unknown length."""
 
     def __init__(self) -> None:
         self._number = self._first_step = 0
@@ -190,7 +190,7 @@ class _Epoch:
 
 
 class _States:
-    """The states of hvdkit's callbacks and the epoch, by class; one that is new in this run begins anew."""
+    """The states of hvdkit's callbacks and the epoch, by class; a new one keeps its initial state."""
 
     def __init__(self, callbacks: Iterable[Any]):
         self._callbacks: dict[str, Any] = {}

@@ -26,6 +26,7 @@ _LEAVING = 7
 LARGEST = 2**31 - 1  # bytes that one collective carries: MPI counts them by C's int
 # Over MPI so many bytes of each rank's message travel with its length: at least, at most, and of all ranks together.
 _FEWEST_FIRST_BYTES, _MOST_FIRST_BYTES, _FIRST_BYTES_OF_ALL = 2**12, 2**15, 2**17
+_OBJECTS = "an exchange of objects"
 _SPIN_SECONDS = 0.002
 _NAP_SECONDS = 0.0005
 _GRACE_SECONDS = 0.2
@@ -63,12 +64,12 @@ class ObjectExchange:
         """True where objects travel over mpi4py, which needs no TensorFlow."""
         return self._comm is not None
 
-    def allgather(self, value: Any, name: str = "an exchange of objects") -> list[Any]:
+    def allgather(self, value: Any, name: str = _OBJECTS) -> list[Any]:
         """Return the ``value`` of every rank, in rank order. A rank's own is returned as a copy, too.
 
         Args:
             value: picklable.
-            name: what rank 0 says of ranks that wait here.
+            name: shown in rank 0's reports of ranks that wait in this exchange.
 
         Raises:
             ClusterError: a rank left while this one waited for it.
@@ -85,10 +86,14 @@ class ObjectExchange:
         data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if self._rank == root else b""
         return pickle.loads(self.allgather_bytes(data)[root])
 
-    def allgather_bytes(self, data: bytes, name: str = "an exchange of objects") -> list[bytes]:
+    def allgather_bytes(self, data: bytes, name: str = _OBJECTS) -> list[bytes]:
         """Return the bytes of every rank, in rank order.
 
         Any number of bytes: one collective carries at most 2^31 - 1, so that more travel in several.
+
+        Args:
+            data: of this rank.
+            name: shown in rank 0's reports of ranks that wait in this exchange.
 
         Raises:
             ClusterError: a rank left while this one waited for it, or an exception has interrupted an exchange before.

@@ -222,8 +222,8 @@ def spending(kind: Literal["input", "save"]) -> AbstractContextManager[None]:
 def collective(name: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
     """Note a collective among ``ranks`` (default: all) that is begun and ended within the context.
 
-    Rank 0 compares ranks by the number of such collectives. So the context begins where nothing but the other ranks can
-    keep this one from taking part, and every one of ``ranks`` enters it.
+    Rank 0 compares ranks by the number of collectives they have begun. So all of ``ranks`` must enter the context, in
+    the same order: after arguments and threads are checked, just before the message is sent.
 
     Example::
 

@@ -97,7 +97,7 @@ def number_of_rows(data: Any) -> Any:
 def untuned() -> tf.data.Options:
     """Return options without tf.data's tuner; as many elements are made at once as there are cores.
 
-    An iterator that ends may wait for the tuner's thread, which sleeps for ever longer, up to an epoch.
+    Destroying an iterator may wait for the tuner's thread, whose sleep grows with the length of the epoch.
     """
     options = tf.data.Options()
     options.autotune.enabled = False
@@ -156,7 +156,7 @@ class Shares(DataAdapter):
 
         dataset, is_counted = self.inner.get_tf_dataset().enumerate(), self.may_end_anywhere
         made = dataset.map(take, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
-        # A dataset of the person's own may need the tuner.
+        # The user's own pipeline may need the tuner.
         return made if isinstance(self.inner, TFDatasetAdapter) else made.with_options(untuned())
 
     @property
