@@ -53,8 +53,8 @@ COMMANDS = {
     "doctor": Command(
         "Say what is wrong with this machine's set-up, and the remedy",
         "hvdkit doctor -np 4",
-        config="hvdkit.doctor:Doctor",
-        runner="hvdkit.doctor:doctor",
+        config="hvdkit.commands.doctor:Doctor",
+        runner="hvdkit.commands.doctor:doctor",
     ),
     "build-horovod": Command(
         "Compile and install Horovod for the TensorFlow that is installed",

@@ -11,7 +11,8 @@ from typing import Any
 
 from simulated import RANKS_PER_HOST, cpu, peak_mb, read, sent_and_received, write
 
-from hvdkit.cluster import processes, wire
+from hvdkit.cluster import wire
+from hvdkit.machine import processes
 
 HEARTBEAT, PATIENCE = 10.0, 600.0
 TRACEBACK = "\n".join(f"  File train.py, line {line}, in step" for line in range(100))

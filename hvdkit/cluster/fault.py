@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdkit.cluster import processes
 from hvdkit.cluster.report import FailureReport
 from hvdkit.cluster.wire import Link
+from hvdkit.machine import processes
 
 
 @dataclass

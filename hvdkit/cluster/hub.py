@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdkit.cluster import processes
 from hvdkit.cluster.checks import Difference, Waits
 from hvdkit.cluster.fault import Fault, Rank
 from hvdkit.cluster.logs import DIED, write_line
 from hvdkit.cluster.progress import PROGRESS
 from hvdkit.cluster.report import hand_over
 from hvdkit.cluster.wire import LONE, LONGEST, LONGEST_HELLO, Link, Listener, Offer, interval, proof, proves
+from hvdkit.machine import processes
 
 # Ranks that fail together are heard together, so that the one that failed first is not taken for the only one.
 _GATHER_SECONDS = 0.25

@@ -9,12 +9,12 @@ import threading
 import time
 from typing import Any
 
-from hvdkit.cluster import processes
 from hvdkit.cluster.ending import ENDING, end_process
 from hvdkit.cluster.logs import DIED, write_line
 from hvdkit.cluster.progress import PROGRESS
 from hvdkit.cluster.report import FailureReport, hand_over
 from hvdkit.cluster.wire import LONE, Link, Offer, interval
+from hvdkit.machine import processes
 
 # How much later than rank 0 says a rank ends that hears no more from it.
 _SPARE_SECONDS = 1.0

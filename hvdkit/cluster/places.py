@@ -7,10 +7,11 @@ import socket
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hvdkit.cluster import processes, settings
+from hvdkit.cluster import settings
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.wire import Offer
 from hvdkit.errors import ClusterError, describe
+from hvdkit.machine import processes
 
 
 class Place(NamedTuple):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvdkit.cluster.checks import EAGER, source_line
-from hvdkit.cluster.processes import Work, descendants, threads, waits_for_disk, work
+from hvdkit.machine.processes import Work, descendants, threads, waits_for_disk, work
 
 if TYPE_CHECKING:
     from hvdkit.profiling.recorder import Recorder

@@ -9,13 +9,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdkit.cluster import checks, failure, processes, wire
+from hvdkit.cluster import checks, failure, wire
 from hvdkit.cluster.ending import ENDING
 from hvdkit.cluster.hub import Hub
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.member import Member
 from hvdkit.cluster.progress import PROGRESS
 from hvdkit.errors import describe
+from hvdkit.machine import processes
 
 HEARTBEAT = "HVDKIT_HEARTBEAT_SECONDS"
 PATIENCE = "HVDKIT_WATCHDOG_SECONDS"

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from hvdkit.cluster import interfaces
 from hvdkit.cluster.logs import get_logger
+from hvdkit.machine import interfaces
 
 _SEND_SECONDS = 2.0
 _CONNECT_SECONDS = 2.0

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdkit.cluster.launcher import promised
-from hvdkit.cluster.processes import allow_files
 from hvdkit.cluster.report import FailureReport
 from hvdkit.errors import ClusterError
 from hvdkit.launch.rank import (
@@ -29,6 +28,7 @@ from hvdkit.launch.rank import (
     keep_alive,
     proof,
 )
+from hvdkit.machine.processes import allow_files
 
 _LARGEST_FRAME = 1 << 20
 # A wrapper greets at once. A connection that does not is closed after these seconds; at most so many more of them than

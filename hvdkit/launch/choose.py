@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from hvdkit.doctor.facts import Mpi, Program, find_mpirun, find_program
-from hvdkit.doctor.process import run
+from hvdkit.commands.doctor.facts import Mpi, Program, find_mpirun, find_program
 from hvdkit.errors import ClusterError, describe
+from hvdkit.machine.subprocesses import run
 
 # srun's plugins by which an MPI of a kind learns its ranks, the best first.
 _PLUGINS = {"Open MPI": ("pmix", "pmix_v5", "pmix_v4", "pmix_v3"), "MPICH": ("pmi2", "pmix"), "Intel MPI": ("pmi2",)}

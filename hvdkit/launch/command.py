@@ -14,8 +14,8 @@ from typing import Any
 
 from hvdkit.cluster import report
 from hvdkit.cluster.watchdog import HEARTBEAT, seconds
-from hvdkit.doctor.facts import outside_a_job
-from hvdkit.doctor.host import SECRET
+from hvdkit.commands.doctor.facts import outside_a_job
+from hvdkit.commands.doctor.host import SECRET
 from hvdkit.errors import describe
 from hvdkit.launch import rank, restarts
 from hvdkit.launch.attempt import Attempt, Signals

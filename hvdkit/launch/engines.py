@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hvdkit.doctor.facts import Mpi
+from hvdkit.commands.doctor.facts import Mpi
 from hvdkit.errors import describe
 from hvdkit.launch.hosts import Host
 

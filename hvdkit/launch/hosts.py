@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hvdkit.doctor.devices import interfaces
+from hvdkit.commands.doctor.devices import interfaces
 from hvdkit.errors import describe
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")

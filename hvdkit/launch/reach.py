@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdkit.doctor.devices import Interface, interfaces
+from hvdkit.commands.doctor.devices import Interface, interfaces
 from hvdkit.errors import ClusterError, describe
 from hvdkit.launch import probe
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(WHY is not None, reason=f"no hosts: {WHY}")
 RING = """
 import numpy as np
 import hvdkit as hk
-from hvdkit.doctor.algorithm import algorithm
+from hvdkit.commands.doctor.algorithm import algorithm
 cluster = hk.init()
 mine = np.random.default_rng(cluster.rank).normal(size=500_000).astype("float32")
 total = hk.allreduce(mine, hk.Sum)

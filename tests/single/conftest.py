@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from speed import WAIT
 
-from hvdkit.doctor import facts
+from hvdkit.commands.doctor import facts
 
 # Properties are searched without a limit on seconds: a slow machine is no failure.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -17,8 +17,9 @@ import pytest
 from jobs import words
 from speed import WAIT, slowdown
 
-from hvdkit.doctor import examine, facts, live, process, report, software
-from hvdkit.doctor.finding import Finding
+from hvdkit.commands.doctor import examine, facts, live, report, software
+from hvdkit.commands.doctor.finding import Finding
+from hvdkit.machine import subprocesses
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("tensorflow", "keras", "horovod", "mpi4py")
@@ -155,13 +156,13 @@ def test_an_import_that_fails_is_reported_not_suffered(tmp_path, here, body, exp
 
 def test_a_launcher_that_hangs_is_ended_with_its_ranks():
     script = f"{sys.executable} -c 'import time; time.sleep(100000)' & echo $!; wait"
-    outcome = process.run(["sh", "-c", script], timeout=slowdown())
+    outcome = subprocesses.run(["sh", "-c", script], timeout=slowdown())
     assert outcome.code is None
     assert not words(int(outcome.stdout))
 
 
 def test_a_command_that_does_not_exist_is_an_outcome():
-    outcome = process.run(["/nonexistent/mpirun"], timeout=WAIT)
+    outcome = subprocesses.run(["/nonexistent/mpirun"], timeout=WAIT)
     assert outcome.code == 127
     assert "/nonexistent/mpirun" in outcome.stderr
 

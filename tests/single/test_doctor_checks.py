@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.doctor import devices, facts, host, mpi, software
+from hvdkit.commands.doctor import devices, facts, host, mpi, software
 
 # --- MPI --------------------------------------------------------------------------------------------------
 

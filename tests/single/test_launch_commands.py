@@ -14,9 +14,9 @@ import yaml
 
 from hvdkit.cluster.logs import DIED
 from hvdkit.cluster.report import FailureReport
-from hvdkit.doctor.devices import Interface
-from hvdkit.doctor.facts import Mpi, Program
-from hvdkit.doctor.host import SECRET
+from hvdkit.commands.doctor.devices import Interface
+from hvdkit.commands.doctor.facts import Mpi, Program
+from hvdkit.commands.doctor.host import SECRET
 from hvdkit.errors import ClusterError, NonFiniteError
 from hvdkit.launch import command, engines, hosts, reach, restarts, verdict
 from hvdkit.launch.choose import Chosen, Facts, choose

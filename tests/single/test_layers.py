@@ -17,7 +17,7 @@ LAYERS = [
     {"launch"},
     {"compat"},
     {"training"},
-    {"callbacks", "schedules", "doctor", "build_horovod", "models", "registration"},
+    {"callbacks", "schedules", "commands", "build_horovod", "models", "registration"},
     {"supervisor"},
     {"checkpoint", "data"},
     {"optimizer"},
@@ -27,18 +27,20 @@ LAYERS = [
     {"cluster", "partition"},
     {"profiling"},
     {"arguments", "memory", "rings", "terminal", "tuned"},
+    {"machine"},
     {"errors", "_version"},
 ]
 LEVEL = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
 # Modules that run before there is a Horovod: they know of nothing that trains.
 STANDALONE = {
-    "doctor",
+    "commands",
     "build_horovod",
     "partition",
     "planning",
     "arguments",
     "rings",
     "tuned",
+    "machine",
     "errors",
     "_version",
     "schedules",
@@ -65,7 +67,7 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
                 ((node.lineno, f"hvdkit.{a.name}") for a in node.names) if whole else [(node.lineno, node.module)]
             )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            # A lazy import names its module in a string: "hvdkit.data", or "hvdkit.doctor:doctor".
+            # A lazy import names its module in a string: "hvdkit.data", or "hvdkit.commands.doctor:doctor".
             words = node.value.partition(":")[0].split(".")
             if words[0] == "hvdkit" and len(words) > 1 and words[1] in LEVEL:
                 yield node.lineno, ".".join(words)
@@ -107,7 +109,7 @@ def test_the_check_sees_a_breach(tmp_path, monkeypatch):
         ("gradients", "def f():\n    import hvdkit.optimizer"),
         ("collectives", "import importlib\nimportlib.import_module('hvdkit.gradients')"),
         ("partition", "import tensorflow as tf"),
-        ("doctor", "from hvdkit.cluster import init"),
+        ("commands", "from hvdkit.cluster import init"),
         ("errors", "from hvdkit import something_new"),
         ("data", "from hvdkit.checkpoint import save"),
     ):

@@ -12,7 +12,7 @@ import pytest
 from hvdkit import rings
 from hvdkit.cluster import settings
 from hvdkit.cluster.launcher import promised
-from hvdkit.doctor import algorithm
+from hvdkit.commands.doctor import algorithm
 
 TWO_HOSTS = {
     "OMPI_COMM_WORLD_RANK": "0",

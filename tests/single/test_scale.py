@@ -17,12 +17,13 @@ from collections import Counter
 import psutil
 import pytest
 
-from hvdkit.cluster import interfaces, processes, wire
+from hvdkit.cluster import wire
 from hvdkit.cluster.checks import SETTLED, Waits
 from hvdkit.cluster.hub import _MANY, _TOGETHER_SECONDS, Hub, _Stranger
 from hvdkit.launch.channel import Channel
 from hvdkit.launch.rank import END, STDOUT, Connection
 from hvdkit.launch.verdict import PREEMPTED, Course
+from hvdkit.machine import interfaces, processes
 
 FEW, MANY = 64, 512
 

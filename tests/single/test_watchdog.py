@@ -15,9 +15,10 @@ import pytest
 from speed import WAIT, wait_until
 
 import hvdkit as hk
-from hvdkit.cluster import processes, wire
+from hvdkit.cluster import wire
 from hvdkit.cluster.hub import Hub
 from hvdkit.cluster.progress import PROGRESS, Progress
+from hvdkit.machine import processes
 
 
 def kinds(link):

@@ -12,7 +12,6 @@ might crash or hang runs in a subprocess with a time limit. The way through the 
     live.py        checks: two ranks start with each launcher and do one allreduce (allreduce.py); by which algorithm
                    MPI does it (algorithm.py)
     report.py      shows the findings, as text or JSON
-    process.py     runs a command that may crash or hang
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ def doctor(config: Doctor) -> int:
         >>> doctor(Doctor(np=2, run=False))     # doctest: +SKIP
         0
     """
-    from hvdkit.doctor import report
-    from hvdkit.doctor.examine import examine
+    from hvdkit.commands.doctor import report
+    from hvdkit.commands.doctor.examine import examine
 
     with report.progress(sys.stderr) as announce:
         findings = examine(config, announce)

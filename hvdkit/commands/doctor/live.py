@@ -8,17 +8,17 @@ import sys
 from pathlib import Path
 
 from hvdkit import rings
-from hvdkit.doctor import algorithm
-from hvdkit.doctor.facts import Facts, outside_a_job
-from hvdkit.doctor.finding import Finding
-from hvdkit.doctor.host import ROOT_VARIABLES
-from hvdkit.doctor.process import Outcome, run
+from hvdkit.commands.doctor import algorithm
+from hvdkit.commands.doctor.facts import Facts, outside_a_job
+from hvdkit.commands.doctor.finding import Finding
+from hvdkit.commands.doctor.host import ROOT_VARIABLES
+from hvdkit.machine.subprocesses import Outcome, run
 
 RANKS = 2
 LINE = re.compile(r"hvdkit-allreduce (\{.*?\})")
 ALGORITHM = Path(algorithm.__file__)  # run as a file: the package would load TensorFlow in a launched process
 ALGORITHM_LINE = re.compile(r"hvdkit-algorithm (\{.*?\})")
-CHILD = [sys.executable, "-m", "hvdkit.doctor.allreduce"]
+CHILD = [sys.executable, "-m", "hvdkit.commands.doctor.allreduce"]
 REMEDIES = (  # what a launcher's last lines say -> what helps
     (re.compile(r"not enough slots", re.I), "mpirun --oversubscribe"),
     (re.compile(r"No module named '(\w+)'"), r"pip install \1"),

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from hvdkit.doctor import Doctor, devices, host, live, mpi, software
-from hvdkit.doctor.facts import Facts, gather
-from hvdkit.doctor.finding import Finding
+from hvdkit.commands.doctor import Doctor, devices, host, live, mpi, software
+from hvdkit.commands.doctor.facts import Facts, gather
+from hvdkit.commands.doctor.finding import Finding
 
 
 def examine(config: Doctor, announce: Callable[[str], None] = lambda text: None) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""What each rank of the live check runs: ``python -m hvdkit.doctor.allreduce`` under a launcher.
+"""What each rank of the live check runs: ``python -m hvdkit.commands.doctor.allreduce`` under a launcher.
 
 Raw Horovod and mpi4py, since the check must not depend on what it helps to debug.
 """

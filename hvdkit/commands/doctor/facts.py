@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hvdkit.doctor.process import Outcome, end_all, run
+from hvdkit.machine.subprocesses import Outcome, end_all, run
 
 DISTRIBUTIONS = (
     "tensorflow",
@@ -146,7 +146,7 @@ def gather(np: int, timeout: float) -> Facts:
 def probe(stages: list[str], timeout: float, env: Mapping[str, str] | None = None) -> Probe:
     """Run ``probe.py`` in a subprocess, outside any MPI job that this process may be a rank of."""
     quiet = {**outside_a_job(os.environ), "TF_CPP_MIN_LOG_LEVEL": "3", **(env or {})}
-    outcome = run([sys.executable, "-m", "hvdkit.doctor.probe", *stages], timeout=timeout, env=quiet)
+    outcome = run([sys.executable, "-m", "hvdkit.commands.doctor.probe", *stages], timeout=timeout, env=quiet)
     lines = [json.loads(line) for line in outcome.stdout.splitlines() if line.startswith('{"stage"')]
     found = {line.pop("stage"): line for line in lines}
     return Probe(found, next((stage for stage in stages if stage not in found), None), outcome)

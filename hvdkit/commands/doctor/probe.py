@@ -1,6 +1,6 @@
 """The subprocess that imports TensorFlow, Horovod and mpi4py and says what it sees.
 
-``python -m hvdkit.doctor.probe STAGE...``: each stage prints one JSON line when it ends, with ``error`` if
+``python -m hvdkit.commands.doctor.probe STAGE...``: each stage prints one JSON line when it ends, with ``error`` if
 its import failed. The reader takes the first stage without a line to be the one that crashed or hung. Nothing
 here starts MPI, except the stage ``alone``.
 """

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import psutil
 
-from hvdkit.doctor.facts import Facts
-from hvdkit.doctor.finding import Finding
-from hvdkit.doctor.process import run
+from hvdkit.commands.doctor.facts import Facts
+from hvdkit.commands.doctor.finding import Finding
+from hvdkit.machine.subprocesses import run
 
 # Loopback, and bridges that have the same address on every host: ranks that pick one of these wait for ever.
 LOCAL_ONLY = re.compile(r"(lo|docker|br-|virbr|veth|cni|flannel|cali|vmnet|vboxnet|podman|lxc|lxd|dummy|tunl)")

@@ -1,0 +1,1 @@
+"""The subcommands of ``hvdkit``. The training library imports none of them."""
