@@ -126,7 +126,7 @@ def exchange_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
         exchange = ObjectExchange(Sizes(size), communicator)
         found = {}
         for name, act in (
-            ("agreement", lambda: places.agree(None, exchange, size, offer)),
+            ("agreement", lambda: places.agreed_places(None, exchange, size, offer)),
             ("look at a save", lambda: exchange.allgather((True, None))),
         ):
             found[name] = measured(act, communicator)

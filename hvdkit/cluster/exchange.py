@@ -60,6 +60,16 @@ class ObjectExchange:
         self._longest = 0  # bytes of the longest message of the exchange before, which all ranks know
 
     @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that exchange, by their numbers in the world, in ascending order."""
+        return self._ranks
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that exchange."""
+        return self._size
+
+    @property
     def over_mpi(self) -> bool:
         """True where objects travel over mpi4py, which needs no TensorFlow."""
         return self._comm is not None

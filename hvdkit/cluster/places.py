@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hvdkit.cluster import settings
+from hvdkit.cluster.agreement import compare, gather
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.wire import Offer
 from hvdkit.errors import ClusterError, describe
@@ -19,37 +20,26 @@ class Place(NamedTuple):
 
     host: str
     mesh: list[tuple[str, int]]
-    problem: str | None
     process: processes.Identity
     offer: Offer | None
     bucket_bytes: int
 
 
-def agree(
+def agreed_places(
     mesh: Mapping[str, int] | None, exchange: ObjectExchange, size: int, offer: Offer | None
 ) -> tuple[list[Place], dict[str, int]]:
     """Return every rank's place and the mesh, or raise on every rank if any rank's mesh is bad or another."""
-    axes: dict[str, int] = {}
-    bucket_bytes = 0
-    problem: Exception | None = None
-    try:
-        axes = checked_mesh(mesh, size)
-        bucket_bytes = settings.bucket_bytes()
-    except (TypeError, ValueError) as error:
-        problem = error
-    words = None if problem is None else str(problem)
-    mine = Place(socket.gethostname(), list(axes.items()), words, processes.own_identity(), offer, bucket_bytes)
-    places: list[Place] = exchange.allgather(mine)
-    if problem is not None:
-        raise problem
-    for rank_, place in enumerate(places):
-        if place.problem is not None:
-            raise ClusterError(f"hk.init(): rank {rank_} passed a bad argument: {place.problem}")
-        if place.bucket_bytes != places[0].bucket_bytes:
-            got, expected = f"{place.bucket_bytes} on rank {rank_}", f"{places[0].bucket_bytes}, as on rank 0"
-            raise ClusterError(describe("HVDKIT_BUCKET_BYTES", got, expected, "set it to one number everywhere"))
-    _check_meshes([place.mesh for place in places])
-    return places, axes
+
+    def place() -> Place:
+        axes, bucket_bytes = checked_mesh(mesh, size), settings.bucket_bytes()
+        return Place(socket.gethostname(), list(axes.items()), processes.own_identity(), offer, bucket_bytes)
+
+    places = gather(exchange, "hk.init()", place, error=ClusterError)
+    remedy = "set it to one number everywhere"
+    compare([each.bucket_bytes for each in places], "HVDKIT_BUCKET_BYTES", remedy, error=ClusterError)
+    meshes = [dict(each.mesh) for each in places]
+    compare(meshes, "mesh", "pass one mesh everywhere", error=ClusterError, key=lambda axes: list(axes.items()))
+    return places, meshes[0]
 
 
 def checked_mesh(mesh: Mapping[str, int] | None, size: int) -> dict[str, int]:
@@ -66,16 +56,3 @@ def checked_mesh(mesh: Mapping[str, int] | None, size: int) -> dict[str, int]:
             )
         )
     return axes
-
-
-def _check_meshes(meshes: list[list[tuple[str, int]]]) -> None:
-    for rank_, mesh in enumerate(meshes):
-        if mesh != meshes[0]:
-            raise ClusterError(
-                describe(
-                    "mesh",
-                    f"{dict(mesh)} on rank {rank_}",
-                    f"{dict(meshes[0])}, as on rank 0",
-                    "pass one mesh everywhere",
-                )
-            )

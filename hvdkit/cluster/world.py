@@ -126,7 +126,7 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     settings.share_cores(neighbours)
     settings.keep_to_core(hvd.local_rank(), hvd.local_size(), neighbours)
     dog, offer = watchdog.open_channel(rank, size, one_host=hvd.local_size() == size)
-    every, axes = places.agree(mesh, exchange, size, offer)
+    every, axes = places.agreed_places(mesh, exchange, size, offer)
     hosts = tuple(place.host for place in every)
     dog.join(every[0].offer, rank, hosts, [place.process for place in every])
     cluster = Cluster(

@@ -7,14 +7,15 @@ result is computed from them on the spot: for these the comparison is the whole 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hvdkit import cluster
 from hvdkit.cluster import Group
+from hvdkit.cluster.agreement import SAME_CALLS, Contribution, Problem, check_calls, compare, shown_calls
 from hvdkit.errors import CollectiveMismatchError, describe
 
 # Below this many bytes a value goes along with its signature. At 1,000 ranks that is 16 MB a rank, still quick.
@@ -23,28 +24,25 @@ JOIN = "join()"
 
 
 @dataclass
-class Call:
+class Call(Contribution[Any]):
     """One rank's side of an eager collective.
 
     Attributes:
         kind: the collective and everything all ranks must agree on, for people: ``allreduce(op=Sum)``.
+        payload: the values, if small.
         dtypes: dtype name of each tensor.
         shapes: shape of each tensor; where ``uneven`` the first axis may differ between ranks.
         uneven: True for allgather and alltoall.
-        payload: the values, if small.
         problem: the exception that this rank's arguments deserve, or None.
-        fault: what a rank with a problem has done, for people.
         joinable: ranks that have joined may stay away: they contribute zeros.
     """
 
-    kind: str
+    payload: Any = None
     dtypes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     uneven: bool = False
-    payload: Any = None
-    problem: Exception | None = field(default=None)
+    problem: Exception | None = None
     joinable: bool = False
-    fault: str = "passed a bad argument"
 
     def agreed(self) -> tuple[Any, ...]:
         """Return what must be equal on all ranks."""
@@ -71,31 +69,55 @@ def agree(call: Call, group: Group | None = None) -> list[Call]:
         if call.problem is not None:
             raise call.problem
         return [call]
-    # The others need the words only; an exception of any class may not survive pickling.
-    sent = call if call.problem is None else Call(call.kind, problem=ValueError(str(call.problem)), fault=call.fault)
+    sent: Contribution[Any] = call
+    if call.problem is not None:
+        sent = Contribution(call.kind, None, Problem.of(call.problem, CollectiveMismatchError))
     calls: list[Call] = cluster.exchange(group).allgather(sent, str(call))
     if call.problem is not None:
         raise call.problem
-    for rank, other in zip(ranks, calls, strict=True):
-        if not isinstance(other, Call):
-            raise CollectiveMismatchError(
-                f"collective: rank {rank} exchanges something else ({other!r}) while rank {cluster.rank()} called "
-                f"{call}; call the same collectives in the same order on every rank"
-            )
-        if other.problem is not None:
-            raise CollectiveMismatchError(f"{call.kind}: rank {rank} {other.fault}: {other.problem}")
-    active = [(rank, other) for rank, other in zip(ranks, calls, strict=True) if other.kind != JOIN]
-    if 0 < len(active) < len(calls) and not active[0][1].joinable:
+    usual = None
+    for each in calls:
+        if type(each) is not Call or each.kind == JOIN:
+            break
+        agreed = each.agreed()
+        if usual is None:
+            usual = agreed
+        elif agreed != usual:
+            break
+    else:
+        return calls
+    _check(calls, ranks)
+    return calls
+
+
+def _check(calls: list[Call], ranks: Sequence[int]) -> None:
+    """Raise what is wrong with the ranks' calls, or return if some ranks have joined and the others go on."""
+    if not all(type(each) is Call for each in calls):
+        check_calls(calls, ranks)
+    active = [(rank, each) for rank, each in zip(ranks, calls, strict=True) if each.kind != JOIN]
+    if len(active) < len(calls) and not active[0][1].joinable:
         joined = next(rank for rank, other in zip(ranks, calls, strict=True) if other.kind == JOIN)
         raise CollectiveMismatchError(
             f"join: rank {joined} has joined, but rank {active[0][0]} called {active[0][1]}; after hk.join() on one "
             "rank, others call hk.allreduce (Sum or Average) or hk.barrier until they join, too"
         )
-    for rank, other in active[1:]:
-        lowest, first = active[0]
-        if other.agreed() != first.agreed():
-            raise CollectiveMismatchError(_difference(first, lowest, other, rank))
-    return calls
+    ranks, calls = [rank for rank, _ in active], [each for _, each in active]
+    compare(calls, "collective", SAME_CALLS, ranks=ranks, key=lambda c: (c.kind, len(c.shapes)), show=shown_calls)
+    first = calls[0]
+    remedy = "pass equal dtypes and shapes on every rank" + " (only the first axis may differ)" * first.uneven
+    for i in range(len(first.shapes)):
+        each = [(call.dtypes[i], call.shapes[i]) for call in calls]
+        compare(each, f"{first.kind}: tensor {i}", remedy, ranks=ranks, key=_agreed_of(first.uneven), show=_tensors)
+
+
+def _agreed_of(uneven: bool) -> Callable[[tuple[str, tuple[int, ...]]], Any]:
+    """Return what takes a tensor's dtype and shape, and returns what must be equal of them."""
+    return (lambda tensor: (tensor[0], len(tensor[1]), tensor[1][1:])) if uneven else lambda tensor: tensor
+
+
+def _tensors(*tensors: tuple[str, tuple[int, ...]]) -> tuple[str, str]:
+    odd, usual = (f"{dtype}{list(shape)}" for dtype, shape in tensors)
+    return odd, usual
 
 
 def attempt(check: Callable[[], None]) -> Exception | None:
@@ -113,18 +135,3 @@ def check_root(root: Any, group: Group | None = None) -> None:
     if not isinstance(root, (int, np.integer)) or isinstance(root, bool) or root not in ranks:
         expected = f"a rank, 0 to {cluster.size() - 1}" if group is None else f"one of the ranks {list(ranks)}"
         raise ValueError(describe("root", root, expected, "pass the rank whose value counts"))
-
-
-def _difference(first: Call, lowest: int, other: Call, rank: int) -> str:
-    if len(first.shapes) == len(other.shapes):
-        for i, mine in enumerate(first.shapes):
-            if (first.dtypes[i], mine) != (other.dtypes[i], other.shapes[i]) and first.kind == other.kind:
-                return (
-                    f"{first.kind}: tensor {i} is {other.dtypes[i]}{list(other.shapes[i])} on rank {rank}, but "
-                    f"{first.dtypes[i]}{list(mine)} on rank {lowest}; pass equal dtypes and shapes on every rank"
-                    + (" (only the first axis may differ)" if first.uneven else "")
-                )
-    return (
-        f"collective: rank {rank} called {other}, but rank {lowest} called {first}; "
-        "call the same collectives in the same order on every rank"
-    )

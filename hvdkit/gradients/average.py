@@ -328,9 +328,8 @@ def _call(found: Given | None, how: Averaging, problem: Exception | None) -> Cal
     described = [] if found is None else [_described(*pair) for pair in zip(found.grads, found.kinds, strict=True)]
     options = [f"op={op_label(how.op)}", f"compression={how.compression}", "weight" * (how.weight is not None)]
     shown = ", ".join(option for option in (*options, label(how.group)) if option)
-    return Call(
-        f"average_gradients({shown})", tuple(d[0] for d in described), tuple(d[1] for d in described), problem=problem
-    )
+    dtypes, shapes = tuple(d[0] for d in described), tuple(d[1] for d in described)
+    return Call(f"average_gradients({shown})", dtypes=dtypes, shapes=shapes, problem=problem)
 
 
 def _described(grad: Gradient, kind: Kind) -> tuple[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.arguments import integer
+from hvdkit.cluster.agreement import gather
 from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.collectives.shards import Piece, Shard, mark
 from hvdkit.collectives.values import graph_safe
@@ -189,7 +190,8 @@ class RowParallelDense(_ParallelDense):
         self.built = True
 
     def _all_inputs(self, given: int) -> int:
-        everywhere = cluster.exchange().allgather((self._group.ranks, given))
+        kind = f"the inputs of RowParallelDense(units={self.units}, axis={self.axis!r})"
+        everywhere = gather(cluster.exchange(), kind, lambda: (self._group.ranks, given))
         return sum(count for ranks, count in everywhere if ranks == self._group.ranks)
 
     @graph_safe

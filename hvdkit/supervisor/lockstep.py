@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hvdkit import cluster
+from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
 
 # Batches that a rank holds ready before the ranks compare how many each has: one small exchange for so many steps.
@@ -27,9 +28,14 @@ def lockstep(batches: Iterable[Any]) -> Iterator[Any]:
     """
     source = iter(batches)
     exchange = cluster.exchange()
+    ready: list[Any] = []
+
+    def read() -> int:
+        ready[:] = itertools.islice(source, WINDOW)
+        return len(ready)
+
     while True:
-        ready = list(itertools.islice(source, WINDOW))
-        counts = exchange.allgather(len(ready))
+        counts = gather(exchange, "the number of batches", read)
         yield from ready[: min(counts)]
         if min(counts) < WINDOW:
             break

@@ -13,6 +13,7 @@ from typing import Any
 from hvdkit import cluster
 from hvdkit.arguments import integer
 from hvdkit.checkpoint.saving import agreed_state, together
+from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import PROGRESS, spending
 from hvdkit.errors import CheckpointError, HvdkitError, describe
@@ -25,9 +26,9 @@ from hvdkit.supervisor.lockstep import lockstep
 from hvdkit.supervisor.pace import Pace
 from hvdkit.supervisor.saver import Saver
 from hvdkit.supervisor.signals import PREEMPTED, StopSignals
-from hvdkit.supervisor.start import check_data, prepare_folder, restore_or_initialise
+from hvdkit.supervisor.start import prepare_folder, restore_or_initialise
 from hvdkit.supervisor.summaries import Summaries
-from hvdkit.supervisor.words import Word, compare, compare_names, compare_options
+from hvdkit.supervisor.words import Word, agree_on_arguments, agree_on_scalars, check_words
 
 # An agreement costs some 50 microseconds; mpirun gives ranks 1 s between SIGTERM and SIGKILL, the save included.
 _AGREE_SECONDS = 0.25
@@ -151,11 +152,10 @@ class Supervisor:
         for left in list(IN_FIT):
             with contextlib.suppress(CheckpointError):  # its folder may be gone
                 left.close()
-        compare_options(self._told)
+        agree_on_arguments(self._told, self._data)
         agreed_state(self._state())  # before any file is touched
         if self._model is not None:
             synchronize_batch_normalization(self._model, process_set=ranks_of(self._optimizer))
-        check_data(self._data)
         together(lambda: self._lock.acquire() if cluster.is_chief() else None)
         try:
             prepare_folder(self._folder, gather=self._gather)
@@ -319,18 +319,18 @@ class Supervisor:
                 get_logger().warning(words, saved, rate)
 
     def _summarise(self, scalars: Mapping[str, Any]) -> None:
-        local = {name: scalar(name, value) for name, value in scalars.items()}
-        everywhere = cluster.exchange().allgather(local)
-        compare_names(everywhere)
+        everywhere = agree_on_scalars(lambda: {name: scalar(name, value) for name, value in scalars.items()})
         if self._summaries is not None:
-            means = {name: math.fsum(each[name] for each in everywhere) / len(everywhere) for name in local}
+            means = {name: math.fsum(each[name] for each in everywhere) / len(everywhere) for name in scalars}
             self._summaries.scalars(self.global_step, **means)
 
     def _agree(self, save: bool, *, last: bool = False) -> None:
         """Hear every rank's word, and act on it at this step on all ranks; ``last``: training is over anyway."""
         step, signal = self.global_step, self._signals.received
-        words = cluster.exchange().allgather(
-            Word(
+        words = gather(
+            cluster.exchange(),
+            "Supervisor.step()",
+            lambda: Word(
                 step=step,
                 stop=self._wants_stop,
                 signal=None if signal is None else signal.name,
@@ -338,9 +338,9 @@ class Supervisor:
                 saving=self._saver.progress(),
                 save_now=time.monotonic() - self._saver.when >= self._seconds,
                 interval=self._pace.proposal(step),
-            )
+            ),
         )
-        compare(words, step, stop_on_nonfinite=self._stop_on_nonfinite)
+        check_words(words, stop_on_nonfinite=self._stop_on_nonfinite)
         self._saver.hear([word.saving for word in words])
         self._stopping = self._stopping or any(word.stop or word.signal for word in words)
         told = next((word.signal for word in words if word.signal), None)

@@ -12,7 +12,7 @@ from hvdkit.checkpoint.restoring import restore
 from hvdkit.checkpoint.saving import agreed_state, check_shared, together
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives import broadcast_variables
-from hvdkit.errors import CollectiveMismatchError, CorruptCheckpointError
+from hvdkit.errors import CorruptCheckpointError
 
 
 def prepare_folder(folder: Path, *, gather: bool) -> None:
@@ -20,22 +20,6 @@ def prepare_folder(folder: Path, *, gather: bool) -> None:
     if not gather:
         check_shared(folder)
     together(lambda: tidy(folder) if cluster.is_chief() else None)
-
-
-def check_data(data: Any) -> None:
-    """Compare the data that ranks were given, where they can say a word about themselves.
-
-    Raises:
-        CollectiveMismatchError: a rank has other data; it is named, with what differs.
-    """
-    prints = cluster.exchange().allgather(data.fingerprint() if hasattr(data, "fingerprint") else None)
-    for rank, theirs in enumerate(prints):
-        if theirs != prints[0]:
-            differing = [k for k in (theirs or {}) if theirs[k] != (prints[0] or {}).get(k)] or ["kind"]
-            raise CollectiveMismatchError(
-                f"data: rank {rank} has other {', '.join(differing)} than rank 0; give GlobalBatches the whole data "
-                "set, the same on every rank: it takes each rank's rows itself"
-            )
 
 
 def restore_or_initialise(folder: Path, state: Callable[[], Mapping[str, Any]], *, gather: bool) -> Path | None:

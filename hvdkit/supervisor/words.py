@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvdkit import cluster
 from hvdkit.checkpoint.saving import Progress
-from hvdkit.errors import CollectiveMismatchError, NonFiniteError, describe
+from hvdkit.cluster.agreement import agree, compare, gather
+from hvdkit.errors import NonFiniteError, describe
 
 
 class Word(NamedTuple):
@@ -33,54 +34,50 @@ class Word(NamedTuple):
     interval: int
 
 
-def compare(words: Sequence[Any], step: int, *, stop_on_nonfinite: bool) -> None:
+def check_words(words: Sequence[Word], *, stop_on_nonfinite: bool) -> None:
     """Look whether all ranks are at one step, and their losses finite.
 
     Raises:
-        CollectiveMismatchError: a rank is at another step, or in another exchange; it is named.
+        CollectiveMismatchError: a rank is at another step; it is named.
         NonFiniteError: a loss is NaN or infinite; rank and step are named.
     """
+    compare([word.step for word in words], "Supervisor: the step", "call sv.step() as often on every rank")
     for rank, word in enumerate(words):
-        if not isinstance(word, Word) or word.step != step:
-            raise CollectiveMismatchError(
-                f"Supervisor: rank {rank} is elsewhere ({word}) while rank {cluster.rank()} agrees on step {step}; "
-                "call sv.step() as often on every rank"
-            )
         if stop_on_nonfinite and not math.isfinite(word.loss):
-            got = f"{word.loss} at step {step} on rank {rank}"
+            got = f"{word.loss} at step {word.step} on rank {rank}"
             remedy = "lower the learning rate or clip; the last checkpoint is from before"
             raise NonFiniteError(describe("loss", got, "a finite number", remedy))
 
 
-def compare_options(options: Mapping[str, Any]) -> None:
-    """Look whether all ranks were given the same options. Every rank calls it.
+def agree_on_arguments(options: Mapping[str, Any], data: Any) -> None:
+    """Compare the options that ranks were given, and the data if they have a fingerprint. Every rank calls it.
 
     Raises:
-        CollectiveMismatchError: it names the first rank and option that differ from rank 0.
+        CollectiveMismatchError: it names the lowest rank that differs, and the option or part of the data.
     """
-    everywhere = cluster.exchange().allgather(dict(options))
-    for rank, theirs in enumerate(everywhere):
-        for name, value in theirs.items():
-            if value != everywhere[0][name]:
-                raise CollectiveMismatchError(
-                    f"Supervisor: {name} is {value!r} on rank {rank}, {everywhere[0][name]!r} on rank 0; give the same "
-                    "arguments on every rank"
-                )
+    of_data: Callable[[], Mapping[str, Any]] = getattr(data, "fingerprint", dict)
+    everywhere = gather(cluster.exchange(), "Supervisor(...)", lambda: (dict(options), of_data()))
+    for name in options:
+        values = [each[name] for each, _ in everywhere]
+        compare(values, f"Supervisor: {name}", "give the same arguments on every rank")
+    remedy = "give GlobalBatches the whole data set, the same on every rank: it takes each rank's rows itself"
+    compare([prints for _, prints in everywhere], "data", remedy, show=_differing_data)
 
 
-def _shown(scalars: Any) -> str:
-    return str(sorted(scalars)) if isinstance(scalars, Mapping) else "none"
+def _differing_data(odd: Mapping[str, Any], usual: Mapping[str, Any]) -> tuple[str, str]:
+    names = [name for name in {**usual, **odd} if odd.get(name) != usual.get(name)]
+    return f"other {', '.join(names)}", "the same data"
 
 
-def compare_names(scalars: Sequence[Mapping[str, float]]) -> None:
-    """Look whether all ranks gave scalars of the same names.
+def agree_on_scalars(scalars: Callable[[], dict[str, float]]) -> list[dict[str, float]]:
+    """Return the scalars of all ranks. Every rank calls it.
 
     Raises:
-        CollectiveMismatchError: they did not; it names the first rank that differs from rank 0.
+        CollectiveMismatchError: they have other names on a rank, which is named, or one is no number there.
     """
-    for rank, theirs in enumerate(scalars):
-        if not all(isinstance(each, Mapping) for each in (theirs, scalars[0])) or theirs.keys() != scalars[0].keys():
-            raise CollectiveMismatchError(
-                f"Supervisor.step: rank {rank} gave {_shown(theirs)}, rank 0 {_shown(scalars[0])}; give the same "
-                "scalars on every rank"
-            )
+    what, remedy = "Supervisor.step: the scalars", "give the same scalars on every rank"
+    return agree(cluster.exchange(), scalars, what, remedy, key=sorted, show=_names)
+
+
+def _names(odd: Mapping[str, float], usual: Mapping[str, float]) -> tuple[str, str]:
+    return str(sorted(odd)), str(sorted(usual))

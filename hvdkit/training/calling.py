@@ -73,10 +73,7 @@ def _compared(listed: list[Any], problem: Exception | None) -> bool:
 
 def _call(when: str, payload: Any, problem: Exception | None) -> Call:
     """Return what a rank says of a method of its callbacks."""
-    call = Call(f"callbacks' {when}", payload=payload, problem=problem)
-    if problem is not None:
-        call.fault = f"raised {type(problem).__name__}"
-    return call
+    return Call(f"callbacks' {when}", payload=payload, problem=problem)
 
 
 def _shown(verbose: Any) -> Any:

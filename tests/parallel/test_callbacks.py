@@ -266,7 +266,9 @@ def test_divergence_in_fit_ends_it_on_every_rank(rank, size):
 
     if size == 1:
         return run()
-    with pytest.raises(hk.CollectiveMismatchError, match=r"kernel; first known to differ at step 8, last .* step 4;"):
+    with pytest.raises(
+        hk.CollectiveMismatchError, match=r"kernel, on rank .*; first known to differ at step 8, last .* step 4;"
+    ):
         run()
     with pytest.raises(ValueError, match="every"):
         hk.callbacks.StopOnDivergence(every=0)

@@ -1,0 +1,223 @@
+"""Values compared over all ranks: every rank raises the same error, or none.
+
+A rank that raised alone would leave the others waiting in the exchange. So every rank sends a :class:`Contribution`,
+its value or the exception that it met instead, and all ranks judge the same list of them. Three functions serve:
+
+* :func:`gather` returns every rank's value; what one rank raises is an error on all;
+* :func:`compare` raises on every rank, given the same values there, if one differs;
+* :func:`agree` does both.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from hvdkit.cluster.exchange import ObjectExchange
+from hvdkit.errors import CollectiveMismatchError, HvdkitError, describe
+
+T = TypeVar("T")
+_MOST_NAMED = 4
+SAME_CALLS = "call the same collectives in the same order on every rank"
+
+
+class Problem(NamedTuple):
+    """An exception of one rank, as the others raise it: it may not survive pickling itself.
+
+    Attributes:
+        error: class of the error that they raise.
+        words: class and message of the exception.
+    """
+
+    error: type[HvdkitError]
+    words: str
+
+    @classmethod
+    def of(cls, exception: Exception, error: type[HvdkitError]) -> Problem:
+        """Return what other ranks raise of ``exception``: an ``error``, or the subclass of it that it belongs to."""
+        if isinstance(exception, error):
+            error = next(each for each in type(exception).__mro__ if each.__module__ == HvdkitError.__module__)
+        return cls(error, f"{type(exception).__name__}: {exception}")
+
+
+@dataclass
+class Contribution(Generic[T]):
+    """What one rank sends to all others.
+
+    Attributes:
+        kind: the call in which it is made, for people; the same on every rank.
+        payload: the value.
+        fault: what has kept this rank from a value, or None.
+    """
+
+    kind: str
+    payload: T
+    fault: Problem | None = None
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+def gather(
+    exchange: ObjectExchange, kind: str, value: Callable[[], T], *, error: type[HvdkitError] = CollectiveMismatchError
+) -> list[T]:
+    """Return the value of every rank, in rank order; an exception on one rank raises an error on all.
+
+    Args:
+        exchange: among the ranks that take part. All of them call this.
+        kind: names the call in messages, and in reports of ranks that wait; the same on every rank.
+        value: computes this rank's, which can be pickled.
+        error: what other ranks raise if ``value`` raises here; a subclass of it stays what it is.
+
+    Raises:
+        Exception: what ``value`` has raised on this rank.
+        HvdkitError: ``error``, which names the lowest rank with an exception.
+        CollectiveMismatchError: a rank called something else.
+    """
+    if exchange.size == 1:
+        return [value()]
+    problem: Exception | None = None
+    try:
+        data = pickle.dumps(Contribution(kind, value()), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as exception:
+        problem = exception
+        data = pickle.dumps(Contribution(kind, None, Problem.of(exception, error)))
+    parts = [_loaded(part) for part in exchange.allgather_bytes(data, kind)]
+    if problem is not None:
+        raise problem
+    check_calls(parts, exchange.ranks)
+    return [part.payload for part in parts]
+
+
+def check_calls(parts: Sequence[Any], ranks: Sequence[int]) -> None:
+    """Raise on all ``ranks`` if one has met a problem, or they make different calls, given what each has sent.
+
+    Raises:
+        HvdkitError: the lowest rank's problem.
+        CollectiveMismatchError: a rank sent a :class:`Contribution` of another kind, or something else.
+    """
+    for rank, part in zip(ranks, parts, strict=True):
+        if isinstance(part, Contribution) and part.fault is not None:
+            raise part.fault.error(f"{part.kind}: rank {rank} raised {part.fault.words}")
+    compare(parts, "collective", SAME_CALLS, ranks=ranks, key=_kind, show=shown_calls)
+
+
+def odd_one(values: Sequence[Any]) -> tuple[int, int] | None:
+    """Return the place of the first value that differs, and the first place of what the others have.
+
+    The others have what more than half of all values are; without such a majority, what rank 0 has.
+
+    Returns:
+        None if all are equal.
+
+    Example:
+        >>> odd_one(["b", "a", "a"]), odd_one(["b", "a"]), odd_one(["a", "a"])
+        ((0, 1), (1, 0), None)
+    """
+    first = values[0]
+    if all(value == first for value in values):
+        return None
+    # R. S. Boyer, J. S. Moore, "MJRTY: a fast majority vote algorithm" (1981): values need not be hashable.
+    candidate, lead = 0, 0
+    for place, value in enumerate(values):
+        if lead == 0:
+            candidate = place
+        lead += 1 if value == values[candidate] else -1
+    if 2 * sum(value == values[candidate] for value in values) <= len(values):
+        candidate = 0
+    usual = values[candidate]
+    odd = next(place for place, value in enumerate(values) if value != usual)
+    return odd, next(place for place, value in enumerate(values) if value == usual)
+
+
+def compare(
+    values: Sequence[T],
+    what: str,
+    remedy: str,
+    *,
+    ranks: Sequence[int] | None = None,
+    error: type[HvdkitError] = CollectiveMismatchError,
+    key: Callable[[T], Any] = lambda value: value,
+    show: Callable[[T, T], tuple[str, str]] = lambda odd, usual: (repr(odd), repr(usual)),
+) -> None:
+    """Raise an error if the ranks' values differ; it names the lowest rank that has not what most, or rank 0, have.
+
+    Args:
+        values: of each rank. All ranks call this with the same values, as :func:`gather` returns them.
+        what: is compared, for people.
+        remedy: what to do.
+        ranks: whose the values are; by default 0, 1, ...
+        error: its class.
+        key: returns what must be equal.
+        show: returns how the message reads, given the value that differs and the one expected.
+
+    Raises:
+        HvdkitError: ``error``, if values differ.
+
+    Example:
+        >>> compare([2, 3, 2, 4], "n", "pass one everywhere", error=ValueError)
+        Traceback (most recent call last):
+        ...
+        ValueError: n: got 3 on rank 1 (rank 3 differs, too), expected 2, as on rank 0 and 1 other; pass one everywhere
+    """
+    keys = [key(value) for value in values]
+    found = odd_one(keys)
+    if found is None:
+        return
+    odd, usual = found
+    ranks = range(len(values)) if ranks is None else ranks
+    differing = [rank for rank, each in zip(ranks, keys, strict=True) if each != keys[usual]]
+    got, expected = show(values[odd], values[usual])
+    alike = len(values) - len(differing) - 1
+    others = f" and {alike} other{'s' * (alike > 1)}" if alike else ""
+    raise error(
+        describe(what, f"{got} on rank {_named(differing)}", f"{expected}, as on rank {ranks[usual]}{others}", remedy)
+    )
+
+
+def agree(
+    exchange: ObjectExchange,
+    value: Callable[[], T],
+    what: str,
+    remedy: str,
+    *,
+    error: type[HvdkitError] = CollectiveMismatchError,
+    key: Callable[[T], Any] = lambda value: value,
+    show: Callable[[T, T], tuple[str, str]] = lambda odd, usual: (repr(odd), repr(usual)),
+) -> list[T]:
+    """Return the values of all ranks, once they have turned out to be equal: :func:`gather`, then :func:`compare`."""
+    values = gather(exchange, what, value, error=error)
+    compare(values, what, remedy, ranks=exchange.ranks, error=error, key=key, show=show)
+    return values
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Return the lowest rank, and in brackets which others there are."""
+    if len(ranks) == 1:
+        return f"{ranks[0]}"
+    if len(ranks) == 2:
+        return f"{ranks[0]} (rank {ranks[1]} differs, too)"
+    shown = ", ".join(map(str, ranks[1 : 1 + _MOST_NAMED]))
+    more = f" and {len(ranks) - 1 - _MOST_NAMED} more" * (len(ranks) > 1 + _MOST_NAMED)
+    return f"{ranks[0]} (ranks {shown}{more} differ, too)"
+
+
+def _kind(part: Any) -> Any:
+    """Return what must be equal of two messages; None for one of another exchange."""
+    return (type(part), part.kind) if isinstance(part, Contribution) else None
+
+
+def shown_calls(odd: Any, usual: Any) -> tuple[str, str]:
+    """Return what two ranks have called, for people."""
+    odd, usual = (str(each) if isinstance(each, Contribution) else "another exchange" for each in (odd, usual))
+    return odd, usual
+
+
+def _loaded(data: bytes) -> Any:
+    """Return what a rank has sent; None for the bytes of another exchange."""
+    try:
+        return pickle.loads(data)
+    except Exception:
+        return None

@@ -1,0 +1,128 @@
+"""Agreements of real ranks: which rank is named, and that no rank raises alone."""
+
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+from hvdkit import cluster
+from hvdkit.cluster.agreement import agree, gather
+from hvdkit.supervisor.lockstep import lockstep
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(autouse=True)
+def usable_afterwards(rank, size):
+    yield
+    assert hk.allgather_object(rank) == list(range(size))
+
+
+def same_everywhere(error):
+    """Return the message, after a look at whether all ranks have the same one."""
+    assert len(set(hk.allgather_object(str(error)))) == 1
+    return str(error)
+
+
+def odd_and_usual(values):
+    """Return the rank to be named and one that is right: of most, or else as rank 0."""
+    usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
+    usual = usual if 2 * values.count(usual) > len(values) else values[0]
+    return next(rank for rank, value in enumerate(values) if value != usual), values.index(usual)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda rank, size: rank == size // 2,
+        lambda rank, size: rank == 0,
+        lambda rank, size: rank,
+        lambda rank, size: rank >= size - size // 2,
+        lambda rank, size: {0: []},
+    ],
+    ids=["the middle", "the chief", "all", "half", "none"],
+)
+def test_the_lowest_rank_that_differs_from_most_is_named(value, rank, size):
+    values = [value(each, size) for each in range(size)]
+    if all(each == values[0] for each in values):
+        assert agree(cluster.exchange(), lambda: values[rank], "x", "pass one") == values
+        return
+    with pytest.raises(hk.CollectiveMismatchError) as caught:
+        agree(cluster.exchange(), lambda: values[rank], "x", "pass one")
+    odd, usual = odd_and_usual(values)
+    message = same_everywhere(caught.value)
+    assert message.startswith(f"x: got {values[odd]!r} on rank {odd}")
+    assert f", expected {values[usual]!r}, as on rank {usual}" in message and message.endswith("; pass one")
+
+
+@pytest.mark.parametrize("among", ["all", "the last two"])
+def test_one_rank_raises_and_all_do(among, rank, size):
+    ranks = range(size) if among == "all" else range(max(0, size - 2), size)
+    some = hk.ProcessSet(ranks)
+    if not some.included():
+        return
+    bad = ranks[len(ranks) // 2]
+
+    def value():
+        if rank == bad:
+            raise OSError("disk full")
+
+    own, others = (OSError, "^disk full$"), (hk.ClusterError, f"^reading: rank {bad} raised OSError: disk full$")
+    error, words = own if rank == bad else others
+    with pytest.raises(error, match=words):
+        gather(cluster.exchange(some.group()), "reading", value, error=hk.ClusterError)
+
+
+class Broken:
+    """Data of which the last rank's cannot be read."""
+
+    def __init__(self, ok):
+        self.ok = ok
+
+    def fingerprint(self):
+        if not self.ok:
+            raise OSError("disk full")
+        return {"rows": 9}
+
+    def __iter__(self):
+        yield from range(3)
+        if not self.ok:
+            raise OSError("disk full")
+        yield from range(3, 9)
+
+
+def supervised(folder, data, **scalars):
+    with hk.Supervisor(folder, data=data, variables=tf.Variable(1.0), summary_steps=1) as sv:
+        sv.step(**scalars)
+
+
+@pytest.mark.parametrize(
+    ("call", "own"),
+    [
+        (lambda folder, ok: list(lockstep(Broken(ok))), OSError),
+        (lambda folder, ok: supervised(folder, Broken(ok)), OSError),
+        (lambda folder, ok: supervised(folder, None, loss=1.0 if ok else "none"), TypeError),
+    ],
+    ids=["batches", "fingerprint", "scalar"],
+)
+def test_what_one_rank_raises_on_its_way_to_a_comparison_is_an_error_on_all(call, own, shared_path, rank, size):
+    last = size - 1
+    with pytest.raises(own if rank == last else hk.CollectiveMismatchError) as caught:
+        call(shared_path, rank != last)
+    if rank != last:
+        assert f"rank {last} raised {own.__name__}: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: gather(cluster.exchange(), "this call", int),
+        lambda: list(lockstep([1, 2])),
+        lambda: hk.layers.RowParallelDense(3)._all_inputs(2),
+    ],
+    ids=["gather", "lockstep", "layer"],
+)
+def test_a_rank_in_another_collective_is_named(call, rank, size):
+    if size == 1:
+        pytest.skip("takes two ranks")
+    with pytest.raises(hk.CollectiveMismatchError, match=r"collective: .*barrier"):
+        hk.barrier() if rank == 0 else call()

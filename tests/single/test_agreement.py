@@ -1,0 +1,155 @@
+"""Agreements of ranks that are threads here: their exchange hands over what all have given."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hvdkit.cluster.agreement import agree, compare, gather, odd_one
+from hvdkit.errors import CheckpointError, ClusterError, CollectiveMismatchError, CorruptCheckpointError
+
+
+class Exchange:
+    """Of one rank, whose number in the world is ``ranks[index]``."""
+
+    def __init__(self, index, ranks, barrier, parts):
+        self.index, self.ranks, self.size = index, ranks, len(ranks)
+        self._barrier, self._parts = barrier, parts
+        self.count = 0
+
+    def allgather_bytes(self, data, name):
+        self.count += 1
+        self._parts[self.index] = data
+        self._barrier.wait(timeout=60)
+        found = list(self._parts)
+        self._barrier.wait(timeout=60)
+        return found
+
+
+def everywhere(size, call, ranks=None):
+    """Return what ``call`` has returned or raised on each rank, given an exchange and the rank's index."""
+    ranks, barrier, parts = ranks or range(size), threading.Barrier(size), [b""] * size
+
+    def run(index):
+        exchange = Exchange(index, ranks, barrier, parts)
+        try:
+            result = call(exchange, index)
+        except Exception as error:
+            result = error
+        assert exchange.count == (size > 1)  # one exchange serves
+        return result
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+def same(outcomes, kind):
+    """Return the message that all ranks raise."""
+    assert {type(each) for each in outcomes} == {kind}
+    (message,) = {str(each) for each in outcomes}
+    return message
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_equal_values_come_back_in_rank_order(size):
+    outcomes = everywhere(size, lambda exchange, index: agree(exchange, lambda: [1, 2], "units", "pass one"))
+    assert outcomes == [[[1, 2]] * size] * size
+    assert (
+        everywhere(size, lambda exchange, index: gather(exchange, "index", lambda: index)) == [list(range(size))] * size
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ("ab", "got 'b' on rank 1, expected 'a', as on rank 0;"),
+        ("baa", "got 'b' on rank 0, expected 'a', as on rank 1 and 1 other;"),
+        ("abaa", "got 'b' on rank 1, expected 'a', as on rank 0 and 2 others;"),
+        ("abac", "got 'b' on rank 1 (rank 3 differs, too), expected 'a', as on rank 0 and 1 other;"),
+        ("aabb", "got 'b' on rank 2 (rank 3 differs, too), expected 'a', as on rank 0 and 1 other;"),
+        ("cabdbb", "got 'a' on rank 1 (ranks 2, 3, 4, 5 differ, too), expected 'c', as on rank 0;"),
+        ("bbabab", "got 'a' on rank 2 (rank 4 differs, too), expected 'b', as on rank 0 and 3 others;"),
+    ],
+)
+def test_all_ranks_name_the_lowest_that_differs_from_most(values, words):
+    outcomes = everywhere(
+        len(values),
+        lambda exchange, index: agree(exchange, lambda: values[index], "units", "pass one", error=ClusterError),
+    )
+    assert f"units: {words}" in same(outcomes, ClusterError) and "; pass one" in str(outcomes[0])
+
+
+def test_ranks_of_a_group_are_named_by_their_numbers_in_the_world():
+    outcomes = everywhere(
+        3, lambda exchange, index: agree(exchange, lambda: index == 1, "x", "pass one"), ranks=(2, 5, 7)
+    )
+    assert "got True on rank 5, expected False, as on rank 2 and 1 other" in same(outcomes, CollectiveMismatchError)
+
+
+def test_values_need_no_hash_and_may_show_what_differs():
+    with pytest.raises(ValueError, match=r"x: got b on rank 2, expected a, as on rank 0 and 1 other; y"):
+        compare(
+            [{"a": []}, {"a": [1]}, {"b": []}],
+            "x",
+            "y",
+            error=ValueError,
+            key=sorted,
+            show=lambda odd, usual: (*odd, *usual),
+        )
+    assert odd_one([[1], [2], [2], [1], [2]]) == (0, 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("problem", "error", "raised"),
+    [
+        (ValueError("bad"), ClusterError, ClusterError),
+        (CheckpointError("bad"), CheckpointError, CheckpointError),
+        (CorruptCheckpointError("bad"), CheckpointError, CorruptCheckpointError),
+        (type("Own", (CorruptCheckpointError,), {})("bad"), CheckpointError, CorruptCheckpointError),
+    ],
+)
+def test_a_problem_is_raised_as_it_is_there_and_named_on_all_others(size, problem, error, raised):
+    bad = size // 2
+
+    def value(index):
+        if index == bad:
+            raise problem
+
+    outcomes = everywhere(size, lambda exchange, index: gather(exchange, "saving", lambda: value(index), error=error))
+    assert outcomes.pop(bad) is problem
+    if outcomes:
+        assert same(outcomes, raised) == f"saving: rank {bad} raised {type(problem).__name__}: bad"
+
+
+def test_of_several_problems_the_lowest_rank_s_is_named():
+    def value(index):
+        if index in (1, 3):
+            raise KeyError(index)
+
+    outcomes = everywhere(4, lambda exchange, index: gather(exchange, "saving", lambda: value(index)))
+    assert [type(each) for each in outcomes] == [CollectiveMismatchError, KeyError, CollectiveMismatchError, KeyError]
+    assert str(outcomes[0]) == str(outcomes[2]) == "saving: rank 1 raised KeyError: 1"
+
+
+def test_a_value_that_cannot_be_pickled_is_a_problem():
+    outcomes = everywhere(2, lambda exchange, index: gather(exchange, "saving", lambda: [lambda: None][index:]))
+    assert not isinstance(outcomes[0], CollectiveMismatchError)
+    assert "saving: rank 0 raised " in str(outcomes[1])
+
+
+@pytest.mark.parametrize("other", [b"", pickle.dumps((1, 2)), b"no pickle"])
+def test_a_rank_in_another_exchange_is_named(other):
+    def call(exchange, index):
+        if index == 1:
+            exchange.allgather_bytes(other, "another")
+            return None
+        return gather(exchange, "saving", lambda: None)
+
+    outcomes = everywhere(3, call)
+    assert "got another exchange on rank 1, expected saving, as on rank 0" in str(outcomes[0])
+    calls = everywhere(3, lambda exchange, index: gather(exchange, "restoring" if index == 0 else "saving", str))
+    assert "got restoring on rank 0, expected saving, as on rank 1 and 1 other" in same(calls, CollectiveMismatchError)
