@@ -12,8 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from hvdkit.cluster.launcher import ALONE, Promise
-from hvdkit.cluster.loading import load_tensorflow, mapped_libraries
+from hvdkit.cluster.loading import load_tensorflow
 from hvdkit.errors import ClusterError, describe
+from hvdkit.machine.mpi import loaded_libraries
 
 
 def load_horovod() -> ModuleType:
@@ -140,7 +141,7 @@ def _check_plugin_of_srun(promise: Promise) -> None:
     """Open MPI learns its ranks by PMIx, and aborts where srun has none for it; others have ways of their own."""
     if promise.launcher != "srun (Slurm)" or promise.size == 1 or "PMIX_RANK" in os.environ:
         return
-    if mapped_libraries("libmpi.so.40"):
+    if any(".so.40" in path for path in loaded_libraries()):
         raise ClusterError(
             describe(
                 "srun --mpi",
@@ -156,7 +157,8 @@ def _mpi_communicator() -> Any:
         from mpi4py import MPI
     except ImportError:
         return None
-    libraries = mapped_libraries("libmpi.so") + mapped_libraries("libmpich.so")
+    # libmpi_abi may be a layer over libmpi: then the two are one MPI.
+    libraries = [path for path in loaded_libraries() if "/libmpi_abi" not in path]
     if len(libraries) > 1:
         raise ClusterError(
             describe(

@@ -8,20 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
 
 from hvdkit.cluster import chatter
 from hvdkit.cluster.bindings import bind_hwloc
 from hvdkit.cluster.launcher import ALONE, promised
-
-
-def mapped_libraries(part: str) -> list[str]:
-    """Return the files mapped into this process whose name contains ``part`` (Linux; elsewhere none)."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return []
-    files = {line.split(maxsplit=5)[-1].strip() for line in maps.read_text().splitlines() if "/" in line}
-    return sorted(file for file in files if part in Path(file).name)
 
 
 def prepare_import() -> None:

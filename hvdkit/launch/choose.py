@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from hvdkit.commands.doctor.facts import Mpi, Program, find_mpirun, find_program
 from hvdkit.errors import ClusterError, describe
+from hvdkit.machine.mpi import Mpi, Program, find_mpirun, find_program
 from hvdkit.machine.subprocesses import run
 
 # srun's plugins by which an MPI of a kind learns its ranks, the best first.

@@ -14,8 +14,6 @@ from typing import Any
 
 from hvdkit.cluster import report
 from hvdkit.cluster.watchdog import HEARTBEAT, seconds
-from hvdkit.commands.doctor.facts import outside_a_job
-from hvdkit.commands.doctor.host import SECRET
 from hvdkit.errors import describe
 from hvdkit.launch import rank, restarts
 from hvdkit.launch.attempt import Attempt, Signals
@@ -28,6 +26,7 @@ from hvdkit.launch.output import Output
 from hvdkit.launch.reach import Answer, Network, checked, network, reaching, refuse, srun_command, ssh_command
 from hvdkit.launch.secret import PrivateFile
 from hvdkit.launch.verdict import Verdict
+from hvdkit.machine.environment import SECRET, outside_a_job
 
 STOPPED_SECONDS = 3.0
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"  # from version 2.35 on; others take no notice

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hvdkit.commands.doctor.facts import Mpi
 from hvdkit.errors import describe
 from hvdkit.launch.hosts import Host
+from hvdkit.machine.mpi import Mpi
 
 # Passed on by name, where they are set; more by --env. Whatever sounds like a secret needs to be named.
 DEFAULT_NAMES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "TZ", "TMPDIR")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from hvdkit.commands.doctor.devices import interfaces
 from hvdkit.errors import describe
+from hvdkit.machine.host import host_names
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")
 _ENTRY = re.compile(r"(?P<name>[^\s:]+)(:(?P<colon>\S+)|\s+slots\s*=\s*(?P<slots>\S+)(\s+max[-_]slots\s*=\s*\d+)?)?$")
@@ -28,18 +26,10 @@ class Host:
     @property
     def is_local(self) -> bool:
         """Say whether this is the host that ``hvdkit run`` runs on, by its name."""
-        return self.name in local_names()
+        return self.name in host_names()
 
     def __str__(self) -> str:
         return f"{self.name}:{self.slots}"
-
-
-@cache
-def local_names() -> set[str]:
-    """Return the names and addresses by which this host goes."""
-    whole = socket.gethostname()
-    addresses = {interface.address for interface in interfaces()}
-    return {"localhost", "127.0.0.1", whole, whole.partition(".")[0]} | addresses
 
 
 def parse_hosts(text: str, argument: str = "-H") -> tuple[Host, ...]:

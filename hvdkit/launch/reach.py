@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdkit.commands.doctor.devices import Interface, interfaces
 from hvdkit.errors import ClusterError, describe
 from hvdkit.launch import probe
+from hvdkit.machine.interfaces import Address, own_addresses
 
 _FOLDER = Path(probe.__file__).resolve().parent.parent
 _SAID = (  # what ssh or srun says -> what is wrong, and the remedy
@@ -156,7 +157,7 @@ def refuse(answers: Sequence[Answer]) -> None:
         raise ClusterError("\n".join(problems))
 
 
-def network(answers: Sequence[Answer], named: str | None, mine: Sequence[Interface] | None = None) -> Network:
+def network(answers: Sequence[Answer], named: str | None, mine: Sequence[Address] | None = None) -> Network:
     """Return the interface by which this host and those that answered reach each other.
 
     It is the one that ssh or srun came by, since that is known to work; loopback and bridges of one host are refused.
@@ -164,24 +165,24 @@ def network(answers: Sequence[Answer], named: str | None, mine: Sequence[Interfa
     Args:
         answers: of other hosts, without problems.
         named: the interface that --interface names.
-        mine: this host's interfaces.
+        mine: this host's addresses.
 
     Raises:
         ClusterError: there is no such interface, on this host or another.
     """
-    mine = interfaces() if mine is None else mine
+    mine = own_addresses(socket.AF_INET) if mine is None else mine
     if named is not None:
         return _named(answers, named, mine)
-    by_address = {interface.address: interface for interface in mine}
+    by_address = {one.address: one for one in mine}
     used = {answer.client: answer.host for answer in answers}
     for address, host in used.items():
-        if address not in by_address or by_address[address].local_only:
-            name = by_address[address].name if address in by_address else address
+        if address not in by_address or by_address[address].is_local:
+            name = by_address[address].interface if address in by_address else address
             remedy = "name one that reaches all hosts: --interface eth0"
             raise ClusterError(
                 describe("--interface", f"{name}, by which {host} is reached", "one that others can reach", remedy)
             )
-    names = {by_address[address].name for address in used}
+    names = {by_address[address].interface for address in used}
     for answer in answers:
         names |= {n for n, found in (answer.addresses or {}).items() if answer.server in (a for a, _ in found)}
     if len(names) == 1:
@@ -189,17 +190,17 @@ def network(answers: Sequence[Answer], named: str | None, mine: Sequence[Interfa
     return Network(_subnet(answers, names), tuple(used))
 
 
-def _named(answers: Sequence[Answer], named: str, mine: Sequence[Interface]) -> Network:
-    found = [interface for interface in mine if interface.name == named]
-    if not found or found[0].local_only:
-        choices = ", ".join(interface.name for interface in mine if not interface.local_only) or "none here"
+def _named(answers: Sequence[Answer], named: str, mine: Sequence[Address]) -> Network:
+    found = [one for one in mine if one.interface == named]
+    if not found or found[0].is_local:
+        choices = ", ".join(one.interface for one in mine if not one.is_local) or "none here"
         why = "which reaches no other host" if found else "which this host does not have"
         raise ClusterError(describe("--interface", f"{named}, {why}", f"one of {choices}", "name another"))
     without = [answer.host for answer in answers if not (answer.addresses or {}).get(named)]
     if without:
         got = f"{named}, which {', '.join(without)} has not"
         raise ClusterError(describe("--interface", got, "one that all hosts have", "leave it out, to have it found"))
-    return Network(named, tuple(interface.address for interface in found))
+    return Network(named, tuple(one.address for one in found))
 
 
 def _subnet(answers: Sequence[Answer], names: set[str]) -> str:
@@ -224,8 +225,9 @@ def reaching(named: str | None) -> Network:
     Raises:
         ClusterError: there is none.
     """
-    found = [one for one in interfaces() if (one.name == named if named else not one.local_only)]
-    if not found or any(one.local_only for one in found):
+    here = own_addresses(socket.AF_INET)
+    found = [one for one in here if (one.interface == named if named else not one.is_local)]
+    if not found or any(one.is_local for one in found):
         got = named or "none that reaches other hosts"
         raise ClusterError(describe("--interface", got, "an interface that other hosts can reach", "name another"))
     return Network(named, tuple(one.address for one in found))

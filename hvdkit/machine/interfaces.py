@@ -1,10 +1,11 @@
-"""The addresses of this host at which rank 0 listens: those of the networks that the job names, if it names some."""
+"""Network interfaces of this host: their addresses, and which of them the job's variables choose."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,18 +15,38 @@ import psutil
 # The variables that choose the network of a job. Each holds names or subnets ("eth0,10.0.0.0/24"), but for NCCL's.
 _VARIABLES = ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include", "HOROVOD_IFACE")
 _NCCL = "NCCL_SOCKET_IFNAME"
+# Loopback, and bridges that have the same address on every host: ranks that pick one of these wait for ever.
+_BRIDGES = re.compile(r"(lo|docker|br-|virbr|veth|cni|flannel|cali|vmnet|vboxnet|podman|lxc|lxd|dummy|tunl)")
 
 
 class Address(NamedTuple):
-    """An address of an interface that is up."""
+    """An address of an interface that is up.
+
+    Attributes:
+        interface: the interface's name.
+        address: IPv4 or IPv6.
+        megabits: the interface's speed in Mbit/s; 0 if it is not known.
+    """
 
     interface: str
     address: str
+    megabits: int = 0
+
+    @property
+    def is_routable(self) -> bool:
+        """True if it is neither of this host only nor of one link only."""
+        address = ipaddress.ip_address(self.address)
+        return not address.is_loopback and not address.is_link_local
 
     @property
     def is_local(self) -> bool:
-        """True if other hosts cannot reach it."""
-        return ipaddress.ip_address(self.address).is_loopback
+        """True if other hosts can probably not reach it, judged by the interface's name.
+
+        Example:
+            >>> Address("docker0", "172.17.0.1").is_local
+            True
+        """
+        return bool(_BRIDGES.match(self.interface)) or ipaddress.ip_address(self.address).is_loopback
 
 
 class Choice(NamedTuple):
@@ -45,7 +66,7 @@ class Choice(NamedTuple):
         """Return True if ``one`` may be used; an address that other hosts cannot reach, only if it is named."""
         if self.named:
             return any(_matches(word, one) for word in self.named)
-        return not one.is_local and not any(_matches(word, one) for word in self.excluded)
+        return one.is_routable and not any(_matches(word, one) for word in self.excluded)
 
 
 def choice(environment: Mapping[str, str]) -> Choice:
@@ -69,17 +90,24 @@ def choice(environment: Mapping[str, str]) -> Choice:
     return Choice(named, excluded, source)
 
 
-def own_addresses() -> list[Address]:
-    """Return this host's addresses, loopback included, of interfaces that are up."""
+def own_addresses(*families: socket.AddressFamily) -> list[Address]:
+    """Return this host's addresses, loopback included, of interfaces that are up, the fastest first.
+
+    Link-local addresses of IPv6 are left out: they say nothing without the interface.
+
+    Args:
+        families: ``socket.AF_INET``, ``socket.AF_INET6``; by default both.
+    """
     states = psutil.net_if_stats()
-    return [
-        Address(interface, entry.address)
+    found = [
+        Address(interface, entry.address, states[interface].speed)
         for interface, entries in psutil.net_if_addrs().items()
         if interface in states and states[interface].isup  # others come and go with containers
         for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6)
-        and not ipaddress.ip_address(entry.address.partition("%")[0]).is_link_local
+        if entry.family in (families or (socket.AF_INET, socket.AF_INET6))
+        and (entry.family == socket.AF_INET or not ipaddress.ip_address(entry.address.partition("%")[0]).is_link_local)
     ]
+    return sorted(found, key=lambda one: -one.megabits)
 
 
 def chosen_addresses() -> tuple[list[str], str | None]:
@@ -94,13 +122,13 @@ def chosen_addresses() -> tuple[list[str], str | None]:
     found = [one.address for one in every if wanted.allows(one)]
     if found:
         return found, None
-    names = ", ".join(dict.fromkeys(one.interface for one in every if not one.is_local)) or "none"
+    names = ", ".join(dict.fromkeys(one.interface for one in every if one.is_routable)) or "none"
     return [], f"{wanted.source}: this host has no such interface with an address, only {names}; it listens on all"
 
 
 def reachable_addresses() -> list[str]:
     """Return this host's addresses that other hosts may reach."""
-    return [one.address for one in own_addresses() if not one.is_local]
+    return [one.address for one in own_addresses() if one.is_routable]
 
 
 def _words(parts: list[str]) -> list[str]:

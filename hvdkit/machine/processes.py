@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from hvdkit.machine.host import boot_id
+
 _LOOK_SECONDS = 0.5
 _MPIRUNS = ("mpirun", "orterun", "mpiexec")
 _FORCE_SECONDS = 0.5
@@ -52,12 +54,9 @@ def _place() -> str:
 
     Once: a host may be given another name while training runs.
     """
-    parts = [socket.gethostname()]
-    try:
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    parts = [socket.gethostname(), boot_id() or ""]
+    with contextlib.suppress(OSError):  # not Linux: the host's name has to do
         parts.append(str(Path("/proc/self/ns/pid").readlink()))
-    except OSError:
-        pass  # not Linux: the host's name has to do
     return "/".join(parts)
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from hvdkit.machine.host import boot_id
 
 ROUNDS = 20
 
@@ -35,7 +36,7 @@ def offsets(
         clock: this rank's, in nanoseconds.
         rounds: how often to ask.
     """
-    machines = allgather(machine())
+    machines = allgather(boot_id())
     best: list[Offset | None] = [None] * len(machines)
     for _ in range(rounds):
         asked = clock()
@@ -50,11 +51,3 @@ def offsets(
     same = [place is not None and place == machines[0] for place in machines]
     same[0] = True
     return [Offset(0, 0) if one else found or Offset(0, 0) for one, found in zip(same, best, strict=True)]
-
-
-def machine() -> str | None:
-    """Return what names this machine since it was started; containers on it have the same. None: not known."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None

@@ -20,6 +20,7 @@ from speed import WAIT, slowdown
 from hvdkit.commands.doctor import examine, facts, live, report, software
 from hvdkit.commands.doctor.finding import Finding
 from hvdkit.machine import subprocesses
+from hvdkit.machine.mpi import Mpi, Program
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("tensorflow", "keras", "horovod", "mpi4py")
@@ -170,11 +171,11 @@ def test_a_command_that_does_not_exist_is_an_outcome():
 # --- live ------------------------------------------------------------------------------------------------
 
 
-def write_launcher(folder: Path, body: str) -> facts.Program:
+def write_launcher(folder: Path, body: str) -> Program:
     path = folder / "mpirun"
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
-    return facts.Program(str(path), True, facts.Mpi("Open MPI", "4.1.8"))
+    return Program(str(path), True, Mpi("Open MPI", "4.1.8"))
 
 
 def test_a_failed_start_shows_its_last_lines_and_a_remedy(here, tmp_path):

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.commands.doctor import devices, facts, host, mpi, software
+from hvdkit.commands.doctor import host, mpi, software
+from hvdkit.machine.environment import outside_a_job
+from hvdkit.machine.interfaces import Address
+from hvdkit.machine.mpi import ROOT_VARIABLES, Mpi, Program, identify
 
 # --- MPI --------------------------------------------------------------------------------------------------
 
@@ -26,7 +29,7 @@ from hvdkit.commands.doctor import devices, facts, host, mpi, software
     ],
 )
 def test_identify_mpi(text, expected):
-    assert str(facts.identify_mpi(text)) == expected
+    assert str(identify(text)) == expected
 
 
 def test_two_mpi_libraries_are_a_problem(here):
@@ -40,18 +43,18 @@ def test_two_mpi_libraries_are_a_problem(here):
 
 @pytest.mark.parametrize(
     ("of", "status"),
-    [(facts.Mpi("MPICH", "5.0.2"), "problem"), (facts.Mpi("Open MPI", "4.0.0"), "warning")],
+    [(Mpi("MPICH", "5.0.2"), "problem"), (Mpi("Open MPI", "4.0.0"), "warning")],
 )
 def test_an_mpirun_of_another_mpi(here, of, status):
     assert mpi.mpirun(here).status == "ok"
-    foreign = dataclasses.replace(here, mpirun=facts.Program("/opt/bin/mpirun", True, of))
+    foreign = dataclasses.replace(here, mpirun=Program("/opt/bin/mpirun", True, of))
     found = mpi.mpirun(foreign)
     assert found.status == status
     assert "first on PATH" in found.remedy
 
 
 def test_horovodrun_with_open_mpi_5(here):
-    program = facts.Program("/opt/bin/mpirun", True, facts.Mpi("Open MPI", "5.0.6"))
+    program = Program("/opt/bin/mpirun", True, Mpi("Open MPI", "5.0.6"))
     found = mpi.horovodrun(dataclasses.replace(here, mpirun=program))
     assert found.status == "warning"
     assert "--gloo" in found.remedy
@@ -75,7 +78,7 @@ def test_busy_wait(here, value, status):
 def test_a_nested_launch_forgets_the_job_it_is_in():
     job = {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0", "HOROVOD_RANK": "0", "OMPI_MCA_orte_ess_jobid": "1"}
     own = {"OMPI_MCA_btl_tcp_if_include": "eth0", "OMPI_ALLOW_RUN_AS_ROOT": "1", "HOROVOD_CYCLE_TIME": "2"}
-    assert facts.outside_a_job({**job, **own}) == own
+    assert outside_a_job({**job, **own}) == own
 
 
 # --- host and devices -------------------------------------------------------------------------------------
@@ -91,28 +94,6 @@ def test_more_ranks_than_cores(here):
     assert host.cores(dataclasses.replace(here, np=1)).status in ("ok", "note")
 
 
-@pytest.mark.parametrize(
-    ("lines", "files", "expected"),
-    [
-        ("0::/pod/box", {"pod/box/cpu.max": "max 100000", "pod/cpu.max": "150000 100000"}, 1.5),
-        ("0::/", {"cpu.max": "50000 100000"}, 0.5),
-        ("0::/", {"cpu.max": "max 100000"}, None),
-        ("0::/", {}, None),
-        ("2:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "300000", "cpu/a/cpu.cfs_period_us": "100000"}, 3.0),
-        ("2:cpu,cpuacct:/", {"cpu,cpuacct/cpu.cfs_quota_us": "-1"}, None),
-        ("3:cpuset:/", {"cpuset/cpu.max": "50000 100000"}, None),
-    ],
-)
-def test_cgroup_quota(tmp_path, lines, files, expected):
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(lines + "\n")
-    for name, content in files.items():
-        path = tmp_path / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content + "\n")
-    assert host.cgroup_cpus(tmp_path) == expected
-
-
 def test_shared_memory_that_is_too_small(here):
     assert host.shared_memory(dataclasses.replace(here, np=10**9)).status == "warning"
     assert host.shared_memory(here, path=Path("/nonexistent")).status == "warning"
@@ -125,7 +106,7 @@ def test_root_needs_two_variables(here, monkeypatch):
     bare = dataclasses.replace(here, environment={})
     found = host.root(bare)
     assert found.status == "warning"
-    allowed = dict.fromkeys(host.ROOT_VARIABLES, "1")
+    allowed = dict.fromkeys(ROOT_VARIABLES, "1")
     assert all(name in found.remedy for name in allowed)
     assert host.root(dataclasses.replace(here, environment=allowed)).status == "ok"
 
@@ -140,22 +121,22 @@ def test_the_environment_hides_secrets(here):
 
 def test_network_never_offers_what_stays_on_the_host(here):
     interfaces = [
-        devices.Interface("lo", "127.0.0.1", 0),
-        devices.Interface("docker0", "172.17.0.1", 0),
-        devices.Interface("virbr0", "192.168.122.1", 0),
-        devices.Interface("ib0", "10.1.0.5", 100_000),
-        devices.Interface("eth0", "10.0.0.5", 1_000),
+        Address("lo", "127.0.0.1", 0),
+        Address("docker0", "172.17.0.1", 0),
+        Address("virbr0", "192.168.122.1", 0),
+        Address("ib0", "10.1.0.5", 100_000),
+        Address("eth0", "10.0.0.5", 1_000),
     ]
     clean = dataclasses.replace(here, environment={})
-    found = devices.network(clean, interfaces)
+    found = host.network(clean, interfaces)
     assert found.status == "note"
-    assert [usable["name"] for usable in found.details["usable"]] == ["ib0", "eth0"]
+    assert [usable["interface"] for usable in found.details["usable"]] == ["ib0", "eth0"]
     for setting in ("btl_tcp_if_include ib0", "HOROVOD_GLOO_IFACE=ib0", "NCCL_SOCKET_IFNAME=ib0"):
         assert setting in found.remedy
     chosen = dataclasses.replace(here, environment={"HOROVOD_GLOO_IFACE": "eth0"})
-    assert devices.network(chosen, interfaces).status == "ok"
-    assert devices.network(clean, interfaces[-1:]).status == "ok"
-    assert "one host only" in devices.network(clean, interfaces[:1]).what
+    assert host.network(chosen, interfaces).status == "ok"
+    assert host.network(clean, interfaces[-1:]).status == "ok"
+    assert "one host only" in host.network(clean, interfaces[:1]).what
 
 
 @pytest.mark.parametrize(
@@ -178,7 +159,7 @@ def test_gpus(here, tmp_path, monkeypatch, tensorflow, nccl, np, status, remedy)
         "horovod": {**here.training["horovod"], "nccl": nccl},
     }
     machine = dataclasses.replace(here, np=np, training=dataclasses.replace(here.training, stages=stages))
-    found = devices.gpus(machine)
+    found = host.gpus(machine)
     assert (found.status, found.details["nvidia_smi"]) == (status, ["NVIDIA A100-SXM4-40GB, 550.54"])
     assert remedy in found.remedy
 

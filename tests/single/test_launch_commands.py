@@ -14,9 +14,6 @@ import yaml
 
 from hvdkit.cluster.logs import DIED
 from hvdkit.cluster.report import FailureReport
-from hvdkit.commands.doctor.devices import Interface
-from hvdkit.commands.doctor.facts import Mpi, Program
-from hvdkit.commands.doctor.host import SECRET
 from hvdkit.errors import ClusterError, NonFiniteError
 from hvdkit.launch import command, engines, hosts, reach, restarts, verdict
 from hvdkit.launch.choose import Chosen, Facts, choose
@@ -26,6 +23,9 @@ from hvdkit.launch.hosts import Host, parse_hosts
 from hvdkit.launch.manifest import manifest
 from hvdkit.launch.output import CLEAR, Output
 from hvdkit.launch.reach import Answer
+from hvdkit.machine.environment import SECRET
+from hvdkit.machine.interfaces import Address
+from hvdkit.machine.mpi import Mpi, Program
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = (Host("node1", 2), Host("node2", 1))
@@ -229,7 +229,7 @@ def answer(host, server, name="eth0", client="10.0.0.1", mask="255.255.255.0"):
 
 
 def test_the_interface_between_hosts():
-    mine = [Interface("eth0", "10.0.0.1", 0), Interface("docker0", "172.17.0.1", 0), Interface("lo", "127.0.0.1", 0)]
+    mine = [Address("eth0", "10.0.0.1"), Address("docker0", "172.17.0.1"), Address("lo", "127.0.0.1")]
     one, two = answer("a", "10.0.0.2"), answer("b", "10.0.0.3")
     assert reach.network([one, two], None, mine) == reach.Network("eth0", ("10.0.0.1",))
     assert reach.network([one, answer("b", "10.0.0.3", "ens3")], None, mine).interface == "10.0.0.0/24"

@@ -260,7 +260,7 @@ def test_clocks_of_other_hosts_are_known_within_their_error(monkeypatch):
     ahead, result = [0, 5_000_000_000, 0], {}
     shared, place = threading.Barrier(3), threading.local()
     sent = [None] * 3
-    monkeypatch.setattr(clocks, "machine", lambda: "b" if place.rank == 1 else "a")
+    monkeypatch.setattr(clocks, "boot_id", lambda: "b" if place.rank == 1 else "a")
 
     def work(rank):
         place.rank = rank

@@ -7,8 +7,7 @@ might crash or hang runs in a subprocess with a time limit. The way through the 
     facts.py       gathers what can be known; probe.py is the subprocess that imports the large packages
     software.py    checks: Python, TensorFlow, Keras, NumPy, Horovod, mpi4py
     mpi.py         checks: the MPI library, the launchers, Open MPI's traps
-    host.py        checks: cores, root, shared memory, ssh, environment
-    devices.py     checks: network interfaces, GPUs
+    host.py        checks: cores, root, shared memory, ssh, environment, network interfaces, GPUs
     live.py        checks: two ranks start with each launcher and do one allreduce (allreduce.py); by which algorithm
                    MPI does it (algorithm.py)
     report.py      shows the findings, as text or JSON

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from hvdkit.commands.doctor import Doctor, devices, host, live, mpi, software
+from hvdkit.commands.doctor import Doctor, host, live, mpi, software
 from hvdkit.commands.doctor.facts import Facts, gather
 from hvdkit.commands.doctor.finding import Finding
 
@@ -27,7 +27,7 @@ def examine(config: Doctor, announce: Callable[[str], None] = lambda text: None)
     """
     announce("loading TensorFlow, Horovod and mpi4py in a subprocess")
     facts = gather(config.np, config.timeout)
-    checks = (*software.CHECKS, *mpi.CHECKS, *host.CHECKS, *devices.CHECKS)
+    checks = (*software.CHECKS, *mpi.CHECKS, *host.CHECKS)
     findings = [_guarded(check, facts) for check in checks]
     if config.run:
         for check in live.CHECKS:

@@ -6,8 +6,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
-import shutil
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -16,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from hvdkit.machine.environment import outside_a_job
+from hvdkit.machine.mpi import Mpi, Program, find_mpirun, find_program, identify
 from hvdkit.machine.subprocesses import Outcome, end_all, run
 
 DISTRIBUTIONS = (
@@ -28,35 +28,6 @@ DISTRIBUTIONS = (
     "mpi4py",
     "setuptools",
 )
-LAUNCHER_VERSIONS = (  # what `mpirun --version` and MPI_Get_library_version print
-    ("Open MPI", re.compile(r"Open MPI\)?,? v?([\d.]+)")),
-    ("MPICH", re.compile(r"(?:MPICH Version|HYDRA build details:\s*Version):\s*([\w.]+)")),
-    ("Intel MPI", re.compile(r"Intel\(R\) MPI Library\D*?([\d.]+)")),
-)
-
-
-@dataclass(frozen=True)
-class Mpi:
-    """An MPI's name and version, such as ``Mpi("Open MPI", "4.1.8")``."""
-
-    vendor: str
-    version: str
-
-    @property
-    def major(self) -> int:
-        return int(re.match(r"\d*", self.version).group() or 0)  # type: ignore[union-attr]
-
-    def __str__(self) -> str:
-        return f"{self.vendor} {self.version}".strip()
-
-
-@dataclass(frozen=True)
-class Program:
-    """A launcher: where it is, whether the shell finds it there, and which MPI it is of."""
-
-    path: str
-    on_path: bool
-    mpi: Mpi | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +75,7 @@ class Facts:
     def library(self) -> Mpi | None:
         """The MPI that Horovod loads, or else the one mpi4py loads."""
         text = self.training["horovod"].get("library") or self.mpi4py["mpi4py"].get("library") or ""
-        return identify_mpi(text)
+        return identify(text)
 
     @property
     def open_mpi(self) -> int | None:
@@ -165,19 +136,6 @@ def mpi_prefix(stage: Mapping[str, Any]) -> str:
     return str(Path(paths[0]).parent.parent)
 
 
-def outside_a_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what an MPI launcher set: a nested launch would take it for its own.
-
-    Example:
-        >>> outside_a_job({"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_btl": "tcp,self", "PMIX_RANK": "0"})
-        {'OMPI_MCA_btl': 'tcp,self'}
-    """
-    internal = re.compile(
-        r"(OMPI_(?!MCA_|ALLOW_)|OMPI_MCA_(ess|orte|pmix)_|PMIX_(?!MCA_)|PMI_|HOROVOD_RANK|HOROVOD_SIZE)"
-    )
-    return {name: value for name, value in environment.items() if not internal.match(name)}
-
-
 def installed_versions() -> dict[str, str]:
     """Return the versions of the distributions that matter here, of those that are installed."""
     found = {}
@@ -204,33 +162,3 @@ def horovod_metadata() -> dict[str, str] | None:
     except (OSError, ValueError):
         return {}
     return {name: str(version) for name, version in content.items() if name != "dummy"}
-
-
-def find_program(name: str) -> Program | None:
-    """Find a program on PATH, or else beside this interpreter (an environment that is not activated)."""
-    if path := shutil.which(name):
-        return Program(path, on_path=True)
-    beside = Path(sys.executable).parent / name
-    return Program(str(beside), on_path=False) if os.access(beside, os.X_OK) else None
-
-
-def find_mpirun() -> Program | None:
-    """Find ``mpirun`` (or ``mpiexec``) and ask which MPI it is of."""
-    program = find_program("mpirun") or find_program("mpiexec")
-    if program is None:
-        return None
-    outcome = run([program.path, "--version"], timeout=20)
-    return Program(program.path, program.on_path, identify_mpi(outcome.stdout + outcome.stderr))
-
-
-def identify_mpi(text: str) -> Mpi | None:
-    """Return vendor and version from what an MPI library or launcher says of itself.
-
-    Example:
-        >>> str(identify_mpi("mpirun (Open MPI) 4.1.8"))
-        'Open MPI 4.1.8'
-    """
-    for vendor, pattern in LAUNCHER_VERSIONS:
-        if match := pattern.search(text):
-            return Mpi(vendor, match.group(1).rstrip("."))
-    return None

@@ -1,97 +1,59 @@
-"""Checks of the host: cores against ranks, root, shared memory, ssh, and variables that steer training."""
+"""Checks of the host: cores, root, shared memory, ssh, variables that steer training, network interfaces, GPUs."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
+import socket
 from pathlib import Path
-
-import psutil
 
 from hvdkit.commands.doctor.facts import Facts
 from hvdkit.commands.doctor.finding import Finding
+from hvdkit.machine.cores import affinity, available_cores, core_quota, physical_cores
+from hvdkit.machine.environment import SECRET
+from hvdkit.machine.gpus import find_gpus
+from hvdkit.machine.interfaces import Address, own_addresses
+from hvdkit.machine.mpi import ROOT_VARIABLES
 
-ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 OVERSUBSCRIBE = ("OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_rmaps_default_mapping_policy")
 SHOWN = re.compile(
     r"(HOROVOD|OMPI|PMIX_MCA|PRTE_MCA|OPAL|MPI4PY|NCCL|KERAS|XLA|CUDA_VISIBLE"
     r"|TF_(CPP|CONFIG$|ENABLE|FORCE|GPU|NUM|USE|XLA))"
 )
-SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD")
 MEBIBYTE = 2**20
 # Open MPI maps up to 4 MiB a rank (btl_vader_segment_size); UCX and NCCL take more. Docker grants 64 MiB.
 SHM_LEAST, SHM_PER_RANK = 128 * MEBIBYTE, 16 * MEBIBYTE
 
 
-def cores(facts: Facts) -> Finding:
-    """Each rank wants a core of its own, and Open MPI's ``mpirun`` refuses more ranks than physical cores."""
-    allowed, physical, quota = allowed_cpus(), psutil.cpu_count(logical=False), cgroup_cpus()
-    usable = min(allowed, physical or allowed, quota or allowed)
-    details = {"ranks": facts.np, "allowed": allowed, "physical": physical, "cgroup_quota": quota}
-    what = f"{usable:g} cores for {facts.np} ranks"
-    if facts.np <= usable:
-        return Finding("cores", "ok", what, details=details)
+def cores(facts: Facts, filesystem: Path = Path("/")) -> Finding:
+    """Each rank wants a core of its own, and Open MPI's ``mpirun`` refuses more ranks than physical cores.
+
+    Args:
+        filesystem: the folder that holds ``proc`` and ``sys``.
+    """
+    usable, allowed, physical = available_cores(filesystem), len(affinity()), physical_cores()
     slots = min(allowed, physical or allowed)  # mpirun does not know of a quota
+    own = min(usable, slots)
+    details = {
+        "ranks": facts.np,
+        "available": usable,
+        "allowed": allowed,
+        "physical": physical,
+        "cgroup_quota": core_quota(filesystem),
+    }
+    have = f"{usable} core{'s' * (usable != 1)}" if slots >= usable else f"{usable} hardware threads of {slots} cores"
+    what = f"{have} for {facts.np} rank{'s' * (facts.np != 1)}"
+    if facts.np <= own:
+        return Finding("cores", "ok", what, details=details)
     permitted = any(facts.environment.get(name) for name in OVERSUBSCRIBE)
     if facts.np <= slots or permitted or facts.open_mpi is None:
-        remedy = f"-np {max(1, math.floor(usable))} gives each rank a core of its own"
+        remedy = f"-np {own} gives each rank a core of its own"
         return Finding("cores", "note", f"{what}: ranks share cores", remedy, details)
     remedy = "mpirun --oversubscribe, or export OMPI_MCA_rmaps_base_oversubscribe=1 (horovodrun needs neither)"
     if facts.open_mpi >= 5:
         remedy = "mpirun --map-by :OVERSUBSCRIBE (horovodrun --gloo needs nothing)"
     return Finding("cores", "warning", f"{what}: ranks share cores, and plain mpirun refuses", remedy, details)
-
-
-def allowed_cpus() -> int:
-    """Return how many hardware threads the scheduler lets this process use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # macOS and Windows have no affinity to ask for
-
-
-def cgroup_cpus(filesystem: Path = Path("/")) -> float | None:
-    """Return the cores that the container's CPU quota grants, or None if there is no quota.
-
-    Reads this process's control group and every group above it, in cgroup v2 and v1.
-
-    Source: Linux, Documentation/admin-guide/cgroup-v2.rst, "CPU Interface Files".
-    """
-    root = filesystem / "sys/fs/cgroup"
-    try:
-        lines = (filesystem / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    quotas = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        version_1 = "cpu" in controllers.split(",")
-        if controllers and not version_1:
-            continue
-        base = root / controllers if version_1 else root
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            quotas.append(_quota_v1(folder) if version_1 else _quota_v2(folder))
-            if folder == base:
-                break
-    return min((quota for quota in quotas if quota is not None), default=None)
-
-
-def _quota_v2(folder: Path) -> float | None:
-    try:
-        quota, period = (folder / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if quota == "max" else int(quota) / int(period)
-
-
-def _quota_v1(folder: Path) -> float | None:
-    try:
-        quota, period = (int((folder / f"cpu.cfs_{part}_us").read_text()) for part in ("quota", "period"))
-    except (OSError, ValueError):
-        return None
-    return quota / period if quota > 0 else None
 
 
 def root(facts: Facts) -> Finding:
@@ -142,4 +104,66 @@ def environment(facts: Facts) -> Finding:
     return Finding("environment", "note", what, details=shown)
 
 
-CHECKS = (cores, root, shared_memory, ssh, environment)
+def network(facts: Facts, found: list[Address] | None = None) -> Finding:
+    """Ranks on several hosts must agree on an interface that reaches all of them."""
+    found = own_addresses(socket.AF_INET) if found is None else found
+    reaching = [one for one in found if not one.is_local]
+    local = [one for one in found if one.is_local and one.interface != "lo"]
+    details = {
+        "usable": [one._asdict() for one in reaching],
+        "local_only": [one._asdict() for one in local],
+        "chosen": facts.environment.get("HOROVOD_GLOO_IFACE") or facts.environment.get("OMPI_MCA_btl_tcp_if_include"),
+    }
+    shown = ", ".join(f"{one.interface} {one.address}" for one in reaching)
+    if not reaching:
+        return Finding("network", "note", "no interface that reaches other hosts: one host only", details=details)
+    what = f"{shown} can reach other hosts"
+    if local:
+        what += f"; {', '.join(one.interface for one in local)} cannot, and MPI may try"
+    if details["chosen"] or (len(reaching) == 1 and not local):
+        return Finding("network", "ok", what, details=details)
+    name = reaching[0].interface
+    remedy = (
+        f"across hosts choose one: mpirun --mca btl_tcp_if_include {name} --mca oob_tcp_if_include {name}, "
+        f"HOROVOD_GLOO_IFACE={name}, NCCL_SOCKET_IFNAME={name}"
+    )
+    return Finding("network", "note", what, remedy, details)
+
+
+def gpus(facts: Facts, devices: Path = Path("/dev")) -> Finding:
+    """GPUs that are there must be seen by TensorFlow, and averaged through NCCL."""
+    names, fails, nodes = find_gpus(devices)
+    tensorflow, horovod = facts.training["tensorflow"], facts.training["horovod"]
+    seen = tensorflow.get("gpus", [])
+    details = {"nvidia_smi": names, "device_nodes": nodes, "tensorflow": seen, "nccl": horovod.get("nccl")}
+    if not names and not nodes and not seen:
+        if fails:
+            remedy = "run nvidia-smi to see its message; reinstall or reload the NVIDIA driver"
+            return Finding("gpus", "warning", "nvidia-smi fails", remedy, details)
+        return Finding("gpus", "ok", "none: ranks compute on the CPU", details=details)
+    what = f"{len(names or nodes or seen)} GPUs: {', '.join(names or nodes or seen)}"
+    if not tensorflow or "error" in tensorflow:
+        return Finding("gpus", "note", f"{what}; TensorFlow does not load", details=details)
+    if not tensorflow["cuda"]:
+        remedy = "pip uninstall -y tensorflow-cpu, then pip install 'tensorflow[and-cuda]>=2.16.2,<2.22'"
+        return Finding("gpus", "warning", f"{what}; TensorFlow is built without CUDA", remedy, details)
+    if not seen:
+        remedy = "check CUDA_VISIBLE_DEVICES, then pip install 'tensorflow[and-cuda]' for the CUDA libraries"
+        return Finding("gpus", "warning", f"{what}; TensorFlow sees none of them", remedy, details)
+    if facts.training.loaded("horovod") and not (horovod["nccl"] or horovod["rocm"]):
+        remedy = "hvdkit build-horovod --gpu nccl"
+        return Finding(
+            "gpus",
+            "warning",
+            f"{what}; Horovod is built without NCCL, and averages on the CPU",
+            remedy,
+            details,
+        )
+    if facts.np > len(seen):
+        remedy = f"-np {len(seen)}: one rank per GPU"
+        return Finding("gpus", "warning", f"{what}, but {facts.np} ranks: ranks would share GPUs", remedy, details)
+    remedy = "model.compile(jit_compile=False): Keras turns XLA on with GPUs, and Horovod has no XLA kernels"
+    return Finding("gpus", "note", what, remedy, details)
+
+
+CHECKS = (cores, root, shared_memory, ssh, environment, network, gpus)

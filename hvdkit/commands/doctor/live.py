@@ -9,9 +9,10 @@ from pathlib import Path
 
 from hvdkit import rings
 from hvdkit.commands.doctor import algorithm
-from hvdkit.commands.doctor.facts import Facts, outside_a_job
+from hvdkit.commands.doctor.facts import Facts
 from hvdkit.commands.doctor.finding import Finding
-from hvdkit.commands.doctor.host import ROOT_VARIABLES
+from hvdkit.machine.environment import outside_a_job
+from hvdkit.machine.mpi import ROOT_VARIABLES
 from hvdkit.machine.subprocesses import Outcome, run
 
 RANKS = 2

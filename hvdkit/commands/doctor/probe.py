@@ -12,13 +12,12 @@ import gc
 import importlib.metadata
 import importlib.util
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
-# The C library alone, not libmpi_cxx or libmpi_mpifh beside it. A wheel may put a hash in the name.
-LIBMPI = re.compile(r"/lib(mpi|mpich|mpi_abi)(-[0-9a-f]+)?\.so[.0-9]*$")
+from hvdkit.machine.mpi import loaded_libraries
+
 TF_FRAMEWORK = "libtensorflow_framework.so.2"
 
 
@@ -52,7 +51,7 @@ def keras() -> dict[str, Any]:
 
 def horovod() -> dict[str, Any]:
     """Load Horovod's TensorFlow engine, and report what is built into it and the MPI it brought in."""
-    before = libmpi_paths()
+    before = loaded_libraries()
     import horovod.tensorflow as hvd
 
     return {
@@ -68,7 +67,7 @@ def horovod() -> dict[str, Any]:
 
 def mpi4py() -> dict[str, Any]:
     """Load ``mpi4py.MPI`` without starting MPI, and report the MPI library it brought in."""
-    before = libmpi_paths()
+    before = loaded_libraries()
     import mpi4py as package
 
     package.rc.initialize = False
@@ -95,21 +94,9 @@ def alone() -> dict[str, Any]:
     return {"size": size}
 
 
-def libmpi_paths() -> list[str]:
-    """Return the real paths of the MPI libraries that are mapped into this process, sorted."""
-    maps = Path("/proc/self/maps")
-    if maps.exists():
-        mapped = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()}
-    else:  # no /proc, as on macOS
-        import psutil
-
-        mapped = {entry.path for entry in psutil.Process().memory_maps()}
-    return sorted({str(Path(path).resolve()) for path in mapped if LIBMPI.search(path)})
-
-
 def _loaded_since(before: list[str]) -> dict[str, Any]:
     """Report the MPI libraries in this process, and the version string of the first that is new."""
-    now = libmpi_paths()
+    now = loaded_libraries()
     new = [path for path in now if path not in before]
     return {"libmpi": now, "library": library_version(new[0]) if new else None}
 

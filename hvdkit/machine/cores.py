@@ -1,0 +1,66 @@
+"""Cores that this process may use: its affinity, and the CPU quota of its control groups."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+from hvdkit.machine import cgroups
+
+
+def available_cores(filesystem: Path = Path("/")) -> int:
+    """Return on how many cores this process may compute: those of its affinity, at most its quota, at least 1.
+
+    With simultaneous multithreading a core counts as often as it has hardware threads.
+
+    Args:
+        filesystem: the folder that holds ``proc`` and ``sys``.
+    """
+    granted = core_quota(filesystem)
+    allowed = len(affinity())
+    return allowed if granted is None else min(allowed, max(1, int(granted)))
+
+
+def affinity() -> frozenset[int]:
+    """Return the numbers of the cores that the scheduler may run this process on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))  # macOS has no affinity
+
+
+def physical_cores() -> int | None:
+    """Return how many cores this host has, hardware threads not counted; None if that is not known."""
+    return psutil.cpu_count(logical=False)
+
+
+def core_quota(filesystem: Path = Path("/")) -> float | None:
+    """Return how many cores' time the control groups grant this process, such as 1.5; None without a quota.
+
+    Args:
+        filesystem: the folder that holds ``proc`` and ``sys``.
+    """
+    quotas = [
+        granted
+        for folder in cgroups.folders("cpu", filesystem)
+        for granted in (_quota_v2(folder), _quota_v1(folder))
+        if granted is not None
+    ]
+    return min(quotas, default=None)
+
+
+def _quota_v2(folder: Path) -> float | None:
+    try:
+        microseconds, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if microseconds == "max" else int(microseconds) / int(period)
+
+
+def _quota_v1(folder: Path) -> float | None:
+    try:
+        microseconds, period = (int((folder / f"cpu.cfs_{part}_us").read_text()) for part in ("quota", "period"))
+    except (OSError, ValueError):
+        return None
+    return microseconds / period if microseconds > 0 else None

@@ -1,0 +1,20 @@
+"""Environment variables: which of them hold secrets, and which belong to the job that this process is a rank of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+# Names of variables whose values are neither shown nor passed on to other hosts.
+SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD")
+_OF_A_JOB = re.compile(r"(OMPI_(?!MCA_|ALLOW_)|OMPI_MCA_(ess|orte|pmix)_|PMIX_(?!MCA_)|PMI_|HOROVOD_RANK|HOROVOD_SIZE)")
+
+
+def outside_a_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what an MPI launcher has set: a nested launch would take it for its own.
+
+    Example:
+        >>> outside_a_job({"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_btl": "tcp,self", "PMIX_RANK": "0"})
+        {'OMPI_MCA_btl': 'tcp,self'}
+    """
+    return {name: value for name, value in environment.items() if not _OF_A_JOB.match(name)}

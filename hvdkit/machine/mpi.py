@@ -1,0 +1,88 @@
+"""MPI on this host: its launchers, and its libraries in this process."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from hvdkit.machine.subprocesses import run
+
+# Open MPI's mpirun starts processes of root only if both are 1.
+ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+_VERSIONS = (  # what `mpirun --version` and MPI_Get_library_version print
+    ("Open MPI", re.compile(r"Open MPI\)?,? v?([\d.]+)")),
+    ("MPICH", re.compile(r"(?:MPICH Version|HYDRA build details:\s*Version):\s*([\w.]+)")),
+    ("Intel MPI", re.compile(r"Intel\(R\) MPI Library\D*?([\d.]+)")),
+)
+# The C library only, not libmpi_cxx or libmpi_mpifh next to it. A wheel may put a hash in the name.
+_LIBRARY = re.compile(r"/lib(mpi|mpich|mpi_abi)(-[0-9a-f]+)?\.so[.0-9]*$")
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI's name and version, such as ``Mpi("Open MPI", "4.1.8")``."""
+
+    vendor: str
+    version: str
+
+    @property
+    def major(self) -> int:
+        return int(re.match(r"\d*", self.version).group() or 0)  # type: ignore[union-attr]
+
+    def __str__(self) -> str:
+        return f"{self.vendor} {self.version}".strip()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A launcher: its path, whether the shell finds it there, and which MPI it belongs to."""
+
+    path: str
+    on_path: bool
+    mpi: Mpi | None = None
+
+
+def find_program(name: str) -> Program | None:
+    """Find a program on PATH, or else next to this interpreter (an environment that is not activated)."""
+    if path := shutil.which(name):
+        return Program(path, on_path=True)
+    neighbour = Path(sys.executable).parent / name
+    return Program(str(neighbour), on_path=False) if os.access(neighbour, os.X_OK) else None
+
+
+def find_mpirun() -> Program | None:
+    """Find ``mpirun`` (or ``mpiexec``) and which MPI it belongs to."""
+    program = find_program("mpirun") or find_program("mpiexec")
+    if program is None:
+        return None
+    outcome = run([program.path, "--version"], timeout=20)
+    return Program(program.path, program.on_path, identify(outcome.stdout + outcome.stderr))
+
+
+def identify(text: str) -> Mpi | None:
+    """Return vendor and version from what an MPI library or launcher says of itself.
+
+    Example:
+        >>> str(identify("mpirun (Open MPI) 4.1.8"))
+        'Open MPI 4.1.8'
+    """
+    for vendor, pattern in _VERSIONS:
+        if match := pattern.search(text):
+            return Mpi(vendor, match.group(1).rstrip("."))
+    return None
+
+
+def loaded_libraries() -> list[str]:
+    """Return the real paths of the MPI libraries that are loaded into this process, sorted."""
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        mapped = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()}
+    else:  # macOS
+        mapped = {entry.path for entry in psutil.Process().memory_maps()}
+    return sorted({str(Path(path).resolve()) for path in mapped if _LIBRARY.search(path)})
