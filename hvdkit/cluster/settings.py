@@ -14,6 +14,7 @@ from hvdkit import rings
 from hvdkit.cluster.launcher import Promise
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import describe
+from hvdkit.machine.cores import affinity, available_cores
 from hvdkit.tuned import settings_of
 
 _BEFORE_MPI = {
@@ -74,24 +75,6 @@ def bucket_bytes() -> int:
     if not text.strip().isdigit() or int(text) < 1:
         raise ValueError(describe(_BUCKET, text, "a number of bytes, at least 1", "unset it, or write e.g. 8388608"))
     return int(text)
-
-
-def available_cores() -> int:
-    """Return how many cores this process may use: its affinity, cut by a container's quota (cgroup v2)."""
-    cores = len(affinity())
-    quota_file = Path("/sys/fs/cgroup/cpu.max")
-    if quota_file.exists():
-        quota, period = quota_file.read_text().split()[:2]
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
-
-
-def affinity() -> frozenset[int]:
-    """Return the numbers of the cores that the scheduler may run this process on."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
 
 
 def core_share(cores: int, mine: frozenset[int], neighbours: Sequence[frozenset[int]]) -> int:

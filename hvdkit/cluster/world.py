@@ -20,6 +20,7 @@ from hvdkit.cluster.mesh import Group, group_of, sets_to_make
 from hvdkit.cluster.order import CallOrder
 from hvdkit.cluster.progress import PROGRESS
 from hvdkit.errors import ClusterError, describe
+from hvdkit.machine.cores import affinity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +168,9 @@ def _neighbours(exchange: ObjectExchange, local_size: int) -> list[frozenset[int
     ranks to cores, so that all of them share this one's.
     """
     if not exchange.over_mpi:
-        return [settings.affinity()] * local_size
+        return [affinity()] * local_size
     here = socket.gethostname()
-    return [mask for host, mask in exchange.allgather((here, settings.affinity())) if host == here]
+    return [mask for host, mask in exchange.allgather((here, affinity())) if host == here]
 
 
 class _Nobody:
