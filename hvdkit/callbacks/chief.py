@@ -8,8 +8,9 @@ import keras
 
 from hvdkit import cluster
 from hvdkit.errors import describe
+from hvdkit.marks import WeakRegistry
 
-_MARK = "_hvdkit_on_chief"
+_ON_CHIEF: WeakRegistry[bool] = WeakRegistry()
 
 
 def on_chief(callback: Any) -> keras.callbacks.Callback:
@@ -32,10 +33,10 @@ def on_chief(callback: Any) -> keras.callbacks.Callback:
     if not isinstance(callback, keras.callbacks.Callback):
         raise TypeError(describe("callback", callback, "a Keras callback", "pass an object, not its class"))
     found = callback if cluster.is_chief() else keras.callbacks.Callback()
-    setattr(found, _MARK, True)
+    _ON_CHIEF.set(found, True)
     return found
 
 
 def is_on_chief(callback: Any) -> bool:
     """Return True for what :func:`on_chief` returned, on any rank."""
-    return getattr(callback, _MARK, False)
+    return callback in _ON_CHIEF

@@ -19,7 +19,9 @@ from typing import Any
 
 import tensorflow as tf
 
-_IS_SHARE = "_hvdkit_is_share"  # set on datasets
+from hvdkit.marks import WeakRegistry
+
+_SHARES: WeakRegistry[bool] = WeakRegistry()  # datasets
 
 
 class _Current(threading.local):
@@ -76,10 +78,10 @@ def with_shared_gradient(x: tf.Tensor) -> tf.Tensor:
 
 def mark_share(dataset: tf.data.Dataset) -> None:
     """Note that each rank has other rows in ``dataset``."""
-    setattr(dataset, _IS_SHARE, True)
+    _SHARES.set(dataset, True)
 
 
 def is_share(data: Any) -> bool:
     """Return True for a dataset that :func:`mark_share` has marked, and for one that is made of it."""
     parts = data._inputs() if isinstance(data, tf.data.Dataset) else ()
-    return hasattr(data, _IS_SHARE) or any(map(is_share, parts))
+    return data in _SHARES or any(map(is_share, parts))

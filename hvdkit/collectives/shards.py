@@ -1,8 +1,7 @@
 """Which variables are not replicated, and what they hold: a shard, a run of a divided slot, or a rank's local values.
 
 Everything else takes a variable for replicated: equal on all ranks, its gradients averaged, its first values the
-chief's. What it holds is noted on the variable itself, so that optimizers, checkpoints and comparisons know it without
-being told.
+chief's. What a variable holds is kept in one registry, which optimizers, checkpoints and comparisons read.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.cluster.mesh import coordinates
+from hvdkit.marks import WeakRegistry
 from hvdkit.partition import FLAT
-
-_MARK = "_hvdkit_holding"
 
 
 @dataclass(frozen=True)
@@ -90,18 +88,22 @@ class Local:
 
 Holding: TypeAlias = Shard | Run | Local
 
+_HOLDINGS: WeakRegistry[Holding] = WeakRegistry()
+
 
 def mark(variable: Any, holding: Holding | None) -> None:
     """Note what ``variable``, TensorFlow's or Keras's, holds; None: the values that all ranks have."""
-    setattr(variable, _MARK, holding)
     inner = getattr(variable, "_value", None)
-    if isinstance(inner, tf.Variable):
-        setattr(inner, _MARK, holding)
+    for each in (variable, inner) if isinstance(inner, tf.Variable) else (variable,):
+        if holding is None:
+            _HOLDINGS.discard(each)
+        else:
+            _HOLDINGS.set(each, holding)
 
 
 def holding_of(variable: Any) -> Holding | None:
     """Return what ``variable`` holds, or None for a replicated one."""
-    return getattr(variable, _MARK, None) or getattr(getattr(variable, "_value", None), _MARK, None)
+    return _HOLDINGS.get(variable) or _HOLDINGS.get(getattr(variable, "_value", None))
 
 
 def shard_of(variable: Any) -> Shard | None:

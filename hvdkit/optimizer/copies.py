@@ -8,6 +8,7 @@ attribute.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -16,8 +17,10 @@ import tensorflow as tf
 
 from hvdkit.collectives.shards import assign_whole
 from hvdkit.errors import describe
+from hvdkit.marks import WeakRegistry
 
 _classes: dict[tuple[type, type], type] = {}
+_sharing_iterations: WeakRegistry[bool] = WeakRegistry()  # optimizers that have a copy which counts with them
 # Younger than Keras 3.5.
 _Map = getattr(keras.optimizers, "OptimizerMap", ())
 # What the constructor of Keras's base class makes for each optimizer, beyond its arguments.
@@ -26,6 +29,19 @@ _STATE = {"_lock", "_tracker", "_variables", "_trainable_variables", "_trainable
     "_learning_rate",
     "_distribution_strategy",
 }
+
+
+@dataclass(frozen=True)
+class Original:
+    """A plain optimizer in whose place a distributed copy trains. Not a tuple: Keras would save it with the copy.
+
+    Attributes:
+        optimizer: the plain one.
+        rate: its learning rate when it was copied.
+    """
+
+    optimizer: Any
+    rate: float
 
 
 def subclass(mixin: type, base: type) -> Any:
@@ -190,11 +206,11 @@ def _rebuild(optimizer: Any, copy: Any, left_out: list[str], begins_to_accumulat
 
 
 def _share_iterations(optimizer: Any, new: Any) -> None:
-    if getattr(optimizer, "_hvdkit_copied", False):
+    if optimizer in _sharing_iterations:
         got = "an optimizer that is wrapped already, with a function as its learning rate"
         remedy = "make a second optimizer, or use a keras.optimizers.schedules.LearningRateSchedule"
         raise ValueError(describe("optimizer", got, "one that counts its own updates", remedy))
-    object.__setattr__(optimizer, "_hvdkit_copied", True)
+    _sharing_iterations.set(optimizer, True)
     new._untrack_variable(new._iterations)
     new._iterations = optimizer._iterations
 

@@ -25,10 +25,11 @@ from hvdkit.gradients.coupled import check_coupled
 from hvdkit.gradients.given import Given, given
 from hvdkit.gradients.sparse import sum_duplicates
 from hvdkit.layers.batch_norm import average_moving_statistics, check_batch_normalization
+from hvdkit.marks import WeakRegistry
 from hvdkit.optimizer.calling import calling_model
-from hvdkit.optimizer.copies import copy_of, subclass
+from hvdkit.optimizer.copies import Original, copy_of, subclass
 from hvdkit.optimizer.parts import Parts
-from hvdkit.optimizer.plain_fit import begin_equal, note_batch
+from hvdkit.optimizer.plain_fit import Watch, begin_equal, note_batch
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.rows import BY_ELEMENTS, rule_for, update_rows, updating_class
 from hvdkit.optimizer.slots import Slots, fill, renew
@@ -36,7 +37,7 @@ from hvdkit.optimizer.tables import TableOptimizers, check_for_tables
 from hvdkit.variable.own_optimizer import own_optimizer
 
 LossScale = keras.optimizers.LossScaleOptimizer
-_SUPERVISED = "_hvdkit_supervised"
+_SUPERVISED: WeakRegistry[bool] = WeakRegistry()  # models
 
 
 class Distributed:
@@ -44,6 +45,8 @@ class Distributed:
 
     _hvdkit: Reduction
     _hvdkit_options: Mapping[str, Any] = {}
+    _hvdkit_watch: Watch | None = None  # of the model that it trains in plain fit
+    _hvdkit_original: Original | None = None
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """Do as :meth:`apply` with pairs of a gradient and its variable; return the number of updates."""
@@ -299,12 +302,12 @@ class _Untracked:
 
 def set_supervised(model: Any, supervised: bool) -> None:
     """Note that a Supervisor runs a model's ``fit``: it saves each rank's own moving statistics, and then averages."""
-    object.__setattr__(model, _SUPERVISED, supervised)
+    _SUPERVISED.set(model, supervised)
 
 
 def is_supervised(model: Any) -> bool:
     """Return True while a Supervisor runs the model's ``fit``."""
-    return bool(vars(model).get(_SUPERVISED, False))
+    return bool(_SUPERVISED.get(model))
 
 
 def ranks_of(optimizer: Any) -> cluster.Group | None:

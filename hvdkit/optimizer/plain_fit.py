@@ -27,9 +27,9 @@ from hvdkit.collectives.shards import is_part
 from hvdkit.collectives.values import note_variable
 from hvdkit.collectives.variables import SEED_STATE
 from hvdkit.errors import CollectiveMismatchError, describe
+from hvdkit.marks import Attached
 from hvdkit.optimizer.calling import locals_of
 
-_STATE = "_hvdkit_plain_fit"
 _SAMPLED_ROWS = 64
 _REMEDY = "use hk.fit, or pass hk.callbacks.BroadcastInitial() and build the model before fit"
 # Callbacks that write files, and the attribute with the path.
@@ -70,9 +70,9 @@ def begin_equal(model: Any, optimizer: Any, group: cluster.Group | None) -> None
     """
     if cluster.size() == 1:
         return
-    watch = _Watch.of(model, group)
+    watch = Watch.of(model, group)
     watch.optimizers.append(optimizer)
-    object.__setattr__(optimizer, _STATE, watch)  # past Keras's, which would track what it holds
+    object.__setattr__(optimizer, "_hvdkit_watch", watch)  # past Keras's, which would track what it holds
     local = locals_of("fit", having="epoch_iterator")
     if not within_share() and not _is_divided(local):
         watch.begin(local, is_late=not tf.inside_function())
@@ -81,18 +81,18 @@ def begin_equal(model: Any, optimizer: Any, group: cluster.Group | None) -> None
 
 def note_batch(optimizer: Any) -> None:
     """Have a further trace of the training step note the digest of the first batch of each ``fit``."""
-    watch = vars(optimizer).get(_STATE)
+    watch: Watch | None = optimizer._hvdkit_watch
     if watch is not None and not within_share():
         watch.note_batch()
 
 
 def note_combined(model: Any) -> None:
     """Note that what ``evaluate`` has returned is combined over ranks."""
-    if (watch := vars(model).get(_STATE)) is not None:
+    if (watch := _WATCHES.get(model)) is not None:
         watch.evaluated.clear()
 
 
-class _Watch:
+class Watch:
     """What is compared whenever plain ``fit`` trains a model. It is kept on the model.
 
     Args:
@@ -114,14 +114,14 @@ class _Watch:
         self.batch = note_variable(0, tf.int64, "hvdkit_first_batch")
 
     @classmethod
-    def of(cls, model: Any, group: cluster.Group | None) -> _Watch:
+    def of(cls, model: Any, group: cluster.Group | None) -> Watch:
         """Return a model's watch."""
-        found = vars(model).get(_STATE)
+        found = _WATCHES.get(model)
         if found is None:
             found = cls(model, group)
             for name, then in (("make_train_function", found.on_fit), ("make_test_function", found.on_evaluate)):
                 object.__setattr__(model, name, _followed(getattr(model, name), then))
-            object.__setattr__(model, _STATE, found)
+            _WATCHES.set(model, found)
         return found
 
     def warn(self, topic: str, words: str) -> None:
@@ -257,6 +257,10 @@ class _Watch:
                 )
 
 
+# On the model: optimizers that a watch holds may know of their model, through a function that gives the rate.
+_WATCHES: Attached[Watch] = Attached("_hvdkit_watch")
+
+
 class _AtEpochEnd(NamedTuple):
     """One rank at the end of an epoch.
 
@@ -276,7 +280,7 @@ class _AtEpochEnd(NamedTuple):
 class _Guard(keras.callbacks.Callback):
     """Runs after all other callbacks of a ``fit``, and compares ranks at the end of each epoch and of training."""
 
-    def __init__(self, watch: _Watch, group: cluster.Group | None) -> None:
+    def __init__(self, watch: Watch, group: cluster.Group | None) -> None:
         super().__init__()
         self._watch, self._group = watch, group
 

@@ -11,10 +11,10 @@ import keras
 import tensorflow as tf
 
 from hvdkit.collectives.shards import shard_of, write_box
+from hvdkit.marks import WeakRegistry
 from hvdkit.variable.vocabulary import take_fresh
 
 _BLOCK_NUMBERS = 1 << 22
-_OPTIMIZERS = "_hvdkit_slots"
 
 
 def fill(slot: Any, initializer: Any) -> None:
@@ -52,13 +52,16 @@ class Slots:
         """Note a slot of ``reference``."""
         inner = reference._value
         self._of.setdefault(id(inner), []).append((name, slot, initializer))
-        if not hasattr(inner, _OPTIMIZERS):
-            setattr(inner, _OPTIMIZERS, weakref.WeakSet())
-        getattr(inner, _OPTIMIZERS).add(self)
+        if (found := _SLOTS.get(inner)) is None:
+            _SLOTS.set(inner, found := weakref.WeakSet())
+        found.add(self)
 
     def of(self, variable: tf.Variable) -> list[tuple[str, Any, Any]]:
         """Return name, slot and initializer of each slot of ``variable``."""
         return self._of.get(id(variable), [])
+
+
+_SLOTS: WeakRegistry[weakref.WeakSet[Slots]] = WeakRegistry()  # of each TensorFlow variable, one for each optimizer
 
 
 def renew(grads: Sequence[Any], variables: Sequence[Any], *, whole: bool) -> None:
@@ -74,7 +77,7 @@ def renew(grads: Sequence[Any], variables: Sequence[Any], *, whole: bool) -> Non
         if gradient is None or shard is None or shard.uses is None:
             continue
         rows, inner = take_fresh(shard.uses, gradient, whole), getattr(variable, "_value", variable)
-        for name, slot, initializer in [s for slots in getattr(inner, _OPTIMIZERS, ()) for s in slots.of(inner)]:
+        for name, slot, initializer in [s for slots in _SLOTS.get(inner) or () for s in slots.of(inner)]:
             if name == "average":  # Keras's moving average of the weights begins with the weights
                 first = inner.sparse_read(rows)
             else:

@@ -12,6 +12,7 @@ from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives import broadcast_object
 from hvdkit.layers import synchronize_batch_normalization
+from hvdkit.marks import Attached
 from hvdkit.training.lockstep import at_end_of_data
 from hvdkit.training.metric_checks import MetricChecks
 from hvdkit.training.results import Results
@@ -20,7 +21,6 @@ from hvdkit.training.starting import Variables, compare_optimizers, distribute_o
 from hvdkit.training.steps import Step, Steps
 from hvdkit.training.swapping import swapped
 
-_STATE = "_hvdkit_training"
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 # What the traced steps depend on.
 _COMPILED = ("_loss_tracker", "optimizer", "steps_per_execution", "run_eagerly", "_jit_compile")
@@ -54,7 +54,7 @@ class Session:
     @classmethod
     def of(cls, model: Any, *, may_be_empty: bool) -> Session:
         """Return a model's session: that of the call before if nothing has changed that it depends on."""
-        found = vars(model).get(_STATE)
+        found = _SESSIONS.get(model)
         if found is not None and found._is_running:  # called by a callback
             if may_be_empty and not found.steps.may_be_empty:
                 found.steps.may_be_empty = True
@@ -70,7 +70,7 @@ class Session:
         ):
             _warn_of_local_statistics(model)
             found = cls(model, may_be_empty=may_be_empty)
-            object.__setattr__(model, _STATE, found)
+            _SESSIONS.set(model, found)
         return found
 
     @contextlib.contextmanager
@@ -143,6 +143,10 @@ class Session:
 
     def _last_factor(self) -> float:
         return float(self.steps.last_factor.numpy())
+
+
+# On the model: the compiled steps of a session refer to it.
+_SESSIONS: Attached[Session] = Attached("_hvdkit_session")
 
 
 def _identity(model: Any) -> tuple[Any, ...]:

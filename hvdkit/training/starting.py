@@ -7,7 +7,6 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -26,18 +25,11 @@ from hvdkit.collectives.shards import is_part
 from hvdkit.collectives.variables import SEED_STATE
 from hvdkit.errors import CollectiveMismatchError, describe
 from hvdkit.optimizer import DistributedOptimizer
+from hvdkit.optimizer.copies import Original
 from hvdkit.optimizer.mixins import Distributed
 
 _GOLDEN = 0x9E3779B1  # odd: multiples differ for all ranks
 _MOST_OPTIMIZERS = 64  # in a list; longer ones hold something else
-
-
-@dataclass(frozen=True)
-class _Original:
-    """An optimizer in whose place a distributed copy trains. Not a tuple: Keras would save it with the copy."""
-
-    optimizer: Any
-    rate: float
 
 
 def distribute_optimizers(model: Any) -> None:
@@ -147,7 +139,7 @@ def check_originals(model: Any) -> None:
         ValueError: it has another rate than when it was copied.
     """
     for optimizer in optimizers_of(model):
-        original = getattr(optimizer, "_hvdkit_original", None)
+        original = optimizer._hvdkit_original
         if original is not None and _rate(original.optimizer) != original.rate:
             got = f"a learning rate set on the {type(original.optimizer).__name__} that was given to compile"
             remedy = "set it on model.optimizer, which hk.fit has made distributed"
@@ -181,7 +173,7 @@ def _distributed(value: Any, made: dict[int, Any]) -> Any:
     if isinstance(value, keras.optimizers.Optimizer):
         if id(value) not in made:
             made[id(value)] = new = DistributedOptimizer(value)
-            object.__setattr__(new, "_hvdkit_original", _Original(value, _rate(value)))
+            new._hvdkit_original = Original(value, _rate(value))
         return made[id(value)]
     parts = [_distributed(part, made) for part in _parts(value)]
     if all(mine is part for mine, part in zip(parts, _parts(value), strict=True)):

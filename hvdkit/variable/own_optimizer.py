@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-_MARK = "_hvdkit_own_optimizer"
+from hvdkit.marks import WeakRegistry
 
 
 class OwnOptimizer(NamedTuple):
@@ -21,16 +21,19 @@ class OwnOptimizer(NamedTuple):
     key: str
 
 
+_OWN: WeakRegistry[OwnOptimizer] = WeakRegistry()
+
+
 def set_own_optimizer(variable: Any, own: OwnOptimizer | None) -> None:
     """Note that ``variable``, a Keras variable, is updated by ``own``; None: by the model's optimizer."""
     if own is None:
         return
-    setattr(variable, _MARK, own)
+    _OWN.set(variable, own)
     inner = getattr(variable, "_value", None)
     if isinstance(inner, tf.Variable):
-        setattr(inner, _MARK, own)
+        _OWN.set(inner, own)
 
 
 def own_optimizer(variable: Any) -> OwnOptimizer | None:
     """Return the optimizer that ``variable`` has; None for the model's."""
-    return getattr(variable, _MARK, None)
+    return _OWN.get(variable)

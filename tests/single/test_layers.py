@@ -28,7 +28,7 @@ LAYERS = [
     {"collectives", "planning"},
     {"cluster", "partition"},
     {"profiling"},
-    {"arguments", "memory", "rings", "terminal", "tuned"},
+    {"arguments", "marks", "memory", "rings", "terminal", "tuned"},
     {"machine"},
     {"errors", "_version"},
 ]
