@@ -14,7 +14,7 @@ from hvdkit.callbacks.steps import stateful_callbacks
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.optimizer.mixins import set_supervised
-from hvdkit.supervisor.session import IN_FIT, Supervisor
+from hvdkit.supervisor.session import Supervisor
 
 
 class SupervisorCallback(keras.callbacks.Callback):
@@ -74,9 +74,8 @@ class SupervisorCallback(keras.callbacks.Callback):
             state={**self._state, "callbacks": _States([*self._counting, self._epoch])},
             **self._options,
         )
-        self.supervisor.__enter__()
+        self.supervisor.enter_fit()
         set_supervised(self.model, True)
-        IN_FIT.add(self.supervisor)
         self._find_place()
 
     def _find_place(self) -> None:

@@ -36,7 +36,7 @@ _AGREE_SECONDS = 0.25
 
 # Sessions of fits: one that an error ended was told nothing, and is closed when the next session begins. Not by weak
 # references: of a session that is collected, the signal handlers would stay.
-IN_FIT: set[Supervisor] = set()
+_in_fit: set[Supervisor] = set()
 
 
 class Supervisor:
@@ -149,7 +149,7 @@ class Supervisor:
     # ---- the session ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Supervisor:
-        for left in list(IN_FIT):
+        for left in list(_in_fit):
             with contextlib.suppress(CheckpointError):  # its folder may be gone
                 left.close()
         agree_on_arguments(self._told, self._data)
@@ -184,9 +184,14 @@ class Supervisor:
         if kind is None and self._preempted is not None:
             raise SystemExit(PREEMPTED)
 
+    def enter_fit(self) -> None:
+        """Begin the session of a ``fit``, for callbacks. If an error ends the fit, the next session closes this one."""
+        self.__enter__()
+        _in_fit.add(self)
+
     def close(self) -> None:
         """End the session on this rank, and save nothing: after an error, when other ranks may not come any more."""
-        IN_FIT.discard(self)
+        _in_fit.discard(self)
         if self._open:
             self._open = False
             self._signals.__exit__(None, None, None)
