@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +25,7 @@ from hvdkit.gradients.given import Given, given
 from hvdkit.gradients.sparse import sum_duplicates
 from hvdkit.layers.batch_norm import average_moving_statistics, check_batch_normalization
 from hvdkit.marks import WeakRegistry
-from hvdkit.optimizer.calling import calling_model
+from hvdkit.optimizer.calling import calling_model, calling_object
 from hvdkit.optimizer.copies import Original, copy_of, subclass
 from hvdkit.optimizer.parts import Parts
 from hvdkit.optimizer.plain_fit import Watch, begin_equal, note_batch
@@ -109,12 +108,7 @@ class Combining(Distributed):
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the slots of ``variables``."""
-        # A LossScaleOptimizer around this one builds it, and in eager mode leaves no other trace before it skips
-        # this rank's apply while other ranks wait in theirs.
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_locals.get("self") is self:
-            frame = frame.f_back
-        caller = frame.f_locals.get("self")
+        caller = calling_object(self)
         self._hvdkit_wrapped = isinstance(caller, LossScale) and not isinstance(caller, CombiningScaled)
         if self.built:  # type: ignore[attr-defined]
             return
