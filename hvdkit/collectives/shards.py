@@ -7,7 +7,7 @@ chief's. What a variable holds is kept in one registry, which optimizers, checkp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.cluster.mesh import coordinates
+from hvdkit.collectives.runs import LastLookup
 from hvdkit.marks import WeakRegistry
 from hvdkit.partition import FLAT
 
@@ -55,6 +56,7 @@ class Shard:
         uses: of rows that change hands, a ``hvdkit.variable.vocabulary.Uses``; else None.
         axis: of the mesh, along which ranks hold different parts, and along the others the same ones; None where every
             rank has a part of its own.
+        lookup: the last lookup of its rows across ranks, for their update; None if they are read in another way.
     """
 
     owner: str
@@ -62,10 +64,11 @@ class Shard:
     slot: str | None = None
     axis: str | None = None
     uses: Any = None
+    lookup: LastLookup | None = field(default=None, compare=False, repr=False)
 
     def of_slot(self, slot: str) -> Shard:
         """Return what a slot of this variable holds."""
-        return replace(self, slot=slot, uses=None)
+        return replace(self, slot=slot, uses=None, lookup=None)
 
 
 @dataclass(frozen=True)

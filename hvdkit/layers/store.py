@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives.agreement import Call, agree, attempt
+from hvdkit.collectives.runs import LastLookup
 from hvdkit.collectives.shards import Piece, PieceState, Shard, mark, shard_of, write_box
 from hvdkit.errors import describe
 from hvdkit.layers.base import memory
@@ -90,7 +91,7 @@ class TableStore:
         variable = self._add(
             layer, f"embeddings_{number}", shape, group.dtype, pieces, host=group.host, zeros=group.evicts is not None
         )
-        mark(variable, Shard(variable.path.rpartition("/")[0], tuple(pieces)))
+        mark(variable, Shard(variable.path.rpartition("/")[0], tuple(pieces), lookup=LastLookup()))
         set_own_optimizer(variable, _own(group.slices[0].table))
         return variable
 
@@ -158,10 +159,13 @@ class TableStore:
         for variable in self.variables:  # Keras may have made the TensorFlow variable since
             mark(variable, shard_of(variable))
             set_own_optimizer(variable, own_optimizer(variable))
-        return [
-            self._changing[g].source(training) if g in self._changing else Numbered(self.variables[g]._value)
-            for g in groups
-        ]
+        return [self._changing[g].source(training) if g in self._changing else self._numbered(g) for g in groups]
+
+    def _numbered(self, group: int) -> Numbered:
+        variable = self.variables[group]
+        shard = shard_of(variable)
+        assert shard is not None
+        return Numbered(variable._value, shard.lookup)
 
     def gather(self, name: str, root: int | None) -> np.ndarray | None:
         """Return a whole table, on every rank or on ``root`` alone and None elsewhere. Every rank calls it."""

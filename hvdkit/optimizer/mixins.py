@@ -272,7 +272,7 @@ class Combining(Distributed):
     @graph_safe
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update one variable; of a shard the rows alone that the gradient has, where the optimizer can."""
-        if shard_of(variable) is None:
+        if (shard := shard_of(variable)) is None:
             super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
             return
         if 0 in variable.shape:  # this rank holds nothing of it, and Keras's ops do not take that
@@ -280,7 +280,7 @@ class Combining(Distributed):
         rule = rule_for(self, self._hvdkit.sparse_updates)
         with tf.device(getattr(variable, "_value", variable).device):  # the host's, where the table is kept there
             if rule is not None:
-                update_rows(rule, self, variable, gradient, learning_rate)
+                update_rows(rule, self, variable, shard, gradient, learning_rate)
                 return
             if isinstance(gradient, tf.IndexedSlices):
                 gradient = sum_duplicates(gradient)  # Keras takes rows to be distinct

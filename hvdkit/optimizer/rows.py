@@ -23,8 +23,9 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
+from hvdkit.collectives.runs import split_runs
+from hvdkit.collectives.shards import Shard
 from hvdkit.gradients.sparse import Share
-from hvdkit.variable.runs import split_runs, take_runs
 
 SparseUpdates = Literal["auto", "lazy", "exact"]
 Rule = Callable[[Any, tf.Variable, tf.IndexedSlices, tf.Tensor], None]
@@ -175,9 +176,9 @@ BY_ELEMENTS = {
 }
 
 
-def update_rows(rule: Rule, optimizer: Any, variable: tf.Variable, gradient: Any, rate: Any) -> None:
-    """Update the rows of ``variable`` that ``gradient`` has, by ``rule``."""
-    rate, runs = tf.cast(rate, variable.dtype), take_runs(getattr(variable, "_value", variable))
+def update_rows(rule: Rule, optimizer: Any, variable: tf.Variable, shard: Shard, gradient: Any, rate: Any) -> None:
+    """Update the rows of ``variable``, which holds ``shard``, that ``gradient`` has, by ``rule``."""
+    rate, runs = tf.cast(rate, variable.dtype), None if shard.lookup is None else shard.lookup.take()
 
     def by_rows() -> None:
         # Divided in here, since what only one branch needs is computed for that branch alone.

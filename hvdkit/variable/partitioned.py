@@ -13,6 +13,7 @@ from hvdkit import cluster
 from hvdkit.arguments import integer
 from hvdkit.collectives import alltoall, tensors
 from hvdkit.collectives.agreement import Call, agree, attempt
+from hvdkit.collectives.runs import LastLookup
 from hvdkit.collectives.shards import Piece, Shard, mark, write_box
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import HvdkitError, describe
@@ -96,7 +97,8 @@ class PartitionedVariable:
         with tf.init_scope():
             self.local = self._make(initializer, common, trainable)
         piece = Piece("", self.shape, self.local_index, 0, partition)
-        mark(self.local, Shard(self.name, (piece,)))
+        self._last = LastLookup()
+        mark(self.local, Shard(self.name, (piece,), lookup=self._last))
 
     def _make(self, initializer: Any, seed: int, trainable: bool) -> tf.Variable:
         zeros = tf.zeros([len(axis) for axis in self.local_index], self.dtype)
@@ -144,7 +146,7 @@ class PartitionedVariable:
         rows = self.shape[0]
         safe = tf.cast(tf.where(is_out_of_range(flat, rows), tf.zeros_like(flat), flat), self._key_dtype)
         keys = keys_of(safe, self.partition, rows, cluster.size())
-        return look_up([Numbered(self.local)], [[keys]], fault, name="hvdkit.lookup")[0][0].spread()
+        return look_up([Numbered(self.local, self._last)], [[keys]], fault, name="hvdkit.lookup")[0][0].spread()
 
     def gather(self, root: int | None = None) -> np.ndarray | None:
         """Return the whole as an array: on every rank, or on ``root`` alone and None elsewhere. Every rank calls it."""

@@ -26,8 +26,8 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.batch_share import with_shared_gradient
+from hvdkit.collectives.runs import LastLookup, Runs
 from hvdkit.variable.faults import FAULT_WORDS, Fault, raise_everywhere
-from hvdkit.variable.runs import note_runs
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,15 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Numbered:
-    """A variable whose rows are known by ``key = local * N + rank``."""
+    """A variable whose rows are known by ``key = local * N + rank``.
+
+    Attributes:
+        variable: this rank's rows.
+        lookup: gets what ranks read of them; None if their update need not know.
+    """
 
     variable: tf.Variable
+    lookup: LastLookup | None = None
 
     def route(self, keys: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the rank of each key, and its local row."""
@@ -145,8 +151,8 @@ def fetch(
     rows = [s.read(i) for s, i in zip(sources, asked.ids, strict=True)]
     if cluster.size() > 1:
         for v, source in enumerate(sources):
-            if isinstance(source, Numbered):
-                note_runs(source.variable, asked.ids[v], asked.theirs[:, v])
+            if isinstance(source, Numbered) and source.lookup is not None:
+                source.lookup.note(Runs(asked.ids[v], asked.theirs[:, v]))
         received = iter(_swap_rows(rows, parts, asked, wire, name))
     else:
         counts = tf.split(asked.mine[0], list(parts))

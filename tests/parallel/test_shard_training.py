@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvdkit as hk
+from hvdkit.optimizer import rows
 
 ROWS, WIDTH, STEPS = 17, 6, 2
 OPTIMIZERS = {
@@ -233,6 +234,37 @@ def test_numbers_are_clipped_after_rows_are_added_up(rank, size):
         loss = 0.4 * tf.reduce_sum(layer(tf.constant([1])))
     optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
     np.testing.assert_allclose(layer.gather()[:, 0], [0.0, -min(0.5, 0.4 * size), 0.0, 0.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_plain_sgd_updates_rank_after_rank(traced, monkeypatch, rank, size):
+    """And does not add equal rows up first, which takes longer, unless the gradient is of more than one lookup."""
+    updated = []
+    split = rows.split_runs
+    monkeypatch.setattr(rows, "split_runs", lambda *given: updated.append(len(split(*given))) or split(*given))
+    variable, layer = hk.PartitionedVariable((8, 2)), hk.layers.ShardedEmbedding(8, 2, embeddings_initializer=0.0)
+    layer.build()
+    tables = [variable.local, *layer.trainable_variables]
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hk.Sum)
+    optimizer.build(tables)
+
+    def step(ids, lookups):
+        with tf.GradientTape() as tape:
+            found = [look(ids) for _ in range(lookups) for look in (variable.lookup, layer)]
+            loss = tf.add_n([tf.reduce_sum(each) for each in found])
+        optimizer.apply(tape.gradient(loss, tables), tables)
+
+    step = tf.function(step) if traced else step
+    ids = tf.constant([*range(8), rank])
+    step(ids, 1)
+    assert updated == ([size, size] if size > 1 else [])
+    step(ids, 2)
+    assert len(updated) == (0 if size == 1 else 4 if traced else 2)  # a graph has both, and chooses when it runs
+    expected = np.zeros(8)
+    for r in range(size):
+        np.add.at(expected, [*range(8), r], -3.0)
+    for whole in (variable.gather(), layer.gather()):
+        np.testing.assert_array_equal(whole, np.stack([expected, expected], 1))
 
 
 def test_optimizers_that_would_be_wrong_are_refused(shared_path):
