@@ -110,6 +110,8 @@ class Combining(Distributed):
         """Create the slots of ``variables``."""
         caller = calling_object(self)
         self._hvdkit_wrapped = isinstance(caller, LossScale) and not isinstance(caller, CombiningScaled)
+        if self._hvdkit_wrapped and calling_model() is not None:  # on every rank: the first step may overflow on one
+            refuse_what_breaks(wrapped=True)
         if self.built:  # type: ignore[attr-defined]
             return
         for variable in variables:

@@ -86,6 +86,22 @@ def test_a_loss_scale_around_a_distributed_optimizer_is_refused_eagerly_too(size
             outer.apply([tf.ones(v.shape) for v in vs], vs)
 
 
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_a_loss_scale_around_a_distributed_optimizer_is_refused_in_fit(eagerly, rank, size):
+    """Also on a rank that overflows. Keras makes it if the policy is set after the optimizer is distributed."""
+    optimizer = hk.DistributedOptimizer(opts.SGD(1.0))
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(optimizer, "mse", jit_compile=False, run_eagerly=eagerly)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert isinstance(model.optimizer, opts.LossScaleOptimizer) and model.optimizer.inner_optimizer is optimizer
+    if size > 1:
+        with pytest.raises(hk.HvdkitError, match="wrap the other way round"):
+            model.fit(np.full((4, 2), 1.0 if rank else 6e4), np.ones((4, 1)), verbose=0)
+
+
 def test_two_optimizers_in_one_function(rank, size):
     """As a GAN has them."""
     one, two = variables(), variables()
