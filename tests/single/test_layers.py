@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +103,37 @@ def test_every_module_has_a_layer():
 
 def test_imports_go_down_only():
     assert not [breach for path in FILES for breach in breaches(path)]
+
+
+@functools.cache
+def state_of(path: Path) -> set[str]:
+    """Names of a module's mutable state: containers, objects of its own classes, and what ``global`` assigns.
+
+    A dict that is declared as a Mapping is a constant: mypy refuses to change it.
+    """
+    tree = ast.parse(path.read_text())
+    classes = {c.name for c in tree.body if isinstance(c, ast.ClassDef) and "frozen=True" not in ast.unparse(c)}
+    found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith("Mapping"):
+                continue
+            made = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else None
+            if isinstance(node.value, (ast.List, ast.Dict, ast.Set)) or made in {"set", "dict", "list", *classes}:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def test_no_mutable_state_is_shared_between_layers():
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hvdkit."):
+                source = ROOT.joinpath(*node.module.split(".")).with_suffix(".py")
+                if source.exists() and part_of(source) != part_of(path):
+                    found |= {alias.name for alias in node.names} & state_of(source)
+    assert found <= {"PROGRESS"}  # the progress of this rank, which the watchdog reads
 
 
 def test_the_check_sees_a_breach(tmp_path, monkeypatch):
