@@ -40,7 +40,7 @@ class Plan:
     """What is built, against what: everything that decides the wheel's content."""
 
     tensorflow: toolchain.TensorFlow
-    mpi: mpi.Mpi
+    mpi: mpi.BuildMpi
     cuda: gpu.Cuda | None
     patches: list[patches.Patch]
 

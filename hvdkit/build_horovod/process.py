@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from hvdkit.errors import BuildError
+from hvdkit.machine.subprocesses import end_family
 
 _CAUSE = re.compile(r"(\berror:|CMake Error|ERROR:|No space left|Killed)")
 
@@ -26,7 +26,7 @@ def run(
 ) -> str:
     """Run ``command`` to its end and return its output, which is also appended to ``log``.
 
-    The child and its children are killed if this process is interrupted on the way.
+    The child and its children are ended if this process is interrupted on the way.
 
     Raises:
         BuildError: if the command cannot start or does not exit with 0; the message begins with
@@ -58,24 +58,12 @@ def run(
                     on_line(line)
             status = child.wait()
         finally:
-            _kill_tree(child)
+            if child.poll() is None:
+                end_family(psutil.Process(child.pid))
+                child.wait()
     if status:
         raise BuildError(f"{failure} (exit {status}):\n{_cause(lines)}\nThe whole log is {log}")
     return "".join(lines)
-
-
-def _kill_tree(child: subprocess.Popen[str]) -> None:
-    """Kill ``child`` and everything that it started, if it still runs."""
-    if child.poll() is not None:
-        return
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family = psutil.Process(child.pid).children(recursive=True)
-        child.kill()
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(family, timeout=5)
-    child.wait()
 
 
 def _cause(lines: Sequence[str], count: int = 4) -> str:

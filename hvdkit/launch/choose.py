@@ -19,7 +19,7 @@ from hvdkit.machine.subprocesses import run
 _PLUGINS = {"Open MPI": ("pmix", "pmix_v5", "pmix_v4", "pmix_v3"), "MPICH": ("pmi2", "pmix"), "Intel MPI": ("pmi2",)}
 
 
-class Facts:
+class EngineFacts:
     """What is known of engines on this machine; each is found when it is first asked for."""
 
     @cached_property
@@ -75,7 +75,7 @@ class Chosen:
     slurm_mpi: str = "pmix"
 
 
-def choose(engine: str, slurm: bool, facts: Facts) -> Chosen:
+def choose(engine: str, slurm: bool, facts: EngineFacts) -> Chosen:
     """Return the engine that was asked for, or for ``auto`` the one that suits Horovod's build and the cluster.
 
     Under Slurm that is srun, where it has a plugin for the MPI that is there; else mpirun where Horovod was built with
@@ -100,7 +100,7 @@ def choose(engine: str, slurm: bool, facts: Facts) -> Chosen:
     return Chosen(engine, facts.horovodrun.path, prefix=prefix)
 
 
-def _automatic(slurm: bool, facts: Facts) -> str:
+def _automatic(slurm: bool, facts: EngineFacts) -> str:
     if slurm and facts.built_mpi and (plugin := _plugin(facts)) is not None and facts.srun_can(plugin):
         return "srun"
     if facts.built_mpi and facts.mpirun is not None and facts.mpirun.mpi is not None:
@@ -110,7 +110,7 @@ def _automatic(slurm: bool, facts: Facts) -> str:
     raise ClusterError(_missing("mpirun", "load the MPI module that Horovod was built with, or `hvdkit build-horovod`"))
 
 
-def _srun(facts: Facts) -> Chosen:
+def _srun(facts: EngineFacts) -> Chosen:
     path = shutil.which("srun")
     if path is None:
         raise ClusterError(_missing("srun", "call hvdkit run where Slurm is installed, or use --engine mpirun"))
@@ -122,12 +122,12 @@ def _srun(facts: Facts) -> Chosen:
     return Chosen("srun", path, facts.mpirun.mpi if facts.mpirun else None, slurm_mpi=plugin)
 
 
-def _plugin(facts: Facts) -> str | None:
+def _plugin(facts: EngineFacts) -> str | None:
     vendor = facts.mpirun.mpi.vendor if facts.mpirun and facts.mpirun.mpi else "Open MPI"
     return next((plugin for plugin in _PLUGINS.get(vendor, ()) if plugin in facts.srun_plugins), None)
 
 
-def _check_horovodrun(engine: str, facts: Facts) -> None:
+def _check_horovodrun(engine: str, facts: EngineFacts) -> None:
     kind = "Gloo" if engine == "gloo" else "MPI"
     if not (facts.built_gloo if engine == "gloo" else facts.built_mpi):
         raise ClusterError(

@@ -18,7 +18,7 @@ from hvdkit.errors import describe
 from hvdkit.launch import rank, restarts
 from hvdkit.launch.attempt import Attempt, Signals
 from hvdkit.launch.channel import Channel
-from hvdkit.launch.choose import Chosen, Facts, choose, explain
+from hvdkit.launch.choose import Chosen, EngineFacts, choose, explain
 from hvdkit.launch.config import Run
 from hvdkit.launch.engines import ENGINES, CommandLine, Start, engine_environment, passed_on
 from hvdkit.launch.hosts import Host, parse_hosts, pbs_hosts, placed, read_hostfile, slurm_hosts
@@ -245,7 +245,7 @@ def prepare(config: Run, program: Sequence[str]) -> Job:
         raise ValueError(describe("-np", "none", "a number of ranks", "hvdkit run -np 4 -- python train.py"))
     if hosts:
         _check_least(config, placed(hosts, config.np))
-    chosen = choose(config.engine, config.slurm, Facts())
+    chosen = choose(config.engine, config.slurm, EngineFacts())
     return Job(config, hosts, chosen, passed_on(environment, config.env, SECRET), environment)
 
 

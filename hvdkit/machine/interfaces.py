@@ -15,7 +15,7 @@ import psutil
 # The variables that choose the network of a job. Each holds names or subnets ("eth0,10.0.0.0/24"), but for NCCL's.
 _VARIABLES = ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include", "HOROVOD_IFACE")
 _NCCL = "NCCL_SOCKET_IFNAME"
-# Loopback, and bridges that have the same address on every host: ranks that pick one of these wait for ever.
+# Loopback, and bridges that have the same address on every host: ranks that pick one wait for themselves.
 _BRIDGES = re.compile(r"(lo|docker|br-|virbr|veth|cni|flannel|cali|vmnet|vboxnet|podman|lxc|lxd|dummy|tunl)")
 
 

@@ -69,18 +69,18 @@ def run(argv: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = 
             seconds = time.monotonic() - started
             _running.discard(process)
             if code is None:
-                _end(process)
+                end_family(process)
         return Outcome(code, _text(out), _text(err), seconds)
 
 
 def end_all() -> None:
     """End what every :func:`run` in progress started; each of them then returns."""
     for process in list(_running):
-        _end(process)
+        end_family(process)
 
 
-def _end(process: psutil.Popen) -> None:
-    """End a launcher and its ranks: ranks outlive a launcher that is killed, so they are looked up first."""
+def end_family(process: psutil.Process | psutil.Popen) -> None:
+    """End a process and all below it: ranks outlive a launcher that is killed, so they are looked up first."""
     with suppress(psutil.NoSuchProcess):
         family = [process, *process.children(recursive=True)]
         for member in family:

@@ -16,7 +16,7 @@ from hvdkit.cluster.logs import DIED
 from hvdkit.cluster.report import FailureReport
 from hvdkit.errors import ClusterError, NonFiniteError
 from hvdkit.launch import command, engines, hosts, reach, restarts, verdict
-from hvdkit.launch.choose import Chosen, Facts, choose
+from hvdkit.launch.choose import Chosen, EngineFacts, choose
 from hvdkit.launch.config import Run
 from hvdkit.launch.engines import Start
 from hvdkit.launch.hosts import Host, parse_hosts
@@ -187,7 +187,7 @@ def test_ranks_take_slots_in_order_and_no_more_than_there_are():
 
 def found(built, mpi=None, plugins=(), horovodrun="/bin/horovodrun"):
     """Facts as they would be on some machine."""
-    facts = Facts()
+    facts = EngineFacts()
     program = Program("/mpi/bin/mpirun", True, mpi) if mpi else None
     vars(facts).update(built_mpi="mpi" in built, built_gloo="gloo" in built, mpirun=program, srun_plugins=plugins)
     vars(facts)["horovodrun"] = Program(horovodrun, True) if horovodrun else None

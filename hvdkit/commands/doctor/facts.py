@@ -64,9 +64,9 @@ class Facts:
     installed: Mapping[str, str]  # distribution -> version
     built_for: Mapping[str, str] | None  # Horovod's metadata.json: framework -> version it was compiled for
     training: Probe  # tensorflow, keras, horovod, mpi4py, in this order, in one process
-    mpi4py: Probe  # mpi4py in a process of its own
+    mpi4py: Probe  # mpi4py in its own process
     alone: Probe  # MPI started with no launcher
-    alone_with_prefix: Probe | None  # the same with OPAL_PREFIX set, where `alone` failed
+    alone_with_prefix: Probe | None  # the same with OPAL_PREFIX set, if `alone` failed
     mpirun: Program | None
     horovodrun: Program | None
     environment: Mapping[str, str]

@@ -27,7 +27,7 @@ SHM_LEAST, SHM_PER_RANK = 128 * MEBIBYTE, 16 * MEBIBYTE
 
 
 def cores(facts: Facts, filesystem: Path = Path("/")) -> Finding:
-    """Each rank wants a core of its own, and Open MPI's ``mpirun`` refuses more ranks than physical cores.
+    """Each rank wants its own core, and Open MPI's ``mpirun`` refuses more ranks than physical cores.
 
     Args:
         filesystem: the folder that holds ``proc`` and ``sys``.
@@ -48,7 +48,7 @@ def cores(facts: Facts, filesystem: Path = Path("/")) -> Finding:
         return Finding("cores", "ok", what, details=details)
     permitted = any(facts.environment.get(name) for name in OVERSUBSCRIBE)
     if facts.np <= slots or permitted or facts.open_mpi is None:
-        remedy = f"-np {own} gives each rank a core of its own"
+        remedy = f"-np {own} gives each rank its own core"
         return Finding("cores", "note", f"{what}: ranks share cores", remedy, details)
     remedy = "mpirun --oversubscribe, or export OMPI_MCA_rmaps_base_oversubscribe=1 (horovodrun needs neither)"
     if facts.open_mpi >= 5:
@@ -71,7 +71,7 @@ def root(facts: Facts) -> Finding:
 
 
 def shared_memory(facts: Facts, path: Path = Path("/dev/shm")) -> Finding:
-    """Ranks of one host exchange data through /dev/shm; where it is full they die with a bus error."""
+    """Ranks of one host exchange data through /dev/shm; if it is full they die with a bus error."""
     name = "shared-memory"
     if not path.is_dir():
         remedy = "mount a tmpfs on /dev/shm"

