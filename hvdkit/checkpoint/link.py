@@ -22,6 +22,7 @@ from hvdkit.checkpoint.manifest import REPLICATED, Manifest, shard_name
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, Allowed, FileRecord, NonFiniteTensor, Outgoing, write_file
 from hvdkit.checkpoint.writing import Snapshot, assemble, non_finite
+from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import tensors
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, NonFiniteError
 from hvdkit.partition import FLAT
@@ -59,7 +60,8 @@ def save_through_chief(
     """
     own = {tensor.name: tensor for tensor in snapshot.own()}
     described = {name: (t.dtype, t.shape, t.allowed) for name, t in own.items()}
-    words = cluster.exchange().allgather((described, snapshot.indices(), snapshot.metadata()))
+    parts = described, snapshot.indices(), snapshot.metadata()
+    words = gather(cluster.exchange(), "a save through the chief", lambda: parts)
 
     def write() -> None:
         tidy_one(path)
@@ -126,7 +128,8 @@ def chief_reads(
     Raises:
         CorruptCheckpointError, CheckpointError: the chief cannot read; on every rank.
     """
-    wanted = cluster.exchange().allgather({e.name: (e.kind, e.index, e.partition == FLAT, e.resize) for e in entries})
+    mine = {e.name: (e.kind, e.index, e.partition == FLAT, e.resize) for e in entries}
+    wanted = gather(cluster.exchange(), "a restore through the chief", lambda: mine)
     by_name = {entry.name: entry for entry in entries}
     parts: dict[str, np.ndarray] = {}
 
@@ -143,11 +146,11 @@ def chief_reads(
             for rank, theirs in enumerate(wanted):
                 for name, (kind, index, flat, resize) in theirs.items():
                     saved = names[name]
-                    part = (
-                        reader.per_rank(saved, rank, cluster.size(), resize)
-                        if kind == "per_rank"
-                        else reader.sharded(saved, index, flat=flat)
-                    )
+                    if kind == "per_rank":
+                        part = reader.per_rank(saved, rank, cluster.size(), resize)
+                    else:
+                        assert index is not None
+                        part = reader.sharded(saved, index, flat=flat)
                     if rank == 0:
                         assign(by_name[name], part)
                     elif part is not None:

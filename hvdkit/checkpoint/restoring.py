@@ -17,7 +17,7 @@ from hvdkit.checkpoint.link import chief_reads
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.checkpoint.saving import agreed_state, together
+from hvdkit.checkpoint.saving import agreed_state, of_chief, together
 from hvdkit.collectives import broadcast, broadcast_variables
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, describe
 from hvdkit.memory import ALIGNMENT
@@ -49,9 +49,10 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
     path, flat = Path(path), agreed_state(into)
     try:
         manifest = agreed_manifest(path, gather=gather)
-        names = together(lambda: match(manifest, flat, path))
+        names = together("names in a checkpoint", lambda: match(manifest, flat, path))
         own = _own_values(path, manifest, flat, gather)
-        together(lambda: _restore_values(path, manifest, flat, own))  # first: if they do not fit, no tensor has changed
+        # First: if they do not fit, no tensor has changed.
+        together("values of a checkpoint", lambda: _restore_values(path, manifest, flat, own))
         _restore_tensors(path, manifest, flat, names, gather)
     except CorruptCheckpointError as damage:
         if cluster.is_chief():
@@ -73,16 +74,21 @@ def agreed_manifest(path: Path, *, gather: bool = False) -> Manifest:
     Raises:
         CheckpointError: on every rank: what is wrong with it, as ``Manifest.load`` says, or a rank reads another one.
     """
-    found = together(lambda: Manifest.load(path) if cluster.is_chief() else None)
     if gather:
-        return cluster.exchange().broadcast(found, 0)
-    checksum = cluster.exchange().broadcast(found and found.checksum, 0)
+        return of_chief("a manifest", lambda: Manifest.load(path))
+    found: list[Manifest] = []
+
+    def load() -> str:
+        found.append(Manifest.load(path))
+        return found[0].checksum
+
+    checksum = of_chief("a manifest", load)
 
     def read() -> Manifest:
-        if found is None:
+        if not found:
             with contextlib.suppress(OSError):
                 list(path.parent.iterdir())  # has a network file system look again
-        manifest = found or Manifest.parse(path)
+        manifest = found[0] if found else Manifest.parse(path)
         if manifest.checksum != checksum:
             here = cluster.cluster()
             got = f"another manifest on rank {here.rank} ({here.hosts[here.rank]}) than on rank 0 ({here.hosts[0]})"
@@ -90,7 +96,7 @@ def agreed_manifest(path: Path, *, gather: bool = False) -> Manifest:
             raise CheckpointError(describe(str(path), got, "one checkpoint", remedy))
         return manifest
 
-    return together(read)
+    return together("every rank's manifest", read)
 
 
 def _restore_values(path: Path, manifest: Manifest, flat: State, own: Mapping[str, Any]) -> None:
@@ -108,15 +114,13 @@ def _own_values(path: Path, manifest: Manifest, flat: State, gather: bool) -> Ma
     """Return the plain values that were saved for this rank alone; with ``gather`` the chief reads those of all."""
     if not any(value.per_rank for value in flat.values.values()):
         return {}
-    everyone = range(cluster.size() if cluster.is_chief() else 0)
+    wanted = range(cluster.size()) if gather else [cluster.rank()]
 
     def read() -> dict[int, Mapping[str, Any]]:
         with Reader(path, manifest) as reader:
-            wanted = everyone if gather else [cluster.rank()]
             return {rank: reader.rank_values(rank) for rank in wanted if rank < manifest.size}
 
-    found = together(read)
-    return (cluster.exchange().broadcast(found, 0) if gather else found).get(cluster.rank(), {})
+    return (of_chief if gather else together)("each rank's values", read).get(cluster.rank(), {})
 
 
 def _restore_tensors(path: Path, manifest: Manifest, flat: State, names: dict[str, str], gather: bool) -> None:
@@ -135,7 +139,7 @@ def _restore_tensors(path: Path, manifest: Manifest, flat: State, names: dict[st
             for entry in () if gather else own:
                 _assign_own(entry, own_part(reader, entry, names[entry.name], rank, size))
 
-    together(read)
+    together("tensors of a checkpoint", read)
     if gather:
         chief_reads(path, manifest, own, names, _assign_own)
     if size > 1:

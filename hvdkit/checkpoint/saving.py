@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from hvdkit import cluster
 from hvdkit.checkpoint.entries import State
@@ -18,9 +19,11 @@ from hvdkit.checkpoint.link import save_through_chief
 from hvdkit.checkpoint.matching import without_numbers
 from hvdkit.checkpoint.state import flatten
 from hvdkit.checkpoint.writing import Failure, Save, Snapshot, non_finite
-from hvdkit.errors import CheckpointError, CollectiveMismatchError, CorruptCheckpointError, describe
+from hvdkit.cluster.agreement import compare, gather
+from hvdkit.errors import CheckpointError, describe
 
 T = TypeVar("T")
+Signature: TypeAlias = list[tuple[str, str, tuple[int, ...], str, str | None]]
 _POLL_SECONDS = 0.02
 
 
@@ -59,8 +62,12 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
     if gather:
         save_through_chief(path, Snapshot.of(flat, cluster.rank(), in_place=True), step=step)
         return path
-    token = cluster.exchange().broadcast(secrets.token_hex(4), 0)
-    together(lambda: tidy_one(path) if cluster.is_chief() else None)
+
+    def tidied() -> str:
+        tidy_one(path)
+        return secrets.token_hex(4)
+
+    token = of_chief("hk.checkpoint.save()", tidied)
     check_shared(path.parent)
     finish(begin(path, flat, step=step, token=token, in_place=True))
     return path
@@ -102,7 +109,7 @@ def finish(save: Save) -> None:
         CheckpointError: on every rank, naming the one that failed.
         NonFiniteError: on every rank, naming variable, rank and step.
     """
-    while not settled(save, cluster.exchange().allgather(progress_of(save))):
+    while not settled(save, gather(cluster.exchange(), "the end of a save", lambda: progress_of(save))):
         save.wait(_POLL_SECONDS)
 
 
@@ -160,34 +167,38 @@ def agreed_state(state: Mapping[str, Any]) -> State:
         TypeError: something in it cannot be saved.
         CollectiveMismatchError: ranks differ; it names rank and tensor.
     """
-    flat = together(lambda: flatten(state))
-    tensors = [(e.name, e.kind, e.shape, e.dtype.name, e.partition) for e in flat.entries.values()]
-    signature = [*tensors, *((name, "value", (), "", None) for name in flat.values)]
-    digest = hashlib.sha256(repr(signature).encode()).digest()
-    if len(set(cluster.exchange().allgather_bytes(digest))) > 1:
-        signatures = cluster.exchange().allgather(signature)
-        _compare(signatures)
+    laid_out: list[State] = []
+
+    def digest() -> bytes:
+        laid_out.append(flatten(state))
+        return hashlib.sha256(repr(_signature(laid_out[0])).encode()).digest()
+
+    digests = gather(cluster.exchange(), "state to save or restore", digest, error=CheckpointError)
+    flat = laid_out[0]
+    if len(set(digests)) > 1:
+        signatures = gather(cluster.exchange(), "unlike states to save or restore", lambda: _signature(flat))
+        remedy = "build the same model on every rank"
+        compare(signatures, "state", remedy, key=_without_numbers, show=_first_difference)
         for entry, (name, *_) in zip(flat.entries.values(), signatures[0], strict=False):
             entry.name = name
         flat.entries = {entry.name: entry for entry in flat.entries.values()}
     return flat
 
 
-def _compare(signatures: list[list[tuple[Any, ...]]]) -> None:
-    first = signatures[0]
-    for rank, other in enumerate(signatures):
-        for mine, theirs in zip(first, other, strict=False):
-            if (without_numbers(mine[0]), *mine[1:]) != (without_numbers(theirs[0]), *theirs[1:]):
-                raise CollectiveMismatchError(
-                    f"state: rank {rank} has {_shown(theirs)}, but rank 0 has {_shown(mine)}; build the same model on "
-                    "every rank"
-                )
-        if len(first) != len(other):
-            longer, owner = (first, 0) if len(first) > len(other) else (other, rank)
-            extra = longer[min(len(first), len(other))]
-            raise CollectiveMismatchError(
-                f"state: only rank {owner} of ranks 0 and {rank} has {_shown(extra)}; build one model everywhere"
-            )
+def _signature(flat: State) -> Signature:
+    tensors = [(e.name, e.kind, e.shape, e.dtype.name, e.partition) for e in flat.entries.values()]
+    return [*tensors, *((name, "value", (), "", None) for name in flat.values)]
+
+
+def _without_numbers(signature: Signature) -> list[tuple[Any, ...]]:
+    return [(without_numbers(name), *others) for name, *others in signature]
+
+
+def _first_difference(odd: Signature, usual: Signature) -> tuple[str, str]:
+    keys = itertools.zip_longest(_without_numbers(odd), _without_numbers(usual))
+    place = next(place for place, (mine, theirs) in enumerate(keys) if mine != theirs)
+    got, expected = ([*map(_shown, each), "no further tensor"][place] for each in (odd, usual))
+    return got, expected
 
 
 def _shown(signature: tuple[Any, ...]) -> str:
@@ -201,12 +212,13 @@ def check_shared(folder: Path) -> None:
     Raises:
         CheckpointError: on every rank: the folder cannot be written, or a rank does not see it.
     """
-    token = folder / f".shared-{cluster.exchange().broadcast(secrets.token_hex(4), 0)}"
 
-    def leave() -> None:
+    def leave() -> str:
+        name = f".shared-{secrets.token_hex(4)}"
         with naming_file(folder, "written"):
             folder.mkdir(parents=True, exist_ok=True)
-            token.touch()
+            (folder / name).touch()
+        return name
 
     def look() -> None:
         with contextlib.suppress(OSError):
@@ -223,42 +235,34 @@ def check_shared(folder: Path) -> None:
                 )
             )
 
-    together(lambda: leave() if cluster.is_chief() else None)
+    token = folder / of_chief("a folder to save in", leave)
     try:
-        together(look)
+        together("a look into the folder", look)
     finally:
         if cluster.is_chief():
             token.unlink(missing_ok=True)
 
 
-class _Outcome(NamedTuple):
-    """How one rank fared: whether it met damage, and the words of its error, if it had one."""
+def together(kind: str, action: Callable[[], T]) -> T:
+    """Run ``action`` on every rank, and return its result here; an exception on one rank raises an error on all.
 
-    corrupt: bool
-    words: str | None
+    Args:
+        kind: names it in messages; the same on every rank.
+        action: may raise.
 
-
-def together(action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank; if it fails on one, raise on all: elsewhere a CheckpointError that names it."""
-    problem: Exception | None = None
-    try:
-        result = action()
-    except Exception as error:
-        problem = error
-    words = None if problem is None else _words(problem)
-    outcomes = cluster.exchange().allgather(_Outcome(isinstance(problem, CorruptCheckpointError), words))
-    if problem is not None:
-        raise problem
-    for rank, outcome in enumerate(outcomes):
-        if not isinstance(outcome, _Outcome):
-            raise CollectiveMismatchError(
-                f"rank {rank} exchanges something else ({outcome!r}) while rank {cluster.rank()} saves, restores "
-                "or begins a session; make the same calls in the same order on every rank"
-            )
-        if outcome.words is not None:
-            raise (CorruptCheckpointError if outcome.corrupt else CheckpointError)(f"rank {rank}: {outcome.words}")
-    return result
+    Raises:
+        Exception: what ``action`` has raised on this rank.
+        CheckpointError: on other ranks; it names the rank.
+    """
+    results: list[T] = []
+    gather(cluster.exchange(), kind, lambda: results.append(action()), error=CheckpointError)
+    return results[0]
 
 
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+def of_chief(kind: str, action: Callable[[], T]) -> T:
+    """Run ``action`` on the chief, and return its result, which can be pickled, on every rank.
+
+    Args and Raises as for :func:`together`.
+    """
+    chosen = action if cluster.is_chief() else lambda: None
+    return cast(T, gather(cluster.exchange(), kind, chosen, error=CheckpointError)[0])

@@ -12,7 +12,7 @@ from typing import Any
 from hvdkit import cluster
 from hvdkit.checkpoint.folder import prune, step_name
 from hvdkit.checkpoint.link import save_through_chief
-from hvdkit.checkpoint.saving import Progress, agreed_state, begin, finish, progress_of, settled
+from hvdkit.checkpoint.saving import Progress, agreed_state, begin, finish, of_chief, progress_of, settled
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import spending
@@ -84,7 +84,7 @@ class Saver:
                 with self._nonfinite_noted():
                     save_through_chief(target, snapshot, step=step, **checks)
             else:
-                token = cluster.exchange().broadcast(secrets.token_hex(4), 0)
+                token = of_chief("a save", lambda: secrets.token_hex(4))
                 in_place = not self._asynchronous
                 self._save = begin(target, flat, step=step, token=token, in_place=in_place, **checks)
         self.step, self.when = step, time.monotonic()

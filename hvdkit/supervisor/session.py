@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdkit import cluster
 from hvdkit.arguments import integer
-from hvdkit.checkpoint.saving import agreed_state, together
+from hvdkit.checkpoint.saving import agreed_state, of_chief, together
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import PROGRESS, spending
@@ -156,12 +156,12 @@ class Supervisor:
         agreed_state(self._state())  # before any file is touched
         if self._model is not None:
             synchronize_batch_normalization(self._model, process_set=ranks_of(self._optimizer))
-        together(lambda: self._lock.acquire() if cluster.is_chief() else None)
+        of_chief("the lock of a logdir", self._lock.acquire)
         try:
             prepare_folder(self._folder, gather=self._gather)
             rate = own_rate(self._optimizer)
             self.restored_from = restore_or_initialise(self._folder, self._state, gather=self._gather)
-            together(self._open_summaries)
+            together("summaries", self._open_summaries)
         except BaseException:
             self._lock.release()
             raise

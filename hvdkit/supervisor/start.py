@@ -9,7 +9,7 @@ from typing import Any
 from hvdkit import cluster
 from hvdkit.checkpoint.folder import listed, tidy
 from hvdkit.checkpoint.restoring import restore
-from hvdkit.checkpoint.saving import agreed_state, check_shared, together
+from hvdkit.checkpoint.saving import agreed_state, check_shared, of_chief
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives import broadcast_variables
 from hvdkit.errors import CorruptCheckpointError
@@ -19,7 +19,7 @@ def prepare_folder(folder: Path, *, gather: bool) -> None:
     """See that all ranks share ``folder``, and remove what a killed run left half written there."""
     if not gather:
         check_shared(folder)
-    together(lambda: tidy(folder) if cluster.is_chief() else None)
+    of_chief("a folder without remains", lambda: tidy(folder))
 
 
 def restore_or_initialise(folder: Path, state: Callable[[], Mapping[str, Any]], *, gather: bool) -> Path | None:
@@ -31,7 +31,7 @@ def restore_or_initialise(folder: Path, state: Callable[[], Mapping[str, Any]], 
         CheckpointError: the newest is of another model.
         CorruptCheckpointError: there are checkpoints, and none is good. They are not overwritten.
     """
-    paths = cluster.exchange().broadcast(together(lambda: listed(folder) if cluster.is_chief() else []), 0)
+    paths = of_chief("the list of checkpoints", lambda: listed(folder))
     damage = []
     for path in reversed(paths):
         try:
