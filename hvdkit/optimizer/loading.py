@@ -11,8 +11,8 @@ from typing import Any
 import keras
 
 from hvdkit import cluster
+from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import broadcast_variables
-from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.errors import describe
 from hvdkit.optimizer.distributed import DistributedOptimizer
 from hvdkit.optimizer.mixins import Distributed
@@ -46,8 +46,11 @@ def load_model(
         hk.fit(model, x, y, batch_size=64, epochs=4, initial_epoch=2)
     """
     loaded: list[Any] = []
-    problem = attempt(lambda: loaded.append(_loaded(Path(path), custom_objects, compile, safe_mode, options)))
-    agree(Call("load_model()", problem=problem))
+
+    def load() -> None:
+        loaded.append(_loaded(Path(path), custom_objects, compile, safe_mode, options))
+
+    gather(cluster.exchange(), "load_model()", load)
     model = loaded[0]
     optimizer = getattr(model, "optimizer", None)
     broadcast_variables([*model.variables, *(() if optimizer is None else optimizer.variables)])

@@ -19,6 +19,7 @@ import xxhash
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from hvdkit import cluster
+from hvdkit.cluster.agreement import agree, compare, gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives import broadcast_variables
 from hvdkit.collectives.batch_share import is_share, within_share
@@ -26,7 +27,6 @@ from hvdkit.collectives.digests import behind, digest, digest_of_batch
 from hvdkit.collectives.shards import is_part
 from hvdkit.collectives.values import note_variable
 from hvdkit.collectives.variables import SEED_STATE
-from hvdkit.errors import CollectiveMismatchError, describe
 from hvdkit.marks import Attached
 from hvdkit.optimizer.calling import locals_of
 
@@ -167,26 +167,31 @@ class Watch:
             slots = [v for optimizer in self.optimizers for v in _slots(optimizer)]
             equal = [v for v in [*model.trainable_variables, *slots] if not is_part(v) and _has_value(v)]
             self.batch.assign(0)
-            mine = _Beginning(
-                (params.get("steps"), params.get("epochs")),
-                _digest(equal),
-                _digest_of_arrays(local.get("x"), local.get("y")),
-                _paths(callbacks),
-                self.evaluated,
+            exchange = cluster.exchange(self._group)
+            ranks = gather(
+                exchange,
+                "the beginning of fit",
+                lambda: _Beginning(
+                    (params.get("steps"), params.get("epochs")),
+                    _digest(equal),
+                    _digest_of_arrays(local.get("x"), local.get("y")),
+                    _paths(callbacks),
+                    self.evaluated,
+                ),
             )
-            ranks: list[_Beginning] = cluster.exchange(self._group).allgather(mine)
             self.evaluated = []
-            if any(other.steps != mine.steps for other in ranks):
-                got = f"(steps per epoch, epochs) {[other.steps for other in ranks]} in rank order"
-                raise CollectiveMismatchError(describe("fit", got, "as many on every rank", "use hk.fit"))
-            if mine.data is not None:
+            steps = [other.steps for other in ranks]
+            compare(steps, "fit: (steps per epoch, epochs)", "use hk.fit", ranks=exchange.ranks)
+            if ranks[0].data is not None:
                 self.warn_of_same([other.data for other in ranks], "arrays")
             self._warn_of_paths(ranks)
             self._warn_of_evaluations(ranks)
-            if any(other.weights != mine.weights for other in ranks):
-                got = "weights, slots or a learning rate that differ between ranks before the first step"
+            weights_of_ranks = [other.weights for other in ranks]
+            if len(set(weights_of_ranks)) > 1:
+                differ = "other weights, slots or learning rate before the first step", "equal ones"
                 if is_late or self._group is not None:
-                    raise CollectiveMismatchError(describe("model", got, "equal ones", _REMEDY))
+                    compare(weights_of_ranks, "model", _REMEDY, ranks=exchange.ranks, show=lambda *_: differ)
+                got = "weights, slots or a learning rate that differ between ranks before the first step"
                 self.warn("weights", f"fit: got {got}: all begin with the chief's; {_REMEDY}")
                 weights = [v for v in model.variables if v.name != SEED_STATE]
                 broadcast_variables([v for v in [*weights, *slots] if _has_value(v)])
@@ -292,13 +297,16 @@ class _Guard(keras.callbacks.Callback):
         """
         known = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
         batch = int(self._watch.batch)
-        mine = _AtEpochEnd(bool(self.model.stop_training), _rate(self.model.optimizer), known, batch)
-        ranks: list[_AtEpochEnd] = cluster.exchange(self._group).allgather(mine)
+        exchange, model = cluster.exchange(self._group), self.model
+        ranks = gather(
+            exchange,
+            "the end of an epoch",
+            lambda: _AtEpochEnd(bool(model.stop_training), _rate(model.optimizer), known, batch),
+        )
         remedy = "use hk.fit, or put hk.callbacks.MetricAverage() before callbacks that decide"
         for what, of in _DECISIONS.items():
-            if len({of(each) for each in ranks}) > 1:
-                got = f"{what} {[of(each) for each in ranks]} in rank order after epoch {epoch + 1}"
-                raise CollectiveMismatchError(describe("callbacks", got, "the same on every rank", remedy))
+            decided = [of(each) for each in ranks]
+            compare(decided, f"callbacks: {what} after epoch {epoch + 1}", remedy, ranks=exchange.ranks)
         names = [name for name in known if any(each.logs.get(name) != known[name] for each in ranks)]
         if names:
             values = ", ".join(f"{each.logs.get(names[0])}" for each in ranks)
@@ -313,15 +321,18 @@ class _Guard(keras.callbacks.Callback):
         Raises:
             CollectiveMismatchError: on every rank: they differ.
         """
-        weights = _digest([v for v in self.model.trainable_variables if not is_part(v)])
-        if len(set(cluster.exchange(self._group).allgather_bytes(weights))) > 1:
-            got = "weights that differ between ranks at the end of fit: they were not equal before"
-            raise CollectiveMismatchError(describe("model", got, "equal ones", _REMEDY))
+        agree(
+            cluster.exchange(self._group),
+            lambda: _digest([v for v in self.model.trainable_variables if not is_part(v)]),
+            "weights at the end of fit",
+            _REMEDY,
+            show=lambda *_: ("others, as they were before", "equal ones"),
+        )
 
 
 _DECISIONS: dict[str, Callable[[_AtEpochEnd], Any]] = {
     "stop_training": lambda each: each.stops,
-    "learning rates": lambda each: each.rate,
+    "learning rate": lambda each: each.rate,
 }
 
 

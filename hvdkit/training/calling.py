@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -12,8 +13,8 @@ from keras.src.utils import is_default
 
 from hvdkit import cluster
 from hvdkit.callbacks.chief import is_on_chief
+from hvdkit.cluster.agreement import agree, compare, gather
 from hvdkit.collectives import broadcast_object, compare_variables
-from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.errors import CollectiveMismatchError, describe
 from hvdkit.terminal import on_terminal
 from hvdkit.training.hooks import Session
@@ -52,28 +53,22 @@ def _sees_batches(callback: Any) -> bool:
     return not (is_default(callback.on_batch_end) and is_default(callback.on_train_batch_end))
 
 
-def _compared(listed: list[Any], problem: Exception | None) -> bool:
+def _compared(listed: list[Any], begin: Callable[[], None]) -> bool:
     """Compare the ranks' lists of callbacks; return whether one on any rank gets training batches' logs.
 
     Raises:
         CollectiveMismatchError: the lists differ; those that write, or show, may be on the chief alone.
     """
-    names = [type(c).__name__ for c in listed if not (isinstance(c, _OF_CHIEF) or is_on_chief(c))]
-    payload = names, any(map(_sees_batches, listed))
-    ranks = [each.payload for each in agree(_call("set_model", payload, problem))]
-    for rank, (others, _) in enumerate(ranks):
-        if others != ranks[0][0]:
-            got, expected = f"{others} on rank {rank}", f"{ranks[0][0]}, as on rank 0"
-            remedy = (
-                "pass the same list on every rank, and hk.callbacks.on_chief(callback) for what runs on the chief only"
-            )
-            raise CollectiveMismatchError(describe("callbacks", got, expected, remedy))
+
+    def names() -> tuple[list[str], bool]:
+        begin()
+        kept = [type(c).__name__ for c in listed if not (isinstance(c, _OF_CHIEF) or is_on_chief(c))]
+        return kept, any(map(_sees_batches, listed))
+
+    ranks = gather(cluster.exchange(), "callbacks' set_model", names)
+    remedy = "pass the same list on every rank, and hk.callbacks.on_chief(callback) for what runs on the chief only"
+    compare([kept for kept, _ in ranks], "callbacks", remedy)
     return any(sees for _, sees in ranks)
-
-
-def _call(when: str, payload: Any, problem: Exception | None) -> Call:
-    """Return what a rank says of a method of its callbacks."""
-    return Call(f"callbacks' {when}", payload=payload, problem=problem)
 
 
 def _shown(verbose: Any) -> Any:
@@ -127,14 +122,13 @@ class Callbacks(keras.callbacks.CallbackList):
                 model=session.model,
             )
 
-        self._shares_batches = _compared(listed, attempt(begin)) and trains
+        self._shares_batches = _compared(listed, begin) and trains
         if self._shares_batches:
             self._async_train = False  # in a thread an exchange could meet another one
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Call the callbacks; then every rank goes on with the chief's variables, which one may have restored."""
-        problem = attempt(lambda: super(Callbacks, self).on_train_begin(logs))
-        self._agree("on_train_begin", problem, None)
+        gather(cluster.exchange(), "callbacks' on_train_begin", lambda: super(Callbacks, self).on_train_begin(logs))
         self.model._initial_epoch = broadcast_object(self.model._initial_epoch)
         self._data.begin(self.model._initial_epoch)
         self._session.begin_again()
@@ -157,8 +151,8 @@ class Callbacks(keras.callbacks.CallbackList):
             super().on_train_batch_end(batch, logs)
             return
         logs = self._session.global_logs(logs)
-        problem = attempt(lambda: super(Callbacks, self).on_train_batch_end(batch, logs))
-        self._agree(f"on_train_batch_end of batch {batch}", problem, self._decisions())
+        when = f"on_train_batch_end of batch {batch}"
+        self._agree(when, lambda: super(Callbacks, self).on_train_batch_end(batch, logs))
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Call the callbacks; the first batch of the evaluation is compared."""
@@ -181,17 +175,14 @@ class Callbacks(keras.callbacks.CallbackList):
 
     def _compare_batch(self) -> None:
         """Compare the ranks' global batches; refuse metrics whose state cannot be combined."""
-        problem = attempt(self._session.check_metrics)
-        number = int(self._session.steps.digests.numpy())
-        calls = agree(Call("the first global batch", payload=number, problem=problem))
-        for rank, call in enumerate(calls):
-            if call.payload != calls[0].payload:
-                got, expected = (
-                    f"another first batch on rank {rank} than on rank 0",
-                    "equal global batches on all ranks",
-                )
-                remedy = "give shuffle(), random maps and splits of the dataset a seed, and every rank the same files"
-                raise CollectiveMismatchError(describe("x", got, expected, remedy))
+
+        def digest() -> int:
+            self._session.check_metrics()
+            return int(self._session.steps.digests.numpy())
+
+        digests = gather(cluster.exchange(), "the first global batch", digest)
+        remedy = "give shuffle(), random maps and splits of the dataset a seed, and every rank the same files"
+        compare(digests, "x", remedy, show=lambda *_: ("another first batch", "equal global batches"))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks; what one raises on one rank raises on all, and all stop or none does."""
@@ -200,8 +191,7 @@ class Callbacks(keras.callbacks.CallbackList):
             super(Callbacks, self).on_epoch_end(epoch, logs)
             check_originals(self.model)
 
-        problem = attempt(call)
-        self._agree(f"on_epoch_end of epoch {epoch}", problem, self._decisions())
+        self._agree(f"on_epoch_end of epoch {epoch}", call)
 
     def _decisions(self) -> dict[str, Any]:
         """Return what callbacks decide for all ranks."""
@@ -220,10 +210,12 @@ class Callbacks(keras.callbacks.CallbackList):
             remedy = "keep every optimizer of train_step in an attribute of the model, where hk.fit distributes it"
             raise CollectiveMismatchError(f"after the first update: {error}; {remedy}") from error
 
-    def _agree(self, when: str, problem: Exception | None, decision: Any) -> None:
-        calls = agree(_call(when, decision, problem))
-        for rank, call in enumerate(calls):
-            if call.payload != calls[0].payload:
-                got, expected = f"{call.payload} on rank {rank} in {when}", f"{calls[0].payload}, as on rank 0"
-                remedy = "decide from the logs, which are equal on all ranks"
-                raise CollectiveMismatchError(describe("callbacks", got, expected, remedy))
+    def _agree(self, when: str, call: Callable[[], None]) -> None:
+        """Call the callbacks, and compare what they have decided."""
+
+        def decide() -> dict[str, Any]:
+            call()
+            return self._decisions()
+
+        remedy = "decide from the logs, which are equal on all ranks"
+        agree(cluster.exchange(), decide, f"callbacks' {when}", remedy)

@@ -18,9 +18,9 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from tensorflow.python.eager import context
 
 from hvdkit import cluster
-from hvdkit.collectives.agreement import Call, agree, attempt
+from hvdkit.cluster.agreement import compare, gather
 from hvdkit.data import GlobalBatches
-from hvdkit.errors import CollectiveMismatchError, HvdkitError, describe
+from hvdkit.errors import HvdkitError, describe
 from hvdkit.training.arrays import ArrayShares
 from hvdkit.training.global_batches import GlobalBatchShares
 from hvdkit.training.shares import Place, Shares, first_tensor
@@ -126,11 +126,10 @@ def prepare(kind: str, build: Callable[[], Sequence[Shares | None]]) -> Sequence
         CollectiveMismatchError: another rank's ``build`` raised, or the ranks' arguments or data differ.
     """
     made: list[Sequence[Shares | None]] = []
-    call = Call(kind)
 
-    def check() -> None:
+    def described() -> _Payload:
         made.append(build())
-        call.payload = _Payload(
+        return _Payload(
             seed=context.global_seed(),
             drawn=secrets.randbits(31),
             order=random.getstate() if any(map(_draws, made[0])) else None,
@@ -138,8 +137,7 @@ def prepare(kind: str, build: Callable[[], Sequence[Shares | None]]) -> Sequence
             digests=[getattr(s, "digest", None) for s in made[0]],
         )
 
-    call.problem = attempt(check)
-    payloads = [each.payload for each in agree(call)]
+    payloads = gather(cluster.exchange(), kind, described)
     _compare(payloads)
     seeds = {each.seed for each in payloads}
     if len(seeds) > 1 or None in seeds:
@@ -180,17 +178,17 @@ def _draws(shares: Shares | None) -> bool:
 
 
 def _compare(payloads: list[_Payload]) -> None:
-    for rank, other in enumerate(payloads):
-        if other.order != payloads[0].order:
-            got, expected = f"another state of Python's random on rank {rank} than on rank 0", "equal states"
-            remedy = "call keras.utils.set_random_seed(seed) on every rank, or pass shuffle=False"
-            raise CollectiveMismatchError(describe("shuffle", got, expected, remedy))
-        for name, mine, theirs in zip(("x", "validation_data"), payloads[0].sizes, other.sizes, strict=False):
-            if mine != theirs:
-                got, expected = f"{theirs} (class, batches) on rank {rank}", f"{mine}, as on rank 0"
-                raise CollectiveMismatchError(describe(name, got, expected, "pass the same data on every rank"))
-        for name, mine, theirs in zip(("x, y", "validation_data"), payloads[0].digests, other.digests, strict=False):
-            if mine != theirs:
-                got, expected = f"data on rank {rank} that differ from rank 0's", "the whole data set on every rank"
-                remedy = "seed what draws or shuffles them (keras.utils.set_random_seed), or load the same files"
-                raise CollectiveMismatchError(describe(name, got, expected, remedy))
+    states = "another state of Python's random", "equal states"
+    remedy = "call keras.utils.set_random_seed(seed) on every rank, or pass shuffle=False"
+    compare([each.order for each in payloads], "shuffle", remedy, show=lambda *_: states)
+    sizes = zip(*(each.sizes for each in payloads), strict=True)
+    for name, ranks in zip(("x", "validation_data"), sizes, strict=False):
+        compare(ranks, name, "pass the same data on every rank", show=_shown_sizes)
+    remedy = "seed what draws or shuffles them (keras.utils.set_random_seed), or load the same files"
+    digests = zip(*(each.digests for each in payloads), strict=True)
+    for name, ranks in zip(("x, y", "validation_data"), digests, strict=False):
+        compare(ranks, name, remedy, show=lambda *_: ("other data", "the whole data set"))
+
+
+def _shown_sizes(odd: Any, usual: Any) -> tuple[str, str]:
+    return f"{odd} (class, batches)", f"{usual}"

@@ -8,6 +8,7 @@ import numpy as np
 from keras.src import tree
 
 from hvdkit import cluster
+from hvdkit.cluster.agreement import gather
 from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.errors import describe
 from hvdkit.training.calling import Callbacks
@@ -102,7 +103,7 @@ def _gathered(local: np.ndarray, keep: bool) -> list[np.ndarray]:
     along = cluster.group(cluster.DATA)
     exchange = cluster.exchange(None if along.size == cluster.size() else along)
     flat = np.ascontiguousarray(local).reshape(-1).view(np.uint8)
-    lengths = exchange.allgather(flat.size)
+    lengths = gather(exchange, "bytes of hk.predict's outputs", lambda: flat.size)
     parts = [np.empty(length if keep else 0, np.uint8) for length in lengths]
     for start in range(0, max(lengths), _PIECE_BYTES):
         for part, received in zip(

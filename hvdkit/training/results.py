@@ -9,8 +9,8 @@ import numpy as np
 from keras.src import tree
 
 from hvdkit import cluster
+from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import Sum, grouped_allreduce
-from hvdkit.collectives.agreement import Call, agree
 from hvdkit.layers import average_moving_statistics
 from hvdkit.training.metric_checks import states
 
@@ -62,8 +62,8 @@ class Results:
     def _with_means(self, logs: Logs, own: Logs, whole: Logs, group: Any) -> dict[str, Any]:
         """Return the last step's logs: results of metrics combined, other numbers as means over the batch's rows."""
         local = {key: (np.asarray(value), key in own and _equal(value, own[key])) for key, value in logs.items()}
-        call = Call(f"logs of the last step ({', '.join(sorted(local))})", payload=(self._factor(), local))
-        ranks = [each.payload for each in agree(call, group)]
+        kind = f"logs of the last step ({', '.join(sorted(local))})"
+        ranks = gather(cluster.exchange(group), kind, lambda: (self._factor(), local))
         total = sum(factor for factor, _ in ranks)
         results: dict[str, Any] = {}
         for key in logs:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -17,13 +17,13 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_g
 from tensorflow.python.eager import context
 
 from hvdkit import cluster
+from hvdkit.cluster.agreement import compare, gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives import broadcast_object, broadcast_variables
-from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.shards import is_part
 from hvdkit.collectives.variables import SEED_STATE
-from hvdkit.errors import CollectiveMismatchError, describe
+from hvdkit.errors import describe
 from hvdkit.optimizer import DistributedOptimizer
 from hvdkit.optimizer.copies import Original
 from hvdkit.optimizer.mixins import Distributed
@@ -94,24 +94,45 @@ def compare_optimizers(model: Any) -> None:
     Raises:
         CollectiveMismatchError: settings differ.
     """
-    found: list[tuple[int, dict[str, str]]] = []
+    ranks = gather(
+        cluster.exchange(),
+        "optimizers of the model",
+        lambda: [_Settings(int(np.asarray(each.iterations)), _settings(each)) for each in optimizers_of(model)],
+    )
+    settings = [[_with_rate_of(*pair) for pair in itertools.zip_longest(ranks[0], mine)] for mine in ranks]
+    remedy = "compile the model with the same optimizer and settings on every rank"
+    compare(settings, "optimizer", remedy, show=_first_difference)
 
-    def describe_all() -> None:
-        found.extend((int(np.asarray(each.iterations)), _settings(each)) for each in optimizers_of(model))
 
-    problem = attempt(describe_all)
-    ranks = [call.payload for call in agree(Call("optimizers of the model", payload=found, problem=problem))]
-    nothing: tuple[int, dict[str, str]] = (0, {})
-    for rank, mine in enumerate(ranks):
-        for first, other in itertools.zip_longest(ranks[0], mine, fillvalue=nothing):
-            for key in {**first[1], **other[1]}:
-                expected, got = first[1].get(key), other[1].get(key)
-                if expected != got and (key.split(".")[0] != "learning_rate" or first[0] == other[0]):
-                    remedy = "compile the model with the same optimizer and settings on every rank"
-                    differs = f"{key}={got} on rank {rank}"
-                    raise CollectiveMismatchError(
-                        describe("optimizer", differs, f"{key}={expected}, as on rank 0", remedy)
-                    )
+class _Settings(NamedTuple):
+    """An optimizer's number of steps, and its class and config."""
+
+    steps: int
+    values: dict[str, str]
+
+
+def _with_rate_of(chief: _Settings | None, mine: _Settings | None) -> dict[str, str]:
+    """Return the settings of an optimizer; if its steps are not the chief's, with the chief's learning rate."""
+    if mine is None:
+        return {}
+    if chief is None or chief.steps == mine.steps:
+        return mine.values
+    return {
+        **{key: value for key, value in mine.values.items() if not _is_rate(key)},
+        **{key: value for key, value in chief.values.items() if _is_rate(key)},
+    }
+
+
+def _is_rate(key: str) -> bool:
+    return key.split(".")[0] == "learning_rate"
+
+
+def _first_difference(odd: list[dict[str, str]], usual: list[dict[str, str]]) -> tuple[str, str]:
+    for mine, theirs in itertools.zip_longest(odd, usual, fillvalue=dict[str, str]()):
+        for key in {**theirs, **mine}:
+            if mine.get(key) != theirs.get(key):
+                return f"{key}={mine.get(key)}", f"{key}={theirs.get(key)}"
+    raise AssertionError("equal settings")
 
 
 def _settings(optimizer: Any) -> dict[str, str]:

@@ -61,7 +61,7 @@ class Slows(keras.callbacks.Callback):
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize(("callback", "words"), [(Stops, "stop_training"), (Slows, "learning rates")])
+@pytest.mark.parametrize(("callback", "words"), [(Stops, "stop_training"), (Slows, "learning rate")])
 def test_callbacks_that_decide_by_rank_are_an_error_on_every_rank(callback, words, rank, size):
     model = model_of(hk.DistributedOptimizer(opts.SGD(0.1)), seed=1)
 
