@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from hvdkit.checkpoint.link import save_through_chief
 from hvdkit.checkpoint.matching import without_numbers
 from hvdkit.checkpoint.state import flatten
 from hvdkit.checkpoint.writing import Failure, Save, Snapshot, non_finite
-from hvdkit.cluster.agreement import compare, gather
+from hvdkit.cluster.agreement import compare, gather, unlike_places
 from hvdkit.errors import CheckpointError, describe
 
 T = TypeVar("T")
@@ -195,8 +194,7 @@ def _without_numbers(signature: Signature) -> list[tuple[Any, ...]]:
 
 
 def _first_difference(odd: Signature, usual: Signature) -> tuple[str, str]:
-    keys = itertools.zip_longest(_without_numbers(odd), _without_numbers(usual))
-    place = next(place for place, (mine, theirs) in enumerate(keys) if mine != theirs)
+    place = unlike_places(_without_numbers(odd), _without_numbers(usual))[0]
     got, expected = ([*map(_shown, each), "no further tensor"][place] for each in (odd, usual))
     return got, expected
 

@@ -10,6 +10,7 @@ its value or the exception that it met instead, and all ranks judge the same lis
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from hvdkit.errors import CollectiveMismatchError, HvdkitError, describe
 
 T = TypeVar("T")
 _MOST_NAMED = 4
+_LACKING = object()
 SAME_CALLS = "call the same collectives in the same order on every rank"
 
 
@@ -191,6 +193,17 @@ def agree(
     values = gather(exchange, what, value, error=error)
     compare(values, what, remedy, ranks=exchange.ranks, error=error, key=key, show=show)
     return values
+
+
+def unlike_places(first: Sequence[Any], second: Sequence[Any]) -> list[int]:
+    """Return the places at which two lists differ; those that one of them lacks are among them.
+
+    Example:
+        >>> unlike_places("abc", "adcd")
+        [1, 3]
+    """
+    pairs = itertools.zip_longest(first, second, fillvalue=_LACKING)
+    return [place for place, (one, other) in enumerate(pairs) if one is _LACKING or one != other]
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ from tensorflow.python.eager import record
 
 from hvdkit import cluster
 from hvdkit.cluster import Group
+from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.progress import collective
 from hvdkit.collectives import tensors
 from hvdkit.collectives.agreement import JOIN, SMALL_BYTES, Call, agree, attempt
@@ -108,7 +109,7 @@ def _check_size(calls: Sequence[Call], asked: Collective) -> None:
     total = max(map(sum, zip(*counts, strict=True)), default=0)
     if total <= tensors.LARGEST:
         return
-    extra = cluster.exchange(asked.group).allgather(asked.extra())
+    extra = gather(cluster.exchange(asked.group), f"sizes of {asked.kind}", asked.extra)
     if extra[0]:  # an alltoall: what each rank sends, and what it receives
         inner = [math.prod(call.shapes[0][1:]) for call in calls]
         received = np.sum([splits[0] for splits in extra], axis=0) * max(inner)

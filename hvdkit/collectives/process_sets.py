@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.cluster import Group
+from hvdkit.cluster.agreement import compare, gather
 from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.errors import describe
 
@@ -41,14 +42,10 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        checked: list[tuple[int, ...]] = []
-
-        def check() -> None:
-            checked.append(_checked(ranks))
-
-        problem = attempt(check)
-        agree(Call(f"ProcessSet({list(checked[0]) if checked else ranks!r})", problem=problem))
-        self.ranks = checked[0]
+        remedy = "construct the same sets in the same order on every rank"
+        of_ranks = gather(cluster.exchange(), "ProcessSet(...)", lambda: _checked(ranks))
+        compare(of_ranks, "ProcessSet", remedy)
+        self.ranks = of_ranks[0]
         (self._group,) = cluster.make_groups([self.ranks])
 
     @classmethod

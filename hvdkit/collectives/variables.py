@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 import xxhash
 
 from hvdkit import cluster
+from hvdkit.cluster.agreement import agree, compare, gather, unlike_places
 from hvdkit.collectives import tensors
-from hvdkit.collectives.agreement import Call, agree, attempt, check_root
+from hvdkit.collectives.agreement import check_root
 from hvdkit.collectives.digests import behind, digest
 from hvdkit.collectives.shards import is_part
-from hvdkit.errors import CollectiveMismatchError
 
 # Variables are sent in pieces of about this many bytes, so that a model needs no second copy of itself.
 _PIECE_BYTES = 64 * 2**20
+_REMEDY = "build the same model on every rank"
+_Signature: TypeAlias = tuple[str, tuple[int, ...], str]
 
 SEED_STATE = "seed_generator_state"
 """Keras's name for the state of a random generator, which is each rank's own."""
@@ -42,14 +44,14 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
         hk.broadcast_variables(model.variables + optimizer.variables)
     """
     listed = [v for v in variables if not is_part(v)]
-    call = Call(f"broadcast_variables(root={root})")
 
-    def prepare() -> None:
+    def signatures() -> list[_Signature]:
         check_root(root)
-        call.payload = [_signature(v) for v in listed]
+        return [_signature(v) for v in listed]
 
-    call.problem = attempt(prepare)
-    _compare([c.payload for c in agree(call)])
+    everywhere = gather(cluster.exchange(), f"broadcast_variables(root={root})", signatures)
+    # Names alone may differ (Keras numbers layers as they are made): shape and dtype must not.
+    compare(everywhere, "variables", _REMEDY, key=lambda each: [kind for _, *kind in each], show=_first_difference)
     if cluster.size() == 1:
         return
     for number, piece in enumerate(_pieces(listed)):
@@ -72,25 +74,18 @@ def compare_variables(variables: Iterable[Any]) -> str:
         print(f"equal on all ranks: {hk.compare_variables(model.variables)}")
     """
     listed = [v for v in variables if not is_part(v)]
-    call = Call("compare_variables()")
+    remedy = (
+        "begin with hk.broadcast_variables and update with hk.DistributedOptimizer (the moving statistics of "
+        "BatchNormalization follow each rank's own examples: compare trainable_variables then)"
+    )
 
-    def prepare() -> None:
-        call.payload = [digest(v) for v in listed]
+    def unequal(odd: list[bytes], usual: list[bytes]) -> tuple[str, str]:
+        if len(odd) != len(usual):
+            return f"{len(odd)} variables", f"{len(usual)}"
+        return f"other values of {variable_name(listed[unlike_places(odd, usual)[0]])}", "equal ones"
 
-    call.problem = attempt(prepare)
-    digests = [other.payload for other in agree(call)]
-    for rank, other in enumerate(digests):
-        if len(other) != len(digests[0]):
-            raise CollectiveMismatchError(
-                f"variables: rank {rank} has {len(other)}, rank 0 has {len(digests[0])}; build one model everywhere"
-            )
-        for variable, first, theirs in zip(listed, digests[0], other, strict=False):
-            if first != theirs:
-                raise CollectiveMismatchError(
-                    f"variables: {variable_name(variable)} on rank {rank} differs from rank 0; begin with "
-                    "hk.broadcast_variables and update with hk.DistributedOptimizer (the moving statistics of "
-                    "BatchNormalization follow each rank's own examples: compare trainable_variables then)"
-                )
+    exchange = cluster.exchange()
+    digests = agree(exchange, lambda: [digest(v) for v in listed], "values of variables", remedy, show=unequal)
     return xxhash.xxh3_128_hexdigest(b"".join(digests[0]))[:12]
 
 
@@ -99,30 +94,20 @@ def variable_name(variable: Any) -> str:
     return str(getattr(variable, "path", None) or variable.name)
 
 
-def _signature(variable: Any) -> tuple[str, tuple[int, ...], str]:
+def _signature(variable: Any) -> _Signature:
     behind(variable)
     return variable_name(variable), tuple(variable.shape), tf.as_dtype(variable.dtype).name
 
 
-def _compare(signatures: list[list[tuple[str, tuple[int, ...], str]]]) -> None:
-    first = signatures[0]
-    for rank, other in enumerate(signatures):
-        if other == first:
-            continue
-        for mine, theirs in zip(first, other, strict=False):
-            # Names alone may differ (Keras numbers layers as they are made): shape and dtype must not.
-            if mine[1:] != theirs[1:]:
-                raise CollectiveMismatchError(
-                    f"variables: {theirs[0]} is {theirs[2]}{list(theirs[1])} on rank {rank}, but {mine[0]} is "
-                    f"{mine[2]}{list(mine[1])} on rank 0; build the same model on every rank"
-                )
-        if len(other) != len(first):
-            longer, owner = (other, rank) if len(other) > len(first) else (first, 0)
-            extra = longer[min(len(other), len(first))][0]
-            raise CollectiveMismatchError(
-                f"variables: rank {rank} has {len(other)}, rank 0 has {len(first)} ({extra} is on rank {owner} only); "
-                "build the same model on every rank"
-            )
+def _first_difference(odd: list[_Signature], usual: list[_Signature]) -> tuple[str, str]:
+    place = unlike_places(*([kind for _, *kind in each] for each in (odd, usual)))[0]
+    got, expected = ([*map(_shown, each), f"only {len(each)} variables"][place] for each in (odd, usual))
+    return got, expected
+
+
+def _shown(signature: _Signature) -> str:
+    name, shape, dtype = signature
+    return f"{name} ({dtype}{list(shape)})"
 
 
 def _pieces(variables: list[Any]) -> list[list[Any]]:

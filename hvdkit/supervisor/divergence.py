@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import xxhash
 
 from hvdkit import cluster
-from hvdkit.cluster.agreement import compare, gather
+from hvdkit.cluster.agreement import compare, gather, unlike_places
 from hvdkit.collectives.digests import digest
 from hvdkit.collectives.shards import is_part
 from hvdkit.collectives.variables import variable_name
@@ -153,8 +152,7 @@ def _raise_difference(reports: list[_Report], equal_at: int | None) -> None:
 
 
 def _what_differs(odd: _Report, usual: _Report) -> tuple[str, str]:
-    pairs = zip_longest(odd.digests, usual.digests)
-    places = [place for place, (mine, theirs) in enumerate(pairs) if mine != theirs]
+    places = unlike_places(odd.digests, usual.digests)
     names = max(odd.names, usual.names, key=len)
     got = f"other values in {len(places)} of {len(names)} variables, the first {names[places[0]]},"
     if len(odd.names) == len(usual.names):
