@@ -10,6 +10,7 @@ its value or the exception that it met instead, and all ranks judge the same lis
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 from collections.abc import Callable, Sequence
@@ -111,6 +112,8 @@ def odd_one(values: Sequence[Any]) -> tuple[int, int] | None:
 
     The others have what more than half of all values are; without such a majority, what rank 0 has.
 
+    Values are equal if they say so or have the same bytes, so that NaN equals itself.
+
     Returns:
         None if all are equal.
 
@@ -119,19 +122,18 @@ def odd_one(values: Sequence[Any]) -> tuple[int, int] | None:
         ((0, 1), (1, 0), None)
     """
     first = values[0]
-    if all(value == first for value in values):
+    if all(_equal(value, first) for value in values):
         return None
     # R. S. Boyer, J. S. Moore, "MJRTY: a fast majority vote algorithm" (1981): values need not be hashable.
     candidate, lead = 0, 0
     for place, value in enumerate(values):
         if lead == 0:
             candidate = place
-        lead += 1 if value == values[candidate] else -1
-    if 2 * sum(value == values[candidate] for value in values) <= len(values):
-        candidate = 0
-    usual = values[candidate]
-    odd = next(place for place, value in enumerate(values) if value != usual)
-    return odd, next(place for place, value in enumerate(values) if value == usual)
+        lead += 1 if _equal(value, values[candidate]) else -1
+    are_usual = [_equal(value, values[candidate]) for value in values]
+    if 2 * sum(are_usual) <= len(values):
+        are_usual = [_equal(value, first) for value in values]
+    return are_usual.index(False), are_usual.index(True)
 
 
 def compare(
@@ -170,7 +172,7 @@ def compare(
         return
     odd, usual = found
     ranks = range(len(values)) if ranks is None else ranks
-    differing = [rank for rank, each in zip(ranks, keys, strict=True) if each != keys[usual]]
+    differing = [rank for rank, each in zip(ranks, keys, strict=True) if not _equal(each, keys[usual])]
     got, expected = show(values[odd], values[usual])
     alike = len(values) - len(differing) - 1
     others = f" and {alike} other{'s' * (alike > 1)}" if alike else ""
@@ -204,6 +206,13 @@ def unlike_places(first: Sequence[Any], second: Sequence[Any]) -> list[int]:
     """
     pairs = itertools.zip_longest(first, second, fillvalue=_LACKING)
     return [place for place, (one, other) in enumerate(pairs) if one is _LACKING or one != other]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    with contextlib.suppress(ValueError):  # arrays have no single truth
+        if one == other:
+            return True
+    return pickle.dumps(one) == pickle.dumps(other)
 
 
 def _named(ranks: Sequence[int]) -> str:
