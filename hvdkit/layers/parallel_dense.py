@@ -10,7 +10,6 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.arguments import integer
 from hvdkit.cluster.agreement import gather
-from hvdkit.collectives.agreement import Call, agree, attempt
 from hvdkit.collectives.shards import Piece, Shard, mark
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import describe
@@ -80,13 +79,8 @@ class _ParallelDense(ShardedLayer):
     def _seed_of(self, name: str) -> int:
         """Return a seed that all ranks share: the layer's, the initializer's own, or one that the chief draws."""
         given = self.kernel_initializer if name == "kernel" else self.bias_initializer
-        call = Call(f"{type(self).__name__}(units={self.units}, axis={self.axis!r}).{name}")
-
-        def draw() -> None:
-            call.payload = common_seed(self.seed, given)
-
-        call.problem = attempt(draw)
-        return int(agree(call)[0].payload) % 2**31
+        kind = f"{type(self).__name__}(units={self.units}, axis={self.axis!r}).{name}"
+        return gather(cluster.exchange(), kind, lambda: common_seed(self.seed, given))[0] % 2**31
 
 
 @keras.saving.register_keras_serializable("hvdkit")
