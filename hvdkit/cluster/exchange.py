@@ -3,8 +3,8 @@
 One primitive serves: every rank gives bytes, every rank gets all of them in rank order. A message of some bytes
 takes tens of microseconds over mpi4py; Horovod takes a cycle (1 ms).
 
-A rank that leaves (its script ended, or raised) can never answer. Under MPI the others would wait for ever, so a
-leaving rank sends a word to its peers, and who waits listens for it.
+A rank that leaves (its script ended, or raised) can never answer. Under MPI the others would wait for ever. So a rank
+that leaves sends its peers how many exchanges it has completed, and a rank that waits in a later one raises.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _FEWEST_FIRST_BYTES, _MOST_FIRST_BYTES, _FIRST_BYTES_OF_ALL = 2**12, 2**15, 2**1
 _OBJECTS = "an exchange of objects"
 _SPIN_SECONDS = 0.002
 _NAP_SECONDS = 0.0005
-_GRACE_SECONDS = 0.2
 
 
 class ObjectExchange:
@@ -57,6 +56,8 @@ class ObjectExchange:
                 self._comm = communicator.Create_group(communicator.group.Incl(group.ranks))
         self._order = order or CallOrder()
         self._interruption: str | None = None
+        self._group_ranks = None if group is None else tuple(group.ranks)
+        self._farewells: list[Any] = []  # kept: MPI may still be sending them
         self._longest = 0  # bytes of the longest message of the exchange before, which all ranks know
 
     @property
@@ -122,6 +123,7 @@ class ObjectExchange:
                 blob = self._gather(mine[start : start + counts[self._rank]], counts)
                 for rank, stop in zip(left, np.cumsum(counts[left]), strict=True):
                     parts[rank] += blob[stop - counts[rank] : stop].data
+            self._order.completed[self._group_ranks] += 1
         return [bytes(part) for part in parts]
 
     @contextlib.contextmanager
@@ -179,10 +181,6 @@ class ObjectExchange:
         started = time.perf_counter()
         while not request.Test():
             if (left := self._left()) is not None:
-                # The message may have overtaken the last one of a peer that did answer: look once more.
-                time.sleep(_GRACE_SECONDS)
-                if request.Test():
-                    return
                 raise ClusterError(
                     f"rank {left} left the job while rank {self._ranks[self._rank]} waited for it in a collective; its "
                     "own output says why"
@@ -191,18 +189,23 @@ class ObjectExchange:
                 time.sleep(_NAP_SECONDS)
 
     def _left(self) -> int | None:
-        """Return a rank of this exchange that has left the job, or None."""
-        if not self._world.Iprobe(tag=_LEAVING):
-            return None
-        return next((rank for rank in self._ranks if self._world.Iprobe(source=rank, tag=_LEAVING)), None)
+        """Return a rank that has left the job before this exchange, or None.
+
+        One that has completed it may leave while others are still in it.
+        """
+        while self._world.Iprobe(tag=_LEAVING):
+            rank, completed = self._world.recv(tag=_LEAVING)
+            self._order.left[rank] = completed
+        left, here = self._order.left, self._order.completed[self._group_ranks]
+        return next((rank for rank in self._ranks if rank in left and left[rank][self._group_ranks] <= here), None)
 
     def close(self) -> None:
         """Tell the peers that this rank leaves. It exchanges nothing any more."""
         if self._comm is not None and self._size > 1:
-            word = np.zeros(1, np.uint8)
-            for peer in range(self._size):
-                if peer != self._rank:
-                    self._comm.Isend(word, dest=peer, tag=_LEAVING)
+            word = (self._rank, self._order.completed)
+            self._farewells = [
+                self._comm.isend(word, dest=peer, tag=_LEAVING) for peer in range(self._size) if peer != self._rank
+            ]
 
 
 @contextlib.contextmanager

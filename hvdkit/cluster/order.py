@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
@@ -19,9 +20,15 @@ class CallOrder:
     The first thread of Python's own that calls is the only one as long as it lives. A thread of TensorFlow, which runs
     a ``tf.py_function``, may call while no other does. Asynchronous collectives run in a thread of this class; others
     wait until those that were called before have ended.
+
+    Attributes:
+        completed: exchanges of this rank, by the ranks that took part; None for all.
+        left: the same of ranks that have left the job.
     """
 
     def __init__(self) -> None:
+        self.completed: Counter[tuple[int, ...] | None] = Counter()
+        self.left: dict[int, Counter[tuple[int, ...] | None]] = {}
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
