@@ -119,6 +119,7 @@ def exchange_ranks(size: int, folder: Path, ranks: range) -> None:
 def exchange_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
     """Agree on the world, as ``hk.init()`` does, and on the end of a save, as each look at it does."""
     from hvdkit.cluster import places
+    from hvdkit.cluster.agreement import gather
     from hvdkit.cluster.exchange import ObjectExchange
 
     offer = wire.Offer(("127.0.0.1",), 1, "0" * 32, 10.0, 600.0)
@@ -127,7 +128,7 @@ def exchange_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
         found = {}
         for name, act in (
             ("agreement", lambda: places.agreed_places(None, exchange, size, offer)),
-            ("look at a save", lambda: exchange.allgather((True, None))),
+            ("look at a save", lambda: gather(exchange, "the end of a save", lambda: (True, None))),
         ):
             found[name] = measured(act, communicator)
     write(folder, "rank0.json", found)

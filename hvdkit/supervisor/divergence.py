@@ -26,7 +26,7 @@ class _Report(NamedTuple):
 class DivergenceDetector:
     """Compares variables over all ranks every so many steps, bit for bit.
 
-    A comparison costs a digest of all values, about as fast as memory is read, and an exchange of some 200 bytes per
+    A comparison costs a digest of all values, about as fast as memory is read, and an exchange of some 100 bytes per
     rank.
     Between two comparisons it costs nothing.
 
@@ -93,7 +93,7 @@ class DivergenceDetector:
 def check_first_update(model: Any, optimizer: Any, step: int) -> None:
     """Compare parameters and slots over ranks after the first update: an optimizer that does not average is found.
 
-    Every rank calls it. It costs one digest of all values and an exchange of some 200 bytes a rank.
+    Every rank calls it. It costs one digest of all values and an exchange of some 100 bytes a rank.
 
     Raises:
         CollectiveMismatchError: on every rank: they differ.

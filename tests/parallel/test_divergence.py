@@ -66,7 +66,7 @@ def test_equal_ranks_exchange_a_digest_every_so_many_steps(size, monkeypatch):
         if len(counting.sent) > before:
             due.append(step)
     assert due == ([] if size == 1 else [4, 8, 12, 17, 30])
-    assert len(counting.sent) == len(due) and all(sent < 200 for sent in counting.sent)
+    assert len(counting.sent) == len(due) and all(sent < 100 for sent in counting.sent)
 
 
 @pytest.mark.parametrize("odd", ["last", "chief"])

@@ -149,7 +149,7 @@ def test_a_value_that_cannot_be_pickled_is_a_problem():
     assert "saving: rank 0 raised " in str(outcomes[1])
 
 
-@pytest.mark.parametrize("other", [b"", pickle.dumps((1, 2)), b"no pickle"])
+@pytest.mark.parametrize("other", [b"", pickle.dumps((1, 2)), pickle.dumps((1, 2, 3)), b"no pickle"])
 def test_a_rank_in_another_exchange_is_named(other):
     def call(exchange, index):
         if index == 1:
