@@ -258,17 +258,25 @@ def test_rank_0_has_a_terminal_where_hvdkit_run_has_one(tmp_path):
         try:
             while data := os.read(screen, 4096):
                 shown.extend(data)
+                for number in range(3):
+                    if b"[rank 0] %d/2" % number in shown:
+                        (tmp_path / str(number)).touch()
         except OSError:
             pass
 
-    code = "import sys, time; print(sys.stdout.isatty())\n"
-    code += "for i in range(3): print(f'\\r{i}/2', end=''); time.sleep(0.1)\nprint()"
+    # Each rank goes on once what rank 0 has written is on the screen.
+    code = "import sys, time; from pathlib import Path; print(sys.stdout.isatty())\n"
+    code += "for i in range(3):\n    print(f'\\r{i}/2', end='')\n"
+    code += f"    while not Path({str(tmp_path)!r}, str(i)).exists(): time.sleep(0.01)\nprint()"
     command = [*RUN, "-np", "2", "--", sys.executable, "-c", code]
     process = subprocess.Popen(command, env=environment(PYTHONPATH=str(ROOT)), stdout=terminal, stderr=terminal)
     os.close(terminal)
     reader = threading.Thread(target=read)
     reader.start()
-    assert process.wait(timeout=WAIT) == 0
+    try:
+        assert process.wait(timeout=WAIT) == 0
+    finally:
+        process.kill()
     reader.join(timeout=WAIT)
     os.close(screen)
     text = shown.decode()
