@@ -22,7 +22,8 @@ class WeakRegistry(Generic[Value]):
 
     Example:
         >>> owners: WeakRegistry[str] = WeakRegistry()
-        >>> table = keras.Variable([1.0])
+        >>> import numpy as np
+        >>> table = np.ones(1)
         >>> owners.set(table, "layer")
         >>> owners.get(table)
         'layer'
