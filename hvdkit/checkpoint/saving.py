@@ -175,7 +175,7 @@ def agreed_state(state: Mapping[str, Any]) -> State:
     digests = gather(cluster.exchange(), "state to save or restore", digest, error=CheckpointError)
     flat = laid_out[0]
     if len(set(digests)) > 1:
-        signatures = gather(cluster.exchange(), "unlike states to save or restore", lambda: _signature(flat))
+        signatures = gather(cluster.exchange(), "different states to save or restore", lambda: _signature(flat))
         remedy = "build the same model on every rank"
         compare(signatures, "state", remedy, key=_without_numbers, show=_first_difference)
         for entry, (name, *_) in zip(flat.entries.values(), signatures[0], strict=False):

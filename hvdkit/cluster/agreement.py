@@ -50,9 +50,9 @@ class Contribution(Generic[T]):
     """What one rank sends to all others.
 
     Attributes:
-        kind: the call in which it is made, for people; the same on every rank.
+        kind: the call in which it is made, for messages; the same on every rank.
         payload: the value.
-        fault: what has kept this rank from a value, or None.
+        fault: the exception that this rank met instead, or None.
     """
 
     kind: str
@@ -112,7 +112,7 @@ def check_calls(sent: Sequence[Any], ranks: Sequence[int]) -> list[Any]:
 def odd_one(values: Sequence[Any]) -> tuple[int, int] | None:
     """Return the place of the first value that differs, and the first place of what the others have.
 
-    The others have what more than half of all values are; without such a majority, what rank 0 has.
+    The others have the majority's value, or rank 0's if there is no majority.
 
     Values are equal if they say so or have the same bytes, so that NaN equals itself.
 
@@ -148,13 +148,15 @@ def compare(
     key: Callable[[T], Any] = lambda value: value,
     show: Callable[[T, T], tuple[str, str]] = lambda odd, usual: (repr(odd), repr(usual)),
 ) -> None:
-    """Raise an error if the ranks' values differ; it names the lowest rank that has not what most, or rank 0, have.
+    """Raise an error if the ranks' values differ.
+
+    It names the lowest rank that differs from the majority, or from rank 0 if there is no majority.
 
     Args:
         values: of each rank. All ranks call this with the same values, as :func:`gather` returns them.
-        what: is compared, for people.
+        what: names what is compared, for the message.
         remedy: what to do.
-        ranks: whose the values are; by default 0, 1, ...
+        ranks: the rank of each value; by default 0, 1, ...
         error: its class.
         key: returns what must be equal.
         show: returns how the message reads, given the value that differs and the one expected.
@@ -166,7 +168,7 @@ def compare(
         >>> compare([2, 3, 2, 4], "n", "pass one everywhere", error=ValueError)
         Traceback (most recent call last):
         ...
-        ValueError: n: got 3 on rank 1 (rank 3 differs, too), expected 2, as on rank 0 and 1 other; pass one everywhere
+        ValueError: n: got 3 on rank 1 (rank 3 also differs), expected 2, as on rank 0 and 1 other; pass one everywhere
     """
     keys = [key(value) for value in values]
     found = odd_one(keys)
@@ -222,10 +224,10 @@ def _named(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"{ranks[0]}"
     if len(ranks) == 2:
-        return f"{ranks[0]} (rank {ranks[1]} differs, too)"
+        return f"{ranks[0]} (rank {ranks[1]} also differs)"
     shown = ", ".join(map(str, ranks[1 : 1 + _MOST_NAMED]))
     more = f" and {len(ranks) - 1 - _MOST_NAMED} more" * (len(ranks) > 1 + _MOST_NAMED)
-    return f"{ranks[0]} (ranks {shown}{more} differ, too)"
+    return f"{ranks[0]} (ranks {shown}{more} also differ)"
 
 
 def _contribution(sent: Any) -> Any:

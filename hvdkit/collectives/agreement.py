@@ -57,7 +57,7 @@ class Call(Contribution[Any]):
         return f"{self.kind} of {tensors}{more}"
 
 
-def agree(call: Call, group: Group | None = None) -> list[Call]:
+def agree_on_call(call: Call, group: Group | None = None) -> list[Call]:
     """Return the call of every rank of ``group`` (default: all), in rank order, after checking that they fit together.
 
     Raises:

@@ -19,7 +19,7 @@ from hvdkit.cluster import Group
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.progress import collective
 from hvdkit.collectives import tensors
-from hvdkit.collectives.agreement import JOIN, SMALL_BYTES, Call, agree, attempt
+from hvdkit.collectives.agreement import JOIN, SMALL_BYTES, Call, agree_on_call, attempt
 from hvdkit.collectives.batch_share import current_factor, times_share
 from hvdkit.collectives.values import as_tensor, is_symbolic, like
 from hvdkit.errors import HvdkitError, describe
@@ -90,7 +90,7 @@ def _run_eagerly(asked: Collective, given: Tensors, problem: Exception | None = 
         call.shapes = tuple(tuple(x.shape) for x in given)
         if asked.here is not None and sum(_nbytes(x) for x in given) <= SMALL_BYTES:
             call.payload = [x.numpy() for x in given] + asked.extra()
-    everywhere = agree(call, asked.group)
+    everywhere = agree_on_call(call, asked.group)
     calls = [one for one in everywhere if one.kind != JOIN]
     if asked.here is not None and all(c.payload is not None for c in calls):
         return asked.here([c.payload for c in calls])

@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 from hvdkit import cluster
-from hvdkit.collectives.agreement import Call, agree, attempt, check_root
+from hvdkit.collectives.agreement import Call, agree_on_call, attempt, check_root
 from hvdkit.collectives.process_sets import RankGroup, label, resolve
 from hvdkit.errors import describe
 
@@ -23,7 +23,7 @@ def barrier(*, process_set: RankGroup = None, group: RankGroup = None) -> None:
         ClusterError: a rank left the job.
     """
     ranks = resolve(process_set, group)
-    agree(Call(f"barrier({label(ranks)})", joinable=True), ranks)
+    agree_on_call(Call(f"barrier({label(ranks)})", joinable=True), ranks)
 
 
 def broadcast_object(obj: Any, root: int = 0, *, process_set: RankGroup = None, group: RankGroup = None) -> Any:
@@ -52,7 +52,7 @@ def broadcast_object(obj: Any, root: int = 0, *, process_set: RankGroup = None, 
         call.payload = _pickled(obj) if cluster.rank() == root else None
 
     call.problem = attempt(prepare)
-    calls = agree(call, ranks)
+    calls = agree_on_call(call, ranks)
     return pickle.loads(calls[root if ranks is None else ranks.ranks.index(root)].payload)
 
 
@@ -80,7 +80,7 @@ def allgather_object(obj: Any, *, process_set: RankGroup = None, group: RankGrou
         call.payload = _pickled(obj)
 
     call.problem = attempt(prepare)
-    return [pickle.loads(other.payload) for other in agree(call, ranks)]
+    return [pickle.loads(other.payload) for other in agree_on_call(call, ranks)]
 
 
 def _pickled(obj: Any) -> bytes:

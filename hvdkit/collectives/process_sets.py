@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.cluster import Group
 from hvdkit.cluster.agreement import compare, gather
-from hvdkit.collectives.agreement import Call, agree, attempt
+from hvdkit.collectives.agreement import Call, agree_on_call, attempt
 from hvdkit.errors import describe
 
 
@@ -119,7 +119,7 @@ def cross_set() -> ProcessSet:
 
 def _mine(kind: str, labels: Sequence[Hashable]) -> ProcessSet:
     """Return the set of the ranks with this rank's label, after making those of all labels."""
-    agree(Call(kind))
+    agree_on_call(Call(kind))
     sets: dict[Hashable, list[int]] = {}
     for rank, one in enumerate(labels):
         sets.setdefault(one, []).append(rank)
@@ -149,7 +149,7 @@ def resolve(process_set: RankGroup, group: RankGroup = None) -> Group | None:
     problem = attempt(lambda: _check(process_set, group))
     if problem is not None:
         if tf.executing_eagerly():
-            agree(Call("a collective with a bad process_set", problem=problem))
+            agree_on_call(Call("a collective with a bad process_set", problem=problem))
         raise problem
     if isinstance(given, ProcessSet):
         given = given.group()  # the set's ranks do not wait for one outside of it

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives.agreement import Call, agree, attempt
+from hvdkit.collectives.agreement import Call, agree_on_call, attempt
 from hvdkit.collectives.batch_share import current_factor, times_share, within_share
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op, op_label
 from hvdkit.collectives.process_sets import RankGroup, label, resolve
@@ -170,7 +170,7 @@ def agree_to_go_on(prepare: Callable[[], Given], group: cluster.Group | None) ->
 
 def _agree(call: Call, prepared: list[Given], group: cluster.Group | None) -> None:
     if tf.executing_eagerly() and not any(found.is_symbolic for found in prepared):
-        agree(call, group)
+        agree_on_call(call, group)
     elif call.problem is not None:
         raise call.problem
 

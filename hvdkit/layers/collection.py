@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives.agreement import Call, agree, attempt
+from hvdkit.collectives.agreement import Call, agree_on_call, attempt
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import describe
 from hvdkit.gradients.compression import wire_dtype
@@ -288,7 +288,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
                 store.check_whole(name, array)
 
         call.problem = attempt(check)
-        agree(call)
+        agree_on_call(call)
         for name, array in zip(names, weights, strict=True):
             store.assign(name, array)
 

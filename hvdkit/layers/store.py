@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives.agreement import Call, agree, attempt
+from hvdkit.collectives.agreement import Call, agree_on_call, attempt
 from hvdkit.collectives.runs import LastLookup
 from hvdkit.collectives.shards import Piece, PieceState, Shard, mark, shard_of, write_box
 from hvdkit.errors import describe
@@ -69,7 +69,7 @@ class TableStore:
             call.payload = common_seed(seed)
 
         call.problem = attempt(draw)
-        self._seed = agree(call)[0].payload
+        self._seed = agree_on_call(call)[0].payload
         self.layout = lay_out(tables, placements, cluster.size())
         with tf.init_scope():
             self.variables = [self._make(layer, number, group) for number, group in enumerate(self.layout.groups)]
@@ -176,7 +176,7 @@ class TableStore:
             if root is not None and root not in range(size):
                 raise ValueError(describe("root", root, f"a rank, 0 to {size - 1}, or None", "pass one"))
 
-        agree(Call(f"gather({name!r}, root={root})", problem=attempt(check)))
+        agree_on_call(Call(f"gather({name!r}, root={root})", problem=attempt(check)))
         table = self._table(name)
         if name in self.replicated:
             return self.replicated[name].numpy() if root in (None, cluster.rank()) else None
@@ -196,7 +196,7 @@ class TableStore:
                 remedy = "ids of others are their rows"
                 raise ValueError(describe("table", repr(name), "one made with evict=", remedy))
 
-        agree(Call(f"ids({name!r})", problem=attempt(check)))
+        agree_on_call(Call(f"ids({name!r})", problem=attempt(check)))
         return found[0].gather_ids()
 
     def assign(self, name: str, full_array: Any) -> None:

@@ -30,7 +30,7 @@ def calling_model() -> Any:
 
 def calling_object(callee: Any) -> Any:
     """Return the object whose method has called a method of ``callee``; None if a plain function has."""
-    owners = [_owner(frame) for frame in _callers()]
+    owners = map(_owner, _callers())  # up to the first: the locals of each frame cost a copy
     return next((owner for owner in owners if owner is not callee), None)
 
 

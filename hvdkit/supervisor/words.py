@@ -73,7 +73,7 @@ def agree_on_scalars(scalars: Callable[[], dict[str, float]]) -> list[dict[str, 
     """Return the scalars of all ranks. Every rank calls it.
 
     Raises:
-        CollectiveMismatchError: they have other names on a rank, which is named, or one is no number there.
+        CollectiveMismatchError: names differ on a rank, which is named, or a value is not a number there.
     """
     what, remedy = "Supervisor.step: the scalars", "give the same scalars on every rank"
     return agree(cluster.exchange(), scalars, what, remedy, key=sorted, show=_names)

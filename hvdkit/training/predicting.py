@@ -9,7 +9,7 @@ from keras.src import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
-from hvdkit.collectives.agreement import Call, agree, attempt
+from hvdkit.collectives.agreement import Call, agree_on_call, attempt
 from hvdkit.errors import describe
 from hvdkit.training.calling import Callbacks
 from hvdkit.training.hooks import Session
@@ -95,7 +95,7 @@ def _check(outputs: Any, rows: np.ndarray) -> None:
         call.uneven = True
 
     call.problem = attempt(check)
-    agree(call)
+    agree_on_call(call)
 
 
 def _gathered(local: np.ndarray, keep: bool) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.arguments import integer
 from hvdkit.collectives import alltoall, tensors
-from hvdkit.collectives.agreement import Call, agree, attempt
+from hvdkit.collectives.agreement import Call, agree_on_call, attempt
 from hvdkit.collectives.runs import LastLookup
 from hvdkit.collectives.shards import Piece, Shard, mark, write_box
 from hvdkit.collectives.values import graph_safe
@@ -89,7 +89,7 @@ class PartitionedVariable:
             call.payload = common_seed(seed, initializer)
 
         call.problem = attempt(check)
-        common = agree(call)[0].payload
+        common = agree_on_call(call)[0].payload
         self.partition = partition
         self.local_rows = rows_of(partition, self.shape[0], cluster.rank(), cluster.size())
         self.local_index = (self.local_rows, *map(range, self.shape[1:]))
@@ -155,7 +155,7 @@ class PartitionedVariable:
             if root is not None and not 0 <= integer("root", root, minimum=0) < cluster.size():
                 raise ValueError(describe("root", root, f"a rank, 0 to {cluster.size() - 1}", "pass one"))
 
-        agree(Call(f"PartitionedVariable({self.name!r}).gather(root={root})", problem=attempt(check)))
+        agree_on_call(Call(f"PartitionedVariable({self.name!r}).gather(root={root})", problem=attempt(check)))
         size, others = cluster.size(), tuple(map(range, self.shape[1:]))
         indices = [(rows_of(self.partition, self.shape[0], rank, size), *others) for rank in range(size)]
         return gather_parts(self.local, indices, self.shape, root, "hvdkit.gather")
@@ -212,7 +212,7 @@ class PartitionedVariable:
                 )
 
         call.problem = attempt(check)
-        agree(call)
+        agree_on_call(call)
         self._scatter(given[0].astype(np.int64), given[1])
 
     def _scatter(self, ids: np.ndarray, rows: np.ndarray) -> None:

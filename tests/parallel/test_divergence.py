@@ -98,7 +98,7 @@ def test_without_a_majority_ranks_differ_from_rank_0(rank, size):
     if size == 1:
         return detector.check(1)
     message = error_on_every_rank(detector, 1)
-    others = {2: "", 3: " (rank 2 differs, too)", 4: " (ranks 2, 3 differ, too)"}[size]
+    others = {2: "", 3: " (rank 2 also differs)", 4: " (ranks 2, 3 also differ)"}[size]
     assert f"1 of 3 variables, the first own:0, on rank 1{others}, expected equal values, as on rank 0;" in message
     assert "first known to differ at step 1, " in message
     assert "they were not compared before" in message

@@ -69,10 +69,10 @@ def test_equal_values_come_back_in_rank_order(size):
         ("ab", "got 'b' on rank 1, expected 'a', as on rank 0;"),
         ("baa", "got 'b' on rank 0, expected 'a', as on rank 1 and 1 other;"),
         ("abaa", "got 'b' on rank 1, expected 'a', as on rank 0 and 2 others;"),
-        ("abac", "got 'b' on rank 1 (rank 3 differs, too), expected 'a', as on rank 0 and 1 other;"),
-        ("aabb", "got 'b' on rank 2 (rank 3 differs, too), expected 'a', as on rank 0 and 1 other;"),
-        ("cabdbb", "got 'a' on rank 1 (ranks 2, 3, 4, 5 differ, too), expected 'c', as on rank 0;"),
-        ("bbabab", "got 'a' on rank 2 (rank 4 differs, too), expected 'b', as on rank 0 and 3 others;"),
+        ("abac", "got 'b' on rank 1 (rank 3 also differs), expected 'a', as on rank 0 and 1 other;"),
+        ("aabb", "got 'b' on rank 2 (rank 3 also differs), expected 'a', as on rank 0 and 1 other;"),
+        ("cabdbb", "got 'a' on rank 1 (ranks 2, 3, 4, 5 also differ), expected 'c', as on rank 0;"),
+        ("bbabab", "got 'a' on rank 2 (rank 4 also differs), expected 'b', as on rank 0 and 3 others;"),
     ],
 )
 def test_all_ranks_name_the_lowest_that_differs_from_most(values, words):
