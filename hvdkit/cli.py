@@ -39,8 +39,8 @@ COMMANDS = {
     "run": Command(
         "Start a program on many ranks, here, on hosts, under Slurm or on Kubernetes",
         "hvdkit run -np 4 -- python train.py",
-        config="hvdkit.launch.config:Run",
-        runner="hvdkit.launch.command:run",
+        config="hvdkit.commands.run.config:Run",
+        runner="hvdkit.commands.run.command:run",
         takes_program=True,
     ),
     "bench": Command(
@@ -55,6 +55,12 @@ COMMANDS = {
         "hvdkit doctor -np 4",
         config="hvdkit.commands.doctor:Doctor",
         runner="hvdkit.commands.doctor:doctor",
+    ),
+    "flight": Command(
+        "Say who waited for whom when a job failed, from the flight recorder's file",
+        "hvdkit flight /tmp/hvdkit-flight-20261123-120000-4242.json --trace trace.json",
+        config="hvdkit.commands.flight:Flight",
+        runner="hvdkit.commands.flight:flight",
     ),
     "build-horovod": Command(
         "Compile and install Horovod for the TensorFlow that is installed",
@@ -147,7 +153,7 @@ def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], lis
     """Return the options and the program: what stands after ``--``, else from the first word that is no option's on.
 
     Example:
-        >>> from hvdkit.launch.config import Run
+        >>> from hvdkit.commands.run.config import Run
         >>> _split_off_program(["-np", "2", "--dry-run", "python", "train.py", "--lr", "1"], Run)
         (['-np', '2', '--dry-run'], ['python', 'train.py', '--lr', '1'])
     """

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import hvdkit as hk  # first: a launched rank loads TensorFlow and MPI in the order that works
 from hvdkit import terminal
-from hvdkit.cluster.launcher import promised
+from hvdkit.machine.launcher import promised
 
 # isort: split
 from console import say  # before keras: it loads TensorFlow without its start-up lines

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for speed.py, jobs.py and the like
 
-from hvdkit.cluster.launcher import promised
+from hvdkit.machine.launcher import promised
 
 RECORDS = os.environ.get("HVDKIT_TEST_RECORDS")
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.framework import func_graph
 
-from hvdkit.cluster.progress import PROGRESS
+from hvdkit.cluster.progress import progress
 
 EXCHANGES = ("allreduce", "allgather", "alltoall", "broadcast", "reducescatter")
 _MOST_OPS = 256
@@ -62,7 +62,7 @@ class Counts:
         with tf.device("CPU:0"):  # of each op its runs, and the elements given to it; functions may make no variables
             self._table = tf.Variable(tf.zeros([_MOST_OPS, 2], tf.int64), trainable=False)
         self._seen = self._table.numpy()
-        self._eager = PROGRESS.count
+        self._eager = self._begun()
 
     def exchanges(self) -> list[Exchange]:
         """Return the exchanges since the last look, in the order in which they were traced; none that did not run."""
@@ -72,8 +72,12 @@ class Counts:
 
     def eager(self) -> int:
         """Return how many eager collectives and exchanges of objects there were since the last look."""
-        before, self._eager = self._eager, PROGRESS.count
-        return PROGRESS.count - before
+        before, self._eager = self._eager, self._begun()
+        return self._eager - before
+
+    @staticmethod
+    def _begun() -> int:
+        return sum(progress()._counts.values())
 
     def look(self) -> None:
         """Forget what was counted so far."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from simulated import RANKS_PER_HOST, measured, read, write
 
-from hvdkit.cluster import wire
+from hvdkit.watchdog.channel import Offer
 
 
 class Ring:
@@ -122,7 +122,7 @@ def exchange_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
     from hvdkit.cluster.agreement import gather
     from hvdkit.cluster.exchange import ObjectExchange
 
-    offer = wire.Offer(("127.0.0.1",), 1, "0" * 32, 10.0, 600.0)
+    offer = str(Offer(("127.0.0.1",), 1, "0" * 32))
     with ring(size, folder) as communicator:
         exchange = ObjectExchange(Sizes(size), communicator)
         found = {}

@@ -1,41 +1,51 @@
-"""hvdkit run's part of benchmarks/control_plane.py: its own code, and wrappers that are simulated."""
+"""hvdkit run's part of benchmarks/control_plane.py: its own code, and sentinels that are simulated."""
 
 from __future__ import annotations
 
 import json
 import os
 import selectors
+import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from simulated import RANKS_PER_HOST, cpu, peak_mb, read, sent_and_received, write
 
-from hvdkit.launch import rank as wrapper
+from hvdkit.machine import processes
+from hvdkit.watchdog.channel import STDOUT, Closed, Connection, Output, connect
+from hvdkit.watchdog.events import End, Exited, Flight, GiveFlight, Joined, Leaving, Message, Release, Training
+from hvdkit.watchdog.sentinel import offered
 
 OUTPUT_LINES = 20
-WRAPPERS = 500  # in a process: a wrapper waits by select(2), which knows 1,024 files
+SENTINELS = 500  # in a process
 
 
 def launcher_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
-    """Be ``hvdkit run``: an engine whose ranks' wrappers are simulated, from its start to the verdict."""
-    from hvdkit.launch.attempt import Attempt, Signals
-    from hvdkit.launch.channel import Channel
-    from hvdkit.launch.engines import CommandLine
-    from hvdkit.launch.output import Output
-    from hvdkit.launch.rank import VARIABLE
+    """Be ``hvdkit run``: an engine whose ranks' sentinels are simulated, from its start to the verdict."""
+    from hvdkit.commands.run.attempt import Attempt, Signals
+    from hvdkit.commands.run.config import Run
+    from hvdkit.commands.run.engines import CommandLine, Engine
+    from hvdkit.commands.run.hosts import Host
+    from hvdkit.commands.run.job import Job
+    from hvdkit.commands.run.output import Output
+    from hvdkit.commands.run.reach import THIS_HOST
+
+    class SimulatedJob(Job):
+        def command_line(self, *_: Any) -> CommandLine:
+            worker = str(Path(__file__).with_name("control_plane.py"))
+            argv = (sys.executable, worker, "ranks", "launcher", str(size), str(folder), "--fault", fault)
+            return CommandLine(argv)
 
     memory, before, began = peak_mb(), cpu(), time.monotonic()
-    settings = {"environment": {"PYTHONUNBUFFERED": "1"}, "terminal": None, "stopped_seconds": 13.0}
-    channel = Channel(["127.0.0.1"], size, lambda rank: settings)
-    program = str(Path(__file__).with_name("control_plane.py"))
-    argv = [sys.executable, program, "ranks", "launcher", str(size), str(folder), "--fault", fault]
+    environment = dict(os.environ)
+    hosts = (Host(socket.gethostname(), size),)
+    job = SimulatedJob(Run(grace=10.0), hosts, Engine("simulated", ""), tuple(environment), environment)
     (folder / "logs").mkdir(exist_ok=True)
-    environment = {**os.environ, VARIABLE: channel.told}
     with (folder / "output").open("ab") as file, Signals() as signals:
         output = Output({1: file, 2: file}, folder / "logs")
-        attempt = Attempt("simulated", CommandLine(argv, {}), environment, size, channel, output, signals, 10.0)
-        verdict = attempt.run()
+        verdict = Attempt(job, hosts, THIS_HOST, ["true"], output, signals).run()
     lines = (folder / "output").read_bytes().count(b"\n")
     wanted = (0, None) if fault == "none" else (3, size - 1)
     assert (verdict.code, verdict.rank) == wanted, verdict
@@ -49,22 +59,22 @@ def launcher_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
 
 
 def launcher_ranks(size: int, folder: Path, fault: str) -> None:
-    """Be the engine: all wrappers, some hundreds in each process."""
+    """Be the engine: all sentinels, some hundreds in each process."""
     children = []
-    for first in range(0, size, WRAPPERS):
+    for first in range(0, size, SENTINELS):
         pid = os.fork()
         if pid == 0:
-            wrappers = Wrappers(range(first, min(first + WRAPPERS, size)), size)
+            fleet = Sentinels(range(first, min(first + SENTINELS, size)), size)
             write(folder, f"ready-{first}.json", {})
-            for other in range(0, size, WRAPPERS):  # none fails before all are there
+            for other in range(0, size, SENTINELS):  # none fails before all are there
                 read(folder, f"ready-{other}.json")
-            found = wrappers.run(size - 1 if fault != "none" else None)
-            write(folder, f"wrappers-{first}.json", found)
+            found = fleet.run(size - 1 if fault != "none" else None)
+            write(folder, f"sentinels-{first}.json", found)
             os._exit(0)
         children.append(pid)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
     assert not any(codes), codes
-    parts = [json.loads(path.read_text()) for path in folder.glob("wrappers-*.json")]
+    parts = [json.loads(path.read_text()) for path in folder.glob("sentinels-*.json")]
     struck = max(part["struck"] for part in parts)
     known = max(part["ordered"] for part in parts) - struck
     total = {"messages": sum(part["messages"] for part in parts), "bytes": sum(part["bytes"] for part in parts)}
@@ -72,54 +82,75 @@ def launcher_ranks(size: int, folder: Path, fault: str) -> None:
     sys.exit(3 if fault != "none" else 0)
 
 
-class Wrappers:
-    """Wrappers of some ranks: hvdkit's own connection, and programs that write some lines and end."""
+class Sentinels:
+    """Sentinels of some ranks: hvdkit's own connection, and programs that write some lines and end."""
 
     def __init__(self, ranks: range, size: int) -> None:
-        self.connections: dict[int, wrapper.Connection] = {}
+        processes.allow_files(len(ranks))
+        self.selector, self.links = selectors.DefaultSelector(), dict[int, Connection]()
         for rank in ranks:
-            os.environ |= {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size)}
-            connection = self.connections[rank] = wrapper.Connection(wrapper.told())
-            connection.greet(f"host-{rank // RANKS_PER_HOST}")
-        self.messages = 3 * len(ranks)  # greeting, answer, and the order to leave
+            host = f"host-{rank // RANKS_PER_HOST}"
+            there = Joined(rank=rank, size=size, host=host, place=host)
+            self.links[rank], welcome = connect(offered(), there, self.selector, rank)
+            assert welcome.program is not None
+        self.messages = 5 * len(ranks)  # of the handshakes
         self.ordered = 0.0
+        self.bytes = 0
+        self._ended: set[int] = set()
 
     def run(self, failed: int | None) -> dict[str, float]:
         """Write the lines, end all ranks, or ``failed`` alone and the others as they are ordered to."""
         line = b"%b\n" % (b"x" * 79)
+        for rank in self.links:
+            self._say(rank, Training(pid=1))
         for _ in range(OUTPUT_LINES if failed is None else 1):
-            for connection in self.connections.values():
-                connection.send(wrapper.STDOUT, line)
+            for link in self.links.values():
+                link.send(Output(STDOUT, line))
                 self.messages += 1
         struck = time.monotonic()
+        has_failed = failed in self.links
         if failed is None:
-            for rank in self.connections:
-                self._end(rank, 0)
-        elif failed in self.connections:
+            for rank in self.links:
+                self._say(rank, Leaving())
+        elif has_failed:
             self._end(failed, 3)
-        self._obey(failed)
-        carried = sent_and_received([connection.socket for connection in self.connections.values()])
-        struck = 0.0 if failed is not None and failed not in self.connections else struck
-        return {"messages": self.messages, "bytes": carried, "struck": struck, "ordered": self.ordered}
+        while self.links:
+            for key, events in self.selector.select(1.0):
+                self._serve(key.data, events)
+        struck = 0.0 if failed is not None and not has_failed else struck
+        return {"messages": self.messages, "bytes": self.bytes, "struck": struck, "ordered": self.ordered}
 
-    def _obey(self, failed: int | None) -> None:
-        """Wait until hvdkit run lets all wrappers leave."""
-        ended = {failed}
-        with selectors.DefaultSelector() as selector:
-            for rank, connection in self.connections.items():
-                selector.register(connection.socket, selectors.EVENT_READ, rank)
-            while selector.get_map():
-                for key, _ in selector.select(1.0):
-                    for order in self.connections[key.data].socket.recv(64) or bytes([wrapper.LEAVE]):
-                        if order == wrapper.LEAVE:
-                            selector.unregister(key.fileobj)
-                            break
-                        if key.data not in ended:
-                            ended.add(key.data)
-                            self.ordered = time.monotonic()
-                            self._end(key.data, -order)
+    def _serve(self, rank: int, events: int) -> None:
+        link = self.links[rank]
+        if events & selectors.EVENT_WRITE:
+            link.flush()
+        try:
+            for order in link.receive():
+                self.messages += 1
+                self._obey(rank, order)
+        except Closed:
+            self._close(rank)
+
+    def _obey(self, rank: int, order: Any) -> None:
+        if isinstance(order, GiveFlight):
+            self._say(rank, Flight(records=[]))
+        elif isinstance(order, End) and rank not in self._ended:
+            self.ordered = time.monotonic()
+            self._end(rank, -15)
+        elif isinstance(order, Release) and rank in self._ended:
+            self._close(rank)
+        elif isinstance(order, Release):
+            self._end(rank, 0)
 
     def _end(self, rank: int, code: int) -> None:
-        said = {"code": code, "signals": [], "stopped": False}
-        self.connections[rank].send(wrapper.END, json.dumps(said).encode())
+        self._ended.add(rank)
+        self._say(rank, Exited(code=code))
+
+    def _say(self, rank: int, message: Message) -> None:
+        self.links[rank].send(message)
         self.messages += 1
+
+    def _close(self, rank: int) -> None:
+        if (link := self.links.pop(rank, None)) is not None:
+            self.bytes += sent_and_received([link.socket])
+            link.close()

@@ -1,8 +1,12 @@
-"""The watchdog's part of benchmarks/control_plane.py: rank 0's hub and member, and ranks that are simulated."""
+"""The watchdog's part of benchmarks/control_plane.py: rank 0's sentinel, and sentinels of ranks that are simulated."""
 
 from __future__ import annotations
 
+import os
 import selectors
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,123 +15,191 @@ from typing import Any
 
 from simulated import RANKS_PER_HOST, cpu, peak_mb, read, sent_and_received, write
 
-from hvdkit.cluster import wire
 from hvdkit.machine import processes
+from hvdkit.watchdog import flight_file
+from hvdkit.watchdog.channel import MESSAGE, Closed, Connection, Offer, Output, connect, listen, send_now
+from hvdkit.watchdog.events import (
+    Connect,
+    End,
+    Exited,
+    Failed,
+    Flight,
+    GiveFlight,
+    Joined,
+    Message,
+    Release,
+    Status,
+    Training,
+    Unwound,
+)
+from hvdkit.watchdog.flight import FlightRecorder, Record
+from hvdkit.watchdog.sentinel import WatchingSentinel
 
-HEARTBEAT, PATIENCE = 10.0, 600.0
 TRACEBACK = "\n".join(f"  File train.py, line {line}, in step" for line in range(100))
-CONNECTING = 16  # simulated ranks of a process that connect at the same time
+CONNECTING = 16  # simulated sentinels of a process that connect at the same time
+RECORD = Record(
+    number=1234, key="eager 1234", what="allreduce(float32[4096, 64])", line="/home/me/train.py:123",
+    ranks="", nbytes=1 << 20, step=1233, start=1234.5678901, end=1234.5789012,
+)  # fmt: skip
+GIVE_UP_SECONDS = 60.0
 
 
-def identity(rank: int) -> processes.Identity:
-    """Return the identity of a simulated rank's process, which does not exist."""
-    return processes.Identity(f"simulated-{rank // RANKS_PER_HOST}", 10_000_000 + rank, 1.0)
+def joined(rank: int, size: int) -> Joined:
+    """Return what the sentinel of a simulated rank says of itself."""
+    host = f"host-{rank // RANKS_PER_HOST}"
+    return Joined(rank=rank, size=size, host=host, place=host)
 
 
-def greeting(rank: int) -> dict[str, Any]:
-    """Return what a simulated rank says of itself."""
-    return {"rank": rank, "host": f"host-{rank // RANKS_PER_HOST}", "identity": identity(rank)}
+class Rank0:
+    """Rank 0's sentinel, as ``hk.init()`` starts it, in this process; its rank is a process that sleeps."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        self.rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10_000)"])
+        started = processes.stat(self.rank.pid)
+        assert started is not None
+        mine, theirs = socket.socketpair()
+        listeners = listen(["127.0.0.1"])
+        offer = Offer(("127.0.0.1",), listeners[0].getsockname()[1], os.urandom(16).hex())
+        self.sentinel = WatchingSentinel(self.rank.pid, started.started, theirs, listeners)
+        socket.send_fds(mine, [b"f"], [FlightRecorder().file, os.open(os.devnull, os.O_RDONLY)])
+        there = joined(0, size)
+        send_now(
+            mine, Connect(rank=0, size=size, host=there.host, offer=str(offer), chief_host=there.host, speaks=False)
+        )
+        send_now(mine, Training(pid=self.rank.pid))
+        self._mine, self.turns = mine, 0
+        self.run(lambda: self.sentinel.coordinator is not None)
+        assert self.sentinel.coordinator is not None
+        self.coordinator = self.sentinel.coordinator
+        write(folder, "place.json", str(offer))
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Do what the sentinel does, until ``until`` says so."""
+        while not until():
+            self.sentinel.turn(0.2)
+            self.turns += 1
+
+    def connections(self) -> list[socket.socket]:
+        """Return the sockets of all other ranks' sentinels."""
+        return [member.peer.connection.socket for member in self.coordinator.members.values() if member.peer]
 
 
 def watchdog_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
-    """Admit all ranks, watch them for some seconds, and see one fail. The verdict ends this process."""
-    from hvdkit.cluster.hub import Hub
-    from hvdkit.cluster.watchdog import Watchdog
-
+    """Admit all ranks, watch them for some seconds, and see one fail."""
     processes.allow_files(size)
-    memory, before = peak_mb(), cpu()
-    listener = wire.listen(one_host=True)
-    hub = Hub(listener, place := wire.offer(listener, HEARTBEAT, PATIENCE), size)
-    hub.start()
-    write(folder, "place.json", place)
-    hosts = tuple(f"host-{rank // RANKS_PER_HOST}" for rank in range(size))
-    began = time.monotonic()
-    Watchdog(hub=hub).join(place, 0, hosts, [processes.own_identity(), *map(identity, range(1, size))])
-    while not hub._complete.wait(1.0):
-        pass
-    links = [rank.link.socket for rank in hub._ranks.values()]
+    os.environ[flight_file.FOLDER] = str(folder)
+    memory, before, began = peak_mb(), cpu(), time.monotonic()
+    rank0 = Rank0(size, folder)
+    coordinator = rank0.coordinator
+    rank0.run(lambda: len(coordinator.members) == size and coordinator.messages >= size)
     found: dict[str, Any] = {"start": {"seconds": time.monotonic() - began, "cpu": cpu() - before}}
-    found["start"] |= {"messages": hub.messages + 2 * size, "bytes": sent_and_received(links)}
-    time.sleep(wire.interval(HEARTBEAT, size))  # the ranks' heartbeats have begun
-    messages, carried = hub.messages + hub.beats, sent_and_received(links)
-    wakeups, before, began = hub.wakeups, cpu(), time.monotonic()
-    time.sleep(seconds)
+    sockets = rank0.connections()
+    # Each handshake has five messages.
+    found["start"] |= {"messages": coordinator.messages + 5 * size, "bytes": sent_and_received(sockets)}
+    wait_until(rank0, coordinator.settings.interval(size))  # the ranks' reports have begun
+    messages, carried = coordinator.messages, sent_and_received(sockets)
+    turns, before, began = rank0.turns, cpu(), time.monotonic()
+    wait_until(rank0, seconds)
     elapsed = time.monotonic() - began
     found["steady"] = {
         "share": 100 * (cpu() - before) / elapsed,
-        "wakeups": (hub.wakeups - wakeups) / elapsed,
-        "messages": (hub.messages + hub.beats - messages) / elapsed,
-        "bytes": (sent_and_received(links) - carried) / elapsed,
+        "wakeups": (rank0.turns - turns) / elapsed,
+        "messages": (coordinator.messages - messages) / elapsed,
+        "bytes": (sent_and_received(sockets) - carried) / elapsed,
         "memory": peak_mb() - memory,
     }
     found["cpu"] = cpu()  # the rest of this process's is the failure's
     write(folder, "rank0.json", found)
     write(folder, "fault.json", fault)
-    time.sleep(60)
-    raise SystemExit("the failure was not noticed")
+    give_up = time.monotonic() + GIVE_UP_SECONDS
+    others = [member for rank, member in coordinator.members.items() if rank]
+    rank0.run(lambda: not any(member.here for member in others) or time.monotonic() > give_up)
+    assert coordinator.verdict is not None and coordinator.verdict.rank == size - 1, coordinator.verdict
+    rank0.rank.kill()
+    rank0.rank.wait()
+
+
+def wait_until(rank0: Rank0, seconds: float) -> None:
+    """Let so many seconds pass."""
+    until = time.monotonic() + seconds
+    rank0.run(lambda: time.monotonic() >= until)
 
 
 class Fleet:
-    """Simulated ranks of the watchdog's channel: hvdkit's links and messages, one thread for all of them."""
+    """Sentinels of simulated ranks: hvdkit's connections and messages, one thread for all of them."""
 
-    def __init__(self, place: wire.Offer, ranks: range, size: int) -> None:
+    def __init__(self, offer: Offer, ranks: range, size: int) -> None:
         processes.allow_files(len(ranks))
-        self.size, self.interval = size, wire.interval(place.heartbeat, size)
         self.selector = selectors.DefaultSelector()
         with ThreadPoolExecutor(CONNECTING) as pool:
-            links = pool.map(lambda rank: wire.connect(place, greeting(rank)), ranks)
-        self.links: dict[int, wire.Link] = {}
-        for rank, link in zip(ranks, links, strict=True):
-            assert link is not None, f"rank {rank} was not let in"
-            self.links[rank] = link
-            self.selector.register(link.socket, selectors.EVENT_READ, rank)
-        # As members do, ranks take turns.
+            found = list(pool.map(lambda rank: connect(offer, joined(rank, size), self.selector, rank), ranks))
+        self.links: dict[int, Connection] = {rank: one for rank, (one, _) in zip(ranks, found, strict=True)}
+        self.interval = found[0][1].interval
+        for link in self.links.values():
+            link.send(Training(pid=1))
+        # Sentinels report in turns.
         now = time.monotonic()
         self.due = {rank: now + self.interval * (1 - rank / size) for rank in ranks}
         self.turn = sorted(self.due, key=self.due.__getitem__)
         self.next = 0
-        self.heard: dict[int, list[tuple[str, float]]] = {rank: [] for rank in ranks}
+        self.ended: dict[int, float] = {}  # when each was ordered to end its rank
+        self._flight: tuple[int, bytes] = (0, b"")
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Send heartbeats and note what comes, until ``until`` says so."""
+        """Report and note what comes, until ``until`` says so."""
         while not until():
-            for key, _ in self.selector.select(0.01):
-                self._hear(key)
+            for key, events in self.selector.select(0.01):
+                self._serve(key.data, events)
             now = time.monotonic()
             while self.links and self.due[rank := self.turn[self.next]] <= now:
                 self.due[rank] += self.interval
                 self.next = (self.next + 1) % len(self.turn)
                 if rank in self.links:
-                    self.links[rank].beat(1234, 0.25)
+                    self.links[rank].send(Status(step=1234, idle=0.25, count=1234))
 
-    def _hear(self, key: selectors.SelectorKey) -> None:
-        rank = key.data
-        for message in self.links[rank].receive():
-            if message["kind"] != "beat":
-                self.heard[rank].append((message["kind"], time.monotonic()))
-            if message["kind"] in ("end", "closed"):  # its process ends
-                self.selector.unregister(key.fileobj)
-                self.links.pop(rank).close()
-                return
+    def _serve(self, rank: int, events: int) -> None:
+        link = self.links[rank]
+        if events & selectors.EVENT_WRITE:
+            link.flush()
+        try:
+            for message in link.receive():
+                self._obey(rank, message)
+        except Closed:
+            link.close()
+            del self.links[rank]
+
+    def _obey(self, rank: int, order: Any) -> None:
+        link = self.links[rank]
+        if isinstance(order, GiveFlight):
+            if self._flight[0] != order.most:
+                self._flight = order.most, Flight(records=[RECORD] * order.most).encode()
+            link.send(Output(MESSAGE, self._flight[1]))
+        elif isinstance(order, End):
+            self.ended[rank] = time.monotonic()
+            self.say(rank, Unwound(), Exited(code=order.code))
+        elif isinstance(order, Release):
+            self.ended.setdefault(rank, time.monotonic())
+
+    def say(self, rank: int, *messages: Message) -> None:
+        """Send messages of one sentinel."""
+        for message in messages:
+            self.links[rank].send(message)
 
 
 def watchdog_ranks(size: int, folder: Path, ranks: range) -> None:
-    """Be some ranks: connect, beat, and when rank 0 asks for it let the last one fail."""
-    offer = read(folder, "place.json")
-    fleet = Fleet(wire.Offer(tuple(offer[0]), *offer[1:]), ranks, size)
+    """Be some ranks: connect, report, and when rank 0 asks for it let the last one fail."""
+    fleet = Fleet(Offer.parse(read(folder, "place.json")), ranks, size)
     fleet.run((folder / "fault.json").exists)
     fault, victim, struck = read(folder, "fault.json"), size - 1, time.monotonic()
     if victim in ranks and fault == "kill":
-        fleet.selector.unregister(fleet.links[victim].socket)
-        fleet.links.pop(victim).close()
+        fleet.say(victim, Exited(code=None, step=1234))
     elif victim in ranks:
-        fleet.links[victim].send("failed", step=1234, cause="ValueError: simulated", text=TRACEBACK)
+        fleet.say(victim, Failed(step=1234, cause="ValueError: simulated", text=TRACEBACK))
     if fault != "kill":  # the others' collectives fail in turn
-        for rank, link in fleet.links.items():
+        for rank in ranks:
             if rank != victim:
-                link.send("failed", step=1234, cause="HorovodInternalError", text=TRACEBACK, victim=True)
-    give_up = struck + 60
+                fleet.say(rank, Failed(step=1234, cause="HorovodInternalError", text=TRACEBACK, follows=True))
+    give_up = struck + GIVE_UP_SECONDS
     fleet.run(lambda: not fleet.links or time.monotonic() > give_up)
-    ends = [heard[-1][1] if heard and heard[-1][0] in ("end", "closed") else None for heard in fleet.heard.values()]
-    told = [end for rank, end in zip(ranks, ends, strict=True) if rank != victim or fault != "kill"]
-    write(folder, f"ranks-{ranks.start}.json", {"struck": struck if victim in ranks else None, "ends": told})
+    ends = [fleet.ended.get(rank) for rank in ranks if rank != victim or fault != "kill"]
+    write(folder, f"ranks-{ranks.start}.json", {"struck": struck if victim in ranks else None, "ends": ends})

@@ -13,11 +13,11 @@ from hvdkit.bench.config import Bench, Where
 from hvdkit.bench.figures import Round, Run, as_json, show
 from hvdkit.bench.worker import MARK, RankResult, Told
 from hvdkit.cluster.chatter import CHATTER
+from hvdkit.commands.run import restarts
+from hvdkit.commands.run.attempt import Signals
+from hvdkit.commands.run.job import Job, prepare
+from hvdkit.commands.run.output import Output
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.launch import restarts
-from hvdkit.launch.attempt import Signals
-from hvdkit.launch.command import Job, prepare
-from hvdkit.launch.output import Output
 from hvdkit.profiling.settings import TIMELINE, VARIABLE, Settings
 
 # Steps of a built-in workload that are profiled, after those that are timed.

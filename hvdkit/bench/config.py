@@ -10,8 +10,8 @@ from typing import Annotated
 from tyro.conf import arg
 
 from hvdkit.bench.workloads import BATCHES, MODELS, USUAL_OPTIMIZERS, ModelName, OptimizerName
+from hvdkit.commands.run.config import EngineKind, Run
 from hvdkit.errors import describe
-from hvdkit.launch.config import EngineKind, Run
 from hvdkit.profiling.settings import FIRST, LAST, Settings
 
 RANKS = 2

@@ -15,7 +15,7 @@ from typing import Any
 
 import hvdkit as hk
 from hvdkit.bench.workloads import Workload, measure, optimizer, train_step, workload
-from hvdkit.cluster.progress import PROGRESS
+from hvdkit.cluster.progress import progress
 
 MARK = "hvdkit-bench: "
 
@@ -62,11 +62,11 @@ def main() -> None:
     work = workload(told.model, told.batch)
     combining = hk.DistributedOptimizer(optimizer(told.optimizer))
     step = train_step(work, combining)
-    seconds = measure(step, work.batches(), told.steps, told.warm_up, PROGRESS.at_step)
+    seconds = measure(step, work.batches(), told.steps, told.warm_up, progress().at_step)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if told.extra:
         before = told.steps + told.warm_up
-        measure(step, work.batches(), told.extra, 0, lambda number: PROGRESS.at_step(before + number))
+        measure(step, work.batches(), told.extra, 0, lambda number: progress().at_step(before + number))
     collectives, sent = traffic(step, work, combining)
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     device = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
-from hvdkit.cluster.progress import PROGRESS
+from hvdkit.cluster.progress import progress
 from hvdkit.collectives import allreduce
 from hvdkit.errors import NonFiniteError, describe
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
@@ -66,8 +66,9 @@ class _CountsSteps(keras.callbacks.Callback):
 
 
 def _tell_profile(callback: _CountsSteps, step: int) -> None:
-    if PROGRESS.profile is not None:
-        PROGRESS.profile.at_step(step, f"{type(callback).__name__} {id(callback)}")
+    profile = progress().profile
+    if profile is not None:
+        profile.at_step(step, f"{type(callback).__name__} {id(callback)}")
 
 
 def stateful_callbacks(model: Any) -> list[Any]:

@@ -1,7 +1,6 @@
 """Who am I: ranks, chief, mesh, device; and the start of the engines."""
 
 from hvdkit.cluster.mesh import DATA, Group
-from hvdkit.cluster.unseen import busy
 from hvdkit.cluster.world import (
     Cluster,
     alone,
@@ -19,6 +18,7 @@ from hvdkit.cluster.world import (
     shutdown,
     size,
 )
+from hvdkit.watchdog.busy import busy
 
 __all__ = [
     "DATA",

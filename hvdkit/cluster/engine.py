@@ -11,9 +11,9 @@ from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
-from hvdkit.cluster.launcher import ALONE, Promise
 from hvdkit.cluster.loading import load_tensorflow
 from hvdkit.errors import ClusterError, describe
+from hvdkit.machine.launcher import ALONE, Promise
 from hvdkit.machine.mpi import loaded_libraries
 
 
@@ -90,6 +90,13 @@ def start_horovod(
         raise ClusterError(f"Horovod did not start: {error}; run `hvdkit doctor`") from error
     _check_size(hvd.size(), promise)
     return hvd, communicator, made
+
+
+def end_mpi() -> None:
+    """End MPI in this process, if mpi4py has started it: all ranks do. mpi4py would, later."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def add_sets(

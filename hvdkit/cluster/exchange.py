@@ -113,7 +113,7 @@ class ObjectExchange:
             return [data]
         mine = np.frombuffer(data, np.uint8)
         ranks = None if self._group is None else self._ranks
-        with self._order.entered(), collective(name, ranks), self._whole():
+        with self._order.entered(), collective(name, ranks, len(data)), self._whole():
             lengths, parts = self._begin(mine)
             while left := [rank for rank, part in enumerate(parts) if len(part) < lengths[rank]]:
                 counts = np.zeros(self._size, np.int64)

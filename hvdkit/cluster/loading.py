@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 from hvdkit.cluster import chatter
 from hvdkit.cluster.bindings import bind_hwloc
-from hvdkit.cluster.launcher import ALONE, promised
+from hvdkit.machine.launcher import ALONE, promised
 
 
 def prepare_import() -> None:

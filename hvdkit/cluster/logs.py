@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 
-from hvdkit.cluster.launcher import launcher_tags_lines
+from hvdkit.machine.launcher import launcher_tags_lines
+from hvdkit.watchdog.output import write_line
 
 _LOGGER = logging.getLogger("hvdkit")
 
@@ -24,35 +24,6 @@ class WholeLines(logging.Handler):
             write_line(self.format(record))
         except Exception:
             self.handleError(record)
-
-
-def write_line(text: str) -> None:
-    """Write ``text`` and a line end to standard error with one system call.
-
-    Where standard error is no real file (a notebook, a test's capture) its own ``write`` serves.
-    """
-    data = text + "\n"
-    try:
-        sys.stderr.flush()
-        os.write(sys.stderr.fileno(), data.encode(errors="replace"))
-    except (AttributeError, OSError, ValueError):
-        if sys.stderr is not None:  # None if Python was started with file descriptor 2 closed
-            sys.stderr.write(data)
-
-
-# What is known of a rank of which only the connection has ended.
-DIED = "died without a word (killed, out of memory, or os._exit)"
-
-
-def last_line(rank: int, host: str, verb: str, step: int | None, cause: str) -> str:
-    """Return the line that ends a job: who failed where, when and why.
-
-    Example:
-        >>> last_line(2, "host-b", "failed", 1234, "ValueError: the disk is full")
-        'hvdkit: rank 2 on host-b failed at step 1234: ValueError: the disk is full'
-    """
-    at = "" if step is None else f" at step {step}"
-    return f"hvdkit: rank {rank} on {host} {verb}{at}: {cause}"
 
 
 def get_logger() -> logging.Logger:

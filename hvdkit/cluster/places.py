@@ -10,7 +10,6 @@ from typing import NamedTuple
 from hvdkit.cluster import settings
 from hvdkit.cluster.agreement import compare, gather
 from hvdkit.cluster.exchange import ObjectExchange
-from hvdkit.cluster.wire import Offer
 from hvdkit.errors import ClusterError, describe
 from hvdkit.machine import processes
 
@@ -20,19 +19,19 @@ class Place(NamedTuple):
 
     host: str
     mesh: list[tuple[str, int]]
-    process: processes.Identity
-    offer: Offer | None
+    processes: str  # equal for ranks that see each other's
+    offer: str
     bucket_bytes: int
 
 
 def agreed_places(
-    mesh: Mapping[str, int] | None, exchange: ObjectExchange, size: int, offer: Offer | None
+    mesh: Mapping[str, int] | None, exchange: ObjectExchange, size: int, offer: str
 ) -> tuple[list[Place], dict[str, int]]:
     """Return every rank's place and the mesh, or raise on every rank if any rank's mesh is bad or another."""
 
     def place() -> Place:
         axes, bucket_bytes = checked_mesh(mesh, size), settings.bucket_bytes()
-        return Place(socket.gethostname(), list(axes.items()), processes.own_identity(), offer, bucket_bytes)
+        return Place(socket.gethostname(), list(axes.items()), processes.place(), offer, bucket_bytes)
 
     places = gather(exchange, "hk.init()", place, error=ClusterError)
     remedy = "set it to one number everywhere"

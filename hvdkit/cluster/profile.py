@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from types import ModuleType
 
-from hvdkit.cluster import failure
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.logs import get_logger
-from hvdkit.cluster.progress import PROGRESS
+from hvdkit.cluster.progress import progress
 from hvdkit.profiling.settings import Settings
 
 
@@ -26,11 +25,16 @@ def begin(settings: Settings, rank: int, host: str, exchange: ObjectExchange, ho
     from hvdkit.profiling.record import Record
     from hvdkit.profiling.recorder import Recorder
 
-    PROGRESS.profile = Recorder(settings, Record(rank, host), exchange, horovod, get_logger().warning)
+    progress().profile = Recorder(settings, Record(rank, host), exchange, horovod, get_logger().warning)
 
 
-def end() -> None:
-    """Put together what ranks have recorded, unless this rank ends by an error: others would wait for it."""
-    if PROGRESS.profile is not None and failure.exit_code() == 0:
-        PROGRESS.profile.finish()
-    PROGRESS.profile = None
+def is_recorded() -> bool:
+    """Return True if some steps are recorded."""
+    return progress().profile is not None
+
+
+def end(*, finish: bool) -> None:
+    """Stop recording; with ``finish`` put together what ranks have recorded, for which all of them are needed."""
+    profile, progress().profile = progress().profile, None
+    if profile is not None and finish:
+        profile.finish()

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit import rings
-from hvdkit.cluster.launcher import Promise
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import describe
 from hvdkit.machine.cores import affinity, available_cores
+from hvdkit.machine.launcher import Promise
 from hvdkit.tuned import settings_of
 
 _BEFORE_MPI = {

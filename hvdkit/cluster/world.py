@@ -12,15 +12,18 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from hvdkit.cluster import engine, failure, logs, places, profile, settings, watchdog
-from hvdkit.cluster.ending import ENDING, EngineEnd
+from hvdkit.cluster import engine, logs, places, profile, settings
 from hvdkit.cluster.exchange import ObjectExchange
-from hvdkit.cluster.launcher import promised
 from hvdkit.cluster.mesh import Group, group_of, sets_to_make
 from hvdkit.cluster.order import CallOrder
-from hvdkit.cluster.progress import PROGRESS
+from hvdkit.cluster.progress import progress
 from hvdkit.errors import ClusterError, describe
+from hvdkit.machine import processes
 from hvdkit.machine.cores import affinity
+from hvdkit.machine.launcher import promised
+from hvdkit.watchdog.ending import EngineEnd, ending
+from hvdkit.watchdog.reporter import reporter
+from hvdkit.watchdog.settings import set_stall_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,6 @@ class _World:
     order: CallOrder = field(default_factory=CallOrder)
     sets: dict[tuple[int, ...], Any] = field(default_factory=dict)
     exchanges: dict[tuple[int, ...], ObjectExchange] = field(default_factory=dict)
-    watchdog: watchdog.Watchdog = field(default_factory=watchdog.Watchdog)
 
 
 _world: _World | None = None
@@ -109,27 +111,31 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
         )
     asked = profile.asked()
     settings.set_environment(promise, timeline=asked is not None and asked.timeline)
-    watchdog.set_stall_limit()
-    with PROGRESS.starting_waiters():
-        hvd, communicator, sets = engine.start_horovod(promise, _sets(mesh, promise.size))
+    set_stall_limit()
+    progress().begin_world()
+    watched = reporter()
+    offer = watched.begin(promise)
+    before = processes.threads(os.getpid())
+    hvd, communicator, sets = engine.start_horovod(promise, _sets(mesh, promise.size))
+    waiters = processes.threads(os.getpid()) - before
     rank, size = hvd.rank(), hvd.size()
     logs.configure(rank, size)
     order = CallOrder()
     exchange = ObjectExchange(hvd, communicator, order=order)
     end_horovod = EngineEnd(hvd.shutdown)
     if size > 1:
-        failure.watch(rank, communicator, end_horovod)
+        abort = None if communicator is None else communicator.Abort
+        watched.install(rank, end_horovod, abort, engine.end_mpi)
         atexit.register(_leave)  # after Horovod's own, so that it runs before it
     else:
-        failure.watch_alone()
+        watched.install_alone()
     settings.pin_device(hvd.local_rank(), hvd.local_size())
     neighbours = _neighbours(exchange, hvd.local_size())
     settings.share_cores(neighbours)
     settings.keep_to_core(hvd.local_rank(), hvd.local_size(), neighbours)
-    dog, offer = watchdog.open_channel(rank, size, one_host=hvd.local_size() == size)
     every, axes = places.agreed_places(mesh, exchange, size, offer)
     hosts = tuple(place.host for place in every)
-    dog.join(every[0].offer, rank, hosts, [place.process for place in every])
+    watched.join(rank, hosts, [place.processes for place in every], every[0].offer, waiters)
     cluster = Cluster(
         rank=rank,
         size=size,
@@ -149,7 +155,6 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
         communicator=communicator,
         order=order,
         sets=sets,
-        watchdog=dog,
     )
 
 
@@ -236,7 +241,9 @@ def make_groups(sets: Sequence[tuple[int, ...]]) -> list[Group | None]:
     world = _begun()
     rank, size = world.cluster.rank, world.cluster.size
     if new := [ranks for ranks in dict.fromkeys(sets) if 1 < len(ranks) < size and ranks not in world.sets]:
+        before = processes.threads(os.getpid())
         engine.add_sets(world.horovod, world.sets, new, over_mpi=world.exchange.over_mpi)
+        reporter().add_waiters(processes.threads(os.getpid()) - before)
     groups = [Group("", ranks, ranks.index(rank), world.sets.get(ranks)) if rank in ranks else None for ranks in sets]
     for one in groups:
         if one is not None:
@@ -301,10 +308,9 @@ def shutdown() -> None:
     global _world, _ended
     with _lock:
         if _world is not None:
-            profile.end()
-            failure.unwatch()
+            profile.end(finish=True)
             atexit.unregister(_leave)
-            _world.watchdog.close()
+            reporter().leave_world()
             _world.exchange.close()
             _world.end_horovod()
             _world = None
@@ -314,27 +320,23 @@ def shutdown() -> None:
 def _leave() -> None:
     """At the interpreter's exit: tell the others first, then shut Horovod down, which ends their collectives."""
     global _world
-    if _world is None or os.getpid() != failure.pid():
+    if _world is None or os.getpid() != reporter().pid or ending().begun:
         return
-    if not ENDING.begun:
-        profile.end()
-    failure.leave()
-    if not ENDING.begun:
-        _world.exchange.close()
-        _world.end_horovod()
-        _world.watchdog.stay()
-    if ENDING.begun:  # the last handler of this process ends its part in the world
-        return
-    failure.unwatch()
-    _world.watchdog.close()
+    reporter().leave()
+    if profile.is_recorded():
+        profile.end(finish=reporter().await_others())
+    _world.exchange.close()
+    _world.end_horovod()
+    reporter().await_others()
+    reporter().remove()
     _world = None
 
 
 def _at_exit() -> None:
     """Run after all other handlers: this one was registered when hvdkit was imported."""
-    if ENDING.begun:
-        failure.finish()
-    elif _world is not None and (_world.cluster.size == 1 or os.getpid() == failure.pid()):
+    if ending().begun:
+        reporter().finish()
+    elif _world is not None and (_world.cluster.size == 1 or os.getpid() == reporter().pid):
         shutdown()
 
 

@@ -99,7 +99,8 @@ def _run_eagerly(asked: Collective, given: Tensors, problem: Exception | None = 
     ranks = range(cluster.size()) if asked.group is None else asked.group.ranks
     # Ranks that have joined wait for the next call meanwhile.
     active = [rank for rank, one in zip(ranks, everywhere, strict=True) if one.kind != JOIN]
-    with collective(str(call), active if asked.group is not None or len(calls) < len(everywhere) else None):
+    among = active if asked.group is not None or len(calls) < len(everywhere) else None
+    with collective(str(call), among, sum(map(_nbytes, given))):
         return asked.wire(given)
 
 

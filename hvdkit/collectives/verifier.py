@@ -1,17 +1,17 @@
-"""``HVDKIT_CHECK=1``: each rank reports when it waits in a collective of a graph. Off, graphs are what they are."""
+"""Collectives of graphs are recorded: when each ran last, or with ``HVDKIT_CHECK=1`` each time that it runs."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.util import tf_stack
 
-from hvdkit.cluster import checks, failure
-
-_MOST_SHAPES = 4
+from hvdkit.collectives.sites import MOST_SHAPES, are_recorded, describe_tensors, sites, source_line
+from hvdkit.watchdog.flight import collective_key, recorder
+from hvdkit.watchdog.settings import CHECK
 
 
 def run(
@@ -35,30 +35,30 @@ def run(
         uneven: ranks may differ in the first axis.
         ranks: those that take part; None for all.
     """
-    if failure.member() is None or not checks.enabled():
+    if not are_recorded():
         return native(tensors, full)
-    # TensorFlow's own stack: AutoGraph's code appears in it as it was written.
-    line = checks.source_line((frame.filename, frame.lineno) for frame in tf_stack.extract_stack())
-    key = f"{full} {list(ranks)}" if ranks else full
-    more = f" and {len(shown) - _MOST_SHAPES} more" * (len(shown) > _MOST_SHAPES)
-    told = {"key": key, "line": line, "ranks": ranks, "alike": True}
+    if os.environ.get(CHECK) != "1":
+        return sites().at(name, full, shown, ranks).wrap(lambda ready: native(ready, full), tensors)
+    line = source_line()
+    key = collective_key(full, ranks)
+    begun: list[int] = []
 
-    def waits(*shapes: np.ndarray) -> dict[str, Any]:
-        of = ", ".join(_shape(x.dtype, shape.tolist(), uneven) for x, shape in zip(shown, shapes, strict=False))
-        return {"what": f"{name} of {of}{more}", **told}
+    def begin(*shapes: np.ndarray) -> None:
+        first = [_shape(x.dtype, shape.tolist(), uneven) for x, shape in zip(shown, shapes, strict=False)]
+        begun.append(recorder().begin(key, describe_tensors(name, first, len(shown)), line, ranks, eager=False))
 
-    ready = _after_report("waits", waits, tensors, [tf.shape(x) for x in shown[:_MOST_SHAPES]])
-    return _after_report("came", lambda: {"key": key}, native(ready, full))
+    def end() -> None:
+        recorder().end(begun.pop(0), eager=False)
+
+    ready = _after(begin, tensors, [tf.shape(x) for x in shown[:MOST_SHAPES]])
+    return _after(end, native(ready, full))
 
 
-def _after_report(
-    kind: str, told: Callable[..., dict[str, Any]], values: Any, arguments: Sequence[tf.Tensor] = ()
-) -> Any:
-    """Return ``values``, one tensor or several, made by telling rank 0 what ``told`` says once they are there."""
+def _after(note: Callable[..., None], values: Any, arguments: Sequence[tf.Tensor] = ()) -> Any:
+    """Return ``values``, one tensor or several, made by calling ``note`` once they are there."""
 
-    def tell(_: np.ndarray, *known: np.ndarray) -> np.ndarray:
-        if (member := failure.member()) is not None:
-            member.send(kind, **told(*known))
+    def call(_: np.ndarray, *known: np.ndarray) -> np.ndarray:
+        note(*known)
         return np.zeros((), np.int32)
 
     every = tf.nest.flatten(values)
@@ -66,9 +66,9 @@ def _after_report(
         # A function with state would hold back every other collective of the graph until this one is over. One without
         # is called at every step only if its argument, any element, is not known before and its result is used.
         element = tf.reshape(every[0], [-1])[:1]
-        sent = tf.numpy_function(tell, [element, *arguments], tf.int32, stateful=False)
-    sent = tf.ensure_shape(sent, [])
-    return tf.nest.map_structure(lambda x: needing(sent >= 0, x), values)
+        called = tf.numpy_function(call, [element, *arguments], tf.int32, stateful=False)
+    called = tf.ensure_shape(called, [])
+    return tf.nest.map_structure(lambda x: needing(called >= 0, x), values)
 
 
 def needing(condition: tf.Tensor, x: tf.Tensor) -> tf.Tensor:

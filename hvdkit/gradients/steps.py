@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from hvdkit.cluster.progress import PROGRESS
+from hvdkit.cluster.progress import progress
 
 
 def tell_profile(grads: Sequence[Any], place: str) -> None:
@@ -19,9 +19,9 @@ def tell_profile(grads: Sequence[Any], place: str) -> None:
         grads: what has been combined: the graph's word goes out when the first of them is there.
         place: which of a program's places this is; the first one that comes by counts as the end of a step.
     """
-    if PROGRESS.profile is None:
+    recorder = progress().profile
+    if recorder is None:
         return
-    recorder = PROGRESS.profile
     if not tf.inside_function():
         recorder.passed(place)
         return

@@ -7,14 +7,21 @@ from collections.abc import Mapping
 
 # Names of variables whose values are neither shown nor passed on to other hosts.
 SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD")
-_OF_A_JOB = re.compile(r"(OMPI_(?!MCA_|ALLOW_)|OMPI_MCA_(ess|orte|pmix)_|PMIX_(?!MCA_)|PMI_|HOROVOD_RANK|HOROVOD_SIZE)")
+_OF_A_JOB = re.compile(
+    r"OMPI_(?!MCA_|ALLOW_)|OMPI_MCA_(ess|orte|pmix)_|PMIX_(?!MCA_)|PMI_"
+    r"|HOROVOD_(RANK|SIZE|HOSTNAME|LOCAL_(RANK|SIZE)|CROSS_(RANK|SIZE)|GLOO_RENDEZVOUS_)"
+)
+_OF_GLOO = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")  # horovodrun --gloo sets them for its ranks; users may, too
 
 
 def outside_a_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what an MPI launcher has set: a nested launch would take it for its own.
+    """Return the environment without what a launcher has set: a nested launch would take it for its own.
 
     Example:
         >>> outside_a_job({"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_btl": "tcp,self", "PMIX_RANK": "0"})
         {'OMPI_MCA_btl': 'tcp,self'}
+        >>> outside_a_job({"HOROVOD_RANK": "0", "HOROVOD_CONTROLLER": "gloo"})
+        {}
     """
-    return {name: value for name, value in environment.items() if not _OF_A_JOB.match(name)}
+    of_gloo = _OF_GLOO if "HOROVOD_RANK" in environment else ()
+    return {name: value for name, value in environment.items() if not _OF_A_JOB.match(name) and name not in of_gloo}

@@ -1,4 +1,7 @@
-"""Processes of this host by number and start time: a number alone may have come to name another process."""
+"""Processes of this host, as /proc shows them. Standard library only: sentinels load nothing else.
+
+Sources: proc(5), prctl(2), Linux's Documentation/scheduler/sched-stats (``schedstat``).
+"""
 
 from __future__ import annotations
 
@@ -11,145 +14,116 @@ import socket
 import subprocess
 import time
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import psutil
-
-from hvdkit.machine.host import boot_id
-
-_LOOK_SECONDS = 0.5
-_MPIRUNS = ("mpirun", "orterun", "mpiexec")
 _FORCE_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1
+_MPIRUNS = ("mpirun", "orterun", "mpiexec")
 _FILES = 512
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-class Identity(NamedTuple):
-    """One process among all hosts: two that share ``place`` see each other's numbers.
+class Stat(NamedTuple):
+    """What /proc/PID/stat says of a process or a thread.
 
-    ``started`` is in the kernel's clock since it booted: whoever sets the time of day does not change it.
+    Attributes:
+        name: of its program, at most 15 characters.
+        state: one letter: R, S, D (waits for a disk), T (stopped), t (stopped by a debugger), Z, X.
+        parent: PID of its parent.
+        seconds: of a core, with those of children that it has waited for.
+        started: in clock ticks since the kernel booted; with the PID it identifies a process for good.
     """
 
-    place: str
-    pid: int
-    started: float
+    name: str
+    state: str
+    parent: int
+    seconds: float
+    started: int
 
 
-def own_identity() -> Identity:
-    """Return this process's identity."""
-    return Identity(_place(), os.getpid(), _started(os.getpid()))
+def stat(pid: int, thread: int | None = None) -> Stat | None:
+    """Return what the kernel reports about a process or one of its threads; None if it has ended."""
+    text = _read(f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat")
+    begin, _, rest = text.rpartition(")")
+    fields = rest.split()
+    if len(fields) < 20:
+        return None
+    seconds = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return Stat(begin.partition("(")[2], fields[0], int(fields[1]), seconds, int(fields[19]))
 
 
-def _started(pid: int) -> float:
+def is_over(pid: int, started: int) -> bool:
+    """Return True if the process that began at ``started`` has ended."""
+    found = stat(pid)
+    if found is None:  # or this process may open no more files, or must not see the other one
+        return not _exists(pid)
+    return found.started != started or found.state in "ZX"
+
+
+def _exists(pid: int) -> bool:
     try:
-        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError):
-        return psutil.Process(pid).create_time()  # not Linux, or it is over
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 @cache
-def _place() -> str:
+def place() -> str:
     """Return what processes share that can see and signal each other: host, boot, and container.
 
-    Once: a host may be given another name while training runs.
+    Read once: a host may be given another name while training runs.
     """
-    parts = [socket.gethostname(), boot_id() or ""]
-    with contextlib.suppress(OSError):  # not Linux: the host's name has to do
-        parts.append(str(Path("/proc/self/ns/pid").readlink()))
-    return "/".join(parts)
+    space = ""
+    with contextlib.suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115
+    return "/".join([socket.gethostname(), _read("/proc/sys/kernel/random/boot_id").strip(), space])
 
 
-def allow_files(number: int) -> None:
-    """Let this process open ``number`` files and those that it opens anyway; 1,024 is a common limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = number + _FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(
-                resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
-            )
-
-
-def wake_with_parent_gone() -> None:
-    """Have a stopped process go on when its launcher ends: then it hears that the job is over, and ends too."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
-
-
-def end_stuck_mpirun() -> None:
-    """Tell an Open MPI mpirun above this process to end now: it would wait for a host that is cut off, for hours.
-
-    It tells its daemons to end their ranks at the first signal, and ends itself at a second one soon after.
-    """
-    with contextlib.suppress(psutil.Error):
-        launcher = psutil.Process().parent()
-        if launcher is not None and launcher.name().startswith(_MPIRUNS):
-            launcher.terminate()
-            time.sleep(_FORCE_SECONDS)
-            launcher.terminate()
-
-
-def end_stuck_step() -> None:
-    """Have Slurm end the step that this process is a task of: srun would wait for a task that is stopped elsewhere."""
-    with contextlib.suppress(psutil.Error, OSError):
-        daemon = psutil.Process().parent()
-        if daemon is not None and daemon.name().startswith("slurmstepd"):
-            step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
-            with Path(os.devnull).open("r+b") as nothing:
-                subprocess.Popen(["scancel", "--signal=KILL", step], stdin=nothing, stdout=nothing, stderr=nothing)
-
-
-def find(identity: Any) -> psutil.Process | None:
-    """Return the process, or None where it is over, or of another host."""
-    place, pid, started = identity
-    if place != _place():
-        return None
+def threads(pid: int) -> set[int]:
+    """Return the thread IDs of a process; an empty set if it has ended."""
     try:
-        return psutil.Process(pid) if _started(pid) == started else None
-    except psutil.Error:
-        return None
-
-
-def condition(identity: Any) -> str:
-    """Look at a process for half a second: ``"gone"``, ``"stopped"``, ``"busy"`` or ``"idle"``.
-
-    A process that computes while one of its threads cannot answer is busy: something holds Python's lock. So is one
-    that waits for a disk or for pages that were swapped out, and one that a debugger has stopped.
-    """
-    process = find(identity)
-    if process is None:
-        return "gone"
-    try:
-        before = sum(process.cpu_times()[:2])
-        time.sleep(_LOOK_SECONDS)
-        status, after = process.status(), sum(process.cpu_times()[:2])
-    except psutil.Error:
-        return "gone"
-    if status == psutil.STATUS_STOPPED:
-        return "stopped"
-    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-        return "gone"
-    is_held = status == psutil.STATUS_TRACING_STOP or any(map(waits_for_disk, threads(process.pid)))
-    return "busy" if after > before or is_held else "idle"
-
-
-def threads(pid: int | None = None) -> set[int]:
-    """Return the kernel's numbers of a process's threads, of this one by default; none where they cannot be known."""
-    try:
-        return {int(task.name) for task in Path(f"/proc/{pid or os.getpid()}/task").iterdir()}
+        return set(map(int, os.listdir(f"/proc/{pid}/task")))  # noqa: PTH208
     except OSError:
         return set()
 
 
+def cpu_nanoseconds(pid: int, thread: int) -> int | None:
+    """Return the nanoseconds that a thread has run, or None if it has ended."""
+    if _has("schedstat"):
+        fields = _read(f"/proc/{pid}/task/{thread}/schedstat").split()
+        return int(fields[0]) if fields else None
+    fields = _read(f"/proc/{pid}/task/{thread}/stat").rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) * 10**9 // os.sysconf("SC_CLK_TCK") if fields else None
+
+
 def descendants(pid: int) -> list[int]:
-    """Return the process ids of all children of ``pid``, and theirs; an empty list if they are not known."""
+    """Return the PIDs of all children of ``pid``, and of theirs."""
+    below = _children if _has("children") else _all_children().get
     found: list[int] = []
-    for thread in threads(pid):
-        with contextlib.suppress(OSError):
-            for child in map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()):
-                found += [child, *descendants(child)]
+    for child in below(pid) or ():
+        found += [child, *descendants(child)]
     return found
+
+
+def _children(pid: int) -> list[int]:
+    return [int(one) for thread in threads(pid) for one in _read(f"/proc/{pid}/task/{thread}/children").split()]
+
+
+def _all_children() -> dict[int, list[int]]:
+    """Return the children of every process that has any."""
+    found: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdigit() and (one := stat(int(name))) is not None:
+            found.setdefault(one.parent, []).append(int(name))
+    return found
+
+
+@cache
+def _has(name: str) -> bool:
+    """Return True if this kernel was built with a file of that name for each thread."""
+    return os.path.exists(f"/proc/thread-self/{name}")  # noqa: PTH110
 
 
 class Work(NamedTuple):
@@ -161,27 +135,82 @@ class Work(NamedTuple):
 
 def work(pid: int) -> Work | None:
     """Return what a process and those of its children that have ended have done; None if it is over."""
-    try:
-        # Fields 14 to 17 of proc(5): user and system time, and those of the children that were waited for.
-        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
-    except OSError:
+    found = stat(pid)
+    if found is None:
         return None
-    transferred = 0
-    with contextlib.suppress(OSError):  # a program of another user
-        transferred = sum(int(line.split()[1]) for line in Path(f"/proc/{pid}/io").read_text().splitlines()[:2])
-    return Work(sum(map(int, times)) / os.sysconf("SC_CLK_TCK"), transferred)
+    transferred = sum(int(line.split()[1]) for line in _read(f"/proc/{pid}/io").splitlines()[:2])
+    return Work(found.seconds, transferred)
 
 
-def waits_for_disk(thread: int) -> bool:
-    """Return True where a thread is in uninterruptible sleep."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "D"
-    return False
+def allow_files(number: int) -> None:
+    """Let this process open ``number`` files and those that it opens anyway; 1,024 is a common limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number + _FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def kill(identity: Any) -> None:
-    """End a process of this host at once; a stopped one, too. One that is over is left alone."""
-    process = find(identity)
-    if process is not None:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
+def signal_at_parent_end(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends, however that ends."""
+    with contextlib.suppress(OSError, AttributeError):  # only Linux has it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a process, unless it is over."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, number)
+
+
+def end_descendants(seconds: float = 2.0) -> None:
+    """Kill every process below this one, and those that become its children when their parents are gone."""
+    until = time.monotonic() + seconds
+    while (found := descendants(os.getpid())) and time.monotonic() < until:
+        for pid in found:
+            kill(pid)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.005)
+
+
+def end_stuck_launcher(pid: int) -> None:
+    """End launcher ``pid``, if it would wait for a lost host or a stopped rank for hours.
+
+    Open MPI's mpirun tells its daemons to end their ranks at a first signal, and ends at a second one soon after. Slurm
+    is asked to end the step: srun would wait for a task that is stopped elsewhere.
+    """
+    launcher = stat(pid)
+    if launcher is None:
+        return
+    if launcher.name.startswith(_MPIRUNS):
+        kill(pid, signal.SIGTERM)
+        time.sleep(_FORCE_SECONDS)
+        kill(pid, signal.SIGTERM)
+    elif launcher.name.startswith("slurmstepd"):
+        step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
+        with contextlib.suppress(OSError), open(os.devnull, "r+b") as nothing:  # noqa: PTH123
+            subprocess.Popen(["scancel", "--signal=KILL", step], stdin=nothing, stdout=nothing, stderr=nothing)
+
+
+def _read(path: str) -> str:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        parts = []
+        while part := os.read(file, 1 << 16):
+            parts.append(part)
+        return b"".join(parts).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)

@@ -15,7 +15,7 @@ from hvdkit.arguments import integer
 from hvdkit.checkpoint.saving import agreed_state, of_chief, together
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
-from hvdkit.cluster.progress import PROGRESS, spending
+from hvdkit.cluster.progress import progress, spending
 from hvdkit.errors import CheckpointError, HvdkitError, describe
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.optimizer import ranks_of
@@ -249,7 +249,7 @@ class Supervisor:
         before = self._position.step
         self._position.advance(steps, ahead=ahead)
         now = self._position.step
-        PROGRESS.at_step(now)
+        progress().at_step(now)
         self._loss = scalars.get("loss")
         if _crosses(self._summary_steps, before, now) and scalars:
             self._summarise(scalars)

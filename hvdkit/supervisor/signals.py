@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
-from hvdkit.cluster.logs import write_line
+from hvdkit.watchdog.output import write_line
 
 # EX_TEMPFAIL of sysexits.h, "the user is invited to retry": the run was told to stop, has saved, and goes on when the
 # same command starts again. Distinct from 0 (trained to the end), 1 (an error) and 128 + n (ended by a signal).

@@ -10,7 +10,7 @@ from pathlib import Path
 import tensorflow as tf
 
 import hvdkit as hk
-from hvdkit.cluster.progress import PROGRESS
+from hvdkit.cluster.progress import progress
 
 FAULT, AT = sys.argv[1], int(sys.argv[2])
 STEPS = int(sys.argv[3]) if len(sys.argv) > 3 else 40
@@ -59,7 +59,7 @@ x = tf.ones([1000])
 hk.barrier()
 number = 0
 while number < STEPS or FAULT in ("wait", "hosts"):
-    PROGRESS.at_step(number)
+    progress().at_step(number)
     if number == 20:
         if cluster.rank == AT:
             print(f"fault at {time.time()}", flush=True)

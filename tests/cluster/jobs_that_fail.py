@@ -145,6 +145,7 @@ def watch(process: Any, folder: Path, act: Callable[[], None] | None, limit: flo
     while (left := _of(folder)) and code is not None and time.time() < until:
         time.sleep(0.02)
     ended = time.time()
+    commands = [" ".join(words(member.pid)) for member in left]
     for member in left:
         member.kill()
     process.wait()
@@ -153,7 +154,7 @@ def watch(process: Any, folder: Path, act: Callable[[], None] | None, limit: flo
         since = float(found[1])
     lines = [re.sub(r"^\[[\d,]+\]<std\w+>: ?", "", line) for line in text.splitlines()]
     last = next((line for line in reversed(lines) if line.startswith(("hvdkit: ", "hvdkit run: "))), "")
-    return Ending(code, ended - (since or started), text, last, [" ".join(words(member.pid)) for member in left])
+    return Ending(code, ended - (since or started), text, last, commands)
 
 
 def _read(folder: Path) -> str:

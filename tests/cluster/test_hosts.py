@@ -56,7 +56,7 @@ def test_a_host_dies():
 def test_a_host_is_cut_off(launcher):
     with Hosts(3) as hosts:
         ending = run("wait", launcher, ranks=3, hosts=hosts, act=hosts[1].cut, HVDKIT_HEARTBEAT_SECONDS=scaled(4))
-    expected = r"has not answered for \d+ s: it is stopped, or its host is cut off$"
+    expected = r"has not answered for \d+ s: its host is (down, or the network is cut|cut off, or it was stopped)"
     assert ending.last.startswith("hvdkit: rank 1 on host-b failed at step "), ending.output
     assert re.search(expected, ending.last), ending.last
     assert ending.code, ending.output
@@ -67,16 +67,13 @@ def test_a_host_is_cut_off(launcher):
 
 @pytest.mark.parametrize(
     ("launcher", "words"),
-    [
-        ("horovodrun --gloo", "hvdkit: rank 1 on host-b failed at step 20: has not answered for"),
-        ("hvdkit run", "hvdkit run: rank 1 on 10.77.0.2 was stopped (SIGSTOP), and did not go on at step 20;"),
-    ],
+    [("horovodrun --gloo", "hvdkit: rank 1 on host-b"), ("hvdkit run", "hvdkit run: rank 1 on 10.77.0.2")],
 )
 def test_a_stopped_rank_alone_on_its_host(launcher, words):
-    """Nobody beside it sees that it does not compute, but for hvdkit run: else it is given three times as long."""
+    """Its sentinel sees that it is stopped."""
     with Hosts(3) as hosts:
         ending = run("SIGSTOP", launcher, ranks=3, hosts=hosts, HVDKIT_HEARTBEAT_SECONDS=scaled(2))
-    assert ending.last.startswith(words), ending.output
+    assert ending.last.startswith(f"{words} failed at step 20: has been stopped (SIGSTOP) for "), ending.output
     assert ending.code and not ending.left and ending.seconds < 12 * slowdown(), (ending.seconds, ending.left)
 
 

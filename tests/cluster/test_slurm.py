@@ -81,7 +81,7 @@ def check_last_words(log, plain, text):
     for name, process in plain.items():
         assert process.wait(WAIT) == (137 if name == "srun" else 3), text()
         (line,) = re.findall("^hvdkit: .*", log[name].read_text(), re.MULTILINE)
-        cause = r"has not answered for \d+ s: it is stopped" if name == "srun" else r"sys.exit\(3\) while other ranks"
+        cause = r"has been stopped \(SIGSTOP\)" if name == "srun" else r"sys.exit\(3\) while other ranks"
         assert re.match(f"hvdkit: rank 1 on host-b failed at step 20: {cause}", line), text()
 
 

@@ -6,12 +6,15 @@ import os
 import socket
 
 import numpy as np
+import psutil
 import pytest
 import tensorflow as tf
+from speed import wait_until
 
 import hvdkit as hk
 from hvdkit import cluster
-from hvdkit.cluster import launcher
+from hvdkit.cluster.progress import progress
+from hvdkit.machine import launcher
 from hvdkit.machine.cores import available_cores
 
 pytestmark = pytest.mark.contract
@@ -85,6 +88,32 @@ def test_meshes_that_differ_or_fail_on_one_rank_only(begun_again, rank, size):
         with pytest.raises(kind if odd else hk.ClusterError, match="mesh"):
             hk.init(mesh=wrong if odd else {"data": size})
         assert hk.allgather_object(hk.init().rank) == list(range(size))
+
+
+def sentinels():
+    """Return the PIDs of the sentinels that watch this process."""
+    every = psutil.process_iter(["cmdline"])
+    return [one.pid for one in every if (one.info["cmdline"] or [])[3:5] == ["watch", str(os.getpid())]]
+
+
+def test_worlds_that_end_or_do_not_begin_leave_no_sentinel(begun_again, size):
+    hk.shutdown()
+    wait_until(lambda: not sentinels())
+    with pytest.raises(ValueError, match="mesh"):
+        hk.init(mesh={"data": size + 1})
+    hk.init()
+    wait_until(lambda: len(sentinels()) == (size > 1))  # while one starts there are two processes for a moment
+    hk.shutdown()
+    wait_until(lambda: not sentinels())
+
+
+def test_worlds_that_begin_again_number_their_collectives_alike(begun_again, rank):
+    if rank == 0:
+        progress().end(progress().begin("one that the other ranks did not come to", None, 0))
+    hk.shutdown()
+    hk.init()
+    hk.barrier()
+    assert len(set(hk.allgather_object(progress().key))) == 1
 
 
 def test_buckets_that_differ_or_are_no_number(begun_again, rank, size, monkeypatch):

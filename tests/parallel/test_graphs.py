@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvdkit as hk
+from hvdkit.watchdog.flight import FlightReader, recorder
 
 
 def test_two_calls_in_one_function_do_not_meet(rank, size):
@@ -178,3 +179,26 @@ def test_a_bad_weight_in_a_graph_is_not_hidden(rank, size):
     step = tf.function(lambda w: hk.average_gradients([tf.ones([2])], weight=w)[0])
     for bad in (np.nan, -1.0):
         assert np.isnan(step(tf.constant(bad if rank == size - 1 else 1.0)).numpy()).all()
+
+
+def test_the_flight_recorder_reads_graphs_that_have_run_and_no_others(monkeypatch, size):
+    """TensorFlow writes a warning if a variable is read that does not exist."""
+    read = tf.raw_ops.ReadVariableOp
+
+    def only_existing(resource, dtype):
+        assert tf.raw_ops.VarIsInitializedOp(resource=resource)
+        return read(resource=resource, dtype=dtype)
+
+    monkeypatch.setattr(tf.raw_ops, "ReadVariableOp", only_existing)
+    step = tf.function(lambda x: hk.allreduce(x, hk.Sum))
+    traced = step.get_concrete_function(tf.TensorSpec([5], tf.float32))
+    recorder().sampler()
+    before = [one.number for one in _records() if "float32(5,)" in one.what]
+    traced(tf.ones([5]))
+    recorder().sampler()
+    added = [one for one in _records() if "float32(5,)" in one.what and one.number not in before]
+    assert [one.end is not None and one.end >= one.start for one in added] == [True] * (size > 1)
+
+
+def _records():
+    return FlightReader(recorder().file).records()

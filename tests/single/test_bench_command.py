@@ -27,7 +27,7 @@ from hvdkit.bench.figures import Round, Run, as_json, both, show
 from hvdkit.bench.worker import RankResult
 from hvdkit.bench.workloads import measure, optimizer, train_step, workload
 from hvdkit.cli import main
-from hvdkit.launch.command import prepare
+from hvdkit.commands.run.job import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = """

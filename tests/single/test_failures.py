@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jobs import GLOO, MPI, run
 
-from hvdkit.cluster import failure
+from hvdkit.watchdog.reporter import cause_of
 
 START = "import os, signal, sys, time\nimport hvdkit as hk, numpy as np\nc = hk.init()\nhk.barrier()\n"
 
@@ -59,7 +59,7 @@ def test_a_process_that_is_ended_flushes_files_opened_before_the_import(tmp_path
     """Importing TensorFlow freezes what is there: the garbage collector does not list it any more."""
     script = (
         f"import gc\nfile = open({str(tmp_path / 'log')!r}, 'w')\nfile.write('kept')\ngc.freeze()\n"
-        "from hvdkit.cluster.ending import end_process\nend_process(3)"
+        "from hvdkit.watchdog.ending import end_process\nend_process(3)"
     )
     job = run(script)
     assert job.code == 3, job.output
@@ -87,4 +87,4 @@ def test_a_process_alone_ends_with_the_exit_code_of_the_error(error, code):
     ],
 )
 def test_the_cause_is_the_line_that_says_most(message, cause):
-    assert failure.cause_of(RuntimeError(message)) == cause
+    assert cause_of(RuntimeError(message)) == cause

@@ -4,127 +4,142 @@ from __future__ import annotations
 
 import os
 import re
+import selectors
 import shlex
+import signal
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from speed import WAIT
 
-from hvdkit.cluster.logs import DIED
-from hvdkit.cluster.report import FailureReport
+import hvdkit
+from hvdkit.commands.run import engines, hosts, reach, restarts
+from hvdkit.commands.run.attempt import Attempt
+from hvdkit.commands.run.choose import EngineFacts, choose
+from hvdkit.commands.run.config import Run
+from hvdkit.commands.run.engine_process import EngineProcess
+from hvdkit.commands.run.engines import CommandLine, Engine, Start
+from hvdkit.commands.run.hosts import Host, parse_hosts
+from hvdkit.commands.run.job import Job
+from hvdkit.commands.run.manifest import manifest
+from hvdkit.commands.run.output import CLEAR, Output
+from hvdkit.commands.run.reach import Answer
 from hvdkit.errors import ClusterError, NonFiniteError
-from hvdkit.launch import command, engines, hosts, reach, restarts, verdict
-from hvdkit.launch.choose import Chosen, EngineFacts, choose
-from hvdkit.launch.config import Run
-from hvdkit.launch.engines import Start
-from hvdkit.launch.hosts import Host, parse_hosts
-from hvdkit.launch.manifest import manifest
-from hvdkit.launch.output import CLEAR, Output
-from hvdkit.launch.reach import Answer
-from hvdkit.machine.environment import SECRET
 from hvdkit.machine.interfaces import Address
 from hvdkit.machine.mpi import Mpi, Program
+from hvdkit.watchdog.events import Exited
+from hvdkit.watchdog.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = (Host("node1", 2), Host("node2", 1))
 HERE = {"np": 2, "command": ("python", "train.py"), "names": ("PATH", "TF_X")}
-SPREAD = HERE | {"np": 3, "hosts": TWO, "interface": "eth0", "ssh_args": "-p 2222", "prefix": "/env"}
+SPREAD = HERE | {"np": 3, "hosts": TWO, "interface": "eth0", "ssh_args": "-p 2222"}
+FOUR = Engine("mpirun", "mpirun", Mpi("Open MPI", "4.1"), "/env")
+FIVE = replace(FOUR, mpi=Mpi("Open MPI", "5.0.11"))
+MPICH = replace(FOUR, mpi=Mpi("MPICH", "5.0.2"))
+INTEL = replace(FOUR, mpi=Mpi("Intel MPI", "2021.17"))
+OVER_MPI, GLOO = Engine("horovodrun", "horovodrun", prefix="/env"), Engine("gloo", "horovodrun")
 TCP = "--mca btl_tcp_if_include eth0"
 
 
 @pytest.mark.parametrize(
-    ("engine", "facts", "expected"),
+    ("engine", "options", "expected"),
     [
         (
-            "mpirun",
+            FOUR,
             HERE | {"root": True},
             "mpirun -np 2 --bind-to none --map-by slot --oversubscribe --allow-run-as-root -x PATH -x TF_X "
             "python train.py",
         ),
         (
-            "mpirun",
+            FOUR,
             SPREAD,
-            "mpirun -np 3 --bind-to none --map-by slot --oversubscribe -H node1:2,node2:1 --mca pml ob1 "
+            "mpirun -np 3 --bind-to none --map-by slot --oversubscribe --host node1:2,node2:1 --mca pml ob1 "
             f"--mca btl ^openib --prefix /env --mca plm_rsh_args '-p 2222' {TCP} --mca oob_tcp_if_include eth0 "
             "-x PATH -x TF_X python train.py",
         ),
         (
-            "mpirun",
-            SPREAD | {"mpi": Mpi("Open MPI", "5.0.11")},
+            FIVE,
+            SPREAD,
             "mpirun -np 3 --bind-to none --map-by slot:OVERSUBSCRIBE --host node1:2,node2:1 --mca pml ob1 "
             f"--prefix /env --prtemca plm_ssh_args '-p 2222' {TCP} --prtemca prte_if_include eth0 "
             "-x PATH -x TF_X python train.py",
         ),
         (
-            "mpirun",
-            SPREAD | {"mpi": Mpi("MPICH", "5.0.2")},
+            MPICH,
+            SPREAD,
             "HYDRA_LAUNCHER_EXTRA_ARGS='-p 2222' HVDKIT_LAST=1 mpirun -n 3 -bind-to none -launcher ssh "
             "-hosts node1:2,node2:1 -iface eth0 -genvlist PATH,TF_X python train.py",
         ),
         (
-            "mpirun",
-            SPREAD | {"mpi": Mpi("Intel MPI", "2021.17")},
+            INTEL,
+            SPREAD,
             "I_MPI_PIN=0 I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS='-p 2222' mpirun -bootstrap ssh -iface eth0 "
             "-genvlist PATH,TF_X -host node1 -n 2 python train.py : -host node2 -n 1 python train.py",
         ),
         (
-            "horovodrun",
-            SPREAD | {"program": "horovodrun"},
+            OVER_MPI,
+            SPREAD,
             "horovodrun --mpi -np 3 -H node1:2,node2:1 --ssh-port 2222 --mpi-args '--prefix /env' "
             "--network-interfaces eth0 python train.py",
         ),
         (
-            "gloo",
-            SPREAD | {"program": "horovodrun", "ssh_args": "-i key -p2222"},
+            GLOO,
+            SPREAD | {"ssh_args": "-i key -p2222"},
             "horovodrun --gloo -np 3 -H node1:2,node2:1 --ssh-identity-file key --ssh-port 2222 "
             "--network-interfaces eth0 python train.py",
         ),
         (
-            "srun",
-            SPREAD | {"program": "srun"},
+            Engine("srun", "srun"),
+            SPREAD,
             "srun --ntasks 3 --mpi=pmix --kill-on-bad-exit=1 --cpu-bind=none --unbuffered --overlap "
             "--nodelist node1,node2 --nodes 2 --export=PATH,TF_X python train.py",
         ),
     ],
 )
-def test_command_lines(engine, facts, expected):
-    assert shlex.split(str(engines.ENGINES[engine](Start(**facts)))) == shlex.split(expected)
+def test_command_lines(engine, options, expected):
+    assert shlex.split(line(engine, **options)) == shlex.split(expected)
+
+
+def line(engine, **options):
+    return str(engines.command_line(Start(engine=engine, **options)))
 
 
 def test_within_slurm_no_engine_needs_ssh():
-    mpich = engines.mpirun(Start(**SPREAD | {"mpi": Mpi("MPICH", "5.0.2"), "slurm": True}))
-    intel = engines.mpirun(Start(**SPREAD | {"mpi": Mpi("Intel MPI", "2021.17"), "slurm": True}))
-    assert " -launcher slurm -hosts " in str(mpich) and " -bootstrap slurm " in str(intel)
-    job = command.Job(Run(slurm=True), (), Chosen("mpirun", "mpirun"), (), {})
-    assert job.by_slurm and not replace(job, chosen=Chosen("gloo", "horovodrun")).by_slurm
-    here = (Host(socket.gethostname(), 1),)  # the one that is left: an mpirun without -H would take the lost ones, too
-    assert f"-H {socket.gethostname()}:1" in str(job.command_line(here, ("true",)))
-    assert "-H" not in str(replace(job, config=Run(np=1)).command_line(here, ("true",)))
+    assert " -launcher slurm -hosts " in line(MPICH, **SPREAD, slurm=True)
+    assert " -bootstrap slurm " in line(INTEL, **SPREAD, slurm=True)
+    here = (Host(socket.gethostname(), 1),)  # the one that is left: without --host mpirun would take the lost ones, too
+    job = Job(Run(slurm=True), here, FOUR, (), {})
+    assert job.by_slurm and not replace(job, engine=GLOO).by_slurm
+    assert f"--host {socket.gethostname()}:1" in str(job.command_line(here, ("true",), None))
+    assert "--host" not in str(replace(job, config=Run(np=1)).command_line(here, ("true",), None))
 
 
 def test_what_an_engine_cannot_do_is_refused():
     with pytest.raises(ValueError, match=r"--ssh-args: got -F conf.*mpirun"):
-        engines.horovodrun(Start(**SPREAD | {"ssh_args": "-F conf"}), gloo=True)
-    over_mpi = engines.horovodrun(Start(**SPREAD | {"ssh_args": "-F conf"})).argv
-    assert "--prefix /env -mca plm_rsh_args '-F conf'" in over_mpi
+        line(GLOO, **SPREAD | {"ssh_args": "-F conf"})
+    assert "--mpi-args '--prefix /env -mca plm_rsh_args" in line(OVER_MPI, **SPREAD | {"ssh_args": "-F conf"})
     with pytest.raises(ValueError, match=r"--interface: got 10.0.0.0/24"):
-        engines.mpich(Start(**SPREAD | {"interface": "10.0.0.0/24"}))
+        line(MPICH, **SPREAD | {"interface": "10.0.0.0/24"})
     with pytest.raises(ValueError, match="unknown MPI"):
-        engines.mpirun(Start(**HERE, mpi=Mpi("unknown MPI", "")))
+        line(Engine("mpirun", "mpirun"), **HERE)
 
 
 def test_only_named_variables_are_passed_on_and_secrets_by_name_alone():
     environment = {"PATH": "p", "TF_X": "1", "MY_TOKEN": "s3cret", "TF_API_KEY": "s3cret", "EDITOR": "vi", "HOME": "/"}
-    names = engines.passed_on(environment, ("MY_TOKEN",), SECRET)
+    names = engines.passed_on(environment, ("MY_TOKEN",))
     assert names == ("MY_TOKEN", "PATH", "TF_X")
     assert set(engines.engine_environment(environment, names)) == {"MY_TOKEN", "PATH", "TF_X", "HOME"}
-    for mpi in ("Open MPI", "MPICH", "Intel MPI"):
-        line = engines.mpirun(Start(**SPREAD | {"names": names, "mpi": Mpi(mpi, "4.1")}))
-        assert "MY_TOKEN" in str(line) and "s3cret" not in str(line)
+    for engine in (FOUR, MPICH, INTEL):
+        shown = line(engine, **SPREAD | {"names": names})
+        assert "MY_TOKEN" in shown and "s3cret" not in shown
     with pytest.raises(ValueError, match="--env: got MISSING, expected a variable that is set"):
-        engines.passed_on(environment, ("MISSING",), SECRET)
+        engines.passed_on(environment, ("MISSING",))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +152,9 @@ def test_only_named_variables_are_passed_on_and_secrets_by_name_alone():
         ({"np": 2, "hosts": "a", "slurm": True}, "hosts: got -H and --slurm, expected one"),
         ({"np": 2, "env": ("TOKEN=abc",)}, r"--env: got TOKEN=\.\.\., expected the name"),
         ({"np": 2, "k8s": True}, "--image: got none"),
-        ({"np": 2, "grace": -1.0}, "--grace: got -1"),
+        ({"np": 2, "check_timeout": -1.0}, "--check-timeout: got -1"),
+        ({"np": 2, "grace": float("nan")}, "--grace: got nan"),
+        ({"np": 2, "ssh_args": "-i 'key"}, r"--ssh-args: got -i 'key \(No closing quotation\)"),
     ],
 )
 def test_bad_options(options, message):
@@ -165,7 +182,9 @@ def test_hosts_of_the_command_line_and_of_files(tmp_path):
     pbs = tmp_path / "pbs"
     pbs.write_text("n1\nn1\nn2\n")
     assert hosts.pbs_hosts({"PBS_NODEFILE": str(pbs)}) == (Host("n1", 2), Host("n2", 1))
-    assert hosts.pbs_hosts({}) is None
+    assert hosts.pbs_hosts({}) == ()
+    with pytest.raises(ValueError, match=r"PBS_NODEFILE: got .*none \(No such file"):
+        hosts.pbs_hosts({"PBS_NODEFILE": str(tmp_path / "none")})
 
 
 def test_hosts_of_slurm():
@@ -197,10 +216,10 @@ def found(built, mpi=None, plugins=(), horovodrun="/bin/horovodrun"):
 def test_the_engine_follows_what_horovod_was_built_with():
     four, five = Mpi("Open MPI", "4.1.8"), Mpi("Open MPI", "5.0.3")
     both, gloo, mpi = ("mpi", "gloo"), ("gloo",), ("mpi",)
-    assert choose("auto", False, found(both, four)).engine == "mpirun"
+    assert choose("auto", False, found(both, four)).name == "mpirun"
     assert choose("auto", False, found(both, four)).prefix == "/mpi"
-    assert choose("auto", False, found(both)).engine == "gloo"
-    assert choose("auto", False, found(gloo, four)).engine == "gloo"
+    assert choose("auto", False, found(both)).name == "gloo"
+    assert choose("auto", False, found(gloo, four)).name == "gloo"
     with pytest.raises(ClusterError, match="--engine: got no mpirun"):
         choose("auto", False, found(mpi))
     with pytest.raises(ClusterError, match=r"horovodrun: got Open MPI 5\.0\.3"):
@@ -209,7 +228,7 @@ def test_the_engine_follows_what_horovod_was_built_with():
         choose("gloo", False, found(mpi, four))
     with pytest.raises(ClusterError, match="no horovodrun"):
         choose("gloo", False, found(both, four, horovodrun=None))
-    assert choose("auto", True, found(both, four, ("none", "pmi2"))).engine == "mpirun"
+    assert choose("auto", True, found(both, four, ("none", "pmi2"))).name == "mpirun"
 
 
 def test_ssh_refusals_name_the_remedy():
@@ -224,8 +243,26 @@ def test_ssh_refusals_name_the_remedy():
     assert "kaputt" in reach.refusal("n1", 1, "kaputt")
 
 
+def test_the_check_compares_versions_of_hvdkit_too():
+    """The probe runs here, as on a host with this environment, and as on one with another version of hvdkit."""
+    (same,) = reach.check(["n1"], lambda host, command: list(command), WAIT)
+    assert same.problem is None and "lo" in same.addresses
+    older = ["sed", f"s/{re.escape(hvdkit.__version__)}/0.0.9/"]
+    (answer,) = reach.check(
+        ["n1"], lambda host, command: ["sh", "-c", f"{shlex.join(command)} | {shlex.join(older)}"], WAIT
+    )
+    assert answer.problem.startswith(f"it has hvdkit 0.0.9 (this host: {hvdkit.__version__})")
+
+
+def test_a_host_may_write_what_is_not_utf_8():
+    """As the banner of an ssh server."""
+    script = "printf 'out\\377'; printf 'Permission denied\\377' >&2; exit 255"
+    ((output, problem),) = reach.run_on(["n1"], lambda host, command: list(command), ["sh", "-c", script], "", WAIT)
+    assert output == "out\ufffd" and "ssh-copy-id n1" in problem
+
+
 def answer(host, server, name="eth0", client="10.0.0.1", mask="255.255.255.0"):
-    return Answer(host, None, {}, {"lo": [("127.0.0.1", "255.0.0.0")], name: [(server, mask)]}, client, server)
+    return Answer(host, None, {"lo": [("127.0.0.1", "255.0.0.0")], name: [(server, mask)]}, client, server)
 
 
 def test_the_interface_between_hosts():
@@ -240,7 +277,7 @@ def test_the_interface_between_hosts():
         (None, [one, answer("b", "10.9.0.3", "ens3")], "one network that all hosts are in"),
         ("lo", [one], "lo, which reaches no other host"),
         ("ib0", [one], "ib0, which this host does not have"),
-        ("eth0", [one, answer("b", "10.0.0.3", "ens3")], "eth0, which b has not"),
+        ("eth0", [one, answer("b", "10.0.0.3", "ens3")], "eth0, which is missing on b"),
     ):
         with pytest.raises(ClusterError, match=f"--interface: .*{message}"):
             reach.network(answers, named, mine)
@@ -262,112 +299,104 @@ def test_hosts_that_fail_twice_in_a_row_are_left_out_and_others_come_back():
     assert restarts.Hosts(parse_hosts("a:2,b:2"), np=3, least=3).next({"a"}) is None
 
 
-def course(*events, size=3):
-    """An attempt of which the events are told: (rank, code, signals), or (rank, None) for a lost one."""
-    told = verdict.Course(size, "mpirun")
-    for rank in range(size):
-        told.began(rank, f"node{rank}")
-    for rank, code, *signals in events:
-        told.lost(rank) if code is None else told.ended(rank, code, list(signals))
-    return told
+def attempt(found, *members, code=1, last_line="", was_ended=False):
+    """An attempt of two ranks at its end: the coordinator's verdict, how the ranks that had begun and mpirun ended."""
+    made = Attempt(Job(Run(), TWO, FOUR, (), {}), (Host("node1", 2),), reach.THIS_HOST, ["true"], None, None)
+    exited = {rank: SimpleNamespace(exited=None if code is None else Exited(code=code)) for rank, code in members}
+    made._coordinator = SimpleNamespace(judge=lambda: found, members=exited, notified=False, flight="", verdict=None)
+    made._engine = SimpleNamespace(code=code, last_line=last_line, was_ended=was_ended)
+    return made
 
 
-@pytest.mark.parametrize(
-    ("events", "code", "line"),
-    [
-        ([(0, 0), (1, 0), (2, 0)], 0, ""),
-        ([(2, 3), (0, 1), (1, -15, 15)], 3, "rank 2 on node2 ended with exit code 3; the job ended after 12.3 s"),
-        ([(2, -9), (0, 1)], 137, r"rank 2 on node2 was killed by SIGKILL \(out of memory\?\); the job ended"),
-        ([(0, -15, 15), (1, -11)], 139, "rank 1 on node1 was killed by SIGSEGV"),
-        ([(1, None), (0, 1)], 1, "rank 1 on node1 is out of reach"),
-        ([(1, 75, 15), (0, 75, 15), (2, 75, 15)], 75, "rank 1 on node1 ended with exit code 75"),  # Slurm's signal
-        ([(0, 0), (1, 0)], 1, "rank 2 on node2 did not say how it ended"),  # never 0 where a rank is missing
-    ],
-)
-def test_verdicts(events, code, line):
-    judged = course(*events).verdict(0 if code in (0, 1) else 1, 12.3)
-    assert judged.code == code and judged.stopped == (code == 75)
-    assert re.match(line, judged.line) if line else judged.line == ""
+WELL, UNKNOWN = Verdict(0), Verdict(1, "it is not known which rank failed first")
 
 
 def test_an_engine_that_lingers_fails_no_job():
-    told = course((0, 0), (1, 0), (2, 0))
-    judged = told.verdict(-15, 1.0)
-    assert judged.code == 0 and judged.line.startswith("mpirun ended with exit code -15 after all ranks had ended with")
-    told.engine_ended_by_us = True
-    assert told.verdict(-15, 1.0) == verdict.Verdict(0, "")
-    told = course((0, 0), (1, 0))
-    told.engine_ended_by_us = True
-    assert told.verdict(-15, 1.0).code == 143  # never 0 where a rank is missing
+    judged = attempt(WELL, (0, 0), (1, 0), code=-15)._judge()
+    assert judged.code == 0 and judged.line.startswith(
+        "mpirun ended with exit code -15 after all ranks had ended with 0"
+    )
+    assert attempt(WELL, (0, 0), (1, 0), code=-15, was_ended=True)._judge() == Verdict(0)
 
 
-def report(rank, cause, verb="failed", **fields):
-    """What a rank's hvdkit hands over about a failure of ``rank``."""
-    return FailureReport(rank=rank, host=f"node{rank}", verb=verb, cause=cause, **fields)
+def test_a_rank_that_failed_is_named_with_its_exit_code_whatever_the_engine_says():
+    found = Verdict(3, "failed at step 4: ValueError: bad", 1, "node1", 4)
+    judged = attempt(found, (0, -9), (1, 3))._judge()
+    assert (judged.code, judged.rank, judged.final) == (3, 1, False)
+    assert re.fullmatch(r"rank 1 on node1 failed at step 4: ValueError: bad; the job ended after \d\.\d s", judged.line)
+    saved = attempt(Verdict(75, "ended with exit code 75", 1, "node1"), (0, 75), (1, 75), code=75)
+    assert not saved._judge().final
+    saved._coordinator.notified = True  # Slurm has announced the end of the job
+    assert saved._judge().final
 
 
-def test_a_rank_that_reports_why_it_fails_is_quoted():
-    told = course()
-    told.said(2, report(2, "ClusterError: another rank left the job", follows=True))
-    told.ended(2, 1, [])
-    assert told.failing and told.first is None
-    told.said(1, report(1, "ValueError: bad batch"))
-    told.said(0, report(0, "OSError: later"))
-    told.ended(1, 1, [])
-    assert told.verdict(1, 1.0).line == "rank 1 on node1 failed: ValueError: bad batch; the job ended after 1.0 s"
-    told = course((2, 1))  # the first whose end is known here need not be the first that failed
-    told.said(0, report(1, DIED, step=7, died=True))
-    told.ended(1, -9, [])
-    judged = told.verdict(1, 1.0)
-    assert (judged.rank, judged.code) == (1, 137)
-    assert judged.line.startswith("rank 1 on node1 was killed by SIGKILL (out of memory?) at step 7;")
-    told = course()  # it had left, and its process was still there when the others had ended
-    told.said(0, report(2, "ended before the others", verb="left the job", step=7))
-    told.ended(0, 1, [])
-    told.ended(1, 1, [])
-    told.ranks[2].ended_by_us = True
-    told.ended(2, -15, [])
-    assert told.verdict(143, 1.0).code == 1
+def test_an_engine_that_fails_is_quoted():
+    last = "There are not enough slots"
+    judged = attempt(UNKNOWN, last_line=last)._judge()
+    assert judged.code == 1
+    assert judged.line.startswith(
+        "mpirun ended with exit code 1 before any rank began; mpirun: There are not enough slots; the job ended after"
+    )
+    judged = attempt(UNKNOWN, (0, None), code=-15, last_line=last)._judge()
+    assert judged.code == 143 and judged.line.startswith("of 2 ranks 1 never began; mpirun: There are not")
+    failed = attempt(UNKNOWN, (0, 3), code=-15, was_ended=True)
+    failed._coordinator.verdict = Verdict(3, UNKNOWN.words)
+    judged = failed._judge()
+    assert judged.code == 3 and judged.line.startswith("of 2 ranks 1 never began; rank 0 ended with exit code 3; the")
+    judged = attempt(UNKNOWN, (0, 0), (1, None), code=0)._judge()
+    assert judged.code == 1 and judged.line.startswith(UNKNOWN.words)  # never 0 if a rank is missing
 
 
-def test_if_every_rank_ends_with_0_the_job_has_succeeded_whatever_was_reported():
-    told = course()
-    told.said(1, report(1, "ValueError: caught after all"))
-    for rank in range(3):
-        told.ended(rank, 0, [])
-    assert not told.failing and told.verdict(0, 1.0) == verdict.Verdict(0, "")
-    assert told.verdict(1, 1.0).code == 0
+def test_the_lines_of_an_engine(tmp_path):
+    """After a failure they are held back; the last one that is not a ruler is kept to quote it."""
+    line = CommandLine(("sh", "-c", "echo before; echo; echo -----; printf rest; exit 7"))
+    with (tmp_path / "out").open("wb") as file, selectors.DefaultSelector() as selector:
+        engine = EngineProcess("mpirun", line, dict(os.environ), selector, Output({1: file, 2: file}))
+        while selector.get_map():
+            for key, _ in selector.select():
+                engine.read(key, hold=False)
+        assert engine.last_line == "before"
+        engine.flush(hold=True)
+        assert engine.last_line == "rest"
+        file.flush()
+        assert (tmp_path / "out").read_text() == "[mpirun] before\n[mpirun] \n[mpirun] -----\n"
+        engine.write_held()
+        assert (tmp_path / "out").read_text().endswith("[mpirun] rest\n")
+        engine.end(0.0)
+        until = time.monotonic() + WAIT
+        while engine.code is None:
+            assert time.monotonic() < until
+        engine.tick(time.monotonic())
+    assert engine.code == 7 and not engine.was_ended  # it had ended before
 
 
-def test_what_a_program_writes_into_the_pipe_need_not_be_a_report():
-    whole = report(1, "ValueError: \u00e9", step=3)
-    assert FailureReport.decode(whole.encode()) == whole
-    for wrong in (
-        b"",
-        b"[]",
-        b"null",
-        b"[" * 100_000,
-        b"\xff",
-        b'{"rank": 1}',
-        whole.encode().replace(b'"step": 3', b'"step": "3"'),
-        whole.encode().replace(b'"rank": 1', b'"rank": "1"'),
-        whole.encode().replace(b'"rank"', b'"other"'),
-    ):
-        assert FailureReport.decode(wrong) is None, wrong
+@pytest.mark.parametrize("found", [UNKNOWN, Verdict(3, "failed: ValueError: bad", 1, "node1")])
+def test_the_file_of_the_flight_recorder_is_named(found):
+    made = attempt(found, (0, 1), (1, 3))
+    made._coordinator.flight = "flight recorder: /tmp/file"
+    assert made._judge().flight == "flight recorder: /tmp/file"
 
 
-def test_a_rank_that_calls_mpi_abort_is_found():
-    told = course((0, -15, 15), (1, -9, 15), (2, -15, 15))
-    told.engine_lines = ["MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD", "with errorcode 6."]
-    judged = told.verdict(6, 1.0)
-    assert (judged.code, judged.rank) == (6, 2) and "called MPI_Abort with 6" in judged.line
-    told = verdict.Course(2, "mpirun", engine_lines=["There are not enough slots"])
-    assert "before any rank began, saying: There are not enough slots" in told.verdict(1, 1.0).line
+@pytest.mark.parametrize(
+    ("number", "codes", "code", "words"),
+    [
+        (15, (75, 75), 75, "SIGTERM: all ranks saved and ended"),
+        (15, (75, 0), 75, "SIGTERM: all ranks saved and ended"),
+        (15, (0, 0), 0, "SIGTERM: its ranks were ended"),
+        (15, (75, -9), 143, "SIGTERM: its ranks were ended"),
+        (2, (130, 130), 130, "SIGINT: its ranks were ended"),
+    ],
+)
+def test_a_job_that_was_stopped_is_not_started_again(number, codes, code, words):
+    made = attempt(UNKNOWN, *enumerate(codes))
+    made._stopped_by = signal.Signals(number)
+    judged = made._judge()
+    assert judged.code == code and judged.final and judged.line.startswith(f"{words}; the job ended after")
 
 
 def test_non_finite_values_end_attempts():
     assert NonFiniteError.exit_code == 65
-    assert restarts.is_final(verdict.Verdict(65, "")) and not restarts.is_final(verdict.Verdict(1, ""))
+    assert restarts.is_final(Verdict(65)) and not restarts.is_final(Verdict(1))
 
 
 def test_lines_are_whole_and_progress_bars_keep_what_is_left_of_them(tmp_path):
@@ -383,6 +412,24 @@ def test_lines_are_whole_and_progress_bars_keep_what_is_left_of_them(tmp_path):
         b"[rank 1] other", b"[rank 0] begun", b"[rank 0] 100%", b"[rank 0] tagged", b"[rank 2] said", b"[rank 0] rest",
     ]  # fmt: skip
     assert (tmp_path / "rank-0.log").read_bytes() == b"begun\n 10%\r 50%\r100%\r\n[rank 0] tagged\n[rank 2] said\nrest"
+
+
+def test_a_line_without_an_end_is_written_in_parts(tmp_path):
+    """As of a program that writes binary data: it would be kept in memory until the job ends."""
+    with (tmp_path / "out").open("wb") as out, selectors.DefaultSelector() as selector:
+        output = Output({1: out, 2: out})
+        for _ in range(40):
+            output.feed(0, 1, b"x" * (1 << 16))
+        line = CommandLine(("sh", "-c", f"head -c {40 << 16} /dev/zero"))
+        engine = EngineProcess("mpirun", line, dict(os.environ), selector, output)
+        while selector.get_map():
+            for key, _ in selector.select():
+                engine.read(key, hold=False)
+        engine.flush(hold=False)
+        output.ended(0)
+    lines = (tmp_path / "out").read_bytes().splitlines()
+    assert all(len(line) < 1.2e6 for line in lines)
+    assert sum(line.count(b"x") for line in lines) == sum(line.count(b"\0") for line in lines) == 40 << 16
 
 
 def test_on_a_terminal_rank_0s_progress_stays_below_the_lines():

@@ -3,9 +3,9 @@
 import pytest
 
 from hvdkit.cluster.engine import _check_size
-from hvdkit.cluster.launcher import ALONE, promised
 from hvdkit.cluster.settings import core_of, core_share
 from hvdkit.errors import ClusterError
+from hvdkit.machine.launcher import ALONE, promised
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",

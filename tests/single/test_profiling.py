@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from traces import check_trace
 
-from hvdkit.cluster.progress import PROGRESS, spending
+from hvdkit.cluster.progress import progress, spending
 from hvdkit.profiling import clocks, intervals, report, timeline, trace, xplane
 from hvdkit.profiling.parts import PARTS, divide, meet
 from hvdkit.profiling.record import Collective, Mark, Record, Span
@@ -295,7 +295,7 @@ def test_what_the_variable_asks_for():
 
 
 def test_without_a_profile_a_step_costs_a_look_at_an_attribute():
-    assert PROGRESS.profile is None
+    assert progress().profile is None
     assert spending("input") is spending("save")  # one context that does nothing, made once
 
 

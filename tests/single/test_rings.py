@@ -11,8 +11,8 @@ import pytest
 
 from hvdkit import rings
 from hvdkit.cluster import settings
-from hvdkit.cluster.launcher import promised
 from hvdkit.commands.doctor import algorithm
+from hvdkit.machine.launcher import promised
 
 TWO_HOSTS = {
     "OMPI_COMM_WORLD_RANK": "0",

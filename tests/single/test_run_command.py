@@ -144,6 +144,35 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path):
     until(lambda: not left(mark))
 
 
+def start_first(folder, code):
+    """Start a job of two ranks. The second one never begins, as on a host whose file system does not answer."""
+    mpirun = folder / "mpirun"
+    mpirun.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo "mpirun (Open MPI) 4.1.8" && exit\n'
+        f'while [ "$1" != {sys.executable} ]; do shift; done\n'
+        'OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 "$@" &\nexec sleep 4000\n'
+    )
+    mpirun.chmod(0o755)
+    path = f"{folder}{os.pathsep}{environment()['PATH']}"
+    return start("-np", "2", "--engine", "mpirun", code=code, mark=str(folder), PATH=path)
+
+
+def test_a_rank_that_fails_ends_a_job_whose_other_ranks_have_not_begun(tmp_path):
+    code, _, err, last = finish(start_first(tmp_path, "sys.exit(3)"))
+    assert code == 3 and "hvdkit run: of 2 ranks 1 never began; rank 0 ended with exit code 3; the job" in last, err
+    until(lambda: not left(str(tmp_path)))
+
+
+def test_a_signal_ends_a_job_whose_other_ranks_have_not_begun(tmp_path):
+    process = start_first(tmp_path, f"open({str(tmp_path)!r} + '/up', 'w'); time.sleep(4000)")
+    until((tmp_path / "up").exists)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    code, _, err, _ = finish(process)
+    assert code == 143 and time.monotonic() - begin < 25, err  # not only after the 30 s that ranks have to save
+    until(lambda: not left(str(tmp_path)))
+
+
 def test_under_gloo_no_secret_is_on_a_command_line_and_the_exit_code_is_kept(tmp_path):
     mark = str(tmp_path)
     script = f"open({mark!r} + f'/up-{{RANK}}', 'w').write(os.environ['TOKEN']); time.sleep(2); sys.exit(RANK and 5)"

@@ -1,0 +1,141 @@
+"""The collectives of graphs, for the flight recorder: when each of them last began and ended.
+
+TensorFlow runs them without Python, so a graph writes both times into a small variable for each collective. The
+collective waits until its begin is written; nothing waits for the write of its end. A thread of the rank reads the
+variables every two seconds, and when the job fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.util import tf_stack
+
+from hvdkit.cluster.progress import is_users
+from hvdkit.watchdog.flight import FlightRecorder, collective_key, recorder
+from hvdkit.watchdog.reporter import reporter
+
+MOST_SHAPES = 4
+"""Tensors of a collective that are described."""
+
+
+class Site:
+    """One collective of a graph; a graph that is traced again has the same one.
+
+    Args:
+        key: by which ranks match it.
+        what: its name, dtypes and shapes.
+        line: the user's source line that led to it.
+        ranks: those that take part; None: all.
+        nbytes: that this rank sends, if that is known when the graph is built.
+    """
+
+    def __init__(self, key: str, what: str, line: str, ranks: Sequence[int] | None, nbytes: int) -> None:
+        self._key, self._what, self._line, self._ranks, self._nbytes = key, what, line, ranks, nbytes
+        self._number, self._seen, self._has_run = 0, (0.0, 0.0), False
+
+    def handle(self) -> tf.Tensor:
+        """Return the variable with the times, in seconds since 1970, of its last begin and end; 0: it has not ended.
+
+        It is looked up by name: a graph that captures a variable cannot be exported.
+        """
+        return tf.raw_ops.VarHandleOp(dtype=tf.float64, shape=[2], shared_name=f"hvdkit.{self._key}")
+
+    def wrap(self, native: Callable[[list[tf.Tensor]], Any], values: list[tf.Tensor]) -> Any:
+        """Return ``native(values)``, in a graph that notes when ``values`` and the results are available."""
+        with tf.control_dependencies(values), tf.device("/CPU:0"):
+            began, handle = tf.timestamp(), self.handle()
+            noted = tf.raw_ops.AssignVariableOp(resource=handle, value=tf.stack([began, tf.zeros_like(began)]))
+        with tf.control_dependencies([noted]):
+            ready = [tf.identity(x) for x in values]
+        result = native(ready)
+        with tf.control_dependencies(tf.nest.flatten(result)), tf.device("/CPU:0"):
+            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.stack([began, tf.timestamp()]))
+        return result
+
+    def sample(self, flight: FlightRecorder, offset: float) -> None:
+        """Record what has happened since the last time.
+
+        Args:
+            flight: the recorder.
+            offset: seconds to add to the time since 1970 to get the host's monotonic clock.
+        """
+        with tf.device("/CPU:0"):
+            handle = self.handle()
+            # To read a variable that does not exist yet would write a warning.
+            self._has_run = self._has_run or bool(tf.raw_ops.VarIsInitializedOp(resource=handle))
+            if not self._has_run:
+                return
+            began, ended = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64).numpy().tolist()
+        if (began, ended) == self._seen:
+            return
+        if began != self._seen[0]:
+            self._number = flight.begin(
+                self._key, self._what, self._line, self._ranks, self._nbytes, eager=False, at=began + offset
+            )
+        self._seen = began, ended
+        if ended:
+            flight.end(self._number, eager=False, at=ended + offset)
+
+
+class Sites:
+    """The collectives of this rank's graphs."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, Site] = {}
+        recorder().sampler = self.sample
+
+    def at(self, name: str, full: str, shown: Sequence[tf.Tensor], ranks: Sequence[int] | None) -> Site:
+        """Return the site of a collective.
+
+        Args:
+            name: of the collective, for messages.
+            full: by which ranks match it.
+            shown: the tensors that the user passed.
+            ranks: those that take part; None: all.
+        """
+        what = describe_tensors(name, [f"{x.dtype.name}{x.shape}" for x in shown[:MOST_SHAPES]], len(shown))
+        sizes = [x.shape.num_elements() for x in shown]
+        nbytes = sum((size or 0) * x.dtype.size for x, size in zip(shown, sizes, strict=True))
+        key = collective_key(full, ranks)
+        self._all[key] = Site(key, what, source_line(), ranks, nbytes)
+        return self._all[key]
+
+    def sample(self) -> None:
+        """Record what has happened since the last time."""
+        offset = time.monotonic() - time.time()
+        for site in list(self._all.values()):
+            site.sample(recorder(), offset)
+
+
+@cache
+def sites() -> Sites:
+    """Return those of this process."""
+    return Sites()
+
+
+def are_recorded() -> bool:
+    """Return True if this rank has a sentinel that reads what is recorded."""
+    return reporter().is_watched
+
+
+def describe_tensors(name: str, first: Sequence[str], count: int) -> str:
+    """Return a collective of ``count`` tensors in words, given the dtypes and shapes of the ``first`` ones.
+
+    Example:
+        >>> describe_tensors("sum", ["float32[3]", "int32[]"], 6)
+        'sum of float32[3], int32[] and 4 more'
+    """
+    more = f" and {count - len(first)} more" * (count > len(first))
+    return f"{name} of {', '.join(first)}{more}"
+
+
+def source_line() -> str:
+    """Return the innermost of the user's lines. TensorFlow's own stack shows AutoGraph's code as it was written."""
+    every: list[Any] = [(frame.filename, frame.lineno) for frame in tf_stack.extract_stack()]
+    file, line = ([one for one in every if is_users(one[0])] or every)[-1]
+    return f"{file}:{line}"

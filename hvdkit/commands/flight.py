@@ -1,0 +1,165 @@
+"""``hvdkit flight FILE``: who waited for whom when a job failed, in sentences and as a trace."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from hvdkit.errors import describe
+from hvdkit.watchdog.flight import Record
+from hvdkit.watchdog.flight_file import FlightFile, read
+
+_MOST_NAMED, _MOST_DRAWN = 8, 16
+_COLUMNS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flight:
+    """Say who waited for whom when a job failed: hvdkit flight FILE.
+
+    The file's path is in the line after the last line of the job.
+
+    Raises:
+        ValueError: the file cannot be read, or is not one of the flight recorder.
+    """
+
+    file: Positional[Path]
+    """The flight recorder's file."""
+    trace: Annotated[Path | None, arg(aliases=["-o"])] = None
+    """Also write a trace that ui.perfetto.dev and chrome://tracing open."""
+
+
+def flight(config: Flight) -> str:
+    """Return the sentences, and write the trace if one is requested."""
+    try:
+        found = read(config.file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ValueError(describe("FILE", f"{config.file} ({why})", "a readable file", "check its path")) from None
+    except ValueError as error:
+        remedy = "pass the path that the job's last lines name"
+        raise ValueError(describe("FILE", f"{config.file} ({error})", "a flight recorder's file", remedy)) from None
+    lines = [found.line, *explain(found), *timeline(found)]
+    if config.trace is not None:
+        try:
+            config.trace.write_text(json.dumps(trace(found)))
+        except OSError as error:
+            got = f"{config.trace} ({error.strerror})"
+            raise ValueError(describe("--trace", got, "a file that can be written", "choose another path")) from None
+        lines.append(f"trace: {config.trace} (open it at ui.perfetto.dev)")
+    return "\n".join(lines)
+
+
+def explain(found: FlightFile) -> list[str]:
+    """Return which ranks wait in which collective, for which others and since when, and what those others do.
+
+    Ranks match collectives by their keys. The job is stuck in a collective that some of its ranks have entered and
+    others have not; the cause is in the ranks that are missing. A rank without records, as on a lost host, may be one.
+    """
+    last = {one.rank: one.collectives() for one in found.ranks}
+    waiting: dict[str, dict[int, Record]] = defaultdict(dict)
+    ended: dict[str, dict[int, float]] = defaultdict(dict)  # when each rank came out of each collective last
+    for rank, records in last.items():
+        for record in records:
+            if record.end is None:
+                waiting[record.key][rank] = record
+            else:
+                ended[record.key][rank] = record.end
+    lines = []
+    for key, there in sorted(waiting.items(), key=lambda item: min(one.start for one in item[1].values())):
+        first = min(there.values(), key=lambda one: one.start)
+        # A graph's collective has the same key at every step: a rank that came out before is not in this one.
+        entered = there.keys() | {rank for rank, end in ended[key].items() if end >= first.start}
+        needed = range(found.size) if first.participants is None else first.participants
+        missing = [rank for rank in needed if rank not in entered]
+        since = f"for {found.ended - first.start:.1f} s"
+        who = _ranks(sorted(there))
+        verb = "waits" if len(there) == 1 else "wait"
+        at_step = "" if first.step is None else f" at step {first.step}"
+        target = f" for {_ranks(missing)}" if missing else ""
+        rest = "all of its ranks have entered it" if needed else "which ranks take part is unknown"
+        all_in = "" if missing else f"; {rest}"
+        lines.append(f"{who} {verb}{target} in {first.what}{at_step}, {since} ({first.line}){all_in}")
+        lines += [f"  {_where(rank, last[rank], found.ended)}" for rank in missing[:_MOST_NAMED] if rank in last]
+    if not lines:
+        lines = [_where(rank, records, found.ended) for rank, records in list(last.items())[:_MOST_NAMED]]
+    unknown = [rank for rank in range(found.size) if rank not in last]
+    return [*lines, f"no records of {_ranks(unknown)}"] if unknown else lines
+
+
+def _where(rank: int, records: Sequence[Record], ended: float) -> str:
+    """Return where a rank is."""
+    if not records:
+        return f"rank {rank} has not entered a collective"
+    record = max(records, key=lambda one: math.inf if one.end is None else one.end)
+    at_step = "" if record.step is None else f" at step {record.step}"
+    if record.end is None:
+        return f"rank {rank} is in {record.what}{at_step} for {ended - record.start:.1f} s ({record.line})"
+    ago = f"{ended - record.end:.1f} s ago"
+    return f"rank {rank} came out of {record.what}{at_step} {ago}, and has not entered another ({record.line})"
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_MOST_NAMED]))
+    more = f" and {len(numbers) - _MOST_NAMED} more" if len(numbers) > _MOST_NAMED else ""
+    return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}{more}"
+
+
+def timeline(found: FlightFile) -> list[str]:
+    """Return a line per rank that shows when it was in a collective; an empty list if no rank waits in one.
+
+    The first quarter of each line is from before the first collective that a rank still waits in. Of many ranks, those
+    that do not wait are drawn first: the others wait for them.
+    """
+    flights = {one.rank: one.collectives() for one in found.ranks}
+    waits = {rank: [one.start for one in records if one.end is None] for rank, records in flights.items()}
+    if not any(waits.values()):
+        return []
+    seconds = (found.ended - min(min(starts) for starts in waits.values() if starts)) * 4 / 3
+    drawn = sorted(sorted(flights, key=lambda rank: bool(waits[rank]))[:_MOST_DRAWN])
+
+    def column(time: float) -> int:
+        return max(0, min(_COLUMNS - 1, int(_COLUMNS * (1 - (found.ended - time) / seconds))))
+
+    lines = ["", f"the last {seconds:.1f} s: █ waits in a collective, ▒ collectives that have ended, · none"]
+    for rank in drawn:
+        cells = ["·"] * _COLUMNS
+        for record in sorted(flights[rank], key=lambda one: one.end is None):
+            end = found.ended if record.end is None else record.end
+            if end >= found.ended - seconds:
+                begin = column(record.start)
+                cells[begin : column(end) + 1] = ["█" if record.end is None else "▒"] * (column(end) + 1 - begin)
+        lines.append(f"rank {rank:<{len(str(drawn[-1]))}} {''.join(cells)}")
+    return [*lines, f"and {len(flights) - len(drawn)} more ranks"] if len(flights) > len(drawn) else lines
+
+
+def trace(found: FlightFile) -> dict[str, Any]:
+    """Return a trace in which each rank is a process. Source: "Trace Event Format", Google; microseconds."""
+    events: list[dict[str, Any]] = []
+    zero = min((record.start for one in found.ranks for record in one.collectives()), default=0.0)
+    for one in found.ranks:
+        name = {"name": f"rank {one.rank} on {one.host}"}
+        events.append({"ph": "M", "name": "process_name", "pid": one.rank, "tid": 0, "args": name})
+        for record in one.collectives():
+            end = found.ended if record.end is None else record.end
+            arguments = {"key": record.key, "line": record.line, "bytes": record.nbytes, "step": record.step}
+            events.append(
+                {
+                    "ph": "X",
+                    "name": record.what if record.end is not None else f"waits in {record.what}",
+                    "pid": one.rank,
+                    "tid": 0,
+                    "ts": (record.start - zero) * 1e6,
+                    "dur": max(0.0, end - record.start) * 1e6,
+                    "cname": "terrible" if record.end is None else "thread_state_iowait",
+                    "args": arguments,
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"end": found.line}}

@@ -1,0 +1,300 @@
+"""One start of the job, to its end: its output, signals, failure, and no process left."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hvdkit.commands.run.engine_process import EngineProcess
+from hvdkit.commands.run.engines import engine_environment
+from hvdkit.commands.run.hosts import Host, slots_of
+from hvdkit.commands.run.job import Job
+from hvdkit.commands.run.output import Output
+from hvdkit.commands.run.reach import Network
+from hvdkit.commands.run.secret import PrivateFile
+from hvdkit.errors import ClusterError
+from hvdkit.machine import processes
+from hvdkit.watchdog import sentinel
+from hvdkit.watchdog.channel import Offer, listen
+from hvdkit.watchdog.coordinator import Coordinator
+from hvdkit.watchdog.settings import Settings
+from hvdkit.watchdog.verdict import PREEMPTED, Verdict, shell_code
+
+# Seconds that the engine has to end, once all ranks have ended: after success, after a failure (or a signal before all
+# had begun), and if a host is cut off. After a failure it has nothing to add; Open MPI's waits for seconds if several
+# hosts fail together, and for hours if one is cut off.
+ENGINE_SECONDS, FAILED_ENGINE_SECONDS, CUT_OFF_SECONDS = 4.0, 1.0, 0.5
+# Seconds to read what the ended engine and the sentinels have left.
+_DRAIN_SECONDS = 0.5
+# Seconds to end processes that are left below this one.
+_CHILDREN_SECONDS = 3.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SENTINEL = (sys.executable, "-IS", str(Path(sentinel.__file__).resolve()), "run")
+
+
+class Signals:
+    """A context that collects signals to ``hvdkit run`` in a file that a selector can wait for."""
+
+    def __enter__(self) -> Signals:
+        self.file, self._writer = os.pipe()
+        for end in (self.file, self._writer):
+            os.set_blocking(end, False)
+        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._before = {
+            number: signal.signal(number, lambda number, frame: None)
+            for number in (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+            if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGCHLD
+        }
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self.file)
+        os.close(self._writer)
+
+    def read(self) -> list[signal.Signals]:
+        """Return the signals that have arrived."""
+        try:
+            return [signal.Signals(number) for number in os.read(self.file, 256)]
+        except BlockingIOError:
+            return []
+
+    def wait(self, seconds: float) -> signal.Signals | None:
+        """Wait for ``seconds``, or until a signal to stop arrives; return that signal, or None."""
+        until = time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.file, selectors.EVENT_READ)
+            while True:
+                left = until - time.monotonic()
+                if selector.select(max(0.0, left)) and (found := [n for n in self.read() if n in STOP_SIGNALS]):
+                    return found[0]
+                if left <= 0:
+                    return None
+
+
+@dataclass
+class Attempt:
+    """One start of a job, to its end.
+
+    Attributes:
+        job: what is started.
+        hosts: that it runs on, with the number of ranks on each as slots.
+        network: by which ranks on other hosts reach this one.
+        program: what the ranks run.
+        output: where the lines of all ranks go.
+        signals: that this process receives.
+    """
+
+    job: Job
+    hosts: tuple[Host, ...]
+    network: Network
+    program: Sequence[str]
+    output: Output
+    signals: Signals
+
+    def __post_init__(self) -> None:
+        self._size, self._grace = slots_of(self.hosts), self.job.config.grace
+        self._selector = selectors.DefaultSelector()
+        self._stopped_by: signal.Signals | None = None
+        self._kill_at: float | None = None
+        self._begin = time.monotonic()
+
+    def run(self) -> Verdict:
+        """Start the engine, wait for its end, and return how the job ended.
+
+        Raises:
+            ValueError: the engine cannot be started.
+            ClusterError: this host cannot listen, or another one cannot write the file with the job's token.
+        """
+        processes.allow_files(2 * self._size)  # a connection and a log for each rank
+        offer = self._open_coordinator()
+        file = None
+        processes.adopt_orphans()
+        try:
+            if self.job.engine.name == "gloo":  # it would write the offer on a command line
+                others = [host.name for host in self.hosts if not host.is_local]
+                file = PrivateFile(str(offer), self.job.remote(), others, self.job.config.check_timeout)
+            self._engine = self._start(str(file.path if file else offer))
+            self._selector.register(self.signals.file, selectors.EVENT_READ, self.signals)
+            while self._engine.code is None:
+                self._turn(0.2)
+            self._drain()
+        finally:
+            self._coordinator.close()
+            self._selector.close()
+            processes.end_descendants(_CHILDREN_SECONDS)
+            if file is not None:
+                members = self._coordinator.members.values()
+                file.remove({member.joined.host for member in members if member.lost is not None})
+        self._coordinator.finish_writing()
+        for rank in self._coordinator.members:
+            self.output.ended(rank)
+        verdict = self._judge()
+        if verdict.code and verdict.rank is None and not verdict.final:
+            self._engine.write_held()
+        return verdict
+
+    def _open_coordinator(self) -> Offer:
+        """Listen for the ranks' sentinels; return what they need to connect."""
+        addresses = self.network.addresses
+        try:
+            listeners = listen(addresses)
+        except OSError as error:
+            at = ", ".join(addresses)
+            raise ClusterError(f"hvdkit run cannot listen at {at} ({error}); name another --interface") from error
+        offer = Offer(addresses, listeners[0].getsockname()[1], os.urandom(16).hex())
+        settings = Settings.from_environment(self._grace)
+        # Ranks fill one host after the other; Slurm may choose otherwise.
+        filled = () if self.job.engine.name == "srun" else self.hosts
+        names = [host.name for host in filled for _ in range(host.slots)]
+        self._coordinator = Coordinator(
+            self._size,
+            settings,
+            self._selector,
+            listeners,
+            offer.token,
+            welcome=lambda joined: replace(
+                settings.welcome(self._size), program=self.job.program(self.program, joined.rank)
+            ),
+            output=lambda rank, output: self.output.feed(rank, output.channel, output.data),
+            write=self.output.line,
+            writes_end=False,  # it is written when the engine has ended
+            hosts=dict(enumerate(names)),
+            returns=False,
+        )
+        return offer
+
+    def _start(self, offer: str) -> EngineProcess:
+        """Start the engine. The sentinels get the program by their connection: engines interpret some arguments."""
+        job, variable = self.job, sentinel.RUN_VARIABLE
+        line = job.command_line(self.hosts, SENTINEL, self.network.interface, variable)
+        environment = {**engine_environment(job.environment, job.names), variable: offer}
+        if job.engine.name == "gloo":
+            for name in job.config.env:
+                environment.pop(name, None)
+        return EngineProcess(job.engine.name, line, environment, self._selector, self.output)
+
+    def _turn(self, seconds: float) -> bool:
+        """Wait for events and handle them; return True if there was one."""
+        ready = self._selector.select(min(seconds, self._coordinator.pause(time.monotonic())))
+        for key, events in ready:
+            if key.data is self.signals:
+                for number in self.signals.read():
+                    self._signalled(number)
+            elif isinstance(key.data, int):
+                self._engine.read(key, self._is_over)
+            else:
+                self._coordinator.ready(key, events)
+        now = time.monotonic()
+        self._coordinator.tick(now)
+        if self._have_ended and not self._engine.is_ending:
+            self._release()
+        if self._kill_at is not None and self._kill_at <= now:
+            self._kill_at = None
+            self._coordinator.signal(signal.SIGKILL)
+            self._engine.end(ENGINE_SECONDS)
+        self._engine.tick(time.monotonic())
+        return bool(ready)
+
+    @property
+    def _have_ended(self) -> bool:
+        """Return True once all ranks have ended. After a failure or a signal those that have not begun do not count."""
+        found = self._coordinator
+        if self._stopped_by is not None:
+            return not any(member.here for member in found.members.values())
+        return found.all_ended or (found.verdict is not None and found.over)
+
+    @property
+    def _is_over(self) -> bool:
+        """Return True once the job has failed or was stopped.
+
+        The engine's lines are then held back, and written only if it remains unknown which rank failed: engines print
+        many lines when a process ends, and would hide the lines that say why.
+        """
+        return self._coordinator.verdict is not None or self._stopped_by is not None
+
+    def _drain(self) -> None:
+        """Read what the ended engine and the sentinels have left."""
+        until = time.monotonic() + _DRAIN_SECONDS
+        while time.monotonic() < until and self._turn(0.02):
+            pass
+        self._engine.flush(self._is_over)
+
+    def _release(self) -> None:
+        """Let sentinels and engine end, now that all ranks have ended."""
+        self._coordinator.release()
+        if any(member.lost is not None for member in self._coordinator.members.values()):
+            self._engine.end(CUT_OFF_SECONDS)
+        else:
+            ends_itself = self._coordinator.verdict is None and self._coordinator.all_ended
+            self._engine.end(ENGINE_SECONDS if ends_itself else FAILED_ENGINE_SECONDS)
+
+    def _signalled(self, number: signal.Signals) -> None:
+        if number in (signal.SIGUSR1, signal.SIGUSR2):
+            self._coordinator.notified = True
+            self._coordinator.signal(number)
+        elif number not in STOP_SIGNALS:
+            return
+        elif self._stopped_by is None and self._have_ended:  # before the signal came
+            self._engine.end(0.0)
+        elif self._stopped_by is None:
+            self._stopped_by, self._coordinator.ordered = number, True
+            self.output.line(
+                f"hvdkit run: {number.name}: ranks have {self._grace:g} s to end; a second one ends them now"
+            )
+            self._coordinator.signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            self._kill_at = time.monotonic() + self._grace
+        elif number == self._stopped_by:
+            self._kill_at = time.monotonic()
+            self._engine.end(0.0)
+
+    def _judge(self) -> Verdict:
+        """Return how the attempt ended, once the engine has ended."""
+        engine, name, members = self._engine, self.job.engine.name, self._coordinator.members
+        assert engine.code is not None
+        tail = f"; the job ended after {time.monotonic() - self._begin:.1f} s"
+        if self._stopped_by is not None:
+            return self._stopped(self._stopped_by, tail)
+        found = self._coordinator.judge()
+        if found.code == 0 and not found.words:
+            unusual = engine.code != 0 and not engine.was_ended
+            words = f"{name} ended with exit code {engine.code} after all ranks had ended with 0{tail}"
+            return Verdict(0, words if unusual else "")
+        if found.rank is not None:
+            is_preempted = self._coordinator.notified and found.code == PREEMPTED
+            return replace(found, words=found.words + tail, final=is_preempted, flight=self._coordinator.flight)
+        words = found.words
+        if not members:
+            words = f"{name} ended with exit code {engine.code} before any rank began"
+        elif missing := sorted(set(range(self._size)) - members.keys()):
+            words = f"of {self._size} ranks {', '.join(map(str, missing))} never began"
+            if (decided := self._coordinator.verdict) is not None:  # others may have been ended since then
+                found = replace(found, code=decided.code)
+                codes = {rank: member.exited.code for rank, member in members.items() if member.exited is not None}
+                ended = [rank for rank, code in codes.items() if code and shell_code(code) == decided.code]
+                words += f"; rank {ended[0]} ended with exit code {decided.code}" if ended else ""
+        quoted = f"; {name}: {engine.last_line}" if engine.last_line else ""
+        return replace(
+            found,
+            code=(0 if engine.was_ended else shell_code(engine.code)) or found.code or 1,
+            words=f"{words}{quoted}{tail}",
+            flight=self._coordinator.flight,
+        )
+
+    def _stopped(self, number: signal.Signals, tail: str) -> Verdict:
+        exited = [member.exited for member in self._coordinator.members.values()]
+        codes = {None if one is None else one.code for one in exited}
+        saved = bool(codes) and codes <= {0, PREEMPTED} and len(exited) == self._size
+        words = "all ranks saved and ended" if saved and PREEMPTED in codes else "its ranks were ended"
+        code = shell_code(-number)
+        if saved and number != signal.SIGINT:
+            code = PREEMPTED if PREEMPTED in codes else 0
+        return Verdict(code, f"{number.name}: {words}{tail}", final=True)

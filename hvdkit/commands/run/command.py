@@ -1,0 +1,65 @@
+"""``hvdkit run``, from its options to its exit code."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+
+from hvdkit.commands.run import restarts
+from hvdkit.commands.run.attempt import Signals
+from hvdkit.commands.run.config import Run
+from hvdkit.commands.run.job import prepare
+from hvdkit.commands.run.output import Output
+from hvdkit.commands.run.reach import refuse
+from hvdkit.errors import describe
+
+# Engines interpret these arguments themselves: between programs, and before one.
+_ENGINES_OWN = (":", "--")
+
+
+def run(config: Run, program: Sequence[str]) -> int | str:
+    """Start ``program`` on all ranks and wait for its end, with as many restarts as ``config`` allows.
+
+    Returns:
+        The exit code: 0 if every rank of the last attempt ended with 0, otherwise that of the first rank that failed,
+        128 + n for a signal; 75 if the ranks saved after SIGTERM; 130 after Ctrl-C. With ``dry_run`` the command that
+        would run.
+
+    Raises:
+        ValueError: an option, a host or the program is wrong; nothing has been started.
+        ClusterError: a host fails the check, or an engine is missing; nothing has been started.
+    """
+    if config.k8s:
+        from hvdkit.commands.run.manifest import kubernetes
+
+        return kubernetes(config, program)
+    job = prepare(config, program)
+    if config.dry_run:
+        hosts = job.first_hosts()
+        network, answers = job.network(hosts)
+        refuse(answers)
+        return str(job.command_line(hosts, plain(program), network.interface))
+    if config.logs is not None:
+        try:
+            config.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            got = f"{config.logs} ({error.strerror})"
+            raise ValueError(describe("--logs", got, "a folder that can be written", "name another")) from None
+    output = Output({1: sys.stdout.buffer, 2: sys.stderr.buffer}, config.logs)
+    with Signals() as signals:
+        return restarts.run(job, program, output, signals)
+
+
+def plain(program: Sequence[str]) -> list[str]:
+    """Return a command that does the same and that every engine passes on unchanged.
+
+    Example:
+        >>> plain(["python", "x.py", "a", ":", "b"])
+        ['sh', '-c', 'exec python x.py a : b']
+        >>> plain(["python", "x.py", "a b"])
+        ['python', 'x.py', 'a b']
+    """
+    if any(word in _ENGINES_OWN for word in program):
+        return ["sh", "-c", f"exec {shlex.join(program)}"]
+    return list(program)

@@ -1,0 +1,104 @@
+"""The options of ``hvdkit run``."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from tyro.conf import UseAppendAction, arg
+
+from hvdkit.errors import describe
+
+EngineKind = Literal["auto", "mpirun", "horovodrun", "gloo", "srun"]
+# The least value of each number.
+_LEAST: Mapping[str, int] = {
+    "np": 1, "min_np": 1, "max_restarts": 0, "slots_per_worker": 1, "check_timeout": 0, "grace": 0, "backoff": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Start a program on many ranks: hvdkit run -np 4 -- python train.py.
+
+    Raises:
+        ValueError: an option has a wrong value, or contradicts another.
+
+    Example:
+        >>> Run(np=4).engine
+        'auto'
+    """
+
+    np: Annotated[int | None, arg(aliases=["-np"])] = None
+    """Number of ranks; by default the slots of all hosts."""
+    hosts: Annotated[str | None, arg(aliases=["-H"])] = None
+    """Hosts and their slots, e.g. node1:4,node2:4; a host without a number has one slot."""
+    hostfile: Path | None = None
+    """File with one host per line: `node1 slots=4` or `node1:4`."""
+    slurm: bool = False
+    """Take hosts and slots from this Slurm allocation."""
+    k8s: bool = False
+    """Create an MPIJob for Kubernetes (kubeflow.org/v2beta1); needs --image."""
+    engine: EngineKind = "auto"
+    """What starts the ranks: mpirun, horovodrun (over MPI), gloo (horovodrun --gloo) or srun; auto takes the one
+    that suits Horovod's build."""
+    dry_run: bool = False
+    """Print the command (or the manifest), and start nothing."""
+    max_restarts: int = 0
+    """Number of restarts after failures."""
+    min_np: int | None = None
+    """Least number of ranks to restart with if hosts are lost; by default all of -np."""
+    env: UseAppendAction[tuple[str, ...]] = ()
+    """Name of an environment variable to pass on (--env A --env B); never its value."""
+    logs: Path | None = None
+    """Folder for a log of each rank: rank-0.log, rank-1.log, ..."""
+    interface: str | None = None
+    """Network interface by which hosts reach each other; by default the one that ssh or srun used."""
+    ssh_args: str = ""
+    """Arguments for ssh, e.g. --ssh-args="-p 2222 -i key"; the engine gets them too."""
+    check: bool = True
+    """Check all hosts before the start, over ssh, or by srun with --slurm: they are reachable, and have the same Python
+    and the same versions."""
+    check_timeout: float = 15.0
+    """Seconds after which a host that has not answered counts as unreachable."""
+    grace: float = 30.0
+    """Seconds for ranks to save after SIGTERM or Ctrl-C, before they are killed."""
+    backoff: float = 1.0
+    """Seconds before the first restart; doubled for each further one, up to a minute."""
+    image: str | None = None
+    """Container image with hvdkit and the program, for --k8s."""
+    name: str = "hvdkit"
+    """Name of the MPIJob, for --k8s."""
+    slots_per_worker: int = 1
+    """Ranks in a pod, for --k8s; each gets a GPU with --gpu."""
+    gpu: bool = False
+    """Request a GPU for each rank, for --k8s."""
+
+    def __post_init__(self) -> None:
+        if self.engine not in get_args(EngineKind):
+            raise ValueError(describe("--engine", self.engine, " or ".join(get_args(EngineKind)), "leave it out"))
+        sources = {"-H": self.hosts, "--hostfile": self.hostfile, "--slurm": self.slurm, "--k8s": self.k8s}
+        named = [flag for flag, value in sources.items() if value not in (None, False)]
+        if len(named) > 1:
+            raise ValueError(describe("hosts", " and ".join(named), "one of them", "leave the others out"))
+        if self.k8s and self.image is None:
+            raise ValueError(describe("--image", "none", "a container image, for --k8s", "pass --image NAME"))
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:  # NaN is neither
+                flag = "-np" if name == "np" else f"--{name.replace('_', '-')}"
+                raise ValueError(describe(flag, value, f"at least {least}", "pass another number"))
+        if self.min_np is not None and self.np is not None and self.min_np > self.np:
+            raise ValueError(describe("--min-np", self.min_np, f"at most -np ({self.np})", "lower it, or raise -np"))
+        for name in self.env:
+            if not name.isidentifier():
+                shown = name.partition("=")[0] + "=..." if "=" in name else name
+                remedy = "export the variable, and pass its name only: values would be seen on the command line"
+                raise ValueError(describe("--env", shown, "the name of a variable", remedy))
+        try:
+            shlex.split(self.ssh_args)
+        except ValueError as error:
+            got = f"{self.ssh_args} ({error})"
+            raise ValueError(describe("--ssh-args", got, "arguments as for a shell", "close the quotation")) from None

@@ -1,0 +1,127 @@
+"""The process of an engine: its start, its output and its end."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+
+from hvdkit.commands.run.engines import CommandLine
+from hvdkit.commands.run.output import LONGEST_LINE, Output
+from hvdkit.machine import processes
+
+# Most seconds between SIGTERM to the engine and SIGKILL.
+KILL_SECONDS = 4.0
+
+
+class EngineProcess:
+    """A running engine.
+
+    Args:
+        name: the engine's name, written before its lines.
+        line: its command line.
+        environment: its variables, except those of ``line``.
+        selector: gets its standard output and error, with the channel (1 or 2) as data.
+        output: where its lines go.
+
+    Attributes:
+        was_ended: it got a signal from :meth:`tick`: its exit code says nothing about the job.
+        last_line: the last line that it wrote and that is not a ruler.
+
+    Raises:
+        ValueError: it cannot be started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        line: CommandLine,
+        environment: Mapping[str, str],
+        selector: selectors.BaseSelector,
+        output: Output,
+    ) -> None:
+        self._name, self._selector, self._output = name, selector, output
+        self.was_ended = False
+        self.last_line = ""
+        self._deadlines: list[tuple[float, signal.Signals]] = []
+        self._begun = {1: b"", 2: b""}
+        self._held = b""
+        try:
+            self._process = subprocess.Popen(
+                line.argv,
+                env={**environment, **line.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # a terminal's Ctrl-C reaches hvdkit run alone
+                preexec_fn=lambda: processes.signal_at_parent_end(signal.SIGTERM),
+            )
+        except OSError as error:
+            raise ValueError(f"--engine {name}: {line.argv[0]} cannot start ({error.strerror})") from error
+        assert self._process.stdout and self._process.stderr
+        for channel, file in ((1, self._process.stdout), (2, self._process.stderr)):
+            os.set_blocking(file.fileno(), False)
+            selector.register(file, selectors.EVENT_READ, channel)
+
+    @property
+    def code(self) -> int | None:
+        """Return its exit code, or None while it runs."""
+        return self._process.poll()
+
+    @property
+    def is_ending(self) -> bool:
+        """Return True if :meth:`end` was called, and a signal is yet to be sent."""
+        return bool(self._deadlines)
+
+    def end(self, seconds: float) -> None:
+        """End it if it has not ended after ``seconds``."""
+        at = time.monotonic() + seconds
+        if not self._deadlines or at < self._deadlines[0][0]:
+            self._deadlines = [(at, signal.SIGTERM), (at + min(2 * seconds, KILL_SECONDS), signal.SIGKILL)]
+
+    def tick(self, now: float) -> None:
+        """Send the signals that are due."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number = self._deadlines.pop(0)
+            if self.code is None:
+                self.was_ended = True
+                self._process.send_signal(number)
+
+    def read(self, key: selectors.SelectorKey, hold: bool) -> None:
+        """Read one of its channels, and write whole lines, or ``hold`` them back."""
+        try:
+            data = os.read(key.fd, 1 << 16)
+        except OSError:
+            return
+        if not data:
+            self._selector.unregister(key.fileobj)
+            return
+        *lines, rest = (self._begun[key.data] + data).split(b"\n")
+        if len(rest) > LONGEST_LINE:
+            lines, rest = [*lines, rest], b""
+        self._begun[key.data] = rest
+        self._write(key.data, lines, hold)
+
+    def flush(self, hold: bool) -> None:
+        """Write what is left of lines that it did not end."""
+        for channel, rest in self._begun.items():
+            self._write(channel, [rest] if rest else [], hold)
+
+    def write_held(self) -> None:
+        """Write the lines that were held back."""
+        self._output.write(2, self._held)
+
+    def _write(self, channel: int, lines: list[bytes], hold: bool) -> None:
+        if not lines:
+            return
+        for line in lines:
+            if line.strip(b" -*"):
+                self.last_line = line.decode(errors="replace").strip()
+        data = b"".join(b"[%b] %b\n" % (self._name.encode(), line) for line in lines)
+        if hold:
+            self._held += data
+        else:
+            self._output.write(channel, data)

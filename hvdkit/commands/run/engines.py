@@ -1,0 +1,264 @@
+"""The command line of each engine. Pure: functions of a start and of what was found, tested without launching."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from hvdkit.commands.run.hosts import Host
+from hvdkit.errors import describe
+from hvdkit.machine.environment import SECRET
+from hvdkit.machine.mpi import Mpi
+
+# Variables that ranks get if they are set, except those whose names look like secrets; --env adds others.
+DEFAULT_NAMES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "TZ", "TMPDIR")
+DEFAULT_PREFIXES = (
+    "HOROVOD_", "HVDKIT_", "TF_", "KERAS_", "NCCL_", "OMP_", "XLA_", "CUDA_", "PYTHON", "LC_", "MKL_", "UCX_", "FI_",
+)  # fmt: skip
+# Variables that the engine itself needs on this host; they are not sent to other hosts.
+OWN_NAMES = ("HOME", "USER", "LOGNAME", "SHELL", "TERM", "SSH_AUTH_SOCK", "KRB5CCNAME", "XDG_RUNTIME_DIR")
+OWN_PREFIXES = ("OMPI_", "PRTE_", "PMIX_MCA_", "OPAL_", "HYDRA_", "I_MPI_", "MPICH_", "SLURM_", "PBS_", "KUBERNETES_")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine on this machine.
+
+    Attributes:
+        name: mpirun, horovodrun (over MPI), gloo (horovodrun --gloo) or srun.
+        program: path of its program.
+        mpi: the MPI that an mpirun belongs to, or None if it is unknown.
+        prefix: folder in which that MPI is installed, the same on every host.
+        slurm_mpi: srun's plugin for the MPI of Horovod.
+    """
+
+    name: str
+    program: str
+    mpi: Mpi | None = None
+    prefix: str | None = None
+    slurm_mpi: str = "pmix"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of the job: what every engine's command line is made from.
+
+    Attributes:
+        engine: starts the ranks.
+        np: number of ranks.
+        command: what each rank runs.
+        hosts: hosts and the number of ranks on each; empty: this machine alone.
+        names: environment variables that are passed on.
+        interface: network interface between the hosts, or a subnet such as 10.0.0.0/24 if its name differs.
+        ssh_args: arguments for ssh.
+        root: root runs it, which Open MPI allows only with an option.
+        slurm: Slurm starts the engine's daemons on other hosts. Open MPI's mpirun finds out that it may.
+    """
+
+    engine: Engine
+    np: int
+    command: tuple[str, ...]
+    hosts: tuple[Host, ...] = ()
+    names: tuple[str, ...] = ()
+    interface: str | None = None
+    ssh_args: str = ""
+    root: bool = False
+    slurm: bool = False
+
+    @property
+    def is_spread(self) -> bool:
+        """Return True if ranks run on other hosts."""
+        return any(not host.is_local for host in self.hosts)
+
+    @property
+    def slots(self) -> str:
+        """Return the hosts and their ranks, as most engines take them: ``node1:4,node2:4``."""
+        return ",".join(map(str, self.hosts))
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command, and the variables that only the engine itself reads."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(self.argv)])
+
+
+def command_line(start: Start) -> CommandLine:
+    """Return the command line of the engine of ``start``.
+
+    Raises:
+        ValueError: the engine cannot do what ``start`` requires, or no options are known for its MPI.
+
+    Example:
+        >>> engine = Engine("mpirun", "mpirun", Mpi("Open MPI", "4.1"))
+        >>> print(command_line(Start(engine=engine, np=2, command=("python", "train.py"))))
+        mpirun -np 2 --bind-to none --map-by slot --oversubscribe python train.py
+    """
+    engine = start.engine
+    if engine.name in ("horovodrun", "gloo"):
+        return _horovodrun(start)
+    if engine.name == "srun":
+        return _srun(start)
+    of_vendor = _MPIRUNS.get(engine.mpi.vendor) if engine.mpi else None
+    if of_vendor is None:
+        got = f"{engine.mpi or 'unknown MPI'} at {engine.program}"
+        raise ValueError(describe("--engine mpirun", got, "Open MPI, MPICH or Intel MPI", "--engine gloo"))
+    return of_vendor(start)
+
+
+def _open_mpi(start: Start) -> CommandLine:
+    """Open MPI: threads are not bound to one core; more ranks than cores are fine, since slots have been checked.
+
+    From version 5 on PRRTE starts the ranks. It has its own options.
+    """
+    if start.engine.mpi and start.engine.mpi.major >= 5:
+        placement, fabric = ["--map-by", "slot:OVERSUBSCRIBE"], []
+        flag, ssh_args, interface = "--prtemca", "plm_ssh_args", "prte_if_include"
+    else:  # As Horovod advises: not InfiniBand's old transport, which fails on many clusters.
+        placement, fabric = ["--map-by", "slot", "--oversubscribe"], ["--mca", "btl", "^openib"]
+        flag, ssh_args, interface = "--mca", "plm_rsh_args", "oob_tcp_if_include"
+    argv = [start.engine.program, "-np", str(start.np), "--bind-to", "none", *placement]
+    argv += ["--allow-run-as-root"] if start.root else []
+    argv += _option("--host", start.slots)
+    if start.is_spread:
+        argv += ["--mca", "pml", "ob1", *fabric, *_option("--prefix", start.engine.prefix)]
+        argv += _option(flag, ssh_args, start.ssh_args)
+        argv += _option("--mca", "btl_tcp_if_include", start.interface) + _option(flag, interface, start.interface)
+    names = [word for name in start.names for word in ("-x", name)]
+    return CommandLine((*argv, *names, *start.command))
+
+
+def _mpich(start: Start) -> CommandLine:
+    """MPICH: Hydra passes on all variables unless it gets a list of names.
+
+    Hydra 5.0 drops the last variable of its environment on the way to other hosts: HVDKIT_LAST, which no program reads.
+    """
+    argv = [start.engine.program, "-n", str(start.np), "-bind-to", "none"]
+    environment = {}
+    if start.hosts:
+        argv += ["-launcher", "slurm" if start.slurm else "ssh", "-hosts", start.slots]
+    if start.is_spread:
+        environment = {"HYDRA_LAUNCHER_EXTRA_ARGS": start.ssh_args} if start.ssh_args else {}
+        environment["HVDKIT_LAST"] = "1"
+        argv += _option("-iface", _interface_name(start, "MPICH"))
+    return CommandLine((*argv, "-genvlist", ",".join(start.names), *start.command), environment)
+
+
+def _intel_mpi(start: Start) -> CommandLine:
+    """Intel MPI: a Hydra that takes one block of arguments for each host."""
+    argv = [start.engine.program]
+    environment = {"I_MPI_PIN": "0"}
+    if start.is_spread:
+        if start.ssh_args:
+            environment["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = start.ssh_args
+        argv += ["-bootstrap", "slurm" if start.slurm else "ssh"]
+        argv += _option("-iface", _interface_name(start, "Intel MPI"))
+    argv += ["-genvlist", ",".join(start.names)]
+    if not start.hosts:
+        return CommandLine((*argv, "-n", str(start.np), *start.command), environment)
+    blocks: list[str] = []
+    for host in start.hosts:
+        blocks += [*([":"] if blocks else []), "-host", host.name, "-n", str(host.slots), *start.command]
+    return CommandLine((*argv, *blocks), environment)
+
+
+_MPIRUNS: Mapping[str, Callable[[Start], CommandLine]] = {
+    "Open MPI": _open_mpi,
+    "MPICH": _mpich,
+    "Intel MPI": _intel_mpi,
+}
+
+
+def _horovodrun(start: Start) -> CommandLine:
+    """Horovod's own launcher, over MPI or Gloo. It passes on its whole environment, so it gets a small one."""
+    argv = [start.engine.program, "--gloo" if start.engine.name == "gloo" else "--mpi", "-np", str(start.np)]
+    argv += _option("-H", start.slots)
+    if start.is_spread:
+        argv += [*_horovod_ssh(start), *_option("--network-interfaces", _interface_name(start, "horovodrun"))]
+    return CommandLine((*argv, *start.command))
+
+
+def _horovod_ssh(start: Start) -> list[str]:
+    """horovodrun takes a port and a key for ssh; over MPI mpirun gets the prefix, and any other argument for ssh."""
+    own, others = [], []
+    words = iter(shlex.split(start.ssh_args))
+    for word in words:
+        flag, value = word[:2], word[2:]
+        if flag in ("-p", "-i"):
+            own += ["--ssh-port" if flag == "-p" else "--ssh-identity-file", value or next(words, "")]
+        else:
+            others.append(word)
+    if others and start.engine.name == "gloo":
+        remedy = "put the rest into ~/.ssh/config, or use --engine mpirun"
+        expected = "-p PORT and -i FILE only, for horovodrun --gloo"
+        raise ValueError(describe("--ssh-args", start.ssh_args, expected, remedy))
+    to_mpirun = _option("--prefix", start.engine.prefix)
+    if others:
+        own = []
+        to_mpirun += ["-mca", "plm_rsh_args", start.ssh_args]
+    return own + _option("--mpi-args", shlex.join(to_mpirun))
+
+
+def _srun(start: Start) -> CommandLine:
+    """Slurm starts the ranks itself; a rank that fails ends the step."""
+    engine = start.engine
+    argv = [engine.program, "--ntasks", str(start.np), f"--mpi={engine.slurm_mpi}", "--kill-on-bad-exit=1"]
+    argv += ["--cpu-bind=none", "--unbuffered", "--overlap"]
+    if start.hosts:
+        argv += ["--nodelist", ",".join(host.name for host in start.hosts), "--nodes", str(len(start.hosts))]
+        if len({host.slots for host in start.hosts}) == 1:
+            argv += ["--ntasks-per-node", str(start.hosts[0].slots)]
+    return CommandLine((*argv, "--export=" + ",".join(start.names), *start.command))
+
+
+def _option(*words: str | None) -> list[str]:
+    """Return an option and its value, or nothing if the value is empty."""
+    return [word for word in words if word] if words[-1] else []
+
+
+def _interface_name(start: Start, engine: str) -> str | None:
+    """Return the interface for an engine that takes no subnet."""
+    if start.interface and "/" in start.interface:
+        expected = f"one name on all hosts, for {engine}"
+        raise ValueError(describe("--interface", start.interface, expected, "use --engine mpirun with Open MPI"))
+    return start.interface
+
+
+def passed_on(environment: Mapping[str, str], named: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the variables that ranks get: those that configure training, and ``named``.
+
+    Args:
+        environment: of this process.
+        named: names given by --env; variables whose names look like secrets are passed on only if they are here.
+
+    Raises:
+        ValueError: a variable of ``named`` is not set.
+
+    Example:
+        >>> passed_on({"TF_X": "1", "TF_TOKEN": "t", "MINE": "2", "OTHER": "3"}, ("MINE",))
+        ('MINE', 'TF_X')
+    """
+    for name in named:
+        if name not in environment:
+            raise ValueError(describe("--env", name, "a variable that is set", f"export {name}=..., or leave it out"))
+    default = {
+        name
+        for name in environment
+        if (name in DEFAULT_NAMES or name.startswith(DEFAULT_PREFIXES)) and not SECRET.search(name)
+    }
+    return tuple(sorted(default.union(named)))
+
+
+def engine_environment(environment: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
+    """Return the engine's environment: the variables that it passes on, and those it needs on this host."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in names or name in OWN_NAMES or name.startswith(OWN_PREFIXES)
+    }

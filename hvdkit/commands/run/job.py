@@ -1,0 +1,166 @@
+"""A job that is ready to start: its options, hosts, engine and environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from hvdkit.commands.run.choose import EngineFacts, choose
+from hvdkit.commands.run.config import Run
+from hvdkit.commands.run.engines import CommandLine, Engine, Start, command_line, passed_on
+from hvdkit.commands.run.hosts import Host, parse_hosts, pbs_hosts, placed, read_hostfile, slots_of, slurm_hosts
+from hvdkit.commands.run.reach import THIS_HOST, Answer, Network, Remote, check, network, srun_command, ssh_command
+from hvdkit.errors import describe
+from hvdkit.machine.environment import outside_a_job
+from hvdkit.watchdog.settings import HEARTBEAT, seconds
+
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"  # from glibc 2.35 on; earlier versions ignore it
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that is ready to start.
+
+    Attributes:
+        config: the options.
+        hosts: all of its hosts, with their slots.
+        engine: starts the ranks.
+        names: environment variables that ranks get.
+        environment: of this process, without the variables of a job that it may be part of.
+    """
+
+    config: Run
+    hosts: tuple[Host, ...]
+    engine: Engine
+    names: tuple[str, ...]
+    environment: dict[str, str]
+
+    @property
+    def by_slurm(self) -> bool:
+        """Return True if Slurm, not ssh, starts processes on other hosts."""
+        return self.config.slurm and self.engine.name in ("srun", "mpirun")
+
+    def first_hosts(self) -> tuple[Host, ...]:
+        """Return the hosts of the first attempt, with the number of ranks on each as slots."""
+        return placed(self.hosts, self.config.np)
+
+    def command_line(
+        self, hosts: tuple[Host, ...], command: Sequence[str], interface: str | None, *names: str
+    ) -> CommandLine:
+        """Return the engine's command line for an attempt; ``names`` are further variables that ranks get."""
+        # Within Slurm an engine without a list of hosts takes the whole allocation, lost hosts included.
+        is_here = len(hosts) == 1 and hosts[0].is_local and not self.by_slurm
+        start = Start(
+            engine=self.engine,
+            np=slots_of(hosts),
+            command=tuple(command),
+            hosts=() if is_here else hosts,
+            names=(*self.names, *names),
+            interface=interface,
+            ssh_args=self.config.ssh_args,
+            root=os.geteuid() == 0,
+            slurm=self.by_slurm,
+        )
+        return command_line(start)
+
+    def remote(self, connect_timeout: float | None = None) -> Remote:
+        """Return what runs a command on another host; ssh may take ``connect_timeout`` seconds to connect."""
+        if self.by_slurm:
+            return srun_command
+        timeout = self.config.check_timeout if connect_timeout is None else connect_timeout
+        return partial(ssh_command, self.config.ssh_args, timeout)
+
+    def network(self, hosts: tuple[Host, ...], connect_timeout: float | None = None) -> tuple[Network, list[Answer]]:
+        """Check ``hosts``; return how they are reached, and the answers of all except this one.
+
+        Args:
+            hosts: to check.
+            connect_timeout: seconds that ssh may take to connect; by default --check-timeout.
+
+        Raises:
+            ClusterError: those that answer have no network in common.
+        """
+        others = [host.name for host in hosts if not host.is_local]
+        if not others:
+            return THIS_HOST, []
+        if not self.config.check:
+            return network(None, self.config.interface), []
+        answers = check(others, self.remote(connect_timeout), self.config.check_timeout)
+        good = [answer for answer in answers if answer.problem is None]
+        return (network(good, self.config.interface) if good else THIS_HOST), answers
+
+    def program(self, command: Sequence[str], rank: int) -> dict[str, Any]:
+        """Return what the sentinel of a rank starts: ``command``, its environment and its terminal."""
+        # Under Gloo the variables of --env are sent here: horovodrun would write their values on a command line.
+        added = {name: self.environment[name] for name in self.config.env} if self.engine.name == "gloo" else {}
+        added["PYTHONUNBUFFERED"] = self.environment.get("PYTHONUNBUFFERED", "1")
+        added["GLIBC_TUNABLES"] = with_huge_pages(self.environment.get("GLIBC_TUNABLES", ""))
+        terminal = None
+        if rank == 0 and sys.stdout.isatty():
+            size = shutil.get_terminal_size()
+            terminal = {"lines": size.lines, "columns": max(20, size.columns - len("[rank 0] "))}
+        words = [os.fsencode(word).decode("latin-1") for word in command]  # bytes, in JSON
+        return {"command": words, "environment": added, "terminal": terminal}
+
+
+def with_huge_pages(tunables: str) -> str:
+    """Return the C library's tunables with huge pages for large memory, unless they set that already.
+
+    Programs read and write gradients and tables as a whole, and other ranks copy them page by page. The library reads
+    the tunables when a process starts: a program cannot set them for itself. Source: glibc's manual, "Memory Allocation
+    Tunables".
+
+    Example:
+        >>> with_huge_pages("glibc.malloc.arena_max=4")
+        'glibc.malloc.arena_max=4:glibc.malloc.hugetlb=1'
+    """
+    return tunables if "glibc.malloc.hugetlb" in tunables else ":".join([*filter(None, [tunables]), _HUGE_PAGES])
+
+
+def prepare(config: Run, program: Sequence[str]) -> Job:
+    """Find hosts and engine, and check the options and the program.
+
+    Raises:
+        ValueError: an option, a host or the program is wrong.
+        ClusterError: an engine is missing.
+    """
+    environment = outside_a_job(os.environ)
+    seconds(HEARTBEAT)  # refused here rather than on every rank
+    _check_program(program)
+    hosts = _hosts(config, environment)
+    ranks = slots_of(placed(hosts, config.np))
+    if config.min_np is not None and config.min_np > ranks:
+        expected = f"at most the {ranks} ranks of these hosts"
+        raise ValueError(describe("--min-np", config.min_np, expected, "lower it, or add hosts"))
+    engine = choose(config.engine, config.slurm, EngineFacts())
+    return Job(config, hosts, engine, passed_on(environment, config.env), environment)
+
+
+def _check_program(program: Sequence[str]) -> None:
+    if not program:
+        raise ValueError(describe("program", "none", "a command after --", "hvdkit run -np 4 -- python train.py"))
+    if shutil.which(program[0]) is None:
+        is_script = program[0].endswith(".py")
+        remedy = f"write: -- python {program[0]}" if is_script else "check its name, or activate its environment"
+        raise ValueError(describe("program", program[0], "a command that can be run here", remedy))
+
+
+def _hosts(config: Run, environment: dict[str, str]) -> tuple[Host, ...]:
+    """Return the hosts that the options or the cluster's variables name; otherwise this host, with -np slots."""
+    if config.hosts is not None:
+        return parse_hosts(config.hosts)
+    if config.hostfile is not None:
+        return read_hostfile(config.hostfile)
+    if config.slurm:
+        return slurm_hosts(environment)
+    if hosts := pbs_hosts(environment):
+        return hosts
+    if config.np is None:
+        raise ValueError(describe("-np", "none", "a number of ranks", "hvdkit run -np 4 -- python train.py"))
+    return (Host(socket.gethostname(), config.np),)

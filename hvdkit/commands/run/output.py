@@ -1,0 +1,142 @@
+"""The output of all ranks as one stream of whole lines, and one log per rank."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+from hvdkit.watchdog.output import write_all
+
+CLEAR = b"\r\x1b[K"
+# Bytes of a line above which it is written in parts.
+LONGEST_LINE = 1 << 20
+_TAG = re.compile(rb"\[rank \d+\] ")
+# Escape sequences: of a progress bar that erases its line, of one that hides the cursor, and all that take no room.
+_ERASED = re.compile(rb".*\x1b\[2K|\x1b\[0?K", re.DOTALL)
+_CURSOR = re.compile(rb"\x1b\[\?25[hl]")
+_ESCAPE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
+
+
+class Output:
+    """Writes whole lines with the rank before them; on a terminal rank 0's progress bar stays below them.
+
+    A progress bar rewrites its line after a carriage return. On a terminal rank 0's is shown as it grows. For other
+    ranks, and in files, only the last version of each line is written.
+
+    Args:
+        files: standard output (1) and standard error (2).
+        logs: folder for a log of each rank, or None.
+    """
+
+    def __init__(self, files: dict[int, BinaryIO], logs: Path | None = None) -> None:
+        self._files = files
+        self._logs = logs
+        self._open_logs: dict[int, BinaryIO] = {}
+        self._begun: dict[tuple[int, int], bytes] = {}
+        self._is_terminal = {channel: file.isatty() for channel, file in files.items()}
+        self._shown = b""
+        self._locks = {channel: threading.Lock() for channel in files}
+
+    def feed(self, rank: int, channel: int, data: bytes) -> None:
+        """Take output of ``rank``, and write the lines that it completes."""
+        if self._logs is not None:
+            self._write_log(rank, data)
+        *lines, rest = (self._begun.get((rank, channel), b"") + data).split(b"\n")
+        # What a progress bar has overwritten is dropped: otherwise the line would grow as long as training lasts.
+        head, _, tail = rest.rstrip(b"\r").rpartition(b"\r")
+        rest = (tail or head) + (b"\r" if rest.endswith(b"\r") else b"")
+        if len(rest) > LONGEST_LINE:
+            lines, rest = [*lines, rest], b""
+        self._begun[rank, channel] = rest
+        tag = b"[rank %d] " % rank
+        on_terminal = rank == 0 and self._is_terminal[channel]
+        if lines:
+            if on_terminal:  # the bar is now one of the lines, or is shown again below
+                self._show(b"")
+            # hvdkit's own lines have a tag already, for launchers that add none; rank 0 writes some of other ranks.
+            shown = [line if _TAG.match(line) else tag + line for line in map(final, lines)]
+            self.write(channel, b"".join(line + b"\n" for line in shown))
+        if on_terminal:
+            bar = final(rest)
+            self._show(tag + bar if bar else b"")
+
+    def write(self, channel: int, data: bytes) -> None:
+        """Write lines as they are, with one call, above a progress bar."""
+        bar, self._shown = self._shown, b""
+        # The coordinator writes from a thread. A reader that is gone, or a full disk, does not end the job.
+        with self._locks[channel], contextlib.suppress(OSError):
+            write_all(self._files[channel].fileno(), (CLEAR if bar else b"") + data)
+        self._show(bar)
+
+    def line(self, text: str) -> None:
+        """Write a line of ``hvdkit run`` to standard error."""
+        self.write(2, text.encode(errors="replace") + b"\n")
+
+    def ended(self, rank: int) -> None:
+        """Write the line that ``rank`` did not complete, and close its log."""
+        for channel in (1, 2):
+            if rest := final(self._begun.pop((rank, channel), b"")):
+                self._show(b"")
+                self.write(channel, b"[rank %d] %b\n" % (rank, rest))
+        if rank in self._open_logs:
+            self._open_logs.pop(rank).close()
+
+    def note(self, size: int, text: str) -> None:
+        """Write a line into the logs of all ranks."""
+        if self._logs is not None:
+            for rank in range(size):
+                self._write_log(rank, text.encode() + b"\n")
+
+    def _write_log(self, rank: int, data: bytes) -> None:
+        """Write to a rank's log. A full disk ends the logs, not the job."""
+        assert self._logs is not None
+        try:
+            if rank not in self._open_logs:
+                self._open_logs[rank] = (self._logs / f"rank-{rank}.log").open("ab", buffering=0)
+            write_all(self._open_logs[rank].fileno(), data)
+        except OSError as error:
+            self.line(f"hvdkit run: {self._logs} cannot be written ({error.strerror}): no more logs of ranks")
+            self._logs = None
+
+    def _show(self, bar: bytes) -> None:
+        """Show ``bar`` on the terminal's last line, in place of the one before."""
+        if bar == self._shown:
+            return
+        terminal = next((file for channel, file in self._files.items() if self._is_terminal[channel]), None)
+        if terminal is not None:
+            width = shutil.get_terminal_size().columns
+            with contextlib.suppress(OSError):
+                write_all(terminal.fileno(), CLEAR + cut(bar, width - 1))
+        self._shown = bar
+
+
+def final(line: bytes) -> bytes:
+    """Return what a terminal shows of a line after its last carriage return or erasure.
+
+    Example:
+        >>> final(b" 10%\\r 50%\\r100%\\r")
+        b'100%'
+        >>> final(b" 10%\\r\\x1b[2K100%")
+        b'100%'
+    """
+    shown = _CURSOR.sub(b"", line).rstrip(b"\r").rpartition(b"\r")[2]
+    erased = _ERASED.match(shown)
+    return shown[erased.end() :] if erased else shown
+
+
+def cut(line: bytes, width: int) -> bytes:
+    """Return the first ``width`` characters of a line as a terminal shows it, with all of its colors.
+
+    Example:
+        >>> cut("\\x1b[32m━━━━\\x1b[0m 7/9".encode(), 6).decode()
+        '\\x1b[32m━━━━\\x1b[0m 7'
+    """
+    parts = _ESCAPE.split(line.decode(errors="replace"))
+    for index in range(0, len(parts), 2):  # those with odd indices are escape sequences
+        parts[index] = parts[index][: max(0, width)]
+        width -= len(parts[index])
+    return "".join(parts).encode()

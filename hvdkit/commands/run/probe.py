@@ -1,0 +1,69 @@
+"""Runs on other hosts before the start, over ssh or by srun, and reports their software and their addresses.
+
+Its source is sent on standard input and needs only the standard library, so that it can report what is not installed.
+A line before it sets GIVEN: the folder of hvdkit on the host that runs the check.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+from importlib import metadata
+from pathlib import Path
+
+DISTRIBUTIONS = {"TensorFlow": ("tensorflow", "tensorflow-cpu"), "Keras": ("keras",), "Horovod": ("horovod",)}
+MARK = "hvdkit-probe "
+
+
+def versions(folder: str) -> dict[str, str | None]:
+    """Return the versions that must be the same on all hosts; None for what is not installed."""
+    found: dict[str, str | None] = {"Python": ".".join(map(str, sys.version_info[:2]))}
+    for name, distributions in DISTRIBUTIONS.items():
+        found[name] = next((version for one in distributions if (version := _version(one))), None)
+    file = Path(folder) / "_version.py"
+    text = re.search(r'__version__ = "([^"]+)"', file.read_text()) if file.exists() else None
+    found["hvdkit"] = text[1] if text else None
+    return found
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def report(folder: str) -> dict[str, object]:
+    """Return what the check needs to know about this host."""
+    try:
+        import psutil
+
+        addresses = {
+            name: [(one.address, one.netmask) for one in found if one.family == socket.AF_INET]
+            for name, found in psutil.net_if_addrs().items()
+        }
+    except ImportError:
+        addresses = {}
+    client, server = _ends()
+    return {"versions": versions(folder), "addresses": addresses, "client": client, "server": server}
+
+
+def _ends() -> tuple[str, str]:
+    """Return the addresses of the host that runs the check and of this one, in the connection between them."""
+    if "SSH_CONNECTION" in os.environ:
+        client, _, server, _ = os.environ["SSH_CONNECTION"].split()
+        return client, server
+    client = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "-")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+            route.connect((client, 9))  # sends nothing
+            return client, route.getsockname()[0]
+    except OSError:
+        return client, "-"
+
+
+if __name__ == "__main__":
+    print(MARK + json.dumps(report(globals()["GIVEN"])))

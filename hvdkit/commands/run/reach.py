@@ -1,0 +1,241 @@
+"""The check before the start, over ssh or srun: every host answers, has the same software, and reaches the others."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvdkit.commands.run import probe
+from hvdkit.errors import ClusterError, describe
+from hvdkit.machine.interfaces import Address, own_addresses
+
+_FOLDER = Path(probe.__file__).resolve().parents[2]  # of hvdkit
+_REFUSALS = (  # what ssh or srun prints, what is wrong, and the remedy
+    ("Could not resolve hostname", "its name is unknown", "check the name, or add it to ~/.ssh/config or /etc/hosts"),
+    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key has changed",
+     "make sure that it is the same host, then ssh-keygen -R {host} and ssh {host} once"),
+    ("Host key verification failed", "its host key is not known here", "ssh {host} once, and accept its key"),
+    ("Permission denied", "it refuses the login", "ssh-copy-id {host}; ssh must need no password"),
+    ("Connection refused", "no ssh server listens there", "start sshd, or pass its port: --ssh-args='-p 2222'"),
+    ("timed out", "it does not answer", "is it up, and is there a firewall in between?"),
+    ("No route to host", "there is no route to it", "is it up, and in this network?"),
+    ("Communication connection failure", "its slurmd does not answer", "is it up, and in this network?"),
+    ("Requested node configuration is not available", "Slurm has taken it from this job", "see `sinfo -R`"),
+)  # fmt: skip
+# Threads that run ssh or srun at the same time.
+_MOST_THREADS = 64
+# Returns the command that runs another command on a host.
+Remote = Callable[[str, Sequence[str]], list[str]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the check found on a host.
+
+    Attributes:
+        host: its name.
+        problem: why the job cannot run there, and the remedy; or None.
+        addresses: the IPv4 addresses and netmasks of its interfaces, by the interface's name.
+        client: this host's address in the connection to it.
+        server: its own address in that connection.
+    """
+
+    host: str
+    problem: str | None = None
+    addresses: Mapping[str, Any] = field(default_factory=dict)
+    client: str = ""
+    server: str = ""
+
+
+@dataclass(frozen=True)
+class Network:
+    """How hosts reach each other.
+
+    Attributes:
+        interface: its name, a subnet if names differ between hosts, or None.
+        addresses: this host's addresses at which ranks on other hosts reach it.
+    """
+
+    interface: str | None
+    addresses: tuple[str, ...]
+
+
+THIS_HOST = Network(None, ("127.0.0.1",))
+
+
+def ssh_command(ssh_args: str, timeout: float, host: str, command: Sequence[str]) -> list[str]:
+    """Return the command that runs ``command`` on ``host``, without asking for a password.
+
+    Example:
+        >>> ssh_command("-p 2222", 5, "node1", ["true"])
+        ['ssh', '-p', '2222', '-o', 'BatchMode=yes', '-o', 'ConnectTimeout=5', 'node1', 'true']
+    """
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, round(timeout))}"]
+    return ["ssh", *shlex.split(ssh_args), *options, host, shlex.join(command)]
+
+
+def srun_command(host: str, command: Sequence[str]) -> list[str]:
+    """Return the command that runs ``command`` once on ``host`` of this Slurm allocation, next to the tasks there.
+
+    Example:
+        >>> " ".join(srun_command("node1", ["true"]))
+        'srun --nodelist=node1 --nodes=1 --ntasks=1 --overlap --mpi=none --quiet --export=PATH,LD_LIBRARY_PATH true'
+    """
+    task = [f"--nodelist={host}", "--nodes=1", "--ntasks=1", "--overlap"]
+    return ["srun", *task, "--mpi=none", "--quiet", "--export=PATH,LD_LIBRARY_PATH", *command]
+
+
+def run_on(
+    hosts: Sequence[str], remote: Remote, command: Sequence[str], text: str, timeout: float
+) -> list[tuple[str, str | None]]:
+    """Run a command on all hosts at once, with ``text`` as its input; return each one's output, and problem or None."""
+
+    def run(host: str) -> tuple[str, str | None]:
+        argv = remote(host, command)
+        try:
+            done = subprocess.run(argv, input=text.encode(), capture_output=True, timeout=timeout, check=False)
+        except subprocess.TimeoutExpired:
+            return "", f"it does not answer within {timeout:g} s; is it up, and its file system not stuck?"
+        except FileNotFoundError:
+            return "", f"there is no {argv[0]} here; install it (ssh: an OpenSSH client)"
+        output, errors = (data.decode(errors="replace") for data in (done.stdout, done.stderr))
+        return output, refusal(host, done.returncode, errors, argv[0]) if done.returncode else None
+
+    with ThreadPoolExecutor(min(_MOST_THREADS, max(1, len(hosts)))) as pool:
+        return list(pool.map(run, hosts))
+
+
+def refusal(host: str, code: int, text: str, program: str = "ssh") -> str:
+    """Explain why a command failed on a host, from what ssh or srun, or the host's shell, printed.
+
+    Example:
+        >>> refusal("node9", 255, "ssh: Could not resolve hostname node9: Name or service not known")
+        'its name is unknown; check the name, or add it to ~/.ssh/config or /etc/hosts'
+    """
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
+    if code in (126, 127):  # the host's shell ended so; its words may be the same as those of a refused login
+        return f"it has no {sys.executable} ({last}); install the same environment at the same path there"
+    for words, problem, remedy in _REFUSALS:
+        if words in text:
+            return f"{problem}; {remedy.format(host=host)}"
+    by_hand = f"ssh {host}" if program == "ssh" else f"srun --nodelist={host} --overlap"
+    return f"{program} ended with exit code {code}: {last}; try `{by_hand} {sys.executable} --version`"
+
+
+def check(hosts: Sequence[str], remote: Remote, timeout: float) -> list[Answer]:
+    """Run the probe on all hosts at once.
+
+    Returns:
+        The answers, in order. One has a problem if its host did not run the probe, or has other versions than this one.
+    """
+    first = "from __future__ import annotations\n"
+    source = Path(probe.__file__).read_text(encoding="utf-8").replace(first, f"{first}GIVEN = {str(_FOLDER)!r}\n", 1)
+    mine = probe.versions(str(_FOLDER))
+    replies = run_on(hosts, remote, [sys.executable, "-"], source, timeout)
+    answers = []
+    for host, (output, problem) in zip(hosts, replies, strict=True):
+        line = next((line for line in output.splitlines() if line.startswith(probe.MARK)), None)
+        if line is None:
+            answers.append(Answer(host, problem or f"it did not run {sys.executable}; does ssh force a command there?"))
+            continue
+        found = json.loads(line.removeprefix(probe.MARK))
+        problem = differences(found["versions"], mine)
+        answers.append(Answer(host, problem, found["addresses"], found["client"], found["server"]))
+    return answers
+
+
+def differences(theirs: Mapping[str, str | None], mine: Mapping[str, str | None]) -> str | None:
+    """Return how a host's versions differ from those of this host, or None.
+
+    Example:
+        >>> differences({"Keras": "3.5", "hvdkit": "1"}, {"Keras": "3.6", "hvdkit": "1"})
+        'it has Keras 3.5 (this host: 3.6); install the same versions on all hosts'
+    """
+    found = [
+        f"{name} {theirs.get(name) or '(none)'} (this host: {version or 'none'})"
+        for name, version in mine.items()
+        if theirs.get(name) != version
+    ]
+    return f"it has {', '.join(found)}; install the same versions on all hosts" if found else None
+
+
+def refuse(answers: Sequence[Answer]) -> None:
+    """Raise if any host has a problem.
+
+    Raises:
+        ClusterError: names each host, its problem, and the remedy.
+    """
+    if problems := [f"host {answer.host}: {answer.problem}" for answer in answers if answer.problem]:
+        raise ClusterError("\n".join(problems))
+
+
+def network(answers: Sequence[Answer] | None, named: str | None, mine: Sequence[Address] | None = None) -> Network:
+    """Return the network by which this host and those that answered reach each other.
+
+    It is the one by which ssh or srun reached them, since that works. Loopback, and bridges within one host, are
+    refused.
+
+    Args:
+        answers: of other hosts, without problems; None: they were not checked, and any network may serve.
+        named: the interface given by --interface.
+        mine: this host's addresses.
+
+    Raises:
+        ClusterError: this host or another one has no such interface.
+    """
+    mine = own_addresses(socket.AF_INET) if mine is None else mine
+    if named is not None:
+        return _named(answers or (), named, mine)
+    if answers is None:
+        reachable = tuple(one.address for one in mine if not one.is_local)
+        if not reachable:
+            expected = "an interface that other hosts can reach"
+            raise ClusterError(describe("--interface", "none that reaches other hosts", expected, "name another"))
+        return Network(None, reachable)
+    by_address = {one.address: one for one in mine}
+    names = set()
+    for answer in answers:
+        here = by_address.get(answer.client)
+        if here is None or here.is_local:
+            got = f"{here.interface if here else answer.client}, by which {answer.host} is reached"
+            remedy = "name one that reaches all hosts: --interface eth0"
+            raise ClusterError(describe("--interface", got, "one that others can reach", remedy))
+        names.add(here.interface)
+        names |= {name for name, found in answer.addresses.items() if answer.server in (one for one, _ in found)}
+    interface = names.pop() if len(names) == 1 else _subnet(answers, names)
+    return Network(interface, tuple(dict.fromkeys(answer.client for answer in answers)))
+
+
+def _named(answers: Sequence[Answer], named: str, mine: Sequence[Address]) -> Network:
+    found = [one for one in mine if one.interface == named]
+    if not found or found[0].is_local:
+        choices = ", ".join(one.interface for one in mine if not one.is_local) or "none here"
+        why = "which reaches no other host" if found else "which this host does not have"
+        raise ClusterError(describe("--interface", f"{named}, {why}", f"one of {choices}", "name another"))
+    without = [answer.host for answer in answers if not answer.addresses.get(named)]
+    if without:
+        got = f"{named}, which is missing on {', '.join(without)}"
+        raise ClusterError(describe("--interface", got, "one that all hosts have", "leave it out, to have it found"))
+    return Network(named, tuple(one.address for one in found))
+
+
+def _subnet(answers: Sequence[Answer], names: set[str]) -> str:
+    """Return the subnet that the addresses of all hosts are in."""
+    addresses = [ipaddress.ip_address(one) for answer in answers for one in (answer.client, answer.server)]
+    for answer in answers:
+        masks = [mask for found in answer.addresses.values() for address, mask in found if address == answer.server]
+        for subnet in (ipaddress.ip_network(f"{answer.server}/{mask}", strict=False) for mask in masks):
+            if all(address in subnet for address in addresses):
+                return str(subnet)
+    raise ClusterError(
+        describe("--interface", " and ".join(sorted(names)), "one network that all hosts are in", "pass --interface")
+    )

@@ -1,0 +1,144 @@
+"""Restarts after a failure: when, on which hosts, with how many ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hvdkit.commands.run.attempt import Attempt, Signals
+from hvdkit.commands.run.hosts import Host, placed, slots_of
+from hvdkit.commands.run.job import Job
+from hvdkit.commands.run.output import Output
+from hvdkit.commands.run.reach import Network, refuse
+from hvdkit.errors import NonFiniteError
+from hvdkit.watchdog.verdict import Verdict, shell_code
+
+LONGEST_PAUSE_SECONDS = 60.0
+# Seconds for ssh to connect before a restart: a host may just have been lost, and the others should not wait long.
+CONNECT_SECONDS = 2.0
+USAGE = 2
+# EX_UNAVAILABLE of sysexits.h: too few hosts are left. On other hosts, or later, the job can continue.
+TOO_FEW_HOSTS = 69
+
+
+@dataclass
+class Hosts:
+    """The hosts of a job over its attempts. Pure: it chooses those of the next attempt from failures and answers.
+
+    Example:
+        >>> hosts = Hosts((Host("a", 2), Host("b", 2)), np=4, least=2)
+        >>> hosts.failed("b"); hosts.failed("b")
+        >>> hosts.next({"a", "b"})
+        (Host(name='a', slots=2),)
+    """
+
+    all: tuple[Host, ...]
+    np: int | None
+    least: int
+    left_out: set[str] = field(default_factory=set)
+    _last: str | None = None
+
+    def failed(self, name: str | None) -> None:
+        """Record the host on which the attempt failed first."""
+        if name is not None and name == self._last:
+            self.left_out.add(name)
+        self._last = name
+
+    def next(self, answering: set[str]) -> tuple[Host, ...] | None:
+        """Return the hosts of the next attempt, from those that answer; None if they have fewer than ``least`` slots.
+
+        A host on which the job failed twice in a row is left out from then on, if the others have enough slots.
+        """
+        present = [host for host in self.all if host.name in answering]
+        good = [host for host in present if host.name not in self.left_out]
+        for hosts in (good, present):
+            slots = slots_of(hosts)
+            if slots >= self.least:
+                return placed(hosts, min(slots, self.np or slots))
+        return None
+
+
+def pause(base: float, restart: int) -> float:
+    """Return the seconds to wait before restart number ``restart``, counted from 1.
+
+    Example:
+        >>> [pause(1.0, restart) for restart in (1, 2, 3, 10)]
+        [1.0, 2.0, 4.0, 60.0]
+    """
+    return min(LONGEST_PAUSE_SECONDS, base * 2 ** (restart - 1))
+
+
+def is_final(verdict: Verdict) -> bool:
+    """Return True if the job must not be restarted.
+
+    It succeeded or was stopped, its command line was wrong, or its values became NaN or infinite.
+    """
+    return verdict.code in (0, USAGE, NonFiniteError.exit_code) or verdict.final
+
+
+def run(job: Job, program: Sequence[str], output: Output, signals: Signals) -> int:
+    """Run attempts until one succeeds, is stopped, or no restart is left.
+
+    Returns:
+        The exit code of the last attempt; :data:`TOO_FEW_HOSTS` if too few hosts were left for the last restart.
+
+    Raises:
+        ClusterError: before the first attempt, a host fails the check.
+    """
+    config, taken = job.config, job.first_hosts()
+    network, answers = job.network(taken)
+    if (stopped := signals.wait(0)) is not None:  # Ctrl-C also ends ssh, and then no host is to blame
+        return shell_code(-stopped)
+    refuse(answers)
+    hosts = Hosts(job.hosts, config.np, least=config.min_np or slots_of(taken))
+    restart = 0
+    while True:
+        ranks = slots_of(taken)
+        output.note(ranks, f"--- hvdkit run: attempt {restart + 1}, {ranks} ranks")
+        verdict = Attempt(job, taken, network, program, output, signals).run()
+        if verdict.line:
+            output.line("\n".join(filter(None, [f"hvdkit run: {verdict.line}", verdict.flight])))
+        code = verdict.code
+        if is_final(verdict):
+            if code == NonFiniteError.exit_code and restart < config.max_restarts:
+                output.line(
+                    f"hvdkit run: not starting again: exit code {code} means that values became NaN or infinite, "
+                    "and the same steps would give the same values"
+                )
+            return code
+        hosts.failed(verdict.host)
+        again = None
+        while again is None:
+            if restart == config.max_restarts:
+                return code
+            restart += 1
+            wait = pause(config.backoff, restart)
+            output.line(f"hvdkit run: starting again in {wait:g} s (restart {restart} of {config.max_restarts})")
+            begin_at = time.monotonic() + wait
+            if (stopped := signals.wait(wait - CONNECT_SECONDS)) is not None:
+                return shell_code(-stopped)
+            again = regroup(job, hosts, output)
+            code = TOO_FEW_HOSTS  # if this is the last restart, and too few hosts are left for it
+            if (stopped := signals.wait(begin_at - time.monotonic())) is not None:
+                return shell_code(-stopped)
+        taken, network = again
+
+
+def regroup(job: Job, hosts: Hosts, output: Output) -> tuple[tuple[Host, ...], Network] | None:
+    """Return the hosts of the next attempt and how they are reached, or None if too few are left."""
+    network, answers = job.network(job.hosts, min(CONNECT_SECONDS, job.config.check_timeout))
+    for answer in answers:
+        if answer.problem:
+            output.line(f"hvdkit run: without host {answer.host}: {answer.problem}")
+    answering = {host.name for host in job.hosts} - {answer.host for answer in answers if answer.problem}
+    taken = hosts.next(answering)
+    if taken is None:
+        output.line(f"hvdkit run: the hosts that are left have fewer than {hosts.least} slots (--min-np)")
+        return None
+    if left_out := answering - {host.name for host in taken}:
+        names = ", ".join(host.name for host in job.hosts if host.name in left_out)
+        output.line(f"hvdkit run: without {names}, where the job failed or which is not needed")
+    if len(job.hosts) > 1:
+        output.line(f"hvdkit run: {slots_of(taken)} ranks on {', '.join(map(str, taken))}")
+    return taken, network

@@ -1,0 +1,91 @@
+"""The rank that the launcher assigned to this process, read from its environment. Pure: no MPI, no TensorFlow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """The rank that a launcher assigned to this process.
+
+    Attributes:
+        launcher: its name, for messages.
+        rank: of this process.
+        size: number of ranks.
+        local_rank: among the ranks of this host.
+        local_size: number of ranks on this host. srun sets it only if it was given a number of tasks per node.
+        controller: through which Horovod must coordinate: ``"mpi"`` or ``"gloo"``.
+        hosts: number of hosts, or None if the launcher does not set it.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    controller: str
+    hosts: int | None = None
+
+    @property
+    def on_several_hosts(self) -> bool:
+        """Return True if there are ranks on other hosts."""
+        return self.size > self.local_size if self.hosts is None else self.hosts > 1
+
+
+ALONE = Promise(launcher="none", rank=0, size=1, local_rank=0, local_size=1, controller="gloo")
+
+# Each launcher, and its variables of rank, size, local rank and local size. The first whose rank and size are both set
+# started this process: horovodrun --gloo starts processes itself, and srun may have started mpirun.
+_LAUNCHERS = (
+    ("horovodrun --gloo", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    (
+        "mpirun (Open MPI)",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("mpiexec (MPICH)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    # SLURM_STEP_NUM_TASKS is set only inside a step: a batch script that calls python is one process.
+    ("srun (Slurm)", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+
+
+def promised(environ: Mapping[str, str] | None = None) -> Promise:
+    """Return what the launcher promised, or :data:`ALONE` if there is no launcher.
+
+    Example:
+        >>> promised({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}).size
+        4
+    """
+    env = os.environ if environ is None else environ
+    for name, rank, size, local_rank, local_size in _LAUNCHERS:
+        if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
+            return Promise(
+                launcher=name,
+                rank=int(env[rank]),
+                size=int(env[size]),
+                local_rank=_number(env.get(local_rank), 0),
+                local_size=_number(env.get(local_size), 1),
+                controller="gloo" if name.endswith("--gloo") else "mpi",
+                hosts=_number(env.get("SLURM_STEP_NUM_NODES"), 1) if name.startswith("srun") else None,
+            )
+    return ALONE
+
+
+def launcher_tags_lines(environ: Mapping[str, str] | None = None) -> bool:
+    """Return True if the launcher writes the rank before each line: ``horovodrun --gloo``, and ``mpirun --tag-output``.
+
+    Example:
+        >>> launcher_tags_lines({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
+        False
+    """
+    env = os.environ if environ is None else environ
+    return promised(env).launcher == "horovodrun --gloo" or env.get("OMPI_MCA_orte_tag_output") == "1"
+
+
+def _number(text: str | None, default: int) -> int:
+    return int(text) if text is not None and text.isdigit() else default

@@ -1,0 +1,47 @@
+"""Announces work that the watchdog cannot see: ``with hk.busy("uploading")``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from hvdkit.errors import describe
+from hvdkit.watchdog.reporter import reporter
+
+
+def busy(reason: str) -> AbstractContextManager[None]:
+    """Suspend hang detection for this rank, and for ranks that wait for it, inside the context.
+
+    Call it around work that neither computes nor transfers data in this process or its child processes, such as a
+    wait for another service. It needs no :func:`hvdkit.init`, may be nested, and works in any thread. A rank that is
+    killed, is stopped (SIGSTOP) or raises ends the job as always, and the last line then includes the reason.
+
+    Args:
+        reason: what the rank does, for messages, e.g. ``"uploading"``.
+
+    Raises:
+        TypeError: ``reason`` is not a string.
+        ValueError: ``reason`` is empty.
+
+    Example::
+
+        if hk.is_chief():
+            with hk.busy("waiting for the archive"):
+                archive.wait_until_stored("run-7")
+        hk.barrier()  # other ranks wait here as long
+    """
+    expected, remedy = "a non-empty string", 'say what the rank does: hk.busy("uploading")'
+    if not isinstance(reason, str):
+        raise TypeError(describe("reason", f"{reason!r} ({type(reason).__name__})", expected, remedy))
+    if not reason.strip():
+        raise ValueError(describe("reason", repr(reason), expected, remedy))
+    return _noted(" ".join(reason.split()))
+
+
+@contextmanager
+def _noted(reason: str) -> Iterator[None]:
+    reporter().begin_busy(reason)
+    try:
+        yield
+    finally:
+        reporter().end_busy(reason)

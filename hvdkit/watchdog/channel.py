@@ -1,0 +1,446 @@
+"""The connection between a sentinel and the coordinator: frames over TCP, after both have proved their token.
+
+A frame is one byte of kind, four bytes of length, and that many bytes: a message of ``events``, or output of the rank's
+program. A connection begins with a handshake, in which the token itself is not sent::
+
+    sentinel     Hello      a random number A
+    coordinator  Challenge  a random number B, HMAC-SHA256(token, "coordinator" A B)
+    sentinel     Proof      HMAC-SHA256(token, "sentinel" A B)
+    sentinel     Joined     who it is
+    coordinator  Welcome
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from hvdkit.watchdog.events import VERSION, Joined, Message, Welcome, decode
+
+MESSAGE, STDOUT, STDERR = 0, 1, 2
+# Errors of a connection to a host that the kernel cannot reach.
+NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
+_HEADER = struct.Struct("!BI")
+_LONGEST, _LONGEST_BEFORE_PROOF = 1 << 24, 4096
+# Bytes of unsent output above which the program's output is not read.
+CROWDED = 1 << 20
+_CONNECT_SECONDS, _WELCOME_SECONDS = 2.0, 15.0
+# A connection that has not proved within these seconds that it belongs to the job is closed. If there are more such
+# connections than sentinels still to come plus this number, the oldest one is closed.
+_PROOF_SECONDS, _STRANGERS = 10.0, 64
+_BACKLOG = 1 << 16  # the kernel lowers it to net.core.somaxconn
+_PORT_ATTEMPTS = 20
+
+
+class Closed(Exception):
+    """The other end has closed the connection, or sent data that is not a frame of this protocol.
+
+    Attributes:
+        errno: the kernel's error, or None.
+    """
+
+    def __init__(self, why: str, errno: int | None = None) -> None:
+        super().__init__(why)
+        self.errno = errno
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Hello(Message):
+    nonce: str
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Challenge(Message):
+    nonce: str
+    proof: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Proof(Message):
+    proof: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a rank's program wrote to ``channel``: :data:`STDOUT` or :data:`STDERR`."""
+
+    channel: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Where the coordinator listens, and the token of the job."""
+
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+
+    def __str__(self) -> str:
+        return " ".join([str(self.port), self.token, *self.addresses])
+
+    @staticmethod
+    def parse(text: str) -> Offer:
+        """Return the offer of which ``text`` is the ``str``. Raises ValueError for another text."""
+        port, token, *addresses = text.split()
+        return Offer(tuple(addresses), int(port), token)
+
+
+def _frame(message: Message | Output) -> bytes:
+    if isinstance(message, Output):
+        return _HEADER.pack(message.channel, len(message.data)) + message.data
+    payload = message.encode()
+    return _HEADER.pack(MESSAGE, len(payload)) + payload
+
+
+def _take(received: bytearray, longest: int) -> Message | Output | int:
+    """Remove the first frame from ``received`` and return its contents, or how many bytes it lacks at least.
+
+    Raises:
+        Closed: it is not a frame of this protocol, or its payload is to have more than ``longest`` bytes.
+    """
+    length = _HEADER.unpack_from(received)[1] if len(received) >= _HEADER.size else 0
+    if length > longest:
+        raise Closed("the other end does not use hvdkit's protocol")
+    size = _HEADER.size + length
+    if len(received) < size:
+        return size - len(received)
+    kind, payload = received[0], bytes(received[_HEADER.size : size])
+    del received[:size]
+    if kind in (STDOUT, STDERR):
+        return Output(kind, payload)
+    try:
+        return decode(payload)
+    except ValueError as error:
+        raise Closed(str(error)) from error
+
+
+class Connection:
+    """One end of a connection: sends without waiting, and yields whole frames.
+
+    Args:
+        connected: a socket.
+        selector: waits for the socket; notified of unsent bytes, too.
+        data: of the selector's key.
+
+    Attributes:
+        longest: bytes that the payload of a frame may have.
+    """
+
+    def __init__(self, connected: socket.socket, selector: selectors.BaseSelector, data: object = None) -> None:
+        connected.setblocking(False)
+        self.socket, self._selector, self._data = connected, selector, data
+        self.longest = _LONGEST
+        self._received, self._unsent = bytearray(), bytearray()
+        self._events = selectors.EVENT_READ
+        selector.register(connected, self._events, data)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that wait to be sent."""
+        return len(self._unsent)
+
+    def send(self, message: Message | Output) -> None:
+        """Send ``message``, now or as soon as the other end reads. :meth:`receive` notices a broken connection."""
+        self._unsent += _frame(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the other end reads."""
+        if self._events == 0:
+            self._unsent.clear()
+            return
+        try:
+            while self._unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent.clear()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+        if events != self._events:
+            self._events = events
+            self._selector.modify(self.socket, events, self._data)
+
+    def receive(self) -> Iterator[Message | Output]:
+        """Yield what has arrived. Call it if the selector says that there is something to read.
+
+        Raises:
+            Closed: after what had arrived before.
+        """
+        try:
+            data = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise Closed(str(error), error.errno) from error
+        self._received += data
+        while not isinstance(found := _take(self._received, self.longest), int):
+            yield found
+        if not data:
+            raise Closed("the end of the connection")
+
+    def is_cut_off(self, seconds: float) -> bool:
+        """Return True if the other host has acknowledged nothing for ``seconds``, although data was sent to it.
+
+        The host of a process that is stopped, is busy or pauses reading acknowledges data, and the probes by which the
+        kernel finds out whether it reads again. These are sent at growing intervals, so the time alone shows nothing.
+        Source: struct tcp_info of linux/tcp.h: ``tcpi_probes`` (without an answer), ``tcpi_unacked`` and
+        ``tcpi_last_ack_recv``.
+        """
+        try:
+            info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+        except OSError:  # not TCP; :meth:`receive` notices a broken connection
+            return False
+        unacknowledged, milliseconds = struct.unpack_from("I", info, 24)[0], struct.unpack_from("I", info, 56)[0]
+        return (unacknowledged > 0 or info[3] > 1) and milliseconds > seconds * 1000
+
+    def close(self) -> None:
+        """Close this end."""
+        if self._events:
+            self._events = 0
+            self._selector.unregister(self.socket)
+            self.socket.close()
+
+
+def keep_alive(connected: socket.socket, seconds: float) -> None:
+    """Have the kernel end an idle connection if the other host does not answer for ``seconds``; 0: never."""
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if not seconds:
+        return
+    pause = max(1, int(seconds) // 3)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+
+
+def _proof(token: str, role: str, *nonces: str) -> str:
+    return hmac.digest(token.encode(), "\n".join([role, *nonces]).encode(errors="replace"), "sha256").hex()
+
+
+def _equal(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(errors="replace"), other.encode())
+
+
+def connect(
+    offer: Offer, joined: Joined, selector: selectors.BaseSelector, data: object, seconds: float = _WELCOME_SECONDS
+) -> tuple[Connection, Welcome]:
+    """Return a connection to the coordinator by the first address that leads there, and its answer.
+
+    Args:
+        offer: where the coordinator listens.
+        joined: who this is.
+        selector: waits for the connection.
+        data: of the selector's key.
+        seconds: in which the coordinator has to answer.
+
+    Raises:
+        OSError: no address leads to the coordinator of this job, or it does not let this rank in.
+    """
+    problem: Exception | None = None
+    for address in offer.addresses:
+        try:
+            connected = socket.create_connection((address, offer.port), min(seconds, _CONNECT_SECONDS))
+        except OSError as error:
+            problem = error
+            continue
+        connected.settimeout(seconds)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # two messages of the handshake are in a row
+        try:
+            return _greet(connected, offer.token, joined, selector, data)
+        except (OSError, Closed) as error:  # an address such as that of a bridge may lead to another machine
+            problem = error
+            connected.close()
+    where = f"{', '.join(offer.addresses)} port {offer.port}"
+    raise OSError(f"the job's coordinator cannot be reached at {where} ({problem})")
+
+
+def _greet(
+    connected: socket.socket, token: str, joined: Joined, selector: selectors.BaseSelector, data: object
+) -> tuple[Connection, Welcome]:
+    mine = os.urandom(16).hex()
+    send_now(connected, _Hello(nonce=mine, version=VERSION))
+    challenge = receive_now(connected, _LONGEST_BEFORE_PROOF)
+    expected = _proof(token, "coordinator", mine, getattr(challenge, "nonce", ""))
+    if not isinstance(challenge, _Challenge) or not _equal(challenge.proof, expected):
+        raise Closed("the server at this address does not know the job's token")
+    send_now(connected, _Proof(proof=_proof(token, "sentinel", mine, challenge.nonce)))
+    send_now(connected, joined)
+    welcome = receive_now(connected, _LONGEST)
+    if not isinstance(welcome, Welcome):
+        raise Closed("the coordinator rejected this rank")
+    keep_alive(connected, welcome.heartbeat)
+    return Connection(connected, selector, data), welcome
+
+
+def send_now(connected: socket.socket, message: Message) -> None:
+    """Send one message over a blocking socket."""
+    connected.sendall(_frame(message))
+
+
+def receive_now(connected: socket.socket, longest: int = _LONGEST) -> Message:
+    """Wait for one message on a blocking socket, without reading what follows it.
+
+    Raises:
+        Closed: the other end has closed the connection, or has sent something else.
+        OSError: as of the socket.
+    """
+    received = bytearray()
+    while isinstance(found := _take(received, longest), int):
+        data = connected.recv(found)
+        if not data:
+            raise Closed("the other end has closed the connection")
+        received += data
+    if isinstance(found, Output):
+        raise Closed("the other end does not use hvdkit's protocol")
+    return found
+
+
+def listen(addresses: Sequence[str] = ()) -> list[socket.socket]:
+    """Listen at one port of all ``addresses``, or of all interfaces.
+
+    Raises:
+        OSError: it cannot.
+    """
+    if not addresses:
+        if socket.has_dualstack_ipv6():
+            with contextlib.suppress(OSError):
+                both = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+                return [both]
+        return [socket.create_server(("", 0), backlog=_BACKLOG)]
+    for attempt in range(_PORT_ATTEMPTS):  # the first address chooses the port; another one may have it in use
+        sockets: list[socket.socket] = []
+        try:
+            for address in addresses:
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                port = sockets[0].getsockname()[1] if sockets else 0
+                sockets.append(socket.create_server((address, port), family=family, backlog=_BACKLOG))
+            return sockets
+        except OSError as error:
+            for one in sockets:
+                one.close()
+            if error.errno != errno.EADDRINUSE or attempt == _PORT_ATTEMPTS - 1:
+                raise
+    raise AssertionError("not reached")
+
+
+@dataclass(eq=False)
+class Peer:
+    """The coordinator's end of a connection; :attr:`joined` once it has proved to be a sentinel of this job."""
+
+    since: float
+    connection: Connection = field(init=False)
+    expected: str = ""  # proof
+    proved: bool = False
+    joined: Joined | None = None
+
+
+class Server:
+    """Accepts the sentinels of a job and rejects everything else.
+
+    Args:
+        selector: waits for the sockets.
+        listeners: sockets that listen.
+        token: of the job.
+        expected: number of sentinels that will connect.
+    """
+
+    def __init__(
+        self, selector: selectors.BaseSelector, listeners: Sequence[socket.socket], token: str, expected: int
+    ) -> None:
+        self._selector, self._listeners, self._token = selector, list(listeners), token
+        self._expected = expected
+        self._strangers: dict[Peer, None] = {}  # in the order in which they came
+        for one in listeners:
+            one.setblocking(False)
+            selector.register(one, selectors.EVENT_READ, one)
+
+    def admit(self, listener: socket.socket) -> None:
+        """Accept a limited number of the connections that wait at ``listener``: others are served in between."""
+        self.forget_strangers(time.monotonic())
+        for _ in range(_STRANGERS):
+            try:
+                connected = listener.accept()[0]
+            except BlockingIOError:
+                return
+            except OSError:  # the peer has disconnected, or no file descriptors are left: do not spin
+                time.sleep(0.01)
+                return
+            if len(self._strangers) >= max(0, self._expected) + _STRANGERS:
+                self.refuse(next(iter(self._strangers)))  # a sentinel does not stay a stranger for long
+            peer = Peer(time.monotonic())
+            peer.connection = Connection(connected, self._selector, peer)
+            peer.connection.longest = _LONGEST_BEFORE_PROOF
+            self._strangers[peer] = None
+
+    def forget_strangers(self, now: float) -> None:
+        """Close the connections that have not proved in time to belong to the job."""
+        while self._strangers and now - (oldest := next(iter(self._strangers))).since > _PROOF_SECONDS:
+            self.refuse(oldest)
+
+    def extend(self, seconds: float) -> None:
+        """Give strangers more time, since this process itself was stopped."""
+        for one in self._strangers:
+            one.since += seconds
+
+    def refuse(self, peer: Peer) -> None:
+        """Close an unauthenticated or rejected connection."""
+        self._strangers.pop(peer, None)
+        peer.connection.close()
+
+    def receive(self, peer: Peer) -> Iterator[Message | Output]:
+        """Yield what a sentinel sends, beginning with its :class:`~events.Joined`: answer that by :meth:`welcome`.
+
+        Raises:
+            Closed: a sentinel's connection has ended. The end of a stranger's is not reported.
+        """
+        try:
+            for message in peer.connection.receive():
+                if peer.joined is not None or (peer.proved and isinstance(message, Joined)):
+                    yield message
+                if peer.joined is None and not self._challenge(peer, message):
+                    raise Closed("not let in")
+        except Closed:
+            self.refuse(peer)
+            if peer.joined is not None:
+                raise
+
+    def _challenge(self, peer: Peer, message: Message | Output) -> bool:
+        if isinstance(message, _Hello) and not peer.expected and message.version == VERSION:
+            mine = os.urandom(16).hex()
+            peer.expected = _proof(self._token, "sentinel", message.nonce, mine)
+            proof = _proof(self._token, "coordinator", message.nonce, mine)
+            peer.connection.send(_Challenge(nonce=mine, proof=proof))
+            return True
+        if isinstance(message, _Proof) and peer.expected and not peer.proved:
+            peer.proved = _equal(message.proof, peer.expected)
+            peer.connection.longest = _LONGEST
+            return peer.proved
+        return False
+
+    def welcome(self, peer: Peer, joined: Joined, answer: Welcome) -> None:
+        """Let the sentinel of ``joined`` in."""
+        del self._strangers[peer]
+        peer.joined = joined
+        self._expected -= 1
+        keep_alive(peer.connection.socket, answer.heartbeat)
+        peer.connection.send(answer)
+
+    def close(self) -> None:
+        """Stop listening, and close the connections of strangers."""
+        for peer in list(self._strangers):
+            self.refuse(peer)
+        for one in self._listeners:
+            self._selector.unregister(one)
+            one.close()
+        self._listeners = []

@@ -1,0 +1,663 @@
+"""Collects the reports of all sentinels, decides whether the job has failed and which rank is at fault, and ends it.
+
+It runs in ``hvdkit run``, or in the sentinel of rank 0. The cost of a message and of a timer tick does not
+depend on the number of ranks; ``benchmarks/control_plane.py`` measures it.
+"""
+
+from __future__ import annotations
+
+import math
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from hvdkit.machine import processes
+from hvdkit.watchdog import flight_file, hang
+from hvdkit.watchdog.channel import NO_ANSWER, Closed, Output, Peer, Server
+from hvdkit.watchdog.events import (
+    Collectives,
+    End,
+    Exited,
+    Failed,
+    Flight,
+    GiveFlight,
+    GiveStacks,
+    Joined,
+    Leaving,
+    Message,
+    Release,
+    Signal,
+    Stacks,
+    Status,
+    Training,
+    Unwound,
+    Welcome,
+)
+from hvdkit.watchdog.flight import SLOTS
+from hvdkit.watchdog.settings import Settings
+from hvdkit.watchdog.verdict import PREEMPTED, Alive, Entry, Judged, Lost, Verdict, verdict
+from hvdkit.watchdog.waits import Difference, Waits
+
+# Seconds before a verdict: failures at nearly the same time are compared to find the first one.
+_GATHER_SECONDS = 0.25
+# Seconds that a rank which leaves waits for the others to leave, too, and that an error which another rank has caused
+# waits for that rank's own report.
+_LEAVE_SECONDS = 2.0
+# After a program fails that does not use hvdkit: seconds in which the others may report their own errors.
+_LAST_WORDS_SECONDS = 1.0
+# Without hvdkit run: seconds in which a rank whose sentinel was killed starts another one.
+_RETURN_SECONDS = 5.0
+# Limit for a silent sentinel whose host answers, in heartbeats.
+_SILENT = 1.5
+# Limit for ranks that wait for one that works, as for a download on the chief; in limits of the watchdog.
+_WAITING = 6
+_STACKS_SECONDS = 3.0
+# Most tracebacks that are printed: those of a thousand ranks would hide the last line.
+_TEXTS = 16
+# Seconds between the last line and the end of the ranks: horovodrun stops forwarding output when the first rank ends.
+_FORWARD_SECONDS = 0.2
+# Seconds after the deadline in which a rank that has left shuts MPI down, and in which sentinels report the ends.
+_SPARE_SECONDS, _GONE_SECONDS = 2.0, 12.0
+_TICK_SECONDS = 0.5
+# Signals by which schedulers end a program, and the exit codes of such a program.
+_ENDING = {int(signal.SIGTERM), int(signal.SIGINT), int(signal.SIGHUP)}
+_ENDED_BY_SIGNAL = {-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGKILL}
+# Seconds for all ranks to send their last collectives; how many of one rank at least, and of all together at most.
+_FLIGHT_SECONDS, _FEWEST_RECORDS, _ALL_RECORDS = 0.5, 10, 50_000
+_FILE_SECONDS = 1.0
+# Seconds that the end of the job waits until its lines are written.
+_WRITE_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class Member:
+    """What the coordinator knows of a rank."""
+
+    joined: Joined
+    send: Callable[[Message], None]
+    heard: float
+    peer: Peer | None = None  # None: the sentinel in this process
+    status: Status = field(default_factory=Status)
+    trains: bool = False  # it has called hk.init(), and can exit normally
+    leaving: float | None = None  # since when
+    released: bool = False
+    may_leave: bool = False  # all ranks' scripts have ended, whatever their exit codes
+    exited: Exited | None = None
+    lost: float | None = None  # since when its sentinel has been gone
+    unwound: bool = False
+    judged: bool = False  # the coordinator has blamed it
+    stacks: Stacks | None = None
+    flight: Flight | None = None
+    # What to add to the clock of its host to get this one's: the least delay of a message comes closest.
+    clock: float = math.inf
+
+    @property
+    def rank(self) -> int:
+        """Its number."""
+        return self.joined.rank
+
+    @property
+    def here(self) -> bool:
+        """True as long as its process runs, as far as is known."""
+        return self.exited is None and self.lost is None
+
+
+class Coordinator:
+    """Watches the ranks of one job.
+
+    Args:
+        size: number of ranks.
+        settings: of the watchdog.
+        selector: waits for the sentinels' connections.
+        listeners: sockets at which sentinels connect.
+        token: of the job.
+        welcome: returns the answer to a sentinel that joins.
+        output: is given what the programs of ranks write.
+        write: writes lines for the user.
+        writes_end: write the last line, too.
+        hosts: names of the ranks' hosts for people, by default their own.
+        returns: a sentinel that was killed may be replaced, as without ``hvdkit run``.
+
+    Attributes:
+        members: the ranks that have joined.
+        verdict: how the job has failed, or None.
+        messages: received.
+        ordered: what happens from now on follows from an order, or from a signal to the job.
+        flight: what to say about the file with the last collectives of all ranks, or "".
+        notified: a scheduler has announced the end of the job.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        settings: Settings,
+        selector: selectors.BaseSelector,
+        listeners: Sequence[socket.socket],
+        token: str,
+        *,
+        welcome: Callable[[Joined], Welcome] | None = None,
+        output: Callable[[int, Output], None] | None = None,
+        write: Callable[[str], None],
+        writes_end: bool = True,
+        hosts: Mapping[int, str] | None = None,
+        returns: bool = True,
+    ) -> None:
+        self._size, self.settings = size, settings
+        self.server = Server(selector, listeners, token, size)
+        self._welcome = welcome or (lambda joined: settings.welcome(size))
+        self._output, self._write, self._returns = output or (lambda rank, output: None), write, returns
+        self._writes_end = writes_end
+        self._hosts = hosts or {}
+        self.members: dict[int, Member] = {}
+        # Those that are connected and run, by the time when they were heard last.
+        self._here: OrderedDict[int, Member] = OrderedDict()
+        self._lost: set[int] = set()
+        # Their scripts have ended, and they have not been released; in the order in which they ended.
+        self._leaving: dict[int, Member] = {}
+        self._left: set[int] = set()  # their scripts have ended
+        self._stopped: set[int] = set()
+        self._suspended = 0.0  # when all ranks were last seen stopped
+        self._entries: dict[int, list[Entry]] = defaultdict(list)
+        self._due: float | None = None
+        self._claim: int | None = None  # the rank that has been idle longest, if it has been for too long
+        self._stacks_due: float | None = None
+        self._waits = Waits(lambda rank: self.members[rank].heard)
+        self._ticked = time.monotonic()
+        self.ordered = self.notified = False
+        self.verdict: Verdict | None = None
+        self._steps: list[tuple[float, Callable[[], None]]] = []  # what is left to do after the verdict, and when
+        self.messages = 0
+        self.flight = ""
+        self._asked: list[Member] = []
+        self._writer: threading.Thread | None = None
+        self._gone_at: float | None = None  # after the verdict: when ranks that are still here count as lost
+
+    # ---- what arrives -----------------------------------------------------------------------------------------
+
+    def ready(self, key: selectors.SelectorKey, events: int) -> None:
+        """Serve a connection, or a listener, that the selector says is ready."""
+        if isinstance(key.data, socket.socket):
+            self.server.admit(key.data)
+            return
+        peer: Peer = key.data
+        if events & selectors.EVENT_WRITE:
+            peer.connection.flush()
+        if not events & selectors.EVENT_READ:
+            return
+        try:
+            for message in self.server.receive(peer):
+                if isinstance(message, Joined):
+                    self._join(peer, message)
+                elif isinstance(message, Output):
+                    assert peer.joined is not None
+                    self._output(peer.joined.rank, message)
+                else:
+                    assert peer.joined is not None
+                    self.take(self.members[peer.joined.rank], message, time.monotonic())
+        except Closed as closed:
+            assert peer.joined is not None
+            member = self.members[peer.joined.rank]
+            if member.peer is peer and member.here:
+                self._connection_ended(member, time.monotonic(), closed.errno)
+
+    def _join(self, peer: Peer, joined: Joined) -> None:
+        """Let a sentinel in, unless another one watches that rank."""
+        before = self.members.get(joined.rank)
+        if joined.size != self._size or not 0 <= joined.rank < self._size or (before is not None and before.here):
+            return
+        self.server.welcome(peer, joined, self._welcome(joined))
+        self.join(joined, peer.connection.send, peer)
+        if self.verdict is not None or self.ordered:  # orders to end were given before it came
+            peer.connection.send(End(code=1 if self.verdict is None else self.verdict.code))
+
+    def join(self, joined: Joined, send: Callable[[Message], None], peer: Peer | None = None) -> Member:
+        """Watch the rank of ``joined``, whose sentinel takes orders by ``send``."""
+        now = time.monotonic()
+        joined = replace(joined, host=self._hosts.get(joined.rank, joined.host))
+        member = Member(joined, send, now, peer)
+        before = self.members.get(joined.rank)
+        if before is not None:
+            member.trains, member.status = before.trains, before.status
+        self.members[joined.rank] = self._here[joined.rank] = member
+        self._lost.discard(joined.rank)
+        return member
+
+    def take(self, member: Member, message: Message, now: float) -> None:
+        """Note what a sentinel says."""
+        self.messages += 1
+        member.heard = now
+        if member.here:
+            self._here.move_to_end(member.rank)
+        if isinstance(message, Status):
+            self._status(member, message, now)
+        elif isinstance(message, Collectives):
+            for key in message.ended:
+                self._waits.end(member.rank, key, now)
+            for record in message.begun:
+                self._waits.begin(member.rank, record, now)
+                if record.end is not None:
+                    self._waits.end(member.rank, record.key, now)
+        elif isinstance(message, Training):
+            if member.leaving is not None:  # a second world of the same process
+                self._leaving.pop(member.rank, None)
+                self._left.discard(member.rank)
+                entries = self._entries[member.rank]
+                entries[:] = [one for one in entries if not isinstance(one.event, Leaving)]
+            member.trains, member.leaving = True, None
+            member.released = member.may_leave = member.unwound = False
+            self._note(member, message, now)
+        elif isinstance(message, Failed):
+            self._note(member, message, now)
+            is_explained = not message.follows or bool(self._left)
+            self._decide_at(now + (_GATHER_SECONDS if is_explained else _LEAVE_SECONDS))
+        elif isinstance(message, Leaving):
+            member.leaving = now
+            self._leaving[member.rank] = member
+            self._left.add(member.rank)
+            self._note(member, message, now)
+        elif isinstance(message, Exited):
+            self._exited(member, message, now)
+        elif isinstance(message, Unwound):
+            member.unwound = True
+        elif isinstance(message, Stacks):
+            member.stacks = message
+        elif isinstance(message, Flight):
+            member.flight = message
+
+    def _status(self, member: Member, status: Status, now: float) -> None:
+        member.status = status
+        member.clock = min(member.clock, now - status.now)
+        (self._stopped.discard if status.stopped is None else self._stopped.add)(member.rank)
+        if not self.settings.check:
+            self._waits.only(member.rank, status.waits, now)
+        patience = self.settings.patience
+        if patience and status.idle > patience and member.here:
+            claimed = None if self._claim is None else self.members[self._claim]
+            if claimed is None or claimed.status.idle < status.idle:
+                self._claim = member.rank
+
+    def _exited(self, member: Member, message: Exited, now: float) -> None:
+        member.exited = message
+        self._gone(member)
+        self.notified = self.notified or bool(message.signals)
+        follows_signal = bool(_ENDING & set(message.signals)) and message.code in _ENDED_BY_SIGNAL
+        self._note(member, message, now, ordered=follows_signal)
+        if message.code == 0 and self.verdict is None and not self.ordered:
+            member.send(Release())
+        if member.may_leave:
+            return
+        if message.code == PREEMPTED or follows_signal:
+            wait = self.settings.grace
+        elif message.code == 0:
+            if member.leaving is not None or not member.trains:
+                return
+            wait = _LEAVE_SECONDS  # os._exit(0), after which others may do the same
+        else:
+            wait = _GATHER_SECONDS if member.trains else _LAST_WORDS_SECONDS
+        self._decide_at(now + wait)
+
+    def _connection_ended(self, member: Member, now: float, number: int | None = None) -> None:
+        """Note that a sentinel was killed, or that its host does not answer: ``number`` is the error then."""
+        member.lost = now
+        self._gone(member)
+        if number in NO_ANSWER:
+            why = f"has not answered for {now - member.heard:.0f} s: its host is down, or the network is cut"
+            self._judge(member, Judged(cause=why, dead=True, step=self._step(member)), member.heard)
+        elif self._returns:
+            self._lost.add(member.rank)
+        else:
+            self._blame_lost(member)
+
+    def _blame_lost(self, member: Member) -> None:
+        assert member.lost is not None
+        self._lost.discard(member.rank)
+        self._note(member, Lost(), member.lost)
+        self._decide_at(time.monotonic() + _GATHER_SECONDS)
+
+    def _gone(self, member: Member) -> None:
+        self._here.pop(member.rank, None)
+        self._leaving.pop(member.rank, None)
+        self._stopped.discard(member.rank)
+
+    def _note(self, member: Member, event: Message, at: float, *, ordered: bool = False) -> None:
+        follows = ordered or self.ordered or self.verdict is not None
+        self._entries[member.rank].append(Entry(member.rank, at, event, follows))
+
+    def _every_entry(self) -> Iterator[Entry]:
+        return chain.from_iterable(self._entries.values())
+
+    def _decide_at(self, at: float) -> None:
+        self._due = at if self._due is None else min(self._due, at)
+
+    # ---- time -------------------------------------------------------------------------------------------------
+
+    def pause(self, now: float) -> float:
+        """Return the seconds until :meth:`tick` must be called."""
+        ahead = [at for at, _ in self._steps[:1]] + ([] if self._due is None else [self._due])
+        return max(0.0, min([_TICK_SECONDS, *(at - now for at in ahead)]))
+
+    def tick(self, now: float) -> None:
+        """Look at the clock."""
+        elapsed, self._ticked = now - self._ticked, now
+        if elapsed > max(2.0, self.settings.heartbeat / 2):  # this process itself was stopped and has resumed
+            self.server.extend(elapsed)
+            self._hear_later(elapsed)
+        self.server.forget_strangers(now)
+        if self._gone_at is not None and now >= self._gone_at:
+            self._gone_at = None
+            for member in list(self._here.values()):  # it does not take its order: its sentinel is stopped, or cut off
+                member.lost = now
+                self._gone(member)
+                if member.peer is not None:
+                    member.peer.connection.close()
+        while self._steps and self._steps[0][0] <= now:
+            self._steps.pop(0)[1]()
+        if self.verdict is not None:
+            return
+        self._release_leavers(now)
+        if self.ordered:
+            return
+        for rank in list(self._lost):
+            if now - (self.members[rank].lost or now) > _RETURN_SECONDS:
+                self._blame_lost(self.members[rank])
+        self._seek_silent(now)
+        self._seek_stopped(now)
+        self._seek_hung(now)
+        if self._due is None:
+            self._differ(self._waits.difference(self._here.keys(), now), now)
+        if self._due is not None and now >= self._due:
+            self._due = None
+            self._decide(now)
+
+    def _release_leavers(self, now: float) -> None:
+        """Release ranks whose scripts have ended: at once if all have, otherwise after a delay."""
+        all_leave = len(self._leaving) == len(self._here) and len(self.members) == self._size
+        while self._leaving:
+            member = next(iter(self._leaving.values()))
+            if not all_leave and now - (member.leaving or now) <= _LEAVE_SECONDS:
+                return  # the others ended later
+            del self._leaving[member.rank]
+            member.released, member.may_leave = True, all_leave
+            member.send(Release(all_leave=all_leave))
+
+    def _hear_later(self, seconds: float) -> None:
+        for member in self._here.values():
+            member.heard += seconds
+
+    def _seek_silent(self, now: float) -> None:
+        limit = self.settings.heartbeat
+        if not limit or not self._here:
+            return
+        # A job that is suspended with its sentinels goes on later; if its hosts are gone, the kernel reports that.
+        least = now - next(reversed(self._here.values())).heard
+        if least > limit:
+            self._hear_later(least)
+        for member in self._here.values():
+            silent = now - member.heard
+            if silent <= limit:
+                return  # those behind it were heard later
+            if member.peer is None:
+                continue
+            if silent > _SILENT * limit or member.peer.connection.is_cut_off(limit / 2):
+                why = f"has not answered for {silent:.0f} s: its host is cut off, or it was stopped with its sentinel"
+                self._judge(member, Judged(cause=why, dead=True, step=self._step(member)), member.heard)
+
+    def _seek_stopped(self, now: float) -> None:
+        """Blame a rank that is stopped while others are not; a job that is suspended as a whole goes on later."""
+        if not self._stopped or not self.settings.heartbeat:
+            return
+        if self._stopped >= self._here.keys():
+            self._suspended = now
+            return
+        for rank in sorted(self._stopped):
+            member = self.members[rank]
+            seconds = (member.status.stopped or 0.0) + now - member.heard
+            # Ranks of a job that was suspended are seen to go on one after the other.
+            if min(seconds, now - self._suspended) > self.settings.heartbeat:
+                why = f"has been stopped (SIGSTOP) for {seconds:.0f} s"
+                judged = Judged(cause=why, code=137, dead=True, step=self._step(member), busy=member.status.busy)
+                self._judge(member, judged, now - seconds)
+
+    def _seek_hung(self, now: float) -> None:
+        """If a rank has not moved for too long, ask all for their stacks, unless it may wait for one that works."""
+        if self._stacks_due is not None:
+            if now >= self._stacks_due or all(member.stacks is not None for member in self._here.values()):
+                self._stacks_due = None
+                self._blame_hung(now)
+            return
+        claim, self._claim = self._claim, None
+        if claim is None or claim not in self._here:
+            return
+        patience, idle = self.settings.patience, self.members[claim].status.idle
+        here = self._here.values()
+        is_long = idle > _WAITING * patience or all(member.status.idle > patience for member in here)
+        if is_long and not any(member.status.busy for member in here):
+            self._claim, self._stacks_due = claim, now + _STACKS_SECONDS
+            for member in here:
+                member.stacks = None
+                member.send(GiveStacks())
+
+    def _blame_hung(self, now: float) -> None:
+        """Blame the rank that is furthest behind: it keeps the others waiting."""
+        found = {rank: member.stacks for rank, member in self._here.items() if member.stacks is not None}
+        claimed = self.members[self._claim or 0]
+        self._claim = None
+        least = hang.least_done({rank: member.status for rank, member in self._here.items()}, found, claimed.rank)
+        member, idle = self.members[least], claimed.status.idle
+        where = f" ({found[least].where})" if least in found and found[least].where else ""
+        shown = sorted(found, key=lambda rank: (rank != least, rank))[:_TEXTS]
+        texts = hang.texts({rank: found[rank] for rank in shown})
+        if len(found) > _TEXTS:
+            texts.append(f"hvdkit: the stacks of {len(found) - _TEXTS} more ranks are left out")
+        self._print(texts)
+        whose = f"{_TEXTS}" if len(found) > _TEXTS else "all"
+        cause = f"no progress for {idle:.0f} s{where}; the stacks of {whose} ranks are above"
+        self._judge(member, Judged(cause=cause, verb="hangs", dead=True, step=self._step(member)), now - idle)
+
+    def _differ(self, found: Difference | None, now: float) -> None:
+        member = self.members.get(found.rank) if found is not None else None
+        if found is not None and member is not None:
+            self._judge(member, Judged(cause=found.cause, step=self._step(member)), now)
+
+    def _judge(self, member: Member, judged: Judged, since: float) -> None:
+        if member.judged:
+            return
+        member.judged = True
+        self._note(member, judged, since)
+        self._decide_at(time.monotonic())
+
+    def _step(self, member: Member) -> int | None:
+        """Return a rank's steps. Ranks step together: if it is silent, go by the one that is ahead."""
+        steps = [other.status.step for other in self.members.values() if other.status.step is not None]
+        return max(steps, default=None) if member.rank not in self._here else member.status.step
+
+    # ---- the end ----------------------------------------------------------------------------------------------
+
+    def judge(self) -> Verdict:
+        """Return the verdict on what is known now."""
+        now = time.monotonic()
+        alive = [Entry(rank, now, Alive()) for rank in self._here]
+        hosts = {rank: member.joined.host for rank, member in self.members.items()}
+        return verdict([*self._every_entry(), *alive], self._size, hosts)
+
+    def _decide(self, now: float) -> None:
+        """End the job if a rank has failed."""
+        found = self.judge()
+        unlike = self._waits.mismatch() if self.settings.check else None
+        if unlike is not None:
+            member = self.members[unlike.rank]
+            self._note(member, Judged(cause=unlike.cause, step=self._step(member)), 0.0)
+            found = self.judge()
+        if found.code == 0 or (found.rank is None and not self._failing()):
+            return
+        self.verdict = found
+        said = list(found.texts[-_TEXTS:])
+        if len(found.texts) > _TEXTS:
+            said.insert(0, f"hvdkit: {len(found.texts) - _TEXTS} more ranks failed; their tracebacks are left out")
+        self._ask_for_flights()
+        self._print(said)
+        now = time.monotonic()
+        self._gone_at = now + self.settings.unwind + _GONE_SECONDS
+        unwind = self.settings.unwind if found.orderly else 0.0
+        if unwind:
+            culprit = None if found.rank is None else self.members[found.rank]
+            left = culprit is not None and culprit.leaving is not None
+            self._order(End(code=found.code, unwind=unwind, finalize=left))
+            self._await_unwinding(now + unwind)
+        else:
+            self._end_at_once(now + _FLIGHT_SECONDS)
+
+    def _end_at_once(self, until: float) -> None:
+        """Write the last line once the records of all ranks are here, or time is over, and end the ranks."""
+        now = time.monotonic()
+        if now < until and any(member.flight is None for member in self._asked):
+            self._steps = [(now + 0.01, lambda: self._end_at_once(until))]
+            return
+        self.write_line()
+        code = self.judge().code
+        self._steps = [(now + _FORWARD_SECONDS, lambda: self._order(End(code=code)))]
+
+    def _ask_for_flights(self) -> None:
+        """Ask all sentinels for the last collectives of their ranks."""
+        silent = None if self.verdict is None else self.verdict.rank
+        self._asked = [
+            member
+            for member in self.members.values()
+            if member.trains and member.lost is None and not (member.rank == silent and member.exited is None)
+        ]
+        most = max(_FEWEST_RECORDS, min(SLOTS, _ALL_RECORDS // max(1, len(self._asked))))
+        for member in self.members.values():
+            if member.trains and member.lost is None:
+                member.send(GiveFlight(most=most))
+
+    def _failing(self) -> bool:
+        """Return True if an entry calls for an end, though it is not known which rank failed first."""
+        return any(
+            (not entry.ordered and isinstance(entry.event, (Failed, Judged, Lost)))
+            or (isinstance(entry.event, Exited) and entry.event.code != 0 and not self._has_left(entry))
+            for entry in self._every_entry()
+        )
+
+    def _has_left(self, entry: Entry) -> bool:
+        """Return True for the end of a process whose script had ended, if only its exit code is not known."""
+        member = self.members[entry.rank]
+        return isinstance(entry.event, Exited) and entry.event.code is None and member.leaving is not None
+
+    def _await_unwinding(self, until: float) -> None:
+        """Write the last line once all ranks have unwound, or their time is over, and let them go."""
+        now = time.monotonic()
+        there = [member for member in self.members.values() if member.trains and member.here and not member.leaving]
+        early = any(
+            member.exited is not None and member.leaving is None and not member.unwound and member.exited.code != 0
+            for member in self.members.values()
+        )
+        if now < until and not early and not all(member.unwound for member in there):
+            self._steps = [(now + 0.05, lambda: self._await_unwinding(until))]
+            return
+        culprit = self.members.get(self.verdict.rank) if self.verdict and self.verdict.rank is not None else None
+        if culprit is not None and culprit.leaving is not None and culprit.here and now < until + _SPARE_SECONDS:
+            if not culprit.released:
+                culprit.released = True
+                culprit.send(Release())
+            self._steps = [(now + 0.05, lambda: self._await_unwinding(until))]
+            return
+        self.write_line()
+        code = self.judge().code
+        self._steps = [(now + _FORWARD_SECONDS, lambda: self._order(Release(code=code)))]
+
+    def write_line(self) -> None:
+        """Write the last line of the job, with what is known by now, and the path of the flight recorder's file."""
+        found = self.judge()
+        ranks = [
+            flight_file.RankFlight(
+                rank=member.rank, host=member.joined.host, clock=self._clock(member), records=member.flight.records
+            )
+            for member in self.members.values()
+            if member.flight is not None
+        ]
+        if self._writes_end:
+            self._print([f"hvdkit: {found.line}"])
+
+        def write() -> None:
+            self.flight = flight_file.write(found.line, ranks, self._size)
+
+        # A file system that does not answer may be the reason for the failure.
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(_FILE_SECONDS)
+        if self._writes_end and self.flight:
+            self._print([self.flight])
+
+    def _print(self, texts: Sequence[str]) -> None:
+        """Write lines in a thread: if their reader is paused, the job must end nonetheless."""
+        before = self._writer
+        is_stuck = before is not None and before.is_alive()
+
+        def write() -> None:
+            if before is not None:
+                before.join()
+            for text in texts:
+                self._write(text)
+
+        self._writer = threading.Thread(target=write)  # this process does not end before
+        self._writer.start()
+        self._writer.join(0.0 if is_stuck else _WRITE_SECONDS)
+
+    def finish_writing(self) -> None:
+        """Wait until all lines are written."""
+        if self._writer is not None:
+            self._writer.join()
+
+    def _clock(self, member: Member) -> float:
+        is_here = member.joined.place == processes.place()
+        return 0.0 if is_here or math.isinf(member.clock) else member.clock
+
+    def _order(self, message: Message) -> None:
+        for member in self.members.values():
+            if member.here:
+                member.send(message)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the programs of all ranks."""
+        self._order(Signal(number=number))
+
+    def release(self) -> None:
+        """Let all sentinels end."""
+        for member in self.members.values():
+            member.send(Release())
+
+    def close(self) -> None:
+        """Stop listening, and close all connections. Sentinels of ``hvdkit run`` end their programs then."""
+        self.server.close()
+        for member in self.members.values():
+            if member.peer is not None:
+                member.peer.connection.close()
+
+    @property
+    def has_lost_hosts(self) -> bool:
+        """True if the job is being ended, and a rank of another host cannot take part in that."""
+        found = self.verdict
+        if found is None or found.orderly or self._steps:
+            return False
+        here = {member.joined.place for member in self.members.values() if member.peer is None}
+        return any(
+            member.joined.place not in here and (member.lost is not None or member.rank == found.rank)
+            for member in self.members.values()
+        )
+
+    @property
+    def all_ended(self) -> bool:
+        """True once all ranks have begun and ended."""
+        return len(self.members) == self._size and not self._here
+
+    @property
+    def over(self) -> bool:
+        """True once every rank that had joined has ended, and nothing is left to do."""
+        waits = (self._due is not None or bool(self._lost)) and self.verdict is None
+        return not self._here and not self._steps and not waits and bool(self.members)

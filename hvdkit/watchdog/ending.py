@@ -1,0 +1,226 @@
+"""The end of a rank after a failure: its interpreter exits normally, with the verdict's code, within a deadline.
+
+A thread learns of the verdict. It releases the main thread from collectives by shutting Horovod down, and interrupts it
+by a signal whose handler raises ``SystemExit``: ``with`` blocks, ``finally`` clauses and ``atexit`` handlers run, and
+files are flushed. A rank that has not unwound at the deadline is ended by ``os._exit``, in native code if no Python
+thread can run, so that its exit code is kept; and a little later by its sentinel.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from types import FrameType
+from typing import Any
+
+# Maximum seconds for Horovod to release a rank, and for TensorFlow to raise the error. The signal follows then: an
+# exception that it raised in between would be lost in TensorFlow's own conversion of errors.
+_RELEASE_SECONDS, _RAISE_SECONDS = 1.0, 0.2
+_FLUSH_SECONDS = 1.0
+# Seconds after the deadline at which the native timer ends this process; seconds for the interpreter to shut down.
+_SPARE_SECONDS, _SHUTDOWN_SECONDS = 1.0, 4.0
+_CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2
+# It is ignored by default, and few programs use it.
+_SIGNAL = signal.SIGURG
+
+
+class Exit(SystemExit):
+    """Ends the interpreter after another rank has failed."""
+
+
+class Ending:
+    """The end of this process.
+
+    Attributes:
+        code: the verdict's exit code, or None as long as no other rank has failed.
+    """
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        self._release: Callable[[], None] | None = None
+        self._is_victim: Callable[[BaseException], bool] = lambda error: False
+        self._pid = 0
+        self._before: Any = None
+        self._timer = _NativeTimer()
+        self._releasing: threading.Thread | None = None
+
+    def prepare(self, release: Callable[[], None], is_victim: Callable[[BaseException], bool]) -> None:
+        """Let :meth:`begin` interrupt the main thread; called by it when a world begins.
+
+        Args:
+            release: called, in its own thread, to release the main thread from collectives.
+            is_victim: returns True for the errors that a released main thread raises.
+        """
+        self._release, self._is_victim, self._pid = release, is_victim, os.getpid()
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(_SIGNAL, self._interrupted)
+
+    def forget(self) -> None:
+        """Undo :meth:`prepare`."""
+        self._release = None
+        on_main = threading.current_thread() is threading.main_thread()
+        if on_main and signal.getsignal(_SIGNAL) == self._interrupted:
+            signal.signal(_SIGNAL, self._before or signal.SIG_DFL)
+
+    @property
+    def begun(self) -> bool:
+        """Return True once the verdict is here, and this process is about to end."""
+        return self.code is not None
+
+    def begin(self, code: int, seconds: float) -> None:
+        """Have the main thread unwind, and end with ``code``. Called by another thread; returns at once.
+
+        Args:
+            code: the verdict's exit code.
+            seconds: until the deadline.
+        """
+        if self.begun:
+            return
+        self.code = code
+        self._timer.arm(code, seconds + _SPARE_SECONDS)
+        with contextlib.suppress(RuntimeError):  # the interpreter shuts down already, and starts no thread
+            if self._release is not None:
+                self._releasing = threading.Thread(target=self._release, name="hvdkit-watchdog-release", daemon=True)
+                self._releasing.start()
+            threading.Thread(target=self._interrupt, name="hvdkit-watchdog-interrupt", daemon=True).start()
+
+    def _interrupt(self) -> None:
+        """Have the signal's handler run in the main thread, unless it unwinds already."""
+        if self._releasing is not None:
+            self._releasing.join(_RELEASE_SECONDS)
+        time.sleep(_RAISE_SECONDS)
+        if signal.getsignal(_SIGNAL) == self._interrupted:
+            ident = threading.main_thread().ident
+            assert ident is not None
+            signal.pthread_kill(ident, _SIGNAL)
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        error = sys.exc_info()[1]
+        is_unwinding = error is not None and self._is_victim(error)
+        if self.begun and os.getpid() == self._pid and _runs_the_script(frame) and not is_unwinding:
+            self.leave()
+
+    def leave(self) -> None:
+        """Raise the exception that ends the interpreter with the verdict's code. Called by the main thread."""
+        # A launcher that sees another rank end sends it; the deadline is here already.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Exit(self.code)
+
+    def has_caused(self, error: BaseException | None) -> bool:
+        """Return True if ``error`` replaced the exception that :meth:`leave` raised, or was chained to it."""
+        while error is not None and not isinstance(error, Exit):
+            error = error.__cause__ or error.__context__
+        return error is not None
+
+    def is_released(self) -> bool:
+        """Return True if Horovod has been shut down; wait for it for a limited time."""
+        if self._releasing is not None:
+            self._releasing.join(_FLUSH_SECONDS)
+        return self._releasing is None or not self._releasing.is_alive()
+
+    def finish(self) -> None:
+        """Let the interpreter shut down, with the verdict's code. Called by the last handler of ``atexit``."""
+        assert self.code is not None
+        self._timer.arm(self.code, _SHUTDOWN_SECONDS)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if not self.is_released():  # Horovod must not be shut down a second time meanwhile
+            end_process(self.code)
+        # A script that had ended before, or has caught what ends it, has another exit code than the verdict's. So the C
+        # library is asked, once the interpreter has shut down, to flush its files and to end with the verdict's.
+        with contextlib.suppress(AttributeError):  # another C library than glibc
+            libc = ctypes.CDLL(None)
+            libc.__cxa_atexit(libc._exit, ctypes.c_void_p(self.code), None)
+            libc.__cxa_atexit(libc.fflush, None, None)
+
+
+def _runs_the_script(frame: FrameType | None) -> bool:
+    """Return False in hooks and handlers that the interpreter calls at its end: an exception there is lost."""
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame is not None and (frame.f_code.co_name == "<module>" or frame.f_globals.get("__name__") == "runpy")
+
+
+class _SignalEvent(ctypes.Structure):
+    """``struct sigevent`` of Linux: sigevent(7)."""
+
+    _fields_ = (
+        ("value", ctypes.c_long),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("rest", ctypes.c_char * 40),
+    )
+
+
+class _NativeTimer:
+    """Calls C's ``_exit`` after some seconds: no Python thread runs while the interpreter shuts down.
+
+    It does nothing with C libraries other than glibc.
+    """
+
+    def __init__(self) -> None:
+        self._timer: ctypes.c_void_p | None = None
+
+    def arm(self, code: int, seconds: float) -> None:
+        """End this process with ``code`` in ``seconds``, instead of what was set before."""
+        with contextlib.suppress(OSError, AttributeError):
+            libc = ctypes.CDLL(None)
+            if self._timer is None:
+                event = _SignalEvent(code, 0, _SIGEV_THREAD, ctypes.cast(libc._exit, ctypes.c_void_p).value)
+                timer = ctypes.c_void_p()
+                if libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
+                    return
+                self._timer = timer
+            whole, part = divmod(seconds, 1)
+            libc.timer_settime(self._timer, 0, (ctypes.c_long * 4)(0, 0, int(whole), int(part * 1e9)), None)
+
+
+class EngineEnd:
+    """Shuts Horovod down once, from whichever thread comes first: two at a time would abort inside Horovod."""
+
+    def __init__(self, shutdown: Callable[[], None]) -> None:
+        self._shutdown = shutdown
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        if self._lock.acquire(blocking=False):
+            atexit.unregister(self._shutdown)  # Horovod's own handler, which would be the second
+            self._shutdown()
+
+
+def end_process(code: int) -> None:
+    """End this process with ``code``, whatever its main thread waits in; files are flushed if that is soon done."""
+    gc.unfreeze()  # files that were opened before hvdkit imported TensorFlow: see loading.py
+    # Another thread may hold a file while it waits in a full pipe.
+    flusher = threading.Thread(target=flush_files, daemon=True)
+    with contextlib.suppress(RuntimeError):  # from Python 3.12 on the interpreter starts none in handlers of atexit
+        flusher.start()
+        flusher.join(_FLUSH_SECONDS)
+    os._exit(code)
+
+
+def flush_files() -> None:
+    """Flush the standard streams, then every file that is open for writing."""
+    for files in ([sys.stdout, sys.stderr], (one for one in gc.get_objects() if issubclass(type(one), _BUFFERED))):
+        for file in files:
+            with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
+                file.flush()
+
+
+_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+
+
+@cache
+def ending() -> Ending:
+    """Return that of this process."""
+    return Ending()

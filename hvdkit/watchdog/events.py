@@ -1,0 +1,337 @@
+"""What sentinels report to the coordinator and what it orders: dataclasses, one JSON object each on the connection."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, ClassVar
+
+from hvdkit.watchdog.flight import Record
+
+VERSION = 1
+"""Of all messages together; the two ends of a connection compare it first."""
+
+
+class Message:
+    """Base class. A message is encoded with the name of its class."""
+
+    kinds: ClassVar[dict[str, type[Message]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Message.kinds[cls.__name__] = cls
+
+    def encode(self) -> bytes:
+        """Return the message as JSON."""
+        return json.dumps({"kind": type(self).__name__, **vars(self)}).encode()
+
+
+def decode(data: bytes) -> Message:
+    """Return the message that :meth:`Message.encode` wrote.
+
+    Raises:
+        ValueError: ``data`` is not a message of this version.
+    """
+    try:
+        found = json.loads(data)
+        kind = Message.kinds[found.pop("kind")]
+        types = _types(kind.__name__)
+        return kind(**{name: _read(value, types[name]) for name, value in found.items()})
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError("not a message of hvdkit's watchdog") from error
+
+
+@cache
+def _types(kind: str) -> dict[str, str]:
+    """Return the type of each field of messages of a kind, as it is written below."""
+    return {one.name: str(one.type) for one in fields(Message.kinds[kind])}  # type: ignore[arg-type]
+
+
+def _read(value: Any, kind: str) -> Any:
+    """Return a value of type ``kind``, given what JSON has for it. Raises TypeError if that is of another type."""
+    if kind.endswith(" | None"):
+        return None if value is None else _read(value, kind.removesuffix(" | None"))
+    if kind.startswith("list["):
+        return [_read(one, kind[5:-1]) for one in value]
+    if kind == "Record":
+        return Record.from_json(value)
+    if not isinstance(value, _CLASSES[kind]):
+        raise TypeError(kind)
+    return float(value) if kind == "float" else value
+
+
+_CLASSES: dict[str, Any] = {
+    "int": int,
+    "float": (int, float),
+    "str": str,
+    "bool": bool,
+    "dict[str, Any]": dict,
+}
+
+# ---- from a sentinel to the coordinator -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined(Message):
+    """A sentinel has connected.
+
+    Attributes:
+        rank: the rank that it watches.
+        size: number of ranks, as the launcher has passed it to this one.
+        host: the host's name.
+        place: equal for processes that see each other: host, boot, and container.
+    """
+
+    rank: int
+    size: int
+    host: str
+    place: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Message):
+    """The rank has called ``hk.init()``: from now on it reports errors itself and exits normally on request.
+
+    Attributes:
+        pid: its PID on its host.
+        waiters: thread IDs of its busy-polling threads: those of Horovod and MPI.
+        step: steps trained, or None.
+    """
+
+    pid: int
+    waiters: list[int] = field(default_factory=list)
+    step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status(Message):
+    """How the rank is doing; sent every few seconds, which also shows that the sentinel is alive.
+
+    Attributes:
+        step: steps trained, or None if they are not counted.
+        idle: seconds since anything in the rank's process has moved.
+        count: eager collectives begun in this world.
+        stopped: seconds since the process was stopped (SIGSTOP), or None.
+        busy: the reason of an open ``hk.busy``, or None.
+        waits: the eager collective that the rank has waited in for some seconds, or None.
+        now: seconds of the host's monotonic clock when this was sent.
+    """
+
+    step: int | None = None
+    idle: float = 0.0
+    count: int = 0
+    stopped: float | None = None
+    busy: str | None = None
+    waits: Record | None = None
+    now: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives(Message):
+    """With ``HVDKIT_CHECK=1``: what the rank has ended and begun since the last such message.
+
+    Attributes:
+        ended: keys of collectives that were reported before.
+        begun: new collectives in order, some of which have also ended.
+    """
+
+    ended: list[str]
+    begun: list[Record]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed(Message):
+    """An error that nothing in the rank's program handles.
+
+    Attributes:
+        cause: in one line.
+        verb: what the rank did, e.g. "failed", "was interrupted".
+        code: its exit code.
+        text: the traceback, with the rank in front of each line.
+        follows: the error was caused by the loss of another rank.
+        step: steps trained, or None.
+        busy: the reason of an open ``hk.busy``, or None.
+    """
+
+    cause: str
+    verb: str = "failed"
+    code: int = 1
+    text: str = ""
+    follows: bool = False
+    step: int | None = None
+    busy: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaving(Message):
+    """The rank's script has ended; its interpreter waits for :class:`Release` before it shuts Horovod down."""
+
+    step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unwound(Message):
+    """After :class:`End`: the rank's script and handlers have ended, its files are flushed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exited(Message):
+    """The rank's process is over.
+
+    Attributes:
+        code: its exit code, negative for a signal; None if it is not known: the rank was killed or called ``os._exit``,
+            and its parent is not the sentinel.
+        step: steps trained, or None.
+        busy: the reason of an open ``hk.busy``, or None.
+        signals: those that processes other than hvdkit's sent through its sentinel in the rank's last minute.
+        stopped: seconds for which the process had been stopped when it was killed for that reason, or None.
+    """
+
+    code: int | None
+    step: int | None = None
+    busy: str | None = None
+    signals: list[int] = field(default_factory=list)
+    stopped: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks(Message):
+    """The Python stacks of a rank's threads, and the source line of the training thread."""
+
+    text: str
+    where: str = ""
+    waiting: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flight(Message):
+    """The last collectives of a rank.
+
+    Attributes:
+        records: in order.
+    """
+
+    records: list[Record]
+
+
+# ---- from a rank to its own sentinel --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connect(Message):
+    """Join the coordinator in the sentinel of rank 0.
+
+    Attributes:
+        rank: this rank.
+        size: number of ranks.
+        host: its host's name.
+        offer: the coordinator's addresses and the job's token; "": this sentinel runs the coordinator.
+        chief_host: the host of rank 0.
+        speaks: write the last line if the sentinel of rank 0 is gone.
+    """
+
+    rank: int
+    size: int
+    host: str
+    offer: str
+    chief_host: str
+    speaks: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Busy(Message):
+    """The rank begins, or has ended, work that is not visible from outside (``hk.busy``)."""
+
+    reason: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled(Message):
+    """The answer to :class:`GiveFlight`: the rank has recorded what its graphs have noted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left(Message):
+    """The process continues, but is no longer a rank (``hk.shutdown``)."""
+
+
+# ---- from a sentinel to its rank ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watching(Message):
+    """The sentinel's PID, by which the rank notices that its sentinel is stopped."""
+
+    pid: int
+
+
+# ---- from the coordinator to a sentinel -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welcome(Message):
+    """The answer to :class:`Joined`.
+
+    Attributes:
+        heartbeat: seconds of silence after which a sentinel counts as lost.
+        interval: seconds between two :class:`Status`.
+        check: report all collectives (``HVDKIT_CHECK=1``).
+        program: only from ``hvdkit run``: command, environment and terminal of the program to start.
+    """
+
+    heartbeat: float
+    interval: float
+    check: bool = False
+    program: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal(Message):
+    """Send a signal to the rank's program."""
+
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GiveStacks(Message):
+    """Answer by :class:`Stacks`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GiveFlight(Message):
+    """Answer by :class:`Flight`.
+
+    Attributes:
+        most: collectives to send.
+    """
+
+    most: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class End(Message):
+    """The job has failed: end the rank.
+
+    Attributes:
+        code: exit code of the job.
+        unwind: seconds to exit normally; 0: end it at once.
+        finalize: end MPI after :class:`Unwound`: a rank whose script has ended waits for it, and its exit code is
+            known only then.
+    """
+
+    code: int
+    unwind: float = 0.0
+    finalize: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release(Message):
+    """The rank may exit: all ranks are leaving, or have unwound. So may the sentinel, once its rank has exited.
+
+    Attributes:
+        code: exit code of the job, if it has failed.
+        all_leave: the scripts of all ranks have ended.
+    """
+
+    code: int | None = None
+    all_leave: bool = False

@@ -1,0 +1,315 @@
+"""The flight recorder: the last collectives of a rank, in memory that its sentinel can read after the rank has died.
+
+A record costs the rank some microseconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import struct
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import product
+from typing import NamedTuple
+
+SLOTS = 1000
+_SLOT_BYTES, _BEGIN = 768, 4096
+# Thread ID of the training thread, steps trained (-1: not counted), number of the last collective, eager collectives
+# begun; number of the eager collective that the rank is in (0: none), and since when: seconds of the host's monotonic
+# clock.
+_STATE = struct.Struct("qqQQQd")
+_THREAD, _STEP, _LAST, _COUNT, _WAIT, _SINCE = range(6)
+# Number, steps trained, start and end (0: not yet) in seconds of the host's monotonic clock, bytes, length of the text.
+_SLOT = struct.Struct("QqddQQ")
+_END = 3
+# Bytes of each field. A field that the sentinel may read at the same time is written through a memoryview: by a single
+# instruction, while ``struct.pack_into`` first writes zeros.
+_FIELD = 8
+_NUMBER = struct.Struct("Q")
+# Bytes at most for the key, the ranks and the source line, so that about 250 are left for the rest.
+_KEY_TEXT, _RANKS_TEXT, _LINE_TEXT = 200, 120, 160
+
+
+EAGER = "eager "
+"""Prefix of the keys of collectives that Python calls. Keys of a graph's collectives are names of its ops."""
+
+
+class Record(NamedTuple):
+    """One collective of a rank. In JSON it is a list of its fields.
+
+    Attributes:
+        number: 1 for the rank's first collective.
+        key: by which ranks match it.
+        what: its name, dtypes and shapes.
+        line: the user's source line that led to it.
+        ranks: short text of those that take part, also of thousands; "": all.
+        nbytes: that this rank sends.
+        step: steps trained before it, or None if they are not counted.
+        start: seconds of the host's monotonic clock.
+        end: the same; None if the rank is still in it.
+    """
+
+    number: int
+    key: str
+    what: str
+    line: str
+    ranks: str
+    nbytes: int
+    step: int | None
+    start: float
+    end: float | None
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.line})"
+
+    @property
+    def is_eager(self) -> bool:
+        """True if Python called it: then ranks match it by order, and its arguments are compared elsewhere."""
+        return self.key.startswith(EAGER)
+
+    @property
+    def participants(self) -> tuple[int, ...] | None:
+        """The ranks that take part; None: all; empty: unknown, because they were too many to be recorded."""
+        return _participants(self.ranks)
+
+    @staticmethod
+    def from_json(fields: object) -> Record:
+        """Return the record with these fields, as JSON has them.
+
+        Raises:
+            TypeError: they are not those of a record.
+        """
+        if not isinstance(fields, list) or tuple(map(type, fields)) not in _RECORD_TYPES:
+            raise TypeError("not a record")
+        return Record._make(fields)
+
+
+_RECORD_TYPES = set(product([int], [str], [str], [str], [str], [int], [int, type(None)], [float], [float, type(None)]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """How far a rank is.
+
+    Attributes:
+        thread: thread ID of the training thread.
+        step: steps trained, or None if they are not counted.
+        number: of the last collective that was recorded, or 0. It depends on when those of graphs are recorded.
+        count: eager collectives begun in this world.
+        waiting: number of the eager collective that the rank is in, or 0.
+        since: when it began, or when the last one ended, by the host's monotonic clock.
+    """
+
+    thread: int
+    step: int | None
+    number: int
+    count: int
+    waiting: int
+    since: float
+
+
+class FlightRecorder:
+    """Records collectives.
+
+    Attributes:
+        file: descriptor of the memory, for the sentinel.
+        step: steps trained, or None.
+        last: name of the last eager collective, or "".
+        sampler: records what the graphs of this rank have noted themselves.
+    """
+
+    def __init__(self) -> None:
+        self.file = memory_file()
+        os.ftruncate(self.file, _BEGIN + SLOTS * _SLOT_BYTES)
+        self._memory = mmap.mmap(self.file, 0)
+        self._numbers = itertools.count(1)
+        # The training thread and the sampling thread record. Reentrant: a signal handler may interrupt the former.
+        self._writing = threading.RLock()
+        self.step: int | None = None
+        self.last = ""
+        self.sampler: Callable[[], None] = lambda: None
+        view = memoryview(self._memory)
+        self._counts, self._signed, self._times = view.cast("Q"), view.cast("q"), view.cast("d")
+        _STATE.pack_into(self._memory, 0, threading.get_native_id(), -1, 0, 0, 0, time.monotonic())
+
+    def begin_world(self) -> None:
+        """Count eager collectives from 0 again, as all ranks do that call ``hk.init()`` again."""
+        self._counts[_COUNT] = 0
+
+    def at_step(self, step: int) -> None:
+        """Note the number of steps trained."""
+        self.step = step
+        self._signed[_STEP] = step
+
+    def begin(
+        self,
+        key: str,
+        what: str,
+        line: str = "",
+        ranks: Sequence[int] | None = None,
+        nbytes: int = 0,
+        *,
+        eager: bool,
+        at: float | None = None,
+    ) -> int:
+        """Note that the rank enters a collective, and return its number for :meth:`end`.
+
+        Args:
+            key: by which ranks match it.
+            what: its name, dtypes and shapes.
+            line: the user's source line that led to it.
+            ranks: those that take part; None: all.
+            nbytes: that this rank sends.
+            eager: the calling thread waits in it.
+            at: when, by the host's monotonic clock; default: now.
+        """
+        now = time.monotonic() if at is None else at
+        line = line.encode(errors="replace")[-_LINE_TEXT:].decode(errors="ignore")
+        text = "\0".join((_short_key(key), ranks_text(tuple(ranks or ())), line, what))
+        data = text.encode(errors="replace")[: _SLOT_BYTES - _SLOT.size]
+        step = -1 if self.step is None else self.step
+        with self._writing:
+            number = next(self._numbers)
+            start = _BEGIN + (number - 1) % SLOTS * _SLOT_BYTES
+            # The number comes last: without it the slot is not read.
+            _SLOT.pack_into(self._memory, start, 0, step, now, 0.0, nbytes, len(data))
+            self._memory[start + _SLOT.size : start + _SLOT.size + len(data)] = data
+            self._counts[start // _FIELD] = self._counts[_LAST] = number
+            self._counts[_COUNT] += eager
+        if eager:
+            self.last = what
+            self._set_waiting(number, now)
+        return number
+
+    def _set_waiting(self, number: int, now: float) -> None:
+        """Note in which eager collective the rank is: first the time, as a reader reads it last."""
+        self._times[_SINCE] = now
+        self._counts[_WAIT] = number
+
+    def end(self, number: int, *, eager: bool, at: float | None = None) -> None:
+        """Note that the rank has come out of collective ``number``."""
+        now = time.monotonic() if at is None else at
+        start = (_BEGIN + (number - 1) % SLOTS * _SLOT_BYTES) // _FIELD
+        if self._counts[start] == number:  # its slot has not been used again since
+            self._times[start + _END] = now
+        if eager:
+            self._set_waiting(0, now)
+
+    @property
+    def waiting(self) -> bool:
+        """True while the rank is in an eager collective."""
+        return self._counts[_WAIT] != 0
+
+    def describe(self) -> str:
+        """Return the last eager collective in words."""
+        if not self.last:
+            return "no eager collective yet"
+        seconds = f"{time.monotonic() - self._times[_SINCE]:.0f} s"
+        return f"has waited in {self.last} for {seconds}" if self.waiting else f"came out of {self.last} {seconds} ago"
+
+    def in_thread(self) -> None:
+        """Note that the calling thread is the training thread."""
+        self._signed[_THREAD] = threading.get_native_id()
+
+
+def memory_file() -> int:
+    """Return the descriptor of a file in memory that has no name."""
+    try:
+        return os.memfd_create("hvdkit-flight")
+    except (AttributeError, OSError):  # a Python built for an old C library
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
+
+
+def collective_key(name: str, ranks: Sequence[int] | None) -> str:
+    """Return the key of the collective ``name`` among ``ranks``; None: all.
+
+    Example:
+        >>> collective_key("sum", [0, 2, 4])
+        'sum of 0:5:2'
+    """
+    return f"{name} of {ranks_text(tuple(ranks))}" if ranks else name
+
+
+@lru_cache(256)
+def _short_key(key: str) -> str:
+    """Return the key; the end of a long one is replaced by a checksum."""
+    data = key.encode(errors="replace")
+    if len(data) <= _KEY_TEXT:
+        return key
+    checksum = f"...{zlib.crc32(data):08x}"
+    return data[: _KEY_TEXT - len(checksum)].decode(errors="ignore") + checksum
+
+
+@lru_cache(256)
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """Return ranks as text: a slice if they are evenly spaced; of many others only the first ones and a checksum."""
+    if len(ranks) > 1 and ranks[1] > ranks[0]:
+        step = ranks[1] - ranks[0]
+        if ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):
+            return f"{ranks[0]}:{ranks[-1] + 1}:{step}"
+    text = ",".join(map(str, ranks))
+    if len(text) <= _RANKS_TEXT:
+        return text
+    return f"{text[:_RANKS_TEXT].rpartition(',')[0]},...{zlib.crc32(text.encode()):08x}"
+
+
+@lru_cache(256)
+def _participants(text: str) -> tuple[int, ...] | None:
+    """Return the ranks that :func:`ranks_text` wrote; None: all; an empty tuple: unknown."""
+    if not text:
+        return None
+    try:
+        if ":" not in text:
+            return tuple(map(int, text.split(",")))
+        first, end, step = map(int, text.split(":"))
+        return tuple(range(first, end, step))
+    except ValueError:  # only the first ones and a checksum
+        return ()
+
+
+@cache
+def recorder() -> FlightRecorder:
+    """Return the recorder of this process."""
+    return FlightRecorder()
+
+
+class FlightReader:
+    """Reads what a :class:`FlightRecorder` has written.
+
+    Args:
+        file: descriptor of its memory.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
+
+    def state(self) -> State:
+        """Return how far the rank is."""
+        thread, step, number, count, waiting, since = _STATE.unpack_from(self._memory)
+        step = None if step < 0 else step
+        return State(thread=thread, step=step, number=number, count=count, waiting=waiting, since=since)
+
+    def record(self, number: int) -> Record | None:
+        """Return collective ``number``, or None if its slot has been used again, or is being written."""
+        start = _BEGIN + (number - 1) % SLOTS * _SLOT_BYTES
+        slot = self._memory[start : start + _SLOT_BYTES]
+        found, step, begin, end, nbytes, length = _SLOT.unpack_from(slot)
+        if found != number or _NUMBER.unpack_from(self._memory, start)[0] != number:
+            return None
+        text = slot[_SLOT.size : _SLOT.size + length].decode(errors="replace")
+        key, ranks, line, what = (text.split("\0", 3) + [""] * 3)[:4]
+        return Record(number, key, what, line, ranks, nbytes, None if step < 0 else step, begin, end or None)
+
+    def records(self, after: int = 0) -> list[Record]:
+        """Return the collectives after number ``after`` that are still there, in order."""
+        last = self.state().number
+        numbers = range(max(0, after, last - SLOTS) + 1, last + 1)
+        return [record for number in numbers if (record := self.record(number)) is not None]

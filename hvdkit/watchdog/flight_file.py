@@ -1,0 +1,122 @@
+"""The flight recorder's file: the last collectives of all ranks of a job that has failed."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdkit.watchdog.flight import Record
+
+FOLDER = "HVDKIT_FLIGHT_DIR"
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFlight:
+    """The last collectives of one rank.
+
+    Attributes:
+        rank: the rank.
+        host: its host.
+        clock: seconds to add to the times of its records, so that those of all ranks can be compared.
+        records: in order.
+    """
+
+    rank: int
+    host: str
+    clock: float
+    records: list[Record] = field(default_factory=list)
+
+    def collectives(self) -> list[Record]:
+        """Return the records, with times that can be compared with other ranks'."""
+        return [
+            one._replace(start=one.start + self.clock, end=None if one.end is None else one.end + self.clock)
+            for one in self.records
+        ]
+
+
+def write(line: str, ranks: Sequence[RankFlight], size: int) -> str:
+    """Write the file, if any rank has recorded a collective; return the line about it, or "".
+
+    It goes to the folder that ``HVDKIT_FLIGHT_DIR`` names, by default to ``TMPDIR`` or ``/tmp``. Only this user can
+    read it.
+
+    Args:
+        line: the last line of the job.
+        ranks: the records.
+        size: number of ranks of the job, also of those without records.
+    """
+    if not any(one.records for one in ranks):
+        return ""
+    folder = os.environ.get(FOLDER) or os.environ.get("TMPDIR") or "/tmp"
+    path = f"{folder}/hvdkit-flight-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
+    document = {
+        "version": _VERSION,
+        "line": line,
+        "ended": time.monotonic(),
+        "size": size,
+        "fields": Record._fields,  # of each record, for other readers
+        "ranks": [vars(one) for one in ranks],
+    }
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(file, "w") as opened:
+                opened.write(json.dumps(document, separators=(",", ":")))
+        except OSError:
+            os.unlink(path)  # noqa: PTH108  a part of it, on a full disk
+            raise
+    except OSError as error:
+        return f"flight recorder: {path} cannot be written ({error.strerror})"
+    return f"flight recorder: {path} (who waited for whom: hvdkit flight {path})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlightFile:
+    """What :func:`write` has written.
+
+    Attributes:
+        line: the last line of the job.
+        ended: when the job was ended, in the clock of the records.
+        size: number of ranks of the job.
+        ranks: those that have sent their records, in rank order.
+    """
+
+    line: str
+    ended: float
+    size: int
+    ranks: tuple[RankFlight, ...]
+
+
+def read(text: str) -> FlightFile:
+    """Return the contents of a file.
+
+    Raises:
+        ValueError: it is not a file of the flight recorder, or one of another version.
+    """
+    try:
+        document = json.loads(text)
+        version = document["version"]
+        if version == _VERSION:
+            return _contents(document)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError("not a file of the flight recorder") from error
+    raise ValueError(f"version {version} of the flight recorder's file, expected {_VERSION}")
+
+
+def _contents(document: dict[str, Any]) -> FlightFile:
+    ranks = [
+        RankFlight(**{**one, "records": [Record.from_json(record) for record in one["records"]]})
+        for one in document["ranks"]
+    ]
+    ranks.sort(key=lambda one: one.rank)
+    size = operator.index(document["size"])
+    found = FlightFile(line=document["line"], ended=document["ended"], size=size, ranks=tuple(ranks))
+    for one in found.ranks:
+        one.collectives()
+    return found

@@ -1,0 +1,565 @@
+"""The rank's side: starts the sentinel, reports what ends this rank, and does what the sentinel orders.
+
+Hooks note an exception in any thread. The sentinel carries it to the coordinator, which writes the traceback and the
+last line, and has every rank end. If an error was caused by another rank, that rank is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hvdkit.errors import HvdkitError
+from hvdkit.machine import processes
+from hvdkit.machine.interfaces import chosen_addresses, reachable_addresses
+from hvdkit.machine.launcher import Promise
+from hvdkit.watchdog import sentinel
+from hvdkit.watchdog.channel import Closed, Offer, listen, receive_now, send_now
+from hvdkit.watchdog.ending import Exit, end_process, ending, flush_files
+from hvdkit.watchdog.events import (
+    Busy,
+    Connect,
+    End,
+    Failed,
+    GiveFlight,
+    GiveStacks,
+    Leaving,
+    Left,
+    Message,
+    Release,
+    Sampled,
+    Stacks,
+    Training,
+    Unwound,
+    Watching,
+)
+from hvdkit.watchdog.flight import FlightRecorder, memory_file, recorder
+from hvdkit.watchdog.output import write_line
+from hvdkit.watchdog.settings import HEARTBEAT, seconds
+
+_LOGGER = logging.getLogger("hvdkit")
+# Seconds for the coordinator to answer; after that this rank reports its failure itself.
+_ANSWER_SECONDS = 5.0
+_LOOK_SECONDS = 2.0
+_SEND_SECONDS = 2.0
+# How often a sentinel that was killed is replaced.
+_RESTARTS = 10
+_LONGEST_TEXT = 60_000
+# TensorFlow's function that runs a graph, or an eager op: where a rank sleeps that waits in a graph's collective.
+_IN_GRAPH = {"quick_execute", "execute_with_cancellation"}
+_LET_DOWN = (
+    "has been shut down",
+    "has not been initialized",
+    "left the job",
+    "HorovodInternalError",
+    "Connection reset",
+    "Connection closed",
+    "MPI_ERR",
+    "Broken pipe",
+    "gloo/transport",
+)
+_ENGINES = ("Horovod", "hvdkit", "gloo", "MPI_")
+
+
+class Reporter:
+    """This process's connection to its sentinel.
+
+    Args:
+        recorder: of this rank's collectives.
+
+    Attributes:
+        pid: this process; a child that it forks is not a rank.
+    """
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self.recorder = recorder
+        self.pid = os.getpid()
+        self._socket: socket.socket | None = None
+        self._sending = threading.RLock()  # hk.busy in a handler of a signal that interrupts it
+        self._listeners: Sequence[socket.socket] = ()
+        self._offer = ""
+        self._child: subprocess.Popen[bytes] | None = None
+        self._sentinel = 0
+        self._connect: Connect | None = None
+        self._training: Training | None = None
+        self._reasons: list[str] = []
+        self._answered = threading.Event()
+        self._released = threading.Event()
+        self._closed = False
+        self._leaving = False
+        self._under_run = False
+        self._all_leave = False
+        self._finalize: Callable[[], None] = lambda: None
+        self._must_finalize = False
+        self._ident = threading.main_thread().ident or 0  # of the thread that trains
+        self._rank = self._restarts = 0
+        self._abort: Callable[[int], None] | None = None
+        self._before: tuple[Any, Any] | None = None
+        self._status_reader = _report_exit_status()
+        os.register_at_fork(after_in_child=self._forget)
+
+    # ---- the sentinel -----------------------------------------------------------------------------------------
+
+    @property
+    def is_watched(self) -> bool:
+        """True if this rank has a sentinel."""
+        return self._socket is not None
+
+    @property
+    def _is_heard(self) -> bool:
+        """True if the sentinel can pass reports on to a coordinator: :meth:`join` was called."""
+        return self.is_watched and (self._under_run or self._connect is not None)
+
+    def begin(self, promise: Promise) -> str:
+        """Connect to a sentinel, or start one. Called before MPI starts.
+
+        Args:
+            promise: what the launcher has set for this rank.
+
+        Returns:
+            In rank 0, what the others need in order to reach the coordinator, see :meth:`join`; or "".
+        """
+        self._closed = self._leaving = self._all_leave = False
+        self._answered.clear()
+        self._released.clear()
+        self._under_run = self._under_run or self._take_sentinel()
+        if self._under_run or promise.size == 1 or not seconds(HEARTBEAT):
+            return ""
+        if self.is_watched:  # hk.init() has failed, and is called again
+            return self._offer
+        if promise.rank != 0:
+            self._start_sentinel()
+            return ""
+        addresses, warning = (["127.0.0.1"], None) if not promise.on_several_hosts else chosen_addresses()
+        if warning is not None:
+            _LOGGER.warning("watchdog: %s", warning)
+        try:
+            listeners = listen(addresses)
+        except OSError as error:
+            _LOGGER.warning("watchdog: rank 0 cannot listen (%s): failures may not be noticed", error)
+            return ""
+        self._start_sentinel(listeners)
+        reached_at = tuple(addresses or reachable_addresses())
+        self._offer = str(Offer(reached_at, listeners[0].getsockname()[1], os.urandom(16).hex()))
+        return self._offer
+
+    def join(
+        self, rank: int, hosts: Sequence[str], places: Sequence[str], offer: str, waiters: Collection[int]
+    ) -> None:
+        """Take part in the world.
+
+        Args:
+            rank: this rank.
+            hosts: the host of each rank.
+            places: equal for ranks that see each other's processes.
+            offer: what :meth:`begin` has returned in rank 0.
+            waiters: IDs of threads that wait by polling: those of Horovod and MPI.
+        """
+        if not self._under_run and offer:
+            elsewhere = (other for other, place in enumerate(places) if place != places[0])
+            self._connect = Connect(
+                rank=rank,
+                size=len(hosts),
+                host=hosts[rank],
+                offer=offer,
+                chief_host=hosts[0],
+                speaks=rank == next(elsewhere, 1),
+            )
+        self._training = Training(pid=self.pid, waiters=sorted(waiters), step=self.recorder.step)
+        self._introduce()
+
+    def add_waiters(self, waiters: Collection[int]) -> None:
+        """Note more threads that wait by polling: Horovod has been started again."""
+        if self._training is not None:
+            self._training = replace(self._training, waiters=sorted({*self._training.waiters, *waiters}))
+            self.send(self._training)
+
+    def _introduce(self) -> None:
+        """Send to a new sentinel what it has to know of this rank."""
+        busy = None if self.reason is None else Busy(reason=self.reason)
+        leaving = Leaving(step=self.recorder.step) if self._leaving else None
+        for message in (self._connect, self._training, busy, leaving):
+            if message is not None:
+                self.send(message)
+
+    def _take_sentinel(self) -> bool:
+        """Connect to the sentinel that started this program, if one did; programs started from now on do not."""
+        number, _, inode = os.environ.pop(sentinel.SOCKET_VARIABLE, "").partition(" ")
+        if not number.isdigit() or not inode.isdigit():
+            return False
+        try:
+            found = os.fstat(int(number))
+            if not stat.S_ISSOCK(found.st_mode) or found.st_ino != int(inode):
+                return False
+            os.set_inheritable(int(number), False)
+            self._serve_from(socket.socket(fileno=int(number)))
+        except OSError:
+            return False
+        return True
+
+    def _start_sentinel(self, listeners: Sequence[socket.socket] = ()) -> None:
+        """Start a sentinel.
+
+        Args:
+            listeners: of the coordinator, in rank 0.
+        """
+        self._listeners = listeners
+        found = processes.stat(self.pid)
+        python = sys.executable or "python3"  # a program that embeds Python may not set it
+        try:
+            mine, theirs = socket.socketpair()
+            with theirs:
+                files = [theirs.fileno(), *(one.fileno() for one in listeners)]
+                numbers = [self.pid, found.started if found is not None else 0, *files]
+                command = [python, "-IS", str(Path(sentinel.__file__).resolve()), "watch", *map(str, numbers)]
+                nothing = subprocess.DEVNULL
+                self._child = subprocess.Popen(command, pass_fds=files, stdin=nothing, stdout=nothing)
+            self._serve_from(mine)
+        except OSError as error:
+            _LOGGER.warning("watchdog: no sentinel can be started (%s): failures may not be noticed", error)
+
+    def _serve_from(self, connected: socket.socket) -> None:
+        connected.settimeout(_SEND_SECONDS)
+        socket.send_fds(connected, [b"f"], [self.recorder.file, self._status_reader])
+        self._socket = connected
+        threading.Thread(target=self._serve, args=[connected], name="hvdkit-watchdog", daemon=True).start()
+
+    def _serve(self, connected: socket.socket) -> None:
+        """Do what the sentinel orders. In its own thread."""
+        if self._child is not None:
+            self._child.wait()  # it has started the sentinel
+        ready = select.poll()  # select.select takes no descriptor above 1,023
+        ready.register(connected, select.POLLIN)
+        while True:
+            try:
+                if not ready.poll(_LOOK_SECONDS * 1000):
+                    self._continue_sentinel()
+                    self._sample()
+                    continue
+                order = receive_now(connected)
+            except (Closed, OSError, ValueError):
+                break
+            try:
+                self._obey(order)
+            except Exception as error:  # this thread must not end the rank
+                _LOGGER.warning("watchdog: rank %d cannot obey %s: %s", self._rank, type(order).__name__, error)
+        connected.close()
+        if self._closed or ending().begun or self._connect is None or self._socket is not connected:
+            self._answered.set()  # nothing else will answer
+            self._released.set()
+            return
+        self._socket = None
+        self._restarts += 1
+        if self._restarts > _RESTARTS:
+            _LOGGER.warning("watchdog: the sentinels of rank %d do not run: failures may not be noticed", self._rank)
+            return
+        _LOGGER.warning("watchdog: the sentinel of rank %d was killed; starting a new one", self._rank)
+        self._start_sentinel(self._listeners)
+        self._introduce()
+
+    def _sample(self) -> None:
+        """Record what the graphs of this rank have noted, unless the interpreter is about to end."""
+        if self._leaving or self._closed or ending().begun:
+            return
+        try:
+            self.recorder.sampler()
+        except Exception as error:  # this thread must not end the rank
+            _LOGGER.warning("flight recorder: no more collectives of graphs on rank %d: %s", self._rank, error)
+            self.recorder.sampler = lambda: None
+
+    def _continue_sentinel(self) -> None:
+        """Have a sentinel go on that is stopped while its rank is not."""
+        found = processes.stat(self._sentinel) if self._sentinel else None
+        if found is not None and found.state == "T":
+            processes.kill(self._sentinel, signal.SIGCONT)
+
+    def _obey(self, order: Message) -> None:
+        if isinstance(order, Watching):
+            self._sentinel = order.pid
+        elif isinstance(order, GiveStacks):
+            self.send(self._stacks())
+        elif isinstance(order, GiveFlight):
+            self._sample()
+            self.send(Sampled())
+        elif isinstance(order, Release):
+            if order.code is not None and ending().begun:
+                ending().code = order.code
+            self._all_leave = order.all_leave
+            self._released.set()
+            self._answered.set()
+        elif isinstance(order, End) and not self._leaving:
+            if not order.unwind:
+                end_process(order.code)
+            self._must_finalize = order.finalize
+            ending().begin(order.code, order.unwind)
+            self._answered.set()
+
+    def send(self, message: Message) -> None:
+        """Send a message to the sentinel; if that takes longer than two seconds, drop the connection."""
+        connected = self._socket
+        if connected is None:
+            return
+        with self._sending:
+            try:
+                send_now(connected, message)
+            except OSError:  # part of it may have been sent: what follows would not be understood
+                with contextlib.suppress(OSError):
+                    connected.shutdown(socket.SHUT_RDWR)
+
+    def begin_busy(self, reason: str) -> None:
+        """Note work of which nothing is seen from outside: until :meth:`end_busy` this rank does not hang."""
+        self._reasons.append(reason)
+        self.send(Busy(reason=reason))
+
+    def end_busy(self, reason: str) -> None:
+        """Note the end of work that :meth:`begin_busy` has noted."""
+        self._reasons.remove(reason)
+        self.send(Busy(reason=self.reason))
+
+    @property
+    def reason(self) -> str | None:
+        """The reason of the last :meth:`begin_busy` that has not ended, or None."""
+        reasons = self._reasons[-1:]
+        return reasons[0] if reasons else None
+
+    def _stacks(self) -> Stacks:
+        """Return what this rank did last, and the Python stacks of all its threads."""
+        with os.fdopen(memory_file(), "w+b") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            stacks = file.read().decode(errors="replace")
+        step = "" if self.recorder.step is None else f"at step {self.recorder.step}, "
+        busy = f"busy: {self.reason}, " if self.reason else ""
+        last = self.recorder.describe()
+        lines = [f"{step}{busy}{last}; its stacks, most recent call first:", *stacks.splitlines()]
+        frame = sys._current_frames().get(self._ident)
+        where, waiting = "", self.recorder.waiting
+        if frame is not None:
+            where = f"in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}"
+            waiting = waiting or frame.f_code.co_name in _IN_GRAPH
+        where = "; ".join(filter(None, [f"busy: {self.reason}" if self.reason else "", where, last]))
+        return Stacks(text="\n".join(lines), where=where, waiting=waiting)
+
+    def _forget(self) -> None:
+        """In a forked child: the connections are its parent's, whose end must not wait for this process's."""
+        if self._socket is not None:
+            os.close(self._socket.detach())
+            self._socket = None
+        for one in self._listeners:
+            one.close()
+        self._listeners = ()
+
+    # ---- hooks ------------------------------------------------------------------------------------------------
+
+    def install(
+        self,
+        rank: int,
+        release: Callable[[], None],
+        abort: Callable[[int], None] | None,
+        finalize: Callable[[], None],
+    ) -> None:
+        """Begin to report failures of this rank.
+
+        Args:
+            rank: this rank.
+            release: releases this rank's threads from collectives.
+            abort: ends all ranks if there is no sentinel; None without MPI.
+            finalize: ends MPI.
+        """
+        if self._before is not None:
+            return
+        ending().prepare(release, is_victim)
+        self._rank, self._abort, self._finalize, self._ident = rank, abort, finalize, threading.get_ident()
+        self._before = (sys.excepthook, threading.excepthook)
+        sys.excepthook, threading.excepthook = self._uncaught, self._uncaught_in_thread
+
+    def install_alone(self) -> None:
+        """In a world of one, only set the exit code of an uncaught error."""
+        if self._before is None:
+            self._before = (sys.excepthook, threading.excepthook)
+            sys.excepthook = self._uncaught_alone
+
+    def remove(self) -> None:
+        """Restore the hooks that :meth:`install` replaced, and end the connection to the sentinel."""
+        self._closed = True
+        if self._before is not None:
+            ending().forget()
+            sys.excepthook, threading.excepthook = self._before
+            self._before = None
+
+    def _uncaught_alone(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        assert self._before is not None
+        self._before[0](kind, error, trace)
+        if os.getpid() == self.pid:
+            self.send(self._failed(kind, error, "", None))
+            if exit_code_of(error) != 1:
+                raise Exit(exit_code_of(error))  # the interpreter ends with it
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != self.pid:  # a forked child is not a rank
+            assert self._before is not None
+            self._before[0](kind, error, trace)
+            return
+        self._end(kind, error, trace, None)
+
+    def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
+        if os.getpid() != self.pid or args.exc_value is None or issubclass(args.exc_type, SystemExit):
+            assert self._before is not None
+            self._before[1](args)
+            return
+        self._end(args.exc_type, args.exc_value, args.exc_traceback, args.thread.name if args.thread else "?")
+
+    def _end(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, thread: str | None
+    ) -> None:
+        """End all ranks: through the sentinel, or by MPI, or by this rank's own end, which shuts Horovod down."""
+        is_interrupted = issubclass(kind, KeyboardInterrupt)
+        lines = [] if is_interrupted else "".join(traceback.format_exception(kind, error, trace)).splitlines()
+        text = "\n".join(f"[rank {self._rank}] {line}" for line in lines)[-_LONGEST_TEXT:]
+        failed = self._failed(kind, error, text, thread)
+        if ending().begun:  # while ranks unwind: a collective that was released raises, which is not worth a traceback
+            if text and not failed.follows and not ending().has_caused(error):
+                write_line(text)
+        elif self._is_heard:
+            self.send(failed)
+            self._answered.wait(_ANSWER_SECONDS)
+        if ending().begun:
+            if thread is None:
+                ending().leave()
+            return
+        at = "" if failed.step is None else f" at step {failed.step}"
+        line = f"hvdkit: rank {self._rank} on {socket.gethostname()} {failed.verb}{at}: {failed.cause}"
+        write_line("\n".join([text, line]) if text else line)
+        if not self._is_heard and self._abort is not None:
+            sys.stdout.flush()
+            self._abort(failed.code)
+        if self._is_heard or thread is not None:
+            end_process(failed.code)
+        raise Exit(failed.code)
+
+    def _failed(self, kind: type[BaseException], error: BaseException, text: str, thread: str | None) -> Failed:
+        """Return the report of an error that nothing handles."""
+        is_interrupted = issubclass(kind, KeyboardInterrupt)
+        where = "" if thread is None else f" (in thread {thread})"
+        return Failed(
+            cause="KeyboardInterrupt" if is_interrupted else f"{kind.__name__}: {cause_of(error)}{where}",
+            verb="was interrupted" if is_interrupted else "failed",
+            code=130 if is_interrupted else exit_code_of(error),
+            text=text,
+            follows=is_victim(error),
+            step=self.recorder.step,
+            busy=self.reason,
+        )
+
+    def leave(self) -> None:
+        """Report that this rank's script has ended."""
+        self._answered.clear()
+        self._leaving = True
+        self.send(Leaving(step=self.recorder.step))
+
+    def await_others(self) -> bool:
+        """After :meth:`leave`: wait for a limited time; return True if the scripts of all ranks have ended."""
+        if self.is_watched:
+            self._answered.wait(_ANSWER_SECONDS)
+        return self._all_leave or not self.is_watched
+
+    def leave_world(self) -> None:
+        """Take part in the world no more; the process goes on."""
+        self.send(Leaving(step=self.recorder.step))
+        self.remove()
+        connected = self._socket
+        if connected is not None and not self._under_run:
+            self.send(Left())
+            self._socket = None
+            connected.shutdown(socket.SHUT_RDWR)
+        for one in self._listeners:
+            one.close()
+        self._listeners, self._connect, self._training = (), None, None
+
+    def finish(self) -> None:
+        """After a failure: wait until all ranks have unwound, then let this interpreter shut down."""
+        if not ending().begun or os.getpid() != self.pid:
+            return
+        flush_files()  # the interpreter would, but only seconds later, on a busy host
+        self.send(Unwound())
+        if self._must_finalize and ending().is_released():
+            self._finalize()
+        if self.is_watched:
+            self._released.wait()
+        ending().finish()
+
+
+@cache
+def reporter() -> Reporter:
+    """Return that of this process."""
+    return Reporter(recorder())
+
+
+def _report_exit_status() -> int:
+    """Return the descriptor of a pipe into which the C library writes this process's exit status when it exits.
+
+    ``on_exit`` calls a function with that status, here ``fputc`` of one byte: the only way to learn it that needs
+    neither a parent nor a replacement of ``sys.exit``. It is not called if the process is killed or calls
+    ``os._exit``.
+    Source: on_exit(3).
+    """
+    reader, writer = os.pipe()
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        libc = ctypes.CDLL(None)
+        libc.fdopen.restype = ctypes.c_void_p
+        file = ctypes.c_void_p(libc.fdopen(writer, b"w"))
+        libc.setvbuf(file, None, 2, 0)  # _IONBF
+        libc.on_exit(libc.fputc, file)
+    # A forked child has the same handler; its status is not this rank's.
+    os.register_at_fork(after_in_child=lambda: _to_nothing(writer))
+    return reader
+
+
+def _to_nothing(file: int) -> None:
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, file)
+    os.close(nothing)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the code with which a process ends that does not handle ``error``."""
+    return error.exit_code if isinstance(error, HvdkitError) else 1
+
+
+def is_victim(error: BaseException) -> bool:
+    """Return True for an error by which a rank learns that another one is gone."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if "HorovodInternalError" in names:
+        return True
+    text = str(error)
+    if "OpError" in names and not any(engine in text for engine in _ENGINES):  # tf.data may read over a network, too
+        return False
+    return bool(names & {"OpError", "ClusterError"}) and any(part in text for part in _LET_DOWN)
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the one line of an error's message that says most."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    if any("has been shut down" in line for line in lines):
+        return "another rank left the job; its own error is printed above"
+    # TensorFlow puts the cause between "Graph execution error:", with the places it passed through, and the node.
+    frame = ("Graph execution error", "Detected at", "File ", "[[{{node")
+    causes = [line for line in lines if not line.startswith(frame)] or lines
+    return causes[0] if lines[0] in causes else causes[-1]

@@ -1,0 +1,94 @@
+"""The watchdog's settings, the same for all ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+from hvdkit.errors import describe
+from hvdkit.watchdog.events import Welcome
+
+HEARTBEAT = "HVDKIT_HEARTBEAT_SECONDS"
+PATIENCE = "HVDKIT_WATCHDOG_SECONDS"
+UNWIND = "HVDKIT_UNWIND_SECONDS"
+CHECK = "HVDKIT_CHECK"
+_STALL = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+_DEFAULTS = {HEARTBEAT: 10.0, PATIENCE: 600.0, UNWIND: 3.0}
+_SHORTEST_HEARTBEAT = 1.0
+# Horovod's own limit, which writes no stacks, serves if there is no watchdog.
+_LATER_SECONDS, _MUCH_LATER_SECONDS = 60, 86_400
+# Reports of a sentinel per heartbeat for up to this number of ranks; half of them from 16 times that number on.
+_REPORTS, _FEW = 5, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The watchdog's settings.
+
+    Attributes:
+        heartbeat: seconds after which a silent sentinel, or a stopped rank, counts as failed; 0: never.
+        patience: seconds without progress after which the job hangs; 0: never.
+        unwind: seconds that other ranks have to exit normally after one has failed; 0: they end at once.
+        grace: seconds that other ranks have to save after one has saved and ended with exit code 75.
+        check: compare all collectives (``HVDKIT_CHECK=1``).
+    """
+
+    heartbeat: float = 10.0
+    patience: float = 600.0
+    unwind: float = 3.0
+    grace: float = 2.0
+    check: bool = False
+
+    @staticmethod
+    def from_environment(grace: float = 2.0) -> Settings:
+        """Return the settings that the environment gives. Raises ValueError for a bad one."""
+        heartbeat = seconds(HEARTBEAT)
+        return Settings(
+            heartbeat=max(_SHORTEST_HEARTBEAT, heartbeat) if heartbeat else 0.0,
+            patience=seconds(PATIENCE) if heartbeat else 0.0,
+            unwind=seconds(UNWIND),
+            grace=grace,
+            check=os.environ.get(CHECK) == "1",
+        )
+
+    def interval(self, size: int) -> float:
+        """Return the seconds between two reports of a sentinel: a fifth of the limit, in large jobs up to two fifths.
+
+        Example:
+            >>> [Settings().interval(size) for size in (4, 256, 4096)]
+            [2.0, 3.0, 4.0]
+        """
+        doublings = math.log2(max(size, _FEW) / _FEW)
+        return (self.heartbeat or _DEFAULTS[HEARTBEAT]) / _REPORTS * min(2.0, 1 + doublings / 4)
+
+    def welcome(self, size: int) -> Welcome:
+        """Return the answer to a sentinel that joins."""
+        return Welcome(heartbeat=self.heartbeat, interval=self.interval(size), check=self.check)
+
+
+def seconds(name: str) -> float:
+    """Return the setting ``name`` from the environment; 0 turns off what it is for.
+
+    Raises:
+        ValueError: it is not a number of seconds.
+    """
+    text = os.environ.get(name)
+    if text is None and name == PATIENCE and os.environ.get(_STALL):
+        text = os.environ[_STALL]
+    try:
+        value = _DEFAULTS[name] if not text else float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError(describe(name, text or "", "a number of seconds, 0 for never", f"e.g. {name}=60"))
+    return value
+
+
+def set_stall_limit() -> None:
+    """Set Horovod's own limit for a collective that some rank never enters, unless the user has."""
+    patience, _ = seconds(PATIENCE), seconds(UNWIND)
+    os.environ.setdefault(PATIENCE, str(patience))  # a second world uses the value of the first one
+    # The watchdog waits for ranks that work, or are busy; Horovod would not. It still ends a job without a watchdog.
+    later = _MUCH_LATER_SECONDS if seconds(HEARTBEAT) else _LATER_SECONDS
+    os.environ.setdefault(_STALL, str(round(patience) + later if patience else 0))

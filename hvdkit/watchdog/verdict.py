@@ -1,0 +1,289 @@
+"""Which rank failed first, why, and with which exit code the job ends. Pure: from what is known to the last line."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdkit.watchdog.events import Exited, Failed, Leaving, Message, Training
+
+PREEMPTED = 75
+DIED = "died without a word (killed, out of memory, or os._exit)"
+_HINTS = {
+    signal.SIGKILL: " (out of memory?)",
+    signal.SIGSEGV: " (a crash in native code)",
+    signal.SIGBUS: " (is /dev/shm full?)",
+    signal.SIGABRT: " (a failed check in native code)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alive(Message):
+    """At this time the rank's sentinel was connected, and had not reported the rank's end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost(Message):
+    """The connection to the rank's sentinel has ended, and the sentinel had not reported the rank's end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged(Message):
+    """The coordinator has found that the rank cannot go on, though it did not report an error.
+
+    Attributes:
+        cause: in one line.
+        verb: e.g. "failed", "hangs".
+        code: exit code of the job.
+        step: steps trained, or None.
+        busy: the reason of an open ``hk.busy``, or None.
+        dead: its process cannot exit normally.
+    """
+
+    cause: str
+    verb: str = "failed"
+    code: int = 1
+    step: int | None = None
+    busy: str | None = None
+    dead: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One event of a rank.
+
+    Attributes:
+        rank: the rank.
+        time: seconds, in the coordinator's clock: when it happened, as far as is known.
+        event: what happened.
+        ordered: it follows from an order of the coordinator, or from a signal to the job.
+    """
+
+    rank: int
+    time: float
+    event: Message
+    ordered: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the job ended.
+
+    Attributes:
+        code: its exit code.
+        words: what the rank did, without its number and host; or what is known if ``rank`` is None. Empty: all is well.
+        rank: the rank that failed first; None: it is not known, or none has failed.
+        host: its host.
+        step: steps it had trained.
+        texts: tracebacks, the one of ``rank`` last.
+        orderly: all ranks can exit normally.
+        final: the job must not be started again: it was stopped.
+        flight: what to say about the file with the last collectives of all ranks, or "".
+    """
+
+    code: int
+    words: str = ""
+    rank: int | None = None
+    host: str = ""
+    step: int | None = None
+    texts: tuple[str, ...] = ()
+    orderly: bool = False
+    final: bool = False
+    flight: str = ""
+
+    @property
+    def line(self) -> str:
+        """Return rank, host and what the rank did."""
+        return self.words if self.rank is None else f"rank {self.rank} on {self.host} {self.words}"
+
+
+def verdict(entries: Iterable[Entry], size: int, hosts: Mapping[int, str] = {}) -> Verdict:
+    """Return which rank failed first.
+
+    A rank is named only if it is known of every other rank that it had not failed before: entries that are missing
+    make the verdict "unknown", and never name a healthy rank. Their order does not matter, only their times do.
+
+    Args:
+        entries: what is known. Those of one rank after an order to end are never taken for the first failure.
+        size: number of ranks.
+        hosts: the host of each rank.
+
+    Example:
+        >>> one = Entry(1, 4.0, Failed(cause="ValueError: bad", step=7))
+        >>> verdict([one, Entry(0, 4.1, Alive())], size=2, hosts={1: "b"}).line
+        'rank 1 on b failed at step 7: ValueError: bad'
+    """
+    ranks = _histories(entries, size)
+    if all(one.exited is not None and one.exited.code == 0 for one in ranks):
+        return Verdict(0)
+    has_left = all(Leaving in one.first for one in ranks)
+    let_down = sorted((entry.time, entry.rank) for one in ranks for entry in one.entries if _follows(entry.event))
+    found = (candidate for one in ranks for candidate in one.candidates(has_left, let_down))
+    first = min(found, key=lambda one: (one.time, one.since), default=None)
+    texts = {one.failed.text for one in ranks if one.failed is not None and not one.failed.follows} - {""}
+    if first is None or not all(one.well_until >= first.time for one in ranks if one.rank != first.rank):
+        return _unknown(ranks, tuple(sorted(texts)))
+    blame, own = first.blame, ranks[first.rank].failed
+    step = (
+        blame.step if blame.step is not None else max((one.step for one in ranks if one.step is not None), default=None)
+    )
+    text = own.text if own is not None else ""
+    return Verdict(
+        blame.code,
+        _words(blame, step),
+        first.rank,
+        hosts.get(first.rank, ""),
+        step,
+        texts=(*sorted(texts - {text}), *([text] if text else [])),
+        orderly=not any(one.is_dead for one in ranks),
+    )
+
+
+def _unknown(ranks: Sequence[_History], texts: tuple[str, ...]) -> Verdict:
+    """Return the verdict if it is not known which rank failed first."""
+    code = next((shell_code(one.exited.code) for one in ranks if one.exited is not None and one.exited.code), None)
+    words = "it is not known which rank failed first"
+    reports = [(one.failed.follows, one.first[Failed].time, one.rank, one.failed) for one in ranks if one.failed]
+    if not reports:
+        return Verdict(code or 1, words, texts=texts)
+    follows, _, rank, failed = min(reports)
+    code = failed.code if not follows or code is None else code
+    return Verdict(code, f"{words}; rank {rank} reported: {failed.cause}", texts=texts or (failed.text,))
+
+
+def _words(blame: Failed | Judged, step: int | None) -> str:
+    at = "" if step is None else f" at step {step}"
+    cause = f": {blame.cause}" if blame.cause else ""
+    busy = f" (busy: {blame.busy})" if blame.busy else ""
+    return f"{blame.verb}{at}{cause}{busy}"
+
+
+def _follows(event: Message) -> bool:
+    """Return True for an error that another rank caused."""
+    return isinstance(event, Failed) and event.follows
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A rank that may have failed first: at ``time``, by what it had done ``since`` then."""
+
+    rank: int
+    time: float
+    blame: Failed | Judged
+    since: float = 0.0
+
+
+class _History:
+    """What is known of one rank.
+
+    Attributes:
+        entries: in the order of their times.
+        first: the first one of each kind.
+        failed: its first error, or None.
+        exited: how its process ended, or None.
+        step: steps trained, or None.
+        well_until: the last time at which it had certainly not failed.
+        is_dead: its process ended, or cannot end, as a Python program does.
+    """
+
+    def __init__(self, rank: int, entries: Iterable[Entry]) -> None:
+        self.rank = rank
+        self.entries = sorted(entries, key=lambda entry: entry.time)
+        self.first = {type(entry.event): entry for entry in reversed(self.entries)}
+        events = [entry.event for entry in self.entries]
+        self.failed = next((event for event in events if isinstance(event, Failed)), None)
+        self.exited = next((event for event in reversed(events) if isinstance(event, Exited)), None)
+        judged = next((event for event in events if isinstance(event, Judged)), None)
+        steps = [step for event in events if isinstance(step := getattr(event, "step", None), int)]
+        self.step = max(steps, default=None)
+        ended_well = self.exited is not None and self.exited.code == 0 and self.failed is None
+        self.well_until = math.inf if ended_well else max((entry.time for entry in self.entries), default=-math.inf)
+        ended_abruptly = self.exited is not None and self.failed is None and Leaving not in self.first
+        self.is_dead = Lost in self.first or (judged is not None and judged.dead) or ended_abruptly
+
+    def candidates(self, has_left: bool, let_down: Sequence[tuple[float, int]]) -> Iterator[_Candidate]:
+        """Yield what this rank may be blamed for.
+
+        Args:
+            has_left: the scripts of all ranks have ended.
+            let_down: when ranks reported an error that another rank caused, and which; in order.
+        """
+        leaving = self.first.get(Leaving)
+        for entry in self.entries:
+            event = entry.event
+            if entry.ordered:
+                continue
+            if isinstance(event, Failed | Judged) and not _follows(event):
+                yield _Candidate(self.rank, entry.time, event)
+            elif isinstance(event, Lost):
+                why = "is out of reach (its host is down, the network is cut, or its sentinel was killed)"
+                yield _Candidate(self.rank, entry.time, Judged(cause="", verb=why))
+            elif isinstance(event, Exited) and self.failed is None and leaving is None:
+                yield from self._abrupt_end(entry.time, event)
+        if leaving is not None and not leaving.ordered and self.failed is None:
+            yield from self._early_end(leaving, has_left, let_down)
+
+    def _abrupt_end(self, time: float, end: Exited) -> Iterator[_Candidate]:
+        """Yield what the end of a process is blamed for that did not announce it."""
+        if end.stopped is not None:
+            time, code, verb, cause = time - end.stopped, 137, f"was stopped (SIGSTOP) for {end.stopped:.0f} s", ""
+        elif end.code is None or (end.code == 0 and Training in self.first):
+            code, verb, cause = 137 if end.code is None else 1, "failed", DIED
+        elif end.code:
+            code, verb, cause = shell_code(end.code), how(end.code), ""
+        else:
+            return
+        yield _Candidate(self.rank, time, Judged(cause=cause, verb=verb, code=code, step=end.step, busy=end.busy))
+
+    def _early_end(self, leaving: Entry, has_left: bool, let_down: Sequence[tuple[float, int]]) -> Iterator[_Candidate]:
+        """Yield what the end of a rank's script is blamed for: its exit code, or that another rank needed it."""
+        time, since, code = leaving.time, 0.0, self.exited.code if self.exited is not None else 0
+        if code and (code < 0 or has_left):
+            code, verb, cause = shell_code(code), how(code), ""
+        elif code:
+            verb, cause = "failed", f"sys.exit({code}) while other ranks went on"
+        else:
+            place = bisect.bisect_left(let_down, (time, -1))
+            if place == len(let_down):  # its end has hurt no rank
+                return
+            since, (time, other) = time, let_down[place]  # until then another rank may have failed
+            code, verb, cause = 1, "left the job", f"ended before the others: rank {other} still needed it"
+        step = getattr(leaving.event, "step", None)
+        yield _Candidate(self.rank, time, Judged(cause=cause, verb=verb, code=code, step=step), since)
+
+
+def _histories(entries: Iterable[Entry], size: int) -> list[_History]:
+    found: list[list[Entry]] = [[] for _ in range(size)]
+    for entry in entries:
+        if 0 <= entry.rank < size:
+            found[entry.rank].append(entry)
+    return [_History(rank, own) for rank, own in enumerate(found)]
+
+
+def how(code: int) -> str:
+    """Return in words how a program ended.
+
+    Example:
+        >>> how(3), how(-11)
+        ('ended with exit code 3', 'was killed by SIGSEGV (a crash in native code)')
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        number = signal.Signals(-code)
+    except ValueError:
+        return f"was killed by signal {-code}"
+    return f"was killed by {number.name}{_HINTS.get(number, '')}"
+
+
+def shell_code(code: int) -> int:
+    """Return an exit code as a shell gives it: 128 and the number of a signal.
+
+    Example:
+        >>> shell_code(3), shell_code(-9)
+        (3, 137)
+    """
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,56 @@
+"""``hk.busy``: work of which nothing is seen from outside."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+import hvdkit as hk
+from hvdkit.watchdog.channel import receive_now
+from hvdkit.watchdog.events import Busy
+from hvdkit.watchdog.reporter import reporter
+
+
+@pytest.fixture
+def sentinel(monkeypatch):
+    """The sentinel's end of a connection to this process."""
+    mine, theirs = socket.socketpair()
+    monkeypatch.setattr(reporter(), "_socket", mine)
+    theirs.settimeout(60)
+    yield theirs
+    mine.close()
+    theirs.close()
+
+
+def test_busy_is_reported_without_a_world_nested_and_in_any_thread(sentinel):
+    def elsewhere():
+        with hk.busy("packing\nfiles"):
+            inside.set()
+            leave.wait()
+
+    inside, leave = threading.Event(), threading.Event()
+    with hk.busy("uploading"):
+        with hk.busy("waiting for the archive"):
+            assert reporter().reason == "waiting for the archive"
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        inside.wait()
+        stacks = reporter()._stacks()
+        assert "busy: packing files, " in stacks.text and stacks.where.startswith("busy: packing files; in ")
+    assert reporter().reason == "packing files"
+    leave.set()
+    thread.join()
+    assert reporter().reason is None and "busy" not in reporter()._stacks().where
+    with pytest.raises(KeyError), hk.busy("failing"):
+        raise KeyError
+    assert reporter().reason is None
+    said = ["uploading", "waiting for the archive", "uploading", "packing files", "packing files", None]
+    assert [receive_now(sentinel) for _ in range(8)] == [Busy(reason=one) for one in [*said, "failing", None]]
+
+
+@pytest.mark.parametrize(("reason", "kind"), [(None, TypeError), (3, TypeError), ("", ValueError), (" \n", ValueError)])
+def test_busy_wants_a_reason(reason, kind):
+    with pytest.raises(kind, match=r"reason: got .*, expected a non-empty string; say what the rank does: hk\.busy"):
+        hk.busy(reason)

@@ -1,0 +1,59 @@
+"""Which source lines are the user's own: those are named in records and messages."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+import tensorflow as tf
+
+import hvdkit
+from hvdkit.cluster.progress import folder_of, is_users, source_line
+
+OURS = Path(hvdkit.__file__).parent
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/home/me/horovod/train.py",
+        "/home/me/keras/models/train.py",
+        "/home/me/tensorflow/train.py",
+        f"{OURS}_jobs/train.py",
+        "train.py",
+        "<stdin>",
+        __file__,
+    ],
+)
+def test_lines_of_the_user(file):
+    """A folder of the user's may have the name of a library."""
+    assert is_users(file)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        str(OURS / "cluster" / "progress.py"),
+        str(Path(tf.__file__).parent / "python" / "eager" / "context.py"),
+        str(Path(keras.__file__).parent / "src" / "trainers" / "trainer.py"),
+        contextlib.__file__,
+        "/tmp/__autograph_generated_file1.py",
+    ],
+)
+def test_lines_of_libraries(file):
+    assert not is_users(file)
+
+
+def test_the_line_is_that_of_the_caller():
+    assert source_line() == f"{__file__}:{sys._getframe().f_lineno}"
+
+
+def test_a_folder_without_a_package_is_the_users(tmp_path, monkeypatch):
+    """If Horovod is not installed, Python finds a folder of the user's with that name as a namespace package."""
+    (tmp_path / "not_installed").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert folder_of("not_installed") is None and folder_of("missing") is None
+    assert folder_of("keras") == str(Path(keras.__file__).parent)

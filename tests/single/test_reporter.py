@@ -1,0 +1,73 @@
+"""The rank's side of the watchdog, with a real sentinel, without TensorFlow: what may fail without ending a rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import hvdkit
+
+# Joins a job of two ranks, the other of which does not come.
+RANK = f"""
+import logging, os, resource, signal, sys, tempfile, time, types
+package = types.ModuleType("hvdkit")
+package.__path__ = [{str(Path(hvdkit.__file__).parent)!r}]
+sys.modules["hvdkit"] = package
+from hvdkit.machine.launcher import Promise
+from hvdkit.watchdog.events import GiveStacks
+from hvdkit.watchdog.reporter import reporter
+logging.basicConfig()
+rank = reporter()
+offer = rank.begin(Promise(launcher="x", rank=0, size=2, local_rank=0, local_size=2, controller="mpi"))
+rank.install(0, lambda: None, None, lambda: None)
+rank.join(0, ["h", "h"], ["p", "p"], offer, [])
+while not rank._sentinel:
+    time.sleep(0.01)
+"""
+NO_FILES = """
+held = []
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    while True:
+        held.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    os.kill(rank._sentinel, signal.SIGKILL)
+time.sleep(3)
+print("the rank goes on", flush=True)
+"""
+NO_TEMPORARY_FILES = """
+tempfile.tempdir = "/nowhere"
+print(rank._stacks().text.count("its stacks"), flush=True)
+"""
+BUSY = """
+rank.begin_busy("uploading")
+before, sent = rank._sentinel, []
+send = rank.send
+rank.send = lambda message: (sent.append(type(message).__name__), send(message))
+os.kill(before, signal.SIGKILL)
+while "Busy" not in sent:
+    time.sleep(0.01)
+print(sent[:3], flush=True)
+"""
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", RANK + script + "\nos._exit(0)"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_sentinel_that_cannot_be_replaced_does_not_end_the_rank():
+    done = run(NO_FILES)
+    assert done.returncode == 0 and done.stdout == "the rank goes on\n", done
+    assert "no sentinel can be started" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_stacks_need_no_temporary_files():
+    done = run(NO_TEMPORARY_FILES)
+    assert done.stdout == "1\n", done
+
+
+def test_a_new_sentinel_learns_that_the_rank_is_busy():
+    done = run(BUSY)
+    assert done.stdout.strip() == "['Connect', 'Training', 'Busy']", done
