@@ -1,0 +1,120 @@
+"""One rank of benchmarks/false_alarms.py: hvdkit's own sentinel and reporter, without TensorFlow and MPI.
+
+    python stressed_rank.py FOLDER RANK SIZE STEPS STRESS SEED
+
+Ranks meet at every step, by files in FOLDER. STRESS is what one of them, chosen by SEED, does at some steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+_package = types.ModuleType("hvdkit")  # hvdkit itself would load TensorFlow
+_package.__path__ = [str(Path(__file__).resolve().parents[2] / "hvdkit")]
+sys.modules["hvdkit"] = _package
+
+from hvdkit.machine import processes  # noqa: E402
+from hvdkit.machine.launcher import Promise  # noqa: E402
+from hvdkit.watchdog.flight import recorder  # noqa: E402
+from hvdkit.watchdog.reporter import reporter  # noqa: E402
+
+FOLDER, RANK, SIZE, STEPS, STRESS, SEED = Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5], int(sys.argv[6])
+HEARTBEAT = float(os.environ["HVDKIT_HEARTBEAT_SECONDS"])
+_STEP_SECONDS = 0.02
+
+
+def meet(name: str) -> None:
+    """Wait until all ranks are here."""
+    (FOLDER / f"{name}-{RANK}").touch()
+    while not all((FOLDER / f"{name}-{rank}").exists() for rank in range(SIZE)):
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def busy(reason: str) -> Iterator[None]:
+    """Do as ``hk.busy``."""
+    reporter().begin_busy(reason)
+    try:
+        yield
+    finally:
+        reporter().end_busy(reason)
+
+
+def hold_lock(seconds: float) -> None:
+    """Compute without letting other threads run."""
+    sys.setswitchinterval(1000)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+    sys.setswitchinterval(0.005)
+
+
+def fork_children() -> None:
+    """Fork as data loaders do; the children end with all kinds of exit codes."""
+    children = []
+    for code in (0, 1, 3, 137):
+        pid = os.fork()
+        if pid == 0:
+            if code == 3:
+                sys.exit(code)  # runs the handlers that it has inherited
+            os._exit(code)
+        children.append(pid)
+    for pid in children:
+        os.waitpid(pid, 0)
+
+
+def stress() -> None:
+    """Do what was asked for."""
+    if STRESS == "lock":
+        hold_lock(2 * HEARTBEAT)
+    elif STRESS == "save":
+        with busy("saving"):
+            time.sleep(3 * HEARTBEAT)
+    elif STRESS == "fork":
+        fork_children()
+    elif STRESS in ("stop", "debugger", "sentinel killed", "sentinel stopped", "clock"):
+        (FOLDER / "act").write_text(str(os.getpid()))  # the benchmark acts on this rank
+    if STRESS == "clock":
+        before = time.time()
+        time.sleep(3 * HEARTBEAT)
+        print(f"the clock went from {before:.0f} to {time.time():.0f}")
+
+
+def main() -> None:
+    """Train without training."""
+    world = reporter()
+    launched = Promise(launcher="simulated", rank=RANK, size=SIZE, local_rank=RANK, local_size=SIZE, controller="gloo")
+    offer = world.begin(launched)
+    if RANK == 0:
+        (FOLDER / "offer.part").write_text(offer)
+        (FOLDER / "offer.part").rename(FOLDER / "offer")
+    while not (FOLDER / "offer").exists():
+        time.sleep(0.005)
+    world.install(RANK, lambda: None, None, lambda: None)
+    hosts = [f"host-{rank}" for rank in range(SIZE)]
+    world.join(RANK, hosts, [processes.place()] * SIZE, (FOLDER / "offer").read_text(), [])
+    chosen = random.Random(SEED)
+    at, odd = chosen.randrange(1, STEPS - 1), chosen.randrange(SIZE)
+    for step in range(STEPS):
+        recorder().at_step(step)
+        number = recorder().begin(f"eager {step}", "meet()", f"{__file__}:1", eager=True)
+        meet(f"step-{step}")
+        recorder().end(number, eager=True)
+        if step == at and odd == RANK:
+            stress()
+        time.sleep(_STEP_SECONDS)
+    time.sleep(chosen.random() * 0.2 * RANK)  # ranks do not end at the same time
+    world.leave()
+    world.await_others()
+    world.remove()
+    print(f"rank {RANK} has ended", flush=True)
+
+
+main()
