@@ -472,6 +472,7 @@ class Reporter:
         """Report that this rank's script has ended."""
         self._answered.clear()
         self._leaving = True
+        self._continue_sentinel()
         self.send(Leaving(step=self.recorder.step))
 
     def await_others(self) -> bool:

@@ -26,6 +26,7 @@ import sys
 import termios
 import time
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,7 @@ class Rank:
         return [] if self._reader is None else self._reader.records(self._reader.state().number - most)
 
 
-class Sentinel:
+class Sentinel(ABC):
     """Watches one rank.
 
     Args:
@@ -344,9 +345,7 @@ class Sentinel:
             self.rank.connection = None
 
     def _take(self, message: Message, now: float) -> None:
-        if isinstance(message, Connect):
-            self.join(message)
-        elif isinstance(message, Busy):
+        if isinstance(message, Busy):
             self.rank.set_busy(message.reason, now)
             self._reported_at = 0.0
         else:
@@ -364,9 +363,6 @@ class Sentinel:
                 self._stacks_at = None
             elif isinstance(message, Sampled):
                 self._flight_at = 0.0
-                return
-            elif isinstance(message, Left):
-                self.rank_left()
                 return
             self.report(message)
 
@@ -391,16 +387,9 @@ class Sentinel:
 
     # ---- the coordinator --------------------------------------------------------------------------------------
 
-    def join(self, connect_to: Connect) -> None:
-        """Join the coordinator of the job. Only without ``hvdkit run``."""
-        raise NotImplementedError
-
+    @abstractmethod
     def lost(self, *, is_cut_off: bool) -> None:
         """The connection to the coordinator has ended, or its host has not answered for the heartbeat's limit."""
-        raise NotImplementedError
-
-    def rank_left(self) -> None:
-        """The process is not a rank any more, but goes on."""
 
     def _hear_coordinator(self, events: int) -> None:
         assert self.up is not None
@@ -496,8 +485,13 @@ class WatchingSentinel(Sentinel):
         self.selector.unregister(file)
         self._is_over = True
 
-    def rank_left(self) -> None:
-        self._is_over = self._has_left = True
+    def _take(self, message: Message, now: float) -> None:
+        if isinstance(message, Connect):
+            self.join(message)
+        elif isinstance(message, Left):
+            self._is_over = self._has_left = True
+        else:
+            super()._take(message, now)
 
     def _drain(self) -> None:
         """Read what the rank has sent before its end."""
@@ -530,6 +524,7 @@ class WatchingSentinel(Sentinel):
             processes.end_stuck_launcher(self._launcher)
 
     def join(self, connect_to: Connect) -> None:
+        """Join the coordinator of the job, or become it."""
         self._connect = connect_to
         joined = Joined(rank=connect_to.rank, size=connect_to.size, host=connect_to.host, place=processes.place())
         offer = Offer.parse(connect_to.offer)
@@ -567,6 +562,8 @@ class WatchingSentinel(Sentinel):
                 self.up, self.welcome = connect(offer, joined, self.selector, "up", left)
                 if training is not None:
                     self.report(training)
+                if self.rank.leaving:
+                    self.report(Leaving(step=self.rank.step))
                 return
         if self._connect.speaks:
             step = "" if self.rank.step is None else f" at step {self.rank.step}"
@@ -593,7 +590,6 @@ class RunningSentinel(Sentinel):
         self._read_at = 0.0  # when output was there last
         # Those that came to this process from others than `hvdkit run`, and when.
         self._signals: list[tuple[int, float]] = []
-        self._was_lost = False
         self._outputs: dict[int, int] = {}
         wakeup, writer = os.pipe()
         for file in (wakeup, writer):

@@ -47,6 +47,13 @@ CHILDREN = {
 }
 
 
+class WatchedAlone(Sentinel):
+    """A sentinel without a coordinator."""
+
+    def lost(self, *, is_cut_off):
+        pass
+
+
 @pytest.fixture
 def start():
     """Start a script; return its process and the numbers that it writes."""
@@ -181,7 +188,7 @@ def test_a_rank_that_was_stopped_has_not_been_idle(watched):
 
 def test_a_rank_was_not_idle_while_its_sentinel_was_stopped_too(watched):
     _, rank, recorder, now = watched
-    sentinel = Sentinel(rank)
+    sentinel = WatchedAlone(rank)
     struct.pack_into("<d", recorder._memory, 40, now - 1000.0)  # since when it waits
     rank.trains(rank.training, now - 1000.0)
     assert rank.status(now).idle == 1000.0

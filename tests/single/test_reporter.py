@@ -14,6 +14,7 @@ import logging, os, resource, signal, sys, tempfile, time, types
 package = types.ModuleType("hvdkit")
 package.__path__ = [{str(Path(hvdkit.__file__).parent)!r}]
 sys.modules["hvdkit"] = package
+from hvdkit.machine import processes
 from hvdkit.machine.launcher import Promise
 from hvdkit.watchdog.events import GiveStacks
 from hvdkit.watchdog.reporter import reporter
@@ -50,6 +51,15 @@ while "Busy" not in sent:
     time.sleep(0.01)
 print(sent[:3], flush=True)
 """
+STOPPED = """
+os.kill(rank._sentinel, signal.SIGSTOP)
+while processes.stat(rank._sentinel).state != "T":
+    time.sleep(0.01)
+rank.leave()
+while processes.stat(rank._sentinel).state == "T":
+    time.sleep(0.01)
+print("it goes on", flush=True)
+"""
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
@@ -71,3 +81,7 @@ def test_stacks_need_no_temporary_files():
 def test_a_new_sentinel_learns_that_the_rank_is_busy():
     done = run(BUSY)
     assert done.stdout.strip() == "['Connect', 'Training', 'Busy']", done
+
+
+def test_a_stopped_sentinel_hears_that_its_rank_leaves():
+    assert run(STOPPED).stdout == "it goes on\n"
