@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # for speed.py, jobs.py and the 
 from hvdkit.machine.launcher import promised
 
 RECORDS = os.environ.get("HVDKIT_TEST_RECORDS")
+# AutoGraph raises an error for a function that it cannot convert, where it would only warn.
+os.environ["AUTOGRAPH_STRICT_CONVERSION"] = "1"
 
 
 class Recorder:

@@ -32,6 +32,7 @@ class Handle:
         return self._future.result()
 
 
+@graph_safe
 def wait(handle: Handle) -> Any:
     """Wait for an asynchronous collective, and return what the collective of the same name returns.
 

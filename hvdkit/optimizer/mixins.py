@@ -47,6 +47,7 @@ class Distributed:
     _hvdkit_watch: Watch | None = None  # of the model that it trains in plain fit
     _hvdkit_original: Original | None = None
 
+    @graph_safe
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """Do as :meth:`apply` with pairs of a gradient and its variable; return the number of updates."""
         pairs: list[tuple[Any, Any]] = []

@@ -177,7 +177,10 @@ def test_a_second_thread_is_refused(size):
 
 
 def test_a_python_function_in_a_graph_may_call(size):
-    step = tf.function(lambda x: tf.py_function(lambda x: hk.allreduce(x, hk.Sum), [x], tf.float32))
+    @tf.function
+    def step(x):
+        return tf.py_function(lambda value: hk.allreduce(value, hk.Sum), [x], tf.float32)
+
     assert float(step(tf.constant(1.0))) == size
 
 
