@@ -23,7 +23,6 @@ from hvdkit.machine.cores import affinity
 from hvdkit.machine.launcher import promised
 from hvdkit.watchdog.ending import EngineEnd, ending
 from hvdkit.watchdog.reporter import reporter
-from hvdkit.watchdog.settings import set_stall_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +110,7 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
         )
     asked = profile.asked()
     settings.set_environment(promise, timeline=asked is not None and asked.timeline)
-    set_stall_limit()
+    settings.set_stall_limit()
     progress().begin_world()
     watched = reporter()
     offer = watched.begin(promise)

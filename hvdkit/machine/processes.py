@@ -6,19 +6,13 @@ Sources: proc(5), prctl(2), Linux's Documentation/scheduler/sched-stats (``sched
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import resource
 import signal
 import socket
-import subprocess
 import time
 from functools import cache
 from typing import NamedTuple
 
-_FORCE_SECONDS = 0.5
-_MPIRUNS = ("mpirun", "orterun", "mpiexec")
-_FILES = 512
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -142,25 +136,21 @@ def work(pid: int) -> Work | None:
     return Work(found.seconds, transferred)
 
 
-def allow_files(number: int) -> None:
-    """Let this process open ``number`` files and those that it opens anyway; 1,024 is a common limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = number + _FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
 def signal_at_parent_end(number: int = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when its parent ends, however that ends."""
     with contextlib.suppress(OSError, AttributeError):  # only Linux has it
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        _prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes  # a quarter of a megabyte, which a sentinel that starts no program does not need
+
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
@@ -179,25 +169,6 @@ def end_descendants(seconds: float = 2.0) -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(0.005)
-
-
-def end_stuck_launcher(pid: int) -> None:
-    """End launcher ``pid``, if it would wait for a lost host or a stopped rank for hours.
-
-    Open MPI's mpirun tells its daemons to end their ranks at a first signal, and ends at a second one soon after. Slurm
-    is asked to end the step: srun would wait for a task that is stopped elsewhere.
-    """
-    launcher = stat(pid)
-    if launcher is None:
-        return
-    if launcher.name.startswith(_MPIRUNS):
-        kill(pid, signal.SIGTERM)
-        time.sleep(_FORCE_SECONDS)
-        kill(pid, signal.SIGTERM)
-    elif launcher.name.startswith("slurmstepd"):
-        step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
-        with contextlib.suppress(OSError), open(os.devnull, "r+b") as nothing:  # noqa: PTH123
-            subprocess.Popen(["scancel", "--signal=KILL", step], stdin=nothing, stdout=nothing, stderr=nothing)
 
 
 def _read(path: str) -> str:

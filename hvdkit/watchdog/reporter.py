@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -52,7 +51,7 @@ from hvdkit.watchdog.events import (
 )
 from hvdkit.watchdog.flight import FlightRecorder, memory_file, recorder
 from hvdkit.watchdog.output import write_line
-from hvdkit.watchdog.settings import HEARTBEAT, seconds
+from hvdkit.watchdog.settings import HEARTBEAT, SOCKET_VARIABLE, seconds
 
 _LOGGER = logging.getLogger("hvdkit")
 # Seconds for the coordinator to answer; after that this rank reports its failure itself.
@@ -201,7 +200,7 @@ class Reporter:
 
     def _take_sentinel(self) -> bool:
         """Connect to the sentinel that started this program, if one did; programs started from now on do not."""
-        number, _, inode = os.environ.pop(sentinel.SOCKET_VARIABLE, "").partition(" ")
+        number, _, inode = os.environ.pop(SOCKET_VARIABLE, "").partition(" ")
         if not number.isdigit() or not inode.isdigit():
             return False
         try:
@@ -228,7 +227,7 @@ class Reporter:
             with theirs:
                 files = [theirs.fileno(), *(one.fileno() for one in listeners)]
                 numbers = [self.pid, found.started if found is not None else 0, *files]
-                command = [python, "-IS", str(Path(sentinel.__file__).resolve()), "watch", *map(str, numbers)]
+                command = [python, "-IS", sentinel.PATH, "watch", *map(str, numbers)]
                 nothing = subprocess.DEVNULL
                 self._child = subprocess.Popen(command, pass_fds=files, stdin=nothing, stdout=nothing)
             self._serve_from(mine)
