@@ -48,19 +48,13 @@ def stat(pid: int, thread: int | None = None) -> Stat | None:
 def is_over(pid: int, started: int) -> bool:
     """Return True if the process that began at ``started`` has ended."""
     found = stat(pid)
-    if found is None:  # or this process may open no more files, or must not see the other one
-        return not _exists(pid)
-    return found.started != started or found.state in "ZX"
-
-
-def _exists(pid: int) -> bool:
-    try:
+    if found is not None:
+        return found.started != started or found.state in "ZX"
+    try:  # or this process may open no more files, or must not see the other one
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
+    return False
 
 
 @cache
@@ -173,15 +167,7 @@ def end_descendants(seconds: float = 2.0) -> None:
 
 def _read(path: str) -> str:
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+            return file.readall().decode(errors="replace")
     except OSError:
         return ""
-    try:
-        parts = []
-        while part := os.read(file, 1 << 16):
-            parts.append(part)
-        return b"".join(parts).decode(errors="replace")
-    except OSError:
-        return ""
-    finally:
-        os.close(file)

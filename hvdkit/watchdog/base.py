@@ -83,11 +83,27 @@ class Sentinel(ABC):
 
     def _ready(self, key: selectors.SelectorKey, events: int) -> None:
         if key.data == "up":
-            self._hear_coordinator(events)
+            closed = self._hear(self.up, events, self.obey)
+            if closed is not None:
+                self._lose(is_cut_off=closed.errno in NO_ANSWER)
         elif key.data == "rank":
-            self._hear_rank(events)
+            self.hear_rank(events)
         else:
             key.data(key.fd)
+
+    def _hear(self, connection: Connection | None, events: int, take: Callable[[Message], None]) -> Closed | None:
+        """Send and receive what can be now; return why the connection has ended, if it has."""
+        assert connection is not None
+        if events & selectors.EVENT_WRITE:
+            connection.flush()
+        try:
+            for message in connection.receive():
+                if isinstance(message, Message):
+                    take(message)
+        except Closed as closed:
+            connection.close()
+            return closed
+        return None
 
     def _tick(self, now: float) -> None:
         for act in [act for act, at in self.due.items() if now >= at]:
@@ -123,20 +139,14 @@ class Sentinel(ABC):
 
         self.selector.register(connected, selectors.EVENT_READ, first)
 
-    def _hear_rank(self, events: int) -> None:
-        connection = self.rank.connection
-        assert connection is not None
-        if events & selectors.EVENT_WRITE:
-            connection.flush()
-        try:
-            for message in connection.receive():
-                if isinstance(message, Message):
-                    self._take(message, time.monotonic())
-        except Closed:
-            connection.close()
+    def hear_rank(self, events: int) -> None:
+        """Exchange messages with the rank."""
+        if self._hear(self.rank.connection, events, self.take) is not None:
             self.rank.connection = None
 
-    def _take(self, message: Message, now: float) -> None:
+    def take(self, message: Message) -> None:
+        """Note what the rank says, and report it."""
+        now = time.monotonic()
         if isinstance(message, Busy):
             self.rank.set_busy(message.reason, now)
             self._reported_at = 0.0
@@ -177,17 +187,6 @@ class Sentinel(ABC):
     @abstractmethod
     def lost(self, *, is_cut_off: bool) -> None:
         """The connection to the coordinator has ended, or its host has not answered for the heartbeat's limit."""
-
-    def _hear_coordinator(self, events: int) -> None:
-        assert self.up is not None
-        if events & selectors.EVENT_WRITE:
-            self.up.flush()
-        try:
-            for message in self.up.receive():
-                if isinstance(message, Message):
-                    self.obey(message)
-        except Closed as closed:
-            self._lose(is_cut_off=closed.errno in NO_ANSWER)
 
     def _lose(self, *, is_cut_off: bool) -> None:
         assert self.up is not None

@@ -1,6 +1,6 @@
 """The process next to a rank: watches it from outside, reports to the coordinator, and ends it on request.
 
-It uses only the standard library, so it starts in about 40 ms and takes 10 MB. ``hvdkit run`` has the engine start
+It uses only the standard library, so it starts in about 40 ms and takes 9 MB. ``hvdkit run`` has the engine start
 it, and it starts the rank's program::
 
     python -IS .../hvdkit/watchdog/sentinel.py run

@@ -61,7 +61,8 @@ class WatchingSentinel(Sentinel):
         self.selector.unregister(file)
         self.rank.has_ended = True
 
-    def _take(self, message: Message, now: float) -> None:
+    def take(self, message: Message) -> None:
+        """Note what the rank says, and report it."""
         if isinstance(message, Connect):
             self._connect = message
             place = processes.place()
@@ -69,14 +70,14 @@ class WatchingSentinel(Sentinel):
         elif isinstance(message, Left):
             self.rank.has_ended = self._has_left = True
         else:
-            super()._take(message, now)
+            super().take(message)
 
     def _drain(self) -> None:
         """Read what the rank has sent before its end."""
         for _ in range(20):
             if self.rank.connection is None:
                 return
-            self._hear_rank(selectors.EVENT_READ)
+            self.hear_rank(selectors.EVENT_READ)
             if not self.selector.select(0):
                 return
 

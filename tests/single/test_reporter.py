@@ -21,8 +21,8 @@ from hvdkit.watchdog.reporter import reporter
 logging.basicConfig()
 rank = reporter()
 offer = rank.begin(Promise(launcher="x", rank=0, size=2, local_rank=0, local_size=2, controller="mpi"))
-rank.install(0, lambda: None, None, lambda: None)
-rank.join(0, ["h", "h"], ["p", "p"], offer, [])
+rank.uncaught.install(0, lambda: None, None)
+rank.join(0, ["h", "h"], ["p", "p"], offer, [], lambda: None)
 while not rank._sentinel:
     time.sleep(0.01)
 """
