@@ -234,6 +234,11 @@ def report_exit_status() -> int:
     ``os._exit``.
     Source: on_exit(3).
     """
+
+    def write_nothing() -> None:
+        with open(os.devnull, "wb") as nothing:  # noqa: PTH123
+            os.dup2(nothing.fileno(), writer)
+
     reader, writer = os.pipe()
     with contextlib.suppress(AttributeError):  # another C library than glibc
         libc = ctypes.CDLL(None)
@@ -242,11 +247,5 @@ def report_exit_status() -> int:
         libc.setvbuf(file, None, 2, 0)  # _IONBF
         libc.on_exit(libc.fputc, file)
     # A forked child has the same handler; its status is not this rank's.
-    os.register_at_fork(after_in_child=lambda: _to_nothing(writer))
+    os.register_at_fork(after_in_child=write_nothing)
     return reader
-
-
-def _to_nothing(file: int) -> None:
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, file)
-    os.close(nothing)

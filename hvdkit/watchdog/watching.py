@@ -17,6 +17,8 @@ from hvdkit.watchdog.output import write_line
 from hvdkit.watchdog.rank_process import RankProcess
 
 _RECONNECT_SECONDS, _RETRY_SECONDS, _LAST_SECONDS = 5.0, 0.2, 3.0
+# How often what the rank has sent before its end is read.
+_READS = 20
 # Seconds before a warning about a rank that cannot connect.
 _WARN_SECONDS = 1.0
 
@@ -35,7 +37,6 @@ class WatchingSentinel(Sentinel):
         self._started = started
         self._has_left = False
         self._connect: Connect | None = None
-        self._warning = ""
         self.listen_to_rank(connected)
         # Before Linux 5.3, or with a Python built for an old C library, /proc is polled instead.
         with contextlib.suppress(OSError, AttributeError):
@@ -46,7 +47,9 @@ class WatchingSentinel(Sentinel):
         while not self.rank.has_ended:
             self.turn()
             self.rank.has_ended |= processes.is_over(self.rank.pid, self._started)
-        self._drain()
+        for _ in range(_READS):
+            if self.rank.connection is not None:
+                self.hear_rank(selectors.EVENT_READ)
         code = 0 if self._has_left else self.rank.exit_status()
         self.report(Exited(code=code, step=self.rank.step, busy=self.rank.busy))
         until = time.monotonic() + _LAST_SECONDS
@@ -72,31 +75,23 @@ class WatchingSentinel(Sentinel):
         else:
             super().take(message)
 
-    def _drain(self) -> None:
-        """Read what the rank has sent before its end."""
-        for _ in range(20):
-            if self.rank.connection is None:
-                return
-            self.hear_rank(selectors.EVENT_READ)
-            if not self.selector.select(0):
-                return
-
     def join(self, connect_to: Connect, joined: Joined) -> None:
         """Join the coordinator of the job."""
         self._reach = partial(connect, Offer.parse(connect_to.offer), joined, self.selector, "up")
         try:
             self.up, self.welcome = self._reach()
         except OSError as error:
-            self._warning = (
+            warning = (
                 f"hvdkit: watchdog: rank {joined.rank} on {joined.host} cannot reach rank 0 on {connect_to.chief_host} "
                 f"({error}), so that its failure is noticed late or not at all; let ranks connect to each other, or "
                 "name the network by HOROVOD_GLOO_IFACE"
             )
-            self.due[self._warn] = time.monotonic() + _WARN_SECONDS
 
-    def _warn(self) -> None:
-        if not self.rank.leaving:
-            write_line(self._warning)
+            def warn() -> None:
+                if not self.rank.leaving:
+                    write_line(warning)
+
+            self.due[warn] = time.monotonic() + _WARN_SECONDS
 
     def lost(self, *, is_cut_off: bool) -> None:
         """Reconnect if rank 0's sentinel was only killed and comes back; otherwise end this rank."""
