@@ -13,10 +13,10 @@ from typing import Any
 
 from simulated import RANKS_PER_HOST, cpu, peak_mb, read, sent_and_received, write
 
-from hvdkit.machine import processes
+from hvdkit.machine.limits import allow_files
 from hvdkit.watchdog.channel import STDOUT, Closed, Connection, Output, connect
 from hvdkit.watchdog.events import End, Exited, Flight, GiveFlight, Joined, Leaving, Message, Release, Training
-from hvdkit.watchdog.sentinel import offered
+from hvdkit.watchdog.running import offered
 
 OUTPUT_LINES = 20
 SENTINELS = 500  # in a process
@@ -86,7 +86,7 @@ class Sentinels:
     """Sentinels of some ranks: hvdkit's own connection, and programs that write some lines and end."""
 
     def __init__(self, ranks: range, size: int) -> None:
-        processes.allow_files(len(ranks))
+        allow_files(len(ranks))
         self.selector, self.links = selectors.DefaultSelector(), dict[int, Connection]()
         for rank in ranks:
             host = f"host-{rank // RANKS_PER_HOST}"

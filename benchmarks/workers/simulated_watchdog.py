@@ -16,8 +16,10 @@ from typing import Any
 from simulated import RANKS_PER_HOST, cpu, peak_mb, read, sent_and_received, write
 
 from hvdkit.machine import processes
+from hvdkit.machine.limits import allow_files
 from hvdkit.watchdog import flight_file
 from hvdkit.watchdog.channel import MESSAGE, Closed, Connection, Offer, Output, connect, listen, send_now
+from hvdkit.watchdog.coordinating import CoordinatingSentinel
 from hvdkit.watchdog.events import (
     Connect,
     End,
@@ -33,7 +35,6 @@ from hvdkit.watchdog.events import (
     Unwound,
 )
 from hvdkit.watchdog.flight import FlightRecorder, Record
-from hvdkit.watchdog.sentinel import WatchingSentinel
 
 TRACEBACK = "\n".join(f"  File train.py, line {line}, in step" for line in range(100))
 CONNECTING = 16  # simulated sentinels of a process that connect at the same time
@@ -60,7 +61,7 @@ class Rank0:
         mine, theirs = socket.socketpair()
         listeners = listen(["127.0.0.1"])
         offer = Offer(("127.0.0.1",), listeners[0].getsockname()[1], os.urandom(16).hex())
-        self.sentinel = WatchingSentinel(self.rank.pid, started.started, theirs, listeners)
+        self.sentinel = CoordinatingSentinel(self.rank.pid, started.started, theirs, listeners)
         socket.send_fds(mine, [b"f"], [FlightRecorder().file, os.open(os.devnull, os.O_RDONLY)])
         there = joined(0, size)
         send_now(
@@ -86,7 +87,7 @@ class Rank0:
 
 def watchdog_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
     """Admit all ranks, watch them for some seconds, and see one fail."""
-    processes.allow_files(size)
+    allow_files(size)
     os.environ[flight_file.FOLDER] = str(folder)
     memory, before, began = peak_mb(), cpu(), time.monotonic()
     rank0 = Rank0(size, folder)
@@ -129,7 +130,7 @@ class Fleet:
     """Sentinels of simulated ranks: hvdkit's connections and messages, one thread for all of them."""
 
     def __init__(self, offer: Offer, ranks: range, size: int) -> None:
-        processes.allow_files(len(ranks))
+        allow_files(len(ranks))
         self.selector = selectors.DefaultSelector()
         with ThreadPoolExecutor(CONNECTING) as pool:
             found = list(pool.map(lambda rank: connect(offer, joined(rank, size), self.selector, rank), ranks))

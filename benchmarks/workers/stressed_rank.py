@@ -97,9 +97,9 @@ def main() -> None:
         (FOLDER / "offer.part").rename(FOLDER / "offer")
     while not (FOLDER / "offer").exists():
         time.sleep(0.005)
-    world.install(RANK, lambda: None, None, lambda: None)
+    world.uncaught.install(RANK, lambda: None, None)
     hosts = [f"host-{rank}" for rank in range(SIZE)]
-    world.join(RANK, hosts, [processes.place()] * SIZE, (FOLDER / "offer").read_text(), [])
+    world.join(RANK, hosts, [processes.place()] * SIZE, (FOLDER / "offer").read_text(), [], lambda: None)
     chosen = random.Random(SEED)
     at, odd = chosen.randrange(1, STEPS - 1), chosen.randrange(SIZE)
     for step in range(STEPS):

@@ -16,6 +16,7 @@ from hvdkit.errors import describe
 from hvdkit.machine.cores import affinity, available_cores
 from hvdkit.machine.launcher import Promise
 from hvdkit.tuned import settings_of
+from hvdkit.watchdog.settings import HEARTBEAT, PATIENCE, STALL, UNWIND, seconds
 
 _BEFORE_MPI = {
     # Open MPI waits by spinning; Horovod's background thread then eats the core that should compute.
@@ -33,6 +34,8 @@ _CYCLE, _CYCLE_ON_SHARED_CORES = "0.2", "1"
 # Smaller messages cost more than the wait that they spare; in one message nothing travels before all is computed.
 # Between hosts every message begins with a pause, in which the links are idle.
 _BUCKET, _BUCKET_BYTES, _BUCKET_BYTES_BETWEEN_HOSTS = "HVDKIT_BUCKET_BYTES", 8 * 1024 * 1024, 32 * 1024 * 1024
+# Horovod's own limit, which writes no stacks, serves if there is no watchdog.
+_LATER_SECONDS, _MUCH_LATER_SECONDS = 60, 86_400
 _THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 
@@ -53,6 +56,15 @@ def set_environment(promise: Promise, *, timeline: bool = False) -> None:
             wanted |= rings.variables()
     for name, value in (wanted | tuned()).items():
         os.environ.setdefault(name, value)
+
+
+def set_stall_limit() -> None:
+    """Set Horovod's own limit for a collective that some rank never enters, unless the user has."""
+    patience, _ = seconds(PATIENCE), seconds(UNWIND)
+    os.environ.setdefault(PATIENCE, str(patience))  # a second world uses the value of the first one
+    # The watchdog waits for ranks that work, or are busy; Horovod would not. It still ends a job without a watchdog.
+    later = _MUCH_LATER_SECONDS if seconds(HEARTBEAT) else _LATER_SECONDS
+    os.environ.setdefault(STALL, str(round(patience) + later if patience else 0))
 
 
 def tuned() -> dict[str, str]:

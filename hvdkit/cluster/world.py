@@ -23,7 +23,6 @@ from hvdkit.machine.cores import affinity
 from hvdkit.machine.launcher import promised
 from hvdkit.watchdog.ending import EngineEnd, ending
 from hvdkit.watchdog.reporter import reporter
-from hvdkit.watchdog.settings import set_stall_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +110,7 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
         )
     asked = profile.asked()
     settings.set_environment(promise, timeline=asked is not None and asked.timeline)
-    set_stall_limit()
+    settings.set_stall_limit()
     progress().begin_world()
     watched = reporter()
     offer = watched.begin(promise)
@@ -125,17 +124,17 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     end_horovod = EngineEnd(hvd.shutdown)
     if size > 1:
         abort = None if communicator is None else communicator.Abort
-        watched.install(rank, end_horovod, abort, engine.end_mpi)
+        watched.uncaught.install(rank, end_horovod, abort)
         atexit.register(_leave)  # after Horovod's own, so that it runs before it
     else:
-        watched.install_alone()
+        watched.uncaught.install_alone()
     settings.pin_device(hvd.local_rank(), hvd.local_size())
     neighbours = _neighbours(exchange, hvd.local_size())
     settings.share_cores(neighbours)
     settings.keep_to_core(hvd.local_rank(), hvd.local_size(), neighbours)
     every, axes = places.agreed_places(mesh, exchange, size, offer)
     hosts = tuple(place.host for place in every)
-    watched.join(rank, hosts, [place.processes for place in every], every[0].offer, waiters)
+    watched.join(rank, hosts, [place.processes for place in every], every[0].offer, waiters, engine.end_mpi)
     cluster = Cluster(
         rank=rank,
         size=size,

@@ -1,10 +1,21 @@
-"""The rank that the launcher assigned to this process, read from its environment. Pure: no MPI, no TensorFlow."""
+"""The launcher of this process: the rank that it assigned, read from the environment, and its end.
+
+No MPI, no TensorFlow.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from hvdkit.machine import processes
+
+_FORCE_SECONDS = 0.5
+_MPIRUNS = ("mpirun", "orterun", "mpiexec")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +96,26 @@ def launcher_tags_lines(environ: Mapping[str, str] | None = None) -> bool:
     """
     env = os.environ if environ is None else environ
     return promised(env).launcher == "horovodrun --gloo" or env.get("OMPI_MCA_orte_tag_output") == "1"
+
+
+def end_stuck_launcher(pid: int) -> None:
+    """End launcher ``pid``, if it would wait for a lost host or a stopped rank for hours.
+
+    Open MPI's mpirun tells its daemons to end their ranks at a first signal, and ends at a second one soon after. Slurm
+    is asked to end the step: srun would wait for a task that is stopped elsewhere.
+    """
+    launcher = processes.stat(pid)
+    if launcher is None:
+        return
+    if launcher.name.startswith(_MPIRUNS):
+        processes.kill(pid, signal.SIGTERM)
+        time.sleep(_FORCE_SECONDS)
+        processes.kill(pid, signal.SIGTERM)
+    elif launcher.name.startswith("slurmstepd"):
+        step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
+        nothing = [(os.POSIX_SPAWN_OPEN, file, os.devnull, os.O_RDWR, 0) for file in range(3)]
+        with contextlib.suppress(OSError):  # subprocess would take a megabyte of every sentinel
+            os.posix_spawnp("scancel", ["scancel", "--signal=KILL", step], os.environ, file_actions=nothing)
 
 
 def _number(text: str | None, default: int) -> int:

@@ -6,19 +6,13 @@ Sources: proc(5), prctl(2), Linux's Documentation/scheduler/sched-stats (``sched
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import resource
 import signal
 import socket
-import subprocess
 import time
 from functools import cache
 from typing import NamedTuple
 
-_FORCE_SECONDS = 0.5
-_MPIRUNS = ("mpirun", "orterun", "mpiexec")
-_FILES = 512
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -54,19 +48,13 @@ def stat(pid: int, thread: int | None = None) -> Stat | None:
 def is_over(pid: int, started: int) -> bool:
     """Return True if the process that began at ``started`` has ended."""
     found = stat(pid)
-    if found is None:  # or this process may open no more files, or must not see the other one
-        return not _exists(pid)
-    return found.started != started or found.state in "ZX"
-
-
-def _exists(pid: int) -> bool:
-    try:
+    if found is not None:
+        return found.started != started or found.state in "ZX"
+    try:  # or this process may open no more files, or must not see the other one
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
+    return False
 
 
 @cache
@@ -142,25 +130,21 @@ def work(pid: int) -> Work | None:
     return Work(found.seconds, transferred)
 
 
-def allow_files(number: int) -> None:
-    """Let this process open ``number`` files and those that it opens anyway; 1,024 is a common limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = number + _FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
 def signal_at_parent_end(number: int = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when its parent ends, however that ends."""
     with contextlib.suppress(OSError, AttributeError):  # only Linux has it
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        _prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes  # a quarter of a megabyte, which a sentinel that starts no program does not need
+
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
@@ -181,36 +165,9 @@ def end_descendants(seconds: float = 2.0) -> None:
         time.sleep(0.005)
 
 
-def end_stuck_launcher(pid: int) -> None:
-    """End launcher ``pid``, if it would wait for a lost host or a stopped rank for hours.
-
-    Open MPI's mpirun tells its daemons to end their ranks at a first signal, and ends at a second one soon after. Slurm
-    is asked to end the step: srun would wait for a task that is stopped elsewhere.
-    """
-    launcher = stat(pid)
-    if launcher is None:
-        return
-    if launcher.name.startswith(_MPIRUNS):
-        kill(pid, signal.SIGTERM)
-        time.sleep(_FORCE_SECONDS)
-        kill(pid, signal.SIGTERM)
-    elif launcher.name.startswith("slurmstepd"):
-        step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
-        with contextlib.suppress(OSError), open(os.devnull, "r+b") as nothing:  # noqa: PTH123
-            subprocess.Popen(["scancel", "--signal=KILL", step], stdin=nothing, stdout=nothing, stderr=nothing)
-
-
 def _read(path: str) -> str:
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+            return file.readall().decode(errors="replace")
     except OSError:
         return ""
-    try:
-        parts = []
-        while part := os.read(file, 1 << 16):
-            parts.append(part)
-        return b"".join(parts).decode(errors="replace")
-    except OSError:
-        return ""
-    finally:
-        os.close(file)

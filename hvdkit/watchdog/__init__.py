@@ -11,12 +11,18 @@ coordinator ends the job and writes the last line. The way through the package:
     hang.py         pure: the rank for which the others wait in a job that hangs
     coordinator.py  receives what sentinels report, decides when the job has failed, ends it
     activity.py     whether a rank makes progress, seen from outside
-    sentinel.py     the process next to a rank
+    rank_process.py the rank's process, seen from its sentinel
+    base.py         what all sentinels do
+    running.py      the sentinel that starts the rank's program, for ``hvdkit run``
+    watching.py     the sentinel of a rank that another launcher has started
+    coordinating.py the same in rank 0: the coordinator runs in it
+    sentinel.py     the program of all three
     flight.py       the last collectives of a rank, in shared memory
     flight_file.py  the last collectives of all ranks of a job that has failed, in a file
-    reporter.py     the rank's side: starts its sentinel and reports exceptions
+    reporter.py     the rank's side: starts its sentinel, reports to it, does what it orders
+    uncaught.py     errors that nothing handles
     busy.py         ``hk.busy``
     ending.py       the end of a rank: its interpreter exits normally, within a deadline
 
-All modules but the last three use only the standard library: a sentinel loads neither TensorFlow nor ``hvdkit`` itself.
+All modules but the last four use only the standard library: a sentinel loads neither TensorFlow nor ``hvdkit`` itself.
 """

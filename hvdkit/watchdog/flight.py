@@ -9,7 +9,6 @@ import itertools
 import mmap
 import os
 import struct
-import tempfile
 import threading
 import time
 import zlib
@@ -224,6 +223,8 @@ def memory_file() -> int:
     try:
         return os.memfd_create("hvdkit-flight")
     except (AttributeError, OSError):  # a Python built for an old C library
+        import tempfile  # sentinels do without it
+
         with tempfile.TemporaryFile() as file:
             return os.dup(file.fileno())
 

@@ -1,13 +1,8 @@
-"""The rank's side: starts the sentinel, reports what ends this rank, and does what the sentinel orders.
-
-Hooks note an exception in any thread. The sentinel carries it to the coordinator, which writes the traceback and the
-last line, and has every rank end. If an error was caused by another rank, that rank is named.
-"""
+"""The rank's side: starts the sentinel, reports to it how this rank is doing, and does what it orders."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import logging
 import os
@@ -18,21 +13,16 @@ import stat
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from types import TracebackType
-from typing import Any
 
-from hvdkit.errors import HvdkitError
 from hvdkit.machine import processes
 from hvdkit.machine.interfaces import chosen_addresses, reachable_addresses
 from hvdkit.machine.launcher import Promise
 from hvdkit.watchdog import sentinel
 from hvdkit.watchdog.channel import Closed, Offer, listen, receive_now, send_now
-from hvdkit.watchdog.ending import Exit, end_process, ending, flush_files
+from hvdkit.watchdog.ending import end_process, ending, flush_files, report_exit_status
 from hvdkit.watchdog.events import (
     Busy,
     Connect,
@@ -51,8 +41,8 @@ from hvdkit.watchdog.events import (
     Watching,
 )
 from hvdkit.watchdog.flight import FlightRecorder, memory_file, recorder
-from hvdkit.watchdog.output import write_line
-from hvdkit.watchdog.settings import HEARTBEAT, seconds
+from hvdkit.watchdog.settings import HEARTBEAT, SOCKET_VARIABLE, seconds
+from hvdkit.watchdog.uncaught import UncaughtErrors
 
 _LOGGER = logging.getLogger("hvdkit")
 # Seconds for the coordinator to answer; after that this rank reports its failure itself.
@@ -61,21 +51,8 @@ _LOOK_SECONDS = 2.0
 _SEND_SECONDS = 2.0
 # How often a sentinel that was killed is replaced.
 _RESTARTS = 10
-_LONGEST_TEXT = 60_000
 # TensorFlow's function that runs a graph, or an eager op: where a rank sleeps that waits in a graph's collective.
 _IN_GRAPH = {"quick_execute", "execute_with_cancellation"}
-_LET_DOWN = (
-    "has been shut down",
-    "has not been initialized",
-    "left the job",
-    "HorovodInternalError",
-    "Connection reset",
-    "Connection closed",
-    "MPI_ERR",
-    "Broken pipe",
-    "gloo/transport",
-)
-_ENGINES = ("Horovod", "hvdkit", "gloo", "MPI_")
 
 
 class Reporter:
@@ -86,11 +63,13 @@ class Reporter:
 
     Attributes:
         pid: this process; a child that it forks is not a rank.
+        uncaught: reports errors that nothing handles.
     """
 
     def __init__(self, recorder: FlightRecorder) -> None:
         self.recorder = recorder
         self.pid = os.getpid()
+        self.uncaught = UncaughtErrors(self)
         self._socket: socket.socket | None = None
         self._sending = threading.RLock()  # hk.busy in a handler of a signal that interrupts it
         self._listeners: Sequence[socket.socket] = ()
@@ -110,9 +89,7 @@ class Reporter:
         self._must_finalize = False
         self._ident = threading.main_thread().ident or 0  # of the thread that trains
         self._rank = self._restarts = 0
-        self._abort: Callable[[int], None] | None = None
-        self._before: tuple[Any, Any] | None = None
-        self._status_reader = _report_exit_status()
+        self._status_reader = report_exit_status()
         os.register_at_fork(after_in_child=self._forget)
 
     # ---- the sentinel -----------------------------------------------------------------------------------------
@@ -121,11 +98,6 @@ class Reporter:
     def is_watched(self) -> bool:
         """True if this rank has a sentinel."""
         return self._socket is not None
-
-    @property
-    def _is_heard(self) -> bool:
-        """True if the sentinel can pass reports on to a coordinator: :meth:`join` was called."""
-        return self.is_watched and (self._under_run or self._connect is not None)
 
     def begin(self, promise: Promise) -> str:
         """Connect to a sentinel, or start one. Called before MPI starts.
@@ -136,6 +108,7 @@ class Reporter:
         Returns:
             In rank 0, what the others need in order to reach the coordinator, see :meth:`join`; or "".
         """
+        self._rank = promise.rank
         self._closed = self._leaving = self._all_leave = False
         self._answered.clear()
         self._released.clear()
@@ -161,9 +134,15 @@ class Reporter:
         return self._offer
 
     def join(
-        self, rank: int, hosts: Sequence[str], places: Sequence[str], offer: str, waiters: Collection[int]
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        places: Sequence[str],
+        offer: str,
+        waiters: Collection[int],
+        finalize: Callable[[], None],
     ) -> None:
-        """Take part in the world.
+        """Take part in the world; called by the thread that trains.
 
         Args:
             rank: this rank.
@@ -171,7 +150,9 @@ class Reporter:
             places: equal for ranks that see each other's processes.
             offer: what :meth:`begin` has returned in rank 0.
             waiters: IDs of threads that wait by polling: those of Horovod and MPI.
+            finalize: ends MPI.
         """
+        self._ident, self._finalize = threading.get_ident(), finalize
         if not self._under_run and offer:
             elsewhere = (other for other, place in enumerate(places) if place != places[0])
             self._connect = Connect(
@@ -201,7 +182,7 @@ class Reporter:
 
     def _take_sentinel(self) -> bool:
         """Connect to the sentinel that started this program, if one did; programs started from now on do not."""
-        number, _, inode = os.environ.pop(sentinel.SOCKET_VARIABLE, "").partition(" ")
+        number, _, inode = os.environ.pop(SOCKET_VARIABLE, "").partition(" ")
         if not number.isdigit() or not inode.isdigit():
             return False
         try:
@@ -228,7 +209,7 @@ class Reporter:
             with theirs:
                 files = [theirs.fileno(), *(one.fileno() for one in listeners)]
                 numbers = [self.pid, found.started if found is not None else 0, *files]
-                command = [python, "-IS", str(Path(sentinel.__file__).resolve()), "watch", *map(str, numbers)]
+                command = [python, "-IS", sentinel.PATH, "watch", *map(str, numbers)]
                 nothing = subprocess.DEVNULL
                 self._child = subprocess.Popen(command, pass_fds=files, stdin=nothing, stdout=nothing)
             self._serve_from(mine)
@@ -345,17 +326,16 @@ class Reporter:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             stacks = file.read().decode(errors="replace")
-        step = "" if self.recorder.step is None else f"at step {self.recorder.step}, "
-        busy = f"busy: {self.reason}, " if self.reason else ""
-        last = self.recorder.describe()
-        lines = [f"{step}{busy}{last}; its stacks, most recent call first:", *stacks.splitlines()]
+        step = "" if self.recorder.step is None else f"at step {self.recorder.step}"
+        busy = f"busy: {self.reason}" if self.reason else ""
+        last, where, waiting = self.recorder.describe(), "", self.recorder.waiting
         frame = sys._current_frames().get(self._ident)
-        where, waiting = "", self.recorder.waiting
         if frame is not None:
             where = f"in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}"
             waiting = waiting or frame.f_code.co_name in _IN_GRAPH
-        where = "; ".join(filter(None, [f"busy: {self.reason}" if self.reason else "", where, last]))
-        return Stacks(text="\n".join(lines), where=where, waiting=waiting)
+        header = f"{', '.join(filter(None, [step, busy, last]))}; its stacks, most recent call first:"
+        where = "; ".join(filter(None, [busy, where, last]))
+        return Stacks(text="\n".join([header, *stacks.splitlines()]), where=where, waiting=waiting)
 
     def _forget(self) -> None:
         """In a forked child: the connections are its parent's, whose end must not wait for this process's."""
@@ -366,107 +346,20 @@ class Reporter:
             one.close()
         self._listeners = ()
 
-    # ---- hooks ------------------------------------------------------------------------------------------------
+    # ---- the end ----------------------------------------------------------------------------------------------
 
-    def install(
-        self,
-        rank: int,
-        release: Callable[[], None],
-        abort: Callable[[int], None] | None,
-        finalize: Callable[[], None],
-    ) -> None:
-        """Begin to report failures of this rank.
-
-        Args:
-            rank: this rank.
-            release: releases this rank's threads from collectives.
-            abort: ends all ranks if there is no sentinel; None without MPI.
-            finalize: ends MPI.
-        """
-        if self._before is not None:
-            return
-        ending().prepare(release, is_victim)
-        self._rank, self._abort, self._finalize, self._ident = rank, abort, finalize, threading.get_ident()
-        self._before = (sys.excepthook, threading.excepthook)
-        sys.excepthook, threading.excepthook = self._uncaught, self._uncaught_in_thread
-
-    def install_alone(self) -> None:
-        """In a world of one, only set the exit code of an uncaught error."""
-        if self._before is None:
-            self._before = (sys.excepthook, threading.excepthook)
-            sys.excepthook = self._uncaught_alone
+    def fail(self, failed: Failed) -> bool:
+        """Report a failure, and wait for a limited time for the coordinator's answer; return False if there is none."""
+        if not self.is_watched or not (self._under_run or self._connect is not None):
+            return False
+        self.send(failed)
+        self._answered.wait(_ANSWER_SECONDS)
+        return True
 
     def remove(self) -> None:
-        """Restore the hooks that :meth:`install` replaced, and end the connection to the sentinel."""
+        """Report no failures any more, and start no sentinel again."""
         self._closed = True
-        if self._before is not None:
-            ending().forget()
-            sys.excepthook, threading.excepthook = self._before
-            self._before = None
-
-    def _uncaught_alone(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        assert self._before is not None
-        self._before[0](kind, error, trace)
-        if os.getpid() == self.pid:
-            self.send(self._failed(kind, error, "", None))
-            if exit_code_of(error) != 1:
-                raise Exit(exit_code_of(error))  # the interpreter ends with it
-
-    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != self.pid:  # a forked child is not a rank
-            assert self._before is not None
-            self._before[0](kind, error, trace)
-            return
-        self._end(kind, error, trace, None)
-
-    def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
-        if os.getpid() != self.pid or args.exc_value is None or issubclass(args.exc_type, SystemExit):
-            assert self._before is not None
-            self._before[1](args)
-            return
-        self._end(args.exc_type, args.exc_value, args.exc_traceback, args.thread.name if args.thread else "?")
-
-    def _end(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, thread: str | None
-    ) -> None:
-        """End all ranks: through the sentinel, or by MPI, or by this rank's own end, which shuts Horovod down."""
-        is_interrupted = issubclass(kind, KeyboardInterrupt)
-        lines = [] if is_interrupted else "".join(traceback.format_exception(kind, error, trace)).splitlines()
-        text = "\n".join(f"[rank {self._rank}] {line}" for line in lines)[-_LONGEST_TEXT:]
-        failed = self._failed(kind, error, text, thread)
-        if ending().begun:  # while ranks unwind: a collective that was released raises, which is not worth a traceback
-            if text and not failed.follows and not ending().has_caused(error):
-                write_line(text)
-        elif self._is_heard:
-            self.send(failed)
-            self._answered.wait(_ANSWER_SECONDS)
-        if ending().begun:
-            if thread is None:
-                ending().leave()
-            return
-        at = "" if failed.step is None else f" at step {failed.step}"
-        line = f"hvdkit: rank {self._rank} on {socket.gethostname()} {failed.verb}{at}: {failed.cause}"
-        write_line("\n".join([text, line]) if text else line)
-        if not self._is_heard and self._abort is not None:
-            sys.stdout.flush()
-            self._abort(failed.code)
-        if self._is_heard or thread is not None:
-            end_process(failed.code)
-        raise Exit(failed.code)
-
-    def _failed(self, kind: type[BaseException], error: BaseException, text: str, thread: str | None) -> Failed:
-        """Return the report of an error that nothing handles."""
-        is_interrupted = issubclass(kind, KeyboardInterrupt)
-        where = "" if thread is None else f" (in thread {thread})"
-        return Failed(
-            cause="KeyboardInterrupt" if is_interrupted else f"{kind.__name__}: {cause_of(error)}{where}",
-            verb="was interrupted" if is_interrupted else "failed",
-            code=130 if is_interrupted else exit_code_of(error),
-            text=text,
-            follows=is_victim(error),
-            step=self.recorder.step,
-            busy=self.reason,
-        )
+        self.uncaught.remove()
 
     def leave(self) -> None:
         """Report that this rank's script has ended."""
@@ -511,56 +404,3 @@ class Reporter:
 def reporter() -> Reporter:
     """Return that of this process."""
     return Reporter(recorder())
-
-
-def _report_exit_status() -> int:
-    """Return the descriptor of a pipe into which the C library writes this process's exit status when it exits.
-
-    ``on_exit`` calls a function with that status, here ``fputc`` of one byte: the only way to learn it that needs
-    neither a parent nor a replacement of ``sys.exit``. It is not called if the process is killed or calls
-    ``os._exit``.
-    Source: on_exit(3).
-    """
-    reader, writer = os.pipe()
-    with contextlib.suppress(AttributeError):  # another C library than glibc
-        libc = ctypes.CDLL(None)
-        libc.fdopen.restype = ctypes.c_void_p
-        file = ctypes.c_void_p(libc.fdopen(writer, b"w"))
-        libc.setvbuf(file, None, 2, 0)  # _IONBF
-        libc.on_exit(libc.fputc, file)
-    # A forked child has the same handler; its status is not this rank's.
-    os.register_at_fork(after_in_child=lambda: _to_nothing(writer))
-    return reader
-
-
-def _to_nothing(file: int) -> None:
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, file)
-    os.close(nothing)
-
-
-def exit_code_of(error: BaseException) -> int:
-    """Return the code with which a process ends that does not handle ``error``."""
-    return error.exit_code if isinstance(error, HvdkitError) else 1
-
-
-def is_victim(error: BaseException) -> bool:
-    """Return True for an error by which a rank learns that another one is gone."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if "HorovodInternalError" in names:
-        return True
-    text = str(error)
-    if "OpError" in names and not any(engine in text for engine in _ENGINES):  # tf.data may read over a network, too
-        return False
-    return bool(names & {"OpError", "ClusterError"}) and any(part in text for part in _LET_DOWN)
-
-
-def cause_of(error: BaseException) -> str:
-    """Return the one line of an error's message that says most."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    if any("has been shut down" in line for line in lines):
-        return "another rank left the job; its own error is printed above"
-    # TensorFlow puts the cause between "Graph execution error:", with the places it passed through, and the node.
-    frame = ("Graph execution error", "Detected at", "File ", "[[{{node")
-    causes = [line for line in lines if not line.startswith(frame)] or lines
-    return causes[0] if lines[0] in causes else causes[-1]

@@ -13,11 +13,15 @@ HEARTBEAT = "HVDKIT_HEARTBEAT_SECONDS"
 PATIENCE = "HVDKIT_WATCHDOG_SECONDS"
 UNWIND = "HVDKIT_UNWIND_SECONDS"
 CHECK = "HVDKIT_CHECK"
-_STALL = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+STALL = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+# "PORT TOKEN ADDRESS..." of `hvdkit run`, or the path of a private file that contains it: an engine may write values of
+# variables on command lines, which every user of the host can read.
+RUN_VARIABLE = "HVDKIT_RUN"
+# "DESCRIPTOR INODE" of the socket to the sentinel, in the environment of a program that `hvdkit run` started. A program
+# that only inherits the variable has another file, or no file, at that number.
+SOCKET_VARIABLE = "HVDKIT_SENTINEL"
 _DEFAULTS = {HEARTBEAT: 10.0, PATIENCE: 600.0, UNWIND: 3.0}
 _SHORTEST_HEARTBEAT = 1.0
-# Horovod's own limit, which writes no stacks, serves if there is no watchdog.
-_LATER_SECONDS, _MUCH_LATER_SECONDS = 60, 86_400
 # Reports of a sentinel per heartbeat for up to this number of ranks; half of them from 16 times that number on.
 _REPORTS, _FEW = 5, 64
 
@@ -74,8 +78,8 @@ def seconds(name: str) -> float:
         ValueError: it is not a number of seconds.
     """
     text = os.environ.get(name)
-    if text is None and name == PATIENCE and os.environ.get(_STALL):
-        text = os.environ[_STALL]
+    if text is None and name == PATIENCE and os.environ.get(STALL):
+        text = os.environ[STALL]
     try:
         value = _DEFAULTS[name] if not text else float(text)
     except ValueError:
@@ -83,12 +87,3 @@ def seconds(name: str) -> float:
     if not 0 <= value < float("inf"):
         raise ValueError(describe(name, text or "", "a number of seconds, 0 for never", f"e.g. {name}=60"))
     return value
-
-
-def set_stall_limit() -> None:
-    """Set Horovod's own limit for a collective that some rank never enters, unless the user has."""
-    patience, _ = seconds(PATIENCE), seconds(UNWIND)
-    os.environ.setdefault(PATIENCE, str(patience))  # a second world uses the value of the first one
-    # The watchdog waits for ranks that work, or are busy; Horovod would not. It still ends a job without a watchdog.
-    later = _MUCH_LATER_SECONDS if seconds(HEARTBEAT) else _LATER_SECONDS
-    os.environ.setdefault(_STALL, str(round(patience) + later if patience else 0))

@@ -16,9 +16,10 @@ from speed import wait_until
 
 from hvdkit.machine import processes
 from hvdkit.watchdog.activity import Activity
+from hvdkit.watchdog.base import Sentinel
 from hvdkit.watchdog.events import Training
 from hvdkit.watchdog.flight import FlightReader, FlightRecorder, State
-from hvdkit.watchdog.sentinel import Rank, Sentinel
+from hvdkit.watchdog.rank_process import RankProcess
 
 _PTRACE_ATTACH, _PTRACE_DETACH = 16, 17
 # Each writes the kernel's numbers of the threads that it has besides the first one, which sleeps.
@@ -155,12 +156,12 @@ def test_what_is_seen_of_a_process(start):
 
 @pytest.fixture
 def watched(start):
-    """A process that sleeps in an eager collective, its Rank and recorder, and the time when it was first seen."""
+    """A process that sleeps in an eager collective, its RankProcess, recorder, and when it was first seen."""
     child, _ = start("print(1, flush=True); import time; time.sleep(1000)")
     recorder, now = FlightRecorder(), time.monotonic()
     struct.pack_into("<q", recorder._memory, 0, child.pid)
     recorder.begin("eager 1", "barrier()", eager=True)
-    rank = Rank(child.pid)
+    rank = RankProcess(child.pid)
     rank._reader = FlightReader(recorder.file)
     rank.trains(Training(pid=child.pid, waiters=[]), now)
     rank.look(now)
@@ -178,12 +179,12 @@ def test_a_rank_that_was_stopped_has_not_been_idle(watched):
     wait_until(lambda: is_stopped(child.pid))
     assert rank.look(now + 1.0)
     status = rank.status(now + 700.0)
-    assert status.stopped == 699.0 and status.idle == 0.0
+    assert status.stopped == pytest.approx(699.0) and status.idle == 0.0
     child.send_signal(signal.SIGCONT)
     wait_until(lambda: not is_stopped(child.pid))
     assert rank.look(now + 701.0)
     status = rank.status(now + 703.0)
-    assert status.stopped is None and status.idle == 2.0
+    assert status.stopped is None and status.idle == pytest.approx(2.0)
 
 
 def test_a_rank_was_not_idle_while_its_sentinel_was_stopped_too(watched):
@@ -191,7 +192,7 @@ def test_a_rank_was_not_idle_while_its_sentinel_was_stopped_too(watched):
     sentinel = WatchedAlone(rank)
     struct.pack_into("<d", recorder._memory, 40, now - 1000.0)  # since when it waits
     rank.trains(rank.training, now - 1000.0)
-    assert rank.status(now).idle == 1000.0
+    assert rank.status(now).idle == pytest.approx(1000.0)
     sentinel._turned = now - 1000.0
     sentinel.turn(0.0)
     assert rank.status(time.monotonic()).idle < 900.0
@@ -216,7 +217,7 @@ def test_kernels_without_all_files_show_as_much(start, monkeypatch, missing):
 
 def test_a_process_that_a_debugger_holds_does_not_hang(start):
     child, _ = start("print(1, flush=True)\nwhile True: pass")
-    rank = Rank(child.pid)
+    rank = RankProcess(child.pid)
     rank.trains(Training(pid=child.pid, waiters=[]), time.monotonic())
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.ptrace(_PTRACE_ATTACH, child.pid, None, None) == 0
@@ -233,9 +234,9 @@ def test_a_process_that_a_debugger_holds_does_not_hang(start):
 def test_only_processes_below_the_sentinel_are_taken_for_the_rank(start):
     """A program in a container reports its PID there: here that may be any process."""
     child, _ = start("print(1, flush=True)\nimport time; time.sleep(1000)")
-    rank = Rank(child.pid)
+    rank = RankProcess(child.pid)
     rank.trains(Training(pid=os.getppid(), waiters=[]), time.monotonic())
     assert rank.pid == child.pid
-    rank = Rank(os.getpid())
+    rank = RankProcess(os.getpid())
     rank.trains(Training(pid=child.pid, waiters=[]), time.monotonic())
     assert rank.pid == child.pid

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jobs import GLOO, MPI, run
 
-from hvdkit.watchdog.reporter import cause_of
+from hvdkit.watchdog.uncaught import cause_of
 
 START = "import os, signal, sys, time\nimport hvdkit as hk, numpy as np\nc = hk.init()\nhk.barrier()\n"
 

@@ -19,7 +19,7 @@ from hvdkit.commands.run.attempt import Signals
 from hvdkit.commands.run.output import Output
 from hvdkit.errors import ClusterError
 from hvdkit.watchdog.output import write_line
-from hvdkit.watchdog.sentinel import read_private
+from hvdkit.watchdog.running import read_private
 
 
 def here(host, command):

@@ -20,7 +20,8 @@ import psutil
 import pytest
 from speed import WAIT
 
-from hvdkit.machine import interfaces, processes
+from hvdkit.machine import interfaces
+from hvdkit.machine.limits import allow_files
 from hvdkit.watchdog import channel, sentinel
 from hvdkit.watchdog.channel import (
     STDOUT,
@@ -48,7 +49,7 @@ from hvdkit.watchdog.events import (
     Training,
     Unwound,
 )
-from hvdkit.watchdog.settings import Settings
+from hvdkit.watchdog.settings import RUN_VARIABLE, Settings
 
 LOCAL = "127.0.0.1"
 HEADER = channel._HEADER
@@ -393,7 +394,7 @@ def test_files_are_allowed_for_each_rank():
     before = here.rlimit(psutil.RLIMIT_NOFILE)
     try:
         here.rlimit(psutil.RLIMIT_NOFILE, (256, before[1]))
-        processes.allow_files(1000)
+        allow_files(1000)
         assert here.rlimit(psutil.RLIMIT_NOFILE)[0] >= 1000 + 512
     finally:
         here.rlimit(psutil.RLIMIT_NOFILE, before)
@@ -482,7 +483,7 @@ def test_a_connection_on_this_host_is_not_cut_off():
 
 def test_hundreds_of_sentinels_connect_and_report():
     size = 300
-    processes.allow_files(3 * size)
+    allow_files(3 * size)
     with Job(size) as job:
         ends = [job.sentinel(rank, size) for rank in range(size)]
         for rank, end in enumerate(ends):
@@ -542,8 +543,8 @@ def test_a_sentinel_that_was_killed_is_replaced():
 def running(program: str, **limits: float):
     """Have a sentinel of ``hvdkit run`` run a shell's ``program`` as the only rank; yield the job and its member."""
     with Job(1, program=program, **limits) as job:
-        variables = {**os.environ, sentinel.RUN_VARIABLE: str(job.offer)}
-        process = subprocess.Popen([sys.executable, "-IS", sentinel.__file__, "run"], env=variables)
+        variables = {**os.environ, RUN_VARIABLE: str(job.offer)}
+        process = subprocess.Popen([sys.executable, "-IS", sentinel.PATH, "run"], env=variables)
         try:
             wait_for(lambda: 0 in job.coordinator.members)
             yield job, job.coordinator.members[0]

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from hvdkit.commands.run.engine_process import EngineProcess
 from hvdkit.commands.run.engines import engine_environment
@@ -20,10 +19,11 @@ from hvdkit.commands.run.reach import Network
 from hvdkit.commands.run.secret import PrivateFile
 from hvdkit.errors import ClusterError
 from hvdkit.machine import processes
+from hvdkit.machine.limits import allow_files
 from hvdkit.watchdog import sentinel
 from hvdkit.watchdog.channel import Offer, listen
 from hvdkit.watchdog.coordinator import Coordinator
-from hvdkit.watchdog.settings import Settings
+from hvdkit.watchdog.settings import RUN_VARIABLE, Settings
 from hvdkit.watchdog.verdict import PREEMPTED, Verdict, shell_code
 
 # Seconds that the engine has to end, once all ranks have ended: after success, after a failure (or a signal before all
@@ -35,7 +35,7 @@ _DRAIN_SECONDS = 0.5
 # Seconds to end processes that are left below this one.
 _CHILDREN_SECONDS = 3.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SENTINEL = (sys.executable, "-IS", str(Path(sentinel.__file__).resolve()), "run")
+SENTINEL = (sys.executable, "-IS", sentinel.PATH, "run")
 
 
 class Signals:
@@ -114,7 +114,7 @@ class Attempt:
             ValueError: the engine cannot be started.
             ClusterError: this host cannot listen, or another one cannot write the file with the job's token.
         """
-        processes.allow_files(2 * self._size)  # a connection and a log for each rank
+        allow_files(2 * self._size)  # a connection and a log for each rank
         offer = self._open_coordinator()
         file = None
         processes.adopt_orphans()
@@ -174,7 +174,7 @@ class Attempt:
 
     def _start(self, offer: str) -> EngineProcess:
         """Start the engine. The sentinels get the program by their connection: engines interpret some arguments."""
-        job, variable = self.job, sentinel.RUN_VARIABLE
+        job, variable = self.job, RUN_VARIABLE
         line = job.command_line(self.hosts, SENTINEL, self.network.interface, variable)
         environment = {**engine_environment(job.environment, job.names), variable: offer}
         if job.engine.name == "gloo":

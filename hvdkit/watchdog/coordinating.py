@@ -1,0 +1,94 @@
+"""The sentinel of rank 0 without ``hvdkit run``: the coordinator of the job runs in it."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+
+from hvdkit.machine import processes
+from hvdkit.machine.launcher import end_stuck_launcher
+from hvdkit.machine.limits import allow_files
+from hvdkit.watchdog.channel import Offer, Peer
+from hvdkit.watchdog.coordinator import Coordinator, Member
+from hvdkit.watchdog.events import Connect, Joined, Message
+from hvdkit.watchdog.output import write_line
+from hvdkit.watchdog.settings import Settings
+from hvdkit.watchdog.watching import WatchingSentinel
+
+# Seconds after the end of rank 0 in which others may connect, and in which ranks end after their deadline.
+_JOIN_SECONDS, _LAST_SECONDS = 5.0, 6.0
+
+
+class CoordinatingSentinel(WatchingSentinel):
+    """Watches rank 0, and coordinates the job.
+
+    Args:
+        pid: the rank's process.
+        started: when it began, by the kernel's clock.
+        connected: socket to it.
+        listeners: of the coordinator.
+
+    Attributes:
+        coordinator: None before rank 0 has called :meth:`reporter.Reporter.join`.
+    """
+
+    def __init__(self, pid: int, started: int, connected: socket.socket, listeners: Sequence[socket.socket]) -> None:
+        super().__init__(pid, started, connected)
+        self.coordinator: Coordinator | None = None
+        self._member: Member | None = None  # this rank
+        self._listeners = listeners
+        launched = processes.stat(pid)
+        self._launcher = launched.parent if launched is not None else 0
+
+    def join(self, connect_to: Connect, joined: Joined) -> None:
+        """Become the coordinator of the job."""
+        settings, token = Settings.from_environment(), Offer.parse(connect_to.offer).token
+        allow_files(joined.size)
+        self.coordinator = Coordinator(joined.size, settings, self.selector, self._listeners, token, write=write_line)
+        self._member = self.coordinator.join(joined, self.obey)
+        self.welcome = settings.welcome(joined.size)
+
+    def report(self, message: Message) -> bool:
+        """Report to the coordinator; return False before there is one."""
+        if self.coordinator is None or self._member is None:
+            return False
+        self.coordinator.take(self._member, message, time.monotonic())
+        return True
+
+    def run(self) -> int:
+        """Watch until the rank has ended, and coordinate until the job has."""
+        super().run()
+        ended_at, left_at = time.monotonic(), None
+        while self.coordinator is not None:
+            now = time.monotonic()
+            if self.coordinator.over:  # sentinels of others may still connect, to report that their ranks have left
+                if self.coordinator.all_ended or now > ended_at + _JOIN_SECONDS:
+                    break
+            elif self.coordinator.verdict is not None:
+                left_at = left_at or now + self.coordinator.settings.unwind + _LAST_SECONDS
+                if now > left_at:
+                    break
+            self.turn()
+        return 0
+
+    def _pause(self, now: float) -> float:
+        pause = super()._pause(now)
+        return pause if self.coordinator is None else min(pause, self.coordinator.pause(now))
+
+    def _ready(self, key: selectors.SelectorKey, events: int) -> None:
+        if isinstance(key.data, (Peer, socket.socket)):
+            assert self.coordinator is not None
+            self.coordinator.ready(key, events)
+        else:
+            super()._ready(key, events)
+
+    def _tick(self, now: float) -> None:
+        super()._tick(now)
+        if self.coordinator is None:
+            return
+        if self.coordinator.has_lost_hosts and self._launcher:
+            end_stuck_launcher(self._launcher)
+            self._launcher = 0
+        self.coordinator.tick(now)

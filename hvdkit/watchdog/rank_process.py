@@ -1,0 +1,154 @@
+"""The rank's process, seen from its sentinel."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+from hvdkit.machine import processes
+from hvdkit.watchdog.activity import Activity
+from hvdkit.watchdog.channel import Connection
+from hvdkit.watchdog.events import Collectives, Status, Training
+from hvdkit.watchdog.flight import FlightReader, Record
+
+# Seconds in a collective after which a rank reports it: another rank may wait for it in another collective.
+_WAITED_SECONDS = 3.0
+
+
+class RankProcess:
+    """The rank's process, seen from its sentinel, and the socket to it.
+
+    Args:
+        pid: the process that the rank's launcher, or the sentinel, has started.
+
+    Attributes:
+        program: that process.
+        pid: the process in it that has called ``hk.init()``, or the program.
+        training: it has called ``hk.init()``.
+        busy: the reason of an open ``hk.busy``, or None.
+        stopped_at: when it was first seen stopped, or None.
+        leaving: its script has ended.
+        has_ended: its process has ended, so that another one may have its PID; or it is no rank any more.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.program = self.pid = pid
+        self.connection: Connection | None = None
+        self.training: Training | None = None
+        self.busy: str | None = None
+        self.stopped_at: float | None = None
+        self.leaving = self.has_ended = False
+        self._reader: FlightReader | None = None
+        self._status_pipe: int | None = None
+        self._activity: Activity | None = None
+        self._noted = 0  # number of the last collective that :meth:`collectives` has returned
+        self._open: dict[int, str] = {}  # collectives that have begun, of which the end was not returned
+
+    def take_files(self, received: socket.socket) -> None:
+        """Take the descriptors that the rank sends before its first message: see ``reporter.Reporter``."""
+        _, files, _, _ = socket.recv_fds(received, 1, 2)
+        if len(files) == 2:
+            self._reader, self._status_pipe = FlightReader(files[0]), files[1]
+            os.close(files[0])
+
+    def trains(self, training: Training, now: float) -> None:
+        """Note that it has called ``hk.init()``, in the program that was started or in a process below it.
+
+        Another PID is that of a container: on this host it may be any process.
+        """
+        self.training, self.leaving = training, False
+        if training.pid in (self.pid, *processes.descendants(os.getpid())):
+            self.pid = training.pid
+        self._activity = Activity(self.pid, training.waiters, now)
+
+    @property
+    def step(self) -> int | None:
+        """Steps trained, or None."""
+        return None if self._reader is None else self._reader.state().step
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the program, unless it has ended."""
+        if not self.has_ended:
+            processes.kill(self.program, number)
+
+    def end(self, number: int) -> None:
+        """Send a signal to the rank, unless it has ended; SIGKILL ends its program and child processes, too."""
+        if self.has_ended:
+            return
+        is_kill = number == signal.SIGKILL
+        for pid in [self.program, *processes.descendants(self.program)] if is_kill else [self.pid]:
+            processes.kill(pid, number)
+
+    def set_busy(self, reason: str | None, now: float) -> None:
+        """Note the begin or the end of ``hk.busy``."""
+        if reason is None:
+            self._moved(now)
+        self.busy = reason
+
+    def look(self, now: float) -> bool:
+        """See whether it is stopped; return True if that has changed."""
+        found = processes.stat(self.pid)
+        state = "" if found is None else found.state
+        has_changed = (state == "T") != (self.stopped_at is not None)
+        if has_changed:
+            self.stopped_at = now if state == "T" else None
+        if has_changed or state == "t":  # held by a debugger
+            self._moved(now)
+        return has_changed
+
+    def went_on(self, now: float) -> None:
+        """Note that the sentinel itself was stopped until now: what it has not seen is no sign of a hang."""
+        self.stopped_at = None if self.stopped_at is None else now
+        self._moved(now)
+
+    def _moved(self, now: float) -> None:
+        if self._activity is not None:
+            self._activity.moved(now)
+
+    def stopped(self, now: float) -> float | None:
+        """Return the seconds since it was stopped, or None."""
+        return None if self.stopped_at is None else now - self.stopped_at
+
+    def status(self, now: float) -> Status:
+        """Return how it is doing."""
+        stopped = self.stopped(now)
+        if self._activity is None or self._reader is None:
+            return Status(stopped=stopped, busy=self.busy, now=now)
+        state = self._reader.state()
+        idle, waits = self._activity.idle(state, now), None
+        if state.waiting and now - state.since > _WAITED_SECONDS:
+            waits = self._reader.record(state.waiting)
+        idle = 0.0 if self.busy is not None or self.leaving or stopped is not None else idle
+        return Status(
+            step=state.step, idle=idle, count=state.count, stopped=stopped, busy=self.busy, waits=waits, now=now
+        )
+
+    def exit_status(self) -> int | None:
+        """Return the exit status that the C library was given, or None if the process did not exit that way."""
+        if self._status_pipe is None:
+            return None
+        os.set_blocking(self._status_pipe, False)
+        try:
+            data = os.read(self._status_pipe, 1)
+        except OSError:
+            return None
+        return data[0] if data else None
+
+    def records(self, most: int) -> list[Record]:
+        """Return its last collectives, at most ``most``."""
+        return [] if self._reader is None else self._reader.records(self._reader.state().number - most)
+
+    def collectives(self) -> Collectives | None:
+        """Return what has begun and ended since the last call, or None for nothing."""
+        reader = self._reader
+        if reader is None:
+            return None
+        over = [number for number in self._open if (found := reader.record(number)) is None or found.end is not None]
+        ended = [self._open.pop(number) for number in over]
+        begun = reader.records(self._noted)
+        for record in begun:
+            self._noted = record.number
+            if record.end is None:
+                self._open[record.number] = record.key
+        return Collectives(ended=ended, begun=begun) if ended or begun else None

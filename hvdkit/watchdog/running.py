@@ -1,0 +1,223 @@
+"""The sentinel that ``hvdkit run`` has an engine start for each rank: it starts the rank's program."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import selectors
+import signal
+import socket
+import stat
+import struct
+import sys
+import termios
+import time
+from typing import Any
+
+from hvdkit.machine import processes
+from hvdkit.machine.launcher import promised
+from hvdkit.watchdog.base import Sentinel
+from hvdkit.watchdog.channel import CROWDED, STDERR, STDOUT, Offer, Output, connect
+from hvdkit.watchdog.events import Exited, Joined
+from hvdkit.watchdog.rank_process import RankProcess
+from hvdkit.watchdog.settings import RUN_VARIABLE, SOCKET_VARIABLE
+
+_SIGNALS_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
+# Seconds for a program to end after the coordinator is gone. Its children, which hold its pipes, are ended if they have
+# written nothing for the second number of seconds after its end, or are still there after the third one.
+_ORPHAN_SECONDS, _DRAIN_SECONDS, _CHILDREN_SECONDS = 5.0, 0.3, 2.0
+# Most bytes that a pipe holds, for users other than root; and that are read at once.
+_PIPE_BYTES, _READ_BYTES = 1 << 20, 1 << 16
+_LONGEST_FILE = 4096
+# A program that ends within these seconds of a signal has ended because of it.
+_SIGNALLED_SECONDS = 60.0
+
+
+class RunningSentinel(Sentinel):
+    """Starts the rank's program for ``hvdkit run``, and forwards its output.
+
+    Args:
+        offer: where ``hvdkit run`` listens.
+        joined: which rank this is.
+
+    Raises:
+        OSError: ``hvdkit run`` cannot be reached.
+    """
+
+    def __init__(self, offer: Offer, joined: Joined) -> None:
+        super().__init__(RankProcess(0))
+        self.up, self.welcome = connect(offer, joined, self.selector, "up")
+        self._status: int | None = None
+        self._read_at = 0.0  # when output was there last
+        # Those that came to this process from others than `hvdkit run`, and when.
+        self._signals: list[tuple[int, float]] = []
+        self._outputs: dict[int, int] = {}
+        wakeup, writer = os.pipe()
+        for file in (wakeup, writer):
+            os.set_blocking(file, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        handled = (*_SIGNALS_PASSED_ON, signal.SIGCHLD)
+        for number in handled:
+            signal.signal(number, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)  # a launcher may have blocked some
+        self.selector.register(wakeup, selectors.EVENT_READ, self._signalled)
+        assert self.welcome.program is not None
+        self._start(self.welcome.program)
+
+    def _start(self, program: dict[str, Any]) -> None:
+        terminal = program["terminal"]
+        outputs = {STDOUT: _pipe(terminal), STDERR: _pipe(terminal)}
+        mine, theirs = socket.socketpair()
+        found = os.fstat(theirs.fileno())
+        environment = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
+        environment |= {**program["environment"], SOCKET_VARIABLE: f"{theirs.fileno()} {found.st_ino}"}
+        command = [word.encode("latin-1") for word in program["command"]]  # bytes, in JSON
+        me = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                processes.signal_at_parent_end()
+                if os.getppid() != me:
+                    os._exit(137)
+                os.dup2(outputs[STDOUT][1], 1)
+                os.dup2(outputs[STDERR][1], 2)
+                os.set_inheritable(theirs.fileno(), True)
+                for number in (*_SIGNALS_PASSED_ON, signal.SIGCHLD, signal.SIGPIPE):
+                    signal.signal(number, signal.SIG_DFL)
+                os.execvpe(command[0], command, environment)
+            except OSError as error:
+                os.write(2, b"hvdkit run: %b: %b\n" % (command[0], str(error.strerror).encode()))
+                os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+            finally:
+                os._exit(126)
+        self.rank.program = self.rank.pid = pid
+        for channel, (reader, written) in outputs.items():
+            os.close(written)
+            self._outputs[reader] = channel
+            self.selector.register(reader, selectors.EVENT_READ, self._forward)
+        theirs.close()
+        self.listen_to_rank(mine)
+
+    def run(self) -> int:
+        """Serve until the program has ended; return its exit code as a shell would."""
+        while self._status is None:
+            self.turn()
+        self._drain()
+        now, rank = time.monotonic(), self.rank
+        signals = [number for number, at in self._signals if now - at < _SIGNALLED_SECONDS]
+        code, stopped = self._status, rank.stopped(now)
+        self.report(Exited(code=code, step=rank.step, busy=rank.busy, signals=signals, stopped=stopped))
+        # While this process lives, the engine does not know that the rank has ended, and lets other ranks save.
+        while self.up is not None and (self.up.unsent or not self.released):
+            self.turn()
+        return self._status if self._status >= 0 else 128 - self._status
+
+    def _drain(self) -> None:
+        """End the program's children after a while, and forward what all have written before."""
+        self._read_at = now = time.monotonic()
+        until = now + _CHILDREN_SECONDS
+        while (self._outputs or self.rank.connection is not None) and now < min(self._read_at + _DRAIN_SECONDS, until):
+            self.turn(0.05)
+            now = time.monotonic()
+        processes.end_descendants()
+        for file in list(self._outputs):  # a process that cannot be killed may still hold it
+            os.set_blocking(file, False)
+            for _ in range(_PIPE_BYTES // _READ_BYTES):
+                if not self._read(file):
+                    break
+
+    def _signalled(self, file: int) -> None:
+        for number in os.read(file, 64):
+            if number != signal.SIGCHLD:
+                self._signals.append((number, time.monotonic()))
+                self.rank.signal(number)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)  # orphans of the program among them
+                if not pid:
+                    return
+                if pid == self.rank.program:
+                    self._status, self.rank.has_ended = os.waitstatus_to_exitcode(status), True
+
+    def _forward(self, file: int) -> None:
+        self._read_at = time.monotonic()
+        if self.up is not None and self.up.unsent > CROWDED:  # `hvdkit run` pauses, and so does the program
+            time.sleep(0.01)
+            return
+        self._read(file)
+
+    def _read(self, file: int) -> bool:
+        """Forward what can be read from ``file`` at once; return False if that is nothing."""
+        try:
+            data = os.read(file, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:  # a terminal whose writers are gone
+            data = b""
+        if data and self.up is not None:
+            self.up.send(Output(self._outputs[file], data))
+        elif not data:
+            self.selector.unregister(file)
+            os.close(file)
+            del self._outputs[file]
+        return bool(data)
+
+    def lost(self, *, is_cut_off: bool) -> None:
+        """``hvdkit run`` is gone, or out of reach: nothing else would ever end this rank."""
+        self.rank.signal(signal.SIGCONT)
+        self.rank.signal(signal.SIGTERM)
+        self.due[self.kill] = time.monotonic() + _ORPHAN_SECONDS
+
+
+def _pipe(terminal: dict[str, int] | None) -> tuple[int, int]:
+    """Return reader and writer of a pipe, or of a terminal as wide as the one that shows it, for progress bars."""
+    if terminal is None:
+        return os.pipe()
+    reader, writer = os.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", terminal["lines"], terminal["columns"], 0, 0))
+    modes = termios.tcgetattr(writer)
+    modes[1] &= ~termios.OPOST  # line ends stay as they were written
+    termios.tcsetattr(writer, termios.TCSANOW, modes)
+    os.set_inheritable(writer, False)
+    return reader, writer
+
+
+def offered() -> Offer:
+    """Return what the variable, or the private file that it names, says of ``hvdkit run``."""
+    text = os.environ[RUN_VARIABLE]
+    return Offer.parse(read_private(text) if text.startswith("/") else text)
+
+
+def read_private(path: str) -> str:
+    """Return the text of a file that only this user can have written, in a folder of which the same holds.
+
+    Raises:
+        OSError: another user may have written it.
+    """
+    folder = path.rpartition("/")[0]
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for what, found, is_kind in (
+            (folder, os.lstat(folder), stat.S_ISDIR),
+            (path, os.fstat(file), stat.S_ISREG),
+        ):
+            if not is_kind(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+                raise OSError(f"{what} is not private: user {found.st_uid}, mode {found.st_mode:o}; start again")
+        return os.read(file, _LONGEST_FILE).decode()
+    finally:
+        os.close(file)
+
+
+def run() -> int:
+    """Run the rank's program; return its exit code."""
+    host = socket.gethostname()
+    processes.adopt_orphans()
+    promise = promised()
+    joined = Joined(rank=promise.rank, size=promise.size, host=host, place=processes.place())
+    try:
+        sentinel = RunningSentinel(offered(), joined)
+    except (OSError, ValueError) as error:
+        print(f"hvdkit run: on {host}: {error}", file=sys.stderr)
+        return 1
+    return sentinel.run()

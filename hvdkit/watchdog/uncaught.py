@@ -1,0 +1,168 @@
+"""Errors that nothing handles: they are reported, and the job ends.
+
+Hooks note an exception in any thread. The sentinel carries it to the coordinator, which writes the traceback and the
+last line, and has every rank end. If an error was caused by another rank, that rank is named.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from hvdkit.errors import HvdkitError
+from hvdkit.watchdog.ending import Exit, end_process, ending
+from hvdkit.watchdog.events import Failed
+from hvdkit.watchdog.output import write_line
+
+if TYPE_CHECKING:
+    from hvdkit.watchdog.reporter import Reporter
+
+_LONGEST_TEXT = 60_000
+_LET_DOWN = (
+    "has been shut down",
+    "has not been initialized",
+    "left the job",
+    "HorovodInternalError",
+    "Connection reset",
+    "Connection closed",
+    "MPI_ERR",
+    "Broken pipe",
+    "gloo/transport",
+)
+_ENGINES = ("Horovod", "hvdkit", "gloo", "MPI_")
+
+
+class UncaughtErrors:
+    """Ends all ranks if nothing in this process handles an error.
+
+    Args:
+        reporter: of this process.
+    """
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._rank = 0
+        self._abort: Callable[[int], None] | None = None
+        self._before: tuple[Any, Any] | None = None
+
+    def install(self, rank: int, release: Callable[[], None], abort: Callable[[int], None] | None) -> None:
+        """Begin to report failures of this rank.
+
+        Args:
+            rank: this rank.
+            release: releases this rank's threads from collectives.
+            abort: ends all ranks if there is no sentinel; None without MPI.
+        """
+        if self._before is None:
+            ending().prepare(release, is_victim)
+            self._rank, self._abort = rank, abort
+            self._before = (sys.excepthook, threading.excepthook)
+            sys.excepthook, threading.excepthook = self._uncaught, self._uncaught_in_thread
+
+    def install_alone(self) -> None:
+        """In a world of one, only set the exit code of an uncaught error."""
+        if self._before is None:
+            self._before = (sys.excepthook, threading.excepthook)
+            sys.excepthook = self._uncaught_alone
+
+    def remove(self) -> None:
+        """Restore the hooks that :meth:`install` replaced."""
+        if self._before is not None:
+            ending().forget()
+            sys.excepthook, threading.excepthook = self._before
+            self._before = None
+
+    def _uncaught_alone(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        assert self._before is not None
+        self._before[0](kind, error, trace)
+        if os.getpid() == self._reporter.pid:
+            self._reporter.send(self._failed(error, "", None))
+            if exit_code_of(error) != 1:
+                raise Exit(exit_code_of(error))  # the interpreter ends with it
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != self._reporter.pid:  # a forked child is not a rank
+            assert self._before is not None
+            self._before[0](kind, error, trace)
+            return
+        self._end(error, trace, None)
+
+    def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
+        if os.getpid() != self._reporter.pid or args.exc_value is None or issubclass(args.exc_type, SystemExit):
+            assert self._before is not None
+            self._before[1](args)
+            return
+        self._end(args.exc_value, args.exc_traceback, args.thread.name if args.thread else "?")
+
+    def _end(self, error: BaseException, trace: TracebackType | None, thread: str | None) -> None:
+        """End all ranks: through the sentinel, or by MPI, or by this rank's own end, which shuts Horovod down."""
+        is_interrupted = isinstance(error, KeyboardInterrupt)
+        lines = [] if is_interrupted else "".join(traceback.format_exception(type(error), error, trace)).splitlines()
+        text = "\n".join(f"[rank {self._rank}] {line}" for line in lines)[-_LONGEST_TEXT:]
+        failed = self._failed(error, text, thread)
+        is_heard = False
+        if not ending().begun:
+            is_heard = self._reporter.fail(failed)
+        # While ranks unwind, a collective that was released raises, which is not worth a traceback.
+        elif text and not failed.follows and not ending().has_caused(error):
+            write_line(text)
+        if ending().begun:
+            if thread is None:
+                ending().leave()
+            return
+        at = "" if failed.step is None else f" at step {failed.step}"
+        line = f"hvdkit: rank {self._rank} on {socket.gethostname()} {failed.verb}{at}: {failed.cause}"
+        write_line("\n".join([text, line]) if text else line)
+        if not is_heard and self._abort is not None:
+            sys.stdout.flush()
+            self._abort(failed.code)
+        if is_heard or thread is not None:
+            end_process(failed.code)
+        raise Exit(failed.code)
+
+    def _failed(self, error: BaseException, text: str, thread: str | None) -> Failed:
+        """Return the report of an error that nothing handles."""
+        is_interrupted = isinstance(error, KeyboardInterrupt)
+        where = "" if thread is None else f" (in thread {thread})"
+        return Failed(
+            cause="KeyboardInterrupt" if is_interrupted else f"{type(error).__name__}: {cause_of(error)}{where}",
+            verb="was interrupted" if is_interrupted else "failed",
+            code=130 if is_interrupted else exit_code_of(error),
+            text=text,
+            follows=is_victim(error),
+            step=self._reporter.recorder.step,
+            busy=self._reporter.reason,
+        )
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the code with which a process ends that does not handle ``error``."""
+    return error.exit_code if isinstance(error, HvdkitError) else 1
+
+
+def is_victim(error: BaseException) -> bool:
+    """Return True for an error by which a rank learns that another one is gone."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if "HorovodInternalError" in names:
+        return True
+    text = str(error)
+    if "OpError" in names and not any(engine in text for engine in _ENGINES):  # tf.data may read over a network, too
+        return False
+    return bool(names & {"OpError", "ClusterError"}) and any(part in text for part in _LET_DOWN)
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the one line of an error's message that says most."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    if any("has been shut down" in line for line in lines):
+        return "another rank left the job; its own error is printed above"
+    # TensorFlow puts the cause between "Graph execution error:", with the places it passed through, and the node.
+    frame = ("Graph execution error", "Detected at", "File ", "[[{{node")
+    causes = [line for line in lines if not line.startswith(frame)] or lines
+    return causes[0] if lines[0] in causes else causes[-1]

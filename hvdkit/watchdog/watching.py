@@ -1,0 +1,114 @@
+"""The sentinel of a rank that a launcher has started; ``hk.init()`` starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import time
+from functools import partial
+
+from hvdkit.machine import processes
+from hvdkit.watchdog.base import Sentinel
+from hvdkit.watchdog.channel import Offer, connect
+from hvdkit.watchdog.events import Connect, End, Exited, Joined, Leaving, Left, Message
+from hvdkit.watchdog.output import write_line
+from hvdkit.watchdog.rank_process import RankProcess
+
+_RECONNECT_SECONDS, _RETRY_SECONDS, _LAST_SECONDS = 5.0, 0.2, 3.0
+# How often what the rank has sent before its end is read.
+_READS = 20
+# Seconds before a warning about a rank that cannot connect.
+_WARN_SECONDS = 1.0
+
+
+class WatchingSentinel(Sentinel):
+    """Watches a process that a launcher has started.
+
+    Args:
+        pid: the rank's process.
+        started: when it began, by the kernel's clock.
+        connected: socket to it.
+    """
+
+    def __init__(self, pid: int, started: int, connected: socket.socket) -> None:
+        super().__init__(RankProcess(pid))
+        self._started = started
+        self._has_left = False
+        self._connect: Connect | None = None
+        self.listen_to_rank(connected)
+        # Before Linux 5.3, or with a Python built for an old C library, /proc is polled instead.
+        with contextlib.suppress(OSError, AttributeError):
+            self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, self._process_ended)
+
+    def run(self) -> int:
+        """Watch until the rank has ended."""
+        while not self.rank.has_ended:
+            self.turn()
+            self.rank.has_ended |= processes.is_over(self.rank.pid, self._started)
+        for _ in range(_READS):
+            if self.rank.connection is not None:
+                self.hear_rank(selectors.EVENT_READ)
+        code = 0 if self._has_left else self.rank.exit_status()
+        self.report(Exited(code=code, step=self.rank.step, busy=self.rank.busy))
+        until = time.monotonic() + _LAST_SECONDS
+        # If it has failed, the coordinator asks for its last collectives.
+        while (
+            self.up is not None and time.monotonic() < until and (self.up.unsent or (code != 0 and not self.released))
+        ):
+            self.turn(0.1)
+        return 0
+
+    def _process_ended(self, file: int) -> None:
+        self.selector.unregister(file)
+        self.rank.has_ended = True
+
+    def take(self, message: Message) -> None:
+        """Note what the rank says, and report it."""
+        if isinstance(message, Connect):
+            self._connect = message
+            place = processes.place()
+            self.join(message, Joined(rank=message.rank, size=message.size, host=message.host, place=place))
+        elif isinstance(message, Left):
+            self.rank.has_ended = self._has_left = True
+        else:
+            super().take(message)
+
+    def join(self, connect_to: Connect, joined: Joined) -> None:
+        """Join the coordinator of the job."""
+        self._reach = partial(connect, Offer.parse(connect_to.offer), joined, self.selector, "up")
+        try:
+            self.up, self.welcome = self._reach()
+        except OSError as error:
+            warning = (
+                f"hvdkit: watchdog: rank {joined.rank} on {joined.host} cannot reach rank 0 on {connect_to.chief_host} "
+                f"({error}), so that its failure is noticed late or not at all; let ranks connect to each other, or "
+                "name the network by HOROVOD_GLOO_IFACE"
+            )
+
+            def warn() -> None:
+                if not self.rank.leaving:
+                    write_line(warning)
+
+            self.due[warn] = time.monotonic() + _WARN_SECONDS
+
+    def lost(self, *, is_cut_off: bool) -> None:
+        """Reconnect if rank 0's sentinel was only killed and comes back; otherwise end this rank."""
+        if self.order is not None or self.released or self._connect is None or self.rank.has_ended:
+            return
+        until = time.monotonic() + _RECONNECT_SECONDS
+        while not is_cut_off and (left := until - time.monotonic()) > _RETRY_SECONDS:
+            time.sleep(_RETRY_SECONDS)
+            with contextlib.suppress(OSError):
+                self.up, self.welcome = self._reach(left)
+                if self.rank.training is not None:
+                    self.report(self.rank.training)
+                if self.rank.leaving:
+                    self.report(Leaving(step=self.rank.step))
+                return
+        if self._connect.speaks:
+            step = "" if self.rank.step is None else f" at step {self.rank.step}"
+            cause = "its host is down, the network is cut, or its sentinel was killed"
+            write_line(f"hvdkit: rank 0 on {self._connect.chief_host} is out of reach{step} ({cause})")
+        self.end(End(code=1))
