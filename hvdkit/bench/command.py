@@ -16,7 +16,7 @@ from hvdkit.cluster.chatter import CHATTER
 from hvdkit.commands.run import restarts
 from hvdkit.commands.run.attempt import Signals
 from hvdkit.commands.run.job import Job, prepare
-from hvdkit.commands.run.output import Output
+from hvdkit.commands.run.output import OutputWriter
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.profiling.settings import TIMELINE, VARIABLE, Settings
 
@@ -146,7 +146,7 @@ def with_variables(job: Job, extra: Mapping[str, str]) -> Job:
     return replace(job, environment={**job.environment, **extra}, names=names)
 
 
-class Listening(Output):
+class Listening(OutputWriter):
     """The output of all ranks; takes the chief's line of figures out of it."""
 
     results: list[dict[str, Any]] | None = None

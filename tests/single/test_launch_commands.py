@@ -21,13 +21,13 @@ import hvdkit
 from hvdkit.commands.run import engines, hosts, reach, restarts
 from hvdkit.commands.run.attempt import Attempt
 from hvdkit.commands.run.choose import EngineFacts, choose
-from hvdkit.commands.run.config import Run
+from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.engine_process import EngineProcess
 from hvdkit.commands.run.engines import CommandLine, Engine, Start
 from hvdkit.commands.run.hosts import Host, parse_hosts
 from hvdkit.commands.run.job import Job
 from hvdkit.commands.run.manifest import manifest
-from hvdkit.commands.run.output import CLEAR, Output
+from hvdkit.commands.run.output import CLEAR, OutputWriter
 from hvdkit.commands.run.reach import Answer
 from hvdkit.errors import ClusterError, NonFiniteError
 from hvdkit.machine.interfaces import Address
@@ -114,10 +114,10 @@ def test_within_slurm_no_engine_needs_ssh():
     assert " -launcher slurm -hosts " in line(MPICH, **SPREAD, slurm=True)
     assert " -bootstrap slurm " in line(INTEL, **SPREAD, slurm=True)
     here = (Host(socket.gethostname(), 1),)  # the one that is left: without --host mpirun would take the lost ones, too
-    job = Job(Run(slurm=True), here, FOUR, (), {})
+    job = Job(RunConfig(slurm=True), here, FOUR, (), {})
     assert job.by_slurm and not replace(job, engine=GLOO).by_slurm
     assert f"--host {socket.gethostname()}:1" in str(job.command_line(here, ("true",), None))
-    assert "--host" not in str(replace(job, config=Run(np=1)).command_line(here, ("true",), None))
+    assert "--host" not in str(replace(job, config=RunConfig(np=1)).command_line(here, ("true",), None))
 
 
 def test_what_an_engine_cannot_do_is_refused():
@@ -159,7 +159,7 @@ def test_only_named_variables_are_passed_on_and_secrets_by_name_alone():
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message) as error:
-        Run(**options)
+        RunConfig(**options)
     assert "abc" not in str(error.value)
 
 
@@ -301,7 +301,7 @@ def test_hosts_that_fail_twice_in_a_row_are_left_out_and_others_come_back():
 
 def attempt(found, *members, code=1, last_line="", was_ended=False):
     """An attempt of two ranks at its end: the coordinator's verdict, how the ranks that had begun and mpirun ended."""
-    made = Attempt(Job(Run(), TWO, FOUR, (), {}), (Host("node1", 2),), reach.THIS_HOST, ["true"], None, None)
+    made = Attempt(Job(RunConfig(), TWO, FOUR, (), {}), (Host("node1", 2),), reach.THIS_HOST, ["true"], None, None)
     exited = {rank: SimpleNamespace(exited=None if code is None else Exited(code=code)) for rank, code in members}
     made._coordinator = SimpleNamespace(judge=lambda: found, members=exited, notified=False, flight="", verdict=None)
     made._engine = SimpleNamespace(code=code, last_line=last_line, was_ended=was_ended)
@@ -351,7 +351,7 @@ def test_the_lines_of_an_engine(tmp_path):
     """After a failure they are held back; the last one that is not a ruler is kept to quote it."""
     line = CommandLine(("sh", "-c", "echo before; echo; echo -----; printf rest; exit 7"))
     with (tmp_path / "out").open("wb") as file, selectors.DefaultSelector() as selector:
-        engine = EngineProcess("mpirun", line, dict(os.environ), selector, Output({1: file, 2: file}))
+        engine = EngineProcess("mpirun", line, dict(os.environ), selector, OutputWriter({1: file, 2: file}))
         while selector.get_map():
             for key, _ in selector.select():
                 engine.read(key, hold=False)
@@ -401,7 +401,7 @@ def test_non_finite_values_end_attempts():
 
 def test_lines_are_whole_and_progress_bars_keep_what_is_left_of_them(tmp_path):
     out = (tmp_path / "out").open("wb")
-    output = Output({1: out, 2: out}, tmp_path)
+    output = OutputWriter({1: out, 2: out}, tmp_path)
     output.feed(0, 1, b"be")
     output.feed(1, 1, b"other\n")
     output.feed(0, 1, b"gun\n 10%\r 50%\r")
@@ -417,7 +417,7 @@ def test_lines_are_whole_and_progress_bars_keep_what_is_left_of_them(tmp_path):
 def test_a_line_without_an_end_is_written_in_parts(tmp_path):
     """As of a program that writes binary data: it would be kept in memory until the job ends."""
     with (tmp_path / "out").open("wb") as out, selectors.DefaultSelector() as selector:
-        output = Output({1: out, 2: out})
+        output = OutputWriter({1: out, 2: out})
         for _ in range(40):
             output.feed(0, 1, b"x" * (1 << 16))
         line = CommandLine(("sh", "-c", f"head -c {40 << 16} /dev/zero"))
@@ -435,7 +435,7 @@ def test_a_line_without_an_end_is_written_in_parts(tmp_path):
 def test_on_a_terminal_rank_0s_progress_stays_below_the_lines():
     screen, terminal = os.openpty()
     with os.fdopen(terminal, "wb", buffering=0) as file:
-        output = Output({1: file, 2: file})
+        output = OutputWriter({1: file, 2: file})
         output.feed(0, 1, b" 10%\r")
         output.feed(1, 1, b" 11%\r")  # not rank 0's: not shown
         output.feed(1, 1, b"epoch 1\n")
@@ -448,7 +448,7 @@ def test_on_a_terminal_rank_0s_progress_stays_below_the_lines():
 
 
 def test_the_manifest_is_an_mpijob_and_the_one_to_copy_is_made_so():
-    config = Run(np=4, k8s=True, image='registry/it:1"', slots_per_worker=2, max_restarts=3, min_np=2, gpu=True)
+    config = RunConfig(np=4, k8s=True, image='registry/it:1"', slots_per_worker=2, max_restarts=3, min_np=2, gpu=True)
     job = yaml.safe_load(manifest(config, ["python", "train.py", "--name", "a b: c"]))
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
     launcher, worker = (job["spec"]["mpiReplicaSpecs"][role] for role in ("Launcher", "Worker"))
@@ -460,7 +460,9 @@ def test_the_manifest_is_an_mpijob_and_the_one_to_copy_is_made_so():
     assert worker["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 2}
     for wrong in ({"np": 3}, {"np": None}, {"name": "A_b"}, {"env": ("TOKEN",)}):
         with pytest.raises(ValueError, match=r"-np|--name|--env"):
-            manifest(Run(**{"np": 4, "k8s": True, "image": "i", "slots_per_worker": 2} | wrong), ["python"])
+            manifest(RunConfig(**{"np": 4, "k8s": True, "image": "i", "slots_per_worker": 2} | wrong), ["python"])
     shown = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
-    copied = Run(np=4, k8s=True, image="registry.example/train:1", slots_per_worker=2, max_restarts=3, name="train")
+    copied = RunConfig(
+        np=4, k8s=True, image="registry.example/train:1", slots_per_worker=2, max_restarts=3, name="train"
+    )
     assert shown == yaml.safe_load(manifest(copied, ["python", "train.py"]))

@@ -15,7 +15,7 @@ from hvdkit.commands.run.engine_process import EngineProcess
 from hvdkit.commands.run.engines import engine_environment
 from hvdkit.commands.run.hosts import Host, slots_of
 from hvdkit.commands.run.job import Job
-from hvdkit.commands.run.output import Output
+from hvdkit.commands.run.output import OutputWriter
 from hvdkit.commands.run.reach import Network
 from hvdkit.commands.run.secret import PrivateFile
 from hvdkit.errors import ClusterError
@@ -97,7 +97,7 @@ class Attempt:
     hosts: tuple[Host, ...]
     network: Network
     program: Sequence[str]
-    output: Output
+    output: OutputWriter
     signals: Signals
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from hvdkit.commands.run.choose import EngineFacts, choose
-from hvdkit.commands.run.config import Run
+from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.engines import CommandLine, Engine, Start, command_line, passed_on
 from hvdkit.commands.run.hosts import Host, parse_hosts, pbs_hosts, placed, read_hostfile, slots_of, slurm_hosts
 from hvdkit.commands.run.reach import THIS_HOST, Answer, Network, Remote, check, network, srun_command, ssh_command
@@ -35,7 +35,7 @@ class Job:
         environment: of this process, without the variables of a job that it may be part of.
     """
 
-    config: Run
+    config: RunConfig
     hosts: tuple[Host, ...]
     engine: Engine
     names: tuple[str, ...]
@@ -123,7 +123,7 @@ def with_huge_pages(tunables: str) -> str:
     return tunables if "glibc.malloc.hugetlb" in tunables else ":".join([*filter(None, [tunables]), _HUGE_PAGES])
 
 
-def prepare(config: Run, program: Sequence[str]) -> Job:
+def prepare(config: RunConfig, program: Sequence[str]) -> Job:
     """Find hosts and engine, and check the options and the program.
 
     Raises:
@@ -151,7 +151,7 @@ def _check_program(program: Sequence[str]) -> None:
         raise ValueError(describe("program", program[0], "a command that can be run here", remedy))
 
 
-def _hosts(config: Run, environment: dict[str, str]) -> tuple[Host, ...]:
+def _hosts(config: RunConfig, environment: dict[str, str]) -> tuple[Host, ...]:
     """Return the hosts that the options or the cluster's variables name; otherwise this host, with -np slots."""
     if config.hosts is not None:
         return parse_hosts(config.hosts)

@@ -21,7 +21,7 @@ _CURSOR = re.compile(rb"\x1b\[\?25[hl]")
 _ESCAPE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
 
 
-class Output:
+class OutputWriter:
     """Writes whole lines with the rank before them; on a terminal rank 0's progress bar stays below them.
 
     A progress bar rewrites its line after a carriage return. On a terminal rank 0's is shown as it grows. For other

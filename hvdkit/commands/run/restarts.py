@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hvdkit.commands.run.attempt import Attempt, Signals
 from hvdkit.commands.run.hosts import Host, placed, slots_of
 from hvdkit.commands.run.job import Job
-from hvdkit.commands.run.output import Output
+from hvdkit.commands.run.output import OutputWriter
 from hvdkit.commands.run.reach import Network, refuse
 from hvdkit.errors import NonFiniteError
 from hvdkit.watchdog.verdict import Verdict, shell_code
@@ -77,7 +77,7 @@ def is_final(verdict: Verdict) -> bool:
     return verdict.code in (0, USAGE, NonFiniteError.exit_code) or verdict.final
 
 
-def run(job: Job, program: Sequence[str], output: Output, signals: Signals) -> int:
+def run(job: Job, program: Sequence[str], output: OutputWriter, signals: Signals) -> int:
     """Run attempts until one succeeds, is stopped, or no restart is left.
 
     Returns:
@@ -125,7 +125,7 @@ def run(job: Job, program: Sequence[str], output: Output, signals: Signals) -> i
         taken, network = again
 
 
-def regroup(job: Job, hosts: Hosts, output: Output) -> tuple[tuple[Host, ...], Network] | None:
+def regroup(job: Job, hosts: Hosts, output: OutputWriter) -> tuple[tuple[Host, ...], Network] | None:
     """Return the hosts of the next attempt and how they are reached, or None if too few are left."""
     network, answers = job.network(job.hosts, min(CONNECT_SECONDS, job.config.check_timeout))
     for answer in answers:
