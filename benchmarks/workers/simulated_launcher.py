@@ -46,6 +46,7 @@ def launcher_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
     with (folder / "output").open("ab") as file, Signals() as signals:
         output = OutputWriter({1: file, 2: file}, folder / "logs")
         verdict = Attempt(job, hosts, THIS_HOST, ["true"], output, signals).run()
+        assert output.finish(60)
     lines = (folder / "output").read_bytes().count(b"\n")
     wanted = (0, None) if fault == "none" else (3, size - 1)
     assert (verdict.code, verdict.rank) == wanted, verdict

@@ -98,6 +98,7 @@ def test_a_full_disk_ends_logs_but_no_job(tmp_path):
         output.feed(1, 1, b"two\n")
         output.feed(0, 2, b"three\n")
         output.ended(0)
+        assert output.finish(WAIT)
         stream.close()
         lines = shown.read().decode().splitlines()
     assert lines[0] == "[rank 0] one" and lines[-1] == "[rank 0] three"

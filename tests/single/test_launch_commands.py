@@ -351,16 +351,18 @@ def test_the_lines_of_an_engine(tmp_path):
     """After a failure they are held back; the last one that is not a ruler is kept to quote it."""
     line = CommandLine(("sh", "-c", "echo before; echo; echo -----; printf rest; exit 7"))
     with (tmp_path / "out").open("wb") as file, selectors.DefaultSelector() as selector:
-        engine = EngineProcess("mpirun", line, dict(os.environ), selector, OutputWriter({1: file, 2: file}))
+        output = OutputWriter({1: file, 2: file})
+        engine = EngineProcess("mpirun", line, dict(os.environ), selector, output)
         while selector.get_map():
             for key, _ in selector.select():
                 engine.read(key, hold=False)
         assert engine.last_line == "before"
         engine.flush(hold=True)
         assert engine.last_line == "rest"
-        file.flush()
+        assert output.finish(WAIT)
         assert (tmp_path / "out").read_text() == "[mpirun] before\n[mpirun] \n[mpirun] -----\n"
         engine.write_held()
+        assert output.finish(WAIT)
         assert (tmp_path / "out").read_text().endswith("[mpirun] rest\n")
         engine.end(0.0)
         until = time.monotonic() + WAIT
@@ -407,6 +409,7 @@ def test_lines_are_whole_and_progress_bars_keep_what_is_left_of_them(tmp_path):
     output.feed(0, 1, b"gun\n 10%\r 50%\r")
     output.feed(0, 1, b"100%\r\n[rank 0] tagged\n[rank 2] said\nrest")
     output.ended(0)
+    assert output.finish(WAIT)
     out.close()
     assert (tmp_path / "out").read_bytes().splitlines() == [
         b"[rank 1] other", b"[rank 0] begun", b"[rank 0] 100%", b"[rank 0] tagged", b"[rank 2] said", b"[rank 0] rest",
@@ -427,6 +430,7 @@ def test_a_line_without_an_end_is_written_in_parts(tmp_path):
                 engine.read(key, hold=False)
         engine.flush(hold=False)
         output.ended(0)
+        assert output.finish(WAIT)
     lines = (tmp_path / "out").read_bytes().splitlines()
     assert all(len(line) < 1.2e6 for line in lines)
     assert sum(line.count(b"x") for line in lines) == sum(line.count(b"\0") for line in lines) == 40 << 16

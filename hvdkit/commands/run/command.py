@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from hvdkit.commands.run import restarts
-from hvdkit.commands.run.attempt import Signals
 from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.job import prepare
 from hvdkit.commands.run.output import OutputWriter
@@ -47,8 +46,7 @@ def run(config: RunConfig, program: Sequence[str]) -> int | str:
             got = f"{config.logs} ({error.strerror})"
             raise ValueError(describe("--logs", got, "a folder that can be written", "name another")) from None
     output = OutputWriter({1: sys.stdout.buffer, 2: sys.stderr.buffer}, config.logs)
-    with Signals() as signals:
-        return restarts.run(job, program, output, signals)
+    return restarts.run(job, program, output)
 
 
 def plain(program: Sequence[str]) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import re
 import shutil
-import threading
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdkit.watchdog.output import write_all
+from hvdkit.watchdog.output import Writer, write_all
 
 CLEAR = b"\r\x1b[K"
 # Bytes of a line above which it is written in parts.
@@ -39,7 +38,16 @@ class OutputWriter:
         self._begun: dict[tuple[int, int], bytes] = {}
         self._is_terminal = {channel: file.isatty() for channel, file in files.items()}
         self._shown = b""
-        self._locks = {channel: threading.Lock() for channel in files}
+        self._writers: dict[tuple[int, int], Writer] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that wait for the reader."""
+        return sum(writer.waiting for writer in self._writers.values())
+
+    def finish(self, seconds: float) -> bool:
+        """Wait until all is written, for at most ``seconds`` for each file; return True if it is."""
+        return all(writer.finish(seconds) for writer in self._writers.values())
 
     def feed(self, rank: int, channel: int, data: bytes) -> None:
         """Take output of ``rank``, and write the lines that it completes."""
@@ -67,9 +75,7 @@ class OutputWriter:
     def write(self, channel: int, data: bytes) -> None:
         """Write lines as they are, with one call, above a progress bar."""
         bar, self._shown = self._shown, b""
-        # The coordinator writes from a thread. A reader that is gone, or a full disk, does not end the job.
-        with self._locks[channel], contextlib.suppress(OSError):
-            write_all(self._files[channel].fileno(), (CLEAR if bar else b"") + data)
+        self._put(channel, (CLEAR if bar else b"") + data)
         self._show(bar)
 
     def line(self, text: str) -> None:
@@ -106,12 +112,16 @@ class OutputWriter:
         """Show ``bar`` on the terminal's last line, in place of the one before."""
         if bar == self._shown:
             return
-        terminal = next((file for channel, file in self._files.items() if self._is_terminal[channel]), None)
+        terminal = next((channel for channel, is_terminal in self._is_terminal.items() if is_terminal), None)
         if terminal is not None:
-            width = shutil.get_terminal_size().columns
-            with contextlib.suppress(OSError):
-                write_all(terminal.fileno(), CLEAR + cut(bar, width - 1))
+            self._put(terminal, CLEAR + cut(bar, shutil.get_terminal_size().columns - 1))
         self._shown = bar
+
+    def _put(self, channel: int, data: bytes) -> None:
+        """Write to a file. If both channels are the same terminal, or pipe, what is written to them stays in order."""
+        number = self._files[channel].fileno()
+        found = os.fstat(number)
+        self._writers.setdefault((found.st_dev, found.st_ino), Writer(number)).write(data)
 
 
 def final(line: bytes) -> bytes:

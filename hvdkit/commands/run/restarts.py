@@ -17,6 +17,8 @@ from hvdkit.watchdog.verdict import Verdict, shell_code
 LONGEST_PAUSE_SECONDS = 60.0
 # Seconds for ssh to connect before a restart: a host may just have been lost, and the others should not wait long.
 CONNECT_SECONDS = 2.0
+# Seconds for a reader that has paused to take the last lines, after a signal to stop; without one it may take longer.
+_READ_SECONDS = 5.0
 USAGE = 2
 # EX_UNAVAILABLE of sysexits.h: too few hosts are left. On other hosts, or later, the job can continue.
 TOO_FEW_HOSTS = 69
@@ -77,7 +79,7 @@ def is_final(verdict: Verdict) -> bool:
     return verdict.code in (0, USAGE, NonFiniteError.exit_code) or verdict.final
 
 
-def run(job: Job, program: Sequence[str], output: OutputWriter, signals: Signals) -> int:
+def run(job: Job, program: Sequence[str], output: OutputWriter) -> int:
     """Run attempts until one succeeds, is stopped, or no restart is left.
 
     Returns:
@@ -86,6 +88,18 @@ def run(job: Job, program: Sequence[str], output: OutputWriter, signals: Signals
     Raises:
         ClusterError: before the first attempt, a host fails the check.
     """
+    with Signals() as signals:
+        try:
+            return _attempts(job, program, output, signals)
+        finally:
+            until = time.monotonic() + _READ_SECONDS
+            while not output.finish(0.1):
+                signals.read()
+                if signals.stopped and time.monotonic() > until:
+                    break
+
+
+def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: Signals) -> int:
     config, taken = job.config, job.first_hosts()
     network, answers = job.network(taken)
     if (stopped := signals.wait(0)) is not None:  # Ctrl-C also ends ssh, and then no host is to blame
