@@ -451,6 +451,17 @@ def test_on_a_terminal_rank_0s_progress_stays_below_the_lines():
     assert shown == expected
 
 
+def test_a_progress_bar_on_a_terminal_leaves_no_trace_in_a_file(tmp_path):
+    screen, terminal = os.openpty()
+    with os.fdopen(terminal, "wb", buffering=0) as shown, (tmp_path / "out").open("wb") as out:
+        output = OutputWriter({1: out, 2: shown})
+        output.feed(0, 2, b" 10%\r")
+        output.feed(1, 1, b"epoch 1\n")
+        assert output.finish(WAIT)
+    os.close(screen)
+    assert (tmp_path / "out").read_bytes() == b"[rank 1] epoch 1\n"
+
+
 def test_the_manifest_is_an_mpijob_and_the_one_to_copy_is_made_so():
     config = RunConfig(np=4, k8s=True, image='registry/it:1"', slots_per_worker=2, max_restarts=3, min_np=2, gpu=True)
     job = yaml.safe_load(manifest(config, ["python", "train.py", "--name", "a b: c"]))

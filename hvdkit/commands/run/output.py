@@ -36,7 +36,7 @@ class OutputWriter:
         self._logs = logs
         self._open_logs: dict[int, BinaryIO] = {}
         self._begun: dict[tuple[int, int], bytes] = {}
-        self._is_terminal = {channel: file.isatty() for channel, file in files.items()}
+        self._terminals = [channel for channel, file in files.items() if file.isatty()]
         self._shown = b""
         self._writers: dict[tuple[int, int], Writer] = {}
 
@@ -61,7 +61,7 @@ class OutputWriter:
             lines, rest = [*lines, rest], b""
         self._begun[rank, channel] = rest
         tag = b"[rank %d] " % rank
-        on_terminal = rank == 0 and self._is_terminal[channel]
+        on_terminal = rank == 0 and channel in self._terminals
         if lines:
             if on_terminal:  # the bar is now one of the lines, or is shown again below
                 self._show(b"")
@@ -74,8 +74,11 @@ class OutputWriter:
 
     def write(self, channel: int, data: bytes) -> None:
         """Write lines as they are, with one call, above a progress bar."""
+        if not self._shown or channel not in self._terminals:
+            self._put(channel, data)
+            return
         bar, self._shown = self._shown, b""
-        self._put(channel, (CLEAR if bar else b"") + data)
+        self._put(channel, CLEAR + data)
         self._show(bar)
 
     def line(self, text: str) -> None:
@@ -112,9 +115,8 @@ class OutputWriter:
         """Show ``bar`` on the terminal's last line, in place of the one before."""
         if bar == self._shown:
             return
-        terminal = next((channel for channel, is_terminal in self._is_terminal.items() if is_terminal), None)
-        if terminal is not None:
-            self._put(terminal, CLEAR + cut(bar, shutil.get_terminal_size().columns - 1))
+        if self._terminals:
+            self._put(self._terminals[0], CLEAR + cut(bar, shutil.get_terminal_size().columns - 1))
         self._shown = bar
 
     def _put(self, channel: int, data: bytes) -> None:
