@@ -26,6 +26,7 @@ from hvdkit.commands.run.engine_process import EngineProcess
 from hvdkit.commands.run.engines import CommandLine, Engine, Start
 from hvdkit.commands.run.hosts import Host, parse_hosts
 from hvdkit.commands.run.job import Job
+from hvdkit.commands.run.job import _hosts as job_hosts
 from hvdkit.commands.run.manifest import manifest
 from hvdkit.commands.run.output import CLEAR, OutputWriter
 from hvdkit.commands.run.reach import Answer
@@ -181,10 +182,10 @@ def test_hosts_of_the_command_line_and_of_files(tmp_path):
             parse_hosts(bad)
     pbs = tmp_path / "pbs"
     pbs.write_text("n1\nn1\nn2\n")
-    assert hosts.pbs_hosts({"PBS_NODEFILE": str(pbs)}) == (Host("n1", 2), Host("n2", 1))
-    assert hosts.pbs_hosts({}) == ()
+    assert job_hosts(RunConfig(), {"PBS_NODEFILE": str(pbs)}) == (Host("n1", 2), Host("n2", 1))
+    assert job_hosts(RunConfig(np=2), {}) == (Host(socket.gethostname(), 2),)
     with pytest.raises(ValueError, match=r"PBS_NODEFILE: got .*none \(No such file"):
-        hosts.pbs_hosts({"PBS_NODEFILE": str(tmp_path / "none")})
+        job_hosts(RunConfig(), {"PBS_NODEFILE": str(tmp_path / "none")})
 
 
 def test_hosts_of_slurm():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import signal
 import sys
@@ -82,14 +83,13 @@ class Signals:
     def wait(self, seconds: float) -> signal.Signals | None:
         """Wait for ``seconds``, or until a signal to stop arrives; return that signal, or None."""
         until = time.monotonic() + seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.file, selectors.EVENT_READ)
-            while True:
-                left = until - time.monotonic()
-                if selector.select(max(0.0, left)) and (found := [n for n in self.read() if n in STOP_SIGNALS]):
-                    return found[0]
-                if left <= 0:
-                    return None
+        while True:
+            left = until - time.monotonic()
+            select.select([self.file], [], [], max(0.0, left))
+            if found := [number for number in self.read() if number in STOP_SIGNALS]:
+                return found[0]
+            if left <= 0:
+                return None
 
 
 @dataclass

@@ -61,16 +61,6 @@ class Hosts:
         return None
 
 
-def pause(base: float, restart: int) -> float:
-    """Return the seconds to wait before restart number ``restart``, counted from 1.
-
-    Example:
-        >>> [pause(1.0, restart) for restart in (1, 2, 3, 10)]
-        [1.0, 2.0, 4.0, 60.0]
-    """
-    return min(LONGEST_PAUSE_SECONDS, base * 2 ** (restart - 1))
-
-
 def is_final(verdict: Verdict) -> bool:
     """Return True if the job must not be restarted.
 
@@ -127,7 +117,7 @@ def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: S
             if restart == config.max_restarts:
                 return code
             restart += 1
-            wait = pause(config.backoff, restart)
+            wait = min(LONGEST_PAUSE_SECONDS, config.backoff * 2 ** (restart - 1))
             output.line(f"hvdkit run: starting again in {wait:g} s (restart {restart} of {config.max_restarts})")
             begin_at = time.monotonic() + wait
             if (stopped := signals.wait(wait - CONNECT_SECONDS)) is not None:
