@@ -39,7 +39,7 @@ COMMANDS = {
     "run": Command(
         "Start a program on many ranks, here, on hosts, under Slurm or on Kubernetes",
         "hvdkit run -np 4 -- python train.py",
-        config="hvdkit.commands.run.config:Run",
+        config="hvdkit.commands.run.config:RunConfig",
         runner="hvdkit.commands.run.command:run",
         takes_program=True,
     ),
@@ -153,8 +153,8 @@ def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], lis
     """Return the options and the program: what stands after ``--``, else from the first word that is no option's on.
 
     Example:
-        >>> from hvdkit.commands.run.config import Run
-        >>> _split_off_program(["-np", "2", "--dry-run", "python", "train.py", "--lr", "1"], Run)
+        >>> from hvdkit.commands.run.config import RunConfig
+        >>> _split_off_program(["-np", "2", "--dry-run", "python", "train.py", "--lr", "1"], RunConfig)
         (['-np', '2', '--dry-run'], ['python', 'train.py', '--lr', '1'])
     """
     names = [field.name.replace("_", "-") for field in fields(kind) if isinstance(field.default, bool)]

@@ -25,11 +25,11 @@ SENTINELS = 500  # in a process
 def launcher_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
     """Be ``hvdkit run``: an engine whose ranks' sentinels are simulated, from its start to the verdict."""
     from hvdkit.commands.run.attempt import Attempt, Signals
-    from hvdkit.commands.run.config import Run
+    from hvdkit.commands.run.config import RunConfig
     from hvdkit.commands.run.engines import CommandLine, Engine
     from hvdkit.commands.run.hosts import Host
     from hvdkit.commands.run.job import Job
-    from hvdkit.commands.run.output import Output
+    from hvdkit.commands.run.output import OutputWriter
     from hvdkit.commands.run.reach import THIS_HOST
 
     class SimulatedJob(Job):
@@ -41,11 +41,12 @@ def launcher_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
     memory, before, began = peak_mb(), cpu(), time.monotonic()
     environment = dict(os.environ)
     hosts = (Host(socket.gethostname(), size),)
-    job = SimulatedJob(Run(grace=10.0), hosts, Engine("simulated", ""), tuple(environment), environment)
+    job = SimulatedJob(RunConfig(grace=10.0), hosts, Engine("simulated", ""), tuple(environment), environment)
     (folder / "logs").mkdir(exist_ok=True)
     with (folder / "output").open("ab") as file, Signals() as signals:
-        output = Output({1: file, 2: file}, folder / "logs")
+        output = OutputWriter({1: file, 2: file}, folder / "logs")
         verdict = Attempt(job, hosts, THIS_HOST, ["true"], output, signals).run()
+        assert output.finish(60)
     lines = (folder / "output").read_bytes().count(b"\n")
     wanted = (0, None) if fault == "none" else (3, size - 1)
     assert (verdict.code, verdict.rank) == wanted, verdict

@@ -14,9 +14,8 @@ from hvdkit.bench.figures import Round, Run, as_json, show
 from hvdkit.bench.worker import MARK, RankResult, Told
 from hvdkit.cluster.chatter import CHATTER
 from hvdkit.commands.run import restarts
-from hvdkit.commands.run.attempt import Signals
 from hvdkit.commands.run.job import Job, prepare
-from hvdkit.commands.run.output import Output
+from hvdkit.commands.run.output import OutputWriter
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.profiling.settings import TIMELINE, VARIABLE, Settings
 
@@ -135,8 +134,7 @@ def launch(
     """Start ``program`` on ``np`` ranks, see it to its end, and return its exit code and what the chief measured."""
     job = with_variables(prepare(config.launched(np), program), extra)
     output = Listening({1: sys.stdout.buffer, 2: sys.stderr.buffer})
-    with Signals() as signals:
-        code = restarts.run(job, program, output, signals)
+    code = restarts.run(job, program, output)
     return code, output.results
 
 
@@ -146,7 +144,7 @@ def with_variables(job: Job, extra: Mapping[str, str]) -> Job:
     return replace(job, environment={**job.environment, **extra}, names=names)
 
 
-class Listening(Output):
+class Listening(OutputWriter):
     """The output of all ranks; takes the chief's line of figures out of it."""
 
     results: list[dict[str, Any]] | None = None

@@ -10,7 +10,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from hvdkit.bench.workloads import BATCHES, MODELS, USUAL_OPTIMIZERS, ModelName, OptimizerName
-from hvdkit.commands.run.config import EngineKind, Run
+from hvdkit.commands.run.config import EngineKind, RunConfig
 from hvdkit.errors import describe
 from hvdkit.profiling.settings import FIRST, LAST, Settings
 
@@ -33,10 +33,10 @@ class Where:
     ssh_args: str = ""
     """Arguments for ssh, as for hvdkit run."""
 
-    def launched(self, np: int | None) -> Run:
+    def launched(self, np: int | None) -> RunConfig:
         """Return the options with which ``hvdkit run`` starts ``np`` ranks."""
         ranks = RANKS if np is None and self.hosts is None else np
-        return Run(
+        return RunConfig(
             np=ranks, hosts=self.hosts, engine=self.engine, interface=self.interface, ssh_args=self.ssh_args
         )  # fmt: skip
 

@@ -309,6 +309,17 @@ class GiveFlight(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HoldOutput(Message):
+    """Read no more of what the program writes, since the reader of ``hvdkit run`` has paused; or read again.
+
+    Attributes:
+        hold: read no more.
+    """
+
+    hold: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class End(Message):
     """The job has failed: end the rank.
 

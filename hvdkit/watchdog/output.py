@@ -1,4 +1,4 @@
-"""Whole lines on standard error."""
+"""Whole lines on standard error, and lines for a reader that may pause."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import os
 import select
 import sys
+import threading
+from collections import deque
 
 
 def write_all(file: int, data: bytes) -> None:
@@ -35,3 +37,47 @@ def write_line(text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             if sys.stderr is not None:  # None if Python was started with file descriptor 2 closed
                 sys.stderr.write(data)
+
+
+class Writer:
+    """Writes to a file in a thread: a caller goes on though the file's reader has paused.
+
+    Args:
+        file: its descriptor. A reader that is gone, or a full disk, is no error.
+
+    Attributes:
+        waiting: bytes that are not yet written.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._queue: deque[bytes] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self.waiting = 0
+
+    def write(self, data: bytes) -> None:
+        """Write ``data`` with one system call, if the reader takes it all, after what was written before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._queue.append(data)
+            self.waiting += len(data)
+            self._changed.notify_all()
+
+    def finish(self, seconds: float) -> bool:
+        """Wait until all is written, for at most ``seconds``; return True if it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.waiting, seconds)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue)
+                data = self._queue.popleft()
+            with contextlib.suppress(OSError):
+                write_all(self._file, data)
+            with self._changed:
+                self.waiting -= len(data)
+                self._changed.notify_all()

@@ -19,7 +19,7 @@ from hvdkit.machine import processes
 from hvdkit.machine.launcher import promised
 from hvdkit.watchdog.base import Sentinel
 from hvdkit.watchdog.channel import CROWDED, STDERR, STDOUT, Offer, Output, connect
-from hvdkit.watchdog.events import Exited, Joined
+from hvdkit.watchdog.events import Exited, HoldOutput, Joined, Message
 from hvdkit.watchdog.rank_process import RankProcess
 from hvdkit.watchdog.settings import RUN_VARIABLE, SOCKET_VARIABLE
 
@@ -53,6 +53,7 @@ class RunningSentinel(Sentinel):
         # Those that came to this process from others than `hvdkit run`, and when.
         self._signals: list[tuple[int, float]] = []
         self._outputs: dict[int, int] = {}
+        self._is_held = False  # `hvdkit run` takes no output
         wakeup, writer = os.pipe()
         for file in (wakeup, writer):
             os.set_blocking(file, False)
@@ -127,6 +128,12 @@ class RunningSentinel(Sentinel):
                 if not self._read(file):
                     break
 
+    def obey(self, order: Message) -> None:
+        """Do what ``hvdkit run`` orders."""
+        if isinstance(order, HoldOutput):
+            self._is_held = order.hold
+        super().obey(order)
+
     def _signalled(self, file: int) -> None:
         for number in os.read(file, 64):
             if number != signal.SIGCHLD:
@@ -142,7 +149,8 @@ class RunningSentinel(Sentinel):
 
     def _forward(self, file: int) -> None:
         self._read_at = time.monotonic()
-        if self.up is not None and self.up.unsent > CROWDED:  # `hvdkit run` pauses, and so does the program
+        is_held = self._is_held and self._status is None
+        if self.up is not None and (is_held or self.up.unsent > CROWDED):  # the program pauses, too
             time.sleep(0.01)
             return
         self._read(file)

@@ -245,6 +245,7 @@ def test_the_chiefs_line_of_figures_is_taken_out_of_the_output(tmp_path):
         output.feed(0, 1, b"hello\nhvdkit-be")
         output.feed(1, 1, b"I am rank 1\n")
         output.feed(0, 1, b'nch: [{"threads": 1}]\nbye\n')
+        assert output.finish(WAIT)
     assert output.results == [{"threads": 1}]
     assert (tmp_path / "out").read_bytes() == b"[rank 0] hello\n[rank 1] I am rank 1\n[rank 0] bye\n"
 

@@ -16,7 +16,7 @@ from speed import WAIT
 
 from hvdkit.commands.run import secret
 from hvdkit.commands.run.attempt import Signals
-from hvdkit.commands.run.output import Output
+from hvdkit.commands.run.output import OutputWriter
 from hvdkit.errors import ClusterError
 from hvdkit.watchdog.output import write_line
 from hvdkit.watchdog.running import read_private
@@ -93,11 +93,12 @@ def test_a_full_disk_ends_logs_but_no_job(tmp_path):
     (tmp_path / "rank-1.log").symlink_to("/dev/full")
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as shown, os.fdopen(writer, "wb") as stream, Path("/dev/full").open("wb") as full:
-        output = Output({1: full, 2: stream}, tmp_path)
+        output = OutputWriter({1: full, 2: stream}, tmp_path)
         output.feed(0, 2, b"one\n")
         output.feed(1, 1, b"two\n")
         output.feed(0, 2, b"three\n")
         output.ended(0)
+        assert output.finish(WAIT)
         stream.close()
         lines = shown.read().decode().splitlines()
     assert lines[0] == "[rank 0] one" and lines[-1] == "[rank 0] three"

@@ -21,13 +21,14 @@ import hvdkit
 from hvdkit.commands.run import engines, hosts, reach, restarts
 from hvdkit.commands.run.attempt import Attempt
 from hvdkit.commands.run.choose import EngineFacts, choose
-from hvdkit.commands.run.config import Run
+from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.engine_process import EngineProcess
 from hvdkit.commands.run.engines import CommandLine, Engine, Start
 from hvdkit.commands.run.hosts import Host, parse_hosts
 from hvdkit.commands.run.job import Job
+from hvdkit.commands.run.job import _hosts as job_hosts
 from hvdkit.commands.run.manifest import manifest
-from hvdkit.commands.run.output import CLEAR, Output
+from hvdkit.commands.run.output import CLEAR, OutputWriter
 from hvdkit.commands.run.reach import Answer
 from hvdkit.errors import ClusterError, NonFiniteError
 from hvdkit.machine.interfaces import Address
@@ -114,10 +115,10 @@ def test_within_slurm_no_engine_needs_ssh():
     assert " -launcher slurm -hosts " in line(MPICH, **SPREAD, slurm=True)
     assert " -bootstrap slurm " in line(INTEL, **SPREAD, slurm=True)
     here = (Host(socket.gethostname(), 1),)  # the one that is left: without --host mpirun would take the lost ones, too
-    job = Job(Run(slurm=True), here, FOUR, (), {})
+    job = Job(RunConfig(slurm=True), here, FOUR, (), {})
     assert job.by_slurm and not replace(job, engine=GLOO).by_slurm
     assert f"--host {socket.gethostname()}:1" in str(job.command_line(here, ("true",), None))
-    assert "--host" not in str(replace(job, config=Run(np=1)).command_line(here, ("true",), None))
+    assert "--host" not in str(replace(job, config=RunConfig(np=1)).command_line(here, ("true",), None))
 
 
 def test_what_an_engine_cannot_do_is_refused():
@@ -159,7 +160,7 @@ def test_only_named_variables_are_passed_on_and_secrets_by_name_alone():
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message) as error:
-        Run(**options)
+        RunConfig(**options)
     assert "abc" not in str(error.value)
 
 
@@ -181,10 +182,10 @@ def test_hosts_of_the_command_line_and_of_files(tmp_path):
             parse_hosts(bad)
     pbs = tmp_path / "pbs"
     pbs.write_text("n1\nn1\nn2\n")
-    assert hosts.pbs_hosts({"PBS_NODEFILE": str(pbs)}) == (Host("n1", 2), Host("n2", 1))
-    assert hosts.pbs_hosts({}) == ()
+    assert job_hosts(RunConfig(), {"PBS_NODEFILE": str(pbs)}) == (Host("n1", 2), Host("n2", 1))
+    assert job_hosts(RunConfig(np=2), {}) == (Host(socket.gethostname(), 2),)
     with pytest.raises(ValueError, match=r"PBS_NODEFILE: got .*none \(No such file"):
-        hosts.pbs_hosts({"PBS_NODEFILE": str(tmp_path / "none")})
+        job_hosts(RunConfig(), {"PBS_NODEFILE": str(tmp_path / "none")})
 
 
 def test_hosts_of_slurm():
@@ -301,7 +302,7 @@ def test_hosts_that_fail_twice_in_a_row_are_left_out_and_others_come_back():
 
 def attempt(found, *members, code=1, last_line="", was_ended=False):
     """An attempt of two ranks at its end: the coordinator's verdict, how the ranks that had begun and mpirun ended."""
-    made = Attempt(Job(Run(), TWO, FOUR, (), {}), (Host("node1", 2),), reach.THIS_HOST, ["true"], None, None)
+    made = Attempt(Job(RunConfig(), TWO, FOUR, (), {}), (Host("node1", 2),), reach.THIS_HOST, ["true"], None, None)
     exited = {rank: SimpleNamespace(exited=None if code is None else Exited(code=code)) for rank, code in members}
     made._coordinator = SimpleNamespace(judge=lambda: found, members=exited, notified=False, flight="", verdict=None)
     made._engine = SimpleNamespace(code=code, last_line=last_line, was_ended=was_ended)
@@ -351,16 +352,18 @@ def test_the_lines_of_an_engine(tmp_path):
     """After a failure they are held back; the last one that is not a ruler is kept to quote it."""
     line = CommandLine(("sh", "-c", "echo before; echo; echo -----; printf rest; exit 7"))
     with (tmp_path / "out").open("wb") as file, selectors.DefaultSelector() as selector:
-        engine = EngineProcess("mpirun", line, dict(os.environ), selector, Output({1: file, 2: file}))
+        output = OutputWriter({1: file, 2: file})
+        engine = EngineProcess("mpirun", line, dict(os.environ), selector, output)
         while selector.get_map():
             for key, _ in selector.select():
                 engine.read(key, hold=False)
         assert engine.last_line == "before"
         engine.flush(hold=True)
         assert engine.last_line == "rest"
-        file.flush()
+        assert output.finish(WAIT)
         assert (tmp_path / "out").read_text() == "[mpirun] before\n[mpirun] \n[mpirun] -----\n"
         engine.write_held()
+        assert output.finish(WAIT)
         assert (tmp_path / "out").read_text().endswith("[mpirun] rest\n")
         engine.end(0.0)
         until = time.monotonic() + WAIT
@@ -401,12 +404,13 @@ def test_non_finite_values_end_attempts():
 
 def test_lines_are_whole_and_progress_bars_keep_what_is_left_of_them(tmp_path):
     out = (tmp_path / "out").open("wb")
-    output = Output({1: out, 2: out}, tmp_path)
+    output = OutputWriter({1: out, 2: out}, tmp_path)
     output.feed(0, 1, b"be")
     output.feed(1, 1, b"other\n")
     output.feed(0, 1, b"gun\n 10%\r 50%\r")
     output.feed(0, 1, b"100%\r\n[rank 0] tagged\n[rank 2] said\nrest")
     output.ended(0)
+    assert output.finish(WAIT)
     out.close()
     assert (tmp_path / "out").read_bytes().splitlines() == [
         b"[rank 1] other", b"[rank 0] begun", b"[rank 0] 100%", b"[rank 0] tagged", b"[rank 2] said", b"[rank 0] rest",
@@ -417,7 +421,7 @@ def test_lines_are_whole_and_progress_bars_keep_what_is_left_of_them(tmp_path):
 def test_a_line_without_an_end_is_written_in_parts(tmp_path):
     """As of a program that writes binary data: it would be kept in memory until the job ends."""
     with (tmp_path / "out").open("wb") as out, selectors.DefaultSelector() as selector:
-        output = Output({1: out, 2: out})
+        output = OutputWriter({1: out, 2: out})
         for _ in range(40):
             output.feed(0, 1, b"x" * (1 << 16))
         line = CommandLine(("sh", "-c", f"head -c {40 << 16} /dev/zero"))
@@ -427,6 +431,7 @@ def test_a_line_without_an_end_is_written_in_parts(tmp_path):
                 engine.read(key, hold=False)
         engine.flush(hold=False)
         output.ended(0)
+        assert output.finish(WAIT)
     lines = (tmp_path / "out").read_bytes().splitlines()
     assert all(len(line) < 1.2e6 for line in lines)
     assert sum(line.count(b"x") for line in lines) == sum(line.count(b"\0") for line in lines) == 40 << 16
@@ -435,7 +440,7 @@ def test_a_line_without_an_end_is_written_in_parts(tmp_path):
 def test_on_a_terminal_rank_0s_progress_stays_below_the_lines():
     screen, terminal = os.openpty()
     with os.fdopen(terminal, "wb", buffering=0) as file:
-        output = Output({1: file, 2: file})
+        output = OutputWriter({1: file, 2: file})
         output.feed(0, 1, b" 10%\r")
         output.feed(1, 1, b" 11%\r")  # not rank 0's: not shown
         output.feed(1, 1, b"epoch 1\n")
@@ -447,8 +452,19 @@ def test_on_a_terminal_rank_0s_progress_stays_below_the_lines():
     assert shown == expected
 
 
+def test_a_progress_bar_on_a_terminal_leaves_no_trace_in_a_file(tmp_path):
+    screen, terminal = os.openpty()
+    with os.fdopen(terminal, "wb", buffering=0) as shown, (tmp_path / "out").open("wb") as out:
+        output = OutputWriter({1: out, 2: shown})
+        output.feed(0, 2, b" 10%\r")
+        output.feed(1, 1, b"epoch 1\n")
+        assert output.finish(WAIT)
+    os.close(screen)
+    assert (tmp_path / "out").read_bytes() == b"[rank 1] epoch 1\n"
+
+
 def test_the_manifest_is_an_mpijob_and_the_one_to_copy_is_made_so():
-    config = Run(np=4, k8s=True, image='registry/it:1"', slots_per_worker=2, max_restarts=3, min_np=2, gpu=True)
+    config = RunConfig(np=4, k8s=True, image='registry/it:1"', slots_per_worker=2, max_restarts=3, min_np=2, gpu=True)
     job = yaml.safe_load(manifest(config, ["python", "train.py", "--name", "a b: c"]))
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
     launcher, worker = (job["spec"]["mpiReplicaSpecs"][role] for role in ("Launcher", "Worker"))
@@ -460,7 +476,9 @@ def test_the_manifest_is_an_mpijob_and_the_one_to_copy_is_made_so():
     assert worker["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 2}
     for wrong in ({"np": 3}, {"np": None}, {"name": "A_b"}, {"env": ("TOKEN",)}):
         with pytest.raises(ValueError, match=r"-np|--name|--env"):
-            manifest(Run(**{"np": 4, "k8s": True, "image": "i", "slots_per_worker": 2} | wrong), ["python"])
+            manifest(RunConfig(**{"np": 4, "k8s": True, "image": "i", "slots_per_worker": 2} | wrong), ["python"])
     shown = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
-    copied = Run(np=4, k8s=True, image="registry.example/train:1", slots_per_worker=2, max_restarts=3, name="train")
+    copied = RunConfig(
+        np=4, k8s=True, image="registry.example/train:1", slots_per_worker=2, max_restarts=3, name="train"
+    )
     assert shown == yaml.safe_load(manifest(copied, ["python", "train.py"]))

@@ -18,7 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jobs import environment
-from speed import WAIT
+from speed import WAIT, scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = [sys.executable, "-m", "hvdkit", "run"]
@@ -182,6 +182,53 @@ def test_under_gloo_no_secret_is_on_a_command_line_and_the_exit_code_is_kept(tmp
     code, _, err, last = finish(process)
     assert (tmp_path / "up-0").read_text() == "s3cret"
     assert code == 5 and f"rank 1 on {HOST} ended with exit code 5" in last, err
+
+
+def writer(folder):
+    """Ranks of which 0 writes more than all buffers hold; 1 ends with the exit code in the file ``code``."""
+    return (
+        f"from pathlib import Path; folder = Path({str(folder)!r})\n"
+        "for number in range(30 if RANK else 40_000): print(number, 'x' * 1000, flush=True)\n"
+        "(folder / f'written-{RANK}').touch()\n"
+        "while RANK and not (folder / 'code').exists(): time.sleep(0.01)\n"
+        "sys.exit(int((folder / 'code').read_text()) if RANK else 0)"
+    )
+
+
+@pytest.mark.parametrize("end", ["failure", "signal"])
+def test_a_reader_that_is_paused_does_not_hold_up_the_end(tmp_path, end):
+    mark = str(tmp_path)
+    process = start("-np", "2", code=writer(tmp_path), mark=mark)
+    until((tmp_path / "written-1").exists)
+    if end == "signal":
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT) == 143  # though nobody has read its lines
+        process.communicate()
+    else:
+        (tmp_path / "new").write_text("3")
+        (tmp_path / "new").rename(tmp_path / "code")
+        until(lambda: len(left(mark)) == 1)  # hvdkit run: it waits for its reader
+        code, out, err, last = finish(process)
+        assert code == 3 and f"hvdkit run: rank 1 on {HOST} ended with exit code 3" in last, err
+        lines = {rank: [line for line in out.splitlines() if line.startswith(f"[rank {rank}] ")] for rank in (0, 1)}
+        assert lines[1] == [f"[rank 1] {number} {'x' * 1000}" for number in range(30)]
+        whole = lines[0][:-1]  # rank 0 was ended while it wrote the last one
+        assert whole == [f"[rank 0] {number} {'x' * 1000}" for number in range(len(whole))]
+    until(lambda: not left(mark))
+
+
+def test_a_reader_that_pauses_for_longer_than_the_heartbeat_loses_nothing(tmp_path):
+    (tmp_path / "code").write_text("0")
+    process = start("-np", "2", code=writer(tmp_path), mark=str(tmp_path), HVDKIT_HEARTBEAT_SECONDS=scaled(1))
+    until((tmp_path / "written-1").exists)
+    time.sleep(4 * float(scaled(1)))
+    assert not (tmp_path / "written-0").exists()  # it waits, too: hvdkit run does not keep everything in memory
+    code, out, err, _ = finish(process)
+    assert code == 0 and not err, err
+    numbers = {
+        rank: [line.split()[2] for line in out.splitlines() if line.startswith(f"[rank {rank}]")] for rank in (0, 1)
+    }
+    assert numbers == {0: list(map(str, range(40_000))), 1: list(map(str, range(30)))}
 
 
 def test_it_starts_again_and_says_so(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import signal
 import sys
@@ -14,15 +15,16 @@ from hvdkit.commands.run.engine_process import EngineProcess
 from hvdkit.commands.run.engines import engine_environment
 from hvdkit.commands.run.hosts import Host, slots_of
 from hvdkit.commands.run.job import Job
-from hvdkit.commands.run.output import Output
+from hvdkit.commands.run.output import OutputWriter
 from hvdkit.commands.run.reach import Network
 from hvdkit.commands.run.secret import PrivateFile
 from hvdkit.errors import ClusterError
 from hvdkit.machine import processes
 from hvdkit.machine.limits import allow_files
 from hvdkit.watchdog import sentinel
-from hvdkit.watchdog.channel import Offer, listen
+from hvdkit.watchdog.channel import Offer, Output, listen
 from hvdkit.watchdog.coordinator import Coordinator
+from hvdkit.watchdog.events import HoldOutput
 from hvdkit.watchdog.settings import RUN_VARIABLE, Settings
 from hvdkit.watchdog.verdict import PREEMPTED, Verdict, shell_code
 
@@ -34,14 +36,23 @@ ENGINE_SECONDS, FAILED_ENGINE_SECONDS, CUT_OFF_SECONDS = 4.0, 1.0, 0.5
 _DRAIN_SECONDS = 0.5
 # Seconds to end processes that are left below this one.
 _CHILDREN_SECONDS = 3.0
+# Bytes that may wait for the reader of this process before ranks that write more are held up; and once the job is being
+# ended, when ranks write their last lines. Seconds until the next look whether the reader goes on.
+_MOST_WAITING, _MOST_WAITING_AT_END = 1 << 22, 1 << 26
+_HELD_SECONDS = 0.02
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SENTINEL = (sys.executable, "-IS", sentinel.PATH, "run")
 
 
 class Signals:
-    """A context that collects signals to ``hvdkit run`` in a file that a selector can wait for."""
+    """A context that collects signals to ``hvdkit run`` in a file that a selector can wait for.
+
+    Attributes:
+        stopped: a signal to stop has been read.
+    """
 
     def __enter__(self) -> Signals:
+        self.stopped = False
         self.file, self._writer = os.pipe()
         for end in (self.file, self._writer):
             os.set_blocking(end, False)
@@ -63,21 +74,22 @@ class Signals:
     def read(self) -> list[signal.Signals]:
         """Return the signals that have arrived."""
         try:
-            return [signal.Signals(number) for number in os.read(self.file, 256)]
+            found = [signal.Signals(number) for number in os.read(self.file, 256)]
         except BlockingIOError:
             return []
+        self.stopped = self.stopped or any(number in STOP_SIGNALS for number in found)
+        return found
 
     def wait(self, seconds: float) -> signal.Signals | None:
         """Wait for ``seconds``, or until a signal to stop arrives; return that signal, or None."""
         until = time.monotonic() + seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.file, selectors.EVENT_READ)
-            while True:
-                left = until - time.monotonic()
-                if selector.select(max(0.0, left)) and (found := [n for n in self.read() if n in STOP_SIGNALS]):
-                    return found[0]
-                if left <= 0:
-                    return None
+        while True:
+            left = until - time.monotonic()
+            select.select([self.file], [], [], max(0.0, left))
+            if found := [number for number in self.read() if number in STOP_SIGNALS]:
+                return found[0]
+            if left <= 0:
+                return None
 
 
 @dataclass
@@ -97,7 +109,7 @@ class Attempt:
     hosts: tuple[Host, ...]
     network: Network
     program: Sequence[str]
-    output: Output
+    output: OutputWriter
     signals: Signals
 
     def __post_init__(self) -> None:
@@ -106,6 +118,7 @@ class Attempt:
         self._stopped_by: signal.Signals | None = None
         self._kill_at: float | None = None
         self._begin = time.monotonic()
+        self._held: set[int] = set()  # ranks whose output is not taken
 
     def run(self) -> Verdict:
         """Start the engine, wait for its end, and return how the job ended.
@@ -164,7 +177,7 @@ class Attempt:
             welcome=lambda joined: replace(
                 settings.welcome(self._size), program=self.job.program(self.program, joined.rank)
             ),
-            output=lambda rank, output: self.output.feed(rank, output.channel, output.data),
+            output=self._take,
             write=self.output.line,
             writes_end=False,  # it is written when the engine has ended
             hosts=dict(enumerate(names)),
@@ -182,8 +195,25 @@ class Attempt:
                 environment.pop(name, None)
         return EngineProcess(job.engine.name, line, environment, self._selector, self.output)
 
+    def _take(self, rank: int, output: Output) -> None:
+        """Take the output of a rank; hold the rank up if the reader of this process does not keep pace, or pauses."""
+        self.output.feed(rank, output.channel, output.data)
+        if rank not in self._held and self.output.waiting > self._most_waiting:
+            self._held.add(rank)
+            self._coordinator.members[rank].send(HoldOutput(hold=True))
+
+    @property
+    def _most_waiting(self) -> int:
+        return _MOST_WAITING_AT_END if self._is_over else _MOST_WAITING
+
     def _turn(self, seconds: float) -> bool:
         """Wait for events and handle them; return True if there was one."""
+        if self._held:
+            seconds = min(seconds, _HELD_SECONDS)
+            if self.output.waiting <= self._most_waiting // 2:
+                for rank in self._held:
+                    self._coordinator.members[rank].send(HoldOutput(hold=False))
+                self._held.clear()
         ready = self._selector.select(min(seconds, self._coordinator.pause(time.monotonic())))
         for key, events in ready:
             if key.data is self.signals:

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from hvdkit.commands.run import restarts
-from hvdkit.commands.run.attempt import Signals
-from hvdkit.commands.run.config import Run
+from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.job import prepare
-from hvdkit.commands.run.output import Output
+from hvdkit.commands.run.output import OutputWriter
 from hvdkit.commands.run.reach import refuse
 from hvdkit.errors import describe
 
@@ -18,7 +17,7 @@ from hvdkit.errors import describe
 _ENGINES_OWN = (":", "--")
 
 
-def run(config: Run, program: Sequence[str]) -> int | str:
+def run(config: RunConfig, program: Sequence[str]) -> int | str:
     """Start ``program`` on all ranks and wait for its end, with as many restarts as ``config`` allows.
 
     Returns:
@@ -46,9 +45,8 @@ def run(config: Run, program: Sequence[str]) -> int | str:
         except OSError as error:
             got = f"{config.logs} ({error.strerror})"
             raise ValueError(describe("--logs", got, "a folder that can be written", "name another")) from None
-    output = Output({1: sys.stdout.buffer, 2: sys.stderr.buffer}, config.logs)
-    with Signals() as signals:
-        return restarts.run(job, program, output, signals)
+    output = OutputWriter({1: sys.stdout.buffer, 2: sys.stderr.buffer}, config.logs)
+    return restarts.run(job, program, output)
 
 
 def plain(program: Sequence[str]) -> list[str]:

@@ -20,14 +20,14 @@ _LEAST: Mapping[str, int] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunConfig:
     """Start a program on many ranks: hvdkit run -np 4 -- python train.py.
 
     Raises:
         ValueError: an option has a wrong value, or contradicts another.
 
     Example:
-        >>> Run(np=4).engine
+        >>> RunConfig(np=4).engine
         'auto'
     """
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 
 from hvdkit.commands.run.engines import CommandLine
-from hvdkit.commands.run.output import LONGEST_LINE, Output
+from hvdkit.commands.run.output import LONGEST_LINE, OutputWriter
 from hvdkit.machine import processes
 
 # Most seconds between SIGTERM to the engine and SIGKILL.
@@ -41,7 +41,7 @@ class EngineProcess:
         line: CommandLine,
         environment: Mapping[str, str],
         selector: selectors.BaseSelector,
-        output: Output,
+        output: OutputWriter,
     ) -> None:
         self._name, self._selector, self._output = name, selector, output
         self.was_ended = False

@@ -142,12 +142,6 @@ def _numbers(ranges: str, text: str) -> list[str]:
     return found
 
 
-def pbs_hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
-    """Return the hosts of a PBS job, one slot for each line of its node file; empty outside of a PBS job."""
-    path = environment.get("PBS_NODEFILE")
-    return read_hostfile(Path(path), "PBS_NODEFILE") if path else ()
-
-
 def placed(hosts: Sequence[Host], np: int | None) -> tuple[Host, ...]:
     """Return the hosts for ``np`` ranks, in order, and the number of ranks on each as slots; None: all slots.
 

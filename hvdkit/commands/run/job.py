@@ -9,18 +9,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hvdkit.commands.run.choose import EngineFacts, choose
-from hvdkit.commands.run.config import Run
+from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.engines import CommandLine, Engine, Start, command_line, passed_on
-from hvdkit.commands.run.hosts import Host, parse_hosts, pbs_hosts, placed, read_hostfile, slots_of, slurm_hosts
+from hvdkit.commands.run.hosts import Host, parse_hosts, placed, read_hostfile, slots_of, slurm_hosts
 from hvdkit.commands.run.reach import THIS_HOST, Answer, Network, Remote, check, network, srun_command, ssh_command
 from hvdkit.errors import describe
 from hvdkit.machine.environment import outside_a_job
 from hvdkit.watchdog.settings import HEARTBEAT, seconds
-
-_HUGE_PAGES = "glibc.malloc.hugetlb=1"  # from glibc 2.35 on; earlier versions ignore it
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Job:
         environment: of this process, without the variables of a job that it may be part of.
     """
 
-    config: Run
+    config: RunConfig
     hosts: tuple[Host, ...]
     engine: Engine
     names: tuple[str, ...]
@@ -120,10 +119,12 @@ def with_huge_pages(tunables: str) -> str:
         >>> with_huge_pages("glibc.malloc.arena_max=4")
         'glibc.malloc.arena_max=4:glibc.malloc.hugetlb=1'
     """
-    return tunables if "glibc.malloc.hugetlb" in tunables else ":".join([*filter(None, [tunables]), _HUGE_PAGES])
+    if "glibc.malloc.hugetlb" in tunables:
+        return tunables
+    return f"{tunables}:glibc.malloc.hugetlb=1".lstrip(":")  # from glibc 2.35 on; earlier versions ignore it
 
 
-def prepare(config: Run, program: Sequence[str]) -> Job:
+def prepare(config: RunConfig, program: Sequence[str]) -> Job:
     """Find hosts and engine, and check the options and the program.
 
     Raises:
@@ -151,7 +152,7 @@ def _check_program(program: Sequence[str]) -> None:
         raise ValueError(describe("program", program[0], "a command that can be run here", remedy))
 
 
-def _hosts(config: Run, environment: dict[str, str]) -> tuple[Host, ...]:
+def _hosts(config: RunConfig, environment: dict[str, str]) -> tuple[Host, ...]:
     """Return the hosts that the options or the cluster's variables name; otherwise this host, with -np slots."""
     if config.hosts is not None:
         return parse_hosts(config.hosts)
@@ -159,8 +160,8 @@ def _hosts(config: Run, environment: dict[str, str]) -> tuple[Host, ...]:
         return read_hostfile(config.hostfile)
     if config.slurm:
         return slurm_hosts(environment)
-    if hosts := pbs_hosts(environment):
-        return hosts
+    if path := environment.get("PBS_NODEFILE"):  # one slot for each line
+        return read_hostfile(Path(path), "PBS_NODEFILE")
     if config.np is None:
         raise ValueError(describe("-np", "none", "a number of ranks", "hvdkit run -np 4 -- python train.py"))
     return (Host(socket.gethostname(), config.np),)

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from hvdkit.commands.run.config import Run
+from hvdkit.commands.run.config import RunConfig
 from hvdkit.errors import ClusterError, describe
 
 HOSTFILE = "/etc/mpi/hostfile"
@@ -57,7 +57,7 @@ spec:
 """
 
 
-def manifest(config: Run, program: Sequence[str]) -> str:
+def manifest(config: RunConfig, program: Sequence[str]) -> str:
     """Return the MPIJob as YAML. Values are written as JSON, so that none can break it.
 
     Raises:
@@ -90,7 +90,7 @@ def manifest(config: Run, program: Sequence[str]) -> str:
     )
 
 
-def kubernetes(config: Run, program: Sequence[str]) -> int | str:
+def kubernetes(config: RunConfig, program: Sequence[str]) -> int | str:
     """Return the manifest for a dry run; otherwise pass it to ``kubectl create`` and return its exit code.
 
     Raises:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import re
 import shutil
-import threading
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdkit.watchdog.output import write_all
+from hvdkit.watchdog.output import Writer, write_all
 
 CLEAR = b"\r\x1b[K"
 # Bytes of a line above which it is written in parts.
@@ -21,7 +20,7 @@ _CURSOR = re.compile(rb"\x1b\[\?25[hl]")
 _ESCAPE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
 
 
-class Output:
+class OutputWriter:
     """Writes whole lines with the rank before them; on a terminal rank 0's progress bar stays below them.
 
     A progress bar rewrites its line after a carriage return. On a terminal rank 0's is shown as it grows. For other
@@ -37,9 +36,18 @@ class Output:
         self._logs = logs
         self._open_logs: dict[int, BinaryIO] = {}
         self._begun: dict[tuple[int, int], bytes] = {}
-        self._is_terminal = {channel: file.isatty() for channel, file in files.items()}
+        self._terminals = [channel for channel, file in files.items() if file.isatty()]
         self._shown = b""
-        self._locks = {channel: threading.Lock() for channel in files}
+        self._writers: dict[tuple[int, int], Writer] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that wait for the reader."""
+        return sum(writer.waiting for writer in self._writers.values())
+
+    def finish(self, seconds: float) -> bool:
+        """Wait until all is written, for at most ``seconds`` for each file; return True if it is."""
+        return all(writer.finish(seconds) for writer in self._writers.values())
 
     def feed(self, rank: int, channel: int, data: bytes) -> None:
         """Take output of ``rank``, and write the lines that it completes."""
@@ -53,7 +61,7 @@ class Output:
             lines, rest = [*lines, rest], b""
         self._begun[rank, channel] = rest
         tag = b"[rank %d] " % rank
-        on_terminal = rank == 0 and self._is_terminal[channel]
+        on_terminal = rank == 0 and channel in self._terminals
         if lines:
             if on_terminal:  # the bar is now one of the lines, or is shown again below
                 self._show(b"")
@@ -66,10 +74,11 @@ class Output:
 
     def write(self, channel: int, data: bytes) -> None:
         """Write lines as they are, with one call, above a progress bar."""
+        if not self._shown or channel not in self._terminals:
+            self._put(channel, data)
+            return
         bar, self._shown = self._shown, b""
-        # The coordinator writes from a thread. A reader that is gone, or a full disk, does not end the job.
-        with self._locks[channel], contextlib.suppress(OSError):
-            write_all(self._files[channel].fileno(), (CLEAR if bar else b"") + data)
+        self._put(channel, CLEAR + data)
         self._show(bar)
 
     def line(self, text: str) -> None:
@@ -106,12 +115,15 @@ class Output:
         """Show ``bar`` on the terminal's last line, in place of the one before."""
         if bar == self._shown:
             return
-        terminal = next((file for channel, file in self._files.items() if self._is_terminal[channel]), None)
-        if terminal is not None:
-            width = shutil.get_terminal_size().columns
-            with contextlib.suppress(OSError):
-                write_all(terminal.fileno(), CLEAR + cut(bar, width - 1))
+        if self._terminals:
+            self._put(self._terminals[0], CLEAR + cut(bar, shutil.get_terminal_size().columns - 1))
         self._shown = bar
+
+    def _put(self, channel: int, data: bytes) -> None:
+        """Write to a file. If both channels are the same terminal, or pipe, what is written to them stays in order."""
+        number = self._files[channel].fileno()
+        found = os.fstat(number)
+        self._writers.setdefault((found.st_dev, found.st_ino), Writer(number)).write(data)
 
 
 def final(line: bytes) -> bytes:

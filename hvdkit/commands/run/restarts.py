@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hvdkit.commands.run.attempt import Attempt, Signals
 from hvdkit.commands.run.hosts import Host, placed, slots_of
 from hvdkit.commands.run.job import Job
-from hvdkit.commands.run.output import Output
+from hvdkit.commands.run.output import OutputWriter
 from hvdkit.commands.run.reach import Network, refuse
 from hvdkit.errors import NonFiniteError
 from hvdkit.watchdog.verdict import Verdict, shell_code
@@ -17,6 +17,8 @@ from hvdkit.watchdog.verdict import Verdict, shell_code
 LONGEST_PAUSE_SECONDS = 60.0
 # Seconds for ssh to connect before a restart: a host may just have been lost, and the others should not wait long.
 CONNECT_SECONDS = 2.0
+# Seconds for a reader that has paused to take the last lines, after a signal to stop; without one it may take longer.
+_READ_SECONDS = 5.0
 USAGE = 2
 # EX_UNAVAILABLE of sysexits.h: too few hosts are left. On other hosts, or later, the job can continue.
 TOO_FEW_HOSTS = 69
@@ -59,16 +61,6 @@ class Hosts:
         return None
 
 
-def pause(base: float, restart: int) -> float:
-    """Return the seconds to wait before restart number ``restart``, counted from 1.
-
-    Example:
-        >>> [pause(1.0, restart) for restart in (1, 2, 3, 10)]
-        [1.0, 2.0, 4.0, 60.0]
-    """
-    return min(LONGEST_PAUSE_SECONDS, base * 2 ** (restart - 1))
-
-
 def is_final(verdict: Verdict) -> bool:
     """Return True if the job must not be restarted.
 
@@ -77,7 +69,7 @@ def is_final(verdict: Verdict) -> bool:
     return verdict.code in (0, USAGE, NonFiniteError.exit_code) or verdict.final
 
 
-def run(job: Job, program: Sequence[str], output: Output, signals: Signals) -> int:
+def run(job: Job, program: Sequence[str], output: OutputWriter) -> int:
     """Run attempts until one succeeds, is stopped, or no restart is left.
 
     Returns:
@@ -86,6 +78,18 @@ def run(job: Job, program: Sequence[str], output: Output, signals: Signals) -> i
     Raises:
         ClusterError: before the first attempt, a host fails the check.
     """
+    with Signals() as signals:
+        try:
+            return _attempts(job, program, output, signals)
+        finally:
+            until = time.monotonic() + _READ_SECONDS
+            while not output.finish(0.1):
+                signals.read()
+                if signals.stopped and time.monotonic() > until:
+                    break
+
+
+def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: Signals) -> int:
     config, taken = job.config, job.first_hosts()
     network, answers = job.network(taken)
     if (stopped := signals.wait(0)) is not None:  # Ctrl-C also ends ssh, and then no host is to blame
@@ -113,7 +117,7 @@ def run(job: Job, program: Sequence[str], output: Output, signals: Signals) -> i
             if restart == config.max_restarts:
                 return code
             restart += 1
-            wait = pause(config.backoff, restart)
+            wait = min(LONGEST_PAUSE_SECONDS, config.backoff * 2 ** (restart - 1))
             output.line(f"hvdkit run: starting again in {wait:g} s (restart {restart} of {config.max_restarts})")
             begin_at = time.monotonic() + wait
             if (stopped := signals.wait(wait - CONNECT_SECONDS)) is not None:
@@ -125,7 +129,7 @@ def run(job: Job, program: Sequence[str], output: Output, signals: Signals) -> i
         taken, network = again
 
 
-def regroup(job: Job, hosts: Hosts, output: Output) -> tuple[tuple[Host, ...], Network] | None:
+def regroup(job: Job, hosts: Hosts, output: OutputWriter) -> tuple[tuple[Host, ...], Network] | None:
     """Return the hosts of the next attempt and how they are reached, or None if too few are left."""
     network, answers = job.network(job.hosts, min(CONNECT_SECONDS, job.config.check_timeout))
     for answer in answers:
