@@ -12,7 +12,8 @@ import pytest
 from instructions import instructions
 
 from hvdkit.watchdog import coordinator as module
-from hvdkit.watchdog.coordinator import Coordinator, Member
+from hvdkit.watchdog import job_end
+from hvdkit.watchdog.coordinator import Coordinator
 from hvdkit.watchdog.events import (
     Collectives,
     End,
@@ -31,6 +32,7 @@ from hvdkit.watchdog.events import (
     Unwound,
 )
 from hvdkit.watchdog.flight import Record, ranks_text
+from hvdkit.watchdog.member import Member
 from hvdkit.watchdog.settings import Settings
 from hvdkit.watchdog.verdict import DIED
 
@@ -45,7 +47,7 @@ class Job:
 
     def __init__(self, size: int, *, trains: bool = True, returns: bool = True, **settings: float) -> None:
         self.now = 1000.0
-        module.time = SimpleNamespace(monotonic=lambda: self.now)
+        module.time = job_end.time = SimpleNamespace(monotonic=lambda: self.now)
         self.lines: list[str] = []
         self.sent: list[list[Message]] = [[] for _ in range(size)]
         self.coordinator = Coordinator(
@@ -123,7 +125,8 @@ class Job:
 @pytest.fixture(autouse=True)
 def real_clock(monkeypatch):
     """Put the clock back that a :class:`Job` replaces."""
-    monkeypatch.setattr(module, "time", module.time)
+    for one in (module, job_end):
+        monkeypatch.setattr(one, "time", one.time)
 
 
 def assert_goes_on(job: Job) -> None:
@@ -169,7 +172,7 @@ def test_a_reader_that_is_paused_does_not_hold_up_the_end_and_gets_all_lines_lat
         goes_on.wait(5.0)
         job.lines.append(text)
 
-    job.coordinator._write = write
+    job.coordinator._lines._write = write
     if failure == "an error":
         job.say(1, Failed(cause="ValueError: bad", text="[rank 1] its stacks 1"))
         job.say(2, Exited(code=-9))
@@ -659,7 +662,7 @@ def test_the_clock_of_another_host_is_known_from_the_message_that_took_least():
     for late in (0.3, 0.01, 0.2):
         job.now += 1.0
         job.say(1, Status(now=job.now - late - 500.0))
-    assert abs(job.coordinator._clock(job.member(1)) - 500.01) < 1e-6
+    assert abs(job.member(1).clock_offset - 500.01) < 1e-6
 
 
 def test_a_host_that_the_kernel_cannot_reach_is_blamed_at_once():
