@@ -160,7 +160,15 @@ class Coordinator:
     def _join(self, peer: Peer, joined: Joined) -> None:
         """Let a sentinel in, unless another one watches that rank."""
         before = self.members.get(joined.rank)
-        if joined.size != self._size or not 0 <= joined.rank < self._size or (before is not None and before.here):
+        why = ""
+        if joined.size != self._size:
+            why = f"this rank was started as one of {joined.size} ranks, the job has {self._size}"
+        elif not 0 <= joined.rank < self._size:
+            why = f"rank {joined.rank} is not one of its {self._size} ranks"
+        elif before is not None and before.here:
+            why = f"another sentinel, on {before.joined.host}, watches rank {joined.rank}"
+        if why:
+            self.server.reject(peer, why)
             return
         self.server.welcome(peer, joined, self._welcome(joined))
         self.join(joined, peer.connection.send, peer)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 from hvdkit.watchdog.flight import Record
 
 VERSION = 1
-"""Of all messages together; the two ends of a connection compare it first."""
+"""Of all messages together; the coordinator compares it before it lets a sentinel in."""
 
 
 class Message:
@@ -279,6 +279,13 @@ class Welcome(Message):
     interval: float
     check: bool = False
     program: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Message):
+    """The answer to :class:`Joined` if the sentinel is not let in."""
+
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,18 @@ if __name__ == "__main__":  # find the modules below without running hvdkit/__in
 from hvdkit.machine import processes
 from hvdkit.machine.launcher import promised
 from hvdkit.watchdog.activity import Activity
-from hvdkit.watchdog.channel import CROWDED, NO_ANSWER, STDERR, STDOUT, Closed, Connection, Offer, Output, connect
+from hvdkit.watchdog.channel import (
+    CROWDED,
+    NO_ANSWER,
+    STDERR,
+    STDOUT,
+    Closed,
+    Connection,
+    Offer,
+    Output,
+    RejectedError,
+    connect,
+)
 from hvdkit.watchdog.coordinator import Coordinator
 from hvdkit.watchdog.events import (
     Busy,
@@ -539,6 +550,8 @@ class WatchingSentinel(Sentinel):
             return
         try:
             self.up, self.welcome = connect(offer, joined, self.selector, "up")
+        except RejectedError as error:
+            write_line(f"hvdkit: watchdog: rank {joined.rank} on {joined.host}: {error}")
         except OSError as error:
             text = (
                 f"hvdkit: watchdog: rank {joined.rank} on {joined.host} cannot reach rank 0 on {connect_to.chief_host} "
