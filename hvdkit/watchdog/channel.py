@@ -52,10 +52,6 @@ class Closed(Exception):
         self.errno = errno
 
 
-class RejectedError(OSError):
-    """The coordinator has refused this rank."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Hello(Message):
     nonce: str
@@ -249,7 +245,7 @@ def connect(
         seconds: in which the coordinator has to answer.
 
     Raises:
-        RejectedError: the coordinator does not let this rank in.
+        ConnectionRefusedError: the coordinator does not let this rank in.
         OSError: no address leads to the coordinator of this job.
     """
     problem: Exception | None = None
@@ -263,7 +259,7 @@ def connect(
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # two messages of the handshake are in a row
         try:
             return _greet(connected, offer.token, joined, selector, data)
-        except RejectedError:
+        except ConnectionRefusedError:
             connected.close()
             raise
         except (OSError, Closed) as error:  # an address such as that of a bridge may lead to another machine
@@ -286,7 +282,7 @@ def _greet(
     send_now(connected, joined)
     welcome = receive_now(connected, _LONGEST)
     if isinstance(welcome, Refused):
-        raise RejectedError(f"the job's coordinator does not let this rank in: {welcome.why}")
+        raise ConnectionRefusedError(f"the job's coordinator does not let this rank in: {welcome.why}")
     if not isinstance(welcome, Welcome):
         raise Closed("the other end does not use hvdkit's protocol")
     keep_alive(connected, welcome.heartbeat)
@@ -346,14 +342,14 @@ def listen(addresses: Sequence[str] = ()) -> list[socket.socket]:
 
 @dataclass(eq=False)
 class Peer:
-    """The coordinator's end of a connection; :attr:`joined` once it has proved to be a sentinel of this job."""
+    """The coordinator's end of a connection; :attr:`rank` once it has proved to be a sentinel of this job, or -1."""
 
     since: float
     connection: Connection = field(init=False)
     version: int = VERSION
     expected: str = ""  # proof
     proved: bool = False
-    joined: Joined | None = None
+    rank: int = -1
 
 
 class Server:
@@ -419,7 +415,7 @@ class Server:
             for message in peer.connection.receive():
                 if not peer.proved:
                     self._challenge(peer, message)
-                elif isinstance(message, Joined) != (peer.joined is None):
+                elif isinstance(message, Joined) != (peer.rank < 0):
                     raise Closed("a sentinel joins first, and once")
                 else:
                     if peer.version == VERSION:
@@ -427,11 +423,11 @@ class Server:
                     else:
                         remedy = "use the same hvdkit on all hosts"
                         self.reject(peer, f"its watchdog has version {VERSION}, this one {peer.version}; {remedy}")
-                    if peer.joined is None:
+                    if peer.rank < 0:
                         raise Closed("rejected")
         except Closed:
             self.refuse(peer)
-            if peer.joined is not None:
+            if peer.rank >= 0:
                 raise
 
     def reject(self, peer: Peer, why: str) -> None:
@@ -449,10 +445,10 @@ class Server:
         else:
             raise Closed("not let in")
 
-    def welcome(self, peer: Peer, joined: Joined, answer: Welcome) -> None:
-        """Let the sentinel of ``joined`` in."""
+    def welcome(self, peer: Peer, rank: int, answer: Welcome) -> None:
+        """Let the sentinel of ``rank`` in."""
         del self._strangers[peer]
-        peer.joined = joined
+        peer.rank = rank
         self._expected -= 1
         keep_alive(peer.connection.socket, answer.heartbeat)
         peer.connection.send(answer)

@@ -146,14 +146,11 @@ class Coordinator:
                 if isinstance(message, Joined):
                     self._join(peer, message)
                 elif isinstance(message, Output):
-                    assert peer.joined is not None
-                    self._output(peer.joined.rank, message)
+                    self._output(peer.rank, message)
                 else:
-                    assert peer.joined is not None
-                    self.take(self.members[peer.joined.rank], message, time.monotonic())
+                    self.take(self.members[peer.rank], message, time.monotonic())
         except Closed as closed:
-            assert peer.joined is not None
-            member = self.members[peer.joined.rank]
+            member = self.members[peer.rank]
             if member.peer is peer and member.here:
                 self._connection_ended(member, time.monotonic(), closed.errno)
 
@@ -170,7 +167,7 @@ class Coordinator:
         if why:
             self.server.reject(peer, why)
             return
-        self.server.welcome(peer, joined, self._welcome(joined))
+        self.server.welcome(peer, joined.rank, self._welcome(joined))
         self.join(joined, peer.connection.send, peer)
         if self.verdict is not None or self.ordered:  # orders to end were given before it came
             peer.connection.send(End(code=1 if self.verdict is None else self.verdict.code))

@@ -59,17 +59,14 @@ class JobEnd:
 
     def begin(self, found: Verdict) -> None:
         """End the job by this verdict."""
-        self._steps = self._end(found)
-        self._go_on()
+        self._steps, self.due = self._end(found), 0.0
+        self.tick(0.0)
 
     def tick(self, now: float) -> None:
         """Do the next step, if it is due."""
         if self.due is not None and self.due <= now:
-            self._go_on()
-
-    def _go_on(self) -> None:
-        pause = next(self._steps, None)
-        self.due = None if pause is None else time.monotonic() + pause
+            pause = next(self._steps, None)
+            self.due = None if pause is None else time.monotonic() + pause
 
     def _end(self, found: Verdict) -> Iterator[float]:
         """Yield the seconds until each next step."""

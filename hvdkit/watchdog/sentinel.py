@@ -39,18 +39,7 @@ if __name__ == "__main__":  # find the modules below without running hvdkit/__in
 from hvdkit.machine import processes
 from hvdkit.machine.launcher import promised
 from hvdkit.watchdog.activity import Activity
-from hvdkit.watchdog.channel import (
-    CROWDED,
-    NO_ANSWER,
-    STDERR,
-    STDOUT,
-    Closed,
-    Connection,
-    Offer,
-    Output,
-    RejectedError,
-    connect,
-)
+from hvdkit.watchdog.channel import CROWDED, NO_ANSWER, STDERR, STDOUT, Closed, Connection, Offer, Output, connect
 from hvdkit.watchdog.coordinator import Coordinator
 from hvdkit.watchdog.events import (
     Busy,
@@ -550,7 +539,7 @@ class WatchingSentinel(Sentinel):
             return
         try:
             self.up, self.welcome = connect(offer, joined, self.selector, "up")
-        except RejectedError as error:
+        except ConnectionRefusedError as error:
             write_line(f"hvdkit: watchdog: rank {joined.rank} on {joined.host}: {error}")
         except OSError as error:
             text = (

@@ -249,7 +249,7 @@ def test_a_rank_whose_sentinel_joins_too_late_is_ended_at_once(why):
     job.silent.add(1)
     job.run(5.0)
     peer = SimpleNamespace(connection=SimpleNamespace(send=job.sent[1].append))
-    job.coordinator.server.welcome = lambda peer, joined, answer: peer.connection.send(answer)
+    job.coordinator.server.welcome = lambda peer, rank, answer: peer.connection.send(answer)
     job.coordinator._join(peer, late.joined)
     assert job.sent[1][-1] == End(code=3 if why == "a rank has failed" else 1)
 

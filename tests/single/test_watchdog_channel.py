@@ -28,7 +28,6 @@ from hvdkit.watchdog.channel import (
     Connection,
     Offer,
     Output,
-    RejectedError,
     Server,
     connect,
     listen,
@@ -171,7 +170,7 @@ def test_a_rank_that_is_not_of_this_job_or_is_there_already_is_not_let_in_and_le
     with Job(2) as job:
         first = job.sentinel(0, 2)
         other = Joined(**{"rank": 1, "size": 2, "host": "h", "place": "p"} | wrong)
-        with pytest.raises(RejectedError, match=f"the job's coordinator does not let this rank in: {why}"):
+        with pytest.raises(ConnectionRefusedError, match=f"the job's coordinator does not let this rank in: {why}"):
             connect(job.offer, other, selectors.DefaultSelector(), None)
         assert job.coordinator.members.keys() == {0} and job.coordinator.members[0].here
         close(first)
