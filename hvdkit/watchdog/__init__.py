@@ -9,7 +9,9 @@ coordinator ends the job and writes the last line. The way through the package:
     verdict.py      pure: from the events to the rank that failed first, the exit code and the last line
     waits.py        pure: ranks that wait for each other, or that run different graphs
     hang.py         pure: the rank for which the others wait in a job that hangs
-    coordinator.py  receives what sentinels report, decides when the job has failed, ends it
+    coordinator.py  receives what sentinels report, decides when the job has failed
+    member.py       what the coordinator knows of a rank
+    job_end.py      ends a job that has failed, step by step
     activity.py     whether a rank makes progress, seen from outside
     rank_process.py the rank's process, seen from its sentinel
     base.py         what all sentinels do

@@ -218,7 +218,7 @@ class Sentinel(ABC):
             self.due[self.kill] = now
         elif self.rank.training is not None and self.tell_rank(order):
             self.due[self._end_at_deadline] = now + order.unwind
-            self.due[self.kill] = now + order.unwind + _KILL_SECONDS
+            self.due[self.kill] = now + order.unwind + _KILL_SECONDS + (_SHUTDOWN_SECONDS if self.rank.leaving else 0.0)
         else:
             self.rank.end(signal.SIGTERM)
             self.due[self.kill] = now + _TERM_SECONDS

@@ -7,7 +7,7 @@ program. A connection begins with a handshake, in which the token itself is not 
     coordinator  Challenge  a random number B, HMAC-SHA256(token, "coordinator" A B)
     sentinel     Proof      HMAC-SHA256(token, "sentinel" A B)
     sentinel     Joined     who it is
-    coordinator  Welcome
+    coordinator  Welcome, or Refused
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hvdkit.watchdog.events import VERSION, Joined, Message, Welcome, decode
+from hvdkit.watchdog.events import VERSION, Joined, Message, Refused, Welcome, decode
 
 MESSAGE, STDOUT, STDERR = 0, 1, 2
 # Errors of a connection to a host that the kernel cannot reach.
@@ -245,7 +245,8 @@ def connect(
         seconds: in which the coordinator has to answer.
 
     Raises:
-        OSError: no address leads to the coordinator of this job, or it does not let this rank in.
+        ConnectionRefusedError: the coordinator does not let this rank in.
+        OSError: no address leads to the coordinator of this job.
     """
     problem: Exception | None = None
     for address in offer.addresses:
@@ -258,6 +259,9 @@ def connect(
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # two messages of the handshake are in a row
         try:
             return _greet(connected, offer.token, joined, selector, data)
+        except ConnectionRefusedError:
+            connected.close()
+            raise
         except (OSError, Closed) as error:  # an address such as that of a bridge may lead to another machine
             problem = error
             connected.close()
@@ -277,8 +281,10 @@ def _greet(
     send_now(connected, _Proof(proof=_proof(token, "sentinel", mine, challenge.nonce)))
     send_now(connected, joined)
     welcome = receive_now(connected, _LONGEST)
+    if isinstance(welcome, Refused):
+        raise ConnectionRefusedError(f"the job's coordinator does not let this rank in: {welcome.why}")
     if not isinstance(welcome, Welcome):
-        raise Closed("the coordinator rejected this rank")
+        raise Closed("the other end does not use hvdkit's protocol")
     keep_alive(connected, welcome.heartbeat)
     return Connection(connected, selector, data), welcome
 
@@ -336,13 +342,14 @@ def listen(addresses: Sequence[str] = ()) -> list[socket.socket]:
 
 @dataclass(eq=False)
 class Peer:
-    """The coordinator's end of a connection; :attr:`joined` once it has proved to be a sentinel of this job."""
+    """The coordinator's end of a connection; :attr:`rank` once it has proved to be a sentinel of this job, or -1."""
 
     since: float
     connection: Connection = field(init=False)
+    version: int = VERSION
     expected: str = ""  # proof
     proved: bool = False
-    joined: Joined | None = None
+    rank: int = -1
 
 
 class Server:
@@ -399,39 +406,49 @@ class Server:
         peer.connection.close()
 
     def receive(self, peer: Peer) -> Iterator[Message | Output]:
-        """Yield what a sentinel sends, beginning with its :class:`~events.Joined`: answer that by :meth:`welcome`.
+        """Yield what a sentinel sends: first ``Joined``, to be answered by :meth:`welcome` or :meth:`reject`.
 
         Raises:
             Closed: a sentinel's connection has ended. The end of a stranger's is not reported.
         """
         try:
             for message in peer.connection.receive():
-                if peer.joined is not None or (peer.proved and isinstance(message, Joined)):
-                    yield message
-                if peer.joined is None and not self._challenge(peer, message):
-                    raise Closed("not let in")
+                if not peer.proved:
+                    self._challenge(peer, message)
+                elif isinstance(message, Joined) != (peer.rank < 0):
+                    raise Closed("a sentinel joins first, and once")
+                else:
+                    if peer.version == VERSION:
+                        yield message
+                    else:
+                        remedy = "use the same hvdkit on all hosts"
+                        self.reject(peer, f"its watchdog has version {VERSION}, this one {peer.version}; {remedy}")
+                    if peer.rank < 0:
+                        raise Closed("rejected")
         except Closed:
             self.refuse(peer)
-            if peer.joined is not None:
+            if peer.rank >= 0:
                 raise
 
-    def _challenge(self, peer: Peer, message: Message | Output) -> bool:
-        if isinstance(message, _Hello) and not peer.expected and message.version == VERSION:
+    def reject(self, peer: Peer, why: str) -> None:
+        """Tell a sentinel why it is not let in."""
+        peer.connection.send(Refused(why=why))
+
+    def _challenge(self, peer: Peer, message: Message | Output) -> None:
+        if isinstance(message, _Hello) and not peer.expected:
             mine = os.urandom(16).hex()
-            peer.expected = _proof(self._token, "sentinel", message.nonce, mine)
+            peer.version, peer.expected = message.version, _proof(self._token, "sentinel", message.nonce, mine)
             proof = _proof(self._token, "coordinator", message.nonce, mine)
             peer.connection.send(_Challenge(nonce=mine, proof=proof))
-            return True
-        if isinstance(message, _Proof) and peer.expected and not peer.proved:
-            peer.proved = _equal(message.proof, peer.expected)
-            peer.connection.longest = _LONGEST
-            return peer.proved
-        return False
+        elif isinstance(message, _Proof) and peer.expected and _equal(message.proof, peer.expected):
+            peer.proved, peer.connection.longest = True, _LONGEST
+        else:
+            raise Closed("not let in")
 
-    def welcome(self, peer: Peer, joined: Joined, answer: Welcome) -> None:
-        """Let the sentinel of ``joined`` in."""
+    def welcome(self, peer: Peer, rank: int, answer: Welcome) -> None:
+        """Let the sentinel of ``rank`` in."""
         del self._strangers[peer]
-        peer.joined = joined
+        peer.rank = rank
         self._expected -= 1
         keep_alive(peer.connection.socket, answer.heartbeat)
         peer.connection.send(answer)

@@ -13,12 +13,12 @@ from hvdkit.machine.limits import allow_files
 from hvdkit.watchdog.channel import Offer, Peer
 from hvdkit.watchdog.coordinator import Coordinator, Member
 from hvdkit.watchdog.events import Connect, Joined, Message
-from hvdkit.watchdog.output import write_line
+from hvdkit.watchdog.output import Writer
 from hvdkit.watchdog.settings import Settings
 from hvdkit.watchdog.watching import WatchingSentinel
 
 # Seconds after the end of rank 0 in which others may connect, and in which ranks end after their deadline.
-_JOIN_SECONDS, _LAST_SECONDS = 5.0, 6.0
+_JOIN_SECONDS, _LAST_SECONDS = 5.0, 13.0
 
 
 class CoordinatingSentinel(WatchingSentinel):
@@ -38,7 +38,7 @@ class CoordinatingSentinel(WatchingSentinel):
         super().__init__(pid, started, connected)
         self.coordinator: Coordinator | None = None
         self._member: Member | None = None  # this rank
-        self._listeners = listeners
+        self._listeners, self._lines = listeners, Writer(2)
         launched = processes.stat(pid)
         self._launcher = launched.parent if launched is not None else 0
 
@@ -46,7 +46,7 @@ class CoordinatingSentinel(WatchingSentinel):
         """Become the coordinator of the job."""
         settings, token = Settings.from_environment(), Offer.parse(connect_to.offer).token
         allow_files(joined.size)
-        self.coordinator = Coordinator(joined.size, settings, self.selector, self._listeners, token, write=write_line)
+        self.coordinator = Coordinator(joined.size, settings, self.selector, self._listeners, token, lines=self._lines)
         self._member = self.coordinator.join(joined, self.obey)
         self.welcome = settings.welcome(joined.size)
 
@@ -71,6 +71,7 @@ class CoordinatingSentinel(WatchingSentinel):
                 if now > left_at:
                     break
             self.turn()
+        self._lines.finish()
         return 0
 
     def _pause(self, now: float) -> float:

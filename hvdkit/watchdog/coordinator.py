@@ -1,4 +1,4 @@
-"""Collects the reports of all sentinels, decides whether the job has failed and which rank is at fault, and ends it.
+"""Collects the reports of all sentinels, and decides whether the job has failed and which rank is at fault.
 
 It runs in ``hvdkit run``, or in the sentinel of rank 0. The cost of a message and of a timer tick does not
 depend on the number of ranks; ``benchmarks/control_plane.py`` measures it.
@@ -6,19 +6,16 @@ depend on the number of ranks; ``benchmarks/control_plane.py`` measures it.
 
 from __future__ import annotations
 
-import math
 import selectors
 import signal
 import socket
-import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 
-from hvdkit.machine import processes
-from hvdkit.watchdog import flight_file, hang
+from hvdkit.watchdog import hang
 from hvdkit.watchdog.channel import NO_ANSWER, Closed, Output, Peer, Server
 from hvdkit.watchdog.events import (
     Collectives,
@@ -26,7 +23,6 @@ from hvdkit.watchdog.events import (
     Exited,
     Failed,
     Flight,
-    GiveFlight,
     GiveStacks,
     Joined,
     Leaving,
@@ -39,10 +35,12 @@ from hvdkit.watchdog.events import (
     Unwound,
     Welcome,
 )
-from hvdkit.watchdog.flight import SLOTS
+from hvdkit.watchdog.job_end import TEXTS, JobEnd
+from hvdkit.watchdog.member import Member, order
+from hvdkit.watchdog.output import Lines
 from hvdkit.watchdog.settings import Settings
 from hvdkit.watchdog.verdict import PREEMPTED, Alive, Entry, Judged, Lost, Verdict, verdict
-from hvdkit.watchdog.waits import Difference, Waits
+from hvdkit.watchdog.waits import Waits
 
 # Seconds before a verdict: failures at nearly the same time are compared to find the first one.
 _GATHER_SECONDS = 0.25
@@ -58,54 +56,12 @@ _SILENT = 1.5
 # Limit for ranks that wait for one that works, as for a download on the chief; in limits of the watchdog.
 _WAITING = 6
 _STACKS_SECONDS = 3.0
-# Most tracebacks that are printed: those of a thousand ranks would hide the last line.
-_TEXTS = 16
-# Seconds between the last line and the end of the ranks: horovodrun stops forwarding output when the first rank ends.
-_FORWARD_SECONDS = 0.2
-# Seconds after the deadline in which a rank that has left shuts MPI down, and in which sentinels report the ends.
-_SPARE_SECONDS, _GONE_SECONDS = 2.0, 12.0
+# Seconds after the deadline in which sentinels report the ends of their ranks.
+_GONE_SECONDS = 12.0
 _TICK_SECONDS = 0.5
 # Signals by which schedulers end a program, and the exit codes of such a program.
 _ENDING = {int(signal.SIGTERM), int(signal.SIGINT), int(signal.SIGHUP)}
 _ENDED_BY_SIGNAL = {-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGKILL}
-# Seconds for all ranks to send their last collectives; how many of one rank at least, and of all together at most.
-_FLIGHT_SECONDS, _FEWEST_RECORDS, _ALL_RECORDS = 0.5, 10, 50_000
-_FILE_SECONDS = 1.0
-# Seconds that the end of the job waits until its lines are written.
-_WRITE_SECONDS = 1.0
-
-
-@dataclass(eq=False)
-class Member:
-    """What the coordinator knows of a rank."""
-
-    joined: Joined
-    send: Callable[[Message], None]
-    heard: float
-    peer: Peer | None = None  # None: the sentinel in this process
-    status: Status = field(default_factory=Status)
-    trains: bool = False  # it has called hk.init(), and can exit normally
-    leaving: float | None = None  # since when
-    released: bool = False
-    may_leave: bool = False  # all ranks' scripts have ended, whatever their exit codes
-    exited: Exited | None = None
-    lost: float | None = None  # since when its sentinel has been gone
-    unwound: bool = False
-    judged: bool = False  # the coordinator has blamed it
-    stacks: Stacks | None = None
-    flight: Flight | None = None
-    # What to add to the clock of its host to get this one's: the least delay of a message comes closest.
-    clock: float = math.inf
-
-    @property
-    def rank(self) -> int:
-        """Its number."""
-        return self.joined.rank
-
-    @property
-    def here(self) -> bool:
-        """True as long as its process runs, as far as is known."""
-        return self.exited is None and self.lost is None
 
 
 class Coordinator:
@@ -119,7 +75,7 @@ class Coordinator:
         token: of the job.
         welcome: returns the answer to a sentinel that joins.
         output: is given what the programs of ranks write.
-        write: writes lines for the user.
+        lines: writes lines for the user.
         writes_end: write the last line, too.
         hosts: names of the ranks' hosts for people, by default their own.
         returns: a sentinel that was killed may be replaced, as without ``hvdkit run``.
@@ -129,7 +85,6 @@ class Coordinator:
         verdict: how the job has failed, or None.
         messages: received.
         ordered: what happens from now on follows from an order, or from a signal to the job.
-        flight: what to say about the file with the last collectives of all ranks, or "".
         notified: a scheduler has announced the end of the job.
     """
 
@@ -143,7 +98,7 @@ class Coordinator:
         *,
         welcome: Callable[[Joined], Welcome] | None = None,
         output: Callable[[int, Output], None] | None = None,
-        write: Callable[[str], None],
+        lines: Lines,
         writes_end: bool = True,
         hosts: Mapping[int, str] | None = None,
         returns: bool = True,
@@ -151,8 +106,7 @@ class Coordinator:
         self._size, self.settings = size, settings
         self.server = Server(selector, listeners, token, size)
         self._welcome = welcome or (lambda joined: settings.welcome(size))
-        self._output, self._write, self._returns = output or (lambda rank, output: None), write, returns
-        self._writes_end = writes_end
+        self._output, self._lines, self._returns = output or (lambda rank, output: None), lines, returns
         self._hosts = hosts or {}
         self.members: dict[int, Member] = {}
         # Those that are connected and run, by the time when they were heard last.
@@ -171,11 +125,8 @@ class Coordinator:
         self._ticked = time.monotonic()
         self.ordered = self.notified = False
         self.verdict: Verdict | None = None
-        self._steps: list[tuple[float, Callable[[], None]]] = []  # what is left to do after the verdict, and when
+        self._end = JobEnd(size, settings, self.members, self.judge, self._lines, writes_last=writes_end)
         self.messages = 0
-        self.flight = ""
-        self._asked: list[Member] = []
-        self._writer: threading.Thread | None = None
         self._gone_at: float | None = None  # after the verdict: when ranks that are still here count as lost
 
     # ---- what arrives -----------------------------------------------------------------------------------------
@@ -195,23 +146,28 @@ class Coordinator:
                 if isinstance(message, Joined):
                     self._join(peer, message)
                 elif isinstance(message, Output):
-                    assert peer.joined is not None
-                    self._output(peer.joined.rank, message)
+                    self._output(peer.rank, message)
                 else:
-                    assert peer.joined is not None
-                    self.take(self.members[peer.joined.rank], message, time.monotonic())
+                    self.take(self.members[peer.rank], message, time.monotonic())
         except Closed as closed:
-            assert peer.joined is not None
-            member = self.members[peer.joined.rank]
+            member = self.members[peer.rank]
             if member.peer is peer and member.here:
                 self._connection_ended(member, time.monotonic(), closed.errno)
 
     def _join(self, peer: Peer, joined: Joined) -> None:
         """Let a sentinel in, unless another one watches that rank."""
         before = self.members.get(joined.rank)
-        if joined.size != self._size or not 0 <= joined.rank < self._size or (before is not None and before.here):
+        why = ""
+        if joined.size != self._size:
+            why = f"this rank was started as one of {joined.size} ranks, the job has {self._size}"
+        elif not 0 <= joined.rank < self._size:
+            why = f"rank {joined.rank} is not one of its {self._size} ranks"
+        elif before is not None and before.here:
+            why = f"another sentinel, on {before.joined.host}, watches rank {joined.rank}"
+        if why:
+            self.server.reject(peer, why)
             return
-        self.server.welcome(peer, joined, self._welcome(joined))
+        self.server.welcome(peer, joined.rank, self._welcome(joined))
         self.join(joined, peer.connection.send, peer)
         if self.verdict is not None or self.ordered:  # orders to end were given before it came
             peer.connection.send(End(code=1 if self.verdict is None else self.verdict.code))
@@ -250,7 +206,7 @@ class Coordinator:
                 entries = self._entries[member.rank]
                 entries[:] = [one for one in entries if not isinstance(one.event, Leaving)]
             member.trains, member.leaving = True, None
-            member.released = member.may_leave = member.unwound = False
+            member.released, member.unwound = None, False
             self._note(member, message, now)
         elif isinstance(message, Failed):
             self._note(member, message, now)
@@ -290,7 +246,7 @@ class Coordinator:
         self._note(member, message, now, ordered=follows_signal)
         if message.code == 0 and self.verdict is None and not self.ordered:
             member.send(Release())
-        if member.may_leave:
+        if member.released is not None and member.released.all_leave:
             return
         if message.code == PREEMPTED or follows_signal:
             wait = self.settings.grace
@@ -308,7 +264,7 @@ class Coordinator:
         self._gone(member)
         if number in NO_ANSWER:
             why = f"has not answered for {now - member.heard:.0f} s: its host is down, or the network is cut"
-            self._judge(member, Judged(cause=why, dead=True, step=self._step(member)), member.heard)
+            self._judge(member, Judged(cause=why, dead=True), member.heard)
         elif self._returns:
             self._lost.add(member.rank)
         else:
@@ -339,8 +295,8 @@ class Coordinator:
 
     def pause(self, now: float) -> float:
         """Return the seconds until :meth:`tick` must be called."""
-        ahead = [at for at, _ in self._steps[:1]] + ([] if self._due is None else [self._due])
-        return max(0.0, min([_TICK_SECONDS, *(at - now for at in ahead)]))
+        ahead = (at - now for at in (self._due, self._end.due) if at is not None)
+        return max(0.0, min([_TICK_SECONDS, *ahead]))
 
     def tick(self, now: float) -> None:
         """Look at the clock."""
@@ -356,8 +312,7 @@ class Coordinator:
                 self._gone(member)
                 if member.peer is not None:
                     member.peer.connection.close()
-        while self._steps and self._steps[0][0] <= now:
-            self._steps.pop(0)[1]()
+        self._end.tick(now)
         if self.verdict is not None:
             return
         self._release_leavers(now)
@@ -369,8 +324,8 @@ class Coordinator:
         self._seek_silent(now)
         self._seek_stopped(now)
         self._seek_hung(now)
-        if self._due is None:
-            self._differ(self._waits.difference(self._here.keys(), now), now)
+        if self._due is None and (unlike := self._waits.difference(self._here.keys(), now)) is not None:
+            self._judge(self.members[unlike.rank], Judged(cause=unlike.cause), now)
         if self._due is not None and now >= self._due:
             self._due = None
             self._decide(now)
@@ -383,8 +338,8 @@ class Coordinator:
             if not all_leave and now - (member.leaving or now) <= _LEAVE_SECONDS:
                 return  # the others ended later
             del self._leaving[member.rank]
-            member.released, member.may_leave = True, all_leave
-            member.send(Release(all_leave=all_leave))
+            member.released = Release(all_leave=all_leave)
+            member.send(member.released)
 
     def _hear_later(self, seconds: float) -> None:
         for member in self._here.values():
@@ -406,7 +361,7 @@ class Coordinator:
                 continue
             if silent > _SILENT * limit or member.peer.connection.is_cut_off(limit / 2):
                 why = f"has not answered for {silent:.0f} s: its host is cut off, or it was stopped with its sentinel"
-                self._judge(member, Judged(cause=why, dead=True, step=self._step(member)), member.heard)
+                self._judge(member, Judged(cause=why, dead=True), member.heard)
 
     def _seek_stopped(self, now: float) -> None:
         """Blame a rank that is stopped while others are not; a job that is suspended as a whole goes on later."""
@@ -421,8 +376,7 @@ class Coordinator:
             # Ranks of a job that was suspended are seen to go on one after the other.
             if min(seconds, now - self._suspended) > self.settings.heartbeat:
                 why = f"has been stopped (SIGSTOP) for {seconds:.0f} s"
-                judged = Judged(cause=why, code=137, dead=True, step=self._step(member), busy=member.status.busy)
-                self._judge(member, judged, now - seconds)
+                self._judge(member, Judged(cause=why, code=137, dead=True, busy=member.status.busy), now - seconds)
 
     def _seek_hung(self, now: float) -> None:
         """If a rank has not moved for too long, ask all for their stacks, unless it may wait for one that works."""
@@ -451,25 +405,20 @@ class Coordinator:
         least = hang.least_done({rank: member.status for rank, member in self._here.items()}, found, claimed.rank)
         member, idle = self.members[least], claimed.status.idle
         where = f" ({found[least].where})" if least in found and found[least].where else ""
-        shown = sorted(found, key=lambda rank: (rank != least, rank))[:_TEXTS]
+        shown = sorted(found, key=lambda rank: (rank != least, rank))[:TEXTS]
         texts = hang.texts({rank: found[rank] for rank in shown})
-        if len(found) > _TEXTS:
-            texts.append(f"hvdkit: the stacks of {len(found) - _TEXTS} more ranks are left out")
-        self._print(texts)
-        whose = f"{_TEXTS}" if len(found) > _TEXTS else "all"
+        if len(found) > TEXTS:
+            texts.append(f"hvdkit: the stacks of {len(found) - TEXTS} more ranks are left out")
+        for text in texts:
+            self._lines.line(text)
+        whose = f"{TEXTS}" if len(found) > TEXTS else "all"
         cause = f"no progress for {idle:.0f} s{where}; the stacks of {whose} ranks are above"
-        self._judge(member, Judged(cause=cause, verb="hangs", dead=True, step=self._step(member)), now - idle)
-
-    def _differ(self, found: Difference | None, now: float) -> None:
-        member = self.members.get(found.rank) if found is not None else None
-        if found is not None and member is not None:
-            self._judge(member, Judged(cause=found.cause, step=self._step(member)), now)
+        self._judge(member, Judged(cause=cause, verb="hangs", dead=True), now - idle)
 
     def _judge(self, member: Member, judged: Judged, since: float) -> None:
-        if member.judged:
+        if any(isinstance(one.event, Judged) for one in self._entries[member.rank]):
             return
-        member.judged = True
-        self._note(member, judged, since)
+        self._note(member, replace(judged, step=self._step(member)), since)
         self._decide_at(time.monotonic())
 
     def _step(self, member: Member) -> int | None:
@@ -488,144 +437,32 @@ class Coordinator:
 
     def _decide(self, now: float) -> None:
         """End the job if a rank has failed."""
-        found = self.judge()
         unlike = self._waits.mismatch() if self.settings.check else None
         if unlike is not None:
             member = self.members[unlike.rank]
             self._note(member, Judged(cause=unlike.cause, step=self._step(member)), 0.0)
-            found = self.judge()
-        if found.code == 0 or (found.rank is None and not self._failing()):
+        found = self.judge()
+        if found.code == 0 or (found.rank is None and not any(map(self._calls_for_an_end, self._every_entry()))):
             return
         self.verdict = found
-        said = list(found.texts[-_TEXTS:])
-        if len(found.texts) > _TEXTS:
-            said.insert(0, f"hvdkit: {len(found.texts) - _TEXTS} more ranks failed; their tracebacks are left out")
-        self._ask_for_flights()
-        self._print(said)
-        now = time.monotonic()
         self._gone_at = now + self.settings.unwind + _GONE_SECONDS
-        unwind = self.settings.unwind if found.orderly else 0.0
-        if unwind:
-            culprit = None if found.rank is None else self.members[found.rank]
-            left = culprit is not None and culprit.leaving is not None
-            self._order(End(code=found.code, unwind=unwind, finalize=left))
-            self._await_unwinding(now + unwind)
-        else:
-            self._end_at_once(now + _FLIGHT_SECONDS)
+        self._end.begin(found)
 
-    def _end_at_once(self, until: float) -> None:
-        """Write the last line once the records of all ranks are here, or time is over, and end the ranks."""
-        now = time.monotonic()
-        if now < until and any(member.flight is None for member in self._asked):
-            self._steps = [(now + 0.01, lambda: self._end_at_once(until))]
-            return
-        self.write_line()
-        code = self.judge().code
-        self._steps = [(now + _FORWARD_SECONDS, lambda: self._order(End(code=code)))]
+    def _calls_for_an_end(self, entry: Entry) -> bool:
+        """Return True for a failure, though it may not be known which rank failed first."""
+        event = entry.event
+        if isinstance(event, Exited):  # only if a rank's script had ended, its exit code may be unknown
+            return event.code != 0 and (event.code is not None or self.members[entry.rank].leaving is None)
+        return not entry.ordered and isinstance(event, (Failed, Lost))
 
-    def _ask_for_flights(self) -> None:
-        """Ask all sentinels for the last collectives of their ranks."""
-        silent = None if self.verdict is None else self.verdict.rank
-        self._asked = [
-            member
-            for member in self.members.values()
-            if member.trains and member.lost is None and not (member.rank == silent and member.exited is None)
-        ]
-        most = max(_FEWEST_RECORDS, min(SLOTS, _ALL_RECORDS // max(1, len(self._asked))))
-        for member in self.members.values():
-            if member.trains and member.lost is None:
-                member.send(GiveFlight(most=most))
-
-    def _failing(self) -> bool:
-        """Return True if an entry calls for an end, though it is not known which rank failed first."""
-        return any(
-            (not entry.ordered and isinstance(entry.event, (Failed, Judged, Lost)))
-            or (isinstance(entry.event, Exited) and entry.event.code != 0 and not self._has_left(entry))
-            for entry in self._every_entry()
-        )
-
-    def _has_left(self, entry: Entry) -> bool:
-        """Return True for the end of a process whose script had ended, if only its exit code is not known."""
-        member = self.members[entry.rank]
-        return isinstance(entry.event, Exited) and entry.event.code is None and member.leaving is not None
-
-    def _await_unwinding(self, until: float) -> None:
-        """Write the last line once all ranks have unwound, or their time is over, and let them go."""
-        now = time.monotonic()
-        there = [member for member in self.members.values() if member.trains and member.here and not member.leaving]
-        early = any(
-            member.exited is not None and member.leaving is None and not member.unwound and member.exited.code != 0
-            for member in self.members.values()
-        )
-        if now < until and not early and not all(member.unwound for member in there):
-            self._steps = [(now + 0.05, lambda: self._await_unwinding(until))]
-            return
-        culprit = self.members.get(self.verdict.rank) if self.verdict and self.verdict.rank is not None else None
-        if culprit is not None and culprit.leaving is not None and culprit.here and now < until + _SPARE_SECONDS:
-            if not culprit.released:
-                culprit.released = True
-                culprit.send(Release())
-            self._steps = [(now + 0.05, lambda: self._await_unwinding(until))]
-            return
-        self.write_line()
-        code = self.judge().code
-        self._steps = [(now + _FORWARD_SECONDS, lambda: self._order(Release(code=code)))]
-
-    def write_line(self) -> None:
-        """Write the last line of the job, with what is known by now, and the path of the flight recorder's file."""
-        found = self.judge()
-        ranks = [
-            flight_file.RankFlight(
-                rank=member.rank, host=member.joined.host, clock=self._clock(member), records=member.flight.records
-            )
-            for member in self.members.values()
-            if member.flight is not None
-        ]
-        if self._writes_end:
-            self._print([f"hvdkit: {found.line}"])
-
-        def write() -> None:
-            self.flight = flight_file.write(found.line, ranks, self._size)
-
-        # A file system that does not answer may be the reason for the failure.
-        writer = threading.Thread(target=write, daemon=True)
-        writer.start()
-        writer.join(_FILE_SECONDS)
-        if self._writes_end and self.flight:
-            self._print([self.flight])
-
-    def _print(self, texts: Sequence[str]) -> None:
-        """Write lines in a thread: if their reader is paused, the job must end nonetheless."""
-        before = self._writer
-        is_stuck = before is not None and before.is_alive()
-
-        def write() -> None:
-            if before is not None:
-                before.join()
-            for text in texts:
-                self._write(text)
-
-        self._writer = threading.Thread(target=write)  # this process does not end before
-        self._writer.start()
-        self._writer.join(0.0 if is_stuck else _WRITE_SECONDS)
-
-    def finish_writing(self) -> None:
-        """Wait until all lines are written."""
-        if self._writer is not None:
-            self._writer.join()
-
-    def _clock(self, member: Member) -> float:
-        is_here = member.joined.place == processes.place()
-        return 0.0 if is_here or math.isinf(member.clock) else member.clock
-
-    def _order(self, message: Message) -> None:
-        for member in self.members.values():
-            if member.here:
-                member.send(message)
+    @property
+    def flight(self) -> str:
+        """What to say about the file with the last collectives of all ranks, or ""."""
+        return self._end.flight
 
     def signal(self, number: int) -> None:
         """Send a signal to the programs of all ranks."""
-        self._order(Signal(number=number))
+        order(self.members, Signal(number=number))
 
     def release(self) -> None:
         """Let all sentinels end."""
@@ -643,7 +480,7 @@ class Coordinator:
     def has_lost_hosts(self) -> bool:
         """True if the job is being ended, and a rank of another host cannot take part in that."""
         found = self.verdict
-        if found is None or found.orderly or self._steps:
+        if found is None or found.orderly or self._end.due is not None:
             return False
         here = {member.joined.place for member in self.members.values() if member.peer is None}
         return any(
@@ -660,4 +497,4 @@ class Coordinator:
     def over(self) -> bool:
         """True once every rank that had joined has ended, and nothing is left to do."""
         waits = (self._due is not None or bool(self._lost)) and self.verdict is None
-        return not self._here and not self._steps and not waits and bool(self.members)
+        return not self._here and self._end.due is None and not waits and bool(self.members)

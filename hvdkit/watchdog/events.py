@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar
+from types import UnionType
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from hvdkit.watchdog.flight import Record
 
 VERSION = 1
-"""Of all messages together; the two ends of a connection compare it first."""
+"""Of all messages together; the coordinator compares it before it lets a sentinel in."""
 
 
 class Message:
@@ -42,31 +43,26 @@ def decode(data: bytes) -> Message:
 
 
 @cache
-def _types(kind: str) -> dict[str, str]:
-    """Return the type of each field of messages of a kind, as it is written below."""
-    return {one.name: str(one.type) for one in fields(Message.kinds[kind])}  # type: ignore[arg-type]
+def _types(name: str) -> dict[str, Any]:
+    """Return the type of each field; :func:`decode` checks them: a rank's child processes may write to its sentinel."""
+    return get_type_hints(Message.kinds[name])
 
 
-def _read(value: Any, kind: str) -> Any:
+def _read(value: Any, kind: Any) -> Any:
     """Return a value of type ``kind``, given what JSON has for it. Raises TypeError if that is of another type."""
-    if kind.endswith(" | None"):
-        return None if value is None else _read(value, kind.removesuffix(" | None"))
-    if kind.startswith("list["):
-        return [_read(one, kind[5:-1]) for one in value]
-    if kind == "Record":
+    if type(value) is kind:
+        return value
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _read(value, arguments[0])
+    if origin is list:
+        return [_read(one, arguments[0]) for one in value]
+    if kind is Record:
         return Record.from_json(value)
-    if not isinstance(value, _CLASSES[kind]):
+    if not isinstance(value, (int, float) if kind is float else origin or kind):
         raise TypeError(kind)
-    return float(value) if kind == "float" else value
+    return float(value) if kind is float else value
 
-
-_CLASSES: dict[str, Any] = {
-    "int": int,
-    "float": (int, float),
-    "str": str,
-    "bool": bool,
-    "dict[str, Any]": dict,
-}
 
 # ---- from a sentinel to the coordinator -----------------------------------------------------------------------------
 
@@ -283,6 +279,13 @@ class Welcome(Message):
     interval: float
     check: bool = False
     program: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Message):
+    """The answer to :class:`Joined` if the sentinel is not let in."""
+
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)

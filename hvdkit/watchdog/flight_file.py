@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hvdkit.watchdog.flight import Record
 
@@ -103,20 +102,14 @@ def read(text: str) -> FlightFile:
         document = json.loads(text)
         version = document["version"]
         if version == _VERSION:
-            return _contents(document)
+            ranks = [
+                RankFlight(**{**one, "records": [Record.from_json(record) for record in one["records"]]})
+                for one in sorted(document["ranks"], key=lambda one: one["rank"])
+            ]
+            for one in ranks:
+                one.collectives()
+            size = operator.index(document["size"])
+            return FlightFile(line=document["line"], ended=document["ended"], size=size, ranks=tuple(ranks))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError("not a file of the flight recorder") from error
     raise ValueError(f"version {version} of the flight recorder's file, expected {_VERSION}")
-
-
-def _contents(document: dict[str, Any]) -> FlightFile:
-    ranks = [
-        RankFlight(**{**one, "records": [Record.from_json(record) for record in one["records"]]})
-        for one in document["ranks"]
-    ]
-    ranks.sort(key=lambda one: one.rank)
-    size = operator.index(document["size"])
-    found = FlightFile(line=document["line"], ended=document["ended"], size=size, ranks=tuple(ranks))
-    for one in found.ranks:
-        one.collectives()
-    return found

@@ -8,6 +8,7 @@ import select
 import sys
 import threading
 from collections import deque
+from typing import Protocol
 
 
 def write_all(file: int, data: bytes) -> None:
@@ -39,6 +40,16 @@ def write_line(text: str) -> None:
                 sys.stderr.write(data)
 
 
+class Lines(Protocol):
+    """Writes lines for the user without waiting for their reader: :class:`Writer`, or the output of ``hvdkit run``."""
+
+    def line(self, text: str) -> None:
+        """Write a line, after those of earlier calls."""
+
+    def finish(self, seconds: float) -> bool:
+        """Wait until all lines are written, for at most ``seconds``; return True if they are."""
+
+
 class Writer:
     """Writes to a file in a thread: a caller goes on though the file's reader has paused.
 
@@ -66,7 +77,11 @@ class Writer:
             self.waiting += len(data)
             self._changed.notify_all()
 
-    def finish(self, seconds: float) -> bool:
+    def line(self, text: str) -> None:
+        """Write a line."""
+        self.write(text.encode(errors="replace") + b"\n")
+
+    def finish(self, seconds: float | None = None) -> bool:
         """Wait until all is written, for at most ``seconds``; return True if it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.waiting, seconds)

@@ -31,23 +31,13 @@ class Lost(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged(Message):
+class Judged(Failed):
     """The coordinator has found that the rank cannot go on, though it did not report an error.
 
     Attributes:
-        cause: in one line.
-        verb: e.g. "failed", "hangs".
-        code: exit code of the job.
-        step: steps trained, or None.
-        busy: the reason of an open ``hk.busy``, or None.
         dead: its process cannot exit normally.
     """
 
-    cause: str
-    verb: str = "failed"
-    code: int = 1
-    step: int | None = None
-    busy: str | None = None
     dead: bool = False
 
 
@@ -116,13 +106,17 @@ def verdict(entries: Iterable[Entry], size: int, hosts: Mapping[int, str] = {}) 
         >>> verdict([one, Entry(0, 4.1, Alive())], size=2, hosts={1: "b"}).line
         'rank 1 on b failed at step 7: ValueError: bad'
     """
-    ranks = _histories(entries, size)
+    found: dict[int, list[Entry]] = {rank: [] for rank in range(size)}
+    for entry in entries:
+        if entry.rank in found:
+            found[entry.rank].append(entry)
+    ranks = [_History(rank, own) for rank, own in found.items()]
     if all(one.exited is not None and one.exited.code == 0 for one in ranks):
         return Verdict(0)
     has_left = all(Leaving in one.first for one in ranks)
-    let_down = sorted((entry.time, entry.rank) for one in ranks for entry in one.entries if _follows(entry.event))
-    found = (candidate for one in ranks for candidate in one.candidates(has_left, let_down))
-    first = min(found, key=lambda one: (one.time, one.since), default=None)
+    let_down = sorted((at.time, at.rank) for one in ranks for at in one.entries if getattr(at.event, "follows", False))
+    candidates = (candidate for one in ranks for candidate in one.candidates(has_left, let_down))
+    first = min(candidates, key=lambda one: (one.time, one.since), default=None)
     texts = {one.failed.text for one in ranks if one.failed is not None and not one.failed.follows} - {""}
     if first is None or not all(one.well_until >= first.time for one in ranks if one.rank != first.rank):
         return _unknown(ranks, tuple(sorted(texts)))
@@ -154,16 +148,11 @@ def _unknown(ranks: Sequence[_History], texts: tuple[str, ...]) -> Verdict:
     return Verdict(code, f"{words}; rank {rank} reported: {failed.cause}", texts=texts or (failed.text,))
 
 
-def _words(blame: Failed | Judged, step: int | None) -> str:
+def _words(blame: Failed, step: int | None) -> str:
     at = "" if step is None else f" at step {step}"
     cause = f": {blame.cause}" if blame.cause else ""
     busy = f" (busy: {blame.busy})" if blame.busy else ""
     return f"{blame.verb}{at}{cause}{busy}"
-
-
-def _follows(event: Message) -> bool:
-    """Return True for an error that another rank caused."""
-    return isinstance(event, Failed) and event.follows
 
 
 @dataclass(frozen=True)
@@ -172,7 +161,7 @@ class _Candidate:
 
     rank: int
     time: float
-    blame: Failed | Judged
+    blame: Failed
     since: float = 0.0
 
 
@@ -194,15 +183,15 @@ class _History:
         self.entries = sorted(entries, key=lambda entry: entry.time)
         self.first = {type(entry.event): entry for entry in reversed(self.entries)}
         events = [entry.event for entry in self.entries]
-        self.failed = next((event for event in events if isinstance(event, Failed)), None)
+        self.failed = next((event for event in events if type(event) is Failed), None)
         self.exited = next((event for event in reversed(events) if isinstance(event, Exited)), None)
-        judged = next((event for event in events if isinstance(event, Judged)), None)
         steps = [step for event in events if isinstance(step := getattr(event, "step", None), int)]
         self.step = max(steps, default=None)
         ended_well = self.exited is not None and self.exited.code == 0 and self.failed is None
         self.well_until = math.inf if ended_well else max((entry.time for entry in self.entries), default=-math.inf)
         ended_abruptly = self.exited is not None and self.failed is None and Leaving not in self.first
-        self.is_dead = Lost in self.first or (judged is not None and judged.dead) or ended_abruptly
+        is_judged_dead = any(isinstance(event, Judged) and event.dead for event in events)
+        self.is_dead = Lost in self.first or is_judged_dead or ended_abruptly
 
     def candidates(self, has_left: bool, let_down: Sequence[tuple[float, int]]) -> Iterator[_Candidate]:
         """Yield what this rank may be blamed for.
@@ -216,7 +205,7 @@ class _History:
             event = entry.event
             if entry.ordered:
                 continue
-            if isinstance(event, Failed | Judged) and not _follows(event):
+            if isinstance(event, Failed) and not event.follows:
                 yield _Candidate(self.rank, entry.time, event)
             elif isinstance(event, Lost):
                 why = "is out of reach (its host is down, the network is cut, or its sentinel was killed)"
@@ -253,14 +242,6 @@ class _History:
             code, verb, cause = 1, "left the job", f"ended before the others: rank {other} still needed it"
         step = getattr(leaving.event, "step", None)
         yield _Candidate(self.rank, time, Judged(cause=cause, verb=verb, code=code, step=step), since)
-
-
-def _histories(entries: Iterable[Entry], size: int) -> list[_History]:
-    found: list[list[Entry]] = [[] for _ in range(size)]
-    for entry in entries:
-        if 0 <= entry.rank < size:
-            found[entry.rank].append(entry)
-    return [_History(rank, own) for rank, own in enumerate(found)]
 
 
 def how(code: int) -> str:

@@ -80,6 +80,8 @@ class WatchingSentinel(Sentinel):
         self._reach = partial(connect, Offer.parse(connect_to.offer), joined, self.selector, "up")
         try:
             self.up, self.welcome = self._reach()
+        except ConnectionRefusedError as error:
+            write_line(f"hvdkit: watchdog: rank {joined.rank} on {joined.host}: {error}")
         except OSError as error:
             warning = (
                 f"hvdkit: watchdog: rank {joined.rank} on {joined.host} cannot reach rank 0 on {connect_to.chief_host} "

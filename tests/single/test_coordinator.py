@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import select
 import selectors
-import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -12,7 +13,8 @@ import pytest
 from instructions import instructions
 
 from hvdkit.watchdog import coordinator as module
-from hvdkit.watchdog.coordinator import Coordinator, Member
+from hvdkit.watchdog import job_end
+from hvdkit.watchdog.coordinator import Coordinator
 from hvdkit.watchdog.events import (
     Collectives,
     End,
@@ -31,6 +33,8 @@ from hvdkit.watchdog.events import (
     Unwound,
 )
 from hvdkit.watchdog.flight import Record, ranks_text
+from hvdkit.watchdog.member import Member
+from hvdkit.watchdog.output import Lines, Writer
 from hvdkit.watchdog.settings import Settings
 from hvdkit.watchdog.verdict import DIED
 
@@ -43,9 +47,11 @@ FOLLOWS = Failed(cause="HorovodInternalError: a peer is gone", follows=True, tex
 class Job:
     """A coordinator, and sentinels that report that all is well unless the test says otherwise."""
 
-    def __init__(self, size: int, *, trains: bool = True, returns: bool = True, **settings: float) -> None:
+    def __init__(
+        self, size: int, *, trains: bool = True, returns: bool = True, lines: Lines | None = None, **settings: float
+    ) -> None:
         self.now = 1000.0
-        module.time = SimpleNamespace(monotonic=lambda: self.now)
+        module.time = job_end.time = SimpleNamespace(monotonic=lambda: self.now)
         self.lines: list[str] = []
         self.sent: list[list[Message]] = [[] for _ in range(size)]
         self.coordinator = Coordinator(
@@ -54,7 +60,7 @@ class Job:
             selectors.DefaultSelector(),
             [],
             "token",
-            write=self.lines.append,
+            lines=lines or SimpleNamespace(line=self.lines.append, finish=lambda seconds: True),
             returns=returns,
         )
         self.asked: list[int] = []  # for their last collectives
@@ -123,7 +129,8 @@ class Job:
 @pytest.fixture(autouse=True)
 def real_clock(monkeypatch):
     """Put the clock back that a :class:`Job` replaces."""
-    monkeypatch.setattr(module, "time", module.time)
+    for one in (module, job_end):
+        monkeypatch.setattr(one, "time", one.time)
 
 
 def assert_goes_on(job: Job) -> None:
@@ -163,13 +170,11 @@ def test_only_the_first_tracebacks_of_many_are_written():
 
 @pytest.mark.parametrize("failure", ["an error", "a hang"])
 def test_a_reader_that_is_paused_does_not_hold_up_the_end_and_gets_all_lines_later(failure):
-    job, goes_on = Job(3, patience=60.0), threading.Event()
-
-    def write(text: str) -> None:
-        goes_on.wait(5.0)
-        job.lines.append(text)
-
-    job.coordinator._write = write
+    reader, written = os.pipe()
+    earlier = b"." * (1 << 20)  # more than a pipe holds
+    lines = Writer(written)
+    lines.write(earlier)
+    job = Job(3, patience=60.0, lines=lines)
     if failure == "an error":
         job.say(1, Failed(cause="ValueError: bad", text="[rank 1] its stacks 1"))
         job.say(2, Exited(code=-9))
@@ -178,15 +183,19 @@ def test_a_reader_that_is_paused_does_not_hold_up_the_end_and_gets_all_lines_lat
         job.run(2.3)
         answer(job)
     job.run(2.0)
-    assert job.heard(0, End) == 1 and not job.lines
-    goes_on.set()
-    job.coordinator.finish_writing()
+    assert job.heard(0, End) == 1 and lines.waiting > len(earlier)
+    read = b""
+    while not lines.finish(0.0) or select.select([reader], [], [], 0.0)[0]:
+        read += os.read(reader, 1 << 16)
     texts = (
         ["[rank 1] its stacks 1"]
         if failure == "an error"
         else [f"[rank {rank}] its stacks {rank}" for rank in range(3)]
     )
-    assert job.lines == [*texts, job.line] and job.line
+    line = "hvdkit: " + job.coordinator.judge().line
+    assert read.removeprefix(earlier).decode().splitlines() == [*texts, line]
+    os.close(reader)
+    os.close(written)
 
 
 def test_victims_wait_for_the_rank_that_caused_their_error():
@@ -246,7 +255,7 @@ def test_a_rank_whose_sentinel_joins_too_late_is_ended_at_once(why):
     job.silent.add(1)
     job.run(5.0)
     peer = SimpleNamespace(connection=SimpleNamespace(send=job.sent[1].append))
-    job.coordinator.server.welcome = lambda peer, joined, answer: peer.connection.send(answer)
+    job.coordinator.server.welcome = lambda peer, rank, answer: peer.connection.send(answer)
     job.coordinator._join(peer, late.joined)
     assert job.sent[1][-1] == End(code=3 if why == "a rank has failed" else 1)
 
@@ -300,7 +309,7 @@ def test_a_rank_that_others_still_needed_is_blamed():
     job.say(1, Leaving(step=20))
     job.run(0.5)
     job.say(0, FOLLOWS)
-    job.run(6)
+    job.run(15)  # its exit code is waited for, and it does not come
     assert job.line.startswith("hvdkit: rank 1 on host-0 left the job at step 20: ended before the others: rank 0")
 
 
@@ -659,7 +668,7 @@ def test_the_clock_of_another_host_is_known_from_the_message_that_took_least():
     for late in (0.3, 0.01, 0.2):
         job.now += 1.0
         job.say(1, Status(now=job.now - late - 500.0))
-    assert abs(job.coordinator._clock(job.member(1)) - 500.01) < 1e-6
+    assert abs(job.member(1).clock_offset - 500.01) < 1e-6
 
 
 def test_a_host_that_the_kernel_cannot_reach_is_blamed_at_once():

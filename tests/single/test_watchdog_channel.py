@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -45,6 +46,7 @@ from hvdkit.watchdog.events import (
     Joined,
     Leaving,
     Message,
+    Refused,
     Status,
     Training,
     Unwound,
@@ -78,7 +80,7 @@ class Job:
             self.listeners,
             self.offer.token,
             welcome=lambda joined: replace(settings.welcome(size), program=command if program else None),
-            write=self.lines.append,
+            lines=SimpleNamespace(line=self.lines.append, finish=lambda seconds: True),
             output=lambda rank, output: self.output.update([(rank, output.data)]),
         )
         self._over = threading.Event()
@@ -157,12 +159,20 @@ def test_a_sentinel_and_the_coordinator_find_each_other():
             close(one)
 
 
-@pytest.mark.parametrize("wrong", [{"rank": 2}, {"rank": -1}, {"size": 3}, {"rank": 0}])
-def test_a_rank_that_is_not_of_this_job_or_is_there_already_is_not_let_in(wrong):
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"rank": 2}, "rank 2 is not one of its 2 ranks"),
+        ({"rank": -1}, "rank -1 is not one of its 2 ranks"),
+        ({"size": 3}, "this rank was started as one of 3 ranks, the job has 2"),
+        ({"rank": 0}, "another sentinel, on host-0, watches rank 0"),
+    ],
+)
+def test_a_rank_that_is_not_of_this_job_or_is_there_already_is_not_let_in_and_learns_why(wrong, why):
     with Job(2) as job:
         first = job.sentinel(0, 2)
         other = Joined(**{"rank": 1, "size": 2, "host": "h", "place": "p"} | wrong)
-        with pytest.raises(OSError, match="cannot be reached"):
+        with pytest.raises(ConnectionRefusedError, match=f"the job's coordinator does not let this rank in: {why}"):
             connect(job.offer, other, selectors.DefaultSelector(), None)
         assert job.coordinator.members.keys() == {0} and job.coordinator.members[0].here
         close(first)
@@ -175,10 +185,10 @@ def test_a_sentinel_that_does_not_know_the_token_is_not_let_in():
         close(job.sentinel())
 
 
-def begin(job: Job, nonce: str = "mine") -> tuple[socket.socket, channel._Challenge]:
+def begin(job: Job, nonce: str = "mine", version: int = VERSION) -> tuple[socket.socket, channel._Challenge]:
     """Connect, and return the coordinator's challenge."""
     made = job.stranger()
-    send_now(made, channel._Hello(nonce=nonce, version=VERSION))
+    send_now(made, channel._Hello(nonce=nonce, version=version))
     challenge = receive_now(made)
     assert isinstance(challenge, channel._Challenge)
     return made, challenge
@@ -216,9 +226,27 @@ def test_a_proof_serves_on_its_own_connection_in_its_own_direction_only():
 
 def test_another_version_is_not_let_in():
     with Job(1) as job:
-        made = job.stranger()
-        send_now(made, channel._Hello(nonce="mine", version=VERSION + 1))
-        assert is_closed(made)
+        made, challenge = begin(job, version=VERSION + 1)
+        send_now(made, channel._Proof(proof=channel._proof(job.offer.token, "sentinel", "mine", challenge.nonce)))
+        send_now(made, joined(0, 1))
+        why = f"its watchdog has version {VERSION}, this one {VERSION + 1}; use the same hvdkit on all hosts"
+        assert receive_now(made) == Refused(why=why)
+        assert is_closed(made) and not job.coordinator.members
+
+
+def test_a_sentinel_that_joins_again_on_its_connection_counts_as_lost():
+    with Job(2) as job:
+        for rank, first in enumerate((Status(), Exited(code=0))):
+            again = job.sentinel(rank, 2)
+            again.send(first)
+            again.send(joined(rank, 2))
+            again.socket.setblocking(True)
+            again.socket.settimeout(WAIT)
+            with contextlib.suppress(ConnectionResetError):
+                while again.socket.recv(1 << 16):
+                    pass
+            close(again)
+        assert job.coordinator.members[0].lost is not None and job.coordinator.members[1].exited == Exited(code=0)
 
 
 @pytest.mark.parametrize("proof", ["guessed", "", "\ud800", "é" * 100])

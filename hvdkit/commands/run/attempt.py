@@ -147,7 +147,6 @@ class Attempt:
             if file is not None:
                 members = self._coordinator.members.values()
                 file.remove({member.joined.host for member in members if member.lost is not None})
-        self._coordinator.finish_writing()
         for rank in self._coordinator.members:
             self.output.ended(rank)
         verdict = self._judge()
@@ -178,7 +177,7 @@ class Attempt:
                 settings.welcome(self._size), program=self.job.program(self.program, joined.rank)
             ),
             output=self._take,
-            write=self.output.line,
+            lines=self.output,
             writes_end=False,  # it is written when the engine has ended
             hosts=dict(enumerate(names)),
             returns=False,

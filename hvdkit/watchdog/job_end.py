@@ -1,0 +1,151 @@
+"""The end of a job that has failed: its ranks send their last collectives and unwind; the last line is written."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from hvdkit.watchdog import flight_file
+from hvdkit.watchdog.events import End, GiveFlight, Release
+from hvdkit.watchdog.flight import SLOTS
+from hvdkit.watchdog.member import Member, order
+from hvdkit.watchdog.output import Lines
+from hvdkit.watchdog.settings import Settings
+from hvdkit.watchdog.verdict import Verdict
+
+# Most tracebacks that are printed: those of a thousand ranks would hide the last line.
+TEXTS = 16
+# Seconds between the last line and the end of the ranks: horovodrun stops forwarding output when the first rank ends.
+_FORWARD_SECONDS = 0.2
+# Seconds after the deadline for a rank that has left to shut MPI down, after which its exit code is known. Its sentinel
+# kills it before they are over.
+_SPARE_SECONDS = 9.0
+# Seconds for all ranks to send their last collectives; how many of one rank at least, and of all together at most.
+_FLIGHT_SECONDS, _FEWEST_RECORDS, _ALL_RECORDS = 0.5, 10, 50_000
+# Seconds to write that file, and for the reader to take the last lines.
+_FILE_SECONDS, _WRITE_SECONDS = 1.0, 1.0
+
+
+class JobEnd:
+    """Ends a job, step by step.
+
+    Args:
+        size: number of ranks.
+        settings: of the watchdog.
+        members: the ranks that have joined.
+        judge: returns the verdict on what is known now.
+        lines: writes lines for the user.
+        writes_last: write the last line, too.
+
+    Attributes:
+        due: when the next step is due; None: the end has not begun, or is over.
+        flight: what to say about the file with the last collectives of all ranks, or "".
+    """
+
+    def __init__(
+        self,
+        size: int,
+        settings: Settings,
+        members: Mapping[int, Member],
+        judge: Callable[[], Verdict],
+        lines: Lines,
+        *,
+        writes_last: bool,
+    ) -> None:
+        self._size, self._settings, self._members = size, settings, members
+        self._judge, self._lines, self._writes_last = judge, lines, writes_last
+        self._steps: Iterator[float] = iter(())
+        self.due: float | None = None
+        self.flight = ""
+
+    def begin(self, found: Verdict) -> None:
+        """End the job by this verdict."""
+        self._steps, self.due = self._end(found), 0.0
+        self.tick(0.0)
+
+    def tick(self, now: float) -> None:
+        """Do the next step, if it is due."""
+        if self.due is not None and self.due <= now:
+            pause = next(self._steps, None)
+            self.due = None if pause is None else time.monotonic() + pause
+
+    def _end(self, found: Verdict) -> Iterator[float]:
+        """Yield the seconds until each next step."""
+        asked = self._ask_for_flights(found)
+        said = list(found.texts[-TEXTS:])
+        if len(found.texts) > TEXTS:
+            said.insert(0, f"hvdkit: {len(found.texts) - TEXTS} more ranks failed; their tracebacks are left out")
+        for text in said:
+            self._lines.line(text)
+        unwind = self._settings.unwind if found.orderly else 0.0
+        until = time.monotonic() + (unwind or _FLIGHT_SECONDS)
+        if unwind:
+            culprit = self._culprit(found)
+            has_left = culprit is not None and culprit.leaving is not None
+            order(self._members, End(code=found.code, unwind=unwind, finalize=has_left))
+            yield from self._await_unwinding(found, until)
+        else:
+            while time.monotonic() < until and any(member.flight is None for member in asked):
+                yield 0.01
+        self._write_last_lines()
+        code = self._judge().code
+        yield _FORWARD_SECONDS
+        order(self._members, Release(code=code) if unwind else End(code=code))
+
+    def _ask_for_flights(self, found: Verdict) -> list[Member]:
+        """Ask all sentinels for the last collectives of their ranks; return those that can answer in time."""
+        there = [member for member in self._members.values() if member.trains and member.lost is None]
+        asked = [member for member in there if member.rank != found.rank or member.exited is not None]
+        most = max(_FEWEST_RECORDS, min(SLOTS, _ALL_RECORDS // max(1, len(asked))))
+        for member in there:
+            member.send(GiveFlight(most=most))
+        return asked
+
+    def _culprit(self, found: Verdict) -> Member | None:
+        return None if found.rank is None else self._members[found.rank]
+
+    def _await_unwinding(self, found: Verdict, until: float) -> Iterator[float]:
+        """Wait until all ranks have unwound, or their time is over, and let the one that has left end."""
+        while time.monotonic() < until and not self._have_unwound():
+            yield 0.05
+        culprit = self._culprit(found)
+        if culprit is None or culprit.leaving is None or not culprit.here:
+            return
+        if culprit.released is None:
+            culprit.released = Release()
+            culprit.send(culprit.released)
+        while culprit.here and time.monotonic() < until + _SPARE_SECONDS:
+            yield 0.05
+
+    def _have_unwound(self) -> bool:
+        """Return True once all ranks have unwound, or one has failed to."""
+        unwinding = [one for one in self._members.values() if one.leaving is None and not one.unwound]
+        early = any(one.exited is not None and one.exited.code != 0 for one in unwinding)
+        return early or not any(one.trains and one.here for one in unwinding)
+
+    def _write_last_lines(self) -> None:
+        """Write the last line of the job, with what is known by now, and the path of the flight recorder's file."""
+        found = self._judge()
+        ranks = [
+            flight_file.RankFlight(
+                rank=member.rank, host=member.joined.host, clock=member.clock_offset, records=member.flight.records
+            )
+            for member in self._members.values()
+            if member.flight is not None
+        ]
+        if self._writes_last:
+            self._lines.line(f"hvdkit: {found.line}")
+
+        def write() -> None:
+            self.flight = flight_file.write(found.line, ranks, self._size)
+
+        # A file system that does not answer may be the reason for the failure.
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(_FILE_SECONDS)
+        if not self._writes_last:
+            return
+        if self.flight:
+            self._lines.line(self.flight)
+        self._lines.finish(_WRITE_SECONDS)  # the job ends nonetheless if their reader has paused
