@@ -14,6 +14,7 @@ once.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import itertools
 import os
@@ -127,7 +128,8 @@ def act(stress: str, pid: int, every: list[int], heartbeat: float, seed: int, cl
             libc.ptrace(_PTRACE_DETACH, pid, None, None)
     else:
         for one in sentinels_of(pid):
-            os.kill(one, signal.SIGKILL if stress == "sentinel killed" else signal.SIGSTOP)
+            with contextlib.suppress(ProcessLookupError):  # the one that has started the sentinel ends at once
+                os.kill(one, signal.SIGKILL if stress == "sentinel killed" else signal.SIGSTOP)
 
 
 @cache

@@ -41,13 +41,12 @@ from hvdkit.watchdog.events import (
     Watching,
 )
 from hvdkit.watchdog.flight import FlightRecorder, memory_file, recorder
-from hvdkit.watchdog.settings import HEARTBEAT, SOCKET_VARIABLE, seconds
+from hvdkit.watchdog.settings import SOCKET_VARIABLE, Settings
 from hvdkit.watchdog.uncaught import UncaughtErrors
 
 _LOGGER = logging.getLogger("hvdkit")
 # Seconds for the coordinator to answer; after that this rank reports its failure itself.
 _ANSWER_SECONDS = 5.0
-_LOOK_SECONDS = 2.0
 _SEND_SECONDS = 2.0
 # How often a sentinel that was killed is replaced.
 _RESTARTS = 10
@@ -89,6 +88,7 @@ class Reporter:
         self._must_finalize = False
         self._ident = threading.main_thread().ident or 0  # of the thread that trains
         self._rank = self._restarts = 0
+        self._look = Settings().look
         self._status_reader = report_exit_status()
         os.register_at_fork(after_in_child=self._forget)
 
@@ -112,8 +112,10 @@ class Reporter:
         self._closed = self._leaving = self._all_leave = False
         self._answered.clear()
         self._released.clear()
+        settings = Settings.from_environment()
+        self._look = settings.look
         self._under_run = self._under_run or self._take_sentinel()
-        if self._under_run or promise.size == 1 or not seconds(HEARTBEAT):
+        if self._under_run or promise.size == 1 or not settings.heartbeat:
             return ""
         if self.is_watched:  # hk.init() has failed, and is called again
             return self._offer
@@ -230,7 +232,7 @@ class Reporter:
         ready.register(connected, select.POLLIN)
         while True:
             try:
-                if not ready.poll(_LOOK_SECONDS * 1000):
+                if not ready.poll(self._look * 1000):
                     self._continue_sentinel()
                     self._sample()
                     continue

@@ -22,6 +22,7 @@ RUN_VARIABLE = "HVDKIT_RUN"
 SOCKET_VARIABLE = "HVDKIT_SENTINEL"
 _DEFAULTS = {HEARTBEAT: 10.0, PATIENCE: 600.0, UNWIND: 3.0}
 _SHORTEST_HEARTBEAT = 1.0
+_LONGEST_LOOK = 2.0
 # Reports of a sentinel per heartbeat for up to this number of ranks; half of them from 16 times that number on.
 _REPORTS, _FEW = 5, 64
 
@@ -65,6 +66,16 @@ class Settings:
         """
         doublings = math.log2(max(size, _FEW) / _FEW)
         return (self.heartbeat or _DEFAULTS[HEARTBEAT]) / _REPORTS * min(2.0, 1 + doublings / 4)
+
+    @property
+    def look(self) -> float:
+        """Seconds between two looks of a rank at its own sentinel, which it continues well before the limit.
+
+        Example:
+            >>> Settings().look, Settings(heartbeat=2.0).look
+            (2.0, 0.5)
+        """
+        return min(_LONGEST_LOOK, self.heartbeat / 4) if self.heartbeat else _LONGEST_LOOK
 
     def welcome(self, size: int) -> Welcome:
         """Return the answer to a sentinel that joins."""
