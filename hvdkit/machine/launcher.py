@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from hvdkit.machine import processes
 
 _FORCE_SECONDS = 0.5
+# Seconds for mpirun to notice itself that a host is lost: a signal at that moment can crash it.
+_ALONE_SECONDS = 2.0
 _MPIRUNS = ("mpirun", "orterun", "mpiexec")
 
 
@@ -108,6 +110,11 @@ def end_stuck_launcher(pid: int) -> None:
     if launcher is None:
         return
     if launcher.name.startswith(_MPIRUNS):
+        until = time.monotonic() + _ALONE_SECONDS
+        while time.monotonic() < until:
+            if processes.is_over(pid, launcher.started):
+                return
+            time.sleep(0.05)
         processes.kill(pid, signal.SIGTERM)
         time.sleep(_FORCE_SECONDS)
         processes.kill(pid, signal.SIGTERM)

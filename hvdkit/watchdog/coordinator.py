@@ -13,8 +13,9 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, takewhile
 
+from hvdkit.machine import processes
 from hvdkit.watchdog import hang
 from hvdkit.watchdog.channel import NO_ANSWER, Closed, Output, Peer, Server
 from hvdkit.watchdog.events import (
@@ -281,6 +282,13 @@ class Coordinator:
         self._leaving.pop(member.rank, None)
         self._stopped.discard(member.rank)
 
+    def _give_up(self, member: Member, now: float) -> None:
+        """Close the connection to a sentinel that does not answer."""
+        member.lost = now
+        self._gone(member)
+        if member.peer is not None:
+            member.peer.connection.close()
+
     def _note(self, member: Member, event: Message, at: float, *, ordered: bool = False) -> None:
         follows = ordered or self.ordered or self.verdict is not None
         self._entries[member.rank].append(Entry(member.rank, at, event, follows))
@@ -308,10 +316,7 @@ class Coordinator:
         if self._gone_at is not None and now >= self._gone_at:
             self._gone_at = None
             for member in list(self._here.values()):  # it does not take its order: its sentinel is stopped, or cut off
-                member.lost = now
-                self._gone(member)
-                if member.peer is not None:
-                    member.peer.connection.close()
+                self._give_up(member, now)
         self._end.tick(now)
         if self.verdict is not None:
             return
@@ -353,13 +358,12 @@ class Coordinator:
         least = now - next(reversed(self._here.values())).heard
         if least > limit:
             self._hear_later(least)
-        for member in self._here.values():
+        for member in list(takewhile(lambda one: now - one.heard > limit, self._here.values())):
             silent = now - member.heard
-            if silent <= limit:
-                return  # those behind it were heard later
             if member.peer is None:
                 continue
             if silent > _SILENT * limit or member.peer.connection.is_cut_off(limit / 2):
+                self._give_up(member, now)  # the end of the job does not wait for it
                 why = f"has not answered for {silent:.0f} s: its host is cut off, or it was stopped with its sentinel"
                 self._judge(member, Judged(cause=why, dead=True), member.heard)
 
@@ -437,6 +441,10 @@ class Coordinator:
 
     def _decide(self, now: float) -> None:
         """End the job if a rank has failed."""
+        there = {processes.place(), *(member.joined.place for member in self._here.values())}
+        for member in [self.members[rank] for rank in self._lost]:
+            if member.joined.place not in there:  # all sentinels of a host are gone: none was only killed
+                self._blame_lost(member)
         unlike = self._waits.mismatch() if self.settings.check else None
         if unlike is not None:
             member = self.members[unlike.rank]

@@ -680,6 +680,40 @@ def test_a_host_that_the_kernel_cannot_reach_is_blamed_at_once():
     assert "its host is down" in job.line
 
 
+@pytest.mark.parametrize("others", ["are killed", "report errors that follow"])
+def test_a_host_that_dies_is_blamed_though_other_ranks_end_before_its_sentinels_could_be_back(others):
+    job = Job(10)
+    job.lose(8)
+    job.lose(9)
+    job.run(0.2)
+    for rank in range(8):
+        job.say(rank, Exited(code=None) if others == "are killed" else FOLLOWS)
+    job.run(3.0)
+    assert job.line.startswith("hvdkit: rank 8 on host-1 is out of reach (its host is down"), job.lines
+
+
+def test_a_sentinel_that_was_killed_is_not_taken_for_its_host():
+    job = Job(10)
+    job.lose(8)
+    job.run(0.2)
+    job.say(1, Failed(cause="ValueError: bad"))
+    job.run(0.5)
+    job.join(8)
+    job.say(8, TRAINS)
+    job.run(4.0)
+    assert "rank 8 on" not in job.line and "ValueError: bad" in job.line
+
+
+def test_the_end_of_a_job_does_not_wait_for_a_host_that_is_cut_off():
+    job = Job(3)
+    job.run(4.0)
+    job.silent.add(1)
+    job.member(1).peer.connection.is_cut_off = lambda seconds: True
+    job.run(10.5)
+    assert job.line.startswith("hvdkit: rank 1 on host-0 failed: has not answered for "), job.lines
+    assert job.member(1).lost is not None and not job.member(1).here
+
+
 def test_a_job_that_is_suspended_with_its_sentinels_goes_on_later():
     job = Job(3, heartbeat=10.0)
     job.run(4)
