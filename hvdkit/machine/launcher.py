@@ -101,7 +101,7 @@ def launcher_tags_lines(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def end_stuck_launcher(pid: int) -> None:
-    """End launcher ``pid``, if it would wait for a lost host or a stopped rank for hours.
+    """End launcher ``pid``, if it would wait for a host that is cut off or a rank that is stopped for hours.
 
     Open MPI's mpirun tells its daemons to end their ranks at a first signal, and ends at a second one soon after. Slurm
     is asked to end the step: srun would wait for a task that is stopped elsewhere.

@@ -32,9 +32,9 @@ from hvdkit.watchdog.rank_process import RankProcess
 
 _LOOK_SECONDS = 0.5
 _CHECK_SECONDS = 0.05
-# Seconds that a rank has to end itself at its deadline, that an interpreter has to shut down, and that a program has
-# after SIGTERM which does not use hvdkit. SIGKILL follows, with which the exit code is lost.
-_KILL_SECONDS, _SHUTDOWN_SECONDS, _TERM_SECONDS = 3.0, 5.0, 2.0
+# Seconds that a rank has to end itself after its deadline; that it has in addition if it has left, or unwound; and that
+# a program without hvdkit has after SIGTERM. SIGKILL follows, with which the exit code is lost.
+_KILL_SECONDS, _SHUTDOWN_SECONDS, _TERM_SECONDS = 3.0, 8.0, 2.0
 _STACKS_SECONDS, _SAMPLE_SECONDS = 2.0, 0.2
 
 

@@ -89,7 +89,7 @@ class CoordinatingSentinel(WatchingSentinel):
         super()._tick(now)
         if self.coordinator is None:
             return
-        if self.coordinator.has_lost_hosts and self._launcher:
+        if self.coordinator.keeps_launcher and self._launcher:
             end_stuck_launcher(self._launcher)
             self._launcher = 0
         self.coordinator.tick(now)

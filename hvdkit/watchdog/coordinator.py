@@ -261,9 +261,9 @@ class Coordinator:
 
     def _connection_ended(self, member: Member, now: float, number: int | None = None) -> None:
         """Note that a sentinel was killed, or that its host does not answer: ``number`` is the error then."""
-        member.lost = now
+        member.lost, member.is_silent = now, number in NO_ANSWER
         self._gone(member)
-        if number in NO_ANSWER:
+        if member.is_silent:
             why = f"has not answered for {now - member.heard:.0f} s: its host is down, or the network is cut"
             self._judge(member, Judged(cause=why, dead=True), member.heard)
         elif self._returns:
@@ -284,7 +284,7 @@ class Coordinator:
 
     def _give_up(self, member: Member, now: float) -> None:
         """Close the connection to a sentinel that does not answer."""
-        member.lost = now
+        member.lost, member.is_silent = now, True
         self._gone(member)
         if member.peer is not None:
             member.peer.connection.close()
@@ -485,16 +485,16 @@ class Coordinator:
                 member.peer.connection.close()
 
     @property
-    def has_lost_hosts(self) -> bool:
-        """True if the job is being ended, and a rank of another host cannot take part in that."""
+    def keeps_launcher(self) -> bool:
+        """True if the job is over, but its launcher waits for a rank on another host that does not end.
+
+        A launcher notices by itself that a host has died, but not that one is cut off, or that a rank is stopped.
+        """
         found = self.verdict
         if found is None or found.orderly or self._end.due is not None:
             return False
-        here = {member.joined.place for member in self.members.values() if member.peer is None}
-        return any(
-            member.joined.place not in here and (member.lost is not None or member.rank == found.rank)
-            for member in self.members.values()
-        )
+        there = (one for one in self.members.values() if one.joined.place != processes.place() and one.exited is None)
+        return any(one.is_silent or (one.lost is None and one.rank == found.rank) for one in there)
 
     @property
     def all_ended(self) -> bool:

@@ -27,8 +27,9 @@ from typing import Any
 # exception that it raised in between would be lost in TensorFlow's own conversion of errors.
 _RELEASE_SECONDS, _RAISE_SECONDS = 1.0, 0.2
 _FLUSH_SECONDS = 1.0
-# Seconds after the deadline at which the native timer ends this process; seconds for the interpreter to shut down.
-_SPARE_SECONDS, _SHUTDOWN_SECONDS = 1.0, 4.0
+# Seconds after the deadline at which the native timer ends this process; for other ranks to unwind, or to exit if they
+# have left; and for the interpreter to shut down.
+_SPARE_SECONDS, _OTHERS_SECONDS, _SHUTDOWN_SECONDS = 1.0, 13.0, 4.0
 _CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2
 # It is ignored by default, and few programs use it.
 _SIGNAL = signal.SIGURG
@@ -127,6 +128,11 @@ class Ending:
         if self._releasing is not None:
             self._releasing.join(_FLUSH_SECONDS)
         return self._releasing is None or not self._releasing.is_alive()
+
+    def has_unwound(self) -> None:
+        """Note that only the other ranks are waited for: the deadline is kept."""
+        assert self.code is not None
+        self._timer.arm(self.code, _OTHERS_SECONDS)
 
     def finish(self) -> None:
         """Let the interpreter shut down, with the verdict's code. Called by the last handler of ``atexit``."""

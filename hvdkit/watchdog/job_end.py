@@ -18,8 +18,8 @@ from hvdkit.watchdog.verdict import Verdict
 TEXTS = 16
 # Seconds between the last line and the end of the ranks: horovodrun stops forwarding output when the first rank ends.
 _FORWARD_SECONDS = 0.2
-# Seconds after the deadline for a rank that has left to shut MPI down, after which its exit code is known. Its sentinel
-# kills it before they are over.
+# Seconds after the deadline for a rank that has left to shut MPI down and exit: only then is its exit code known. The
+# other ranks wait for that long: see ``ending.py`` and ``base.py``.
 _SPARE_SECONDS = 9.0
 # Seconds for all ranks to send their last collectives; how many of one rank at least, and of all together at most.
 _FLIGHT_SECONDS, _FEWEST_RECORDS, _ALL_RECORDS = 0.5, 10, 50_000

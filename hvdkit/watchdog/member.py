@@ -25,6 +25,7 @@ class Member:
     released: Release | None = None
     exited: Exited | None = None
     lost: float | None = None  # since when its sentinel has been gone
+    is_silent: bool = False  # it was given up, since it did not answer
     unwound: bool = False
     stacks: Stacks | None = None
     flight: Flight | None = None

@@ -394,6 +394,7 @@ class Reporter:
         if not ending().begun or os.getpid() != self.pid:
             return
         flush_files()  # the interpreter would, but only seconds later, on a busy host
+        ending().has_unwound()
         self.send(Unwound())
         if self._must_finalize and ending().is_released():
             self._finalize()

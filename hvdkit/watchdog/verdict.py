@@ -12,6 +12,8 @@ from hvdkit.watchdog.events import Exited, Failed, Leaving, Message, Training
 
 PREEMPTED = 75
 DIED = "died without a word (killed, out of memory, or os._exit)"
+# An error that the end of a rank has caused may be reported so many seconds before that end: another way is faster.
+_CROSSING_SECONDS = 1.0
 _HINTS = {
     signal.SIGKILL: " (out of memory?)",
     signal.SIGSEGV: " (a crash in native code)",
@@ -235,10 +237,14 @@ class _History:
         elif code:
             verb, cause = "failed", f"sys.exit({code}) while other ranks went on"
         else:
-            place = bisect.bisect_left(let_down, (time, -1))
-            if place == len(let_down):  # its end has hurt no rank
+            after = bisect.bisect_left(let_down, (time, -1))
+            before = bisect.bisect_left(let_down, (time - _CROSSING_SECONDS, -1))
+            if after < len(let_down):
+                since, (time, other) = time, let_down[after]  # until then another rank may have failed
+            elif before < len(let_down):
+                since, time, other = time, time + _CROSSING_SECONDS, let_down[before][1]
+            else:  # its end has hurt no rank
                 return
-            since, (time, other) = time, let_down[place]  # until then another rank may have failed
             code, verb, cause = 1, "left the job", f"ended before the others: rank {other} still needed it"
         step = getattr(leaving.event, "step", None)
         yield _Candidate(self.rank, time, Judged(cause=cause, verb=verb, code=code, step=step), since)

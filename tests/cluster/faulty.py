@@ -1,5 +1,6 @@
 """A small training script that fails as it is told, once, at step 20: ``python faulty.py FAULT RANK``."""
 
+import atexit
 import os
 import signal
 import sys
@@ -23,7 +24,7 @@ def fail() -> None:
     if FAULT == "thread":
         threading.Thread(target=lambda: [][0], name="loader").start()
         time.sleep(1000)
-    if FAULT == "sys.exit(3)":
+    if FAULT in ("sys.exit(3)", "slow sys.exit(3)"):
         sys.exit(3)
     if FAULT == "sys.exit(0)":
         sys.exit(0)
@@ -53,6 +54,8 @@ def fail() -> None:
         sys.setswitchinterval(0.005)
 
 
+if FAULT == "slow sys.exit(3)":  # after hvdkit's own handlers
+    atexit.register(lambda: time.sleep(5 if cluster.rank == AT else 0))
 cluster = hk.init()
 step = tf.function(lambda x: hk.allreduce(x))
 x = tf.ones([1000])

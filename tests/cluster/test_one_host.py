@@ -22,6 +22,7 @@ FAULTS = [
     ("raise", "horovodrun --gloo", 1, 5, "failed at step 20: ValueError: the disk is full"),
     ("thread", "mpirun", 1, 5, "failed at step 20: IndexError: list index out of range (in thread loader)"),
     ("sys.exit(3)", "mpirun", 3, 6, "failed at step 20: sys.exit(3) while other ranks went on"),
+    ("slow sys.exit(3)", "mpirun", 3, 12, "failed at step 20: sys.exit(3) while other ranks went on"),
     ("sys.exit(0)", "horovodrun --gloo", 1, 5, "left the job at step 20: ended before the others: rank 0 still needed"),
     ("os._exit(0)", "horovodrun --gloo", 1, 5, f"failed at step 20: {DIED}"),
     ("kill -9", "mpirun", 137, 5, f"failed at step 20: {DIED}"),
@@ -49,7 +50,7 @@ def job(fault, launcher, at=1, heartbeat=3, watchdog=6):
 
 
 # Ranks that exit normally have 3 s to unwind (HVDKIT_UNWIND_SECONDS), then their interpreters have 4 s to end.
-ORDERLY, ORDERLY_SECONDS = {"raise", "thread", "sys.exit(3)", "sys.exit(0)"}, 7
+ORDERLY, ORDERLY_SECONDS = {"raise", "thread", "sys.exit(3)", "slow sys.exit(3)", "sys.exit(0)"}, 7
 
 
 @pytest.mark.parametrize(("job", "code", "seconds", "words"), [(job(*f[:2]), *f[2:]) for f in FAULTS])

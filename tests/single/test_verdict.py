@@ -242,6 +242,11 @@ VICTIM = Failed(cause="HorovodInternalError: a peer is gone", follows=True, step
             1,
             "rank 1 on node1 left the job at step 20: ended before the others: rank 0 still needed it",
         ),
+        (  # the report of rank 0 has overtaken that of rank 1
+            [*of(1, TRAINS, Leaving(step=20)), *of(0, TRAINS, VICTIM, at=3.98), *WELL, *of(1, Alive(), at=9.0)],
+            1,
+            "rank 1 on node1 left the job at step 20: ended before the others: rank 0 still needed it",
+        ),
         (
             [
                 *of(1, TRAINS, Leaving(step=5), Exited(code=75)),
