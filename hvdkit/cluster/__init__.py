@@ -1,4 +1,4 @@
-"""Who am I: ranks, chief, mesh, device; and the start of the engines."""
+"""This process's rank, mesh and device, and the start of Horovod and MPI."""
 
 from hvdkit.cluster.mesh import DATA, Group
 from hvdkit.cluster.world import (

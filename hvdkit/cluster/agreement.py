@@ -1,10 +1,10 @@
-"""Values compared over all ranks: every rank raises the same error, or none.
+"""Comparison of values over all ranks: either all ranks raise the same error, or all continue.
 
-A rank that raised alone would leave the others waiting in the exchange. So every rank sends a :class:`Contribution`,
-its value or the exception that it met instead, and all ranks judge the same list of them. Three functions serve:
+A rank that raised alone would leave the others waiting in the exchange. So every rank sends a :class:`Contribution`
+with its value or its exception, and all ranks evaluate the same list:
 
-* :func:`gather` returns every rank's value; what one rank raises is an error on all;
-* :func:`compare` raises on every rank, given the same values there, if one differs;
+* :func:`gather` returns the values of all ranks; an exception on one rank raises an error on all of them;
+* :func:`compare` raises on every rank if one value differs;
 * :func:`agree` does both.
 """
 
@@ -27,10 +27,10 @@ SAME_CALLS = "call the same collectives in the same order on every rank"
 
 
 class Problem(NamedTuple):
-    """An exception of one rank, as the others raise it: it may not survive pickling itself.
+    """An exception of one rank in a form that other ranks can raise. The exception itself may not be picklable.
 
     Attributes:
-        error: class of the error that they raise.
+        error: class of the error that other ranks raise.
         words: class and message of the exception.
     """
 
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def of(cls, exception: Exception, error: type[HvdkitError]) -> Problem:
-        """Return what other ranks raise of ``exception``: an ``error``, or the subclass of it that it belongs to."""
+        """Return the problem for ``exception``. Other ranks raise ``error``, or the subclass of it that was raised."""
         if isinstance(exception, error):
             error = next(each for each in type(exception).__mro__ if each.__module__ == HvdkitError.__module__)
         return cls(error, f"{type(exception).__name__}: {exception}")
@@ -47,12 +47,12 @@ class Problem(NamedTuple):
 
 @dataclass
 class Contribution(Generic[T]):
-    """What one rank sends to all others.
+    """A rank's message to all other ranks.
 
     Attributes:
-        kind: the call in which it is made, for messages; the same on every rank.
+        kind: the call that sends it, for messages; the same on every rank.
         payload: the value.
-        fault: the exception that this rank met instead, or None.
+        fault: the exception that this rank caught instead, or None.
     """
 
     kind: str
@@ -69,21 +69,21 @@ def gather(
     """Return the value of every rank, in rank order; an exception on one rank raises an error on all.
 
     Args:
-        exchange: among the ranks that take part. All of them call this.
-        kind: names the call in messages, and in reports of ranks that wait; the same on every rank.
-        value: computes this rank's, which can be pickled.
-        error: what other ranks raise if ``value`` raises here; a subclass of it stays what it is.
+        exchange: exchange among the ranks that take part. All of them must call this function.
+        kind: name of the call in messages, and in reports of waiting ranks; the same on every rank.
+        value: returns this rank's value, which must be picklable.
+        error: class of the error that other ranks raise if ``value`` raises here; a subclass of it is kept.
 
     Raises:
-        Exception: what ``value`` has raised on this rank.
-        HvdkitError: ``error``, which names the lowest rank with an exception.
-        CollectiveMismatchError: a rank called something else.
+        Exception: the exception of ``value`` on this rank.
+        HvdkitError: ``error``; it names the lowest rank with an exception.
+        CollectiveMismatchError: a rank called another collective.
     """
     if exchange.size == 1:
         return [value()]
     problem: Exception | None = None
     try:
-        # The fields of a Contribution: with fewer bytes more ranks need only one collective of MPI.
+        # Send only the fields of a Contribution: shorter messages fit into a single MPI collective at more ranks.
         data = pickle.dumps((kind, value(), None), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as exception:
         problem = exception
@@ -95,11 +95,11 @@ def gather(
 
 
 def check_calls(sent: Sequence[Any], ranks: Sequence[int]) -> list[Any]:
-    """Return the contributions of all ``ranks``, given what each has sent.
+    """Return the contributions of all ``ranks`` from the messages that they sent.
 
     Raises:
-        HvdkitError: the lowest rank's problem.
-        CollectiveMismatchError: a rank sent a :class:`Contribution` of another kind, or something else.
+        HvdkitError: the problem of the lowest rank that has one.
+        CollectiveMismatchError: a rank sent a :class:`Contribution` of another kind, or another message.
     """
     parts = [_contribution(part) for part in sent]
     for rank, part in zip(ranks, parts, strict=True):
@@ -110,14 +110,13 @@ def check_calls(sent: Sequence[Any], ranks: Sequence[int]) -> list[Any]:
 
 
 def odd_one(values: Sequence[Any]) -> tuple[int, int] | None:
-    """Return the place of the first value that differs, and the first place of what the others have.
+    """Return the index of the first value that differs, and the index of the first usual value.
 
-    The others have the majority's value, or rank 0's if there is no majority.
-
-    Values are equal if they say so or have the same bytes, so that NaN equals itself.
+    The usual value is that of the majority; without a majority, the first one. Values are equal if they compare equal
+    or pickle to the same bytes, so that NaN equals itself.
 
     Returns:
-        None if all are equal.
+        Both indices, or None if all values are equal.
 
     Example:
         >>> odd_one(["b", "a", "a"]), odd_one(["b", "a"]), odd_one(["a", "a"])
@@ -150,19 +149,19 @@ def compare(
 ) -> None:
     """Raise an error if the ranks' values differ.
 
-    It names the lowest rank that differs from the majority, or from rank 0 if there is no majority.
+    It names the lowest rank that differs from the majority; without a majority, from the first rank.
 
     Args:
-        values: of each rank. All ranks call this with the same values, as :func:`gather` returns them.
-        what: names what is compared, for the message.
-        remedy: what to do.
-        ranks: the rank of each value; by default 0, 1, ...
-        error: its class.
-        key: returns what must be equal.
-        show: returns how the message reads, given the value that differs and the one expected.
+        values: the value of each rank. All ranks must call this with the same values, as returned by :func:`gather`.
+        what: name of the compared values, for the message.
+        remedy: how to fix it, for the message.
+        ranks: the rank of each value; default: 0, 1, ...
+        error: class of the error.
+        key: returns the part of a value that must be equal.
+        show: returns descriptions of the value that differs and of the expected one, for the message.
 
     Raises:
-        HvdkitError: ``error``, if values differ.
+        HvdkitError: ``error``: values differ.
 
     Example:
         >>> compare([2, 3, 2, 4], "n", "pass one everywhere", error=ValueError)
@@ -195,14 +194,14 @@ def agree(
     key: Callable[[T], Any] = lambda value: value,
     show: Callable[[T, T], tuple[str, str]] = lambda odd, usual: (repr(odd), repr(usual)),
 ) -> list[T]:
-    """Return the values of all ranks, once they have turned out to be equal: :func:`gather`, then :func:`compare`."""
+    """Gather and compare values; return those of all ranks: :func:`gather`, then :func:`compare`."""
     values = gather(exchange, what, value, error=error)
     compare(values, what, remedy, ranks=exchange.ranks, error=error, key=key, show=show)
     return values
 
 
 def unlike_places(first: Sequence[Any], second: Sequence[Any]) -> list[int]:
-    """Return the places at which two lists differ; those that one of them lacks are among them.
+    """Return the indices at which two lists differ, including those that only one list has.
 
     Example:
         >>> unlike_places("abc", "adcd")
@@ -213,14 +212,14 @@ def unlike_places(first: Sequence[Any], second: Sequence[Any]) -> list[int]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    with contextlib.suppress(ValueError):  # arrays have no single truth
+    with contextlib.suppress(ValueError):  # arrays have no truth value
         if one == other:
             return True
     return pickle.dumps(one) == pickle.dumps(other)
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Return the lowest rank, and in brackets which others there are."""
+    """Return the lowest rank, followed by the other ranks in brackets."""
     if len(ranks) == 1:
         return f"{ranks[0]}"
     if len(ranks) == 2:
@@ -231,25 +230,25 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _contribution(sent: Any) -> Any:
-    """Return what a rank has sent as a Contribution; as it is if it belongs to another exchange."""
+    """Return a rank's message as a Contribution, or unchanged if it belongs to another exchange."""
     if type(sent) is tuple and len(sent) == 3 and isinstance(sent[0], str) and isinstance(sent[2], Problem | None):
         return Contribution(*sent)
     return sent
 
 
 def _kind(part: Any) -> Any:
-    """Return what must be equal of two messages; None for one of another exchange."""
+    """Return the part of a message that must be equal on all ranks; None for a message of another exchange."""
     return (type(part), part.kind) if isinstance(part, Contribution) else None
 
 
 def shown_calls(odd: Any, usual: Any) -> tuple[str, str]:
-    """Return what two ranks have called, for people."""
+    """Return descriptions of two ranks' calls, for messages."""
     odd, usual = (str(each) if isinstance(each, Contribution) else "another exchange" for each in (odd, usual))
     return odd, usual
 
 
 def _loaded(data: bytes) -> Any:
-    """Return what a rank has sent; None for the bytes of another exchange."""
+    """Unpickle a rank's message; None for the bytes of another exchange."""
     try:
         return pickle.loads(data)
     except Exception:

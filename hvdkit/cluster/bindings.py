@@ -1,21 +1,21 @@
-"""Which copy of hwloc MPI calls.
+"""Binds MPI's calls of hwloc to MPI's own copy.
 
-Open MPI and TensorFlow's ``libtensorflow_framework.so`` each contain a copy of hwloc and export more than a hundred
-functions of the same names. Both call them through lazy bindings: the dynamic linker looks a function up when it is
-called for the first time, first in the global scope and then among the caller's own dependencies. ``import tensorflow``
-puts TensorFlow's copy into the global scope.
+Open MPI and TensorFlow's ``libtensorflow_framework.so`` each contain a copy of hwloc, and export more than a hundred
+functions with the same names. Both call them through lazy bindings: the dynamic linker resolves a function at its first
+call, first in the global scope and then in the caller's dependencies. ``import tensorflow`` adds TensorFlow's copy to
+the global scope.
 
-If MPI was loaded first, it has bound the functions that ``MPI_Init`` calls to its own copy, and ``MPI_Finalize`` binds
-the others, ``hwloc_topology_destroy`` among them, to TensorFlow's. That function gets a topology of another layout and
-crashes in ``hwloc__topology_disadopt`` (seen from three ranks on a host, which share one topology). To put MPI's copy
-into the global scope too does not help: TensorFlow then calls it, and finds no NUMA nodes (``Call to
-hwloc_topology_set_flags() failed``). ``LD_BIND_NOW=1`` binds everything when it is loaded, but has to be set before the
-process starts. :func:`bind_hwloc` does the same for these functions alone, in a process that is running.
+If MPI was loaded first, the functions called by ``MPI_Init`` are bound to MPI's copy, but ``MPI_Finalize`` binds the
+remaining ones, including ``hwloc_topology_destroy``, to TensorFlow's copy. That function receives a topology with
+another layout and crashes in ``hwloc__topology_disadopt`` (observed with three or more ranks on a host, which share one
+topology). Adding MPI's copy to the global scope as well does not help: TensorFlow then calls it, and finds no NUMA
+nodes (``Call to hwloc_topology_set_flags() failed``). ``LD_BIND_NOW=1`` resolves all functions at load time, but must
+be set before the process starts. :func:`bind_hwloc` does the same in a running process, for hwloc only.
 
 If TensorFlow was loaded first, all of MPI's calls go to TensorFlow's copy, which works.
 
-For glibc on x86_64 and aarch64, the platforms that TensorFlow has wheels of for Linux. Sources: the System V ABI,
-chapter 5 (dynamic section); its supplements for both processors (``R_*_JUMP_SLOT``); glibc's ``link.h``.
+Supports glibc on x86_64 and aarch64, the Linux platforms with TensorFlow wheels. Sources: the System V ABI, chapter 5
+(dynamic section); its supplements for both processors (``R_*_JUMP_SLOT``); glibc's ``link.h``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 PREFIX = b"hwloc_"
 TENSORFLOW = "libtensorflow_framework.so"
 
-# Dynamic section: what an entry's tag says of its value.
+# Tags of the dynamic section.
 _PLTRELSZ, _STRTAB, _SYMTAB, _STRSZ, _PLTREL, _JMPREL, _BIND_NOW = 2, 5, 6, 10, 20, 23, 24
 _FLAGS, _FLAGS_1 = 30, 0x6FFFFFFB
 _RELA, _FLAG_NOW, _FLAG_1_NOW = 7, 8, 1
@@ -38,7 +38,7 @@ _RTLD_DI_LINKMAP = 2
 
 
 class _LinkMap(ctypes.Structure):
-    """A loaded library, as ``link.h`` describes it."""
+    """``struct link_map`` of ``link.h``: a loaded library."""
 
 
 _LinkMap._fields_ = [
@@ -64,10 +64,10 @@ class _Relocation(ctypes.Structure):
 
 
 def bind_hwloc() -> int:
-    """Bind the hwloc functions of every library that is older in this process than TensorFlow's to its own copy.
+    """Bind the hwloc calls of every library loaded before TensorFlow to that library's own copy.
 
     Returns:
-        The number of bindings made: 0 if no MPI with a lazily bound hwloc was loaded before TensorFlow.
+        The number of bindings; 0 if MPI with a lazily bound hwloc was not loaded before TensorFlow.
     """
     count = 0
     for path in libraries():
@@ -83,14 +83,14 @@ def bind_hwloc() -> int:
 
 
 def libraries() -> list[str]:
-    """Return the paths of the loaded libraries in the order in which they were loaded; none without glibc."""
+    """Return the paths of the loaded libraries in load order; empty without glibc."""
     return [os.fsdecode(library.name) for library in _loaded() if library.name]
 
 
 def lazy_slots(path: str) -> dict[str, ctypes.c_size_t]:
-    """Return, by function, the memory in which the library at ``path`` keeps the address of each hwloc function.
+    """Return the slot in which the library at ``path`` stores the address of each hwloc function, by function name.
 
-    Empty for a library that calls none, or was linked to bind everything when it is loaded (that memory is read-only).
+    Empty for a library that does not call hwloc, or that was linked to bind at load time (its slots are read-only).
     """
     library = next((library for library in _loaded() if library.name and os.fsdecode(library.name) == path), None)
     if library is None or _JUMP_SLOT is None:
@@ -114,7 +114,7 @@ def lazy_slots(path: str) -> dict[str, ctypes.c_size_t]:
 
 
 def _loaded() -> Iterator[_LinkMap]:
-    """Yield what the dynamic linker has loaded, the program first."""
+    """Yield the loaded libraries, the program first."""
     program = ctypes.CDLL(None)
     if platform.libc_ver()[0] != "glibc":
         return
@@ -127,9 +127,9 @@ def _loaded() -> Iterator[_LinkMap]:
 
 
 def _dynamic_section(library: _LinkMap) -> dict[int, int]:
-    """Return the dynamic section's values by tag, with addresses of this process.
+    """Return the dynamic section's values by tag, with absolute addresses.
 
-    glibc has added the library's address to the addresses in it, but not in the kernel's own library (the vDSO).
+    glibc has relocated the addresses in it, except for the kernel's library (the vDSO).
     """
     section, place = {}, 0
     while tag := library.dynamic[place]:

@@ -1,6 +1,6 @@
-"""A filter that drops TensorFlow's start-up lines, from standard input to standard output.
+"""A filter from standard input to standard output that drops TensorFlow's start-up lines.
 
-It runs by its path, in an isolated interpreter and on the standard library alone, while TensorFlow is imported:
+It runs as a script, in an isolated interpreter with the standard library only, while TensorFlow is imported:
 
     python -IS .../hvdkit/cluster/chatter.py
 """
@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-# Lines that say nothing about this job: absl's preamble and informational lines of TensorFlow's libraries.
+# Lines that are irrelevant to the job: absl's preamble, and informational lines of TensorFlow's libraries.
 CHATTER = (
     "WARNING: All log messages before absl::InitializeLog()",
     "I0000 ",
@@ -21,7 +21,7 @@ CHATTER = (
 
 def main() -> None:
     """Copy all other lines, one at a time, until the last writer has closed the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that writes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the writing process, and the pipe with it
     beginnings = tuple(beginning.encode() for beginning in CHATTER)
     for line in sys.stdin.buffer:
         if not line.startswith(beginnings):

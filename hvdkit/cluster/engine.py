@@ -1,4 +1,4 @@
-"""Starting the engines: Horovod, and mpi4py where there is an MPI world."""
+"""Starts Horovod and, under an MPI launcher, MPI through mpi4py."""
 
 from __future__ import annotations
 
@@ -46,24 +46,23 @@ def load_horovod() -> ModuleType:
 def start_horovod(
     promise: Promise, sets: Sequence[tuple[int, ...]] = ()
 ) -> tuple[ModuleType, Any, dict[tuple[int, ...], Any]]:
-    """Start Horovod, and MPI before it where the launcher made an MPI world.
+    """Start Horovod, under an MPI launcher after MPI.
 
-    mpi4py starts MPI so that it also ends it, at the interpreter's exit: Horovod can then be shut down and
-    started again within one process.
+    mpi4py starts MPI, so that mpi4py also finalizes it, when the interpreter exits. Horovod can then be shut down and
+    started again in the same process.
 
     Args:
-        promise: what the launcher said.
-        sets: ranks that will exchange something among themselves; the same on every rank. Under MPI they are compared
-            first, and none is made where they differ: Horovod would wait for ever.
+        promise: the rank and size set by the launcher.
+        sets: process sets to create, the same on every rank. Under MPI they are compared first, and not created if
+            ranks differ, because Horovod would wait forever.
 
     Returns:
-        The module ``horovod.tensorflow``; a duplicate of ``COMM_WORLD`` that belongs to hvdkit alone, or
-        None in the communicator's place where there is no MPI world or no mpi4py; and the process set of each of
-        ``sets``.
+        The module ``horovod.tensorflow``; a duplicate of ``COMM_WORLD`` for hvdkit only, or None without MPI or mpi4py;
+        and Horovod's process set for each of ``sets``.
 
     Raises:
-        ClusterError: mpi4py and Horovod load different MPI libraries, Horovod lacks the launcher's controller, or
-            the world is not as large as the launcher promised.
+        ClusterError: mpi4py and Horovod load different MPI libraries, Horovod lacks the launcher's controller, or the
+            world size differs from the launcher's.
     """
     _check_launcher_is_there(promise)
     hvd = load_horovod()
@@ -93,7 +92,7 @@ def start_horovod(
 
 
 def end_mpi() -> None:
-    """End MPI in this process, if mpi4py has started it: all ranks do. mpi4py would, later."""
+    """Finalize MPI if mpi4py has started it, instead of at exit. All ranks must call it."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
@@ -102,13 +101,13 @@ def end_mpi() -> None:
 def add_sets(
     hvd: ModuleType, sets: dict[tuple[int, ...], Any], new: Sequence[tuple[int, ...]], *, over_mpi: bool
 ) -> None:
-    """Make Horovod's process sets of ``new``, and add them to ``sets``. Every rank calls it, between collectives.
+    """Create Horovod's process sets of ``new``, and add them to ``sets``. Every rank must call it, between collectives.
 
-    Horovod makes sets when it starts, so it starts again. It could also make them while it runs, but then all ranks
-    would exchange two more numbers in each of its cycles.
+    Horovod is restarted, because it creates process sets when it starts. It could also create them dynamically, but
+    then all ranks would exchange two more numbers in each of its cycles.
 
     Raises:
-        ClusterError: Horovod cannot start again, as under Gloo.
+        ClusterError: Horovod cannot be restarted, e.g. under Gloo.
     """
     made = {ranks: hvd.ProcessSet(list(ranks)) for ranks in new}
     if os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1":
@@ -130,7 +129,7 @@ def add_sets(
 
 
 def _check_launcher_is_there(promise: Promise) -> None:
-    """Open MPI's variables without its daemon have been inherited; MPI itself would abort without a clear word."""
+    """Raise ClusterError if Open MPI's variables were inherited without its daemon; MPI's own message is unclear."""
     if promise.launcher != "mpirun (Open MPI)" or promise.size == 1 or "PMIX_RANK" in os.environ:
         return
     raise ClusterError(
@@ -145,7 +144,7 @@ def _check_launcher_is_there(promise: Promise) -> None:
 
 
 def _check_plugin_of_srun(promise: Promise) -> None:
-    """Open MPI learns its ranks by PMIx, and aborts where srun has none for it; others have ways of their own."""
+    """Raise ClusterError if srun does not provide PMIx, without which Open MPI aborts. Other MPIs do not need PMIx."""
     if promise.launcher != "srun (Slurm)" or promise.size == 1 or "PMIX_RANK" in os.environ:
         return
     if any(".so.40" in path for path in loaded_libraries()):
@@ -164,7 +163,7 @@ def _mpi_communicator() -> Any:
         from mpi4py import MPI
     except ImportError:
         return None
-    # libmpi_abi may be a layer over libmpi: then the two are one MPI.
+    # libmpi_abi may be a layer on top of libmpi, which is then the same MPI.
     libraries = [path for path in loaded_libraries() if "/libmpi_abi" not in path]
     if len(libraries) > 1:
         raise ClusterError(
@@ -180,10 +179,10 @@ def _mpi_communicator() -> Any:
 
 @contextmanager
 def _world_of_one() -> Iterator[None]:
-    """Tell Horovod its world where no launcher did: Gloo, one process, no rendezvous.
+    """Set Horovod's variables for a process without a launcher: Gloo, one process, no rendezvous.
 
-    Gloo needs no launcher and no daemon, whereas MPI without mpirun may refuse to start. The variables are gone
-    afterwards: a launcher that this process runs later must not find them.
+    Gloo needs neither a launcher nor a daemon, while MPI may fail to start without mpirun. The variables are removed
+    afterwards, so that a launcher started by this process does not inherit them.
     """
     world = {"RANK": 0, "SIZE": 1, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CROSS_RANK": 0, "CROSS_SIZE": 1}
     variables = {f"HOROVOD_{name}": str(value) for name, value in world.items()}

@@ -1,10 +1,10 @@
-"""Exchange of Python objects among all ranks: over mpi4py where there is an MPI world, else over Horovod.
+"""Exchange of Python objects among all ranks: over mpi4py if MPI is available, otherwise over Horovod.
 
-One primitive serves: every rank gives bytes, every rank gets all of them in rank order. A message of some bytes
-takes tens of microseconds over mpi4py; Horovod takes a cycle (1 ms).
+There is a single primitive, an allgather of bytes in rank order. A message of a few bytes takes tens of microseconds
+over mpi4py, and one cycle (1 ms) over Horovod.
 
-A rank that leaves (its script ended, or raised) can never answer. Under MPI the others would wait for ever. So a rank
-that leaves sends its peers how many exchanges it has completed, and a rank that waits in a later one raises.
+A rank that leaves (its script ended, or raised) can no longer answer, and under MPI the others would wait forever. So a
+leaving rank sends its peers the number of exchanges that it has completed, and a rank that waits in a later one raises.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hvdkit.cluster.progress import collective
 from hvdkit.errors import ClusterError
 
 _LEAVING = 7
-LARGEST = 2**31 - 1  # bytes that one collective carries: MPI counts them by C's int
-# Over MPI so many bytes of each rank's message travel with its length: at least, at most, and of all ranks together.
+LARGEST = 2**31 - 1  # maximum bytes of one collective: MPI counts them with a C int
+# Bytes of each rank's message that are sent along with its length over MPI: minimum, maximum, and total of all ranks.
 _FEWEST_FIRST_BYTES, _MOST_FIRST_BYTES, _FIRST_BYTES_OF_ALL = 2**12, 2**15, 2**17
 _OBJECTS = "an exchange of objects"
 _SPIN_SECONDS = 0.002
@@ -32,14 +32,14 @@ _NAP_SECONDS = 0.0005
 
 
 class ObjectExchange:
-    """All-to-all exchange of picklable objects, called by every rank in the same order, from one thread.
+    """Exchange of picklable objects among ranks. Every rank must call it in the same order, from one thread.
 
     Args:
-        horovod: the running ``horovod.tensorflow``, or an object that knows rank and size in a world of one.
-        communicator: hvdkit's mpi4py communicator of all ranks, or None to go through Horovod.
-        group: the ranks that exchange; None for all. Each of them constructs it, in the same order. Without
-            ``communicator`` it has a process set.
-        order: shared by all exchanges of this rank.
+        horovod: the running ``horovod.tensorflow``, or an object with rank and size in a world of one rank.
+        communicator: hvdkit's mpi4py communicator of all ranks, or None to use Horovod.
+        group: the ranks that take part; None for all. All of them must construct the exchange, in the same order.
+            Without ``communicator``, the group must have a process set.
+        order: the call order shared by all exchanges of this rank.
     """
 
     def __init__(
@@ -57,29 +57,29 @@ class ObjectExchange:
         self._order = order or CallOrder()
         self._interruption: str | None = None
         self._group_ranks = None if group is None else tuple(group.ranks)
-        self._farewells: list[Any] = []  # kept: MPI may still be sending them
-        self._longest = 0  # bytes of the longest message of the exchange before, which all ranks know
+        self._farewells: list[Any] = []  # kept alive: MPI may still be sending them
+        self._longest = 0  # bytes of the longest message of the previous exchange, known to all ranks
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks that exchange, by their numbers in the world, in ascending order."""
+        """The participating ranks, by their numbers in the world, in ascending order."""
         return self._ranks
 
     @property
     def size(self) -> int:
-        """The number of ranks that exchange."""
+        """The number of participating ranks."""
         return self._size
 
     @property
     def over_mpi(self) -> bool:
-        """True where objects travel over mpi4py, which needs no TensorFlow."""
+        """True if objects are sent over mpi4py, which does not need TensorFlow."""
         return self._comm is not None
 
     def allgather(self, value: Any, name: str = _OBJECTS) -> list[Any]:
-        """Return the ``value`` of every rank, in rank order. A rank's own is returned as a copy, too.
+        """Return the ``value`` of every rank, in rank order. This rank's value is also returned as a copy.
 
         Args:
-            value: picklable.
+            value: a picklable object.
             name: shown in rank 0's reports of ranks that wait in this exchange.
 
         Raises:
@@ -100,14 +100,14 @@ class ObjectExchange:
     def allgather_bytes(self, data: bytes, name: str = _OBJECTS) -> list[bytes]:
         """Return the bytes of every rank, in rank order.
 
-        Any number of bytes: one collective carries at most 2^31 - 1, so that more travel in several.
+        The size is not limited: more than the 2^31 - 1 bytes of one collective are sent in several.
 
         Args:
-            data: of this rank.
+            data: this rank's bytes.
             name: shown in rank 0's reports of ranks that wait in this exchange.
 
         Raises:
-            ClusterError: a rank left while this one waited for it, or an exception has interrupted an exchange before.
+            ClusterError: a rank left while this one waited for it, or an exception interrupted an earlier exchange.
         """
         if self._size == 1:
             return [data]
@@ -128,7 +128,7 @@ class ObjectExchange:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """Refuse all exchanges after one that an exception has interrupted: its messages would meet the next one's."""
+        """Reject all exchanges after one that an exception interrupted: leftover messages would match the next one."""
         if self._interruption is not None:
             raise ClusterError(f"an exchange between ranks was interrupted ({self._interruption}); end this rank")
         try:
@@ -138,7 +138,7 @@ class ObjectExchange:
             raise
 
     def _gather(self, mine: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return the bytes of all ranks end to end, ``counts[r]`` of rank r; at most :data:`LARGEST` in all."""
+        """Return the concatenated bytes of all ranks, ``counts[r]`` of rank r; at most :data:`LARGEST` in total."""
         if self._comm is None:
             with _on_host():
                 within = {} if self._group is None else {"process_set": self._group.process_set}
@@ -148,10 +148,10 @@ class ObjectExchange:
         return gathered
 
     def _begin(self, mine: np.ndarray) -> tuple[np.ndarray, list[bytearray]]:
-        """Exchange lengths with the first bytes behind them: small messages need no second collective.
+        """Exchange lengths along with the first bytes, so that small messages do not need a second collective.
 
-        MPI has to know how much each rank sends before the lengths are known. Every rank sends as much as the longest
-        message of the exchange before had, since calls in a loop repeat their sizes.
+        MPI must know how much each rank sends before the lengths are known. Every rank sends as many bytes as the
+        longest message of the previous exchange, because calls in a loop repeat their sizes.
         """
         header = np.array([len(mine)], np.int64).view(np.uint8)
         most = LARGEST // self._size - len(header)
@@ -177,7 +177,7 @@ class ObjectExchange:
         return lengths, parts
 
     def _wait(self, request: Any) -> None:
-        """Wait for ``request``, giving up the core between looks, unless a peer says that it leaves."""
+        """Poll ``request`` until it completes, yielding the core in between. Raise if a peer leaves."""
         started = time.perf_counter()
         while not request.Test():
             if (left := self._left()) is not None:
@@ -189,9 +189,9 @@ class ObjectExchange:
                 time.sleep(_NAP_SECONDS)
 
     def _left(self) -> int | None:
-        """Return a rank that has left the job before this exchange, or None.
+        """Return a rank that left the job before this exchange, or None.
 
-        One that has completed it may leave while others are still in it.
+        A rank that has completed the exchange may leave while others are still in it.
         """
         while self._world.Iprobe(tag=_LEAVING):
             rank, completed = self._world.recv(tag=_LEAVING)
@@ -200,7 +200,7 @@ class ObjectExchange:
         return next((rank for rank in self._ranks if rank in left and left[rank][self._group_ranks] <= here), None)
 
     def close(self) -> None:
-        """Tell the peers that this rank leaves. It exchanges nothing any more."""
+        """Notify the peers that this rank leaves. It must not exchange anything afterwards."""
         if self._comm is not None and self._size > 1:
             word = (self._rank, self._order.completed)
             self._farewells = [
@@ -210,7 +210,7 @@ class ObjectExchange:
 
 @contextlib.contextmanager
 def _on_host() -> Iterator[None]:
-    """Exchange now and on the CPU, also where a graph is being traced."""
+    """Run eagerly and on the CPU, even while a graph is being traced."""
     import tensorflow as tf
 
     with tf.init_scope(), tf.device("/CPU:0"):

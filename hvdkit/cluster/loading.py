@@ -1,4 +1,4 @@
-"""Loading TensorFlow: after MPI or before it, and without its start-up lines."""
+"""Loads TensorFlow, before or after MPI, without its start-up lines."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hvdkit.machine.launcher import ALONE, promised
 
 
 def prepare_import() -> None:
-    """Make ``import hvdkit`` safe in any order; load TensorFlow now in a process that a launcher started.
+    """Make ``import hvdkit`` safe in any order. In a process started by a launcher, import TensorFlow now.
 
-    A launched process will train, so TensorFlow's seconds are spent anyway; spending them here keeps a later
-    ``from mpi4py import MPI`` behind it, and TensorFlow's start-up lines away. Without a launcher (the command line, a
-    notebook) nothing heavy is imported.
+    Such a process will train, and needs the seconds for TensorFlow's import anyway. Importing it here makes sure that a
+    later ``from mpi4py import MPI`` comes after it, and hides the start-up lines. Without a launcher (the command line,
+    a notebook), nothing heavy is imported.
     """
     if "mpi4py.MPI" in sys.modules:
         bind_hwloc()
@@ -29,13 +29,13 @@ def prepare_import() -> None:
 
 
 def load_tensorflow() -> None:
-    """Import TensorFlow without its start-up lines, and without the garbage collector in its way.
+    """Import TensorFlow without its start-up lines, and with the garbage collector disabled.
 
-    ``TF_CPP_MIN_LOG_LEVEL`` is set to 1 on the chief and to 2 on other ranks, so that a warning appears once and an
-    error always. If the user has set it to 0, nothing is held back.
+    ``TF_CPP_MIN_LOG_LEVEL`` is set to 1 on the chief and to 2 on other ranks, so that warnings appear once and errors
+    always. If the user has set it to 0, all lines are shown.
 
     Raises:
-        ImportError: TensorFlow is not installed; the message names the command that brings it.
+        ImportError: TensorFlow is not installed; the message includes the command that installs it.
     """
     if "tensorflow" in sys.modules:
         return
@@ -57,10 +57,10 @@ def load_tensorflow() -> None:
 
 @contextmanager
 def _collector_at_rest() -> Iterator[None]:
-    """Keep the garbage collector from going through what is imported, now and in every later pass.
+    """Exclude the imported objects from garbage collection, now and in all later passes.
 
-    TensorFlow's hundreds of thousands of objects live as long as the process. To look through them again and again,
-    and once more at exit, took a second of the 2.5 that a process needs to start and end.
+    TensorFlow's hundreds of thousands of objects live as long as the process. Traversing them repeatedly, and again at
+    exit, took one of the 2.5 seconds that a process needs to start and exit.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -74,10 +74,10 @@ def _collector_at_rest() -> Iterator[None]:
 
 @contextmanager
 def _without_chatter() -> Iterator[None]:
-    """Send what is written to file descriptor 2 through a process that drops start-up lines.
+    """Pipe file descriptor 2 through a process that drops start-up lines.
 
-    TensorFlow writes some of them whatever its log level is. A process, since what TensorFlow says before it aborts (a
-    processor that lacks instructions) must appear.
+    TensorFlow writes some of them at any log level. The filter is a separate process, so that a message that
+    TensorFlow writes before it aborts (e.g. about missing CPU instructions) still appears.
     """
     if sys.stderr is None:  # Python was started with file descriptor 2 closed
         yield
@@ -92,7 +92,7 @@ def _without_chatter() -> Iterator[None]:
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(saved, 2)  # the last writer is gone: the filter ends
+        os.dup2(saved, 2)  # closes the last write end of the pipe, which ends the filter
         os.close(saved)
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=10)

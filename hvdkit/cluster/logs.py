@@ -1,7 +1,7 @@
-"""Rank-tagged logging in whole lines.
+"""Logging in whole lines, tagged with the rank.
 
-Launchers tag and forward each ``write``; a line that is written in pieces is torn apart when several ranks
-speak at once. The handler below writes each record, however many lines it has, with one system call.
+Launchers tag and forward each ``write``: a line written in pieces is torn apart if several ranks write at once. The
+handler below writes each record, with any number of lines, with one system call.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _LOGGER = logging.getLogger("hvdkit")
 
 
 class WholeLines(logging.Handler):
-    """Write every record to standard error with a single ``write`` call."""
+    """Writes every record to standard error with a single ``write`` call."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Format ``record`` and write it at once, past any buffer."""
+        """Format ``record`` and write it, bypassing buffers."""
         try:
             write_line(self.format(record))
         except Exception:
@@ -29,16 +29,16 @@ class WholeLines(logging.Handler):
 def get_logger() -> logging.Logger:
     """Return the logger named ``hvdkit``.
 
-    Once :func:`configure` ran, its lines look like ``[rank 1] message``.
+    After :func:`configure`, its lines have the form ``[rank 1] message``.
     """
     return _LOGGER
 
 
 def configure(rank: int, size: int) -> None:
-    """Tag log lines with the rank unless the launcher does; ranks other than the chief show warnings and worse only.
+    """Tag log lines with the rank, unless the launcher does. The chief logs from INFO, other ranks from WARNING.
 
-    The level can be set by ``HVDKIT_LOG_LEVEL`` (``DEBUG``, ``INFO``, ...), then for all ranks alike.
-    A logger that the person gave handlers of their own is left alone.
+    ``HVDKIT_LOG_LEVEL`` (``DEBUG``, ``INFO``, ...) sets the level of all ranks. If the user has added handlers to the
+    logger, it is not changed.
     """
     if not _LOGGER.handlers:
         handler = WholeLines()

@@ -1,4 +1,4 @@
-"""Ranks on a grid: which of them share a row or a column of it."""
+"""The mesh: ranks arranged in a grid, and the groups of ranks along its axes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 DATA = "data"
-"""The axis along which batches differ. Along all others ranks work on one batch together."""
+"""The axis along which batches differ. Ranks along all other axes process the same batch."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that differ from this one along one axis only.
+    """The ranks whose coordinates differ from this rank's along one axis only, including this rank.
 
     Attributes:
         axis: the axis.
-        ranks: in the order of their coordinate on it.
-        index: this rank's own coordinate.
-        process_set: Horovod's set of these ranks; None where they are all ranks, or one alone.
+        ranks: the ranks, ordered by their coordinate along the axis.
+        index: this rank's coordinate along the axis.
+        process_set: Horovod's process set of these ranks; None for all ranks, or only this one.
     """
 
     axis: str
@@ -29,12 +29,12 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of its ranks."""
+        """Number of ranks in the group."""
         return len(self.ranks)
 
 
 def coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
-    """Return a rank's place on every axis; along the last one ranks follow one another.
+    """Return a rank's coordinate along every axis. Consecutive ranks are neighbours along the last axis.
 
     Example:
         >>> coordinates(3, {"data": 2, "model": 2}), coordinates(2, {"data": 2, "model": 2})
@@ -47,7 +47,7 @@ def coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def groups_along(axis: str, mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """Return every set of ranks that differ along ``axis`` only.
+    """Return all groups of ranks that differ along ``axis`` only.
 
     Example:
         >>> groups_along("data", {"data": 2, "model": 2})
@@ -62,14 +62,14 @@ def groups_along(axis: str, mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
 
 
 def sets_to_make(mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """Return the groups of all axes that are neither one rank nor all of them: those that Horovod has to be told."""
+    """Return the groups of all axes that need a process set of Horovod: those with neither one rank nor all ranks."""
     size = len(list(itertools.product(*map(range, mesh.values()))))
     made = [ranks for axis in mesh for ranks in groups_along(axis, mesh)]
     return [ranks for ranks in dict.fromkeys(made) if 1 < len(ranks) < size]
 
 
 def group_of(rank: int, axis: str, mesh: Mapping[str, int], sets: Mapping[tuple[int, ...], Any]) -> Group:
-    """Return ``rank``'s group along ``axis``; where the mesh has no such axis, the rank alone."""
+    """Return ``rank``'s group along ``axis``; a group of one rank if the mesh does not have that axis."""
     if axis not in mesh:
         return Group(axis, (rank,), 0)
     ranks = next(ranks for ranks in groups_along(axis, mesh) if rank in ranks)

@@ -1,4 +1,4 @@
-"""The order of this rank's eager collectives: ranks match them by it, so one thread calls them, one at a time."""
+"""The order of this rank's eager collectives. Ranks match them by order, so one thread calls them, one at a time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Result = TypeVar("Result")
 
 
 class CallOrder:
-    """Keeps the exchanges of a rank in the order in which the user's thread called them.
+    """Runs the exchanges of a rank in the order in which the user's thread called them.
 
-    The first thread of Python's own that calls is the only one as long as it lives. A thread of TensorFlow, which runs
-    a ``tf.py_function``, may call while no other does. Asynchronous collectives run in a thread of this class; others
-    wait until those that were called before have ended.
+    Only the first Python thread that calls an exchange may do so while it lives. A TensorFlow thread, which runs a
+    ``tf.py_function``, may call one while no other thread does. Asynchronous collectives run in a worker thread;
+    synchronous ones wait until all collectives called before have ended.
 
     Attributes:
-        completed: exchanges of this rank, by the ranks that took part; None for all.
-        left: the same of ranks that have left the job.
+        completed: number of exchanges that this rank has completed, by the participating ranks; None for all ranks.
+        left: the same for each rank that has left the job.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class CallOrder:
         """Admit the calling thread for one exchange.
 
         Raises:
-            HvdkitError: another thread makes this rank's exchanges, or is in one.
+            HvdkitError: another thread calls this rank's exchanges, or is in one.
         """
         mine = threading.current_thread()
         if mine is not self._worker_thread:
@@ -54,10 +54,10 @@ class CallOrder:
             self._lock.release()
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
-        """Run ``call``, which makes exchanges, in this class's thread, after those that were submitted before.
+        """Run ``call``, which contains exchanges, in the worker thread, after all calls submitted before.
 
         Raises:
-            HvdkitError: another thread makes this rank's exchanges.
+            HvdkitError: another thread calls this rank's exchanges.
         """
         self._admit(threading.current_thread())
         if self._worker is None:
@@ -71,7 +71,7 @@ class CallOrder:
         self._worker_thread = threading.current_thread()
 
     def _drain(self) -> None:
-        """Wait for the calls that were submitted; their errors are raised to those who wait for their results."""
+        """Wait for all submitted calls. Their errors are raised when their results are requested."""
         if self._pending:
             wait(self._pending)
             self._pending = []

@@ -1,4 +1,4 @@
-"""What each rank tells all others when the world begins, and what has to be the same on all of them."""
+"""Properties that ranks exchange in ``hk.init()``, with checks of those that must be equal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hvdkit.machine import processes
 
 
 class Place(NamedTuple):
-    """What each rank tells all others when the world begins."""
+    """A rank's properties, as sent to all ranks in ``hk.init()``."""
 
     host: str
     mesh: list[tuple[str, int]]
-    processes: str  # equal for ranks that see each other's
+    processes: str  # equal for ranks that can see each other's processes
     offer: str
     bucket_bytes: int
 
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 def agreed_places(
     mesh: Mapping[str, int] | None, exchange: ObjectExchange, size: int, offer: str
 ) -> tuple[list[Place], dict[str, int]]:
-    """Return every rank's place and the mesh, or raise on every rank if any rank's mesh is bad or another."""
+    """Return every rank's place, and the mesh. Raises on every rank if a mesh is invalid, or ranks' settings differ."""
 
     def place() -> Place:
         axes, bucket_bytes = checked_mesh(mesh, size), settings.bucket_bytes()
@@ -42,7 +42,7 @@ def agreed_places(
 
 
 def checked_mesh(mesh: Mapping[str, int] | None, size: int) -> dict[str, int]:
-    """Return the axes of ``mesh``, one for all ranks where it is None. Raises ValueError for one that does not fit."""
+    """Return the axes of ``mesh``; by default one axis with all ranks. Raises ValueError for an invalid mesh."""
     axes = {"data": size} if mesh is None else dict(mesh)
     whole = all(isinstance(extent, int) and extent > 0 for extent in axes.values())
     if not axes or not whole or math.prod(axes.values()) != size:

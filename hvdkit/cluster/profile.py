@@ -1,4 +1,4 @@
-"""The recording of some steps, where ``HVDKIT_PROFILE`` asks for one."""
+"""Recording of some steps for a profile, if ``HVDKIT_PROFILE`` is set."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hvdkit.profiling.settings import Settings
 
 
 def asked() -> Settings | None:
-    """Return what the environment asks for, or None.
+    """Return the profile's settings from the environment, or None if it is not set.
 
     Raises:
-        ValueError: the variable cannot be understood.
+        ValueError: the variable is invalid.
     """
     return Settings.told(os.environ)
 
 
 def begin(settings: Settings, rank: int, host: str, exchange: ObjectExchange, horovod: ModuleType) -> None:
-    """Have this rank's steps counted, and some of them recorded."""
+    """Start counting this rank's steps, to record some of them."""
     from hvdkit.profiling.record import Record
     from hvdkit.profiling.recorder import Recorder
 
@@ -29,12 +29,12 @@ def begin(settings: Settings, rank: int, host: str, exchange: ObjectExchange, ho
 
 
 def is_recorded() -> bool:
-    """Return True if some steps are recorded."""
+    """Return True if a profile is active."""
     return progress().profile is not None
 
 
 def end(*, finish: bool) -> None:
-    """Stop recording; with ``finish`` put together what ranks have recorded, for which all of them are needed."""
+    """Stop recording; with ``finish``, merge the records of all ranks, all of which must call it."""
     profile, progress().profile = progress().profile, None
     if profile is not None and finish:
         profile.finish()

@@ -1,4 +1,4 @@
-"""How far this rank is: its step, and the collective that it is in. Recorded for its sentinel, and for a profile."""
+"""Progress of this rank: its step and current collective, recorded for its sentinel and for a profile."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _GENERATED = ("/autograph_generated", "__autograph_generated", "/contextlib.py")
 
 
 class Progress:
-    """What a rank has done last.
+    """Progress of a rank.
 
     Attributes:
         flight: records its collectives and steps.
-        key: by which ranks match the last one: those that take part, and its number among theirs.
-        profile: records some steps; None but for ``HVDKIT_PROFILE``.
+        key: identifies the last collective across ranks: the participating ranks, and its number among theirs.
+        profile: records some steps, if ``HVDKIT_PROFILE`` is set; else None.
     """
 
     def __init__(self) -> None:
@@ -35,12 +35,12 @@ class Progress:
         self._counts: dict[tuple[int, ...] | None, int] = {}
 
     def begin_world(self) -> None:
-        """Number collectives from 1 again, as all ranks do that call ``hk.init()`` again."""
+        """Number collectives from 1 again: ``hk.init()`` was called again, on all ranks."""
         self._counts.clear()
         self.flight.begin_world()
 
     def begin(self, name: str, ranks: Sequence[int] | None, nbytes: int) -> int:
-        """Note that this thread begins a collective among some ranks; None for all. Return its number."""
+        """Record that this thread begins a collective among ``ranks`` (None: all ranks); return its number."""
         group = None if ranks is None else tuple(ranks)
         number = self._counts[group] = self._counts.get(group, 0) + 1
         self.key = collective_key(f"{EAGER}{number}", group)
@@ -50,13 +50,13 @@ class Progress:
         return self.flight.begin(self.key, name, source_line(), group, nbytes, eager=True)
 
     def end(self, number: int) -> None:
-        """Note that a collective is done."""
+        """Record that a collective has ended."""
         self.flight.end(number, eager=True)
         if self.profile is not None:
             self.profile.ended()
 
     def at_step(self, step: int) -> None:
-        """Note the number of steps trained, in the thread that trains."""
+        """Record the number of steps trained. Called by the training thread."""
         self.flight.at_step(step)
         self.flight.in_thread()
         if self.profile is not None:
@@ -65,7 +65,7 @@ class Progress:
 
 @cache
 def progress() -> Progress:
-    """Return that of this process."""
+    """Return the :class:`Progress` of this process."""
     return Progress()
 
 
@@ -73,7 +73,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def spending(kind: Literal["input", "save"]) -> AbstractContextManager[None]:
-    """Note, for a profile, what the training thread spends its time on within the context.
+    """Record in the profile what the training thread spends its time on inside the context.
 
     Example::
 
@@ -86,15 +86,15 @@ def spending(kind: Literal["input", "save"]) -> AbstractContextManager[None]:
 
 @contextmanager
 def collective(name: str, ranks: Sequence[int] | None = None, nbytes: int = 0) -> Iterator[None]:
-    """Note a collective among ``ranks`` (default: all) that is begun and ended within the context.
+    """Record a collective among ``ranks`` (default: all) that begins and ends with the context.
 
-    The coordinator compares ranks by the number of collectives they have begun. So all of ``ranks`` must enter the
-    context, in the same order: after arguments and threads are checked, just before the message is sent.
+    The coordinator compares ranks by the number of collectives begun. So all of ``ranks`` must enter the context in the
+    same order: after arguments and threads have been checked, just before the message is sent.
 
     Args:
-        name: of the collective, with dtypes and shapes.
-        ranks: those that take part.
-        nbytes: that this rank sends.
+        name: name of the collective, with dtypes and shapes.
+        ranks: the ranks that take part.
+        nbytes: bytes that this rank sends.
 
     Example::
 
@@ -110,7 +110,7 @@ def collective(name: str, ranks: Sequence[int] | None = None, nbytes: int = 0) -
 
 
 def source_line() -> str:
-    """Return the innermost line of the calling thread outside of hvdkit, TensorFlow, Keras and Horovod."""
+    """Return the innermost source line of the calling thread outside of hvdkit, TensorFlow, Keras and Horovod."""
     frame = sys._getframe(1)
     innermost = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     found: object = frame
@@ -130,7 +130,7 @@ def is_users(file: str) -> bool:
 
 @cache
 def _folders() -> tuple[str, ...]:
-    """Return the folders of the installed libraries. A folder of the user's may have the same name."""
+    """Return the folders of the installed libraries, because a user's folder may have the same name."""
     found = list(filter(None, map(folder_of, _LIBRARIES)))
     return tuple(f"{folder}/" for folder in {*found, *map(os.path.realpath, found)})
 
@@ -139,6 +139,6 @@ def folder_of(package: str) -> str | None:
     """Return the folder of an installed package, or None."""
     try:
         spec = find_spec(package)
-    except ValueError:  # a module that was made without a file
+    except ValueError:  # a module without a file
         return None
     return None if spec is None or spec.origin is None else os.path.dirname(spec.origin)  # noqa: PTH120

@@ -1,7 +1,7 @@
-"""What must be set before MPI and TensorFlow start: waiting, fusion, threads, devices.
+"""Settings that must be in place before MPI and TensorFlow start: waiting, fusion, threads, devices.
 
-Every setting here yields to the person: a variable that is already in the environment, or a thread count that
-was already given to TensorFlow, stays as it is.
+The user's settings take precedence: a variable that is already in the environment, or a thread count already set in
+TensorFlow, is not changed.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ from hvdkit.tuned import settings_of
 from hvdkit.watchdog.settings import HEARTBEAT, PATIENCE, STALL, UNWIND, seconds
 
 _BEFORE_MPI = {
-    # Open MPI waits by spinning; Horovod's background thread then eats the core that should compute.
+    # Open MPI waits by spinning: Horovod's background thread would take a core away from computation.
     "OMPI_MCA_mpi_yield_when_idle": "1",
-    # Each group of gradients is reduced by itself. Fusing groups that happen to be ready together makes the
+    # Reduce each group of gradients separately. Fusing groups that happen to be ready at the same time would make the
     # order of additions, and so the last bit of the result, depend on timing.
     "HOROVOD_DISABLE_GROUP_FUSION": "1",
-    # Horovod remembers what all ranks agreed on, by tensors' names. With more in use than fit, jobs of several buckets
-    # were seen to abort, or to fail in MPI's allreduce: 1600 at its own 1024, 60 at 16 and 64; none at this size.
+    # Horovod caches the ranks' agreements by tensor name. If more names were in use than fit into the cache, jobs with
+    # several buckets aborted or failed in MPI's allreduce: 1600 names at the default of 1024, 60 at 16 and 64. This did
+    # not happen at this size.
     "HOROVOD_CACHE_CAPACITY": "131072",
 }
-# Horovod's thread looks for finished gradients once in so many milliseconds, and a step ends by waiting for it. Each
-# look waits for those of all other ranks: where ranks share cores, it takes them from whoever computes.
+# Milliseconds between Horovod's checks for finished gradients; a step ends by waiting for one. Each check synchronizes
+# with all other ranks, which takes time from computation if ranks share cores.
 _CYCLE, _CYCLE_ON_SHARED_CORES = "0.2", "1"
-# Smaller messages cost more than the wait that they spare; in one message nothing travels before all is computed.
-# Between hosts every message begins with a pause, in which the links are idle.
+# The overhead of smaller buckets exceeds the waiting time that they save; a single bucket could not be sent before all
+# gradients are computed. Between hosts, the links are idle at the beginning of every message.
 _BUCKET, _BUCKET_BYTES, _BUCKET_BYTES_BETWEEN_HOSTS = "HVDKIT_BUCKET_BYTES", 8 * 1024 * 1024, 32 * 1024 * 1024
-# Horovod's own limit, which writes no stacks, serves if there is no watchdog.
+# Horovod's own stall limit, which does not write stacks, takes effect after the watchdog's.
 _LATER_SECONDS, _MUCH_LATER_SECONDS = 60, 86_400
 _THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 
 def set_environment(promise: Promise, *, timeline: bool = False) -> None:
-    """Set the variables that MPI and Horovod read when they start, unless the person has set them.
+    """Set the variables that MPI and Horovod read when they start, unless the user has set them.
 
     Args:
-        promise: what the launcher said.
-        timeline: let Horovod's timeline be started later.
+        promise: the rank and size set by the launcher.
+        timeline: allow Horovod's timeline to be started later.
     """
     cycle = _CYCLE if promise.local_size <= available_cores() else _CYCLE_ON_SHARED_CORES
     wanted = _BEFORE_MPI | {"HOROVOD_CYCLE_TIME": cycle}
@@ -59,29 +60,29 @@ def set_environment(promise: Promise, *, timeline: bool = False) -> None:
 
 
 def set_stall_limit() -> None:
-    """Set Horovod's own limit for a collective that some rank never enters, unless the user has."""
+    """Set Horovod's own limit for a collective that some rank never enters, unless the user has set it."""
     patience, _ = seconds(PATIENCE), seconds(UNWIND)
-    os.environ.setdefault(PATIENCE, str(patience))  # a second world uses the value of the first one
-    # The watchdog waits for ranks that work, or are busy; Horovod would not. It still ends a job without a watchdog.
+    os.environ.setdefault(PATIENCE, str(patience))  # a second world uses the value of the first
+    # Above the watchdog's limit: the watchdog waits for ranks that work or are busy, but Horovod would not.
     later = _MUCH_LATER_SECONDS if seconds(HEARTBEAT) else _LATER_SECONDS
     os.environ.setdefault(STALL, str(round(patience) + later if patience else 0))
 
 
 def tuned() -> dict[str, str]:
-    """Return the settings in the file of ``hvdkit tune`` that HVDKIT_TUNED names, if it does.
+    """Return the settings from the file of ``hvdkit tune`` that HVDKIT_TUNED names; empty if it is not set.
 
     Raises:
-        ValueError: there is no such file, or it is another one.
+        ValueError: the file does not exist, or was not written by ``hvdkit tune``.
     """
     file = os.environ.get("HVDKIT_TUNED", "")
     return settings_of(Path(file)) if file else {}
 
 
 def bucket_bytes() -> int:
-    """Return how many bytes of gradients travel together at least: HVDKIT_BUCKET_BYTES, or 8 MiB.
+    """Return the minimum bytes of a bucket of gradients: HVDKIT_BUCKET_BYTES, or 8 MiB.
 
     Raises:
-        ValueError: the variable is no whole number of at least 1.
+        ValueError: the variable is not a positive integer.
     """
     text = os.environ.get(_BUCKET, str(_BUCKET_BYTES))
     if not text.strip().isdigit() or int(text) < 1:
@@ -90,13 +91,13 @@ def bucket_bytes() -> int:
 
 
 def core_share(cores: int, mine: frozenset[int], neighbours: Sequence[frozenset[int]]) -> int:
-    """Return this rank's threads: its cores divided by the local ranks that run on the same ones, at least 1.
+    """Return this rank's number of threads: its cores divided by the number of local ranks that share them, at least 1.
 
     Args:
-        cores: cores this rank may use, after any container quota.
+        cores: number of cores this rank may use, after any container quota.
         mine: this rank's affinity.
-        neighbours: the affinity of every rank on this host, this one included. A launcher that binds each
-            rank to cores of its own makes them disjoint, and then nothing is divided.
+        neighbours: the affinity of every rank on this host, including this one. They are disjoint if the launcher binds
+            each rank to its own cores, which are then not divided.
 
     Example:
         >>> core_share(4, frozenset(range(4)), [frozenset(range(4))] * 2)
@@ -107,7 +108,7 @@ def core_share(cores: int, mine: frozenset[int], neighbours: Sequence[frozenset[
 
 
 def share_cores(neighbours: Sequence[frozenset[int]]) -> int | None:
-    """Give TensorFlow this rank's share of the host's cores; return it, or None where the person has chosen."""
+    """Set TensorFlow's threads to this rank's share of the cores; return it, or None if the user has set them."""
     import tensorflow as tf
 
     threading = tf.config.threading
@@ -117,7 +118,7 @@ def share_cores(neighbours: Sequence[frozenset[int]]) -> int | None:
     share = core_share(available_cores(), affinity(), neighbours)
     try:
         threading.set_intra_op_parallelism_threads(share)
-        # Horovod's kernels return at once, so a second runner only lets independent branches interleave.
+        # Horovod's kernels return immediately: a second thread only lets independent branches interleave.
         threading.set_inter_op_parallelism_threads(max(2, share))
     except RuntimeError:
         get_logger().warning(
@@ -129,14 +130,14 @@ def share_cores(neighbours: Sequence[frozenset[int]]) -> int | None:
 
 
 def core_of(local_rank: int, cores: int, neighbours: Sequence[frozenset[int]]) -> int | None:
-    """Return the core that this rank should keep to, or None where the scheduler does as well.
+    """Return the core to which this rank should be bound, or None to leave it to the scheduler.
 
-    Where ranks share every core evenly, a core that has one rank too many for a while makes all of them wait.
+    If ranks share the cores evenly, a core that temporarily runs one rank too many makes all ranks wait.
 
     Args:
-        local_rank: this rank's.
-        cores: this rank may use, after any container quota.
-        neighbours: the affinity of every rank on this host by local rank.
+        local_rank: this rank's local rank.
+        cores: number of cores this rank may use, after any container quota.
+        neighbours: the affinity of every rank on this host, by local rank.
 
     Example:
         >>> [core_of(n, 2, [frozenset({0, 1})] * 4) for n in range(4)]
@@ -153,12 +154,12 @@ def core_of(local_rank: int, cores: int, neighbours: Sequence[frozenset[int]]) -
 
 
 def keep_to_core(local_rank: int, local_size: int, neighbours: Sequence[frozenset[int]]) -> int | None:
-    """Have what this thread starts from now on run on one core, where more ranks than cores share them; return it.
+    """Bind this thread, and threads that it starts, to one core if ranks outnumber their shared cores; return the core.
 
-    Left to the scheduler, 4 ranks on 2 cores took 119 to 138 ms for a step of benchmarks/dense.py instead of 88 in 4 of
-    21 runs, which is what 3 on one core would take; kept to their cores, in none of 12.
+    With 4 ranks on 2 cores, left to the scheduler, a step of benchmarks/dense.py took 119 to 138 ms instead of 88 ms in
+    4 of 21 runs, as long as 3 ranks on one core would take. Bound to cores, this happened in 0 of 12 runs.
     """
-    # Hosts of one name cannot be told apart: then it is not known who shares what.
+    # If several hosts have the same name, it is unknown which ranks share cores.
     if len(neighbours) != local_size or not hasattr(os, "sched_setaffinity"):
         return None
     core = core_of(local_rank, available_cores(), neighbours)
@@ -168,7 +169,7 @@ def keep_to_core(local_rank: int, local_size: int, neighbours: Sequence[frozense
 
 
 def pin_device(local_rank: int, local_size: int) -> str | None:
-    """Make this rank see one GPU, chosen by ``local_rank``; return its name, or None on a host without GPUs."""
+    """Make one GPU visible to this rank, by ``local_rank``; return its name, or None on a host without GPUs."""
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")

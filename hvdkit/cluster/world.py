@@ -1,4 +1,4 @@
-"""Who am I: ranks, chief, hosts, device. One world per process, begun by :func:`init`."""
+"""The world of this process: ranks, chief, hosts, device. Each process has one, started by :func:`init`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Cluster:
         local_rank: number of this process on its host.
         local_size: number of processes on this host.
         hosts: the host name of each rank, in rank order.
-        is_chief: True on rank 0, which alone writes checkpoints, summaries and lines for people.
+        is_chief: True on rank 0, the only rank that writes checkpoints, summaries and messages for users.
         mesh: axis names and sizes, e.g. ``{"data": 4}``; their product is ``size``.
     """
 
@@ -66,20 +66,21 @@ _lock = threading.Lock()
 
 
 def init(mesh: Mapping[str, int] | None = None) -> Cluster:
-    """Start Horovod (and MPI where there is one), pin this rank's device and share out the cores.
+    """Start Horovod (and MPI if available), pin this rank's device, and divide the cores among ranks.
 
     Call it once at the top of a script, before the first TensorFlow operation. Calling it again returns the same
-    cluster. Works under ``horovodrun`` (MPI and Gloo), ``mpirun``, ``srun`` and alone (a world of one).
+    cluster. Works under ``horovodrun`` (MPI and Gloo), ``mpirun``, ``srun``, and without a launcher (a world of one
+    rank).
 
     Args:
-        mesh: axis names and sizes whose product is the world size, e.g. ``{"data": 2, "model": 2}``: along the last
-            axis ranks follow one another, along "data" batches differ. Default: ``{"data": size}``.
+        mesh: axis names and sizes whose product is the world size, e.g. ``{"data": 2, "model": 2}``. Ranks are
+            consecutive along the last axis; batches differ along "data". Default: ``{"data": size}``.
 
     Raises:
-        ImportError: TensorFlow or Horovod is missing; the message names the command that brings it.
-        ClusterError: the world is not what the launcher promised, was begun with another mesh, or another rank's
-            mesh is bad.
-        ValueError: ``mesh`` does not multiply to the world size, or ``HVDKIT_PROFILE`` cannot be understood.
+        ImportError: TensorFlow or Horovod is missing; the message includes the command that installs it.
+        ClusterError: the world differs from the launcher's settings, was started with another mesh, or another rank's
+            mesh is invalid.
+        ValueError: the product of ``mesh`` is not the world size, or ``HVDKIT_PROFILE`` is invalid.
 
     Example::
 
@@ -103,7 +104,7 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
 def _start(mesh: Mapping[str, int] | None) -> _World:
     promise = promised()
     if _ended and promise.size > 1 and promise.controller == "gloo":
-        # The rendezvous server of Horovod 0.28.1 forgets which addresses are old, and a rank that meets one aborts.
+        # The rendezvous server of Horovod 0.28.1 does not drop outdated addresses, and a rank that gets one aborts.
         raise ClusterError(
             "hk.init(): called after hk.shutdown() under horovodrun --gloo, where Horovod cannot begin a second time; "
             "call hk.shutdown() at the end only, or start under MPI"
@@ -125,7 +126,7 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     if size > 1:
         abort = None if communicator is None else communicator.Abort
         watched.uncaught.install(rank, end_horovod, abort)
-        atexit.register(_leave)  # after Horovod's own, so that it runs before it
+        atexit.register(_leave)  # registered after Horovod's handler, so that it runs before
     else:
         watched.uncaught.install_alone()
     settings.pin_device(hvd.local_rank(), hvd.local_size())
@@ -158,7 +159,7 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
 
 
 def _sets(mesh: Mapping[str, int] | None, size: int) -> list[tuple[int, ...]]:
-    """Return the sets of ranks that a mesh needs; none for a bad one, which is refused once ranks can talk."""
+    """Return the process sets that a mesh needs; none for an invalid mesh, which raises later on all ranks."""
     try:
         return sets_to_make(places.checked_mesh(mesh, size))
     except (TypeError, ValueError):
@@ -168,8 +169,8 @@ def _sets(mesh: Mapping[str, int] | None, size: int) -> list[tuple[int, ...]]:
 def _neighbours(exchange: ObjectExchange, local_size: int) -> list[frozenset[int]]:
     """Return the affinity of every rank on this host.
 
-    Over Horovod even a small exchange would start TensorFlow before its threads are set; there no launcher binds
-    ranks to cores, so that all of them share this one's.
+    Without MPI, an exchange through Horovod would start TensorFlow before its threads are set. In that case no launcher
+    binds ranks to cores, so all ranks have the affinity of this one.
     """
     if not exchange.over_mpi:
         return [affinity()] * local_size
@@ -178,7 +179,7 @@ def _neighbours(exchange: ObjectExchange, local_size: int) -> list[frozenset[int
 
 
 class _Nobody:
-    """Stands where Horovod would, in a world of one that has not started it."""
+    """Replaces Horovod in a world of one rank that has not started it."""
 
     @staticmethod
     def rank() -> int:
@@ -191,9 +192,9 @@ class _Nobody:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Be a world of one while the context lasts, without Horovod and MPI; where a world has begun, change nothing.
+    """Provide a world of one rank inside the context, without Horovod and MPI; no effect after :func:`init`.
 
-    For work in one process that builds what is usually cut across ranks, such as an export.
+    For single-process work on models that are usually sharded across ranks, such as an export.
     """
     global _world
     if _world is not None:
@@ -215,12 +216,12 @@ def _begun() -> _World:
 
 
 def cluster() -> Cluster:
-    """Return the cluster that :func:`init` made. Raises ClusterError before it."""
+    """Return the cluster started by :func:`init`. Raises ClusterError before :func:`init`."""
     return _begun().cluster
 
 
 def group(axis: str) -> Group:
-    """Return the ranks that differ from this one along ``axis`` of the mesh only; this one alone without such an axis.
+    """Return this rank's group along ``axis`` of the mesh; a group of one rank if the mesh does not have that axis.
 
     Raises:
         ClusterError: before :func:`init`.
@@ -230,12 +231,12 @@ def group(axis: str) -> Group:
 
 
 def make_groups(sets: Sequence[tuple[int, ...]]) -> list[Group | None]:
-    """Return a group for each of ``sets``, for collectives among its ranks; None if this rank is outside of it.
+    """Return a group for each of ``sets``, for collectives among its ranks; None for sets without this rank.
 
-    Every rank calls it, with the same sets of ranks in ascending order.
+    Every rank must call it, with the same sets, each in ascending order.
 
     Raises:
-        ClusterError: before :func:`init`, or Horovod can make no set of ranks any more.
+        ClusterError: before :func:`init`, or Horovod cannot create process sets any more.
     """
     world = _begun()
     rank, size = world.cluster.rank, world.cluster.size
@@ -246,7 +247,7 @@ def make_groups(sets: Sequence[tuple[int, ...]]) -> list[Group | None]:
     groups = [Group("", ranks, ranks.index(rank), world.sets.get(ranks)) if rank in ranks else None for ranks in sets]
     for one in groups:
         if one is not None:
-            exchange(one)  # now, while all its ranks are here: MPI would wait in C for one that does not come
+            exchange(one)  # create it now that all its ranks are here: MPI would block in C for a missing one
     return groups
 
 
@@ -256,7 +257,7 @@ def horovod() -> ModuleType:
 
 
 def exchange(group: Group | None = None) -> ObjectExchange:
-    """Return the exchange of Python objects among the ranks of ``group``, by default all of them.
+    """Return the exchange of Python objects among the ranks of ``group``; default: all ranks.
 
     Raises:
         ClusterError: before :func:`init`.
@@ -300,7 +301,7 @@ def is_chief() -> bool:
 
 
 def shutdown() -> None:
-    """End this process's part in the world. Every rank calls it; without :func:`init` it does nothing.
+    """Leave the world. Every rank must call it; without :func:`init` it has no effect.
 
     Afterwards :func:`init` may be called again, but not under ``horovodrun --gloo``.
     """
@@ -317,7 +318,7 @@ def shutdown() -> None:
 
 
 def _leave() -> None:
-    """At the interpreter's exit: tell the others first, then shut Horovod down, which ends their collectives."""
+    """Handle the interpreter's exit: notify the other ranks, then shut Horovod down, which ends their collectives."""
     global _world
     if _world is None or os.getpid() != reporter().pid or ending().begun:
         return
@@ -332,7 +333,7 @@ def _leave() -> None:
 
 
 def _at_exit() -> None:
-    """Run after all other handlers: this one was registered when hvdkit was imported."""
+    """Finish after all other ``atexit`` handlers: this one was registered first, when hvdkit was imported."""
     if ending().begun:
         reporter().finish()
     elif _world is not None and (_world.cluster.size == 1 or os.getpid() == reporter().pid):

@@ -1,4 +1,4 @@
-"""Collectives: tensors through Horovod, objects through mpi4py where there is an MPI world."""
+"""Collectives: tensors through Horovod, objects through mpi4py if MPI is available."""
 
 from hvdkit.collectives.asynchronous import (
     Handle,

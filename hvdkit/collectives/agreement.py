@@ -1,8 +1,8 @@
-"""Before an eager collective the ranks compare what they are about to do, so that a mistake is an error on all.
+"""Ranks compare their calls before an eager collective, so that a mistake raises on all ranks.
 
-A rank that raised alone would leave the others waiting. Here every rank first sends its call's signature (or what
-is wrong with its arguments) to all; then all raise the same error, or all go on. Small values ride along, and the
-result is computed from them on the spot: for these the comparison is the whole exchange.
+A rank that raised alone would leave the others waiting. Instead, every rank first sends the signature of its call, or
+the error in its arguments, to all ranks. Then either all ranks raise the same error or all continue. Small values are
+sent along with the signature, and the result is computed from them directly, without a second exchange.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvdkit.cluster import Group
 from hvdkit.cluster.agreement import SAME_CALLS, Contribution, Problem, check_calls, compare, shown_calls
 from hvdkit.errors import CollectiveMismatchError, describe
 
-# Below this many bytes a value goes along with its signature. At 1,000 ranks that is 16 MB a rank, still quick.
+# Values up to this many bytes are sent along with the signature. At 1,000 ranks that is 16 MB per rank, still fast.
 SMALL_BYTES = 16 * 1024
 JOIN = "join()"
 
@@ -28,13 +28,13 @@ class Call(Contribution[Any]):
     """One rank's side of an eager collective.
 
     Attributes:
-        kind: the collective and everything all ranks must agree on, for people: ``allreduce(op=Sum)``.
+        kind: the collective with all arguments that must agree, for messages: ``allreduce(op=Sum)``.
         payload: the values, if small.
         dtypes: dtype name of each tensor.
-        shapes: shape of each tensor; where ``uneven`` the first axis may differ between ranks.
+        shapes: shape of each tensor; if ``uneven``, the first axis may differ between ranks.
         uneven: True for allgather and alltoall.
-        problem: the exception that this rank's arguments deserve, or None.
-        joinable: ranks that have joined may stay away: they contribute zeros.
+        problem: the exception to raise for this rank's arguments, or None.
+        joinable: joined ranks need not take part: they contribute zeros.
     """
 
     payload: Any = None
@@ -45,7 +45,7 @@ class Call(Contribution[Any]):
     joinable: bool = False
 
     def agreed(self) -> tuple[Any, ...]:
-        """Return what must be equal on all ranks."""
+        """Return the part that must be equal on all ranks."""
         inner = tuple(shape[1:] for shape in self.shapes) if self.uneven else self.shapes
         return (self.kind, self.dtypes, tuple(len(s) for s in self.shapes), inner)
 
@@ -58,11 +58,11 @@ class Call(Contribution[Any]):
 
 
 def agree_on_call(call: Call, group: Group | None = None) -> list[Call]:
-    """Return the call of every rank of ``group`` (default: all), in rank order, after checking that they fit together.
+    """Return the calls of all ranks of ``group`` (default: all ranks), in rank order, after checking that they match.
 
     Raises:
-        Exception: what a rank's own arguments deserve, on that rank.
-        CollectiveMismatchError: ranks differ, or another rank's arguments are wrong; it names the rank.
+        Exception: this rank's arguments are invalid: ``call.problem``.
+        CollectiveMismatchError: ranks differ, or another rank's arguments are invalid; it names the rank.
     """
     ranks = range(cluster.size()) if group is None else group.ranks
     if len(ranks) == 1:
@@ -91,7 +91,7 @@ def agree_on_call(call: Call, group: Group | None = None) -> list[Call]:
 
 
 def _check(calls: list[Call], ranks: Sequence[int]) -> None:
-    """Raise what is wrong with the ranks' calls, or return if some ranks have joined and the others go on."""
+    """Raise if the ranks' calls do not match; return if they differ only because some ranks have joined."""
     if not all(type(each) is Call for each in calls):
         check_calls(calls, ranks)
     active = [(rank, each) for rank, each in zip(ranks, calls, strict=True) if each.kind != JOIN]
@@ -111,7 +111,7 @@ def _check(calls: list[Call], ranks: Sequence[int]) -> None:
 
 
 def _agreed_of(uneven: bool) -> Callable[[tuple[str, tuple[int, ...]]], Any]:
-    """Return what takes a tensor's dtype and shape, and returns what must be equal of them."""
+    """Return a function from a tensor's dtype and shape to the part that must be equal on all ranks."""
     return (lambda tensor: (tensor[0], len(tensor[1]), tensor[1][1:])) if uneven else lambda tensor: tensor
 
 
@@ -121,7 +121,7 @@ def _tensors(*tensors: tuple[str, tuple[int, ...]]) -> tuple[str, str]:
 
 
 def attempt(check: Callable[[], None]) -> Exception | None:
-    """Run ``check`` and return its exception or None: a rank that raised alone would leave the others waiting."""
+    """Run ``check``; return its exception, to be raised on all ranks together, or None."""
     try:
         check()
     except Exception as error:
@@ -130,7 +130,7 @@ def attempt(check: Callable[[], None]) -> Exception | None:
 
 
 def check_root(root: Any, group: Group | None = None) -> None:
-    """Raise ValueError if ``root`` is not a rank, or not one of ``group``."""
+    """Raise ValueError if ``root`` is not a rank, or not in ``group``."""
     ranks = range(cluster.size()) if group is None else group.ranks
     if not isinstance(root, (int, np.integer)) or isinstance(root, bool) or root not in ranks:
         expected = f"a rank, 0 to {cluster.size() - 1}" if group is None else f"one of the ranks {list(ranks)}"

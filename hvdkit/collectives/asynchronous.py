@@ -1,4 +1,4 @@
-"""Eager collectives that run while the caller goes on: begun by ``..._async``, ended by :func:`wait`."""
+"""Eager collectives that run in the background: started by ``..._async``, completed by :func:`wait`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hvdkit.errors import describe
 
 
 class Handle:
-    """A collective under way; :func:`wait` returns its result."""
+    """A collective in progress; :func:`wait` returns its result."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
 
     def done(self) -> bool:
-        """Return True if the result, or an error, is here. It does not wait."""
+        """Return True if the collective has finished, with a result or an error. Does not block."""
         return self._future.done()
 
     def wait(self) -> Any:
@@ -34,14 +34,14 @@ class Handle:
 
 @graph_safe
 def wait(handle: Handle) -> Any:
-    """Wait for an asynchronous collective, and return what the collective of the same name returns.
+    """Wait for an asynchronous collective, and return its result.
 
     Args:
-        handle: of :func:`allreduce_async` or one of the others. It may be waited for several times.
+        handle: the result of :func:`allreduce_async` or another ``..._async`` function. May be passed several times.
 
     Raises:
-        TypeError: ``handle`` is something else.
-        Exception: what the collective raises.
+        TypeError: ``handle`` is not a handle.
+        Exception: any exception of the collective.
 
     Example::
 
@@ -55,11 +55,11 @@ def wait(handle: Handle) -> Any:
 
 
 def allreduce_async(x: Any, *args: Any, **kwargs: Any) -> Handle:
-    """Begin :func:`hvdkit.allreduce` of ``x``, and return at once.
+    """Start :func:`hvdkit.allreduce` of ``x``, and return immediately.
 
-    Ranks call asynchronous collectives in the same order, among each other and among all others; a collective that
-    follows waits for those begun before. ``x`` may be changed afterwards. The result has no gradient in eager mode;
-    inside a graph, where every collective is asynchronous, it has.
+    All ranks must call asynchronous and other collectives in the same order; a collective waits for those started
+    before it. ``x`` may be modified afterwards. In eager mode, the result has no gradient. Inside a graph, all
+    collectives are asynchronous, and the result has a gradient.
 
     Returns:
         A handle for :func:`hvdkit.wait`.
@@ -73,27 +73,27 @@ def allreduce_async(x: Any, *args: Any, **kwargs: Any) -> Handle:
 
 
 def grouped_allreduce_async(xs: Sequence[Any], *args: Any, **kwargs: Any) -> Handle:
-    """Begin :func:`hvdkit.grouped_allreduce`; as :func:`allreduce_async`."""
+    """Start :func:`hvdkit.grouped_allreduce`; see :func:`allreduce_async`."""
     return _begin(grouped_allreduce, list(xs), *args, **kwargs)
 
 
 def allgather_async(x: Any, **kwargs: Any) -> Handle:
-    """Begin :func:`hvdkit.allgather`; as :func:`allreduce_async`."""
+    """Start :func:`hvdkit.allgather`; see :func:`allreduce_async`."""
     return _begin(allgather, x, **kwargs)
 
 
 def broadcast_async(x: Any, root: int = 0, **kwargs: Any) -> Handle:
-    """Begin :func:`hvdkit.broadcast`; as :func:`allreduce_async`."""
+    """Start :func:`hvdkit.broadcast`; see :func:`allreduce_async`."""
     return _begin(broadcast, x, root, **kwargs)
 
 
 def alltoall_async(x: Any, splits: Any = None, **kwargs: Any) -> Handle:
-    """Begin :func:`hvdkit.alltoall`; as :func:`allreduce_async`."""
+    """Start :func:`hvdkit.alltoall`; see :func:`allreduce_async`."""
     return _begin(alltoall, x, splits, **kwargs)
 
 
 def reducescatter_async(x: Any, *args: Any, **kwargs: Any) -> Handle:
-    """Begin :func:`hvdkit.reducescatter`; as :func:`allreduce_async`."""
+    """Start :func:`hvdkit.reducescatter`; see :func:`allreduce_async`."""
     return _begin(reducescatter, x, *args, **kwargs)
 
 
@@ -108,7 +108,7 @@ def _begin(collective: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) ->
 
 
 def _snapshot(x: Any) -> Any:
-    """Return ``x`` as it is now."""
+    """Return a copy of ``x`` that later changes do not affect."""
     if isinstance(x, np.ndarray):
         return x.copy()
     value = getattr(x, "value", x)

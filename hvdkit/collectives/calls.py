@@ -1,6 +1,6 @@
-"""One call of a collective: in a graph as a part of it; in eager mode after the ranks have compared their calls.
+"""Runs one call of a collective: as part of a graph, or eagerly after the ranks have compared their calls.
 
-Both have the derivative that the collective states, at every size and dtype.
+In both cases the result has the collective's derivative, at every size and dtype.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Collective:
     """A collective with its arguments.
 
     Attributes:
-        kind: its name and everything all ranks must agree on, for people: ``allreduce(op=Sum)``.
+        kind: its name with all arguments that must agree, for messages: ``allreduce(op=Sum)``.
         group: the ranks that take part; None for all.
-        check: raises what this rank's tensors or arguments deserve.
-        here: computes the results from the values of all ranks: of each rank the list that it gave, and ``extra``;
-            None if only ``wire`` can.
+        check: raises if this rank's tensors or arguments are invalid.
+        here: computes the results locally from the values of all ranks: for each rank, the list of its values followed
+            by ``extra``. None if only ``wire`` can.
         wire: exchanges tensors, and returns the results.
-        derivative: returns the gradients of the tensors, given them, the results and the gradients of the results;
-            None if the collective has none.
+        derivative: returns the gradients of the tensors, given the tensors, the results and the gradients of the
+            results; None if the collective is not differentiable.
         uneven: the first axis may differ between ranks.
-        extra: further values that ``here`` needs of each rank; known once ``check`` has returned.
+        extra: returns further values that ``here`` needs from each rank; called after ``check``.
         name: the user's name for it, or None.
-        joinable: ranks that have joined may stay away.
+        joinable: joined ranks need not take part.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Collective:
 
 
 def run(asked: Collective, values: Sequence[Any]) -> list[Any]:
-    """Return the results of a collective of ``values``, in the kinds of those: numbers, arrays or tensors."""
+    """Run a collective on ``values``; return results of the same kind: numbers, arrays or tensors."""
     given: Tensors = []
 
     def prepare() -> None:
@@ -82,7 +82,7 @@ def run(asked: Collective, values: Sequence[Any]) -> list[Any]:
 
 
 def _run_eagerly(asked: Collective, given: Tensors, problem: Exception | None = None) -> list[Any]:
-    """Compare the calls of all ranks; the values go along if they are small, otherwise exchange them then."""
+    """Compare the calls of all ranks, sending small values along; then exchange larger values."""
     kind = asked.kind if asked.name is None else f"{asked.kind} {asked.name!r}"
     call = Call(kind, uneven=asked.uneven, problem=problem, joinable=asked.joinable)
     if problem is None:
@@ -97,7 +97,7 @@ def _run_eagerly(asked: Collective, given: Tensors, problem: Exception | None = 
     if asked.uneven:
         _check_size(calls, asked)
     ranks = range(cluster.size()) if asked.group is None else asked.group.ranks
-    # Ranks that have joined wait for the next call meanwhile.
+    # Joined ranks wait for the next call.
     active = [rank for rank, one in zip(ranks, everywhere, strict=True) if one.kind != JOIN]
     among = active if asked.group is not None or len(calls) < len(everywhere) else None
     with collective(str(call), among, sum(map(_nbytes, given))):
@@ -105,13 +105,13 @@ def _run_eagerly(asked: Collective, given: Tensors, problem: Exception | None = 
 
 
 def _check_size(calls: Sequence[Call], asked: Collective) -> None:
-    """Raise ValueError on all ranks if one of them would send or receive more elements than MPI counts."""
+    """Raise ValueError on all ranks if one of them would send or receive more elements than MPI can count."""
     counts = [[int(np.prod(shape)) for shape in call.shapes] for call in calls]
     total = max(map(sum, zip(*counts, strict=True)), default=0)
     if total <= tensors.LARGEST:
         return
     extra = gather(cluster.exchange(asked.group), f"sizes of {asked.kind}", asked.extra)
-    if extra[0]:  # an alltoall: what each rank sends, and what it receives
+    if extra[0]:  # an alltoall: check what each rank sends, and what it receives
         inner = [math.prod(call.shapes[0][1:]) for call in calls]
         received = np.sum([splits[0] for splits in extra], axis=0) * max(inner)
         total = max(int(received.max()), *(count[0] for count in counts))
@@ -127,10 +127,11 @@ def _check_size(calls: Sequence[Call], asked: Collective) -> None:
 
 
 def _differentiable(asked: Collective, forward: Callable[[Tensors], list[Any]], given: Tensors) -> Tensors:
-    """Return ``forward(given)`` with the collective's derivative in place of that of its parts.
+    """Return ``forward(given)`` with the collective's own derivative.
 
-    Within a share of a global batch rank s's loss counts f_s times. So does what it sends back, and what this rank gets
-    is divided by f_r, by which the gradients that follow from it are multiplied where they leave this rank.
+    Inside :func:`share_of_batch`, the loss of rank s has weight f_s, so each rank multiplies the gradients that it
+    sends by its factor. The received gradients are divided by this rank's f_r, because gradients computed from them
+    are multiplied by f_r when they leave this rank.
     """
     factor = current_factor()
 
@@ -144,7 +145,7 @@ def _differentiable(asked: Collective, forward: Callable[[Tensors], list[Any]], 
                 raise LookupError(f"{asked.kind} has no gradient; use another op, or tf.stop_gradient(x)")
             if factor is None:
                 return asked.derivative(inputs, results, list(upstream))
-            if record.could_possibly_record():  # a tape around this one: which of the losses is weighted is unknown
+            if record.could_possibly_record():  # an outer tape: it is unknown which loss is weighted
                 got = f"a gradient of a gradient of {asked.kind}, with batches that ranks divide unevenly"
                 remedy = "choose a batch size that the number of ranks divides, and drop the remainder"
                 raise HvdkitError(describe("x", got, "batches that divide evenly", remedy))
@@ -158,13 +159,13 @@ def _differentiable(asked: Collective, forward: Callable[[Tensors], list[Any]], 
 
 
 def _has_rows(asked: Collective, factor: tf.Tensor) -> Any:
-    """Assert that this rank has rows of the global batch: its values have taken part."""
+    """Assert that this rank has rows of the global batch, so that its values took part."""
     got, expected = f"{asked.kind} with a gradient, in a batch of fewer rows than ranks", "rows on every rank"
     return tf.debugging.Assert(factor > 0, [describe("x", got, expected, "leave the last batch out (drop_remainder)")])
 
 
 def _with_rows(x: tf.Tensor) -> tf.Tensor:
-    """Return ``x``; a single number as one row."""
+    """Return ``x``; reshape a scalar to one row."""
     if x.shape.rank is None:
         return tf.cond(tf.equal(tf.rank(x), 0), lambda: tf.reshape(x, [1]), lambda: x)
     return tf.reshape(x, [1]) if x.shape.rank == 0 else x

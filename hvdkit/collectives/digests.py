@@ -1,6 +1,6 @@
-"""Digests of batches, and of variables' values at about the speed at which memory is read.
+"""Digests of batches, and of variables' values at about memory speed.
 
-They compare, and do not defend.
+They are meant for comparison, and are not cryptographically secure.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from hvdkit.errors import describe
 
 
 def digest(variable: Any) -> bytes:
-    """Return 16 bytes (XXH3-128) that stand for a variable's dtype, shape and values, bit for bit.
+    """Return a 16-byte digest (XXH3-128) of a variable's dtype, shape and values, bit for bit.
 
-    Values that compare equal may differ in their bits (0.0 and -0.0), and a NaN has the bits of itself. On CPUs the
-    values are read where they are; from a GPU one variable at a time is copied. Other threads run meanwhile.
+    0.0 and -0.0 have different digests, NaNs with equal bits the same. On a CPU the values are read in place; from a
+    GPU one variable is copied at a time. Other threads can run meanwhile.
 
     Args:
         variable: a TensorFlow or Keras variable of any shape and dtype.
 
     Raises:
-        TypeError: ``variable`` is something else.
+        TypeError: ``variable`` is not a variable.
 
     Example::
 
@@ -38,10 +38,10 @@ def digest(variable: Any) -> bytes:
 
 
 def behind(variable: Any) -> tf.Variable:
-    """Return the TensorFlow variable that holds a variable's values: itself, or the one behind a Keras variable.
+    """Return the TensorFlow variable itself, or the one behind a Keras variable.
 
     Raises:
-        TypeError: ``variable`` is something else.
+        TypeError: ``variable`` is not a variable.
     """
     inner = variable if hasattr(variable, "read_value") else getattr(variable, "value", None)
     if not hasattr(inner, "read_value"):
@@ -52,15 +52,15 @@ def behind(variable: Any) -> tf.Variable:
 
 
 def _raw(value: tf.Tensor) -> Any:
-    """Return the bytes of ``value``; an array's own memory where it has one."""
+    """Return the bytes of ``value``, without a copy if possible."""
     if value.dtype == tf.string:
         return tf.io.serialize_tensor(value).numpy()
-    # Reshaped, because NumPy makes no array of a bfloat16 scalar; neither that nor the views copies.
+    # Reshape first, because NumPy cannot view a bfloat16 scalar. Neither the reshape nor the view copies.
     return np.asarray(tf.reshape(value, [-1])).view(np.uint8)
 
 
 def digest_of_batch(data: Any) -> tf.Tensor:
-    """Return an int64 number that differs if batches differ in their first or last rows, or in their number of rows."""
+    """Return an int64 hash of a batch's first rows, last rows and numbers of rows."""
     total = tf.zeros([], tf.int64)
     for place, leaf in enumerate(leaf for leaf in tf.nest.flatten(data) if leaf is not None):
         x = getattr(leaf, "flat_values", getattr(leaf, "values", leaf)) if not isinstance(leaf, tf.Tensor) else leaf

@@ -1,19 +1,19 @@
-"""How values travel: the dtypes in which they are reduced and moved, and the conversions to and from them.
+"""Wire dtypes: the dtypes in which values are reduced and moved, and the conversions to and from them.
 
-Horovod takes a part of TensorFlow's dtypes. The others are converted:
+Horovod supports only some of TensorFlow's dtypes. The others are converted:
 
 * moving (allgather, broadcast, alltoall): any other fixed-size dtype bit for bit as integers; float8 and 4-bit
-  integers, which TensorFlow cannot reinterpret, in a wider dtype that holds all their values;
+  integers, which TensorFlow cannot reinterpret, in a wider dtype that represents all their values;
 * reducing: bfloat16 in float32; small integers and bool in int32 (bool: Min is *and*, Max is *or*).
 
-The same rules hold for every message size, in eager mode and in graphs:
+The same rules apply to all message sizes, in eager mode and in graphs:
 
-* Sum and Product: partial results are kept in the dtype in which values travel. Integers wrap around.
+* Sum and Product: partial results have the wire dtype. Integers wrap around.
 * Average of floats: each value is multiplied by 1/N before the sum, so that the sum does not overflow if the average
-  does not; float64 is divided after it, since Horovod keeps factors in float32. Average of integers: the sum, in 64
-  bits, divided by N and rounded toward zero.
-* Min and Max: NaN propagates, as in NumPy. MPI's own comparison of floats may lose it, therefore floats are compared as
-  integers of the same order: the bits of a float, those of negative ones inverted but for the sign.
+  does not. float64 is divided after the sum, because Horovod stores factors in float32. Average of integers: the sum,
+  in 64 bits, is divided by N and rounded toward zero.
+* Min and Max: NaN propagates, as in NumPy. MPI's comparison of floats may lose NaN, so floats are compared as integers
+  with the same order: the bits of the float, with all bits but the sign inverted for negative values.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def wire_dtype(dtype: Any, op: ReduceOp) -> tf.DType:
     """Return the dtype in which values of ``dtype`` are reduced by ``op``.
 
     Raises:
-        TypeError: Horovod cannot reduce ``dtype``, and no conversion of it is exact enough.
+        TypeError: Horovod cannot reduce ``dtype``, and there isn't a sufficiently exact conversion.
     """
     dtype = tf.as_dtype(dtype)
     wire = dtype if dtype in _REDUCED else _REDUCED_IN.get(dtype)
@@ -83,17 +83,17 @@ def wire_dtype(dtype: Any, op: ReduceOp) -> tf.DType:
 
 
 def average_factor(wire: Any, size: int) -> float:
-    """Return the factor before a sum in dtype ``wire`` that makes it an average; 1 if it is divided after it."""
+    """Return the factor that turns a sum in dtype ``wire`` into an average; 1 if the sum is divided afterwards."""
     return float(np.float32(1.0 / size)) if tf.as_dtype(wire) in (tf.float16, tf.float32) else 1.0
 
 
 def divided(total: tf.Tensor, size: int) -> tf.Tensor:
-    """Return ``total / size``; of integers rounded toward zero."""
+    """Return ``total / size``, rounded toward zero for integers."""
     return tf.truncatediv(total, tf.cast(size, total.dtype)) if total.dtype.is_integer else total / size
 
 
 def scaled(x: tf.Tensor, factor: float) -> tf.Tensor:
-    """Return ``x * factor``; of integers in float64 and rounded toward zero, of float16 in float32."""
+    """Return ``x * factor``. Integers are multiplied in float64 and rounded toward zero, float16 in float32."""
     if factor == 1.0:
         return x
     wide = tf.float64 if x.dtype.is_integer else tf.float32 if x.dtype == tf.float16 else x.dtype
@@ -101,10 +101,10 @@ def scaled(x: tf.Tensor, factor: float) -> tf.Tensor:
 
 
 def ordered(x: tf.Tensor) -> tuple[tf.Tensor, Decode]:
-    """Return integers in the order of the floats ``x``, and the function that turns them back.
+    """Return integers with the same order as the floats ``x``, and the function that converts them back.
 
-    The least and the largest integer both stand for NaN: one of them wins under Min, the other under Max. The caller
-    marks NaN by :func:`with_nan_as`.
+    The smallest and the largest integer both represent NaN: one wins under Min, the other under Max. The caller sets
+    NaN with :func:`with_nan_as`.
     """
     floats = _ORDERED_IN[x.dtype]
     integers = _INTEGERS_OF[floats]
@@ -116,7 +116,7 @@ def ordered(x: tf.Tensor) -> tuple[tf.Tensor, Decode]:
 
 
 def with_nan_as(x: tf.Tensor, order: tf.Tensor, op: ReduceOp) -> tf.Tensor:
-    """Return ``order``, of :func:`ordered`, with the integer that wins under ``op`` in place of every NaN of ``x``."""
+    """Return the result ``order`` of :func:`ordered`, with every NaN of ``x`` set to the integer that wins ``op``."""
     winner = order.dtype.max if op == ReduceOp.Max else order.dtype.min
     return tf.where(tf.math.is_nan(x), tf.constant(winner, order.dtype), order)
 
@@ -132,7 +132,7 @@ def check_movable(dtype: tf.DType) -> None:
 
 
 def as_movable(x: tf.Tensor) -> tuple[tf.Tensor, Decode]:
-    """Return ``x`` in a dtype that Horovod moves, and the function that turns a result back."""
+    """Return ``x`` in a dtype that Horovod can move, and the function that converts a result back."""
     check_movable(x.dtype)
     if x.dtype in _MOVED:
         return x, tf.identity

@@ -1,4 +1,4 @@
-"""Collectives inside graphs: the names by which ranks match them, their order, and graphs that cannot hold them."""
+"""Collectives inside graphs: matching names, execution order, and the rejection of XLA."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def run_collective(
     uneven: bool = False,
     ranks: Sequence[int] | None = None,
 ) -> Any:
-    """Return what Horovod's op ``native`` makes of ``tensors``, in eager mode or as a part of a graph that runs it.
+    """Run Horovod's op ``native`` on ``tensors``, eagerly or as part of the current graph, and return its result.
 
     Args:
-        name: by which ranks match the collective, before it is made unique in its graph.
-        tensors: what it exchanges.
-        native: is given the tensors, ready for it, and the name by which ranks match.
+        name: identifies the collective across ranks; made unique in its graph.
+        tensors: the tensors to exchange.
+        native: calls Horovod's op with the prepared tensors and the unique name.
         label: the name for messages; default: ``name``.
-        shown: what the user gave, if ``tensors`` is a conversion of it.
+        shown: the user's tensors, if ``tensors`` are converted from them.
         uneven: ranks may differ in the first axis.
-        ranks: those that take part; None for all.
+        ranks: the ranks that take part; None for all.
 
     Raises:
         HvdkitError: inside ``jit_compile=True``.
@@ -54,10 +54,10 @@ def run_collective(
 def _op_name(name: str, ranks: Sequence[int] | None) -> str:
     """Return the name by which Horovod matches this collective between ranks.
 
-    A node's own name would carry the name scopes around it, and Keras numbers those by how many layers and
-    optimizers a process has made so far: a chief that made one more would wait for its peers for ever. So scopes are
-    ignored, and the collectives of one function are numbered in the order in which they are traced, those in its
-    branches and loops included. A function that it calls numbers its own: it may have been traced before.
+    A node's own name contains its name scopes, which Keras numbers by how many layers and optimizers the process has
+    created: if the chief had created one more, it would wait for its peers forever. So name scopes are ignored, and the
+    collectives of a function, including those in its branches and loops, are numbered in tracing order. A function that
+    it calls has its own numbers, because it may have been traced earlier.
     """
     refuse_xla()
     graph = tf.compat.v1.get_default_graph()
@@ -65,16 +65,16 @@ def _op_name(name: str, ranks: Sequence[int] | None) -> str:
         graph = graph.outer_graph
     traced = graph.get_collection_ref("hvdkit_collectives")
     traced.append(name)
-    # The function's name comes second: "_step" and "<lambda>" may not begin the name of a node.
+    # The function's name comes second: a node's name must not start with "_step" or "<lambda>".
     full = f"{name}.{re.sub('[^A-Za-z0-9_.]', '_', graph.name)}.{traced.count(name)}"
     if not ranks or len(ranks) < 2:
         return full
-    # Several groups of a mesh are in theirs at once: a profile tells them apart by the name.
+    # Groups of a mesh run theirs concurrently. The ranks in the name distinguish them in a profile.
     return f"{full}.ranks_{ranks[0]}_to_{ranks[-1]}_by_{ranks[1] - ranks[0]}"
 
 
 def refuse_xla() -> None:
-    """Raise HvdkitError while a graph for XLA is traced."""
+    """Raise HvdkitError if a graph for XLA is being traced."""
     if tf.inside_function() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise HvdkitError(
             describe(
@@ -87,10 +87,10 @@ def refuse_xla() -> None:
 
 
 def _not_constant(x: tf.Tensor) -> tf.Tensor:
-    """Return ``x`` in a form that TensorFlow cannot take for a constant.
+    """Return ``x`` in a form that TensorFlow does not fold as a constant.
 
-    It would run a collective of constants while it prepares the graph: on the rank that traces a function anew, for
-    a last batch that is smaller and so weighs less, but not on the others, which would never answer.
+    Constant folding would run the collective while the graph is prepared. If only one rank traces the function again,
+    e.g. for a smaller last batch, the other ranks would never answer.
     """
     if not _may_be_constant(x):
         return x
@@ -98,9 +98,9 @@ def _not_constant(x: tf.Tensor) -> tf.Tensor:
 
 
 def _may_be_constant(x: tf.Tensor) -> bool:
-    """Return False where ``x`` depends on a variable, another op with state, or an argument of the outermost function.
+    """Return False if ``x`` depends on a variable, another stateful op, or an argument of the outermost function.
 
-    Arguments of functions inside that one are not followed: they may be constants after inlining.
+    Arguments of inner functions do not count: they may be constants after inlining.
     """
     seen, ahead = set(), [x]
     while ahead:
@@ -119,17 +119,17 @@ def _may_be_constant(x: tf.Tensor) -> bool:
 
 
 def _is_inside(graph: tf.Graph) -> bool:
-    """Return True for the graph of a function, branch or loop body that is traced within another function."""
+    """Return True for the graph of a function, branch or loop body that is traced inside another function."""
     return getattr(getattr(graph, "outer_graph", None), "building_function", False)
 
 
 def _run_in_step(result: tf.Tensor) -> None:
-    """Have TensorFlow run the collective that made ``result`` at every step, and one call at a time.
+    """Make TensorFlow run the collective that produced ``result`` at every step, one call at a time.
 
-    Horovod does not tell TensorFlow that its ops have effects. So TensorFlow would leave out those whose result a
-    rank happens not to use, and run a node a second time, in a loop's next turn or in a function called twice, while
-    the first is under way, which Horovod refuses. An assertion about the result counts as an effect. It holds back
-    other functions' calls and turns only, not the collectives beside this one.
+    Horovod does not declare its ops as stateful. So TensorFlow would prune collectives whose result a rank does not
+    use. It would also run a node again, in the next iteration of a loop or in a function called twice, while its first
+    run is still in progress, which Horovod rejects. An assertion about the result counts as a side effect. It
+    serializes only iterations and calls of functions, not the other collectives of the same graph.
     """
-    # A condition known beforehand would be left out, with everything that only it needs.
+    # A constant condition would be pruned, together with everything that only it needs.
     tf.raw_ops.Assert(condition=tf.timestamp() >= 0, data=[tf.reshape(result, [-1])[:1]])

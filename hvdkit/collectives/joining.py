@@ -1,4 +1,4 @@
-"""Ranks that run out of data before others: they join, and contribute zeros until all have."""
+"""Join: ranks that run out of data early contribute zeros until all ranks have joined."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hvdkit.errors import HvdkitError, describe
 def join() -> int:
     """Wait until every rank has joined; until then, contribute zeros to the allreduces of the others.
 
-    For loops of unequal length. Ranks that have joined count in averages, with zeros, as in Horovod; to average over
-    the examples instead, pass ``weight`` to ``hk.average_gradients``, and weight 0 on ranks without data. Others may
-    call ``hk.allreduce`` and ``hk.grouped_allreduce`` (Sum and Average, eager and in graphs), ``hk.average_gradients``
-    of dense gradients in graphs, and the barrier.
+    Use it after loops of different lengths. Joined ranks count in averages as zeros, as in Horovod. To average over
+    examples instead, pass ``weight`` to ``hk.average_gradients``, with weight 0 on ranks without data. The other ranks
+    may call ``hk.allreduce`` and ``hk.grouped_allreduce`` (Sum and Average, eager and in graphs),
+    ``hk.average_gradients`` of dense gradients in graphs, and the barrier.
 
     Returns:
         The last rank that joined.
 
     Raises:
-        HvdkitError: there is no MPI. Under Gloo the ranks compare their calls through Horovod itself, where a rank that
-            has joined cannot answer.
-        ClusterError: a rank left the job. A rank that calls an eager collective in which joined ranks cannot take part
+        HvdkitError: MPI is not available. Under Gloo, ranks compare their calls through Horovod, and a joined rank
+            cannot answer.
+        ClusterError: a rank left the job. A rank that calls an eager collective that joined ranks cannot take part in
             gets a CollectiveMismatchError; in a graph, Horovod's error.
 
     Example::
@@ -41,10 +41,10 @@ def join() -> int:
         remedy = "start under MPI, or go on with hk.average_gradients(..., weight=0)"
         raise HvdkitError(describe("join", "a job under Gloo", "MPI with mpi4py, for the ranks' comparison", remedy))
     last: list[int] = []
-    # Horovod's own part blocks until all ranks have joined, and serves the collectives of graphs and large tensors.
+    # Horovod's join blocks until all ranks have joined, and serves collectives of graphs and of large tensors.
     native = threading.Thread(target=lambda: last.append(_join_natively()), name="hvdkit-join", daemon=True)
     native.start()
-    # Others find out themselves if they call what this rank cannot take part in, and may still join.
+    # A rank that calls an unsupported collective gets the error itself, and may still join.
     while any(getattr(call, "kind", None) != JOIN for call in cluster.exchange().allgather(Call(JOIN), JOIN)):
         pass
     with collective(JOIN):

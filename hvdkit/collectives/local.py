@@ -1,6 +1,6 @@
-"""The collectives on values that are all here already, in NumPy: what an exchange of small values ends with.
+"""The collectives in NumPy, on the values of all ranks: the last step of an exchange of small values.
 
-Each follows the rules of :mod:`hvdkit.collectives.tensors`, so that a result does not depend on a message's size.
+They follow the rules of :mod:`hvdkit.collectives.tensors`, so that results do not depend on the message size.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def reduce(
     postscale: float = 1.0,
     size: int | None = None,
 ) -> np.ndarray:
-    """Reduce equal-shaped arrays, one of each rank, in rank order: every rank gets the same bits.
+    """Reduce arrays of equal shape, one per rank, in rank order, so that every rank gets the same bits.
 
     Args:
         parts: the arrays.
         op: the reduction.
         prescale: multiplies the arrays.
         postscale: multiplies the result.
-        size: number of ranks for an average, if some have joined and give no array.
+        size: number of ranks for an average, if some ranks have joined; default: ``len(parts)``.
     """
     dtype = parts[0].dtype
     size = len(parts) if size is None else size
@@ -47,7 +47,7 @@ def reduce(
 
 
 def _extreme(parts: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
-    """Return the least or largest of each element; a NaN wins, and -0 is less than 0."""
+    """Return the elementwise minimum or maximum. NaN propagates, and -0 is less than 0."""
     stack = np.stack(parts)
     result = stack.min(axis=0) if op == ReduceOp.Min else stack.max(axis=0)
     if stack.dtype.kind != "f":
@@ -57,11 +57,11 @@ def _extreme(parts: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
 
 
 def _divided(total: np.ndarray, size: int) -> np.ndarray:
-    """Return ``total / size``; of integers rounded toward zero."""
+    """Return ``total / size``, rounded toward zero for integers."""
     if total.dtype.kind == "f":
         return total / total.dtype.type(size)
     quotient = total // size
-    # Floor division rounds down: negative results that are not whole go up by one.
+    # Floor division rounds down: add 1 to negative inexact quotients.
     return quotient + ((total < 0) & (quotient * size != total)).astype(total.dtype)
 
 
@@ -77,7 +77,7 @@ def _scaled(x: np.ndarray, factor: float) -> np.ndarray:
 def exchange_rows(
     parts: Sequence[np.ndarray], splits: Sequence[np.ndarray], rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows that every rank sends to ``rank``, and how many came from each."""
+    """Return the rows that all ranks send to ``rank``, and the number of rows from each rank."""
     rows = []
     for part, counts in zip(parts, splits, strict=True):
         start = int(counts[:rank].sum())
@@ -87,7 +87,7 @@ def exchange_rows(
 
 
 def scatter_bounds(rows: int, size: int, rank: int) -> tuple[int, int]:
-    """Return the rows of a reduce-scatter that ``rank`` gets: the first ``rows % size`` ranks get one more."""
+    """Return the range of rows that ``rank`` gets in a reduce-scatter: the first ``rows % size`` ranks get one more."""
     each, more = divmod(rows, size)
     start = rank * each + min(rank, more)
     return start, start + each + (rank < more)

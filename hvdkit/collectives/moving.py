@@ -1,4 +1,4 @@
-"""Collectives that move values: allgather and alltoall. Numbers, NumPy arrays and tensors."""
+"""Collectives that move values: allgather and alltoall, for numbers, NumPy arrays and tensors."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def allgather(x: Any, *, process_set: RankGroup = None, group: RankGroup = None,
     The gradient of this rank's ``x`` is the sum over all ranks of the gradients of its rows.
 
     Args:
-        x: array or tensor ``[rows, ...]`` of any dtype of numbers or bool; ``rows`` may differ between ranks and be 0.
-            A single number counts as one row.
+        x: array or tensor ``[rows, ...]`` of any numeric dtype or bool; ``rows`` may differ between ranks and be 0. A
+            scalar counts as one row.
         process_set: the ranks that take part, an ``hk.ProcessSet`` or an axis of the mesh; default: all.
-        group: another name of ``process_set``.
-        name: shown in messages and profiles; equal on every rank.
+        group: alias of ``process_set``.
+        name: shown in messages and profiles; must be equal on every rank.
 
     Returns:
         ``[sum of all ranks' rows, ...]``, the same kind and dtype as ``x``.
 
     Raises:
-        TypeError: ``x`` holds no numbers.
+        TypeError: ``x`` is not numeric.
         ValueError: ``process_set`` does not contain this rank.
-        CollectiveMismatchError: ranks called different collectives, or with unlike tensors.
+        CollectiveMismatchError: ranks called different collectives, or passed incompatible tensors.
 
     Example::
 
@@ -50,10 +50,10 @@ def allgather(x: Any, *, process_set: RankGroup = None, group: RankGroup = None,
 def grouped_allgather(
     xs: Sequence[Any], *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None
 ) -> list[Any]:
-    """Gather several values, each as :func:`allgather` does; the ranks compare their calls once.
+    """Gather several values like :func:`allgather`, with a single comparison of the ranks' calls.
 
     Args:
-        xs: arrays or tensors; their number, dtypes and shapes after the first axis equal on every rank.
+        xs: arrays or tensors. Their number, dtypes, and shapes after the first axis must be equal on every rank.
         process_set: as for :func:`allgather`.
         group: as for :func:`allgather`.
         name: as for :func:`allgather`.
@@ -88,7 +88,7 @@ def grouped_allgather(
 
 
 def _gathered_gradient(x: tf.Tensor, dy: tf.Tensor, ranks: cluster.Group | None) -> tf.Tensor | None:
-    """Return the sum over all ranks of the gradients of this rank's rows: each sends them to the rows' owner."""
+    """Return the sum over all ranks of the gradients of this rank's rows. Each rank sends them to the rows' owner."""
     if not x.dtype.is_floating:
         return None
     counts = allgather(tf.reshape(tf.shape(x)[0], [1]), process_set=ranks)
@@ -109,19 +109,19 @@ def alltoall(
 ) -> Any:
     """Send the first ``splits[0]`` rows of ``x`` to rank 0, the next ``splits[1]`` rows to rank 1, and so on.
 
-    The gradient of each row comes back from the rank that received it.
+    The gradient of each row is returned from the rank that received it.
 
     Args:
-        x: array or tensor ``[rows, ...]``; axes after the first equal on every rank.
-        splits: integers ``[N]``: row counts, one for each of the N ranks, adding up to the rows of ``x``; they may be 0
-            and differ between ranks. Default: equal parts, and then the rows must be a multiple of N.
+        x: array or tensor ``[rows, ...]``; axes after the first must be equal on every rank.
+        splits: integers ``[N]``: a row count for each of the N ranks, with the number of rows of ``x`` as their sum.
+            They may be 0 and differ between ranks. Default: equal parts; then the rows must be a multiple of N.
         process_set: as for :func:`allgather`.
         group: as for :func:`allgather`.
         name: as for :func:`allgather`.
 
     Returns:
-        The rows received, in rank order of their senders. With ``splits`` given, a pair of those rows and an
-        int32 array of how many came from each rank (as Horovod's alltoall does).
+        The received rows, in rank order of their senders. If ``splits`` is given, a pair of the rows and an int32 array
+        with the number of rows from each rank (as in Horovod).
 
     Raises:
         ValueError: ``splits`` does not fit ``x``; the other ranks get CollectiveMismatchError. If the splits are known
@@ -144,7 +144,7 @@ def alltoall(
         if tf.executing_eagerly():
             counts[:] = [tf.constant(checked_splits(splits, rows, size), tf.int32)]
             return
-        # Known when the graph is built, or when it runs.
+        # The splits are known when the graph is built, or only when it runs.
         static = splits if splits is None else tf.get_static_value(as_tensor(splits))
         if rows is not None and (splits is None or static is not None):
             with contextlib.suppress(ValueError):

@@ -16,7 +16,7 @@ def barrier(*, process_set: RankGroup = None, group: RankGroup = None) -> None:
 
     Args:
         process_set: the ranks that take part, an ``hk.ProcessSet`` or an axis of the mesh; default: all.
-        group: another name of ``process_set``.
+        group: alias of ``process_set``.
 
     Raises:
         CollectiveMismatchError: a rank called another collective instead.
@@ -30,15 +30,15 @@ def broadcast_object(obj: Any, root: int = 0, *, process_set: RankGroup = None, 
     """Return rank ``root``'s picklable ``obj`` on every rank.
 
     Args:
-        obj: any object that can be pickled; only that of ``root`` is sent.
-        root: the rank whose object counts, by its number in the world.
+        obj: any object that can be pickled; only the object of ``root`` is sent.
+        root: the rank whose object is sent, by its number in the world.
         process_set: as for :func:`barrier`.
         group: as for :func:`barrier`.
 
     Raises:
-        ValueError: ``root`` is no rank, or not in ``process_set``.
+        ValueError: ``root`` is not a rank, or not in ``process_set``.
         TypeError: ``obj`` cannot be pickled on ``root``.
-        CollectiveMismatchError: a rank called another collective instead, or its arguments were bad.
+        CollectiveMismatchError: a rank called another collective instead, or its arguments were invalid.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""The reductions, by the field's names."""
+"""Reduction ops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdkit.errors import describe
 
 
 class ReduceOp(enum.IntEnum):
-    """How values of several ranks become one. The numbers are Horovod's own."""
+    """How values of several ranks are reduced to one. The numbers are those of Horovod."""
 
     Average = 0
     Sum = 1
@@ -30,14 +30,14 @@ GRADIENT_OPS = (Average, Sum, Min, Max)
 
 
 def checked_op(op: object, among: Collection[ReduceOp] = GRADIENT_OPS) -> ReduceOp:
-    """Return ``op`` as a ReduceOp; Horovod's own constants are taken, too.
+    """Return ``op`` as a ReduceOp. Horovod's constants are accepted, too.
 
     Args:
         op: the reduction.
-        among: those that the caller supports.
+        among: reductions that the caller supports.
 
     Raises:
-        ValueError: ``op`` is none of ``among``.
+        ValueError: ``op`` is not in ``among``.
     """
     try:
         found = ReduceOp(op)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def checked_op(op: object, among: Collection[ReduceOp] = GRADIENT_OPS) -> Reduce
 
 
 def op_label(op: object) -> str:
-    """Return the name of ``op`` for messages and comparisons, whichever way it was given."""
+    """Return the name of ``op`` for messages and comparisons. ``op`` may be invalid."""
     try:
         return ReduceOp(op).name  # type: ignore[arg-type]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Collectives among some of the ranks: a set that the user names, or the ranks along an axis of the mesh."""
+"""Collectives among a subset of the ranks: a user-defined set, or the ranks along an axis of the mesh."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from hvdkit.errors import describe
 
 
 class ProcessSet:
-    """Some of the ranks, for collectives among them.
+    """A subset of the ranks, for collectives among them.
 
-    Every rank constructs it, with the same ranks and in the same order as other collectives; then only its members pass
-    it to collectives. Sets may overlap. Under MPI a set may be made at any time: Horovod restarts for it, which takes
-    about a tenth of a second. Under ``horovodrun --gloo``, where Horovod cannot restart, set
+    Every rank must construct it, with the same ranks and in the same order relative to other collectives; only its
+    members then pass it to collectives. Sets may overlap. Under MPI a set can be created at any time: Horovod restarts
+    for it, which takes about a tenth of a second. Under ``horovodrun --gloo`` Horovod cannot restart, so set
     ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` for the job.
 
     Args:
         ranks: distinct ranks, in any order; at least one.
 
     Attributes:
-        ranks: in ascending order.
+        ranks: the ranks in ascending order.
 
     Raises:
-        ValueError: ``ranks`` is empty, has duplicates, or holds something else than ranks of this world.
-        CollectiveMismatchError: ranks constructed unlike sets, or another rank's ``ranks`` are bad.
-        ClusterError: Horovod cannot make a set under Gloo without the setting above.
+        ValueError: ``ranks`` is empty, has duplicates, or contains values that are not ranks of this world.
+        CollectiveMismatchError: ranks constructed different sets, or another rank's ``ranks`` are invalid.
+        ClusterError: under Gloo, Horovod cannot create a set without the setting above.
 
     Example::
 
@@ -63,11 +63,11 @@ class ProcessSet:
         return cluster.rank() in self.ranks
 
     def rank(self) -> int | None:
-        """Return this rank's index in the set, or None if it is not in it."""
+        """Return this rank's index in the set, or None if it is not a member."""
         return self.ranks.index(cluster.rank()) if self.included() else None
 
     def group(self) -> Group:
-        """Return the set as collectives take it.
+        """Return the set as a ``Group`` for collectives.
 
         Raises:
             ValueError: this rank is not in the set.
@@ -88,7 +88,7 @@ class ProcessSet:
 
 
 def local_set() -> ProcessSet:
-    """Return the set of all ranks on this rank's host. Every rank calls it.
+    """Return the set of all ranks on this rank's host. Every rank must call it.
 
     Raises:
         CollectiveMismatchError: a rank called another collective instead.
@@ -103,7 +103,7 @@ def local_set() -> ProcessSet:
 
 
 def cross_set() -> ProcessSet:
-    """Return the set of this rank and of those with the same ``local_rank`` on other hosts. Every rank calls it.
+    """Return the set of all ranks with this rank's ``local_rank``, one per host. Every rank must call it.
 
     Raises:
         CollectiveMismatchError: a rank called another collective instead.
@@ -118,7 +118,7 @@ def cross_set() -> ProcessSet:
 
 
 def _mine(kind: str, labels: Sequence[Hashable]) -> ProcessSet:
-    """Return the set of the ranks with this rank's label, after making those of all labels."""
+    """Create the sets of all labels; return that of this rank's label."""
     agree_on_call(Call(kind))
     sets: dict[Hashable, list[int]] = {}
     for rank, one in enumerate(labels):
@@ -133,14 +133,14 @@ RankGroup: TypeAlias = ProcessSet | Group | str | None
 
 
 def resolve(process_set: RankGroup, group: RankGroup = None) -> Group | None:
-    """Return the ranks of a collective; None for all of them. In eager mode a bad argument is an error on all ranks.
+    """Return the ranks of a collective; None for all ranks. In eager mode, an invalid argument raises on all ranks.
 
     Args:
         process_set: a :class:`ProcessSet`, the name of an axis of the mesh (the ranks along it), or None for all ranks.
-        group: the same by another name; at most one of the two is given.
+        group: alias of ``process_set``; at most one of the two is given.
 
     Raises:
-        TypeError: one of them is something else.
+        TypeError: an argument has another type.
         ValueError: both are given, the mesh has no such axis, or the set does not contain this rank.
     """
     given = process_set if process_set is not None else group
@@ -152,7 +152,7 @@ def resolve(process_set: RankGroup, group: RankGroup = None) -> Group | None:
             agree_on_call(Call("a collective with a bad process_set", problem=problem))
         raise problem
     if isinstance(given, ProcessSet):
-        given = given.group()  # the set's ranks do not wait for one outside of it
+        given = given.group()  # raises only here: members do not wait for other ranks
     elif isinstance(given, str):
         given = cluster.group(given)
     assert isinstance(given, Group)
@@ -174,7 +174,7 @@ def _check(process_set: RankGroup, group: RankGroup) -> None:
 
 
 def label(group: Group | None) -> str:
-    """Return the words that a group adds to the arguments of a collective; "" for all ranks."""
+    """Return the description of a group among a collective's arguments; "" for all ranks."""
     return "" if group is None else f"process_set={list(group.ranks)}"
 
 

@@ -1,4 +1,4 @@
-"""Rank and size as TensorFlow ops: read when a graph runs, for graphs that outlive a restart with other ranks."""
+"""Rank and size as TensorFlow ops, evaluated when a graph runs: for graphs reused after a restart with other ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdkit.collectives.values import graph_safe
 def rank_op(name: str | None = None) -> tf.Tensor:
     """Return an int32 scalar: this process's rank when the op runs.
 
-    A graph that was saved, or built once for several runs, keeps no number in it.
+    Use it in graphs that are saved, or built once for several runs: the rank does not become a constant.
 
     Example::
 
@@ -40,5 +40,5 @@ def local_size_op(name: str | None = None) -> tf.Tensor:
 
 
 def _native(op: str, value: int, name: str | None) -> tf.Tensor:
-    native = getattr(cluster.horovod(), op, None)  # a world of one may have begun without Horovod
+    native = getattr(cluster.horovod(), op, None)  # None if a world of one rank runs without Horovod
     return tf.constant(value, tf.int32, name=name) if native is None else native(name=name)

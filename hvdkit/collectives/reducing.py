@@ -1,4 +1,4 @@
-"""Collectives that reduce values, and broadcast, whose gradient does. Numbers, NumPy arrays and tensors."""
+"""Collectives that reduce values, and broadcast, whose gradient does: for numbers, NumPy arrays and tensors."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ def allreduce(
 ) -> Any:
     """Reduce ``x`` over all ranks; every rank gets the result.
 
-    With N ranks, a and b the two factors:
+    With N ranks, prescale factor a and postscale factor b:
 
         Sum, Average   b * sum_r a x_r,   b * sum_r a x_r / N
         Min, Max       b * min_r a x_r
         Product        b * prod_r a x_r
         Adasum         b * the adaptive sum of a x_r (Maleki et al. 2020, arXiv:2006.02924)
 
-    The gradient of this rank's ``x`` is that of the sum of all ranks' losses; docs/collectives.md has the formulas.
+    The gradient of this rank's ``x`` is that of the sum of all ranks' losses; see docs/collectives.md for the formulas.
 
     Args:
-        x: number, array or tensor; shape and dtype equal on every rank. All dtypes of numbers but complex and uint64;
-            bfloat16 travels as float32, small integers as int32.
-        op: ``hk.Average``, ``hk.Sum``, ``hk.Min``, ``hk.Max``, ``hk.Product``, or for floats ``hk.Adasum``, which needs
-            MPI and a number of ranks that is a power of two. The average of integers is rounded toward zero.
-        prescale_factor: multiplies ``x`` before the reduction; of integers rounded toward zero.
+        x: number, array or tensor; shape and dtype must be equal on every rank. All numeric dtypes except complex and
+            uint64; bfloat16 is sent as float32, small integers as int32.
+        op: ``hk.Average``, ``hk.Sum``, ``hk.Min``, ``hk.Max``, ``hk.Product``, or for floats ``hk.Adasum``, which
+            requires MPI and a power of two as the number of ranks. The average of integers is rounded toward zero.
+        prescale_factor: multiplies ``x`` before the reduction; the product is rounded toward zero for integers.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part, an ``hk.ProcessSet`` or an axis of the mesh; default: all.
-        group: another name of ``process_set``.
-        name: shown in messages and profiles; equal on every rank.
+        group: alias of ``process_set``.
+        name: shown in messages and profiles; must be equal on every rank.
 
     Returns:
-        The same kind, shape and dtype as ``x``.
+        The result, of the same kind, shape and dtype as ``x``.
 
     Raises:
-        TypeError: ``x`` holds no numbers that ``op`` can reduce.
-        ValueError: ``op`` is none of these, a factor is not a finite number, or ``process_set`` does not contain this
-            rank.
-        CollectiveMismatchError: ranks called different collectives, or with unlike tensors.
+        TypeError: ``op`` cannot reduce the dtype of ``x``.
+        ValueError: ``op`` is not one of these, a factor is not a finite number, or ``process_set`` does not contain
+            this rank.
+        CollectiveMismatchError: ranks called different collectives, or passed incompatible tensors.
 
     Example::
 
@@ -89,10 +89,10 @@ def grouped_allreduce(
     group: RankGroup = None,
     name: str | None = None,
 ) -> list[Any]:
-    """Reduce several values over all ranks, those of one dtype in a single exchange.
+    """Reduce several values over all ranks, in a single exchange per dtype.
 
     Args:
-        xs: numbers, arrays or tensors; number, shapes and dtypes equal on every rank.
+        xs: numbers, arrays or tensors. Their number, shapes and dtypes must be equal on every rank.
         op: as for :func:`allreduce`.
         prescale_factor: as for :func:`allreduce`.
         postscale_factor: as for :func:`allreduce`.
@@ -138,7 +138,7 @@ def grouped_allreduce(
 
 
 def _kind(name: str, op: object, factors: tuple[float, float], ranks: cluster.Group | None) -> str:
-    """Return what all ranks must agree on."""
+    """Return the collective with all arguments that must agree between ranks."""
     scale = "" if factors == (1.0, 1.0) else f"factors={factors}"
     return f"{name}({', '.join(filter(None, [f'op={op_label(op)}', scale, label(ranks)]))})"
 
@@ -162,7 +162,7 @@ def _check_adasum(op: ReduceOp, ranks: cluster.Group | None) -> None:
 def _reduced_gradients(
     xs: Tensors, dys: Tensors, op: ReduceOp, ranks: cluster.Group | None, prescale: float, postscale: float
 ) -> list[tf.Tensor | None]:
-    """Return the gradients of a grouped allreduce; None for tensors that are not floats."""
+    """Return the gradients of a grouped allreduce; None for non-float tensors."""
     places = [i for i, x in enumerate(xs) if x.dtype.is_floating]
     upstream, inputs = [dys[i] for i in places], [xs[i] for i in places]
     if op in (ReduceOp.Sum, ReduceOp.Average):
@@ -180,7 +180,7 @@ def _reduced_gradients(
 
 
 def _shares(xs: Tensors, op: ReduceOp, ranks: cluster.Group | None) -> Tensors:
-    """Return for each element 1/k if this rank is one of k ranks that have the least or largest, else 0."""
+    """Return 1/k for each element in which this rank is one of k ranks with the minimum or maximum, else 0."""
     ys = grouped_allreduce(xs, op, process_set=ranks)
     chosen = [tf.cast(tf.equal(x, y), x.dtype) for x, y in zip(xs, ys, strict=True)]
     counts = grouped_allreduce(chosen, Sum, process_set=ranks)
@@ -188,7 +188,7 @@ def _shares(xs: Tensors, op: ReduceOp, ranks: cluster.Group | None) -> Tensors:
 
 
 def _product_of_others(xs: Tensors, ranks: cluster.Group | None) -> Tensors:
-    """Return the product over all other ranks: of what is not 0, divided by this rank's own; 0 if another has a 0."""
+    """Return the product over all other ranks: the nonzero product over this rank's value; 0 if another has a 0."""
     zeros = [tf.cast(tf.equal(x, 0), x.dtype) for x in xs]
     counts = grouped_allreduce(zeros, Sum, process_set=ranks)
     own = [tf.where(tf.equal(x, 0), tf.ones_like(x), x) for x in xs]
@@ -210,13 +210,13 @@ def reducescatter(
     group: RankGroup = None,
     name: str | None = None,
 ) -> Any:
-    """Reduce ``x`` over all ranks and give each rank its part of the rows.
+    """Reduce ``x`` over all ranks, and scatter the rows of the result over the ranks.
 
-    The gradient of ``x`` is the gradients of all ranks' rows, one below the other, times both factors; with
+    The gradient of ``x`` is the concatenation of the gradients of all ranks' rows, times both factors; with
     ``hk.Average`` divided by the number of ranks.
 
     Args:
-        x: array or tensor ``[rows, ...]``; shape and dtype equal on every rank.
+        x: array or tensor ``[rows, ...]``; shape and dtype must be equal on every rank.
         op: ``hk.Average`` or ``hk.Sum``.
         prescale_factor: as for :func:`allreduce`.
         postscale_factor: as for :func:`allreduce`.
@@ -225,11 +225,11 @@ def reducescatter(
         name: as for :func:`allreduce`.
 
     Returns:
-        Rows ``r*k`` to ``(r+1)*k`` of the reduced array on the r-th rank, with ``k = rows / size``; if that leaves a
-        remainder, the first ``rows % size`` ranks get one row more. The same kind and dtype as ``x``.
+        Rows ``r*k`` to ``(r+1)*k`` of the reduced array on the r-th rank, with ``k = rows / size``; if there is a
+        remainder, the first ``rows % size`` ranks get one more row. The same kind and dtype as ``x``.
 
     Raises:
-        ValueError: ``op`` is another, or ``x`` has no axis.
+        ValueError: ``op`` is not supported, or ``x`` is a scalar.
         TypeError, CollectiveMismatchError: as for :func:`allreduce`.
 
     Example::
@@ -259,10 +259,10 @@ def grouped_reducescatter(
     group: RankGroup = None,
     name: str | None = None,
 ) -> list[Any]:
-    """Reduce and scatter several values, each as :func:`reducescatter` does; the ranks compare their calls once.
+    """Reduce and scatter several values like :func:`reducescatter`, with a single comparison of the ranks' calls.
 
     Args:
-        xs: arrays or tensors; number, shapes and dtypes equal on every rank.
+        xs: arrays or tensors. Their number, shapes and dtypes must be equal on every rank.
         op: as for :func:`reducescatter`.
         prescale_factor: as for :func:`allreduce`.
         postscale_factor: as for :func:`allreduce`.
@@ -324,20 +324,20 @@ def broadcast(
 ) -> Any:
     """Return rank ``root``'s ``x`` on every rank.
 
-    The gradient of ``x`` is the sum of all ranks' gradients on ``root``, and 0 on others.
+    The gradient of ``x`` is the sum of all ranks' gradients on ``root``, and 0 on other ranks.
 
     Args:
-        x: number, array or tensor; shape and dtype equal on every rank.
-        root: the rank whose value counts, by its number in the world; with ``process_set`` one of the set.
+        x: number, array or tensor; shape and dtype must be equal on every rank.
+        root: the rank whose value is sent, by its number in the world; must be in ``process_set``, if given.
         process_set: as for :func:`allreduce`.
         group: as for :func:`allreduce`.
         name: as for :func:`allreduce`.
 
     Returns:
-        The same kind, shape and dtype as ``x``.
+        The value of ``root``, of the same kind, shape and dtype as ``x``.
 
     Raises:
-        ValueError: ``root`` is no rank, or not in ``process_set``.
+        ValueError: ``root`` is not a rank, or not in ``process_set``.
         TypeError, CollectiveMismatchError: as for :func:`allreduce`.
 
     Example::

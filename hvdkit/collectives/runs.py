@@ -1,7 +1,7 @@
-"""Which rows of a gradient came from which rank.
+"""Records which rows of a gradient came from which rank.
 
-A gradient of rows that several ranks read has a row up to N times, but each rank's part has it once. An update that
-knows the parts can take one after the other, without looking for equal rows first.
+In the gradient of rows that several ranks read, a row can occur up to N times, but only once in each rank's part. With
+the parts known, an update can apply them one after another, without searching for duplicate rows.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from hvdkit import cluster
 
 
 class Runs(NamedTuple):
-    """Rows that the ranks read, one rank after another.
+    """The rows that each rank read, in rank order.
 
     Attributes:
         ids: local rows, ``[m]``; distinct within each rank's part.
-        counts: how many each rank read, ``[N]``.
+        counts: number of rows that each rank read, ``[N]``.
     """
 
     ids: tf.Tensor
@@ -26,23 +26,23 @@ class Runs(NamedTuple):
 
 
 class LastLookup:
-    """The runs of the last lookup of a shard, from the lookup to the update of its rows.
+    """Passes the runs of the last lookup of a shard from the lookup to the update of its rows.
 
-    Both have it from the shard's ``Shard.lookup``. It cannot travel with the gradient: TensorFlow makes the gradient of
-    a read itself, as IndexedSlices with copies of the ids, and a custom gradient of a read would read the whole table
-    inside graphs. So the update compares the gradient's ids with those of the runs.
+    Both access it as ``Shard.lookup``. The runs cannot be attached to the gradient: TensorFlow computes the gradient of
+    a read as IndexedSlices with copies of the ids, and a custom gradient of a read would read the whole table inside
+    graphs. So the update compares the gradient's ids with those of the runs.
     """
 
     def __init__(self) -> None:
         self._runs: Runs | None = None
 
     def note(self, runs: Runs) -> None:
-        """Replace what was noted before."""
+        """Store ``runs``, replacing those of an earlier lookup."""
         self._runs = runs
 
     def take(self) -> Runs | None:
-        """Return and forget the runs if they were made where this is called: in eager mode, or in this graph."""
-        runs, self._runs = self._runs, None  # they would keep their graph in memory
+        """Remove the runs; return them if they were created in the caller's context: eager mode, or the same graph."""
+        runs, self._runs = self._runs, None  # do not keep their graph in memory
         if runs is None or tf.executing_eagerly() != hasattr(runs.ids, "numpy"):
             return None
         same = tf.executing_eagerly() or runs.ids.graph is tf.compat.v1.get_default_graph()

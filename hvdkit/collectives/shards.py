@@ -1,7 +1,7 @@
-"""Which variables are not replicated, and what they hold: a shard, a run of a divided slot, or a rank's local values.
+"""Registry of variables that are not replicated: shards, parts of sharded optimizer slots, and local variables.
 
-Everything else takes a variable for replicated: equal on all ranks, its gradients averaged, its first values the
-chief's. What a variable holds is kept in one registry, which optimizers, checkpoints and comparisons read.
+All other variables are replicated: equal on all ranks, with averaged gradients and the chief's initial values.
+Optimizers, checkpoints and comparisons read the registry.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hvdkit.partition import FLAT
 
 @dataclass(frozen=True)
 class Piece:
-    """What one table has in a variable of this rank.
+    """The part of a table that a variable of this rank holds.
 
     Attributes:
         table: the table's name.
         shape: its global shape.
-        index: along each axis the global indices that this rank holds, in its order.
-        start: the variable's first row that belongs to it.
-        partition: the rule's name, for people.
+        index: the global indices that this rank holds along each axis, in local order.
+        start: first row of the part in the variable.
+        partition: name of the partitioning rule, for messages.
     """
 
     table: str
@@ -40,23 +40,23 @@ class Piece:
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Where in the variable the table's part stands; columns beyond it fill rows up."""
+        """The region of the variable that holds the part. Columns beyond it are padding."""
         rows, *others = self.index
         return (slice(self.start, self.start + len(rows)), *(slice(0, len(axis)) for axis in others))
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What a variable holds: parts of one or more tables of equal width, one below the other.
+    """Contents of a sharded variable: parts of one or more tables of equal width, stacked by rows.
 
     Attributes:
         owner: name of the layer or variable that the tables belong to.
-        pieces: the tables' parts; rows in none of them are unused.
-        slot: of an optimizer's slot, its name ("momentum"); None for the weights themselves.
-        uses: of rows that change hands, a ``hvdkit.variable.vocabulary.Uses``; else None.
-        axis: of the mesh, along which ranks hold different parts, and along the others the same ones; None where every
-            rank has a part of its own.
-        lookup: the last lookup of its rows across ranks, for their update; None if they are read in another way.
+        pieces: the tables' parts. Rows outside of them are unused.
+        slot: name of the optimizer's slot ("momentum"); None for the weights.
+        uses: a ``hvdkit.variable.vocabulary.Uses`` if rows can be reassigned to other ids; else None.
+        axis: axis of the mesh along which ranks hold different parts; along other axes they hold the same part. None if
+            every rank holds its own part.
+        lookup: the last lookup of its rows across ranks, for their update; None if rows are not read by lookups.
     """
 
     owner: str
@@ -67,17 +67,17 @@ class Shard:
     lookup: LastLookup | None = field(default=None, compare=False, repr=False)
 
     def of_slot(self, slot: str) -> Shard:
-        """Return what a slot of this variable holds."""
+        """Return the contents of a slot of this variable."""
         return replace(self, slot=slot, uses=None, lookup=None)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a slot of a replicated variable holds where ranks divide such slots among them.
+    """Contents of a sharded slot of a replicated variable.
 
     Attributes:
-        shape: of the whole slot, global; that of its variable.
-        elements: which of its elements, in row-major order, this rank holds; maybe none.
+        shape: global shape of the slot, equal to that of its variable.
+        elements: the elements that this rank holds, in row-major order; may be empty.
     """
 
     shape: tuple[int, ...]
@@ -86,7 +86,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Local:
-    """What a local variable holds, and each of its slots: values of this rank, related to those of no other rank."""
+    """Contents of a local variable and its slots: values of this rank, unrelated to those of other ranks."""
 
 
 Holding: TypeAlias = Shard | Run | Local
@@ -95,7 +95,7 @@ _HOLDINGS: WeakRegistry[Holding] = WeakRegistry()
 
 
 def mark(variable: Any, holding: Holding | None) -> None:
-    """Note what ``variable``, TensorFlow's or Keras's, holds; None: the values that all ranks have."""
+    """Register what a TensorFlow or Keras ``variable`` holds; None: replicated values."""
     inner = getattr(variable, "_value", None)
     for each in (variable, inner) if isinstance(inner, tf.Variable) else (variable,):
         if holding is None:
@@ -105,7 +105,7 @@ def mark(variable: Any, holding: Holding | None) -> None:
 
 
 def holding_of(variable: Any) -> Holding | None:
-    """Return what ``variable`` holds, or None for a replicated one."""
+    """Return what ``variable`` holds, or None if it is replicated."""
     return _HOLDINGS.get(variable) or _HOLDINGS.get(getattr(variable, "_value", None))
 
 
@@ -116,7 +116,7 @@ def shard_of(variable: Any) -> Shard | None:
 
 
 def run_of(variable: Any) -> Run | None:
-    """Return which elements ``variable`` holds, or None if it is not part of a divided slot."""
+    """Return the elements that ``variable`` holds, or None if it is not a sharded slot."""
     holding = holding_of(variable)
     return holding if isinstance(holding, Run) else None
 
@@ -127,12 +127,12 @@ def is_local(variable: Any) -> bool:
 
 
 def is_part(variable: Any) -> bool:
-    """Return True if ranks hold different values in ``variable``: a shard, a run of a divided slot, or local values."""
+    """Return True if ranks hold different values in ``variable``: a shard, a sharded slot, or local values."""
     return holding_of(variable) is not None
 
 
 def assign_whole(variable: Any, whole: Any) -> None:
-    """Set ``variable`` to ``whole``; one that holds a run of it, to that run."""
+    """Set ``variable`` to ``whole``, or a sharded slot to its elements of ``whole``."""
     if (run := run_of(variable)) is not None:
         whole = tf.reshape(whole, [-1])[run.elements.start : run.elements.stop]
         whole = tf.reshape(whole, variable.shape)
@@ -140,11 +140,11 @@ def assign_whole(variable: Any, whole: Any) -> None:
 
 
 class RunState:
-    """A rank's part of a divided slot as a checkpoint sees it: a ``hvdkit.checkpoint.state.ShardedState``.
+    """A rank's part of a sharded slot, as a ``hvdkit.checkpoint.state.ShardedState`` for checkpoints.
 
     Attributes:
         shape: global shape.
-        dtype: the variable's.
+        dtype: the variable's dtype.
         partition: "flat": the index counts the elements in row-major order.
         local_index: this rank's elements.
     """
@@ -161,12 +161,12 @@ class RunState:
         return self._variable if self._variable.shape.rank == 1 else tf.reshape(self._variable, [-1])
 
     def assign_local(self, values: Any) -> None:
-        """Take ``values`` as this rank's elements."""
+        """Set this rank's elements to ``values``."""
         self._variable.assign(tf.reshape(values, self._variable.shape))
 
 
 def write_box(variable: tf.Variable, box: Sequence[slice], values: Any) -> None:
-    """Write a part of ``variable`` where it stands: ``variable[box].assign`` would read it first, and then copy it."""
+    """Write a part of ``variable`` in place; ``variable[box].assign`` would first read and copy it."""
     begin, end = [axis.start for axis in box], [axis.stop for axis in box]
     value = tf.convert_to_tensor(values, variable.dtype)
     tf.raw_ops.ResourceStridedSliceAssign(
@@ -175,14 +175,14 @@ def write_box(variable: tf.Variable, box: Sequence[slice], values: Any) -> None:
 
 
 class PieceState:
-    """One table's part of a variable as a checkpoint sees it: a ``hvdkit.checkpoint.state.ShardedState``.
+    """One table's part of a variable, as a ``hvdkit.checkpoint.state.ShardedState`` for checkpoints.
 
     Attributes:
-        name: of the table, with its owner and, for a slot, the slot's name.
+        name: owner and name of the table and, for a slot, the slot's name.
         shape: global shape.
-        dtype: the variable's.
-        partition: the rule's name.
-        local_index: along each axis the global indices that this rank holds.
+        dtype: the variable's dtype.
+        partition: name of the partitioning rule.
+        local_index: the global indices that this rank holds along each axis.
     """
 
     def __init__(self, variable: Any, shard: Shard, piece: Piece):
@@ -192,7 +192,7 @@ class PieceState:
         self.name = "/".join(word for word in words if word)
         self.shape, self.dtype, self.partition = piece.shape, self._variable.dtype, piece.partition
         self.local_index = piece.index
-        # Along the mesh's other axes ranks hold the same part.
+        # Ranks along the mesh's other axes hold the same part: one of them writes it.
         self.is_writer = shard.axis is None or cluster.rank() == min(_holders(shard.axis))
 
     @property
@@ -203,13 +203,13 @@ class PieceState:
         return tf.constant(self.read_rows(0, len(self.local_index[0])))
 
     def read_rows(self, start: int, stop: int) -> np.ndarray:
-        """Return rows ``[start, stop)`` of this rank's part; of a variable updated by rows no other way copies less."""
+        """Return rows ``[start, stop)`` of this rank's part. For a variable updated by rows, this copies the least."""
         first, *columns = self._box
         rows = self._variable.sparse_read(tf.range(first.start + start, first.start + stop))
         return np.ascontiguousarray(rows.numpy()[(slice(None), *columns)])
 
     def assign_local(self, values: Any) -> None:
-        """Take ``values`` as this rank's part."""
+        """Set this rank's part to ``values``."""
         if self._is_whole():
             self._variable.assign(values)
         else:
@@ -220,12 +220,12 @@ class PieceState:
 
 
 def _holders(axis: str) -> list[int]:
-    """Return the ranks that hold the same part of what is cut along ``axis``."""
+    """Return the ranks that hold the same part as this rank if tables are sharded along ``axis``."""
     mesh, mine = cluster.cluster().mesh, cluster.group(axis).index
     return [rank for rank in range(cluster.size()) if coordinates(rank, mesh).get(axis, 0) == mine]
 
 
 def piece_states(variable: Any) -> list[PieceState]:
-    """Return the tables' parts of a variable that is a shard."""
+    """Return the tables' parts of a sharded variable; empty for other variables."""
     shard = shard_of(variable)
     return [] if shard is None else [PieceState(variable, shard, piece) for piece in shard.pieces]

@@ -1,7 +1,7 @@
-"""The collectives of graphs, for the flight recorder: when each of them last began and ended.
+"""Records for the flight recorder when each collective of a graph last began and ended.
 
-TensorFlow runs them without Python, so a graph writes both times into a small variable for each collective. The
-collective waits until its begin is written; nothing waits for the write of its end. A thread of the rank reads the
+TensorFlow runs these without Python, so the graph writes both times to a small variable per collective. The collective
+waits until its start time is written; nothing waits for the write of its end time. A thread of the rank reads the
 variables every two seconds, and when the job fails.
 """
 
@@ -20,18 +20,18 @@ from hvdkit.watchdog.flight import FlightRecorder, collective_key, recorder
 from hvdkit.watchdog.reporter import reporter
 
 MOST_SHAPES = 4
-"""Tensors of a collective that are described."""
+"""Maximum number of a collective's tensors to describe."""
 
 
 class Site:
-    """One collective of a graph; a graph that is traced again has the same one.
+    """One collective of a graph. A graph that is traced again has the same site.
 
     Args:
-        key: by which ranks match it.
+        key: identifies the collective across ranks.
         what: its name, dtypes and shapes.
         line: the user's source line that led to it.
-        ranks: those that take part; None: all.
-        nbytes: that this rank sends, if that is known when the graph is built.
+        ranks: the ranks that take part; None: all.
+        nbytes: bytes that this rank sends, as far as known when the graph is built.
     """
 
     def __init__(self, key: str, what: str, line: str, ranks: Sequence[int] | None, nbytes: int) -> None:
@@ -39,14 +39,14 @@ class Site:
         self._number, self._seen, self._has_run = 0, (0.0, 0.0), False
 
     def handle(self) -> tf.Tensor:
-        """Return the variable with the times, in seconds since 1970, of its last begin and end; 0: it has not ended.
+        """Return the variable with its last start and end time, in seconds since 1970. End time 0: not ended yet.
 
-        It is looked up by name: a graph that captures a variable cannot be exported.
+        The variable is looked up by name, because a graph that captures a variable cannot be exported.
         """
         return tf.raw_ops.VarHandleOp(dtype=tf.float64, shape=[2], shared_name=f"hvdkit.{self._key}")
 
     def wrap(self, native: Callable[[list[tf.Tensor]], Any], values: list[tf.Tensor]) -> Any:
-        """Return ``native(values)``, in a graph that notes when ``values`` and the results are available."""
+        """Return ``native(values)``, and record when ``values`` and the results become available in the graph."""
         with tf.control_dependencies(values), tf.device("/CPU:0"):
             began, handle = tf.timestamp(), self.handle()
             noted = tf.raw_ops.AssignVariableOp(resource=handle, value=tf.stack([began, tf.zeros_like(began)]))
@@ -58,7 +58,7 @@ class Site:
         return result
 
     def sample(self, flight: FlightRecorder, offset: float) -> None:
-        """Record what has happened since the last time.
+        """Record what has happened since the last call.
 
         Args:
             flight: the recorder.
@@ -66,7 +66,7 @@ class Site:
         """
         with tf.device("/CPU:0"):
             handle = self.handle()
-            # To read a variable that does not exist yet would write a warning.
+            # Reading a variable that does not exist yet would log a warning.
             self._has_run = self._has_run or bool(tf.raw_ops.VarIsInitializedOp(resource=handle))
             if not self._has_run:
                 return
@@ -93,10 +93,10 @@ class Sites:
         """Return the site of a collective.
 
         Args:
-            name: of the collective, for messages.
-            full: by which ranks match it.
+            name: the collective's name, for messages.
+            full: the name that identifies it across ranks.
             shown: the tensors that the user passed.
-            ranks: those that take part; None: all.
+            ranks: the ranks that take part; None: all.
         """
         what = describe_tensors(name, [f"{x.dtype.name}{x.shape}" for x in shown[:MOST_SHAPES]], len(shown))
         sizes = [x.shape.num_elements() for x in shown]
@@ -106,7 +106,7 @@ class Sites:
         return self._all[key]
 
     def sample(self) -> None:
-        """Record what has happened since the last time."""
+        """Record what has happened since the last call."""
         offset = time.monotonic() - time.time()
         for site in list(self._all.values()):
             site.sample(recorder(), offset)
@@ -114,17 +114,17 @@ class Sites:
 
 @cache
 def sites() -> Sites:
-    """Return those of this process."""
+    """Return the :class:`Sites` of this process."""
     return Sites()
 
 
 def are_recorded() -> bool:
-    """Return True if this rank has a sentinel that reads what is recorded."""
+    """Return True if this rank has a sentinel, which reads the records."""
     return reporter().is_watched
 
 
 def describe_tensors(name: str, first: Sequence[str], count: int) -> str:
-    """Return a collective of ``count`` tensors in words, given the dtypes and shapes of the ``first`` ones.
+    """Describe a collective of ``count`` tensors, given the dtypes and shapes of the ``first`` ones.
 
     Example:
         >>> describe_tensors("sum", ["float32[3]", "int32[]"], 6)
@@ -135,7 +135,7 @@ def describe_tensors(name: str, first: Sequence[str], count: int) -> str:
 
 
 def source_line() -> str:
-    """Return the innermost of the user's lines. TensorFlow's own stack shows AutoGraph's code as it was written."""
+    """Return the innermost source line of the user. TensorFlow's stack maps AutoGraph's code to the original lines."""
     every: list[Any] = [(frame.filename, frame.lineno) for frame in tf_stack.extract_stack()]
     file, line = ([one for one in every if is_users(one[0])] or every)[-1]
     return f"{file}:{line}"

@@ -1,4 +1,4 @@
-"""How many rows go to each rank in an alltoall."""
+"""Splits of an alltoall: how many rows go to each rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPLITS = "one non-negative row count for each rank, adding up to the rows of x"
 
 
 def checked_splits(splits: Any, rows: int, size: int) -> np.ndarray:
-    """Return ``splits`` as an integer array, or raise ValueError where it does not fit ``rows`` and ``size``."""
+    """Return ``splits`` as an integer array. Raises ValueError if they do not match ``rows`` and ``size``."""
     if splits is None:
         if rows % size:
             raise ValueError(
@@ -30,10 +30,10 @@ def checked_splits(splits: Any, rows: int, size: int) -> np.ndarray:
 
 
 def fitting_splits(splits: Any, rows: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return ``splits`` as int32, and whether they fit ``rows``, which is known when the graph runs.
+    """Return ``splits`` as int32, and whether they match ``rows``, as tensors evaluated when the graph runs.
 
     Raises:
-        TypeError: ``splits`` holds no integers.
+        TypeError: ``splits`` are not integers.
     """
     counts = as_tensor(splits)
     if not counts.dtype.is_integer:
@@ -44,5 +44,5 @@ def fitting_splits(splits: Any, rows: tf.Tensor, size: int) -> tuple[tf.Tensor, 
 
 
 def even_splits(rows: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return equal splits of ``rows``, and whether they are a multiple of the ranks, known when the graph runs."""
+    """Return equal splits of ``rows``, and whether the ranks divide them, as tensors evaluated when the graph runs."""
     return tf.fill([size], rows // size), rows % size == 0

@@ -1,10 +1,10 @@
-"""TensorFlow tensors through Horovod: one function a collective, the same in eager mode and in graphs.
+"""TensorFlow tensors through Horovod: one function per collective, for eager mode and graphs.
 
-:mod:`hvdkit.collectives.dtypes` states the dtypes in which values travel.
+:mod:`hvdkit.collectives.dtypes` defines the wire dtypes.
 
-Horovod matches collectives by name, and compares kind, dtype, shape, root and reduction of those that share one. So
-names in graphs depend on nothing but the function and the order in it, and what Horovod does not compare is written
-into the shape: a difference is an error on every rank.
+Horovod matches collectives by name, and compares kind, dtype, shape, root and reduction of matching ones. So names in
+graphs depend only on the function and the order in it, and properties that Horovod does not compare are encoded in the
+shape. A difference then raises on every rank.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from hvdkit.collectives.graphs import run_collective
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.splits import SPLITS
 
-# The collectives that users call share one name, so that Horovod compares their kinds, too.
+# Collectives called by users share one name, so that Horovod also compares their kinds.
 PUBLIC = "hvdkit.collective"
-# Axes of size 1 that one number is written as, modulo this: TensorFlow's tensors have at most 254 axes.
+# A number is encoded as that many axes of size 1, modulo this: TensorFlow's tensors have at most 254 axes.
 _MOST_ONES = 64
-# MPI counts the elements of a message by C's int.
+# MPI counts the elements of a message with a C int.
 LARGEST = 2**31 - 1
-# An axis that no tensor has: a rank whose splits do not fit its rows sends it, so that the others raise, too.
+# An axis length that no tensor has. A rank whose splits do not match its rows sends it, so that the others raise, too.
 BAD_SPLITS = 2_000_000_011
 
 
 def grouped_allreduce(
     tensors: Sequence[tf.Tensor], op: ReduceOp, name: str, group: cluster.Group | None = None
 ) -> list[tf.Tensor]:
-    """Reduce every tensor over all ranks (or ``group``), all tensors of one wire dtype in one exchange."""
+    """Reduce every tensor over all ranks (or ``group``), with one exchange per wire dtype."""
     results: list[Any] = [None] * len(tensors)
     for number, (dtype, places) in enumerate(_by_wire_dtype(tensors, op)):
         sent = [_Reduced(tensors[i], dtype, op, _size(group)) for i in places]
@@ -51,15 +51,16 @@ def compared_allreduce(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> list[tf.Tensor]:
-    """Do as :func:`grouped_allreduce`; ranks may differ in the number of tensors, and then each of them raises.
+    """Run :func:`grouped_allreduce`; if ranks differ in the number of tensors, raise on all of them.
 
-    Several tensors travel as one vector. Leading axes of size 1 count the tensors, a trailing one stands for Average.
+    Several tensors are sent as one vector. The number of leading axes of size 1 encodes the number of tensors, and a
+    trailing one encodes Average.
     """
     results: list[Any] = [None] * len(tensors)
     before: list[tf.Tensor] = []
     for number, (dtype, places) in enumerate(_by_wire_dtype(tensors, op)):
         sent = [_Reduced(tensors[i], dtype, op, _size(group), prescale, postscale) for i in places]
-        # One dtype after the other: if ranks differ in the number of dtypes, the first exchange raises everywhere.
+        # One dtype after another: if ranks differ in the number of dtypes, the first exchange raises on all ranks.
         with tf.control_dependencies(before):
             whole = _joined([x.sent for x in sent])
         coded = tf.expand_dims(whole, -1) if op == ReduceOp.Average else whole
@@ -73,7 +74,7 @@ def compared_allreduce(
 
 
 def _joined(tensors: list[tf.Tensor]) -> tf.Tensor:
-    """Return several tensors as one vector behind leading axes of size 1 that count them; a single one as it is."""
+    """Return several tensors as one vector, with leading axes of size 1 to encode their number; a single one as is."""
     if len(tensors) == 1:
         return tf.identity(tensors[0])
     whole = tf.concat([tf.reshape(x, [-1]) for x in tensors], axis=0)
@@ -81,7 +82,7 @@ def _joined(tensors: list[tf.Tensor]) -> tf.Tensor:
 
 
 def _parted(whole: tf.Tensor, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the parts of ``whole`` in the shapes of ``tensors``, of which :func:`_joined` made it."""
+    """Undo :func:`_joined`: split ``whole`` into parts with the shapes of ``tensors``."""
     parts = [whole]
     if len(tensors) > 1:
         parts = tf.split(tf.reshape(whole, [-1]), [tf.size(x) for x in tensors], num=len(tensors))
@@ -89,7 +90,7 @@ def _parted(whole: tf.Tensor, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _in_pieces(x: tf.Tensor, collective: Callable[[tf.Tensor, str], tf.Tensor], name: str) -> tf.Tensor:
-    """Run an elementwise collective; in pieces if there are too many elements for one message of MPI."""
+    """Run an elementwise collective, in pieces if there are too many elements for one MPI message."""
     elements = x.shape.num_elements()
     if elements is None or elements <= LARGEST:
         return collective(x, name)
@@ -107,10 +108,10 @@ def _by_wire_dtype(tensors: Sequence[tf.Tensor], op: ReduceOp) -> list[tuple[tf.
 
 
 class _Reduced:
-    """A tensor on its way through a reduction.
+    """A tensor in a reduction.
 
     Attributes:
-        sent: in the form in which it travels.
+        sent: the tensor, encoded in its wire dtype.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class _Reduced:
             self.sent = dtypes.with_nan_as(self.sent, order, op)
 
     def result(self, reduced: tf.Tensor) -> tf.Tensor:
-        """Return the reduction of the tensor, given the reduction of what was sent."""
+        """Decode the reduction of :attr:`sent`; return the reduction of the tensor."""
         y = self._decode(reduced)
         if self._is_divided:
             y = dtypes.divided(y, self._size)
@@ -133,7 +134,7 @@ class _Reduced:
 
 
 def _within(group: cluster.Group | None) -> dict[str, Any]:
-    """Return the argument by which Horovod restricts a collective to some ranks."""
+    """Return Horovod's argument that restricts a collective to ``group``."""
     return {} if group is None or group.process_set is None else {"process_set": group.process_set}
 
 
@@ -194,14 +195,14 @@ def allgather(x: tf.Tensor, name: str, group: cluster.Group | None = None) -> tf
 
 
 def compared_allgather(tensors: Sequence[tf.Tensor], name: str, group: cluster.Group | None = None) -> list[tf.Tensor]:
-    """Do as :func:`allgather` for several tensors; ranks may differ in their number, and then each of them raises."""
+    """Run :func:`allgather` for several tensors; if ranks differ in their number, raise on all of them."""
     return _one_by_one(tensors, lambda x, each: allgather(x, each, group), name)
 
 
 def _one_by_one(
     tensors: Sequence[tf.Tensor], collective: Callable[[tf.Tensor, str], tf.Tensor], name: str
 ) -> list[tf.Tensor]:
-    """Run a collective for each tensor, the first before the others. Trailing axes of size 1 count the tensors."""
+    """Run a collective for each tensor, the first before the others. Trailing axes of size 1 encode their number."""
     results: list[tf.Tensor] = []
     for number, x in enumerate(tensors):
         if len(tensors) == 1:
@@ -237,7 +238,7 @@ def broadcast(x: tf.Tensor, root: int, name: str, group: cluster.Group | None = 
 def alltoall(
     x: tf.Tensor, splits: tf.Tensor, name: str, group: cluster.Group | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Send ``splits[r]`` rows of ``x`` to each rank r; return the rows received and how many came from each."""
+    """Send ``splits[r]`` rows of ``x`` to each rank r; return the received rows and the number from each rank."""
     if _size(group) == 1:
         return tf.identity(x), tf.cast(splits, tf.int32)
     from horovod.tensorflow import mpi_ops
@@ -256,16 +257,16 @@ def alltoall(
 def compared_alltoall(
     x: tf.Tensor, splits: tf.Tensor, fits: tf.Tensor, name: str, group: cluster.Group | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Do as :func:`alltoall`, but raise on every rank if ``fits`` is False on some of them.
+    """Run :func:`alltoall`; if ``fits`` is False on any rank, raise on all ranks.
 
-    Such a rank sends no rows of a width that no other has, which Horovod refuses on all ranks.
+    Such a rank sends zero rows with a width that no other rank has, which Horovod rejects on all ranks.
     """
     inner = tf.shape(x)[1:]
     rows = tf.reshape(x, [tf.shape(x)[0], tf.reduce_prod(inner)])
     sent = tf.cond(fits, lambda: rows, lambda: tf.zeros([0, BAD_SPLITS], x.dtype))
     counts = tf.cond(fits, lambda: splits, lambda: tf.zeros([_size(group)], splits.dtype))
     received, received_splits = alltoall(sent, counts, name, group)
-    # Reached if no rank's splits fit.
+    # Fails only if the splits of all ranks are wrong; otherwise Horovod has raised.
     with tf.control_dependencies([received]):
         check = tf.debugging.Assert(fits, [f"splits: expected {SPLITS}; got", splits, tf.shape(x)[0]])
     with tf.control_dependencies([check]):
@@ -282,7 +283,7 @@ def reducescatter(x: tf.Tensor, op: ReduceOp, name: str, group: cluster.Group | 
     from horovod.tensorflow.mpi_ops import _reducescatter
 
     travelling = _Reduced(x, dtype, op, size)
-    # Scaled here: Horovod would refuse what is larger than its fusion buffer.
+    # Scale here: Horovod rejects scaling of tensors larger than its fusion buffer.
     sent = dtypes.scaled(travelling.sent, dtypes.average_factor(dtype, size) if op == ReduceOp.Average else 1.0)
 
     def reduce(ready: list[tf.Tensor], matched: str) -> tf.Tensor:
@@ -301,10 +302,10 @@ def compared_reducescatter(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> list[tf.Tensor]:
-    """Do as :func:`reducescatter` for several tensors; ranks that differ in number, shapes or op raise, each of them.
+    """Run :func:`reducescatter` for several tensors; if ranks differ in number, shapes or op, raise on all of them.
 
-    By alltoall, after which each rank adds up its rows: Horovod ends the job if a name that belongs to another kind of
-    collective comes with its own reducescatter.
+    Implemented as an alltoall, after which each rank sums its rows, because Horovod ends the job if its reducescatter
+    has the same name as a collective of another kind.
     """
 
     def scatter(x: tf.Tensor, each: str) -> tf.Tensor:
@@ -315,7 +316,7 @@ def compared_reducescatter(
             return travelling.result(travelling.sent)
         sent = dtypes.scaled(travelling.sent, dtypes.average_factor(dtype, size) if op == ReduceOp.Average else 1.0)
         blocks, longer = _blocks(sent, size)
-        # What the shape does not show: how many ranks get a row more, and whether it is an average.
+        # Encode what the shape does not show: how many ranks get one more row, and whether it is an average.
         ones = (longer % _MOST_ONES) + (_MOST_ONES if op == ReduceOp.Average else 0)
         coded = tf.reshape(blocks, tf.concat([tf.shape(blocks), tf.ones([ones], tf.int32)], axis=0))
         received, _ = alltoall(coded, tf.ones([size], tf.int32), each, group)
@@ -329,7 +330,7 @@ def compared_reducescatter(
 
 
 def _blocks(x: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return ``x`` as ``[size, rows of a rank, ...]``, and how many ranks get one row more; the others' last is 0."""
+    """Return ``x`` as ``[size, rows of a rank, ...]``, padded with zeros, and how many ranks get one more row."""
     rows, inner = tf.shape(x)[0], tf.shape(x)[1:]
     longer = rows % size
     each = rows // size

@@ -1,4 +1,4 @@
-"""Python numbers, NumPy arrays and TensorFlow tensors in, the same kind out."""
+"""Conversion of Python numbers, NumPy arrays and TensorFlow tensors to tensors, and of results back."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvdkit.errors import describe
 
-# Collectives are Python that builds graph nodes; AutoGraph has nothing to rewrite in them.
+# Collectives build graph nodes in plain Python, which AutoGraph need not convert.
 graph_safe = tf.autograph.experimental.do_not_convert
 
 
 def is_symbolic(x: Any) -> bool:
-    """Return True for a tensor inside a graph: its value is not known yet."""
+    """Return True for a tensor inside a graph, whose value is not known yet."""
     return isinstance(x, tf.Tensor) and not hasattr(x, "numpy")
 
 
@@ -24,7 +24,7 @@ def as_tensor(x: Any) -> tf.Tensor:
     """Return ``x`` (number, list, array, tensor, TensorFlow or Keras variable) as a tensor.
 
     Raises:
-        TypeError: ``x`` is no dense tensor of numbers.
+        TypeError: ``x`` is not dense and numeric.
     """
     if isinstance(x, tf.Tensor):
         return x
@@ -51,7 +51,7 @@ def as_tensor(x: Any) -> tf.Tensor:
 
 
 def _holds_numbers(dtype: np.dtype) -> bool:
-    # By TensorFlow's list and not by NumPy's kinds: to NumPy a bfloat16 is "void".
+    # Ask TensorFlow instead of NumPy, which regards bfloat16 as "void".
     try:
         return tf.as_dtype(dtype) != tf.string
     except TypeError:
@@ -59,28 +59,28 @@ def _holds_numbers(dtype: np.dtype) -> bool:
 
 
 def like(original: Any) -> Callable[[tf.Tensor | np.ndarray], Any]:
-    """Return the function that gives a result the kind of ``original``.
+    """Return the function that converts a result to the kind of ``original``.
 
-    Tensors and variables give tensors; everything else gives NumPy, a plain number where the result is one.
+    Tensors and variables give tensors; everything else gives NumPy arrays, or plain numbers for scalar results.
     """
     if isinstance(original, (tf.Tensor, tf.Variable)) or isinstance(getattr(original, "value", None), tf.Variable):
         return tf.convert_to_tensor
     if type(original) in (bool, int, float):
         return lambda y: _array(y).item() if np.ndim(y) == 0 else _array(y)
-    # NumPy's own scalars are no arrays, and do not become arrays.
+    # NumPy scalars stay scalars.
     return lambda y: _array(y)[()] if np.ndim(y) == 0 and not isinstance(original, np.ndarray) else _array(y)
 
 
 def _array(y: tf.Tensor | np.ndarray) -> np.ndarray:
-    # numpy() copies, so that the caller may write to the result; np.asarray would show TensorFlow's own memory.
+    # numpy() copies, so that the caller may write to the result; np.asarray would share TensorFlow's memory.
     return np.asarray(y.numpy() if isinstance(y, tf.Tensor) else y)
 
 
 def note_variable(value: int, dtype: tf.DType, name: str) -> tf.Variable:
-    """Return a variable on the CPU, which may also be made while a function is traced.
+    """Return a variable on the CPU that can also be created while a function is traced.
 
-    ``tf.function`` takes note of each ``tf.Variable`` that is made in its first trace, also under ``tf.init_scope``,
-    and traces the function again. It takes no note of this class.
+    ``tf.function`` tracks each ``tf.Variable`` created in its first trace, even under ``tf.init_scope``, and then
+    traces the function again. It does not track this class.
     """
     with tf.init_scope(), tf.device("CPU:0"):
         return ResourceVariable(value, trainable=False, dtype=dtype, name=name)

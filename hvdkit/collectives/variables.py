@@ -1,4 +1,4 @@
-"""Variables from one rank to all, after a comparison that names what differs."""
+"""Broadcast and comparison of variables, with errors that name the first difference."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from hvdkit.collectives.agreement import check_root
 from hvdkit.collectives.digests import behind, digest
 from hvdkit.collectives.shards import is_part
 
-# Variables are sent in pieces of about this many bytes, so that a model needs no second copy of itself.
+# Variables are sent in pieces of about this many bytes, to avoid a second copy of the whole model.
 _PIECE_BYTES = 64 * 2**20
 _REMEDY = "build the same model on every rank"
 _Signature: TypeAlias = tuple[str, tuple[int, ...], str]
 
 SEED_STATE = "seed_generator_state"
-"""Keras's name for the state of a random generator, which is each rank's own."""
+"""Keras's name for the state of a random generator, which differs between ranks."""
 
 
 def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
-    """Give every variable the value it has on rank ``root``.
+    """Set every variable to its value on rank ``root``.
 
     Args:
         variables: TensorFlow or Keras variables, the same list (order, names, shapes, dtypes) on every rank;
-            e.g. ``model.variables + optimizer.variables`` of a built optimizer. Shards and divided slots among them
-            are each rank's own, and left as they are.
-        root: the rank whose values count.
+            e.g. ``model.variables + optimizer.variables`` of a built optimizer. Variables that are not replicated, such
+            as shards and sharded optimizer slots, are skipped.
+        root: the rank whose values are sent.
 
     Raises:
-        ValueError: ``root`` is no rank.
-        TypeError: ``variables`` holds something else.
-        CollectiveMismatchError: the lists differ; it names the rank and the first variable that differs. No
-            variable is changed then.
+        ValueError: ``root`` is not a rank.
+        TypeError: ``variables`` contains something other than variables.
+        CollectiveMismatchError: the lists differ; it names the rank and the first variable that differs. Then no
+            variable is changed.
 
     Example::
 
@@ -50,7 +50,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
         return [_signature(v) for v in listed]
 
     everywhere = gather(cluster.exchange(), f"broadcast_variables(root={root})", signatures)
-    # Names alone may differ (Keras numbers layers as they are made): shape and dtype must not.
+    # Names may differ (Keras numbers layers in order of creation), but shapes and dtypes must not.
     compare(everywhere, "variables", _REMEDY, key=lambda each: [kind for _, *kind in each], show=_first_difference)
     if cluster.size() == 1:
         return
@@ -59,15 +59,13 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
 
 
 def compare_variables(variables: Iterable[Any]) -> str:
-    """Compare the values of variables over all ranks, bit for bit; return a digest of them that all ranks share.
+    """Check that variables have the same values on all ranks, bit for bit; return a digest of the values.
 
-    Shards and divided slots among them, each rank's own, are left out.
-
-    Every rank calls it. It costs a digest of all values (XXH3, about as fast as memory is read) and
-    one small exchange.
+    Variables that are not replicated, such as shards and sharded optimizer slots, are skipped. Every rank must call it.
+    The cost is a digest of all values (XXH3, about as fast as memory is read) and one small exchange.
 
     Raises:
-        CollectiveMismatchError: values differ; it names the first rank and variable, on every rank.
+        CollectiveMismatchError: values differ; on every rank, it names the first rank and variable.
 
     Example::
 
@@ -111,7 +109,7 @@ def _shown(signature: _Signature) -> str:
 
 
 def _pieces(variables: list[Any]) -> list[list[Any]]:
-    """Cut the list into runs of one dtype and at most about ``_PIECE_BYTES``."""
+    """Split the list into parts of one dtype and at most about ``_PIECE_BYTES``."""
     pieces: list[list[Any]] = []
     room = 0
     for variable in variables:

@@ -1,4 +1,4 @@
-"""Collectives of graphs are recorded: when each ran last, or with ``HVDKIT_CHECK=1`` each time that it runs."""
+"""Records the collectives of graphs: the last run of each, or every run with ``HVDKIT_CHECK=1``."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def run(
     uneven: bool,
     ranks: Sequence[int] | None,
 ) -> Any:
-    """Return what ``native`` makes of ``tensors`` in a graph, with a report before and one after it where asked for.
+    """Run ``native`` on ``tensors`` in a graph, record the collective, and return its result.
 
     Args:
-        native: Horovod's op; is given the tensors and ``full``.
-        tensors: what it exchanges.
-        full: the name by which ranks match the collective.
-        name: its name for people.
-        shown: the tensors that people know.
+        native: calls Horovod's op with the tensors and ``full``.
+        tensors: the tensors to exchange.
+        full: the name that identifies the collective across ranks.
+        name: the collective's name, for messages.
+        shown: the user's tensors, for messages.
         uneven: ranks may differ in the first axis.
-        ranks: those that take part; None for all.
+        ranks: the ranks that take part; None for all.
     """
     if not are_recorded():
         return native(tensors, full)
@@ -55,7 +55,7 @@ def run(
 
 
 def _after(note: Callable[..., None], values: Any, arguments: Sequence[tf.Tensor] = ()) -> Any:
-    """Return ``values``, one tensor or several, made by calling ``note`` once they are there."""
+    """Return ``values``, one or several tensors, and have the graph call ``note`` once they are available."""
 
     def call(_: np.ndarray, *known: np.ndarray) -> np.ndarray:
         note(*known)
@@ -63,8 +63,8 @@ def _after(note: Callable[..., None], values: Any, arguments: Sequence[tf.Tensor
 
     every = tf.nest.flatten(values)
     with tf.control_dependencies(every):
-        # A function with state would hold back every other collective of the graph until this one is over. One without
-        # is called at every step only if its argument, any element, is not known before and its result is used.
+        # A stateful function would block every other collective of the graph until this one has finished. A stateless
+        # one runs at every step only if its argument, here any element, is not constant and its result is used.
         element = tf.reshape(every[0], [-1])[:1]
         called = tf.numpy_function(call, [element, *arguments], tf.int32, stateful=False)
     called = tf.ensure_shape(called, [])
@@ -72,7 +72,8 @@ def _after(note: Callable[..., None], values: Any, arguments: Sequence[tf.Tensor
 
 
 def needing(condition: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    """Return ``x`` in a form that needs ``condition``, a scalar. As a vector: ``tf.where`` takes at most 8 axes."""
+    """Return ``x`` in a form that depends on the scalar ``condition``."""
+    # As a vector, because tf.where supports at most 8 axes.
     flat = tf.reshape(x, [-1])
     return tf.ensure_shape(tf.reshape(tf.where(condition, flat, flat), tf.shape(x)), x.shape)
 

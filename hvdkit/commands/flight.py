@@ -1,4 +1,4 @@
-"""``hvdkit flight FILE``: who waited for whom when a job failed, in sentences and as a trace."""
+"""``hvdkit flight FILE``: shows which ranks waited for which when a job failed, as text and as a trace."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _COLUMNS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Flight:
-    """Say who waited for whom when a job failed: hvdkit flight FILE.
+    """Show which ranks waited for which when a job failed: hvdkit flight FILE.
 
-    The file's path is in the line after the last line of the job.
+    The job prints the file's path after its last line.
 
     Raises:
-        ValueError: the file cannot be read, or is not one of the flight recorder.
+        ValueError: the file cannot be read, or was not written by the flight recorder.
     """
 
     file: Positional[Path]
     """The flight recorder's file."""
     trace: Annotated[Path | None, arg(aliases=["-o"])] = None
-    """Also write a trace that ui.perfetto.dev and chrome://tracing open."""
+    """Also write a trace for ui.perfetto.dev or chrome://tracing."""
 
 
 def flight(config: Flight) -> str:
-    """Return the sentences, and write the trace if one is requested."""
+    """Return the text; also write the trace, if requested."""
     try:
         found = read(config.file.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -58,14 +58,14 @@ def flight(config: Flight) -> str:
 
 
 def explain(found: FlightFile) -> list[str]:
-    """Return which ranks wait in which collective, for which others and since when, and what those others do.
+    """Return lines that describe which ranks wait in which collective, for whom and how long, and what those ranks do.
 
-    Ranks match collectives by their keys. The job is stuck in a collective that some of its ranks have entered and
-    others have not; the cause is in the ranks that are missing. A rank without records, as on a lost host, may be one.
+    Ranks match collectives by their keys. The job hangs in a collective that only some of its ranks have entered; the
+    cause is in the missing ranks. A rank without records, e.g. on a lost host, may be one of them.
     """
     last = {one.rank: one.collectives() for one in found.ranks}
     waiting: dict[str, dict[int, Record]] = defaultdict(dict)
-    ended: dict[str, dict[int, float]] = defaultdict(dict)  # when each rank came out of each collective last
+    ended: dict[str, dict[int, float]] = defaultdict(dict)  # when each rank last left each collective
     for rank, records in last.items():
         for record in records:
             if record.end is None:
@@ -75,7 +75,7 @@ def explain(found: FlightFile) -> list[str]:
     lines = []
     for key, there in sorted(waiting.items(), key=lambda item: min(one.start for one in item[1].values())):
         first = min(there.values(), key=lambda one: one.start)
-        # A graph's collective has the same key at every step: a rank that came out before is not in this one.
+        # A graph's collective has the same key at every step: ranks that last left it earlier have not entered again.
         entered = there.keys() | {rank for rank, end in ended[key].items() if end >= first.start}
         needed = range(found.size) if first.participants is None else first.participants
         missing = [rank for rank in needed if rank not in entered]
@@ -95,7 +95,7 @@ def explain(found: FlightFile) -> list[str]:
 
 
 def _where(rank: int, records: Sequence[Record], ended: float) -> str:
-    """Return where a rank is."""
+    """Describe the collective that a rank is in, or has left last."""
     if not records:
         return f"rank {rank} has not entered a collective"
     record = max(records, key=lambda one: math.inf if one.end is None else one.end)
@@ -115,8 +115,8 @@ def _ranks(numbers: Sequence[int]) -> str:
 def timeline(found: FlightFile) -> list[str]:
     """Return a line per rank that shows when it was in a collective; an empty list if no rank waits in one.
 
-    The first quarter of each line is from before the first collective that a rank still waits in. Of many ranks, those
-    that do not wait are drawn first: the others wait for them.
+    The first quarter of each line shows the time before the first collective in which a rank still waits. With too many
+    ranks to draw, those that do not wait take precedence, because the others wait for them.
     """
     flights = {one.rank: one.collectives() for one in found.ranks}
     waits = {rank: [one.start for one in records if one.end is None] for rank, records in flights.items()}

@@ -1,6 +1,6 @@
-"""Control groups: limits that a container, a batch system or systemd has set for this process.
+"""Control groups: limits set for this process by a container, a batch system or systemd.
 
-A limit may be on this process's own group or on any group above it; the lowest one counts.
+Limits apply to this process's own group and all groups above it; the lowest one counts.
 
 Source: Linux, Documentation/admin-guide/cgroup-v2.rst, and cgroup-v1/ next to it.
 """
@@ -14,12 +14,12 @@ from pathlib import Path
 def folders(controller: str, filesystem: Path = Path("/")) -> Iterator[Path]:
     """Yield the folder of this process's group, then of each group above it, in cgroup v1 and v2.
 
-    A container may see the path that its group has on the host, which does not exist within the container: then only
-    the last of these folders exists, and it is the container's own.
+    A container may see its group's path on the host, which does not exist inside the container. Then only the last of
+    these folders exists, which is the container's own.
 
     Args:
-        controller: what the groups limit: ``"cpu"`` or ``"memory"``.
-        filesystem: the folder that holds ``proc`` and ``sys``.
+        controller: the limited resource: ``"cpu"`` or ``"memory"``.
+        filesystem: the folder that contains ``proc`` and ``sys``.
     """
     try:
         lines = (filesystem / "proc/self/cgroup").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Cores that this process may use: its affinity, and the CPU quota of its control groups."""
+"""Cores available to this process: its affinity, and the CPU quota of its control groups."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hvdkit.machine import cgroups
 
 
 def available_cores(filesystem: Path = Path("/")) -> int:
-    """Return on how many cores this process may compute: those of its affinity, at most its quota, at least 1.
+    """Return the number of cores that this process may use: those of its affinity, at most its quota, at least 1.
 
-    With simultaneous multithreading a core counts as often as it has hardware threads.
+    With simultaneous multithreading, each hardware thread counts as a core.
 
     Args:
-        filesystem: the folder that holds ``proc`` and ``sys``.
+        filesystem: the folder that contains ``proc`` and ``sys``.
     """
     granted = core_quota(filesystem)
     allowed = len(affinity())
@@ -24,22 +24,22 @@ def available_cores(filesystem: Path = Path("/")) -> int:
 
 
 def affinity() -> frozenset[int]:
-    """Return the numbers of the cores that the scheduler may run this process on."""
+    """Return the numbers of the cores on which the scheduler may run this process."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))  # macOS has no affinity
 
 
 def physical_cores() -> int | None:
-    """Return how many cores this host has, hardware threads not counted; None if that is not known."""
+    """Return the number of physical cores of this host, or None."""
     return psutil.cpu_count(logical=False)
 
 
 def core_quota(filesystem: Path = Path("/")) -> float | None:
-    """Return how many cores' time the control groups grant this process, such as 1.5; None without a quota.
+    """Return the CPU quota of this process's control groups in cores, e.g. 1.5; None without a quota.
 
     Args:
-        filesystem: the folder that holds ``proc`` and ``sys``.
+        filesystem: the folder that contains ``proc`` and ``sys``.
     """
     quotas = [
         granted

@@ -1,21 +1,21 @@
-"""Environment variables: which of them hold secrets, and which belong to the job that this process is a rank of."""
+"""Environment variables: which of them contain secrets, and which belong to the current job."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-# Names of variables whose values are neither shown nor passed on to other hosts.
+# Names of variables whose values are neither shown nor forwarded to other hosts.
 SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD")
 _OF_A_JOB = re.compile(
     r"OMPI_(?!MCA_|ALLOW_)|OMPI_MCA_(ess|orte|pmix)_|PMIX_(?!MCA_)|PMI_"
     r"|HOROVOD_(RANK|SIZE|HOSTNAME|LOCAL_(RANK|SIZE)|CROSS_(RANK|SIZE)|GLOO_RENDEZVOUS_)"
 )
-_OF_GLOO = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")  # horovodrun --gloo sets them for its ranks; users may, too
+_OF_GLOO = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")  # set by horovodrun --gloo for its ranks, or by users
 
 
 def outside_a_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what a launcher has set: a nested launch would take it for its own.
+    """Return the environment without the variables of a launcher, which a nested launch would mistake for its own.
 
     Example:
         >>> outside_a_job({"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_btl": "tcp,self", "PMIX_RANK": "0"})

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs on this host, as its driver lists them."""
+"""NVIDIA GPUs on this host, as listed by the driver."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hvdkit.machine.subprocesses import run
 
 
 class Gpus(NamedTuple):
-    """What is known without CUDA.
+    """The GPUs, as far as known without CUDA.
 
     Attributes:
-        names: names and driver versions as ``nvidia-smi`` lists them; None if it is absent or fails.
-        fails: True if ``nvidia-smi`` is there and fails.
-        nodes: names of the device files, such as ``"nvidia0"``.
+        names: names and driver versions as listed by ``nvidia-smi``; None if it is missing or fails.
+        fails: whether ``nvidia-smi`` is installed but fails.
+        nodes: names of the device files, e.g. ``"nvidia0"``.
     """
 
     names: list[str] | None
@@ -24,11 +24,11 @@ class Gpus(NamedTuple):
 
 
 def find_gpus(devices: Path = Path("/dev"), timeout: float = 20.0) -> Gpus:
-    """Look for GPUs.
+    """Find the GPUs of this host.
 
     Args:
         devices: the folder with device files.
-        timeout: seconds for ``nvidia-smi``.
+        timeout: timeout of ``nvidia-smi`` in seconds.
     """
     nodes = sorted(node.name for node in devices.glob("nvidia[0-9]*"))
     if not shutil.which("nvidia-smi"):

@@ -10,7 +10,7 @@ from hvdkit.machine.interfaces import own_addresses
 
 
 def boot_id() -> str | None:
-    """Return what identifies this machine until it is started again, the same in all containers; None if not known."""
+    """Return an ID of this machine that is equal in all containers and changes at each boot; None except on Linux."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
@@ -19,7 +19,7 @@ def boot_id() -> str | None:
 
 @cache
 def host_names() -> frozenset[str]:
-    """Return the names and IPv4 addresses by which this host is known to itself."""
+    """Return the names and IPv4 addresses that refer to this host."""
     whole = socket.gethostname()
     addresses = {one.address for one in own_addresses(socket.AF_INET)}
     return frozenset({"localhost", "127.0.0.1", whole, whole.partition(".")[0]} | addresses)

@@ -1,4 +1,4 @@
-"""Network interfaces of this host: their addresses, and which of them the job's variables choose."""
+"""Network interfaces of this host: their addresses, and which of them the job's variables select."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import psutil
 
-# The variables that choose the network of a job. Each holds names or subnets ("eth0,10.0.0.0/24"), but for NCCL's.
+# Variables that select the network of a job. All but NCCL's contain names or subnets ("eth0,10.0.0.0/24").
 _VARIABLES = ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include", "HOROVOD_IFACE")
 _NCCL = "NCCL_SOCKET_IFNAME"
-# Loopback, and bridges that have the same address on every host: ranks that pick one wait for themselves.
+# Loopback, and bridges that have the same address on every host: a rank that uses one would connect to itself.
 _BRIDGES = re.compile(r"(lo|docker|br-|virbr|veth|cni|flannel|cali|vmnet|vboxnet|podman|lxc|lxd|dummy|tunl)")
 
 
@@ -24,8 +24,8 @@ class Address(NamedTuple):
 
     Attributes:
         interface: the interface's name.
-        address: IPv4 or IPv6.
-        megabits: the interface's speed in Mbit/s; 0 if it is not known.
+        address: IPv4 or IPv6 address.
+        megabits: the interface's speed in Mbit/s; 0 if unknown.
     """
 
     interface: str
@@ -34,13 +34,13 @@ class Address(NamedTuple):
 
     @property
     def is_routable(self) -> bool:
-        """True if it is neither of this host only nor of one link only."""
+        """True if it is neither a loopback nor a link-local address."""
         address = ipaddress.ip_address(self.address)
         return not address.is_loopback and not address.is_link_local
 
     @property
     def is_local(self) -> bool:
-        """True if other hosts can probably not reach it, judged by the interface's name.
+        """True if other hosts probably cannot reach it, judging by the interface's name.
 
         Example:
             >>> Address("docker0", "172.17.0.1").is_local
@@ -50,12 +50,12 @@ class Address(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What the job's variables say about networks.
+    """The networks that the user has selected with variables.
 
     Attributes:
-        named: names of interfaces and subnets to use; a name may end with ``*`` for all that begin with it.
-        excluded: those not to use, if ``named`` is empty.
-        source: the variables that say so, for messages.
+        named: names of interfaces and subnets to use; a name with a trailing ``*`` is a prefix.
+        excluded: names and subnets not to use; applies without ``named``.
+        source: the variables and their values, for messages.
     """
 
     named: tuple[str, ...]
@@ -63,17 +63,17 @@ class Choice(NamedTuple):
     source: str
 
     def allows(self, one: Address) -> bool:
-        """Return True if ``one`` may be used; an address that other hosts cannot reach, only if it is named."""
+        """Return True if ``one`` may be used. An address that is not routable must be named explicitly."""
         if self.named:
             return any(_matches(word, one) for word in self.named)
         return one.is_routable and not any(_matches(word, one) for word in self.excluded)
 
 
 def choice(environment: Mapping[str, str]) -> Choice:
-    """Return what the job's variables say about networks.
+    """Return the networks selected by the job's variables.
 
     Args:
-        environment: names to values, as ``os.environ``.
+        environment: variables by name, like ``os.environ``.
 
     Example:
         >>> choice({"HOROVOD_GLOO_IFACE": "eth0"}).named, choice({"NCCL_SOCKET_IFNAME": "^docker,=lo"}).excluded
@@ -81,7 +81,7 @@ def choice(environment: Mapping[str, str]) -> Choice:
     """
     found = {variable: environment.get(variable, "").split(",") for variable in _VARIABLES}
     text = environment.get(_NCCL, "")
-    # NCCL takes prefixes; "=" asks for the whole name, and "^" before all of them excludes.
+    # NCCL matches prefixes. "=" requires the whole name; a leading "^" excludes the whole list.
     prefixes = [word[1:] if word[0] == "=" else f"{word}*" for word in _words(text.removeprefix("^").split(","))]
     excluded = tuple(prefixes) if text.startswith("^") else ()
     found[_NCCL] = [] if excluded else prefixes
@@ -91,12 +91,12 @@ def choice(environment: Mapping[str, str]) -> Choice:
 
 
 def own_addresses(*families: socket.AddressFamily) -> list[Address]:
-    """Return this host's addresses, loopback included, of interfaces that are up, the fastest first.
+    """Return the addresses of this host's interfaces that are up, including loopback, fastest interface first.
 
-    Link-local addresses of IPv6 are left out: they say nothing without the interface.
+    Link-local IPv6 addresses are omitted, because they are meaningless without the interface.
 
     Args:
-        families: ``socket.AF_INET``, ``socket.AF_INET6``; by default both.
+        families: ``socket.AF_INET``, ``socket.AF_INET6``; default: both.
     """
     states = psutil.net_if_stats()
     found = [
@@ -111,9 +111,9 @@ def own_addresses(*families: socket.AddressFamily) -> list[Address]:
 
 
 def chosen_addresses() -> tuple[list[str], str | None]:
-    """Return the addresses to listen at, and a warning, or None.
+    """Return the addresses to listen on, and a warning or None.
 
-    The list is empty if every interface is to serve: no variable names one, or those named are not on this host.
+    The list is empty for all interfaces: no variable selects one, or the selected ones do not exist on this host.
     """
     wanted = choice(os.environ)
     if not wanted.named and not wanted.excluded:
@@ -127,7 +127,7 @@ def chosen_addresses() -> tuple[list[str], str | None]:
 
 
 def reachable_addresses() -> list[str]:
-    """Return this host's addresses that other hosts may reach."""
+    """Return the addresses by which other hosts may reach this one."""
     return [one.address for one in own_addresses() if one.is_routable]
 
 

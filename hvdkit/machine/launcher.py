@@ -1,6 +1,6 @@
-"""The launcher of this process: the rank that it assigned, read from the environment, and its end.
+"""The launcher of this process: the rank that it assigned, read from the environment, and how to end it.
 
-No MPI, no TensorFlow.
+Needs neither MPI nor TensorFlow.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Promise:
     """The rank that a launcher assigned to this process.
 
     Attributes:
-        launcher: its name, for messages.
-        rank: of this process.
+        launcher: the launcher's name, for messages.
+        rank: rank of this process.
         size: number of ranks.
-        local_rank: among the ranks of this host.
-        local_size: number of ranks on this host. srun sets it only if it was given a number of tasks per node.
-        controller: through which Horovod must coordinate: ``"mpi"`` or ``"gloo"``.
+        local_rank: rank of this process among the ranks of this host.
+        local_size: number of ranks on this host. srun sets it only with an explicit number of tasks per node.
+        controller: the controller that Horovod must use: ``"mpi"`` or ``"gloo"``.
         hosts: number of hosts, or None if the launcher does not set it.
     """
 
@@ -44,14 +44,14 @@ class Promise:
 
     @property
     def on_several_hosts(self) -> bool:
-        """Return True if there are ranks on other hosts."""
+        """True if there are ranks on other hosts."""
         return self.size > self.local_size if self.hosts is None else self.hosts > 1
 
 
 ALONE = Promise(launcher="none", rank=0, size=1, local_rank=0, local_size=1, controller="gloo")
 
-# Each launcher, and its variables of rank, size, local rank and local size. The first whose rank and size are both set
-# started this process: horovodrun --gloo starts processes itself, and srun may have started mpirun.
+# The launchers, and their variables for rank, size, local rank and local size. The first one with both rank and size
+# set started this process: horovodrun --gloo starts processes itself, and srun may have started mpirun.
 _LAUNCHERS = (
     ("horovodrun --gloo", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     (
@@ -68,7 +68,7 @@ _LAUNCHERS = (
 
 
 def promised(environ: Mapping[str, str] | None = None) -> Promise:
-    """Return what the launcher promised, or :data:`ALONE` if there is no launcher.
+    """Return the rank that the launcher assigned, or :data:`ALONE` without a launcher.
 
     Example:
         >>> promised({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}).size
@@ -90,7 +90,7 @@ def promised(environ: Mapping[str, str] | None = None) -> Promise:
 
 
 def launcher_tags_lines(environ: Mapping[str, str] | None = None) -> bool:
-    """Return True if the launcher writes the rank before each line: ``horovodrun --gloo``, and ``mpirun --tag-output``.
+    """Return True if the launcher tags lines with the rank: ``horovodrun --gloo``, and ``mpirun --tag-output``.
 
     Example:
         >>> launcher_tags_lines({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
@@ -103,8 +103,8 @@ def launcher_tags_lines(environ: Mapping[str, str] | None = None) -> bool:
 def end_stuck_launcher(pid: int) -> None:
     """End launcher ``pid``, if it would wait for a host that is cut off or a rank that is stopped for hours.
 
-    Open MPI's mpirun tells its daemons to end their ranks at a first signal, and ends at a second one soon after. Slurm
-    is asked to end the step: srun would wait for a task that is stopped elsewhere.
+    On a first signal, Open MPI's mpirun makes its daemons end their ranks; on a second one soon after, it exits. With
+    Slurm, cancel the step, because srun would wait for a task that is stopped on another host.
     """
     launcher = processes.stat(pid)
     if launcher is None:
@@ -121,7 +121,7 @@ def end_stuck_launcher(pid: int) -> None:
     elif launcher.name.startswith("slurmstepd"):
         step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
         nothing = [(os.POSIX_SPAWN_OPEN, file, os.devnull, os.O_RDWR, 0) for file in range(3)]
-        with contextlib.suppress(OSError):  # subprocess would take a megabyte of every sentinel
+        with contextlib.suppress(OSError):  # importing subprocess would cost every sentinel a megabyte
             os.posix_spawnp("scancel", ["scancel", "--signal=KILL", step], os.environ, file_actions=nothing)
 
 

@@ -9,7 +9,7 @@ _FILES = 512
 
 
 def allow_files(number: int) -> None:
-    """Let this process open ``number`` files and those that it opens anyway; 1,024 is a common limit."""
+    """Raise this process's limit of open files, often 1,024, by enough for ``number`` files besides its own."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = number + _FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""Memory that this process may use: the host's, and the limits of its control groups."""
+"""Memory available to this process: the host's, and the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 
 from hvdkit.machine import cgroups
 
-# In v2 and v1: the limit, what the group uses, and the line of memory.stat with the file cache that can be dropped.
+# In v2 and v1: the limit, the group's usage, and the line of memory.stat with the reclaimable file cache.
 _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -20,23 +20,23 @@ def total_memory(filesystem: Path = Path("/")) -> int:
     """Return the bytes of memory that this process may use: the host's, at most the lowest limit of its groups.
 
     Args:
-        filesystem: the folder that holds ``proc`` and ``sys``.
+        filesystem: the folder that contains ``proc`` and ``sys``.
     """
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits(filesystem))])
 
 
 def available_memory(filesystem: Path = Path("/")) -> int:
-    """Return the bytes that are free for new processes: on the host, and under each limit of this process's groups.
+    """Return the bytes available to new processes, on the host and within the limits of this process's groups.
 
     Args:
-        filesystem: the folder that holds ``proc`` and ``sys``.
+        filesystem: the folder that contains ``proc`` and ``sys``.
     """
     free = (max(0, limit - used) for limit, used in _limits(filesystem))
     return min([psutil.virtual_memory().available, *free])
 
 
 def _limits(filesystem: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit of each group that has one, and the bytes that it uses, without file cache that can go."""
+    """Yield limit and usage in bytes of each group with a limit; usage excludes reclaimable file cache."""
     for folder in cgroups.folders("memory", filesystem):
         for limit, usage, cache in _FILES:
             try:

@@ -1,4 +1,4 @@
-"""MPI on this host: its launchers, and its libraries in this process."""
+"""MPI on this host: its launchers, and its libraries loaded in this process."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import psutil
 
 from hvdkit.machine.subprocesses import run
 
-# Open MPI's mpirun starts processes of root only if both are 1.
+# Open MPI's mpirun runs as root only with both set to 1.
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _VERSIONS = (  # what `mpirun --version` and MPI_Get_library_version print
     ("Open MPI", re.compile(r"Open MPI\)?,? v?([\d.]+)")),
     ("MPICH", re.compile(r"(?:MPICH Version|HYDRA build details:\s*Version):\s*([\w.]+)")),
     ("Intel MPI", re.compile(r"Intel\(R\) MPI Library\D*?([\d.]+)")),
 )
-# The C library only, not libmpi_cxx or libmpi_mpifh next to it. A wheel may put a hash in the name.
+# The C library only, not libmpi_cxx or libmpi_mpifh. In a wheel, the name may contain a hash.
 _LIBRARY = re.compile(r"/lib(mpi|mpich|mpi_abi)(-[0-9a-f]+)?\.so[.0-9]*$")
 
 
 @dataclass(frozen=True)
 class Mpi:
-    """An MPI's name and version, such as ``Mpi("Open MPI", "4.1.8")``."""
+    """Vendor and version of an MPI, e.g. ``Mpi("Open MPI", "4.1.8")``."""
 
     vendor: str
     version: str
@@ -41,7 +41,7 @@ class Mpi:
 
 @dataclass(frozen=True)
 class Program:
-    """A launcher: its path, whether the shell finds it there, and which MPI it belongs to."""
+    """A launcher: its path, whether it is on PATH, and the MPI that it belongs to."""
 
     path: str
     on_path: bool
@@ -49,7 +49,7 @@ class Program:
 
 
 def find_program(name: str) -> Program | None:
-    """Find a program on PATH, or else next to this interpreter (an environment that is not activated)."""
+    """Find a program on PATH, or otherwise next to this interpreter (for an environment that is not activated)."""
     if path := shutil.which(name):
         return Program(path, on_path=True)
     neighbour = Path(sys.executable).parent / name
@@ -57,7 +57,7 @@ def find_program(name: str) -> Program | None:
 
 
 def find_mpirun() -> Program | None:
-    """Find ``mpirun`` (or ``mpiexec``) and which MPI it belongs to."""
+    """Find ``mpirun`` (or ``mpiexec``) and the MPI that it belongs to."""
     program = find_program("mpirun") or find_program("mpiexec")
     if program is None:
         return None
@@ -66,7 +66,7 @@ def find_mpirun() -> Program | None:
 
 
 def identify(text: str) -> Mpi | None:
-    """Return vendor and version from what an MPI library or launcher says of itself.
+    """Return vendor and version from the version message of an MPI library or launcher.
 
     Example:
         >>> str(identify("mpirun (Open MPI) 4.1.8"))
@@ -79,7 +79,7 @@ def identify(text: str) -> Mpi | None:
 
 
 def loaded_libraries() -> list[str]:
-    """Return the real paths of the MPI libraries that are loaded into this process, sorted."""
+    """Return the resolved paths of the MPI libraries loaded into this process, sorted."""
     maps = Path("/proc/self/maps")
     if maps.exists():
         mapped = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()}

@@ -1,4 +1,4 @@
-"""Processes of this host, as /proc shows them. Standard library only: sentinels load nothing else.
+"""Processes of this host, from /proc. Uses only the standard library, because sentinels import nothing else.
 
 Sources: proc(5), prctl(2), Linux's Documentation/scheduler/sched-stats (``schedstat``).
 """
@@ -17,14 +17,14 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Stat(NamedTuple):
-    """What /proc/PID/stat says of a process or a thread.
+    """State of a process or thread from /proc/PID/stat.
 
     Attributes:
-        name: of its program, at most 15 characters.
+        name: name of its program, up to 15 characters.
         state: one letter: R, S, D (waits for a disk), T (stopped), t (stopped by a debugger), Z, X.
         parent: PID of its parent.
-        seconds: of a core, with those of children that it has waited for.
-        started: in clock ticks since the kernel booted; with the PID it identifies a process for good.
+        seconds: CPU time, including that of children it has waited for.
+        started: start time in clock ticks since boot. Together with the PID it uniquely identifies a process.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Stat(NamedTuple):
 
 
 def stat(pid: int, thread: int | None = None) -> Stat | None:
-    """Return what the kernel reports about a process or one of its threads; None if it has ended."""
+    """Return the state of a process or one of its threads, or None after its end."""
     text = _read(f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat")
     begin, _, rest = text.rpartition(")")
     fields = rest.split()
@@ -46,11 +46,11 @@ def stat(pid: int, thread: int | None = None) -> Stat | None:
 
 
 def is_over(pid: int, started: int) -> bool:
-    """Return True if the process that began at ``started`` has ended."""
+    """Return True if process ``pid`` with start time ``started`` has ended."""
     found = stat(pid)
     if found is not None:
         return found.started != started or found.state in "ZX"
-    try:  # or this process may open no more files, or must not see the other one
+    try:  # the file may be unreadable: too many open files, or hidden from this process
         os.kill(pid, 0)
     except OSError as error:
         return isinstance(error, ProcessLookupError)
@@ -59,9 +59,9 @@ def is_over(pid: int, started: int) -> bool:
 
 @cache
 def place() -> str:
-    """Return what processes share that can see and signal each other: host, boot, and container.
+    """Return an ID that is equal for processes that can see and signal each other: host, boot, and container.
 
-    Read once: a host may be given another name while training runs.
+    Cached, because a host's name may change while training runs.
     """
     space = ""
     with contextlib.suppress(OSError):
@@ -70,7 +70,7 @@ def place() -> str:
 
 
 def threads(pid: int) -> set[int]:
-    """Return the thread IDs of a process; an empty set if it has ended."""
+    """Return the thread IDs of a process; empty after its end."""
     try:
         return set(map(int, os.listdir(f"/proc/{pid}/task")))  # noqa: PTH208
     except OSError:
@@ -78,7 +78,7 @@ def threads(pid: int) -> set[int]:
 
 
 def cpu_nanoseconds(pid: int, thread: int) -> int | None:
-    """Return the nanoseconds that a thread has run, or None if it has ended."""
+    """Return the CPU time of a thread in nanoseconds, or None after its end."""
     if _has("schedstat"):
         fields = _read(f"/proc/{pid}/task/{thread}/schedstat").split()
         return int(fields[0]) if fields else None
@@ -87,7 +87,7 @@ def cpu_nanoseconds(pid: int, thread: int) -> int | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the PIDs of all children of ``pid``, and of theirs."""
+    """Return the PIDs of all descendants of ``pid``."""
     below = _children if _has("children") else _all_children().get
     found: list[int] = []
     for child in below(pid) or ():
@@ -100,7 +100,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _all_children() -> dict[int, list[int]]:
-    """Return the children of every process that has any."""
+    """Return the children of all processes, by the parent's PID."""
     found: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208
         if name.isdigit() and (one := stat(int(name))) is not None:
@@ -110,19 +110,19 @@ def _all_children() -> dict[int, list[int]]:
 
 @cache
 def _has(name: str) -> bool:
-    """Return True if this kernel was built with a file of that name for each thread."""
+    """Return True if this kernel provides a file of that name for each thread."""
     return os.path.exists(f"/proc/thread-self/{name}")  # noqa: PTH110
 
 
 class Work(NamedTuple):
-    """What a process has done since it began: seconds of a core, and bytes read and written."""
+    """Work of a process since its start: CPU seconds, and bytes read and written."""
 
     seconds: float
     transferred: int
 
 
 def work(pid: int) -> Work | None:
-    """Return what a process and those of its children that have ended have done; None if it is over."""
+    """Return the work of a process and of its children that have ended, or None after its end."""
     found = stat(pid)
     if found is None:
         return None
@@ -131,30 +131,30 @@ def work(pid: int) -> Work | None:
 
 
 def signal_at_parent_end(number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends, however that ends."""
-    with contextlib.suppress(OSError, AttributeError):  # only Linux has it
+    """Have the kernel send a signal to this process when its parent ends for any reason."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux only
         _prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
+    """Make this process the parent of every descendant whose parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:
-    import ctypes  # a quarter of a megabyte, which a sentinel that starts no program does not need
+    import ctypes  # costs a quarter of a megabyte, which watching sentinels do not need
 
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    """Send a signal to a process, unless it is over."""
+    """Send a signal to a process, unless it has ended."""
     with contextlib.suppress(OSError):
         os.kill(pid, number)
 
 
 def end_descendants(seconds: float = 2.0) -> None:
-    """Kill every process below this one, and those that become its children when their parents are gone."""
+    """Kill all descendants of this process, including those that it adopts while their parents end."""
     until = time.monotonic() + seconds
     while (found := descendants(os.getpid())) and time.monotonic() < until:
         for pid in found:

@@ -1,4 +1,4 @@
-"""Run a command that may crash or hang, and leave none of its processes behind."""
+"""Runs commands that may crash or hang, without leaving processes behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _running: set[psutil.Popen] = set()
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended; ``code`` is negative for a signal, None if time ran out, 127 without a start."""
+    """How a command ended. ``code`` is negative for a signal, None after a timeout, 127 if it could not be started."""
 
     code: int | None
     stdout: str
@@ -27,7 +27,7 @@ class Outcome:
 
     @property
     def how(self) -> str:
-        """Say in words how the command ended.
+        """A description of how the command ended.
 
         Example:
             >>> Outcome(-11, "", "", 1.0).how
@@ -40,7 +40,7 @@ class Outcome:
         return f"ended with exit code {self.code}"
 
     def last_lines(self, count: int = 5) -> str:
-        """Return the last lines that say something, of stderr or, if that is empty, of stdout."""
+        """Return the last non-blank lines of stderr, or of stdout if stderr is empty."""
         for text in (self.stderr, self.stdout):
             lines = [line.strip() for line in text.splitlines() if line.strip(" -*\t")]
             if lines:
@@ -49,9 +49,9 @@ class Outcome:
 
 
 def run(argv: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None) -> Outcome:
-    """Run ``argv`` for at most ``timeout`` seconds; processes it started are ended with it.
+    """Run ``argv`` for at most ``timeout`` seconds; after a timeout, end all its processes.
 
-    Output goes to files, not pipes: a grandchild that holds a pipe open would make the wait endless.
+    Output goes to files instead of pipes, because a grandchild could hold a pipe open forever.
     """
     started = time.monotonic()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -74,13 +74,13 @@ def run(argv: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = 
 
 
 def end_all() -> None:
-    """End what every :func:`run` in progress started; each of them then returns."""
+    """End the commands of all :func:`run` calls in progress, which then return."""
     for process in list(_running):
         end_family(process)
 
 
 def end_family(process: psutil.Process | psutil.Popen) -> None:
-    """End a process and all below it: ranks outlive a launcher that is killed, so they are looked up first."""
+    """End a process and its descendants. These are looked up first, because ranks outlive a launcher that is killed."""
     with suppress(psutil.NoSuchProcess):
         family = [process, *process.children(recursive=True)]
         for member in family:

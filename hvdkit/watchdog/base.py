@@ -1,4 +1,4 @@
-"""What all sentinels do: carry messages between the rank and the coordinator, watch the rank, end it on request."""
+"""Base class of sentinels: relays messages between rank and coordinator, watches the rank, ends it on request."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Sentinel(ABC):
     """Watches one rank.
 
     Args:
-        rank: to watch.
+        rank: the rank's process.
 
     Attributes:
-        up: the connection to the coordinator, or None.
-        welcome: the coordinator's answer, or None before that.
-        order: to end the rank: the job has failed, or is over.
-        released: the rank may exit, and this process with it.
-        due: what has to be done later, and when.
+        up: connection to the coordinator, or None.
+        welcome: the coordinator's answer, or None until it arrives.
+        order: order to end the rank because the job has failed or is over, or None.
+        released: True once the rank, and with it this process, may exit.
+        due: callbacks to run later, with the time of each.
     """
 
     def __init__(self, rank: RankProcess) -> None:
@@ -64,10 +64,10 @@ class Sentinel(ABC):
         self._most = 0
         self._turned = time.monotonic()
 
-    # ---- what happens -----------------------------------------------------------------------------------------
+    # ---- event loop -------------------------------------------------------------------------------------------
 
     def turn(self, most: float = 1e9) -> None:
-        """Wait for something to happen, and deal with it."""
+        """Wait for events and handle them."""
         now = time.monotonic()
         for key, events in self.selector.select(max(0.0, min(most, self._pause(now)))):
             self._ready(key, events)
@@ -92,7 +92,7 @@ class Sentinel(ABC):
             key.data(key.fd)
 
     def _hear(self, connection: Connection | None, events: int, take: Callable[[Message], None]) -> Closed | None:
-        """Send and receive what can be now; return why the connection has ended, if it has."""
+        """Send and receive without blocking; return why the connection has ended, or None."""
         assert connection is not None
         if events & selectors.EVENT_WRITE:
             connection.flush()
@@ -126,7 +126,7 @@ class Sentinel(ABC):
     # ---- the rank ---------------------------------------------------------------------------------------------
 
     def listen_to_rank(self, connected: socket.socket) -> None:
-        """Hear the rank's process over a socket, of which it has the other end."""
+        """Receive messages from the rank's process over ``connected``."""
 
         def first(_: int) -> None:
             self.selector.unregister(connected)
@@ -145,7 +145,7 @@ class Sentinel(ABC):
             self.rank.connection = None
 
     def take(self, message: Message) -> None:
-        """Note what the rank says, and report it."""
+        """Handle a message of the rank, and report it."""
         now = time.monotonic()
         if isinstance(message, Busy):
             self.rank.set_busy(message.reason, now)
@@ -169,7 +169,7 @@ class Sentinel(ABC):
             self.tell_rank(Release(all_leave=True))
 
     def tell_rank(self, message: Message) -> bool:
-        """Send ``message`` to the rank's process; return False if it does not listen."""
+        """Send ``message`` to the rank's process; return False if it is not connected."""
         if self.rank.connection is None:
             return False
         self.rank.connection.send(message)
@@ -178,7 +178,7 @@ class Sentinel(ABC):
     # ---- the coordinator --------------------------------------------------------------------------------------
 
     def report(self, message: Message) -> bool:
-        """Report to the coordinator; return False if there is no connection to it."""
+        """Send ``message`` to the coordinator; return False if it is not connected."""
         if self.up is None:
             return False
         self.up.send(message)
@@ -186,7 +186,11 @@ class Sentinel(ABC):
 
     @abstractmethod
     def lost(self, *, is_cut_off: bool) -> None:
-        """The connection to the coordinator has ended, or its host has not answered for the heartbeat's limit."""
+        """Handle the loss of the connection to the coordinator.
+
+        Args:
+            is_cut_off: the coordinator's host has stopped answering.
+        """
 
     def _lose(self, *, is_cut_off: bool) -> None:
         assert self.up is not None
@@ -195,7 +199,7 @@ class Sentinel(ABC):
         self.lost(is_cut_off=is_cut_off)
 
     def obey(self, order: Message) -> None:
-        """Do what the coordinator orders."""
+        """Carry out an order of the coordinator."""
         now = time.monotonic()
         if isinstance(order, Signal):
             self.rank.end(order.number)
@@ -212,7 +216,7 @@ class Sentinel(ABC):
             self.end(order)
 
     def end(self, order: End) -> None:
-        """Have the rank end itself, or end it."""
+        """Ask the rank to end itself; end it if it cannot or misses the deadline."""
         self.order, now = order, time.monotonic()
         if self.rank.stopped_at is not None:
             self.due[self.kill] = now
@@ -223,7 +227,7 @@ class Sentinel(ABC):
             self.rank.end(signal.SIGTERM)
             self.due[self.kill] = now + _TERM_SECONDS
 
-    # ---- what is done later -----------------------------------------------------------------------------------
+    # ---- deferred callbacks -----------------------------------------------------------------------------------
 
     def kill(self) -> None:
         """Kill the rank."""

@@ -10,14 +10,14 @@ from hvdkit.watchdog.reporter import reporter
 
 
 def busy(reason: str) -> AbstractContextManager[None]:
-    """Suspend hang detection for this rank, and for ranks that wait for it, inside the context.
+    """Suspend hang detection inside the context, for this rank and for ranks that wait for it.
 
-    Call it around work that neither computes nor transfers data in this process or its child processes, such as a
-    wait for another service. It needs no :func:`hvdkit.init`, may be nested, and works in any thread. A rank that is
-    killed, is stopped (SIGSTOP) or raises ends the job as always, and the last line then includes the reason.
+    Use it around work that neither computes nor transfers data in this process or its child processes, such as waiting
+    for another service. It does not require :func:`hvdkit.init`, may be nested, and works in any thread. A rank that is
+    killed, is stopped (SIGSTOP) or raises still ends the job, and the last line then includes the reason.
 
     Args:
-        reason: what the rank does, for messages, e.g. ``"uploading"``.
+        reason: what the rank is doing, for messages, e.g. ``"uploading"``.
 
     Raises:
         TypeError: ``reason`` is not a string.

@@ -1,7 +1,7 @@
-"""The connection between a sentinel and the coordinator: frames over TCP, after both have proved their token.
+"""The connection between a sentinel and the coordinator: frames over TCP, after mutual authentication.
 
 A frame is one byte of kind, four bytes of length, and that many bytes: a message of ``events``, or output of the rank's
-program. A connection begins with a handshake, in which the token itself is not sent::
+program. A connection begins with a handshake that proves knowledge of the job's token without sending it::
 
     sentinel     Hello      a random number A
     coordinator  Challenge  a random number B, HMAC-SHA256(token, "coordinator" A B)
@@ -26,22 +26,22 @@ from dataclasses import dataclass, field
 from hvdkit.watchdog.events import VERSION, Joined, Message, Refused, Welcome, decode
 
 MESSAGE, STDOUT, STDERR = 0, 1, 2
-# Errors of a connection to a host that the kernel cannot reach.
+# Errors that the kernel reports for a host that it cannot reach.
 NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 _HEADER = struct.Struct("!BI")
 _LONGEST, _LONGEST_BEFORE_PROOF = 1 << 24, 4096
-# Bytes of unsent output above which the program's output is not read.
+# Bytes of unsent output above which reading the program's output pauses.
 CROWDED = 1 << 20
 _CONNECT_SECONDS, _WELCOME_SECONDS = 2.0, 15.0
-# A connection that has not proved within these seconds that it belongs to the job is closed. If there are more such
-# connections than sentinels still to come plus this number, the oldest one is closed.
+# Seconds for a new connection to authenticate before it is closed; and how many unauthenticated connections are allowed
+# beyond the number of sentinels still expected. Above that, the oldest one is closed.
 _PROOF_SECONDS, _STRANGERS = 10.0, 64
 _BACKLOG = 1 << 16  # the kernel lowers it to net.core.somaxconn
 _PORT_ATTEMPTS = 20
 
 
 class Closed(Exception):
-    """The other end has closed the connection, or sent data that is not a frame of this protocol.
+    """The peer has closed the connection, or has sent data that is not a frame of this protocol.
 
     Attributes:
         errno: the kernel's error, or None.
@@ -71,7 +71,7 @@ class _Proof(Message):
 
 @dataclass(frozen=True)
 class Output:
-    """What a rank's program wrote to ``channel``: :data:`STDOUT` or :data:`STDERR`."""
+    """Output of a rank's program on ``channel``: :data:`STDOUT` or :data:`STDERR`."""
 
     channel: int
     data: bytes
@@ -79,7 +79,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Offer:
-    """Where the coordinator listens, and the token of the job."""
+    """The coordinator's addresses and port, and the token of the job."""
 
     addresses: tuple[str, ...]
     port: int
@@ -90,7 +90,7 @@ class Offer:
 
     @staticmethod
     def parse(text: str) -> Offer:
-        """Return the offer of which ``text`` is the ``str``. Raises ValueError for another text."""
+        """Return the offer from its ``str``. Raises ValueError for malformed text."""
         port, token, *addresses = text.split()
         return Offer(tuple(addresses), int(port), token)
 
@@ -103,10 +103,10 @@ def _frame(message: Message | Output) -> bytes:
 
 
 def _take(received: bytearray, longest: int) -> Message | Output | int:
-    """Remove the first frame from ``received`` and return its contents, or how many bytes it lacks at least.
+    """Remove the first frame from ``received`` and return its contents, or the minimum number of bytes still missing.
 
     Raises:
-        Closed: it is not a frame of this protocol, or its payload is to have more than ``longest`` bytes.
+        Closed: the data is not a frame of this protocol, or its payload is longer than ``longest`` bytes.
     """
     length = _HEADER.unpack_from(received)[1] if len(received) >= _HEADER.size else 0
     if length > longest:
@@ -125,15 +125,15 @@ def _take(received: bytearray, longest: int) -> Message | Output | int:
 
 
 class Connection:
-    """One end of a connection: sends without waiting, and yields whole frames.
+    """One end of a connection: sends without blocking, and yields whole frames.
 
     Args:
-        connected: a socket.
-        selector: waits for the socket; notified of unsent bytes, too.
-        data: of the selector's key.
+        connected: a connected socket.
+        selector: waits for the socket, to read and, while bytes are unsent, to write.
+        data: ``data`` of the selector's key.
 
     Attributes:
-        longest: bytes that the payload of a frame may have.
+        longest: maximum bytes of a frame's payload.
     """
 
     def __init__(self, connected: socket.socket, selector: selectors.BaseSelector, data: object = None) -> None:
@@ -146,16 +146,16 @@ class Connection:
 
     @property
     def unsent(self) -> int:
-        """Bytes that wait to be sent."""
+        """Number of bytes not sent yet."""
         return len(self._unsent)
 
     def send(self, message: Message | Output) -> None:
-        """Send ``message``, now or as soon as the other end reads. :meth:`receive` notices a broken connection."""
+        """Send ``message`` now, or once the peer reads again. :meth:`receive` detects a broken connection."""
         self._unsent += _frame(message)
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as the other end reads."""
+        """Send as many of the unsent bytes as the socket accepts."""
         if self._events == 0:
             self._unsent.clear()
             return
@@ -172,10 +172,10 @@ class Connection:
             self._selector.modify(self.socket, events, self._data)
 
     def receive(self) -> Iterator[Message | Output]:
-        """Yield what has arrived. Call it if the selector says that there is something to read.
+        """Yield the frames that have arrived. Call it when the selector reports the socket as readable.
 
         Raises:
-            Closed: after what had arrived before.
+            Closed: the connection has ended; raised after all frames that arrived before.
         """
         try:
             data = self.socket.recv(1 << 16)
@@ -190,16 +190,16 @@ class Connection:
             raise Closed("the end of the connection")
 
     def is_cut_off(self, seconds: float) -> bool:
-        """Return True if the other host has acknowledged nothing for ``seconds``, although data was sent to it.
+        """Return True if the peer's host has acknowledged nothing for ``seconds``, although data was sent to it.
 
-        The host of a process that is stopped, is busy or pauses reading acknowledges data, and the probes by which the
-        kernel finds out whether it reads again. These are sent at growing intervals, so the time alone shows nothing.
-        Source: struct tcp_info of linux/tcp.h: ``tcpi_probes`` (without an answer), ``tcpi_unacked`` and
+        If only the peer process is stopped, busy or not reading, its host still acknowledges data and the kernel's
+        window probes. The interval between probes grows, so elapsed time alone is not sufficient evidence.
+        Source: struct tcp_info of linux/tcp.h: ``tcpi_probes`` (unanswered), ``tcpi_unacked`` and
         ``tcpi_last_ack_recv``.
         """
         try:
             info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-        except OSError:  # not TCP; :meth:`receive` notices a broken connection
+        except OSError:  # not TCP; :meth:`receive` detects a broken connection
             return False
         unacknowledged, milliseconds = struct.unpack_from("I", info, 24)[0], struct.unpack_from("I", info, 56)[0]
         return (unacknowledged > 0 or info[3] > 1) and milliseconds > seconds * 1000
@@ -213,7 +213,7 @@ class Connection:
 
 
 def keep_alive(connected: socket.socket, seconds: float) -> None:
-    """Have the kernel end an idle connection if the other host does not answer for ``seconds``; 0: never."""
+    """Have the kernel end an idle connection if the peer's host does not answer for ``seconds``; 0: never."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not seconds:
         return
@@ -235,18 +235,18 @@ def _equal(one: str, other: str) -> bool:
 def connect(
     offer: Offer, joined: Joined, selector: selectors.BaseSelector, data: object, seconds: float = _WELCOME_SECONDS
 ) -> tuple[Connection, Welcome]:
-    """Return a connection to the coordinator by the first address that leads there, and its answer.
+    """Connect to the coordinator by the first address that works; return the connection and the coordinator's answer.
 
     Args:
-        offer: where the coordinator listens.
-        joined: who this is.
+        offer: the coordinator's addresses and token.
+        joined: describes this rank.
         selector: waits for the connection.
-        data: of the selector's key.
-        seconds: in which the coordinator has to answer.
+        data: ``data`` of the selector's key.
+        seconds: timeout for the coordinator's answer.
 
     Raises:
-        ConnectionRefusedError: the coordinator does not let this rank in.
-        OSError: no address leads to the coordinator of this job.
+        ConnectionRefusedError: the coordinator rejects this rank.
+        OSError: the coordinator of this job cannot be reached at any of its addresses.
     """
     problem: Exception | None = None
     for address in offer.addresses:
@@ -256,13 +256,13 @@ def connect(
             problem = error
             continue
         connected.settimeout(seconds)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # two messages of the handshake are in a row
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the handshake sends two messages in a row
         try:
             return _greet(connected, offer.token, joined, selector, data)
         except ConnectionRefusedError:
             connected.close()
             raise
-        except (OSError, Closed) as error:  # an address such as that of a bridge may lead to another machine
+        except (OSError, Closed) as error:  # the address, e.g. of a bridge, may lead to another machine
             problem = error
             connected.close()
     where = f"{', '.join(offer.addresses)} port {offer.port}"
@@ -295,11 +295,11 @@ def send_now(connected: socket.socket, message: Message) -> None:
 
 
 def receive_now(connected: socket.socket, longest: int = _LONGEST) -> Message:
-    """Wait for one message on a blocking socket, without reading what follows it.
+    """Wait for one message on a blocking socket, without reading beyond it.
 
     Raises:
-        Closed: the other end has closed the connection, or has sent something else.
-        OSError: as of the socket.
+        Closed: the peer has closed the connection, or has sent something else.
+        OSError: the socket failed.
     """
     received = bytearray()
     while isinstance(found := _take(received, longest), int):
@@ -313,10 +313,10 @@ def receive_now(connected: socket.socket, longest: int = _LONGEST) -> Message:
 
 
 def listen(addresses: Sequence[str] = ()) -> list[socket.socket]:
-    """Listen at one port of all ``addresses``, or of all interfaces.
+    """Listen on the same port of all ``addresses``, by default of all interfaces.
 
     Raises:
-        OSError: it cannot.
+        OSError: listening failed.
     """
     if not addresses:
         if socket.has_dualstack_ipv6():
@@ -324,7 +324,7 @@ def listen(addresses: Sequence[str] = ()) -> list[socket.socket]:
                 both = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
                 return [both]
         return [socket.create_server(("", 0), backlog=_BACKLOG)]
-    for attempt in range(_PORT_ATTEMPTS):  # the first address chooses the port; another one may have it in use
+    for attempt in range(_PORT_ATTEMPTS):  # the port chosen on the first address may be in use on another
         sockets: list[socket.socket] = []
         try:
             for address in addresses:
@@ -342,7 +342,7 @@ def listen(addresses: Sequence[str] = ()) -> list[socket.socket]:
 
 @dataclass(eq=False)
 class Peer:
-    """The coordinator's end of a connection; :attr:`rank` once it has proved to be a sentinel of this job, or -1."""
+    """The coordinator's end of a connection. :attr:`rank` is -1 until a sentinel of this job has joined."""
 
     since: float
     connection: Connection = field(init=False)
@@ -353,12 +353,12 @@ class Peer:
 
 
 class Server:
-    """Accepts the sentinels of a job and rejects everything else.
+    """Accepts the sentinels of a job and rejects all other connections.
 
     Args:
         selector: waits for the sockets.
-        listeners: sockets that listen.
-        token: of the job.
+        listeners: listening sockets.
+        token: the job's token.
         expected: number of sentinels that will connect.
     """
 
@@ -367,36 +367,36 @@ class Server:
     ) -> None:
         self._selector, self._listeners, self._token = selector, list(listeners), token
         self._expected = expected
-        self._strangers: dict[Peer, None] = {}  # in the order in which they came
+        self._strangers: dict[Peer, None] = {}  # unauthenticated or not yet joined, in order of arrival
         for one in listeners:
             one.setblocking(False)
             selector.register(one, selectors.EVENT_READ, one)
 
     def admit(self, listener: socket.socket) -> None:
-        """Accept a limited number of the connections that wait at ``listener``: others are served in between."""
+        """Accept pending connections of ``listener``, a limited number so that open ones are served in between."""
         self.forget_strangers(time.monotonic())
         for _ in range(_STRANGERS):
             try:
                 connected = listener.accept()[0]
             except BlockingIOError:
                 return
-            except OSError:  # the peer has disconnected, or no file descriptors are left: do not spin
+            except OSError:  # the peer has disconnected, or file descriptors have run out: do not spin
                 time.sleep(0.01)
                 return
             if len(self._strangers) >= max(0, self._expected) + _STRANGERS:
-                self.refuse(next(iter(self._strangers)))  # a sentinel does not stay a stranger for long
+                self.refuse(next(iter(self._strangers)))  # a sentinel authenticates quickly
             peer = Peer(time.monotonic())
             peer.connection = Connection(connected, self._selector, peer)
             peer.connection.longest = _LONGEST_BEFORE_PROOF
             self._strangers[peer] = None
 
     def forget_strangers(self, now: float) -> None:
-        """Close the connections that have not proved in time to belong to the job."""
+        """Close the connections that have not authenticated in time."""
         while self._strangers and now - (oldest := next(iter(self._strangers))).since > _PROOF_SECONDS:
             self.refuse(oldest)
 
     def extend(self, seconds: float) -> None:
-        """Give strangers more time, since this process itself was stopped."""
+        """Extend the deadline of unauthenticated connections, because this process itself was stopped."""
         for one in self._strangers:
             one.since += seconds
 
@@ -406,10 +406,10 @@ class Server:
         peer.connection.close()
 
     def receive(self, peer: Peer) -> Iterator[Message | Output]:
-        """Yield what a sentinel sends: first ``Joined``, to be answered by :meth:`welcome` or :meth:`reject`.
+        """Yield a sentinel's messages: first ``Joined``, to be answered by :meth:`welcome` or :meth:`reject`.
 
         Raises:
-            Closed: a sentinel's connection has ended. The end of a stranger's is not reported.
+            Closed: a sentinel's connection has ended. Not raised for an unauthenticated connection.
         """
         try:
             for message in peer.connection.receive():
@@ -431,7 +431,7 @@ class Server:
                 raise
 
     def reject(self, peer: Peer, why: str) -> None:
-        """Tell a sentinel why it is not let in."""
+        """Send a sentinel the reason why it is rejected."""
         peer.connection.send(Refused(why=why))
 
     def _challenge(self, peer: Peer, message: Message | Output) -> None:
@@ -446,7 +446,7 @@ class Server:
             raise Closed("not let in")
 
     def welcome(self, peer: Peer, rank: int, answer: Welcome) -> None:
-        """Let the sentinel of ``rank`` in."""
+        """Admit the sentinel of ``rank``."""
         del self._strangers[peer]
         peer.rank = rank
         self._expected -= 1
@@ -454,7 +454,7 @@ class Server:
         peer.connection.send(answer)
 
     def close(self) -> None:
-        """Stop listening, and close the connections of strangers."""
+        """Stop listening, and close unauthenticated connections."""
         for peer in list(self._strangers):
             self.refuse(peer)
         for one in self._listeners:

@@ -1,4 +1,4 @@
-"""The sentinel of rank 0 without ``hvdkit run``: the coordinator of the job runs in it."""
+"""The sentinel of rank 0 without ``hvdkit run``: also runs the coordinator of the job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdkit.watchdog.output import Writer
 from hvdkit.watchdog.settings import Settings
 from hvdkit.watchdog.watching import WatchingSentinel
 
-# Seconds after the end of rank 0 in which others may connect, and in which ranks end after their deadline.
+# Seconds after the end of rank 0 during which others may still connect; seconds after the deadline for ranks to end.
 _JOIN_SECONDS, _LAST_SECONDS = 5.0, 13.0
 
 
@@ -26,9 +26,9 @@ class CoordinatingSentinel(WatchingSentinel):
 
     Args:
         pid: the rank's process.
-        started: when it began, by the kernel's clock.
+        started: its start time, by the kernel's clock.
         connected: socket to it.
-        listeners: of the coordinator.
+        listeners: listening sockets of the coordinator.
 
     Attributes:
         coordinator: None before rank 0 has called :meth:`reporter.Reporter.join`.
@@ -51,14 +51,14 @@ class CoordinatingSentinel(WatchingSentinel):
         self.welcome = settings.welcome(joined.size)
 
     def report(self, message: Message) -> bool:
-        """Report to the coordinator; return False before there is one."""
+        """Report to the coordinator; return False if it has not been created yet."""
         if self.coordinator is None or self._member is None:
             return False
         self.coordinator.take(self._member, message, time.monotonic())
         return True
 
     def run(self) -> int:
-        """Watch until the rank has ended, and coordinate until the job has."""
+        """Watch until the rank has ended, and coordinate until the job has ended."""
         super().run()
         ended_at, left_at = time.monotonic(), None
         while self.coordinator is not None:

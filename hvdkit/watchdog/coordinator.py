@@ -1,7 +1,7 @@
 """Collects the reports of all sentinels, and decides whether the job has failed and which rank is at fault.
 
-It runs in ``hvdkit run``, or in the sentinel of rank 0. The cost of a message and of a timer tick does not
-depend on the number of ranks; ``benchmarks/control_plane.py`` measures it.
+It runs in ``hvdkit run``, or in the sentinel of rank 0. The cost of a message and of a timer tick is independent of
+the number of ranks; ``benchmarks/control_plane.py`` measures it.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from hvdkit.watchdog.settings import Settings
 from hvdkit.watchdog.verdict import PREEMPTED, Alive, Entry, Judged, Lost, Verdict, verdict
 from hvdkit.watchdog.waits import Waits
 
-# Seconds before a verdict: failures at nearly the same time are compared to find the first one.
+# Seconds to collect failures before a verdict: nearly simultaneous ones are compared to find the first.
 _GATHER_SECONDS = 0.25
-# Seconds that a rank which leaves waits for the others to leave, too, and that an error which another rank has caused
+# Seconds that a leaving rank waits for the others to leave as well; and seconds that an error caused by another rank
 # waits for that rank's own report.
 _LEAVE_SECONDS = 2.0
-# After a program fails that does not use hvdkit: seconds in which the others may report their own errors.
+# Seconds for other ranks to report their own errors after a program that does not use hvdkit has failed.
 _LAST_WORDS_SECONDS = 1.0
-# Without hvdkit run: seconds in which a rank whose sentinel was killed starts another one.
+# Without hvdkit run: seconds for a rank whose sentinel was killed to start another one.
 _RETURN_SECONDS = 5.0
-# Limit for a silent sentinel whose host answers, in heartbeats.
+# Limit for a silent sentinel whose host still answers, in heartbeats.
 _SILENT = 1.5
-# Limit for ranks that wait for one that works, as for a download on the chief; in limits of the watchdog.
+# Limit for ranks that wait for a working rank, e.g. for a download on the chief; a multiple of the watchdog's limit.
 _WAITING = 6
 _STACKS_SECONDS = 3.0
-# Seconds after the deadline in which sentinels report the ends of their ranks.
+# Seconds after the deadline for sentinels to report that their ranks have ended.
 _GONE_SECONDS = 12.0
 _TICK_SECONDS = 0.5
-# Signals by which schedulers end a program, and the exit codes of such a program.
+# Signals that schedulers send to end a program, and the exit codes that follow from them.
 _ENDING = {int(signal.SIGTERM), int(signal.SIGINT), int(signal.SIGHUP)}
 _ENDED_BY_SIGNAL = {-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGKILL}
 
@@ -70,23 +70,23 @@ class Coordinator:
 
     Args:
         size: number of ranks.
-        settings: of the watchdog.
+        settings: the watchdog's settings.
         selector: waits for the sentinels' connections.
-        listeners: sockets at which sentinels connect.
-        token: of the job.
+        listeners: listening sockets for the sentinels.
+        token: the job's token.
         welcome: returns the answer to a sentinel that joins.
-        output: is given what the programs of ranks write.
+        output: called with a rank and its program's output.
         lines: writes lines for the user.
-        writes_end: write the last line, too.
-        hosts: names of the ranks' hosts for people, by default their own.
-        returns: a sentinel that was killed may be replaced, as without ``hvdkit run``.
+        writes_end: also write the last line.
+        hosts: display names of the ranks' hosts; by default the names that the hosts report.
+        returns: a killed sentinel may be replaced (only without ``hvdkit run``).
 
     Attributes:
         members: the ranks that have joined.
         verdict: how the job has failed, or None.
-        messages: received.
-        ordered: what happens from now on follows from an order, or from a signal to the job.
-        notified: a scheduler has announced the end of the job.
+        messages: number of messages received.
+        ordered: whether all further events result from an order, or from a signal to the job.
+        notified: True once a scheduler has announced the end of the job.
     """
 
     def __init__(
@@ -110,17 +110,17 @@ class Coordinator:
         self._output, self._lines, self._returns = output or (lambda rank, output: None), lines, returns
         self._hosts = hosts or {}
         self.members: dict[int, Member] = {}
-        # Those that are connected and run, by the time when they were heard last.
+        # Connected, running ranks; least recently heard first.
         self._here: OrderedDict[int, Member] = OrderedDict()
         self._lost: set[int] = set()
-        # Their scripts have ended, and they have not been released; in the order in which they ended.
+        # Ranks whose scripts have ended but that are not released yet, in the order in which they ended.
         self._leaving: dict[int, Member] = {}
-        self._left: set[int] = set()  # their scripts have ended
+        self._left: set[int] = set()  # ranks whose scripts have ended
         self._stopped: set[int] = set()
         self._suspended = 0.0  # when all ranks were last seen stopped
         self._entries: dict[int, list[Entry]] = defaultdict(list)
         self._due: float | None = None
-        self._claim: int | None = None  # the rank that has been idle longest, if it has been for too long
+        self._claim: int | None = None  # the rank that has been idle longest, and longer than allowed
         self._stacks_due: float | None = None
         self._waits = Waits(lambda rank: self.members[rank].heard)
         self._ticked = time.monotonic()
@@ -128,12 +128,12 @@ class Coordinator:
         self.verdict: Verdict | None = None
         self._end = JobEnd(size, settings, self.members, self.judge, self._lines, writes_last=writes_end)
         self.messages = 0
-        self._gone_at: float | None = None  # after the verdict: when ranks that are still here count as lost
+        self._gone_at: float | None = None  # after the verdict: when the remaining ranks count as lost
 
-    # ---- what arrives -----------------------------------------------------------------------------------------
+    # ---- messages ---------------------------------------------------------------------------------------------
 
     def ready(self, key: selectors.SelectorKey, events: int) -> None:
-        """Serve a connection, or a listener, that the selector says is ready."""
+        """Serve a connection or listener that the selector reports as ready."""
         if isinstance(key.data, socket.socket):
             self.server.admit(key.data)
             return
@@ -156,7 +156,7 @@ class Coordinator:
                 self._connection_ended(member, time.monotonic(), closed.errno)
 
     def _join(self, peer: Peer, joined: Joined) -> None:
-        """Let a sentinel in, unless another one watches that rank."""
+        """Admit a sentinel, unless its rank is invalid or already watched."""
         before = self.members.get(joined.rank)
         why = ""
         if joined.size != self._size:
@@ -170,11 +170,11 @@ class Coordinator:
             return
         self.server.welcome(peer, joined.rank, self._welcome(joined))
         self.join(joined, peer.connection.send, peer)
-        if self.verdict is not None or self.ordered:  # orders to end were given before it came
+        if self.verdict is not None or self.ordered:  # it missed the order to end
             peer.connection.send(End(code=1 if self.verdict is None else self.verdict.code))
 
     def join(self, joined: Joined, send: Callable[[Message], None], peer: Peer | None = None) -> Member:
-        """Watch the rank of ``joined``, whose sentinel takes orders by ``send``."""
+        """Watch the rank of ``joined``; ``send`` sends an order to its sentinel."""
         now = time.monotonic()
         joined = replace(joined, host=self._hosts.get(joined.rank, joined.host))
         member = Member(joined, send, now, peer)
@@ -186,7 +186,7 @@ class Coordinator:
         return member
 
     def take(self, member: Member, message: Message, now: float) -> None:
-        """Note what a sentinel says."""
+        """Handle a message of a sentinel."""
         self.messages += 1
         member.heard = now
         if member.here:
@@ -254,7 +254,7 @@ class Coordinator:
         elif message.code == 0:
             if member.leaving is not None or not member.trains:
                 return
-            wait = _LEAVE_SECONDS  # os._exit(0), after which others may do the same
+            wait = _LEAVE_SECONDS  # os._exit(0): other ranks may follow
         else:
             wait = _GATHER_SECONDS if member.trains else _LAST_WORDS_SECONDS
         self._decide_at(now + wait)
@@ -299,15 +299,15 @@ class Coordinator:
     def _decide_at(self, at: float) -> None:
         self._due = at if self._due is None else min(self._due, at)
 
-    # ---- time -------------------------------------------------------------------------------------------------
+    # ---- timers -----------------------------------------------------------------------------------------------
 
     def pause(self, now: float) -> float:
-        """Return the seconds until :meth:`tick` must be called."""
+        """Return the seconds until :meth:`tick` must be called next."""
         ahead = (at - now for at in (self._due, self._end.due) if at is not None)
         return max(0.0, min([_TICK_SECONDS, *ahead]))
 
     def tick(self, now: float) -> None:
-        """Look at the clock."""
+        """Check all deadlines and limits."""
         elapsed, self._ticked = now - self._ticked, now
         if elapsed > max(2.0, self.settings.heartbeat / 2):  # this process itself was stopped and has resumed
             self.server.extend(elapsed)
@@ -336,7 +336,7 @@ class Coordinator:
             self._decide(now)
 
     def _release_leavers(self, now: float) -> None:
-        """Release ranks whose scripts have ended: at once if all have, otherwise after a delay."""
+        """Release ranks whose scripts have ended: immediately once all have ended, otherwise after a delay."""
         all_leave = len(self._leaving) == len(self._here) and len(self.members) == self._size
         while self._leaving:
             member = next(iter(self._leaving.values()))
@@ -354,7 +354,7 @@ class Coordinator:
         limit = self.settings.heartbeat
         if not limit or not self._here:
             return
-        # A job that is suspended with its sentinels goes on later; if its hosts are gone, the kernel reports that.
+        # A job that was suspended together with its sentinels will resume. The kernel reports hosts that are down.
         least = now - next(reversed(self._here.values())).heard
         if least > limit:
             self._hear_later(least)
@@ -368,7 +368,7 @@ class Coordinator:
                 self._judge(member, Judged(cause=why, dead=True), member.heard)
 
     def _seek_stopped(self, now: float) -> None:
-        """Blame a rank that is stopped while others are not; a job that is suspended as a whole goes on later."""
+        """Blame a rank that is stopped while others run. A job that is suspended as a whole will resume."""
         if not self._stopped or not self.settings.heartbeat:
             return
         if self._stopped >= self._here.keys():
@@ -377,13 +377,13 @@ class Coordinator:
         for rank in sorted(self._stopped):
             member = self.members[rank]
             seconds = (member.status.stopped or 0.0) + now - member.heard
-            # Ranks of a job that was suspended are seen to go on one after the other.
+            # The ranks of a suspended job resume one after another.
             if min(seconds, now - self._suspended) > self.settings.heartbeat:
                 why = f"has been stopped (SIGSTOP) for {seconds:.0f} s"
                 self._judge(member, Judged(cause=why, code=137, dead=True, busy=member.status.busy), now - seconds)
 
     def _seek_hung(self, now: float) -> None:
-        """If a rank has not moved for too long, ask all for their stacks, unless it may wait for one that works."""
+        """Request all stacks if a rank has been idle for too long, unless it may be waiting for a working rank."""
         if self._stacks_due is not None:
             if now >= self._stacks_due or all(member.stacks is not None for member in self._here.values()):
                 self._stacks_due = None
@@ -402,7 +402,7 @@ class Coordinator:
                 member.send(GiveStacks())
 
     def _blame_hung(self, now: float) -> None:
-        """Blame the rank that is furthest behind: it keeps the others waiting."""
+        """Blame the rank that is furthest behind: the others wait for it."""
         found = {rank: member.stacks for rank, member in self._here.items() if member.stacks is not None}
         claimed = self.members[self._claim or 0]
         self._claim = None
@@ -426,14 +426,14 @@ class Coordinator:
         self._decide_at(time.monotonic())
 
     def _step(self, member: Member) -> int | None:
-        """Return a rank's steps. Ranks step together: if it is silent, go by the one that is ahead."""
+        """Return a rank's steps; for a rank that is gone, the maximum of all ranks, because ranks step together."""
         steps = [other.status.step for other in self.members.values() if other.status.step is not None]
         return max(steps, default=None) if member.rank not in self._here else member.status.step
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
     def judge(self) -> Verdict:
-        """Return the verdict on what is known now."""
+        """Return the verdict on the events so far."""
         now = time.monotonic()
         alive = [Entry(rank, now, Alive()) for rank in self._here]
         hosts = {rank: member.joined.host for rank, member in self.members.items()}
@@ -457,15 +457,15 @@ class Coordinator:
         self._end.begin(found)
 
     def _calls_for_an_end(self, entry: Entry) -> bool:
-        """Return True for a failure, though it may not be known which rank failed first."""
+        """Return True for a failure, even if it is unknown which rank failed first."""
         event = entry.event
-        if isinstance(event, Exited):  # only if a rank's script had ended, its exit code may be unknown
+        if isinstance(event, Exited):  # after the script's end, an unknown exit code does not count as a failure
             return event.code != 0 and (event.code is not None or self.members[entry.rank].leaving is None)
         return not entry.ordered and isinstance(event, (Failed, Lost))
 
     @property
     def flight(self) -> str:
-        """What to say about the file with the last collectives of all ranks, or ""."""
+        """The line about the flight recorder's file, or ""."""
         return self._end.flight
 
     def signal(self, number: int) -> None:
@@ -473,12 +473,12 @@ class Coordinator:
         order(self.members, Signal(number=number))
 
     def release(self) -> None:
-        """Let all sentinels end."""
+        """Allow all sentinels to exit."""
         for member in self.members.values():
             member.send(Release())
 
     def close(self) -> None:
-        """Stop listening, and close all connections. Sentinels of ``hvdkit run`` end their programs then."""
+        """Stop listening, and close all connections. Sentinels of ``hvdkit run`` then end their programs."""
         self.server.close()
         for member in self.members.values():
             if member.peer is not None:
@@ -498,11 +498,11 @@ class Coordinator:
 
     @property
     def all_ended(self) -> bool:
-        """True once all ranks have begun and ended."""
+        """True once all ranks have joined and ended."""
         return len(self.members) == self._size and not self._here
 
     @property
     def over(self) -> bool:
-        """True once every rank that had joined has ended, and nothing is left to do."""
+        """True once every rank that joined has ended, and no decision or step is pending."""
         waits = (self._due is not None or bool(self._lost)) and self.verdict is None
         return not self._here and self._end.due is None and not waits and bool(self.members)

@@ -1,9 +1,9 @@
-"""The end of a rank after a failure: its interpreter exits normally, with the verdict's code, within a deadline.
+"""Ends a rank after a failure: its interpreter exits normally, with the verdict's code, within a deadline.
 
-A thread learns of the verdict. It releases the main thread from collectives by shutting Horovod down, and interrupts it
-by a signal whose handler raises ``SystemExit``: ``with`` blocks, ``finally`` clauses and ``atexit`` handlers run, and
-files are flushed. A rank that has not unwound at the deadline is ended by ``os._exit``, in native code if no Python
-thread can run, so that its exit code is kept; and a little later by its sentinel.
+A background thread receives the verdict. It releases the main thread from collectives by shutting Horovod down, and
+interrupts it with a signal whose handler raises ``SystemExit``: ``with`` blocks, ``finally`` clauses and ``atexit``
+handlers run, and files are flushed. A rank that has not unwound by the deadline calls ``os._exit``, from native code if
+Python threads cannot run, which preserves its exit code. If that fails as well, its sentinel kills it shortly after.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-# Maximum seconds for Horovod to release a rank, and for TensorFlow to raise the error. The signal follows then: an
-# exception that it raised in between would be lost in TensorFlow's own conversion of errors.
+# Maximum seconds for Horovod to release a rank, and for TensorFlow to raise the error. The signal is sent afterwards:
+# an exception raised earlier would be lost in TensorFlow's own conversion of errors.
 _RELEASE_SECONDS, _RAISE_SECONDS = 1.0, 0.2
 _FLUSH_SECONDS = 1.0
 # Seconds after the deadline at which the native timer ends this process; for other ranks to unwind, or to exit if they
 # have left; and for the interpreter to shut down.
 _SPARE_SECONDS, _OTHERS_SECONDS, _SHUTDOWN_SECONDS = 1.0, 13.0, 4.0
 _CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2
-# It is ignored by default, and few programs use it.
+# Ignored by default, and used by few programs.
 _SIGNAL = signal.SIGURG
 
 
@@ -40,10 +40,10 @@ class Exit(SystemExit):
 
 
 class Ending:
-    """The end of this process.
+    """Ends this process after another rank has failed.
 
     Attributes:
-        code: the verdict's exit code, or None as long as no other rank has failed.
+        code: the verdict's exit code, or None if no other rank has failed.
     """
 
     def __init__(self) -> None:
@@ -56,10 +56,10 @@ class Ending:
         self._releasing: threading.Thread | None = None
 
     def prepare(self, release: Callable[[], None], is_victim: Callable[[BaseException], bool]) -> None:
-        """Let :meth:`begin` interrupt the main thread; called by it when a world begins.
+        """Allow :meth:`begin` to interrupt the main thread. Called by the main thread when a world begins.
 
         Args:
-            release: called, in its own thread, to release the main thread from collectives.
+            release: releases the main thread from collectives; called in a new thread.
             is_victim: returns True for the errors that a released main thread raises.
         """
         self._release, self._is_victim, self._pid = release, is_victim, os.getpid()
@@ -75,28 +75,28 @@ class Ending:
 
     @property
     def begun(self) -> bool:
-        """Return True once the verdict is here, and this process is about to end."""
+        """Return True once the verdict has arrived and this process is about to end."""
         return self.code is not None
 
     def begin(self, code: int, seconds: float) -> None:
-        """Have the main thread unwind, and end with ``code``. Called by another thread; returns at once.
+        """Make the main thread unwind and exit with ``code``. Called by another thread; returns immediately.
 
         Args:
             code: the verdict's exit code.
-            seconds: until the deadline.
+            seconds: time until the deadline.
         """
         if self.begun:
             return
         self.code = code
         self._timer.arm(code, seconds + _SPARE_SECONDS)
-        with contextlib.suppress(RuntimeError):  # the interpreter shuts down already, and starts no thread
+        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down and cannot start threads
             if self._release is not None:
                 self._releasing = threading.Thread(target=self._release, name="hvdkit-watchdog-release", daemon=True)
                 self._releasing.start()
             threading.Thread(target=self._interrupt, name="hvdkit-watchdog-interrupt", daemon=True).start()
 
     def _interrupt(self) -> None:
-        """Have the signal's handler run in the main thread, unless it unwinds already."""
+        """Run the signal's handler in the main thread, once Horovod has had time to release it."""
         if self._releasing is not None:
             self._releasing.join(_RELEASE_SECONDS)
         time.sleep(_RAISE_SECONDS)
@@ -113,18 +113,18 @@ class Ending:
 
     def leave(self) -> None:
         """Raise the exception that ends the interpreter with the verdict's code. Called by the main thread."""
-        # A launcher that sees another rank end sends it; the deadline is here already.
+        # A launcher sends SIGTERM when another rank ends, but this rank already has a deadline.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Exit(self.code)
 
     def has_caused(self, error: BaseException | None) -> bool:
-        """Return True if ``error`` replaced the exception that :meth:`leave` raised, or was chained to it."""
+        """Return True if ``error`` is, or is chained to, the exception that :meth:`leave` raised."""
         while error is not None and not isinstance(error, Exit):
             error = error.__cause__ or error.__context__
         return error is not None
 
     def is_released(self) -> bool:
-        """Return True if Horovod has been shut down; wait for it for a limited time."""
+        """Wait a limited time for Horovod to shut down; return False if it is still shutting down."""
         if self._releasing is not None:
             self._releasing.join(_FLUSH_SECONDS)
         return self._releasing is None or not self._releasing.is_alive()
@@ -135,22 +135,22 @@ class Ending:
         self._timer.arm(self.code, _OTHERS_SECONDS)
 
     def finish(self) -> None:
-        """Let the interpreter shut down, with the verdict's code. Called by the last handler of ``atexit``."""
+        """Let the interpreter shut down with the verdict's code. Called by the last ``atexit`` handler."""
         assert self.code is not None
         self._timer.arm(self.code, _SHUTDOWN_SECONDS)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if not self.is_released():  # Horovod must not be shut down a second time meanwhile
+        if not self.is_released():  # Horovod must not be shut down a second time concurrently
             end_process(self.code)
-        # A script that had ended before, or has caught what ends it, has another exit code than the verdict's. So the C
-        # library is asked, once the interpreter has shut down, to flush its files and to end with the verdict's.
-        with contextlib.suppress(AttributeError):  # another C library than glibc
+        # A script that ended earlier, or caught the exception, would exit with another code. So make the C library
+        # flush its files and exit with the verdict's code after the interpreter has shut down.
+        with contextlib.suppress(AttributeError):  # not glibc
             libc = ctypes.CDLL(None)
             libc.__cxa_atexit(libc._exit, ctypes.c_void_p(self.code), None)
             libc.__cxa_atexit(libc.fflush, None, None)
 
 
 def _runs_the_script(frame: FrameType | None) -> bool:
-    """Return False in hooks and handlers that the interpreter calls at its end: an exception there is lost."""
+    """Return False in hooks and handlers that run at interpreter exit: an exception raised there would be lost."""
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
     return frame is not None and (frame.f_code.co_name == "<module>" or frame.f_globals.get("__name__") == "runpy")
@@ -169,16 +169,16 @@ class _SignalEvent(ctypes.Structure):
 
 
 class _NativeTimer:
-    """Calls C's ``_exit`` after some seconds: no Python thread runs while the interpreter shuts down.
+    """Calls C's ``_exit`` after a delay, because Python threads do not run while the interpreter shuts down.
 
-    It does nothing with C libraries other than glibc.
+    It has no effect with C libraries other than glibc.
     """
 
     def __init__(self) -> None:
         self._timer: ctypes.c_void_p | None = None
 
     def arm(self, code: int, seconds: float) -> None:
-        """End this process with ``code`` in ``seconds``, instead of what was set before."""
+        """End this process with ``code`` in ``seconds``. Replaces an earlier setting."""
         with contextlib.suppress(OSError, AttributeError):
             libc = ctypes.CDLL(None)
             if self._timer is None:
@@ -192,7 +192,7 @@ class _NativeTimer:
 
 
 class EngineEnd:
-    """Shuts Horovod down once, from whichever thread comes first: two at a time would abort inside Horovod."""
+    """Shuts Horovod down once, in the first thread that calls it: two concurrent shutdowns abort inside Horovod."""
 
     def __init__(self, shutdown: Callable[[], None]) -> None:
         self._shutdown = shutdown
@@ -200,16 +200,16 @@ class EngineEnd:
 
     def __call__(self) -> None:
         if self._lock.acquire(blocking=False):
-            atexit.unregister(self._shutdown)  # Horovod's own handler, which would be the second
+            atexit.unregister(self._shutdown)  # Horovod's own handler would shut it down again
             self._shutdown()
 
 
 def end_process(code: int) -> None:
-    """End this process with ``code``, whatever its main thread waits in; files are flushed if that is soon done."""
-    gc.unfreeze()  # files that were opened before hvdkit imported TensorFlow: see loading.py
-    # Another thread may hold a file while it waits in a full pipe.
+    """End this process with ``code`` even if its main thread is blocked. Flush files first, for a limited time."""
+    gc.unfreeze()  # to find files opened before hvdkit imported TensorFlow: see loading.py
+    # Another thread may hold a file's lock while it is blocked on a full pipe.
     flusher = threading.Thread(target=flush_files, daemon=True)
-    with contextlib.suppress(RuntimeError):  # from Python 3.12 on the interpreter starts none in handlers of atexit
+    with contextlib.suppress(RuntimeError):  # Python 3.12+ cannot start threads in atexit handlers
         flusher.start()
         flusher.join(_FLUSH_SECONDS)
     os._exit(code)
@@ -228,16 +228,15 @@ _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 @cache
 def ending() -> Ending:
-    """Return that of this process."""
+    """Return the :class:`Ending` of this process."""
     return Ending()
 
 
 def report_exit_status() -> int:
-    """Return the descriptor of a pipe into which the C library writes this process's exit status when it exits.
+    """Return the read end of a pipe to which the C library writes this process's exit status when it exits.
 
-    ``on_exit`` calls a function with that status, here ``fputc`` of one byte: the only way to learn it that needs
-    neither a parent nor a replacement of ``sys.exit``. It is not called if the process is killed or calls
-    ``os._exit``.
+    ``on_exit`` calls a function with the status, here ``fputc`` of one byte. No other method works without being the
+    parent or replacing ``sys.exit``. Nothing is written if the process is killed or calls ``os._exit``.
     Source: on_exit(3).
     """
 
@@ -246,12 +245,12 @@ def report_exit_status() -> int:
             os.dup2(nothing.fileno(), writer)
 
     reader, writer = os.pipe()
-    with contextlib.suppress(AttributeError):  # another C library than glibc
+    with contextlib.suppress(AttributeError):  # not glibc
         libc = ctypes.CDLL(None)
         libc.fdopen.restype = ctypes.c_void_p
         file = ctypes.c_void_p(libc.fdopen(writer, b"w"))
         libc.setvbuf(file, None, 2, 0)  # _IONBF
         libc.on_exit(libc.fputc, file)
-    # A forked child has the same handler; its status is not this rank's.
+    # A forked child inherits the handler, but its status is not this rank's.
     os.register_at_fork(after_in_child=write_nothing)
     return reader

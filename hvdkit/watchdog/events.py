@@ -1,4 +1,4 @@
-"""What sentinels report to the coordinator and what it orders: dataclasses, one JSON object each on the connection."""
+"""The messages between ranks, sentinels and the coordinator: dataclasses, each sent as one JSON object."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 from hvdkit.watchdog.flight import Record
 
 VERSION = 1
-"""Of all messages together; the coordinator compares it before it lets a sentinel in."""
+"""Version of the whole set of messages. The coordinator checks it before it admits a sentinel."""
 
 
 class Message:
-    """Base class. A message is encoded with the name of its class."""
+    """Base class of messages. The JSON object includes the name of the class."""
 
     kinds: ClassVar[dict[str, type[Message]]] = {}
 
@@ -28,7 +28,7 @@ class Message:
 
 
 def decode(data: bytes) -> Message:
-    """Return the message that :meth:`Message.encode` wrote.
+    """Return the message encoded by :meth:`Message.encode`.
 
     Raises:
         ValueError: ``data`` is not a message of this version.
@@ -44,12 +44,12 @@ def decode(data: bytes) -> Message:
 
 @cache
 def _types(name: str) -> dict[str, Any]:
-    """Return the type of each field; :func:`decode` checks them: a rank's child processes may write to its sentinel."""
+    """Return the type of each field. :func:`decode` checks them: a rank's child processes may write to its sentinel."""
     return get_type_hints(Message.kinds[name])
 
 
 def _read(value: Any, kind: Any) -> Any:
-    """Return a value of type ``kind``, given what JSON has for it. Raises TypeError if that is of another type."""
+    """Convert a JSON value to type ``kind``. Raises TypeError for values of other types."""
     if type(value) is kind:
         return value
     origin, arguments = get_origin(kind), get_args(kind)
@@ -73,9 +73,9 @@ class Joined(Message):
 
     Attributes:
         rank: the rank that it watches.
-        size: number of ranks, as the launcher has passed it to this one.
+        size: number of ranks, as the launcher passed it to this rank.
         host: the host's name.
-        place: equal for processes that see each other: host, boot, and container.
+        place: identifies host, boot and container; equal for processes that can see each other.
     """
 
     rank: int
@@ -86,11 +86,11 @@ class Joined(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Message):
-    """The rank has called ``hk.init()``: from now on it reports errors itself and exits normally on request.
+    """The rank has called ``hk.init()``: from now on it reports errors itself, and exits normally on request.
 
     Attributes:
-        pid: its PID on its host.
-        waiters: thread IDs of its busy-polling threads: those of Horovod and MPI.
+        pid: the rank's PID on its host.
+        waiters: IDs of its busy-polling threads (Horovod and MPI).
         step: steps trained, or None.
     """
 
@@ -101,16 +101,16 @@ class Training(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Status(Message):
-    """How the rank is doing; sent every few seconds, which also shows that the sentinel is alive.
+    """State of the rank. Sent every few seconds; also serves as the sentinel's heartbeat.
 
     Attributes:
         step: steps trained, or None if they are not counted.
-        idle: seconds since anything in the rank's process has moved.
+        idle: seconds since the rank last made progress.
         count: eager collectives begun in this world.
         stopped: seconds since the process was stopped (SIGSTOP), or None.
         busy: the reason of an open ``hk.busy``, or None.
-        waits: the eager collective that the rank has waited in for some seconds, or None.
-        now: seconds of the host's monotonic clock when this was sent.
+        waits: the eager collective in which the rank has waited for some seconds, or None.
+        now: host's monotonic clock when this was sent, in seconds.
     """
 
     step: int | None = None
@@ -124,11 +124,11 @@ class Status(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives(Message):
-    """With ``HVDKIT_CHECK=1``: what the rank has ended and begun since the last such message.
+    """With ``HVDKIT_CHECK=1``: the collectives that ended and began since the previous message of this kind.
 
     Attributes:
-        ended: keys of collectives that were reported before.
-        begun: new collectives in order, some of which have also ended.
+        ended: keys of collectives that were reported earlier and have ended.
+        begun: new collectives, in order. Some may already have ended.
     """
 
     ended: list[str]
@@ -137,14 +137,14 @@ class Collectives(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Failed(Message):
-    """An error that nothing in the rank's program handles.
+    """The rank has failed with an uncaught exception.
 
     Attributes:
-        cause: in one line.
-        verb: what the rank did, e.g. "failed", "was interrupted".
+        cause: the error in one line.
+        verb: what happened to the rank, e.g. "failed", "was interrupted".
         code: its exit code.
-        text: the traceback, with the rank in front of each line.
-        follows: the error was caused by the loss of another rank.
+        text: the traceback, each line prefixed with the rank.
+        follows: whether the error was caused by the loss of another rank.
         step: steps trained, or None.
         busy: the reason of an open ``hk.busy``, or None.
     """
@@ -167,20 +167,20 @@ class Leaving(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Unwound(Message):
-    """After :class:`End`: the rank's script and handlers have ended, its files are flushed."""
+    """After :class:`End`: the rank's script and handlers have ended, and its files are flushed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exited(Message):
-    """The rank's process is over.
+    """The rank's process has ended.
 
     Attributes:
-        code: its exit code, negative for a signal; None if it is not known: the rank was killed or called ``os._exit``,
-            and its parent is not the sentinel.
+        code: its exit code, negative for a signal. None if unknown: the rank was killed or called ``os._exit``, and the
+            sentinel is not its parent.
         step: steps trained, or None.
         busy: the reason of an open ``hk.busy``, or None.
-        signals: those that processes other than hvdkit's sent through its sentinel in the rank's last minute.
-        stopped: seconds for which the process had been stopped when it was killed for that reason, or None.
+        signals: signals from processes other than hvdkit's, forwarded by the sentinel in the rank's last minute.
+        stopped: seconds for which the process had been stopped before it was killed for that, or None.
     """
 
     code: int | None
@@ -204,7 +204,7 @@ class Flight(Message):
     """The last collectives of a rank.
 
     Attributes:
-        records: in order.
+        records: the collectives, in order.
     """
 
     records: list[Record]
@@ -223,7 +223,7 @@ class Connect(Message):
         host: its host's name.
         offer: the coordinator's addresses and the job's token; "": this sentinel runs the coordinator.
         chief_host: the host of rank 0.
-        speaks: write the last line if the sentinel of rank 0 is gone.
+        speaks: this rank writes the last line if the sentinel of rank 0 is gone.
     """
 
     rank: int
@@ -236,19 +236,19 @@ class Connect(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Busy(Message):
-    """The rank begins, or has ended, work that is not visible from outside (``hk.busy``)."""
+    """The rank begins work that is not visible from outside (``hk.busy``), or ends it (no ``reason``)."""
 
     reason: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Message):
-    """The answer to :class:`GiveFlight`: the rank has recorded what its graphs have noted."""
+    """The answer to :class:`GiveFlight`: the rank has recorded the pending collectives of its graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Left(Message):
-    """The process continues, but is no longer a rank (``hk.shutdown``)."""
+    """The process continues but is no longer a rank (``hk.shutdown``)."""
 
 
 # ---- from a sentinel to its rank ------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class Left(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Watching(Message):
-    """The sentinel's PID, by which the rank notices that its sentinel is stopped."""
+    """The sentinel's PID, with which the rank detects that its sentinel is stopped."""
 
     pid: int
 
@@ -270,9 +270,9 @@ class Welcome(Message):
 
     Attributes:
         heartbeat: seconds of silence after which a sentinel counts as lost.
-        interval: seconds between two :class:`Status`.
+        interval: seconds between two :class:`Status` messages.
         check: report all collectives (``HVDKIT_CHECK=1``).
-        program: only from ``hvdkit run``: command, environment and terminal of the program to start.
+        program: command, environment and terminal of the program to start; only from ``hvdkit run``.
     """
 
     heartbeat: float
@@ -283,7 +283,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Refused(Message):
-    """The answer to :class:`Joined` if the sentinel is not let in."""
+    """The answer to :class:`Joined` from a sentinel that is rejected."""
 
     why: str
 
@@ -297,15 +297,15 @@ class Signal(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class GiveStacks(Message):
-    """Answer by :class:`Stacks`."""
+    """Answer with :class:`Stacks`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GiveFlight(Message):
-    """Answer by :class:`Flight`.
+    """Answer with :class:`Flight`.
 
     Attributes:
-        most: collectives to send.
+        most: maximum number of collectives to send.
     """
 
     most: int
@@ -313,10 +313,10 @@ class GiveFlight(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class HoldOutput(Message):
-    """Read no more of what the program writes, since the reader of ``hvdkit run`` has paused; or read again.
+    """Stop reading the program's output because the reader of ``hvdkit run`` has paused; or resume.
 
     Attributes:
-        hold: read no more.
+        hold: True to stop reading, False to resume.
     """
 
     hold: bool
@@ -328,9 +328,9 @@ class End(Message):
 
     Attributes:
         code: exit code of the job.
-        unwind: seconds to exit normally; 0: end it at once.
-        finalize: end MPI after :class:`Unwound`: a rank whose script has ended waits for it, and its exit code is
-            known only then.
+        unwind: seconds to exit normally; 0: end it immediately.
+        finalize: finalize MPI after :class:`Unwound`. A rank whose script has ended waits for that, and its exit code
+            is known only afterwards.
     """
 
     code: int
@@ -340,7 +340,7 @@ class End(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Release(Message):
-    """The rank may exit: all ranks are leaving, or have unwound. So may the sentinel, once its rank has exited.
+    """All ranks are leaving or have unwound: the rank may exit, and then its sentinel.
 
     Attributes:
         code: exit code of the job, if it has failed.

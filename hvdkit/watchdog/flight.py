@@ -1,6 +1,6 @@
 """The flight recorder: the last collectives of a rank, in memory that its sentinel can read after the rank has died.
 
-A record costs the rank some microseconds.
+Recording a collective takes a few microseconds.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import NamedTuple
 
 SLOTS = 1000
 _SLOT_BYTES, _BEGIN = 768, 4096
-# Thread ID of the training thread, steps trained (-1: not counted), number of the last collective, eager collectives
-# begun; number of the eager collective that the rank is in (0: none), and since when: seconds of the host's monotonic
-# clock.
+# Thread ID of the training thread; steps trained (-1: not counted); number of the last collective; eager collectives
+# begun; number of the eager collective that the rank is in (0: none), and since when, by the host's monotonic clock in
+# seconds.
 _STATE = struct.Struct("qqQQQd")
 _THREAD, _STEP, _LAST, _COUNT, _WAIT, _SINCE = range(6)
-# Number, steps trained, start and end (0: not yet) in seconds of the host's monotonic clock, bytes, length of the text.
+# Number, steps trained, start and end (0: not yet) by the host's monotonic clock in seconds, bytes, length of the text.
 _SLOT = struct.Struct("QqddQQ")
 _END = 3
-# Bytes of each field. A field that the sentinel may read at the same time is written through a memoryview: by a single
-# instruction, while ``struct.pack_into`` first writes zeros.
+# Bytes per field. Fields that the sentinel may read concurrently are written through a memoryview, which takes a single
+# instruction; ``struct.pack_into`` would write zeros first.
 _FIELD = 8
 _NUMBER = struct.Struct("Q")
-# Bytes at most for the key, the ranks and the source line, so that about 250 are left for the rest.
+# Maximum bytes of the key, the ranks and the source line; about 250 remain for the rest.
 _KEY_TEXT, _RANKS_TEXT, _LINE_TEXT = 200, 120, 160
 
 
 EAGER = "eager "
-"""Prefix of the keys of collectives that Python calls. Keys of a graph's collectives are names of its ops."""
+"""Prefix of the keys of eager collectives. The key of a graph's collective is the name of its op."""
 
 
 class Record(NamedTuple):
@@ -45,14 +45,14 @@ class Record(NamedTuple):
 
     Attributes:
         number: 1 for the rank's first collective.
-        key: by which ranks match it.
+        key: identifies the collective across ranks.
         what: its name, dtypes and shapes.
         line: the user's source line that led to it.
-        ranks: short text of those that take part, also of thousands; "": all.
-        nbytes: that this rank sends.
+        ranks: the participating ranks as short text, even for thousands; "": all.
+        nbytes: bytes that this rank sends.
         step: steps trained before it, or None if they are not counted.
-        start: seconds of the host's monotonic clock.
-        end: the same; None if the rank is still in it.
+        start: start time by the host's monotonic clock, in seconds.
+        end: end time by the same clock; None if the rank is still in it.
     """
 
     number: int
@@ -70,20 +70,20 @@ class Record(NamedTuple):
 
     @property
     def is_eager(self) -> bool:
-        """True if Python called it: then ranks match it by order, and its arguments are compared elsewhere."""
+        """True if it was called from Python. Ranks match these by order, and their arguments are compared elsewhere."""
         return self.key.startswith(EAGER)
 
     @property
     def participants(self) -> tuple[int, ...] | None:
-        """The ranks that take part; None: all; empty: unknown, because they were too many to be recorded."""
+        """The ranks that take part. None: all; empty: unknown, because there were too many to record."""
         return _participants(self.ranks)
 
     @staticmethod
     def from_json(fields: object) -> Record:
-        """Return the record with these fields, as JSON has them.
+        """Return the record with these fields, as decoded from JSON.
 
         Raises:
-            TypeError: they are not those of a record.
+            TypeError: ``fields`` is not a record.
         """
         if not isinstance(fields, list) or tuple(map(type, fields)) not in _RECORD_TYPES:
             raise TypeError("not a record")
@@ -95,15 +95,15 @@ _RECORD_TYPES = set(product([int], [str], [str], [str], [str], [int], [int, type
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """How far a rank is.
+    """Progress of a rank.
 
     Attributes:
         thread: thread ID of the training thread.
         step: steps trained, or None if they are not counted.
-        number: of the last collective that was recorded, or 0. It depends on when those of graphs are recorded.
+        number: number of the last recorded collective, or 0. Collectives of graphs are recorded with a delay.
         count: eager collectives begun in this world.
         waiting: number of the eager collective that the rank is in, or 0.
-        since: when it began, or when the last one ended, by the host's monotonic clock.
+        since: when that collective began, or the last one ended, by the host's monotonic clock.
     """
 
     thread: int
@@ -121,7 +121,7 @@ class FlightRecorder:
         file: descriptor of the memory, for the sentinel.
         step: steps trained, or None.
         last: name of the last eager collective, or "".
-        sampler: records what the graphs of this rank have noted themselves.
+        sampler: records the collectives that this rank's graphs have noted since its last call.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class FlightRecorder:
         os.ftruncate(self.file, _BEGIN + SLOTS * _SLOT_BYTES)
         self._memory = mmap.mmap(self.file, 0)
         self._numbers = itertools.count(1)
-        # The training thread and the sampling thread record. Reentrant: a signal handler may interrupt the former.
+        # The training and sampling threads both record. Reentrant, because a signal handler may interrupt the former.
         self._writing = threading.RLock()
         self.step: int | None = None
         self.last = ""
@@ -139,11 +139,11 @@ class FlightRecorder:
         _STATE.pack_into(self._memory, 0, threading.get_native_id(), -1, 0, 0, 0, time.monotonic())
 
     def begin_world(self) -> None:
-        """Count eager collectives from 0 again, as all ranks do that call ``hk.init()`` again."""
+        """Count eager collectives from 0 again: ``hk.init()`` was called again, on all ranks."""
         self._counts[_COUNT] = 0
 
     def at_step(self, step: int) -> None:
-        """Note the number of steps trained."""
+        """Record the number of steps trained."""
         self.step = step
         self._signed[_STEP] = step
 
@@ -158,16 +158,16 @@ class FlightRecorder:
         eager: bool,
         at: float | None = None,
     ) -> int:
-        """Note that the rank enters a collective, and return its number for :meth:`end`.
+        """Record that the rank enters a collective, and return its number for :meth:`end`.
 
         Args:
-            key: by which ranks match it.
+            key: identifies the collective across ranks.
             what: its name, dtypes and shapes.
             line: the user's source line that led to it.
-            ranks: those that take part; None: all.
-            nbytes: that this rank sends.
+            ranks: the participating ranks; None: all.
+            nbytes: bytes that this rank sends.
             eager: the calling thread waits in it.
-            at: when, by the host's monotonic clock; default: now.
+            at: start time by the host's monotonic clock; default: now.
         """
         now = time.monotonic() if at is None else at
         line = line.encode(errors="replace")[-_LINE_TEXT:].decode(errors="ignore")
@@ -177,7 +177,7 @@ class FlightRecorder:
         with self._writing:
             number = next(self._numbers)
             start = _BEGIN + (number - 1) % SLOTS * _SLOT_BYTES
-            # The number comes last: without it the slot is not read.
+            # Write the number last: readers skip a slot without it.
             _SLOT.pack_into(self._memory, start, 0, step, now, 0.0, nbytes, len(data))
             self._memory[start + _SLOT.size : start + _SLOT.size + len(data)] = data
             self._counts[start // _FIELD] = self._counts[_LAST] = number
@@ -188,15 +188,15 @@ class FlightRecorder:
         return number
 
     def _set_waiting(self, number: int, now: float) -> None:
-        """Note in which eager collective the rank is: first the time, as a reader reads it last."""
+        """Record which eager collective the rank is in. Write the time first, because readers read it last."""
         self._times[_SINCE] = now
         self._counts[_WAIT] = number
 
     def end(self, number: int, *, eager: bool, at: float | None = None) -> None:
-        """Note that the rank has come out of collective ``number``."""
+        """Record that the rank has left collective ``number``."""
         now = time.monotonic() if at is None else at
         start = (_BEGIN + (number - 1) % SLOTS * _SLOT_BYTES) // _FIELD
-        if self._counts[start] == number:  # its slot has not been used again since
+        if self._counts[start] == number:  # the slot has not been reused
             self._times[start + _END] = now
         if eager:
             self._set_waiting(0, now)
@@ -207,30 +207,30 @@ class FlightRecorder:
         return self._counts[_WAIT] != 0
 
     def describe(self) -> str:
-        """Return the last eager collective in words."""
+        """Describe the last eager collective."""
         if not self.last:
             return "no eager collective yet"
         seconds = f"{time.monotonic() - self._times[_SINCE]:.0f} s"
         return f"has waited in {self.last} for {seconds}" if self.waiting else f"came out of {self.last} {seconds} ago"
 
     def in_thread(self) -> None:
-        """Note that the calling thread is the training thread."""
+        """Record the calling thread as the training thread."""
         self._signed[_THREAD] = threading.get_native_id()
 
 
 def memory_file() -> int:
-    """Return the descriptor of a file in memory that has no name."""
+    """Return the descriptor of an anonymous file in memory."""
     try:
         return os.memfd_create("hvdkit-flight")
-    except (AttributeError, OSError):  # a Python built for an old C library
-        import tempfile  # sentinels do without it
+    except (AttributeError, OSError):  # Python was built against an old C library
+        import tempfile  # not imported by sentinels
 
         with tempfile.TemporaryFile() as file:
             return os.dup(file.fileno())
 
 
 def collective_key(name: str, ranks: Sequence[int] | None) -> str:
-    """Return the key of the collective ``name`` among ``ranks``; None: all.
+    """Return the key of collective ``name`` among ``ranks``; None: all ranks.
 
     Example:
         >>> collective_key("sum", [0, 2, 4])
@@ -241,7 +241,7 @@ def collective_key(name: str, ranks: Sequence[int] | None) -> str:
 
 @lru_cache(256)
 def _short_key(key: str) -> str:
-    """Return the key; the end of a long one is replaced by a checksum."""
+    """Return the key; replace the end of a long one with a checksum."""
     data = key.encode(errors="replace")
     if len(data) <= _KEY_TEXT:
         return key
@@ -251,7 +251,7 @@ def _short_key(key: str) -> str:
 
 @lru_cache(256)
 def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Return ranks as text: a slice if they are evenly spaced; of many others only the first ones and a checksum."""
+    """Return ranks as text: a slice if evenly spaced, otherwise a list. Cut off a long list with a checksum."""
     if len(ranks) > 1 and ranks[1] > ranks[0]:
         step = ranks[1] - ranks[0]
         if ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):
@@ -264,7 +264,7 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
 
 @lru_cache(256)
 def _participants(text: str) -> tuple[int, ...] | None:
-    """Return the ranks that :func:`ranks_text` wrote; None: all; an empty tuple: unknown."""
+    """Parse the result of :func:`ranks_text`. None: all ranks; an empty tuple: unknown."""
     if not text:
         return None
     try:
@@ -272,7 +272,7 @@ def _participants(text: str) -> tuple[int, ...] | None:
             return tuple(map(int, text.split(",")))
         first, end, step = map(int, text.split(":"))
         return tuple(range(first, end, step))
-    except ValueError:  # only the first ones and a checksum
+    except ValueError:  # cut off with a checksum
         return ()
 
 
@@ -283,23 +283,23 @@ def recorder() -> FlightRecorder:
 
 
 class FlightReader:
-    """Reads what a :class:`FlightRecorder` has written.
+    """Reads the records of a :class:`FlightRecorder`.
 
     Args:
-        file: descriptor of its memory.
+        file: descriptor of the recorder's memory.
     """
 
     def __init__(self, file: int) -> None:
         self._memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
 
     def state(self) -> State:
-        """Return how far the rank is."""
+        """Return the rank's progress."""
         thread, step, number, count, waiting, since = _STATE.unpack_from(self._memory)
         step = None if step < 0 else step
         return State(thread=thread, step=step, number=number, count=count, waiting=waiting, since=since)
 
     def record(self, number: int) -> Record | None:
-        """Return collective ``number``, or None if its slot has been used again, or is being written."""
+        """Return collective ``number``, or None if its slot has been reused or is being written."""
         start = _BEGIN + (number - 1) % SLOTS * _SLOT_BYTES
         slot = self._memory[start : start + _SLOT_BYTES]
         found, step, begin, end, nbytes, length = _SLOT.unpack_from(slot)
@@ -310,7 +310,7 @@ class FlightReader:
         return Record(number, key, what, line, ranks, nbytes, None if step < 0 else step, begin, end or None)
 
     def records(self, after: int = 0) -> list[Record]:
-        """Return the collectives after number ``after`` that are still there, in order."""
+        """Return the collectives after number ``after`` that are still available, in order."""
         last = self.state().number
         numbers = range(max(0, after, last - SLOTS) + 1, last + 1)
         return [record for number in numbers if (record := self.record(number)) is not None]

@@ -1,4 +1,4 @@
-"""The flight recorder's file: the last collectives of all ranks of a job that has failed."""
+"""The flight recorder's file: the last collectives of all ranks of a failed job."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class RankFlight:
     Attributes:
         rank: the rank.
         host: its host.
-        clock: seconds to add to the times of its records, so that those of all ranks can be compared.
-        records: in order.
+        clock: seconds to add to the times of its records to make them comparable across ranks.
+        records: the collectives, in order.
     """
 
     rank: int
@@ -32,7 +32,7 @@ class RankFlight:
     records: list[Record] = field(default_factory=list)
 
     def collectives(self) -> list[Record]:
-        """Return the records, with times that can be compared with other ranks'."""
+        """Return the records, with times that are comparable across ranks."""
         return [
             one._replace(start=one.start + self.clock, end=None if one.end is None else one.end + self.clock)
             for one in self.records
@@ -40,15 +40,15 @@ class RankFlight:
 
 
 def write(line: str, ranks: Sequence[RankFlight], size: int) -> str:
-    """Write the file, if any rank has recorded a collective; return the line about it, or "".
+    """Write the file if any rank has recorded a collective; return the line about it, or "".
 
-    It goes to the folder that ``HVDKIT_FLIGHT_DIR`` names, by default to ``TMPDIR`` or ``/tmp``. Only this user can
+    The file is written to the folder ``HVDKIT_FLIGHT_DIR``, by default to ``TMPDIR`` or ``/tmp``. Only this user can
     read it.
 
     Args:
         line: the last line of the job.
-        ranks: the records.
-        size: number of ranks of the job, also of those without records.
+        ranks: the records of each rank.
+        size: number of ranks of the job, including those without records.
     """
     if not any(one.records for one in ranks):
         return ""
@@ -59,7 +59,7 @@ def write(line: str, ranks: Sequence[RankFlight], size: int) -> str:
         "line": line,
         "ended": time.monotonic(),
         "size": size,
-        "fields": Record._fields,  # of each record, for other readers
+        "fields": Record._fields,  # documents the records for other readers
         "ranks": [vars(one) for one in ranks],
     }
     try:
@@ -68,7 +68,7 @@ def write(line: str, ranks: Sequence[RankFlight], size: int) -> str:
             with os.fdopen(file, "w") as opened:
                 opened.write(json.dumps(document, separators=(",", ":")))
         except OSError:
-            os.unlink(path)  # noqa: PTH108  a part of it, on a full disk
+            os.unlink(path)  # noqa: PTH108  partly written, e.g. on a full disk
             raise
     except OSError as error:
         return f"flight recorder: {path} cannot be written ({error.strerror})"
@@ -77,13 +77,13 @@ def write(line: str, ranks: Sequence[RankFlight], size: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FlightFile:
-    """What :func:`write` has written.
+    """Contents of a flight recorder's file.
 
     Attributes:
         line: the last line of the job.
-        ended: when the job was ended, in the clock of the records.
+        ended: when the job ended, by the clock of the records.
         size: number of ranks of the job.
-        ranks: those that have sent their records, in rank order.
+        ranks: records of the ranks that have sent them, in rank order.
     """
 
     line: str
@@ -96,7 +96,7 @@ def read(text: str) -> FlightFile:
     """Return the contents of a file.
 
     Raises:
-        ValueError: it is not a file of the flight recorder, or one of another version.
+        ValueError: ``text`` is not a file of the flight recorder, or is of another version.
     """
     try:
         document = json.loads(text)

@@ -1,4 +1,4 @@
-"""Finds the rank that the others wait for when a job hangs, and prints the stacks of all ranks. Pure."""
+"""Finds the rank that holds up a hanging job, and formats the stacks of all ranks. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _LIKE = "its stacks, most recent call first:"
 
 
 def least_done(status: Mapping[int, Status], stacks: Mapping[int, Stacks], idle_longest: int) -> int:
-    """Return the rank that has done least: the others wait for it.
+    """Return the rank that is furthest behind: the others wait for it.
 
-    Ranks are compared by steps, then by eager collectives begun; of equal ones, a rank outside of a collective has done
-    less. If all are equal, it is the one that has been idle longest.
+    Ranks are compared by steps, then by eager collectives begun; on a tie, a rank outside of a collective is behind one
+    that waits in it. If all are equal, return the rank that has been idle longest.
 
     Args:
-        status: of the ranks that run.
-        stacks: of those that answered.
+        status: state of each running rank.
+        stacks: stacks of the ranks that answered.
         idle_longest: the rank that has been idle longest.
     """
 
@@ -31,7 +31,7 @@ def least_done(status: Mapping[int, Status], stacks: Mapping[int, Stacks], idle_
 
 
 def texts(stacks: Mapping[int, Stacks]) -> list[str]:
-    """Return the stacks of all ranks in rank order, tagged; those that several ranks share are printed once.
+    """Return the stacks of all ranks in rank order, tagged with the rank; identical stacks are included once.
 
     Example:
         >>> same = Stacks(text="its stacks, most recent call first:\\nf")

@@ -1,4 +1,4 @@
-"""The end of a job that has failed: its ranks send their last collectives and unwind; the last line is written."""
+"""Ends a failed job: its ranks send their last collectives and unwind, and the last line is written."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hvdkit.watchdog.output import Lines
 from hvdkit.watchdog.settings import Settings
 from hvdkit.watchdog.verdict import Verdict
 
-# Most tracebacks that are printed: those of a thousand ranks would hide the last line.
+# Maximum number of tracebacks to print: those of a thousand ranks would hide the last line.
 TEXTS = 16
 # Seconds between the last line and the end of the ranks: horovodrun stops forwarding output when the first rank ends.
 _FORWARD_SECONDS = 0.2
 # Seconds after the deadline for a rank that has left to shut MPI down and exit: only then is its exit code known. The
 # other ranks wait for that long: see ``ending.py`` and ``base.py``.
 _SPARE_SECONDS = 9.0
-# Seconds for all ranks to send their last collectives; how many of one rank at least, and of all together at most.
+# Seconds for all ranks to send their last collectives; minimum number per rank; maximum number of all ranks.
 _FLIGHT_SECONDS, _FEWEST_RECORDS, _ALL_RECORDS = 0.5, 10, 50_000
-# Seconds to write that file, and for the reader to take the last lines.
+# Seconds to write the flight recorder's file; seconds for the reader to take the last lines.
 _FILE_SECONDS, _WRITE_SECONDS = 1.0, 1.0
 
 
@@ -32,15 +32,15 @@ class JobEnd:
 
     Args:
         size: number of ranks.
-        settings: of the watchdog.
+        settings: the watchdog's settings.
         members: the ranks that have joined.
-        judge: returns the verdict on what is known now.
+        judge: returns the verdict on the events so far.
         lines: writes lines for the user.
-        writes_last: write the last line, too.
+        writes_last: also write the last line.
 
     Attributes:
-        due: when the next step is due; None: the end has not begun, or is over.
-        flight: what to say about the file with the last collectives of all ranks, or "".
+        due: when the next step is due; None before the first step and after the last one.
+        flight: the line about the flight recorder's file, or "".
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class JobEnd:
         self.flight = ""
 
     def begin(self, found: Verdict) -> None:
-        """End the job by this verdict."""
+        """Begin to end the job with this verdict."""
         self._steps, self.due = self._end(found), 0.0
         self.tick(0.0)
 
     def tick(self, now: float) -> None:
-        """Do the next step, if it is due."""
+        """Run the next step if it is due."""
         if self.due is not None and self.due <= now:
             pause = next(self._steps, None)
             self.due = None if pause is None else time.monotonic() + pause
 
     def _end(self, found: Verdict) -> Iterator[float]:
-        """Yield the seconds until each next step."""
+        """Run the steps; yield the seconds until the next one."""
         asked = self._ask_for_flights(found)
         said = list(found.texts[-TEXTS:])
         if len(found.texts) > TEXTS:
@@ -94,7 +94,7 @@ class JobEnd:
         order(self._members, Release(code=code) if unwind else End(code=code))
 
     def _ask_for_flights(self, found: Verdict) -> list[Member]:
-        """Ask all sentinels for the last collectives of their ranks; return those that can answer in time."""
+        """Request the last collectives of all ranks; return the ranks that can answer in time."""
         there = [member for member in self._members.values() if member.trains and member.lost is None]
         asked = [member for member in there if member.rank != found.rank or member.exited is not None]
         most = max(_FEWEST_RECORDS, min(SLOTS, _ALL_RECORDS // max(1, len(asked))))
@@ -106,7 +106,7 @@ class JobEnd:
         return None if found.rank is None else self._members[found.rank]
 
     def _await_unwinding(self, found: Verdict, until: float) -> Iterator[float]:
-        """Wait until all ranks have unwound, or their time is over, and let the one that has left end."""
+        """Wait until all ranks have unwound or time is up; then, if the failed rank's script had ended, release it."""
         while time.monotonic() < until and not self._have_unwound():
             yield 0.05
         culprit = self._culprit(found)
@@ -119,13 +119,13 @@ class JobEnd:
             yield 0.05
 
     def _have_unwound(self) -> bool:
-        """Return True once all ranks have unwound, or one has failed to."""
+        """Return True once all ranks have unwound, or one has exited without unwinding."""
         unwinding = [one for one in self._members.values() if one.leaving is None and not one.unwound]
         early = any(one.exited is not None and one.exited.code != 0 for one in unwinding)
         return early or not any(one.trains and one.here for one in unwinding)
 
     def _write_last_lines(self) -> None:
-        """Write the last line of the job, with what is known by now, and the path of the flight recorder's file."""
+        """Write the last line of the job, from the events so far, and the path of the flight recorder's file."""
         found = self._judge()
         ranks = [
             flight_file.RankFlight(
@@ -140,7 +140,7 @@ class JobEnd:
         def write() -> None:
             self.flight = flight_file.write(found.line, ranks, self._size)
 
-        # A file system that does not answer may be the reason for the failure.
+        # In a thread: a file system that hangs may be the reason for the failure.
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
         writer.join(_FILE_SECONDS)
@@ -148,4 +148,4 @@ class JobEnd:
             return
         if self.flight:
             self._lines.line(self.flight)
-        self._lines.finish(_WRITE_SECONDS)  # the job ends nonetheless if their reader has paused
+        self._lines.finish(_WRITE_SECONDS)  # end the job even if the reader has paused

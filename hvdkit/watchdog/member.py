@@ -1,4 +1,4 @@
-"""What the coordinator knows of one rank."""
+"""The coordinator's state for one rank."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hvdkit.watchdog.events import Exited, Flight, Joined, Message, Release, Sta
 
 @dataclass(eq=False)
 class Member:
-    """What the coordinator knows of a rank."""
+    """The coordinator's state for one rank."""
 
     joined: Joined
     send: Callable[[Message], None]
     heard: float
     peer: Peer | None = None  # None: the sentinel in this process
     status: Status = field(default_factory=Status)
-    trains: bool = False  # it has called hk.init(), and can exit normally
-    leaving: float | None = None  # since when
+    trains: bool = False  # has called hk.init(), and can exit normally
+    leaving: float | None = None  # when its script ended
     released: Release | None = None
     exited: Exited | None = None
     lost: float | None = None  # since when its sentinel has been gone
@@ -29,27 +29,27 @@ class Member:
     unwound: bool = False
     stacks: Stacks | None = None
     flight: Flight | None = None
-    clock: float = math.inf  # the least difference seen between the clock here and the one of its host
+    clock: float = math.inf  # smallest difference seen between the clock here and its host's
 
     @property
     def rank(self) -> int:
-        """Its number."""
+        """The rank's number."""
         return self.joined.rank
 
     @property
     def here(self) -> bool:
-        """True as long as its process runs, as far as is known."""
+        """True while its process runs, as far as is known."""
         return self.exited is None and self.lost is None
 
     @property
     def clock_offset(self) -> float:
-        """What to add to the clock of its host to get this one's: the least delay of a message comes closest."""
+        """Seconds to add to its host's clock to get this one's, estimated from the message with the least delay."""
         is_here = self.joined.place == processes.place()
         return 0.0 if is_here or math.isinf(self.clock) else self.clock
 
 
 def order(members: Mapping[int, Member], message: Message) -> None:
-    """Send ``message`` to the sentinels of all ranks that run."""
+    """Send ``message`` to the sentinels of all running ranks."""
     for member in members.values():
         if member.here:
             member.send(message)

@@ -12,9 +12,9 @@ from typing import Protocol
 
 
 def write_all(file: int, data: bytes) -> None:
-    """Write ``data`` to a descriptor, with one system call if the reader takes it all.
+    """Write all of ``data`` to a descriptor, with one system call if possible.
 
-    Another process may have set a terminal or a pipe to non-blocking.
+    The descriptor may be non-blocking: another process can have set that for a shared terminal or pipe.
     """
     view = memoryview(data)
     while view:
@@ -25,10 +25,10 @@ def write_all(file: int, data: bytes) -> None:
 
 
 def write_line(text: str) -> None:
-    """Write ``text`` and a line end to standard error with one system call.
+    """Write ``text`` and a newline to standard error with one system call.
 
-    Launchers tag and forward each ``write``; a line that is written in pieces is torn apart if several ranks write at
-    once. If standard error is not a file (a notebook, a test's capture), its own ``write`` is used.
+    Launchers tag and forward each ``write``: a line written in pieces is torn apart if several ranks write at once. If
+    standard error is not a file (e.g. in a notebook, or captured by a test), its own ``write`` is used.
     """
     data = text + "\n"
     try:
@@ -41,23 +41,23 @@ def write_line(text: str) -> None:
 
 
 class Lines(Protocol):
-    """Writes lines for the user without waiting for their reader: :class:`Writer`, or the output of ``hvdkit run``."""
+    """Writes lines for the user without blocking: :class:`Writer`, or the output of ``hvdkit run``."""
 
     def line(self, text: str) -> None:
-        """Write a line, after those of earlier calls."""
+        """Write a line after those of earlier calls."""
 
     def finish(self, seconds: float) -> bool:
-        """Wait until all lines are written, for at most ``seconds``; return True if they are."""
+        """Wait at most ``seconds`` until all lines are written; return True if they are."""
 
 
 class Writer:
-    """Writes to a file in a thread: a caller goes on though the file's reader has paused.
+    """Writes to a file in a thread, so that callers do not block while the file's reader pauses.
 
     Args:
-        file: its descriptor. A reader that is gone, or a full disk, is no error.
+        file: descriptor. A closed reader or a full disk does not raise.
 
     Attributes:
-        waiting: bytes that are not yet written.
+        waiting: number of bytes not written yet.
     """
 
     def __init__(self, file: int) -> None:
@@ -68,7 +68,7 @@ class Writer:
         self.waiting = 0
 
     def write(self, data: bytes) -> None:
-        """Write ``data`` with one system call, if the reader takes it all, after what was written before."""
+        """Write ``data`` after that of earlier calls, with one system call if possible."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
@@ -82,7 +82,7 @@ class Writer:
         self.write(text.encode(errors="replace") + b"\n")
 
     def finish(self, seconds: float | None = None) -> bool:
-        """Wait until all is written, for at most ``seconds``; return True if it is."""
+        """Wait at most ``seconds`` until all data is written; return True if it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.waiting, seconds)
 

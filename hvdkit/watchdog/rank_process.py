@@ -1,4 +1,4 @@
-"""The rank's process, seen from its sentinel."""
+"""The sentinel's view of its rank's process."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from hvdkit.watchdog.channel import Connection
 from hvdkit.watchdog.events import Collectives, Status, Training
 from hvdkit.watchdog.flight import FlightReader, Record
 
-# Seconds in a collective after which a rank reports it: another rank may wait for it in another collective.
+# Seconds in a collective after which it is reported: another rank may wait for this one in another collective.
 _WAITED_SECONDS = 3.0
 
 
 class RankProcess:
-    """The rank's process, seen from its sentinel, and the socket to it.
+    """The sentinel's view of its rank's process, and the socket to it.
 
     Args:
-        pid: the process that the rank's launcher, or the sentinel, has started.
+        pid: the process that the launcher or the sentinel started.
 
     Attributes:
-        program: that process.
-        pid: the process in it that has called ``hk.init()``, or the program.
-        training: it has called ``hk.init()``.
+        program: PID of that process.
+        pid: PID of the process that called ``hk.init()``: the program or a descendant.
+        connection: messages to and from the process, or None.
+        training: the rank's message that it called ``hk.init()``, or None.
         busy: the reason of an open ``hk.busy``, or None.
         stopped_at: when it was first seen stopped, or None.
-        leaving: its script has ended.
-        has_ended: its process has ended, so that another one may have its PID; or it is no rank any more.
+        leaving: True once its script has ended.
+        has_ended: True once the process has ended, after which its PID may be reused, or has left the world.
     """
 
     def __init__(self, pid: int) -> None:
@@ -42,20 +43,20 @@ class RankProcess:
         self._reader: FlightReader | None = None
         self._status_pipe: int | None = None
         self._activity: Activity | None = None
-        self._noted = 0  # number of the last collective that :meth:`collectives` has returned
-        self._open: dict[int, str] = {}  # collectives that have begun, of which the end was not returned
+        self._noted = 0  # number of the last collective returned by :meth:`collectives`
+        self._open: dict[int, str] = {}  # keys of collectives returned as begun, not yet as ended
 
     def take_files(self, received: socket.socket) -> None:
-        """Take the descriptors that the rank sends before its first message: see ``reporter.Reporter``."""
+        """Receive the descriptors that the rank sends before its first message: see ``reporter.Reporter``."""
         _, files, _, _ = socket.recv_fds(received, 1, 2)
         if len(files) == 2:
             self._reader, self._status_pipe = FlightReader(files[0]), files[1]
             os.close(files[0])
 
     def trains(self, training: Training, now: float) -> None:
-        """Note that it has called ``hk.init()``, in the program that was started or in a process below it.
+        """Record that ``hk.init()`` was called, in the program or in one of its descendants.
 
-        Another PID is that of a container: on this host it may be any process.
+        Any other PID belongs to a container's namespace, and could be any process on this host.
         """
         self.training, self.leaving = training, False
         if training.pid in (self.pid, *processes.descendants(os.getpid())):
@@ -73,7 +74,7 @@ class RankProcess:
             processes.kill(self.program, number)
 
     def end(self, number: int) -> None:
-        """Send a signal to the rank, unless it has ended; SIGKILL ends its program and child processes, too."""
+        """Send a signal to the rank, unless it has ended. SIGKILL also goes to its program and all descendants."""
         if self.has_ended:
             return
         is_kill = number == signal.SIGKILL
@@ -81,13 +82,13 @@ class RankProcess:
             processes.kill(pid, number)
 
     def set_busy(self, reason: str | None, now: float) -> None:
-        """Note the begin or the end of ``hk.busy``."""
+        """Record the beginning of ``hk.busy``, or its end (``reason=None``)."""
         if reason is None:
             self._moved(now)
         self.busy = reason
 
     def look(self, now: float) -> bool:
-        """See whether it is stopped; return True if that has changed."""
+        """Check whether the process is stopped; return True if that has changed."""
         found = processes.stat(self.pid)
         state = "" if found is None else found.state
         has_changed = (state == "T") != (self.stopped_at is not None)
@@ -98,7 +99,7 @@ class RankProcess:
         return has_changed
 
     def went_on(self, now: float) -> None:
-        """Note that the sentinel itself was stopped until now: what it has not seen is no sign of a hang."""
+        """Record that the sentinel itself was stopped until now, so that this time does not count towards a hang."""
         self.stopped_at = None if self.stopped_at is None else now
         self._moved(now)
 
@@ -107,11 +108,11 @@ class RankProcess:
             self._activity.moved(now)
 
     def stopped(self, now: float) -> float | None:
-        """Return the seconds since it was stopped, or None."""
+        """Return the seconds since the process was stopped, or None."""
         return None if self.stopped_at is None else now - self.stopped_at
 
     def status(self, now: float) -> Status:
-        """Return how it is doing."""
+        """Return the rank's state."""
         stopped = self.stopped(now)
         if self._activity is None or self._reader is None:
             return Status(stopped=stopped, busy=self.busy, now=now)
@@ -125,7 +126,7 @@ class RankProcess:
         )
 
     def exit_status(self) -> int | None:
-        """Return the exit status that the C library was given, or None if the process did not exit that way."""
+        """Return the status passed to the C library's ``exit``, or None for a process that ended in another way."""
         if self._status_pipe is None:
             return None
         os.set_blocking(self._status_pipe, False)
@@ -136,11 +137,11 @@ class RankProcess:
         return data[0] if data else None
 
     def records(self, most: int) -> list[Record]:
-        """Return its last collectives, at most ``most``."""
+        """Return its last collectives, up to ``most``."""
         return [] if self._reader is None else self._reader.records(self._reader.state().number - most)
 
     def collectives(self) -> Collectives | None:
-        """Return what has begun and ended since the last call, or None for nothing."""
+        """Return the collectives that have begun or ended since the last call, or None."""
         reader = self._reader
         if reader is None:
             return None

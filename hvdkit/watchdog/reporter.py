@@ -1,4 +1,4 @@
-"""The rank's side: starts the sentinel, reports to it how this rank is doing, and does what it orders."""
+"""The rank's side: starts the sentinel, reports this rank's state to it, and carries out its orders."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from hvdkit.watchdog.settings import SOCKET_VARIABLE, Settings
 from hvdkit.watchdog.uncaught import UncaughtErrors
 
 _LOGGER = logging.getLogger("hvdkit")
-# Seconds for the coordinator to answer; after that this rank reports its failure itself.
+# Seconds to wait for the coordinator's answer before this rank reports its failure itself.
 _ANSWER_SECONDS = 5.0
 _SEND_SECONDS = 2.0
-# How often a sentinel that was killed is replaced.
+# How many times a killed sentinel is replaced.
 _RESTARTS = 10
-# TensorFlow's function that runs a graph, or an eager op: where a rank sleeps that waits in a graph's collective.
+# TensorFlow's functions that run a graph or an eager op; a rank that waits in a graph's collective blocks in one.
 _IN_GRAPH = {"quick_execute", "execute_with_cancellation"}
 
 
@@ -58,11 +58,11 @@ class Reporter:
     """This process's connection to its sentinel.
 
     Args:
-        recorder: of this rank's collectives.
+        recorder: records this rank's collectives.
 
     Attributes:
-        pid: this process; a child that it forks is not a rank.
-        uncaught: reports errors that nothing handles.
+        pid: PID of this process, to distinguish forked children, which are not ranks.
+        uncaught: reports uncaught exceptions.
     """
 
     def __init__(self, recorder: FlightRecorder) -> None:
@@ -70,7 +70,7 @@ class Reporter:
         self.pid = os.getpid()
         self.uncaught = UncaughtErrors(self)
         self._socket: socket.socket | None = None
-        self._sending = threading.RLock()  # hk.busy in a handler of a signal that interrupts it
+        self._sending = threading.RLock()  # reentrant: a signal handler may use hk.busy
         self._listeners: Sequence[socket.socket] = ()
         self._offer = ""
         self._child: subprocess.Popen[bytes] | None = None
@@ -86,7 +86,7 @@ class Reporter:
         self._all_leave = False
         self._finalize: Callable[[], None] = lambda: None
         self._must_finalize = False
-        self._ident = threading.main_thread().ident or 0  # of the thread that trains
+        self._ident = threading.main_thread().ident or 0  # of the training thread
         self._rank = self._restarts = 0
         self._look = Settings().look
         self._status_reader = report_exit_status()
@@ -106,7 +106,7 @@ class Reporter:
             promise: what the launcher has set for this rank.
 
         Returns:
-            In rank 0, what the others need in order to reach the coordinator, see :meth:`join`; or "".
+            In rank 0, the offer with which other ranks reach the coordinator, see :meth:`join`; otherwise "".
         """
         self._rank = promise.rank
         self._closed = self._leaving = self._all_leave = False
@@ -117,7 +117,7 @@ class Reporter:
         self._under_run = self._under_run or self._take_sentinel()
         if self._under_run or promise.size == 1 or not settings.heartbeat:
             return ""
-        if self.is_watched:  # hk.init() has failed, and is called again
+        if self.is_watched:  # hk.init() failed, and was called again
             return self._offer
         if promise.rank != 0:
             self._start_sentinel()
@@ -144,15 +144,15 @@ class Reporter:
         waiters: Collection[int],
         finalize: Callable[[], None],
     ) -> None:
-        """Take part in the world; called by the thread that trains.
+        """Join the world. Called by the training thread.
 
         Args:
             rank: this rank.
             hosts: the host of each rank.
-            places: equal for ranks that see each other's processes.
-            offer: what :meth:`begin` has returned in rank 0.
-            waiters: IDs of threads that wait by polling: those of Horovod and MPI.
-            finalize: ends MPI.
+            places: identifier of each rank; equal for ranks that can see each other's processes.
+            offer: the result of :meth:`begin` in rank 0.
+            waiters: IDs of busy-polling threads (Horovod and MPI).
+            finalize: finalizes MPI.
         """
         self._ident, self._finalize = threading.get_ident(), finalize
         if not self._under_run and offer:
@@ -169,13 +169,13 @@ class Reporter:
         self._introduce()
 
     def add_waiters(self, waiters: Collection[int]) -> None:
-        """Note more threads that wait by polling: Horovod has been started again."""
+        """Add busy-polling threads, after Horovod has been started again."""
         if self._training is not None:
             self._training = replace(self._training, waiters=sorted({*self._training.waiters, *waiters}))
             self.send(self._training)
 
     def _introduce(self) -> None:
-        """Send to a new sentinel what it has to know of this rank."""
+        """Send this rank's state to a new sentinel."""
         busy = None if self.reason is None else Busy(reason=self.reason)
         leaving = Leaving(step=self.recorder.step) if self._leaving else None
         for message in (self._connect, self._training, busy, leaving):
@@ -183,7 +183,7 @@ class Reporter:
                 self.send(message)
 
     def _take_sentinel(self) -> bool:
-        """Connect to the sentinel that started this program, if one did; programs started from now on do not."""
+        """Connect to the sentinel that started this program, if any. Child programs do not inherit the connection."""
         number, _, inode = os.environ.pop(SOCKET_VARIABLE, "").partition(" ")
         if not number.isdigit() or not inode.isdigit():
             return False
@@ -201,11 +201,11 @@ class Reporter:
         """Start a sentinel.
 
         Args:
-            listeners: of the coordinator, in rank 0.
+            listeners: listening sockets of the coordinator, in rank 0.
         """
         self._listeners = listeners
         found = processes.stat(self.pid)
-        python = sys.executable or "python3"  # a program that embeds Python may not set it
+        python = sys.executable or "python3"  # may be empty in a program that embeds Python
         try:
             mine, theirs = socket.socketpair()
             with theirs:
@@ -225,10 +225,10 @@ class Reporter:
         threading.Thread(target=self._serve, args=[connected], name="hvdkit-watchdog", daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
-        """Do what the sentinel orders. In its own thread."""
+        """Carry out the sentinel's orders, in a separate thread."""
         if self._child is not None:
-            self._child.wait()  # it has started the sentinel
-        ready = select.poll()  # select.select takes no descriptor above 1,023
+            self._child.wait()  # the child forks the sentinel and exits
+        ready = select.poll()  # select.select does not accept descriptors above 1,023
         ready.register(connected, select.POLLIN)
         while True:
             try:
@@ -241,11 +241,11 @@ class Reporter:
                 break
             try:
                 self._obey(order)
-            except Exception as error:  # this thread must not end the rank
+            except Exception as error:  # must not end the rank
                 _LOGGER.warning("watchdog: rank %d cannot obey %s: %s", self._rank, type(order).__name__, error)
         connected.close()
         if self._closed or ending().begun or self._connect is None or self._socket is not connected:
-            self._answered.set()  # nothing else will answer
+            self._answered.set()  # no answer will come
             self._released.set()
             return
         self._socket = None
@@ -258,17 +258,17 @@ class Reporter:
         self._introduce()
 
     def _sample(self) -> None:
-        """Record what the graphs of this rank have noted, unless the interpreter is about to end."""
+        """Record the collectives noted by this rank's graphs, unless the interpreter is about to exit."""
         if self._leaving or self._closed or ending().begun:
             return
         try:
             self.recorder.sampler()
-        except Exception as error:  # this thread must not end the rank
+        except Exception as error:  # must not end the rank
             _LOGGER.warning("flight recorder: no more collectives of graphs on rank %d: %s", self._rank, error)
             self.recorder.sampler = lambda: None
 
     def _continue_sentinel(self) -> None:
-        """Have a sentinel go on that is stopped while its rank is not."""
+        """Resume the sentinel if it is stopped while its rank runs."""
         found = processes.stat(self._sentinel) if self._sentinel else None
         if found is not None and found.state == "T":
             processes.kill(self._sentinel, signal.SIGCONT)
@@ -295,35 +295,35 @@ class Reporter:
             self._answered.set()
 
     def send(self, message: Message) -> None:
-        """Send a message to the sentinel; if that takes longer than two seconds, drop the connection."""
+        """Send a message to the sentinel; drop the connection if that takes longer than two seconds."""
         connected = self._socket
         if connected is None:
             return
         with self._sending:
             try:
                 send_now(connected, message)
-            except OSError:  # part of it may have been sent: what follows would not be understood
+            except OSError:  # the message may be partly sent, so later ones could not be parsed
                 with contextlib.suppress(OSError):
                     connected.shutdown(socket.SHUT_RDWR)
 
     def begin_busy(self, reason: str) -> None:
-        """Note work of which nothing is seen from outside: until :meth:`end_busy` this rank does not hang."""
+        """Record the start of work that is not visible from outside. Suspends hang detection until :meth:`end_busy`."""
         self._reasons.append(reason)
         self.send(Busy(reason=reason))
 
     def end_busy(self, reason: str) -> None:
-        """Note the end of work that :meth:`begin_busy` has noted."""
+        """Record the end of work begun with :meth:`begin_busy`."""
         self._reasons.remove(reason)
         self.send(Busy(reason=self.reason))
 
     @property
     def reason(self) -> str | None:
-        """The reason of the last :meth:`begin_busy` that has not ended, or None."""
+        """The reason of the most recent open :meth:`begin_busy`, or None."""
         reasons = self._reasons[-1:]
         return reasons[0] if reasons else None
 
     def _stacks(self) -> Stacks:
-        """Return what this rank did last, and the Python stacks of all its threads."""
+        """Return this rank's last activity, and the Python stacks of all its threads."""
         with os.fdopen(memory_file(), "w+b") as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
@@ -340,7 +340,7 @@ class Reporter:
         return Stacks(text="\n".join([header, *stacks.splitlines()]), where=where, waiting=waiting)
 
     def _forget(self) -> None:
-        """In a forked child: the connections are its parent's, whose end must not wait for this process's."""
+        """Close the parent's connections in a forked child: otherwise they would stay open after the parent's end."""
         if self._socket is not None:
             os.close(self._socket.detach())
             self._socket = None
@@ -351,7 +351,11 @@ class Reporter:
     # ---- the end ----------------------------------------------------------------------------------------------
 
     def fail(self, failed: Failed) -> bool:
-        """Report a failure, and wait for a limited time for the coordinator's answer; return False if there is none."""
+        """Report a failure, and wait a limited time for the coordinator's answer.
+
+        Returns:
+            False if this rank has no sentinel that could report it.
+        """
         if not self.is_watched or not (self._under_run or self._connect is not None):
             return False
         self.send(failed)
@@ -359,7 +363,7 @@ class Reporter:
         return True
 
     def remove(self) -> None:
-        """Report no failures any more, and start no sentinel again."""
+        """Stop reporting failures, and do not replace the sentinel."""
         self._closed = True
         self.uncaught.remove()
 
@@ -371,13 +375,13 @@ class Reporter:
         self.send(Leaving(step=self.recorder.step))
 
     def await_others(self) -> bool:
-        """After :meth:`leave`: wait for a limited time; return True if the scripts of all ranks have ended."""
+        """After :meth:`leave`: wait a limited time for the other ranks; return True if all scripts have ended."""
         if self.is_watched:
             self._answered.wait(_ANSWER_SECONDS)
         return self._all_leave or not self.is_watched
 
     def leave_world(self) -> None:
-        """Take part in the world no more; the process goes on."""
+        """Leave the world; the process continues."""
         self.send(Leaving(step=self.recorder.step))
         self.remove()
         connected = self._socket
@@ -405,5 +409,5 @@ class Reporter:
 
 @cache
 def reporter() -> Reporter:
-    """Return that of this process."""
+    """Return the :class:`Reporter` of this process."""
     return Reporter(recorder())

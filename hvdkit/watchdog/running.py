@@ -1,4 +1,4 @@
-"""The sentinel that ``hvdkit run`` has an engine start for each rank: it starts the rank's program."""
+"""The sentinel under ``hvdkit run``: an engine starts one per rank, and it starts the rank's program."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from hvdkit.watchdog.rank_process import RankProcess
 from hvdkit.watchdog.settings import RUN_VARIABLE, SOCKET_VARIABLE
 
 _SIGNALS_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
-# Seconds for a program to end after the coordinator is gone. Its children, which hold its pipes, are ended if they have
-# written nothing for the second number of seconds after its end, or are still there after the third one.
+# Seconds for a program to end after the coordinator is gone. Seconds without output, and seconds in total, after which
+# children that outlive the program and hold its pipes are ended.
 _ORPHAN_SECONDS, _DRAIN_SECONDS, _CHILDREN_SECONDS = 5.0, 0.3, 2.0
-# Most bytes that a pipe holds, for users other than root; and that are read at once.
+# Maximum capacity of a pipe for users other than root; bytes per read.
 _PIPE_BYTES, _READ_BYTES = 1 << 20, 1 << 16
 _LONGEST_FILE = 4096
-# A program that ends within these seconds of a signal has ended because of it.
+# Seconds after a signal within which the end of the program is attributed to it.
 _SIGNALLED_SECONDS = 60.0
 
 
@@ -38,8 +38,8 @@ class RunningSentinel(Sentinel):
     """Starts the rank's program for ``hvdkit run``, and forwards its output.
 
     Args:
-        offer: where ``hvdkit run`` listens.
-        joined: which rank this is.
+        offer: addresses and token of ``hvdkit run``.
+        joined: describes this rank.
 
     Raises:
         OSError: ``hvdkit run`` cannot be reached.
@@ -49,11 +49,11 @@ class RunningSentinel(Sentinel):
         super().__init__(RankProcess(0))
         self.up, self.welcome = connect(offer, joined, self.selector, "up")
         self._status: int | None = None
-        self._read_at = 0.0  # when output was there last
-        # Those that came to this process from others than `hvdkit run`, and when.
+        self._read_at = 0.0  # when output was last available
+        # Signals that other processes than `hvdkit run` sent to this one, and when.
         self._signals: list[tuple[int, float]] = []
         self._outputs: dict[int, int] = {}
-        self._is_held = False  # `hvdkit run` takes no output
+        self._is_held = False  # `hvdkit run` does not accept output now
         wakeup, writer = os.pipe()
         for file in (wakeup, writer):
             os.set_blocking(file, False)
@@ -101,7 +101,7 @@ class RunningSentinel(Sentinel):
         self.listen_to_rank(mine)
 
     def run(self) -> int:
-        """Serve until the program has ended; return its exit code as a shell would."""
+        """Serve until the program has ended; return its exit code as a shell reports it."""
         while self._status is None:
             self.turn()
         self._drain()
@@ -109,13 +109,13 @@ class RunningSentinel(Sentinel):
         signals = [number for number, at in self._signals if now - at < _SIGNALLED_SECONDS]
         code, stopped = self._status, rank.stopped(now)
         self.report(Exited(code=code, step=rank.step, busy=rank.busy, signals=signals, stopped=stopped))
-        # While this process lives, the engine does not know that the rank has ended, and lets other ranks save.
+        # As long as this process runs, the engine does not see the end of the rank, and other ranks can save.
         while self.up is not None and (self.up.unsent or not self.released):
             self.turn()
         return self._status if self._status >= 0 else 128 - self._status
 
     def _drain(self) -> None:
-        """End the program's children after a while, and forward what all have written before."""
+        """Forward the remaining output of the program and its children, and end children that remain."""
         self._read_at = now = time.monotonic()
         until = now + _CHILDREN_SECONDS
         while (self._outputs or self.rank.connection is not None) and now < min(self._read_at + _DRAIN_SECONDS, until):
@@ -129,7 +129,7 @@ class RunningSentinel(Sentinel):
                     break
 
     def obey(self, order: Message) -> None:
-        """Do what ``hvdkit run`` orders."""
+        """Carry out an order of ``hvdkit run``."""
         if isinstance(order, HoldOutput):
             self._is_held = order.hold
         super().obey(order)
@@ -141,7 +141,7 @@ class RunningSentinel(Sentinel):
                 self.rank.signal(number)
         with contextlib.suppress(ChildProcessError):
             while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)  # orphans of the program among them
+                pid, status = os.waitpid(-1, os.WNOHANG)  # includes orphans of the program
                 if not pid:
                     return
                 if pid == self.rank.program:
@@ -150,13 +150,13 @@ class RunningSentinel(Sentinel):
     def _forward(self, file: int) -> None:
         self._read_at = time.monotonic()
         is_held = self._is_held and self._status is None
-        if self.up is not None and (is_held or self.up.unsent > CROWDED):  # the program pauses, too
+        if self.up is not None and (is_held or self.up.unsent > CROWDED):  # so the program pauses, too
             time.sleep(0.01)
             return
         self._read(file)
 
     def _read(self, file: int) -> bool:
-        """Forward what can be read from ``file`` at once; return False if that is nothing."""
+        """Forward available output of ``file``; return False if there isn't any."""
         try:
             data = os.read(file, _READ_BYTES)
         except BlockingIOError:
@@ -172,36 +172,36 @@ class RunningSentinel(Sentinel):
         return bool(data)
 
     def lost(self, *, is_cut_off: bool) -> None:
-        """``hvdkit run`` is gone, or out of reach: nothing else would ever end this rank."""
+        """End this rank: ``hvdkit run`` is gone or out of reach, and would never end it."""
         self.rank.signal(signal.SIGCONT)
         self.rank.signal(signal.SIGTERM)
         self.due[self.kill] = time.monotonic() + _ORPHAN_SECONDS
 
 
 def _pipe(terminal: dict[str, int] | None) -> tuple[int, int]:
-    """Return reader and writer of a pipe, or of a terminal as wide as the one that shows it, for progress bars."""
+    """Return reader and writer of a pipe, or of a terminal with the size of the user's, for progress bars."""
     if terminal is None:
         return os.pipe()
     reader, writer = os.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", terminal["lines"], terminal["columns"], 0, 0))
     modes = termios.tcgetattr(writer)
-    modes[1] &= ~termios.OPOST  # line ends stay as they were written
+    modes[1] &= ~termios.OPOST  # keep line ends as written
     termios.tcsetattr(writer, termios.TCSANOW, modes)
     os.set_inheritable(writer, False)
     return reader, writer
 
 
 def offered() -> Offer:
-    """Return what the variable, or the private file that it names, says of ``hvdkit run``."""
+    """Return the offer of ``hvdkit run`` from the variable, or from the private file that it names."""
     text = os.environ[RUN_VARIABLE]
     return Offer.parse(read_private(text) if text.startswith("/") else text)
 
 
 def read_private(path: str) -> str:
-    """Return the text of a file that only this user can have written, in a folder of which the same holds.
+    """Return the text of a file that, like its folder, only this user can access.
 
     Raises:
-        OSError: another user may have written it.
+        OSError: another user may have written the file.
     """
     folder = path.rpartition("/")[0]
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,12 +1,12 @@
-"""The process next to a rank: watches it from outside, reports to the coordinator, and ends it on request.
+"""Entry point of a sentinel: watches a rank from outside, reports to the coordinator, and ends the rank on request.
 
-It uses only the standard library, so it starts in about 40 ms and takes 9 MB. ``hvdkit run`` has the engine start
+It uses only the standard library, so it starts in about 40 ms and takes 9 MB. Under ``hvdkit run``, the engine starts
 it, and it starts the rank's program::
 
     python -IS .../hvdkit/watchdog/sentinel.py run
 
-Without ``hvdkit run``, ``hk.init()`` starts it; the numbers are the rank's process, when that began, and descriptors
-of a socket to the rank and, in rank 0, of the listening sockets of the coordinator::
+Without ``hvdkit run``, ``hk.init()`` starts it. The arguments are the PID and start time of the rank's process, and
+descriptors of a socket to the rank and, in rank 0, of the coordinator's listening sockets::
 
     python -IS .../hvdkit/watchdog/sentinel.py watch PID STARTED SOCKET [LISTENER ...]
 """
@@ -31,7 +31,7 @@ if __name__ == "__main__":  # find the modules below without running hvdkit/__in
 def main(arguments: Sequence[str]) -> int:
     """Watch a rank, or run one; return the exit code.
 
-    Each kind of sentinel imports only what it needs: there is one for every rank.
+    Each kind of sentinel imports only what it needs, because every rank has one.
     """
     mode, *rest = arguments
     if mode == "run":
@@ -39,11 +39,11 @@ def main(arguments: Sequence[str]) -> int:
 
         return run()
     pid, started, file, *listeners = map(int, rest)
-    if os.fork():  # the rank must not find this process among its children
+    if os.fork():  # detach: the rank must not see this process as its child
         return 0
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)  # it ends with its rank
+        signal.signal(number, signal.SIG_IGN)  # ends only with its rank
     connected = socket.socket(fileno=file)
     if listeners:
         from hvdkit.watchdog.coordinating import CoordinatingSentinel

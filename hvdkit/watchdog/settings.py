@@ -14,16 +14,16 @@ PATIENCE = "HVDKIT_WATCHDOG_SECONDS"
 UNWIND = "HVDKIT_UNWIND_SECONDS"
 CHECK = "HVDKIT_CHECK"
 STALL = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-# "PORT TOKEN ADDRESS..." of `hvdkit run`, or the path of a private file that contains it: an engine may write values of
-# variables on command lines, which every user of the host can read.
+# "PORT TOKEN ADDRESS..." of `hvdkit run`, or the path of a private file that contains it: an engine may put variables
+# on command lines, which every user of the host can read.
 RUN_VARIABLE = "HVDKIT_RUN"
-# "DESCRIPTOR INODE" of the socket to the sentinel, in the environment of a program that `hvdkit run` started. A program
-# that only inherits the variable has another file, or no file, at that number.
+# "DESCRIPTOR INODE" of the socket to the sentinel, set for a program that `hvdkit run` started. In a program that only
+# inherits the variable, the descriptor is closed or another file.
 SOCKET_VARIABLE = "HVDKIT_SENTINEL"
 _DEFAULTS = {HEARTBEAT: 10.0, PATIENCE: 600.0, UNWIND: 3.0}
 _SHORTEST_HEARTBEAT = 1.0
 _LONGEST_LOOK = 2.0
-# Reports of a sentinel per heartbeat for up to this number of ranks; half of them from 16 times that number on.
+# Reports of a sentinel per heartbeat with up to _FEW ranks; half as many from 16 times that number on.
 _REPORTS, _FEW = 5, 64
 
 
@@ -32,10 +32,10 @@ class Settings:
     """The watchdog's settings.
 
     Attributes:
-        heartbeat: seconds after which a silent sentinel, or a stopped rank, counts as failed; 0: never.
-        patience: seconds without progress after which the job hangs; 0: never.
-        unwind: seconds that other ranks have to exit normally after one has failed; 0: they end at once.
-        grace: seconds that other ranks have to save after one has saved and ended with exit code 75.
+        heartbeat: seconds after which a silent sentinel or a stopped rank counts as failed; 0: never.
+        patience: seconds without progress after which the job counts as hanging; 0: never.
+        unwind: seconds for other ranks to exit normally after one has failed; 0: they are ended immediately.
+        grace: seconds for other ranks to save after one has saved and ended with exit code 75.
         check: compare all collectives (``HVDKIT_CHECK=1``).
     """
 
@@ -47,7 +47,7 @@ class Settings:
 
     @staticmethod
     def from_environment(grace: float = 2.0) -> Settings:
-        """Return the settings that the environment gives. Raises ValueError for a bad one."""
+        """Return the settings from the environment. Raises ValueError if one is invalid."""
         heartbeat = seconds(HEARTBEAT)
         return Settings(
             heartbeat=max(_SHORTEST_HEARTBEAT, heartbeat) if heartbeat else 0.0,
@@ -58,7 +58,7 @@ class Settings:
         )
 
     def interval(self, size: int) -> float:
-        """Return the seconds between two reports of a sentinel: a fifth of the limit, in large jobs up to two fifths.
+        """Return the seconds between a sentinel's reports: a fifth of the heartbeat, up to two fifths in large jobs.
 
         Example:
             >>> [Settings().interval(size) for size in (4, 256, 4096)]
@@ -69,7 +69,7 @@ class Settings:
 
     @property
     def look(self) -> float:
-        """Seconds between two looks of a rank at its own sentinel, which it continues well before the limit.
+        """Seconds between a rank's checks of its sentinel, so that a stopped one is resumed well within the heartbeat.
 
         Example:
             >>> Settings().look, Settings(heartbeat=2.0).look
@@ -83,10 +83,10 @@ class Settings:
 
 
 def seconds(name: str) -> float:
-    """Return the setting ``name`` from the environment; 0 turns off what it is for.
+    """Return the setting ``name`` from the environment; 0 disables it.
 
     Raises:
-        ValueError: it is not a number of seconds.
+        ValueError: the value is not a number of seconds.
     """
     text = os.environ.get(name)
     if text is None and name == PATIENCE and os.environ.get(STALL):

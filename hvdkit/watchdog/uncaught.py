@@ -1,7 +1,7 @@
-"""Errors that nothing handles: they are reported, and the job ends.
+"""Reports uncaught exceptions, which end the job.
 
-Hooks note an exception in any thread. The sentinel carries it to the coordinator, which writes the traceback and the
-last line, and has every rank end. If an error was caused by another rank, that rank is named.
+Hooks catch the exceptions of all threads. The sentinel forwards them to the coordinator, which writes the traceback and
+the last line, and ends every rank. If an error was caused by another rank, the last line names that rank.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _ENGINES = ("Horovod", "hvdkit", "gloo", "MPI_")
 
 
 class UncaughtErrors:
-    """Ends all ranks if nothing in this process handles an error.
+    """Ends all ranks on an uncaught exception in this process.
 
     Args:
-        reporter: of this process.
+        reporter: the reporter of this process.
     """
 
     def __init__(self, reporter: Reporter) -> None:
@@ -52,12 +52,12 @@ class UncaughtErrors:
         self._before: tuple[Any, Any] | None = None
 
     def install(self, rank: int, release: Callable[[], None], abort: Callable[[int], None] | None) -> None:
-        """Begin to report failures of this rank.
+        """Start reporting failures of this rank.
 
         Args:
             rank: this rank.
             release: releases this rank's threads from collectives.
-            abort: ends all ranks if there is no sentinel; None without MPI.
+            abort: ends all ranks if this rank has no sentinel; None without MPI.
         """
         if self._before is None:
             ending().prepare(release, is_victim)
@@ -66,7 +66,7 @@ class UncaughtErrors:
             sys.excepthook, threading.excepthook = self._uncaught, self._uncaught_in_thread
 
     def install_alone(self) -> None:
-        """In a world of one, only set the exit code of an uncaught error."""
+        """In a world of one rank, only set the exit code of an uncaught exception."""
         if self._before is None:
             self._before = (sys.excepthook, threading.excepthook)
             sys.excepthook = self._uncaught_alone
@@ -84,7 +84,7 @@ class UncaughtErrors:
         if os.getpid() == self._reporter.pid:
             self._reporter.send(self._failed(error, "", None))
             if exit_code_of(error) != 1:
-                raise Exit(exit_code_of(error))  # the interpreter ends with it
+                raise Exit(exit_code_of(error))  # sets the interpreter's exit code
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._reporter.pid:  # a forked child is not a rank
@@ -101,7 +101,7 @@ class UncaughtErrors:
         self._end(args.exc_value, args.exc_traceback, args.thread.name if args.thread else "?")
 
     def _end(self, error: BaseException, trace: TracebackType | None, thread: str | None) -> None:
-        """End all ranks: through the sentinel, or by MPI, or by this rank's own end, which shuts Horovod down."""
+        """End all ranks: through the sentinel, by MPI's abort, or by ending this rank, which shuts Horovod down."""
         is_interrupted = isinstance(error, KeyboardInterrupt)
         lines = [] if is_interrupted else "".join(traceback.format_exception(type(error), error, trace)).splitlines()
         text = "\n".join(f"[rank {self._rank}] {line}" for line in lines)[-_LONGEST_TEXT:]
@@ -109,7 +109,7 @@ class UncaughtErrors:
         is_heard = False
         if not ending().begun:
             is_heard = self._reporter.fail(failed)
-        # While ranks unwind, a collective that was released raises, which is not worth a traceback.
+        # While ranks unwind, released collectives raise. These errors need no traceback.
         elif text and not failed.follows and not ending().has_caused(error):
             write_line(text)
         if ending().begun:
@@ -127,7 +127,7 @@ class UncaughtErrors:
         raise Exit(failed.code)
 
     def _failed(self, error: BaseException, text: str, thread: str | None) -> Failed:
-        """Return the report of an error that nothing handles."""
+        """Return the report of an uncaught exception."""
         is_interrupted = isinstance(error, KeyboardInterrupt)
         where = "" if thread is None else f" (in thread {thread})"
         return Failed(
@@ -142,27 +142,27 @@ class UncaughtErrors:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the code with which a process ends that does not handle ``error``."""
+    """Return the exit code of a process that does not catch ``error``."""
     return error.exit_code if isinstance(error, HvdkitError) else 1
 
 
 def is_victim(error: BaseException) -> bool:
-    """Return True for an error by which a rank learns that another one is gone."""
+    """Return True if ``error`` is a consequence of another rank's failure."""
     names = {kind.__name__ for kind in type(error).__mro__}
     if "HorovodInternalError" in names:
         return True
     text = str(error)
-    if "OpError" in names and not any(engine in text for engine in _ENGINES):  # tf.data may read over a network, too
+    if "OpError" in names and not any(engine in text for engine in _ENGINES):  # e.g. tf.data reading over a network
         return False
     return bool(names & {"OpError", "ClusterError"}) and any(part in text for part in _LET_DOWN)
 
 
 def cause_of(error: BaseException) -> str:
-    """Return the one line of an error's message that says most."""
+    """Return the most informative line of an error's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     if any("has been shut down" in line for line in lines):
         return "another rank left the job; its own error is printed above"
-    # TensorFlow puts the cause between "Graph execution error:", with the places it passed through, and the node.
+    # TensorFlow puts the cause between "Graph execution error:" with its stack, and the node.
     frame = ("Graph execution error", "Detected at", "File ", "[[{{node")
     causes = [line for line in lines if not line.startswith(frame)] or lines
     return causes[0] if lines[0] in causes else causes[-1]

@@ -1,4 +1,4 @@
-"""Which rank failed first, why, and with which exit code the job ends. Pure: from what is known to the last line."""
+"""Finds which rank failed first and why, and the job's exit code. Pure: maps events to the last line."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _HINTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Alive(Message):
-    """At this time the rank's sentinel was connected, and had not reported the rank's end."""
+    """The rank's sentinel was connected at this time, and had not reported the rank's end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lost(Message):
-    """The connection to the rank's sentinel has ended, and the sentinel had not reported the rank's end."""
+    """The connection to the rank's sentinel has ended before the sentinel reported the rank's end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Failed):
-    """The coordinator has found that the rank cannot go on, though it did not report an error.
+    """The coordinator has found that the rank cannot continue, although it did not report an error.
 
     Attributes:
-        dead: its process cannot exit normally.
+        dead: whether its process is unable to exit normally.
     """
 
     dead: bool = False
@@ -49,9 +49,9 @@ class Entry:
 
     Attributes:
         rank: the rank.
-        time: seconds, in the coordinator's clock: when it happened, as far as is known.
+        time: when it happened, as far as is known, by the coordinator's clock in seconds.
         event: what happened.
-        ordered: it follows from an order of the coordinator, or from a signal to the job.
+        ordered: whether it results from an order of the coordinator, or from a signal to the job.
     """
 
     rank: int
@@ -66,14 +66,14 @@ class Verdict:
 
     Attributes:
         code: its exit code.
-        words: what the rank did, without its number and host; or what is known if ``rank`` is None. Empty: all is well.
-        rank: the rank that failed first; None: it is not known, or none has failed.
+        words: what the rank did, without its number and host; without a ``rank``, what is known. Empty: success.
+        rank: the rank that failed first; None if unknown, or after success.
         host: its host.
         step: steps it had trained.
-        texts: tracebacks, the one of ``rank`` last.
-        orderly: all ranks can exit normally.
-        final: the job must not be started again: it was stopped.
-        flight: what to say about the file with the last collectives of all ranks, or "".
+        texts: tracebacks, that of ``rank`` last.
+        orderly: whether all ranks can exit normally.
+        final: the job was stopped, and must not be restarted.
+        flight: the line about the flight recorder's file, or "".
     """
 
     code: int
@@ -88,18 +88,18 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """Return rank, host and what the rank did."""
+        """The rank, its host and what it did, in one line."""
         return self.words if self.rank is None else f"rank {self.rank} on {self.host} {self.words}"
 
 
 def verdict(entries: Iterable[Entry], size: int, hosts: Mapping[int, str] = {}) -> Verdict:
-    """Return which rank failed first.
+    """Return the verdict: which rank failed first, and how.
 
-    A rank is named only if it is known of every other rank that it had not failed before: entries that are missing
-    make the verdict "unknown", and never name a healthy rank. Their order does not matter, only their times do.
+    A rank is named only if all other ranks are known not to have failed earlier. Missing entries make the verdict
+    "unknown", but never blame a healthy rank. The order of the entries does not matter, only their times.
 
     Args:
-        entries: what is known. Those of one rank after an order to end are never taken for the first failure.
+        entries: the events so far. Events that result from an order to end never count as the first failure.
         size: number of ranks.
         hosts: the host of each rank.
 
@@ -139,7 +139,7 @@ def verdict(entries: Iterable[Entry], size: int, hosts: Mapping[int, str] = {}) 
 
 
 def _unknown(ranks: Sequence[_History], texts: tuple[str, ...]) -> Verdict:
-    """Return the verdict if it is not known which rank failed first."""
+    """Return the verdict for the case that the first failure is unknown."""
     code = next((shell_code(one.exited.code) for one in ranks if one.exited is not None and one.exited.code), None)
     words = "it is not known which rank failed first"
     reports = [(one.failed.follows, one.first[Failed].time, one.rank, one.failed) for one in ranks if one.failed]
@@ -159,7 +159,7 @@ def _words(blame: Failed, step: int | None) -> str:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A rank that may have failed first: at ``time``, by what it had done ``since`` then."""
+    """A rank that may have failed first, at ``time``. ``since`` is when the cause occurred, and breaks ties."""
 
     rank: int
     time: float
@@ -168,16 +168,16 @@ class _Candidate:
 
 
 class _History:
-    """What is known of one rank.
+    """The events of one rank.
 
     Attributes:
-        entries: in the order of their times.
-        first: the first one of each kind.
+        entries: the events, sorted by time.
+        first: the first event of each kind.
         failed: its first error, or None.
         exited: how its process ended, or None.
         step: steps trained, or None.
         well_until: the last time at which it had certainly not failed.
-        is_dead: its process ended, or cannot end, as a Python program does.
+        is_dead: whether its process did not, or cannot, exit normally.
     """
 
     def __init__(self, rank: int, entries: Iterable[Entry]) -> None:
@@ -196,11 +196,11 @@ class _History:
         self.is_dead = Lost in self.first or is_judged_dead or ended_abruptly
 
     def candidates(self, has_left: bool, let_down: Sequence[tuple[float, int]]) -> Iterator[_Candidate]:
-        """Yield what this rank may be blamed for.
+        """Yield the possible failures of this rank.
 
         Args:
             has_left: the scripts of all ranks have ended.
-            let_down: when ranks reported an error that another rank caused, and which; in order.
+            let_down: sorted time and rank of the reported errors that were caused by another rank.
         """
         leaving = self.first.get(Leaving)
         for entry in self.entries:
@@ -218,7 +218,7 @@ class _History:
             yield from self._early_end(leaving, has_left, let_down)
 
     def _abrupt_end(self, time: float, end: Exited) -> Iterator[_Candidate]:
-        """Yield what the end of a process is blamed for that did not announce it."""
+        """Yield the failure of a process that ended without announcing it."""
         if end.stopped is not None:
             time, code, verb, cause = time - end.stopped, 137, f"was stopped (SIGSTOP) for {end.stopped:.0f} s", ""
         elif end.code is None or (end.code == 0 and Training in self.first):
@@ -230,7 +230,7 @@ class _History:
         yield _Candidate(self.rank, time, Judged(cause=cause, verb=verb, code=code, step=end.step, busy=end.busy))
 
     def _early_end(self, leaving: Entry, has_left: bool, let_down: Sequence[tuple[float, int]]) -> Iterator[_Candidate]:
-        """Yield what the end of a rank's script is blamed for: its exit code, or that another rank needed it."""
+        """Yield the failure of a rank whose script ended: its exit code, or that another rank still needed it."""
         time, since, code = leaving.time, 0.0, self.exited.code if self.exited is not None else 0
         if code and (code < 0 or has_left):
             code, verb, cause = shell_code(code), how(code), ""
@@ -251,7 +251,7 @@ class _History:
 
 
 def how(code: int) -> str:
-    """Return in words how a program ended.
+    """Describe how a program ended.
 
     Example:
         >>> how(3), how(-11)
@@ -267,7 +267,7 @@ def how(code: int) -> str:
 
 
 def shell_code(code: int) -> int:
-    """Return an exit code as a shell gives it: 128 and the number of a signal.
+    """Return an exit code as a shell reports it: 128 plus the signal's number for a signal.
 
     Example:
         >>> shell_code(3), shell_code(-9)

@@ -1,12 +1,13 @@
-"""Ranks that wait for each other, and ranks that run different graphs. Pure.
+"""Detects deadlocked ranks, and ranks that run different graphs. Pure.
 
-Sentinels report a collective called from Python that a rank has waited in for some seconds, so that ranks that wait for
-each other in two of them are found. With ``HVDKIT_CHECK=1`` they report every collective, those of graphs included:
+By default, sentinels report an eager collective once a rank has waited in it for some seconds. This is sufficient to
+find ranks that wait for each other in different eager collectives. With ``HVDKIT_CHECK=1``, sentinels report every
+collective, including those of graphs.
 
-Ranks match the collectives of their graphs by name, and those that they call in Python by order. If ranks build or run
-different graphs, all of them come to wait, each for a collective that another rank never enters: another dtype, a
-branch that only one of them takes. Or they match by chance and go on with wrong numbers: two collectives in another
-order, or one more in between. Both are found within seconds, with the source lines.
+Ranks match the collectives of graphs by name, and eager collectives by order. If ranks build or run different graphs,
+e.g. with another dtype or a branch that only one of them takes, every rank ends up waiting for a collective that
+another rank never enters. Or collectives match by accident and produce wrong numbers, e.g. because two of them are
+swapped or one is inserted. Both cases are found within seconds, with the source lines.
 """
 
 from __future__ import annotations
@@ -18,37 +19,37 @@ from typing import NamedTuple
 from hvdkit.watchdog.flight import Record
 
 SETTLED = 2.0
-"""Seconds without a change, after which no message of a rank about its collectives can still be on its way."""
+"""Seconds without a change after which no message of a rank about its collectives can still be in transit."""
 
 
 class Difference(NamedTuple):
-    """The first rank that differs from the others, and how."""
+    """The first rank that differs from the others, and the difference."""
 
     rank: int
     cause: str
 
 
 class Waits:
-    """The collectives in which ranks wait now, by the name by which ranks match them.
+    """The collectives in which ranks currently wait, by key.
 
     Args:
         heard: returns when a rank's last message arrived. Messages of one rank arrive in order, so a rank that has
-            not reported the end of a collective waited in it until then.
+            not reported the end of a collective was still waiting in it at that time.
     """
 
     def __init__(self, heard: Callable[[int], float]) -> None:
         self._heard = heard
         self._pending: dict[int, dict[str, Record]] = defaultdict(dict)
-        self._last: dict[int, dict[str, Record]] = defaultdict(dict)  # by name, whether it waits in it or not
-        self._lines: dict[str, set[str]] = defaultdict(set)  # the source lines of each name, on any rank
-        self._ambiguous: set[str] = set()  # names that have several
+        self._last: dict[int, dict[str, Record]] = defaultdict(dict)  # by key, whether still pending or not
+        self._lines: dict[str, set[str]] = defaultdict(set)  # source lines of each key, on any rank
+        self._ambiguous: set[str] = set()  # keys with several lines
         self._shuffled: Difference | None = None
-        self._changed: dict[int, float] = {}  # when a message of each rank about its collectives arrived last
+        self._changed: dict[int, float] = {}  # when each rank last reported about its collectives
         self._compared = 0.0
 
     def begin(self, rank: int, record: Record, now: float) -> None:
-        """Note that a rank waits in a collective."""
-        if record.participants == ():  # too many to be recorded: the ranks that it waits for are not known
+        """Record that a rank waits in a collective."""
+        if record.participants == ():  # unknown: too many to record
             return
         key = record.key
         self._pending[rank][key] = record
@@ -59,18 +60,18 @@ class Waits:
             lines.add(record.line)
             if len(lines) > 1:
                 self._ambiguous.add(key)
-            if self._ambiguous:  # otherwise no rank differs, and ranks need not be compared one by one
+            if self._ambiguous:  # otherwise all ranks agree, without comparing them one by one
                 self._shuffled = self._seek_shuffled(rank, key, record.line)
 
     def end(self, rank: int, key: str, now: float) -> None:
-        """Note that a rank has come out of a collective."""
+        """Record that a rank has left a collective."""
         self._pending[rank].pop(key, None)
         self._changed[rank] = now
         if not self._pending[rank]:
             del self._pending[rank]
 
     def only(self, rank: int, record: Record | None, now: float) -> None:
-        """Note the one eager collective in which a rank has waited for a while, or None."""
+        """Record the single eager collective in which a rank has waited for a while, or None."""
         if list(self._pending.get(rank, ())) == ([] if record is None else [record.key]):
             return
         self._pending.pop(rank, None)
@@ -78,9 +79,9 @@ class Waits:
             self.begin(rank, record, now)
 
     def difference(self, ranks: Set[int], now: float) -> Difference | None:
-        """Return why ``ranks`` cannot continue, once all messages about it must have arrived.
+        """Return why ``ranks`` cannot continue, once all messages about it must have arrived, or None.
 
-        Ranks are compared every :data:`SETTLED` seconds: those from which no message has come in that time.
+        Every :data:`SETTLED` seconds, the ranks that have sent no message during that time are compared.
         """
         if self._shuffled is not None or now - self._compared < SETTLED or not self._pending:
             return self._shuffled
@@ -89,9 +90,9 @@ class Waits:
         return self.mismatch(settled) or self._deadlock(ranks, settled)
 
     def _seek_shuffled(self, rank: int, key: str, line: str) -> Difference | None:
-        """Return the difference if one line has two names, on two ranks, of which one is another line there.
+        """Return the difference if a line has different keys on two ranks, and one of the keys has another line there.
 
-        Different lines alone are no difference: ranks may call one function, or ``fit``, from different lines.
+        A key with different lines is not sufficient: ranks may call a function, or ``fit``, from different lines.
         """
         here = {name: one.line for name, one in self._last[rank].items()}
         again = any(name != key and one == line for name, one in here.items())
@@ -110,7 +111,7 @@ class Waits:
         return _difference(same, lambda record: record.line)
 
     def mismatch(self, ranks: Set[int] | None = None) -> Difference | None:
-        """Return the first of ``ranks`` whose collective differs from that of the same name on most others."""
+        """Return the first of ``ranks`` whose collective differs from that with the same key on most other ranks."""
         together: dict[str, dict[int, Record]] = defaultdict(dict)
         for rank in sorted(self._pending if ranks is None else ranks):
             for key, record in self._pending[rank].items():
@@ -120,10 +121,10 @@ class Waits:
         return next(filter(None, found), None)
 
     def _deadlock(self, ranks: Set[int], settled: Set[int]) -> Difference | None:
-        """Return which rank waits in which collective, if some of the ``settled`` wait for each other.
+        """Return which rank waits in which collective, if some of the ``settled`` ranks are deadlocked.
 
-        A rank may have continued since it reported. So a message of each of them must have arrived since the last one
-        began to wait: then all of them waited at that moment.
+        A rank may have continued since its report. So each of these ranks must have sent a message after the last one
+        began to wait, which shows that all of them were waiting at that moment.
         """
         stuck = self._waiting_for_each_other(ranks, settled)
         if not stuck or min(map(self._heard, stuck)) <= max(self._changed[rank] for rank in stuck):
@@ -138,8 +139,8 @@ class Waits:
         return Difference(odd, f"CollectiveMismatchError: {words}; make every rank enter the same collectives")
 
     def _waiting_for_each_other(self, ranks: Set[int], settled: Set[int]) -> set[int]:
-        """Return the ranks of which each waits only in collectives that another one of them has not entered."""
-        missing: dict[str, set[int]] = {}  # of each collective, the ranks that have not entered it
+        """Return the ranks that each wait only in collectives that another rank of this set has not entered."""
+        missing: dict[str, set[int]] = {}  # the ranks that have not entered each collective
         for rank in settled:
             for key, record in self._pending[rank].items():
                 missing.setdefault(key, set(record.participants or ranks)).discard(rank)
@@ -151,9 +152,9 @@ class Waits:
 
 
 def _difference(there: Mapping[int, Record], kind: Callable[[Record], str]) -> Difference | None:
-    """Return the first rank whose record is of another kind than most, or None.
+    """Return the first rank whose record differs from the majority's in ``kind``, or None.
 
-    The majority is assumed to be right; of two equally large groups, the one with the lowest rank.
+    The majority is assumed to be right; on a tie, the group with the lowest rank.
     """
     kinds = {rank: kind(record) for rank, record in there.items()}
     usual = Counter(kinds.values()).most_common(1)[0][0]

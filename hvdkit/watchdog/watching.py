@@ -1,4 +1,4 @@
-"""The sentinel of a rank that a launcher has started; ``hk.init()`` starts it."""
+"""The sentinel of a rank started by another launcher than ``hvdkit run``; ``hk.init()`` starts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdkit.watchdog.output import write_line
 from hvdkit.watchdog.rank_process import RankProcess
 
 _RECONNECT_SECONDS, _RETRY_SECONDS, _LAST_SECONDS = 5.0, 0.2, 3.0
-# How often what the rank has sent before its end is read.
+# How many times to read the messages that the rank sent before its end.
 _READS = 20
 # Seconds before a warning about a rank that cannot connect.
 _WARN_SECONDS = 1.0
@@ -28,7 +28,7 @@ class WatchingSentinel(Sentinel):
 
     Args:
         pid: the rank's process.
-        started: when it began, by the kernel's clock.
+        started: its start time, by the kernel's clock.
         connected: socket to it.
     """
 
@@ -38,7 +38,7 @@ class WatchingSentinel(Sentinel):
         self._has_left = False
         self._connect: Connect | None = None
         self.listen_to_rank(connected)
-        # Before Linux 5.3, or with a Python built for an old C library, /proc is polled instead.
+        # Before Linux 5.3, or with Python built against an old C library, /proc is polled instead.
         with contextlib.suppress(OSError, AttributeError):
             self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, self._process_ended)
 
@@ -53,7 +53,7 @@ class WatchingSentinel(Sentinel):
         code = 0 if self._has_left else self.rank.exit_status()
         self.report(Exited(code=code, step=self.rank.step, busy=self.rank.busy))
         until = time.monotonic() + _LAST_SECONDS
-        # If it has failed, the coordinator asks for its last collectives.
+        # If the rank has failed, the coordinator requests its last collectives.
         while (
             self.up is not None and time.monotonic() < until and (self.up.unsent or (code != 0 and not self.released))
         ):
@@ -65,7 +65,7 @@ class WatchingSentinel(Sentinel):
         self.rank.has_ended = True
 
     def take(self, message: Message) -> None:
-        """Note what the rank says, and report it."""
+        """Handle a message of the rank, and report it."""
         if isinstance(message, Connect):
             self._connect = message
             place = processes.place()
@@ -96,7 +96,7 @@ class WatchingSentinel(Sentinel):
             self.due[warn] = time.monotonic() + _WARN_SECONDS
 
     def lost(self, *, is_cut_off: bool) -> None:
-        """Reconnect if rank 0's sentinel was only killed and comes back; otherwise end this rank."""
+        """Reconnect if rank 0's sentinel was only killed and is replaced; otherwise end this rank."""
         if self.order is not None or self.released or self._connect is None or self.rank.has_ended:
             return
         until = time.monotonic() + _RECONNECT_SECONDS

@@ -1,15 +1,15 @@
-"""``hvdkit doctor``: what is wrong with this machine's set-up, and the remedy for each.
+"""``hvdkit doctor``: finds problems with this machine's setup, and their remedies.
 
-It runs when TensorFlow, Horovod, mpi4py and MPI are absent, since that is when it is needed most. Whatever
-might crash or hang runs in a subprocess with a time limit. The way through the package:
+It also runs without TensorFlow, Horovod, mpi4py or MPI, because that is when it is needed most. Code that might crash
+or hang runs in a subprocess with a timeout. The modules, in reading order:
 
-    examine.py     runs all of the below, in the report's order
-    facts.py       gathers what can be known; probe.py is the subprocess that imports the large packages
+    examine.py     runs all checks, in the report's order
+    facts.py       gathers the facts; probe.py is the subprocess that imports the large packages
     software.py    checks: Python, TensorFlow, Keras, NumPy, Horovod, mpi4py
-    mpi.py         checks: the MPI library, the launchers, Open MPI's traps
+    mpi.py         checks: the MPI library, the launchers, pitfalls of Open MPI
     host.py        checks: cores, root, shared memory, ssh, environment, network interfaces, GPUs
-    live.py        checks: two ranks start with each launcher and do one allreduce (allreduce.py); by which algorithm
-                   MPI does it (algorithm.py)
+    live.py        checks: two ranks start with each launcher and run one allreduce (allreduce.py); the algorithm of
+                   MPI's allreduce (algorithm.py)
     report.py      shows the findings, as text or JSON
 """
 
@@ -24,11 +24,11 @@ from tyro.conf import arg
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Say what is wrong with this machine's set-up, and the remedy for each finding.
+    """Find problems with this machine's setup, and their remedies.
 
     Checks versions, Horovod's build, the MPI library, launchers, import order, network interfaces, GPUs,
-    cores, root and shared memory, then starts two ranks that do one allreduce. Exit code: 0 if training can
-    start (there may be warnings), 1 if something would stop it.
+    cores, root and shared memory, then starts two ranks that run one allreduce. Exit code: 0 if training can
+    start (possibly with warnings), 1 if a problem prevents it.
 
     For example:
         hvdkit doctor              all checks, for 4 ranks on this host
@@ -38,13 +38,13 @@ class Doctor:
     """
 
     np: Annotated[int, arg(aliases=["-np"])] = 4
-    """Ranks that you want to start on this host."""
+    """Number of ranks to start on this host."""
     run: bool = True
-    """Start two ranks with each launcher and let them do one allreduce."""
+    """Start two ranks with each launcher, and run one allreduce."""
     json: bool = False
-    """Print JSON in place of text."""
+    """Print JSON instead of text."""
     timeout: float = 60.0
-    """Seconds after which a probe, or a start of ranks, counts as hung."""
+    """Seconds after which a probe or a start of ranks counts as hung."""
 
     def __post_init__(self) -> None:
         from hvdkit.errors import describe

@@ -1,16 +1,16 @@
-"""By which algorithm an MPI allreduces: seen in the order of its additions.
+"""Detects the algorithm of MPI's allreduce from the order of its additions.
 
     mpirun -np 4 python algorithm.py
 
-A sum of four floats depends on its brackets. Ranks allreduce random numbers, and rank 0 finds which of the fifteen
-ways to put brackets around four numbers gives each part of the result, to the bit. A ring adds each part in the order
-of the ranks from another one on; recursive doubling (or halving) adds pairs of pairs; a reduction to one rank adds all
-parts alike.
-Run as a script, it imports no TensorFlow; prints one JSON line: bytes -> algorithm.
+A floating-point sum of four numbers depends on its association. Ranks allreduce random numbers, and rank 0 finds which
+of the fifteen associations of four numbers gives each part of the result, bit for bit. A ring adds each part in rank
+order, starting at a different rank; recursive doubling (or halving) adds pairs of pairs; a reduction to one rank adds
+all parts in the same order.
+As a script, it does not import TensorFlow, and prints one JSON line: bytes -> algorithm.
 
-MPI's tool interface (MPI_T) cannot be asked instead. Open MPI 4.1.8 shows coll_tuned_allreduce_algorithm, which is 0
-both if its own rules choose and if those of a file do; none of its 1,117 control and 5 performance variables has the
-choice for a size.
+MPI's tool interface (MPI_T) does not provide this information. In Open MPI 4.1.8, coll_tuned_allreduce_algorithm is 0
+both for its built-in rules and for those of a file, and none of its 1,117 control and 5 performance variables contains
+the choice for a given size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCKS = 64
 
 
 def main() -> None:
-    """Allreduce each size and print what rank 0 sees."""
+    """Allreduce each size, and print the algorithms that rank 0 detects."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -44,14 +44,15 @@ def main() -> None:
 
 
 def algorithm(ranks: Any, result: np.ndarray) -> str:
-    """Return the name of what adds the arrays of ``ranks`` up to ``result``.
+    """Return the name of the algorithm that sums the arrays of ``ranks`` to ``result``.
 
     Args:
         ranks: four float32 arrays [n], by rank.
-        result: float32 [n], their sum as an MPI has made it.
+        result: float32 [n], their sum as computed by MPI.
 
     Returns:
-        "ring", "recursive doubling" (or halving), "one rank after the other", "another", or "wrong" for no sum at all.
+        "ring", "recursive doubling" (or halving), "one rank after the other", "another", or "wrong" if the sum is
+        wrong.
 
     Example:
         >>> x = [np.random.default_rng(r).normal(size=4096).astype(np.float32) for r in range(4)]
@@ -66,7 +67,7 @@ def algorithm(ranks: Any, result: np.ndarray) -> str:
         return "recursive doubling"
     if any(np.array_equal(chain, result) for chain in chains.values()):
         return "one rank after the other"
-    # Where each block of a ring begins, its neighbours add up: rank k+1 has the first word on part k.
+    # In a ring, each part's sum starts at a different rank: part k at rank k+1.
     starts = [{start for start in range(RANKS) if _equal(chains, start, result, block)} for block in _blocks(result)]
     return "ring" if all(starts) and len(set.union(*starts)) == RANKS else "another"
 
@@ -79,14 +80,14 @@ def _chain(ranks: Any, order: tuple[int, ...]) -> np.ndarray:
 
 
 def _blocks(result: np.ndarray) -> list[slice]:
-    """Return parts of the array, small enough that each lies within one of a ring's."""
+    """Return slices of the array that are small enough to lie within one part of a ring."""
     edges = np.linspace(0, len(result), _BLOCKS + 1).astype(int)
     return [slice(a + (b - a) // 4, b - (b - a) // 4) for a, b in itertools.pairwise(edges)]
 
 
 def _equal(chains: dict[tuple[int, ...], np.ndarray], start: int, result: np.ndarray, block: slice) -> bool:
     order = tuple((start + step) % RANKS for step in range(RANKS))
-    first, second = sorted(order[:2])  # of two numbers the order does not matter
+    first, second = sorted(order[:2])  # addition of two numbers is commutative
     return np.array_equal(chains[(first, second) + order[2:]][block], result[block])
 
 

@@ -1,6 +1,6 @@
-"""What each rank of the live check runs: ``python -m hvdkit.commands.doctor.allreduce`` under a launcher.
+"""The program of each rank in the live check: ``python -m hvdkit.commands.doctor.allreduce`` under a launcher.
 
-Raw Horovod and mpi4py, since the check must not depend on what it helps to debug.
+It uses Horovod and mpi4py directly, because the check must not depend on the code that it helps to debug.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import sys
 
 
 def main() -> None:
-    """Print one line of JSON: this rank, the size of its world, and the sum of all ranks' ``rank + 1``."""
+    """Print one line of JSON: this rank, the world size, and the sum of ``rank + 1`` over all ranks."""
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # as hk.init() does
     import tensorflow as tf  # before MPI: see the check import-order
 
-    # mpi4py before hvd.init(), so that it owns MPI. Otherwise the first rank that ends makes Horovod finalise MPI
-    # on every rank, and one that is still in an mpi4py call crashes.
+    # mpi4py before hvd.init(), so that it owns MPI. Otherwise the first rank that ends makes Horovod finalize MPI on
+    # every rank, and a rank that is still in an mpi4py call crashes.
     mpi4py_size = start_mpi4py()
     import horovod.tensorflow as hvd
 
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def start_mpi4py() -> int | None:
-    """Start MPI and return the size of its world, or None under Gloo, which has no MPI, or without mpi4py."""
+    """Start MPI and return its world size, or None under Gloo or without mpi4py."""
     if "HOROVOD_RANK" in os.environ:  # set by horovodrun --gloo
         return None
     try:

@@ -1,4 +1,4 @@
-"""Run every check, in the order in which the report shows them."""
+"""Runs all checks, in the report's order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def examine(config: Doctor, announce: Callable[[str], None] = lambda text: None)
     """Gather the facts, run the checks and return their findings.
 
     Args:
-        config: What to check.
-        announce: Called with what is being done, for a progress display.
+        config: The options.
+        announce: Called with a description of the current activity, for a progress display.
 
     Returns:
         One finding per check, in a fixed order.
@@ -37,7 +37,7 @@ def examine(config: Doctor, announce: Callable[[str], None] = lambda text: None)
 
 
 def _guarded(check: Callable[[Facts], Finding], facts: Facts, name: str = "") -> Finding:
-    """Run a check; one that fails is itself a finding, so that the others still report."""
+    """Run a check. If it raises, return that as a finding, so that the other checks still run."""
     name = name or check.__name__
     try:
         return check(facts)

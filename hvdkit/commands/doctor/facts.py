@@ -1,4 +1,4 @@
-"""Gather what the checks need to know; nothing here judges."""
+"""Gathers the facts for the checks, without any judgement."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DISTRIBUTIONS = (
 
 @dataclass(frozen=True)
 class Probe:
-    """What the stages of ``probe.py`` reported; ``died`` names the stage that crashed or hung."""
+    """The reports of the stages of ``probe.py``; ``died`` is the stage that crashed or hung."""
 
     stages: Mapping[str, Mapping[str, Any]]
     died: str | None
@@ -42,11 +42,11 @@ class Probe:
         return self.stages.get(stage, {})
 
     def loaded(self, stage: str) -> bool:
-        """Say whether the stage ended without an error."""
+        """Return True if the stage ended without an error."""
         return stage in self.stages and "error" not in self.stages[stage]
 
     def why(self, stage: str) -> str:
-        """Say why a stage failed, in one sentence."""
+        """Return the reason why a stage failed, in one sentence."""
         if self.died == stage:
             return f"the process {self.outcome.how}"
         return str(self[stage].get("error", "an earlier import crashed"))
@@ -54,7 +54,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of this machine; the checks are functions of it."""
+    """Facts about this machine, from which the checks compute their findings."""
 
     np: int
     python: tuple[int, int, int]
@@ -64,8 +64,8 @@ class Facts:
     installed: Mapping[str, str]  # distribution -> version
     built_for: Mapping[str, str] | None  # Horovod's metadata.json: framework -> version it was compiled for
     training: Probe  # tensorflow, keras, horovod, mpi4py, in this order, in one process
-    mpi4py: Probe  # mpi4py in its own process
-    alone: Probe  # MPI started with no launcher
+    mpi4py: Probe  # mpi4py in a separate process
+    alone: Probe  # MPI started without a launcher
     alone_with_prefix: Probe | None  # the same with OPAL_PREFIX set, if `alone` failed
     mpirun: Program | None
     horovodrun: Program | None
@@ -73,20 +73,20 @@ class Facts:
 
     @property
     def library(self) -> Mpi | None:
-        """The MPI that Horovod loads, or else the one mpi4py loads."""
+        """The MPI that Horovod loads, otherwise the one that mpi4py loads."""
         text = self.training["horovod"].get("library") or self.mpi4py["mpi4py"].get("library") or ""
         return identify(text)
 
     @property
     def open_mpi(self) -> int | None:
-        """The major version of the Open MPI whose ``mpirun`` was found, or None if that is of another MPI."""
+        """The major version of Open MPI if the ``mpirun`` found belongs to it, or None."""
         mpi = self.mpirun.mpi if self.mpirun else None
         return mpi.major if mpi and mpi.vendor == "Open MPI" else None
 
 
 def gather(np: int, timeout: float) -> Facts:
-    """Gather the facts; takes about as long as importing TensorFlow."""
-    with ThreadPoolExecutor() as pool:  # three processes at a time: most of their time is reading libraries
+    """Gather the facts, in about the time of importing TensorFlow."""
+    with ThreadPoolExecutor() as pool:  # run three processes concurrently: they mostly read libraries
         training = pool.submit(probe, ["tensorflow", "keras", "horovod", "mpi4py"], timeout)
         mpi4py = pool.submit(probe, ["mpi4py"], timeout)
         alone = pool.submit(probe, ["alone"], timeout)
@@ -94,7 +94,7 @@ def gather(np: int, timeout: float) -> Facts:
             prefixed = _alone_with_prefix(alone.result(), mpi4py.result(), timeout)
             wait([training])
         except BaseException:
-            end_all()  # Ctrl-C: the pool would wait for its probes
+            end_all()  # on Ctrl-C, the pool would wait for its probes
             raise
     return Facts(
         np=np,
@@ -115,7 +115,7 @@ def gather(np: int, timeout: float) -> Facts:
 
 
 def probe(stages: list[str], timeout: float, env: Mapping[str, str] | None = None) -> Probe:
-    """Run ``probe.py`` in a subprocess, outside any MPI job that this process may be a rank of."""
+    """Run ``probe.py`` in a subprocess, outside of any MPI job that this process may belong to."""
     quiet = {**outside_a_job(os.environ), "TF_CPP_MIN_LOG_LEVEL": "3", **(env or {})}
     outcome = run([sys.executable, "-m", "hvdkit.commands.doctor.probe", *stages], timeout=timeout, env=quiet)
     lines = [json.loads(line) for line in outcome.stdout.splitlines() if line.startswith('{"stage"')]
@@ -124,7 +124,7 @@ def probe(stages: list[str], timeout: float, env: Mapping[str, str] | None = Non
 
 
 def _alone_with_prefix(alone: Probe, mpi4py: Probe, timeout: float) -> Probe | None:
-    """Repeat a failed ``alone`` with OPAL_PREFIX: an Open MPI that was moved after its build needs it."""
+    """Repeat a failed ``alone`` with OPAL_PREFIX, which an Open MPI needs that was moved after its build."""
     if alone.loaded("alone") or not mpi4py.loaded("mpi4py"):
         return None
     return probe(["alone"], timeout, env={"OPAL_PREFIX": mpi_prefix(mpi4py["mpi4py"])})
@@ -137,7 +137,7 @@ def mpi_prefix(stage: Mapping[str, Any]) -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of the distributions that matter here, of those that are installed."""
+    """Return the versions of the installed :data:`DISTRIBUTIONS`."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
@@ -148,10 +148,10 @@ def installed_versions() -> dict[str, str]:
 
 
 def horovod_metadata() -> dict[str, str] | None:
-    """Read which frameworks Horovod was compiled for, from the file its build leaves in the package.
+    """Read the frameworks that Horovod was compiled for, from the file that its build adds to the package.
 
     Returns:
-        Framework to version, empty if the package has no such file, or None if Horovod is not installed.
+        Version by framework, empty if the file is missing, or None if Horovod is not installed.
     """
     spec = importlib.util.find_spec("horovod")  # finds a top-level package without importing it
     if spec is None or spec.origin is None:

@@ -1,4 +1,4 @@
-"""What a check returns."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Finding:
 
     Attributes:
         name: The check's stable name, a key of the JSON report.
-        status: ``ok``; ``note``, worth knowing; ``warning``, training starts but is slower or partly limited,
-            or another launcher is needed; ``problem``, training does not start or gives wrong results.
-        what: What was found, in one sentence.
+        status: ``ok``; ``note``, for information; ``warning``, training starts but is slower or limited, or another
+            launcher is needed; ``problem``, training does not start or gives wrong results.
+        what: The finding in one sentence.
         remedy: What to type or change; never empty for a warning or a problem.
-        details: The figures behind ``what``, for the JSON report.
+        details: The data behind ``what``, for the JSON report.
 
     Example:
         >>> Finding("numpy", "problem", "NumPy is not installed", "pip install numpy").status

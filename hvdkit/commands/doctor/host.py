@@ -1,4 +1,4 @@
-"""Checks of the host: cores, root, shared memory, ssh, variables that steer training, network interfaces, GPUs."""
+"""Checks of the host: cores, root, shared memory, ssh, environment variables, network interfaces, GPUs."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ SHOWN = re.compile(
     r"|TF_(CPP|CONFIG$|ENABLE|FORCE|GPU|NUM|USE|XLA))"
 )
 MEBIBYTE = 2**20
-# Open MPI maps up to 4 MiB a rank (btl_vader_segment_size); UCX and NCCL take more. Docker grants 64 MiB.
+# Open MPI maps up to 4 MiB per rank (btl_vader_segment_size); UCX and NCCL use more. Docker's default is 64 MiB.
 SHM_LEAST, SHM_PER_RANK = 128 * MEBIBYTE, 16 * MEBIBYTE
 
 
 def cores(facts: Facts, filesystem: Path = Path("/")) -> Finding:
-    """Each rank wants its own core, and Open MPI's ``mpirun`` refuses more ranks than physical cores.
+    """Check for a core per rank. Open MPI's ``mpirun`` rejects more ranks than physical cores.
 
     Args:
-        filesystem: the folder that holds ``proc`` and ``sys``.
+        filesystem: the folder that contains ``proc`` and ``sys``.
     """
     usable, allowed, physical = available_cores(filesystem), len(affinity()), physical_cores()
-    slots = min(allowed, physical or allowed)  # mpirun does not know of a quota
+    slots = min(allowed, physical or allowed)  # mpirun ignores quotas
     own = min(usable, slots)
     details = {
         "ranks": facts.np,
@@ -57,7 +57,7 @@ def cores(facts: Facts, filesystem: Path = Path("/")) -> Finding:
 
 
 def root(facts: Facts) -> Finding:
-    """Open MPI's ``mpirun`` refuses to run as root unless two variables are set."""
+    """Check for root, as which Open MPI's ``mpirun`` refuses to run unless two variables are set."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:  # Windows has no root
         return Finding("root", "ok", "not root", details={"root": False})
     details = {"root": True, **{name: facts.environment.get(name) for name in ROOT_VARIABLES}}
@@ -71,7 +71,7 @@ def root(facts: Facts) -> Finding:
 
 
 def shared_memory(facts: Facts, path: Path = Path("/dev/shm")) -> Finding:
-    """Ranks of one host exchange data through /dev/shm; if it is full they die with a bus error."""
+    """Check the size of /dev/shm, through which ranks on a host exchange data. If full, they die of a bus error."""
     name = "shared-memory"
     if not path.is_dir():
         remedy = "mount a tmpfs on /dev/shm"
@@ -86,7 +86,7 @@ def shared_memory(facts: Facts, path: Path = Path("/dev/shm")) -> Finding:
 
 
 def ssh(facts: Facts) -> Finding:
-    """A start on several hosts needs ssh, unless Slurm or Kubernetes starts the processes."""
+    """Check for ssh, which several hosts require unless Slurm or Kubernetes starts the processes."""
     path = shutil.which("ssh")
     if path:
         return Finding("ssh", "ok", path, details={"path": path})
@@ -95,7 +95,7 @@ def ssh(facts: Facts) -> Finding:
 
 
 def environment(facts: Facts) -> Finding:
-    """Show the variables that steer Horovod, MPI, NCCL and TensorFlow: a forgotten one explains much."""
+    """List the user's variables for Horovod, MPI, NCCL and TensorFlow: forgotten ones explain many problems."""
     found = {name: value for name, value in sorted(facts.environment.items()) if SHOWN.match(name)}
     shown = {name: "(hidden)" if SECRET.search(name) else value for name, value in found.items()}
     if not shown:
@@ -105,7 +105,7 @@ def environment(facts: Facts) -> Finding:
 
 
 def network(facts: Facts, found: list[Address] | None = None) -> Finding:
-    """Ranks on several hosts must agree on an interface that reaches all of them."""
+    """Check the network interfaces: ranks on several hosts must use one that reaches all of them."""
     found = own_addresses(socket.AF_INET) if found is None else found
     reaching = [one for one in found if not one.is_local]
     local = [one for one in found if one.is_local and one.interface != "lo"]
@@ -131,7 +131,7 @@ def network(facts: Facts, found: list[Address] | None = None) -> Finding:
 
 
 def gpus(facts: Facts, devices: Path = Path("/dev")) -> Finding:
-    """GPUs that are there must be seen by TensorFlow, and averaged through NCCL."""
+    """Check that TensorFlow sees all GPUs, and that Horovod was built with NCCL."""
     names, fails, nodes = find_gpus(devices)
     tensorflow, horovod = facts.training["tensorflow"], facts.training["horovod"]
     seen = tensorflow.get("gpus", [])

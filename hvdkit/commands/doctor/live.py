@@ -1,4 +1,4 @@
-"""Start ranks: does everything together work with each launcher, and by which algorithm does MPI allreduce?"""
+"""Live checks: start ranks with each launcher, and detect the algorithm of MPI's allreduce."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hvdkit.machine.subprocesses import Outcome, run
 
 RANKS = 2
 LINE = re.compile(r"hvdkit-allreduce (\{.*?\})")
-ALGORITHM = Path(algorithm.__file__)  # run as a file: the package would load TensorFlow in a launched process
+ALGORITHM = Path(algorithm.__file__)  # run as a file: the package imports TensorFlow in a launched process
 ALGORITHM_LINE = re.compile(r"hvdkit-algorithm (\{.*?\})")
 CHILD = [sys.executable, "-m", "hvdkit.commands.doctor.allreduce"]
-REMEDIES = (  # what a launcher's last lines say -> what helps
+REMEDIES = (  # pattern in a launcher's last lines -> remedy
     (re.compile(r"not enough slots", re.I), "mpirun --oversubscribe"),
     (re.compile(r"No module named '(\w+)'"), r"pip install \1"),
     (
@@ -52,9 +52,9 @@ def run_gloo(facts: Facts, timeout: float) -> Finding:
 
 
 def _judge(name: str, argv: list[str], facts: Facts, timeout: float) -> Finding:
-    """Run the launcher's command line and say how the allreduce went."""
+    """Run the launcher's command line, and return the result of the allreduce as a finding."""
     environment = {**outside_a_job(facts.environment), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    environment.update(dict.fromkeys(ROOT_VARIABLES, "1"))  # the check `root` speaks of root, not this one
+    environment.update(dict.fromkeys(ROOT_VARIABLES, "1"))  # root is reported by the check `root`
     outcome = run(argv, timeout=timeout, env=environment)
     results = [json.loads(text) for text in LINE.findall(outcome.stdout)]
     details = {"seconds": round(outcome.seconds, 1), "command": argv, "results": results}
@@ -88,9 +88,9 @@ def remedy_for(text: str, outcome: Outcome, argv: list[str]) -> str:
 
 
 def allreduce(facts: Facts, timeout: float) -> Finding:
-    """See by which algorithm MPI adds a small and a large message up, between hosts as ``hk.init()`` has it.
+    """Detect MPI's algorithm for a small and a large allreduce, with the settings of ``hk.init()`` for several hosts.
 
-    A ring is what large ones need: any other algorithm sends more bytes, or all to one place.
+    Large messages need a ring: other algorithms send more bytes, or all of them to one rank.
     """
     name = "allreduce"
     if facts.mpirun is None or not facts.mpi4py.loaded("mpi4py"):

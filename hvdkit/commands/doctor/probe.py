@@ -1,8 +1,7 @@
-"""The subprocess that imports TensorFlow, Horovod and mpi4py and says what it sees.
+"""The subprocess that imports TensorFlow, Horovod and mpi4py, and reports about them.
 
-``python -m hvdkit.commands.doctor.probe STAGE...``: each stage prints one JSON line when it ends, with ``error`` if
-its import failed. The reader takes the first stage without a line to be the one that crashed or hung. Nothing
-here starts MPI, except the stage ``alone``.
+``python -m hvdkit.commands.doctor.probe STAGE...``: each stage prints one JSON line when it ends, with ``error`` if its
+import failed. The first stage without a line has crashed or hung. Only the stage ``alone`` starts MPI.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def tensorflow() -> dict[str, Any]:
 
 
 def keras() -> dict[str, Any]:
-    """Report the version and the backend of Keras, and which Keras ``tf.keras`` is."""
+    """Report version and backend of Keras, and the version of ``tf.keras``."""
     import keras as keras_module
     import tensorflow as tf
 
@@ -50,7 +49,7 @@ def keras() -> dict[str, Any]:
 
 
 def horovod() -> dict[str, Any]:
-    """Load Horovod's TensorFlow engine, and report what is built into it and the MPI it brought in."""
+    """Load Horovod's TensorFlow engine; report the features that it was built with, and the MPI that it loads."""
     before = loaded_libraries()
     import horovod.tensorflow as hvd
 
@@ -66,7 +65,7 @@ def horovod() -> dict[str, Any]:
 
 
 def mpi4py() -> dict[str, Any]:
-    """Load ``mpi4py.MPI`` without starting MPI, and report the MPI library it brought in."""
+    """Load ``mpi4py.MPI`` without starting MPI, and report the MPI library that it loads."""
     before = loaded_libraries()
     import mpi4py as package
 
@@ -82,7 +81,7 @@ def mpi4py() -> dict[str, Any]:
 
 
 def alone() -> dict[str, Any]:
-    """Start and end MPI in this process, with no launcher, through the library mpi4py loads."""
+    """Start and finalize MPI in this process without a launcher, through mpi4py's library."""
     import mpi4py as package
 
     package.rc.initialize = False
@@ -95,14 +94,14 @@ def alone() -> dict[str, Any]:
 
 
 def _loaded_since(before: list[str]) -> dict[str, Any]:
-    """Report the MPI libraries in this process, and the version string of the first that is new."""
+    """Report the MPI libraries in this process, and the version string of the first new one."""
     now = loaded_libraries()
     new = [path for path in now if path not in before]
     return {"libmpi": now, "library": library_version(new[0]) if new else None}
 
 
 def library_version(path: str) -> str | None:
-    """Ask an MPI library for its version string; this is allowed before ``MPI_Init``."""
+    """Return the version string of an MPI library, which is available before ``MPI_Init``."""
     library = ctypes.CDLL(path)
     if not hasattr(library, "MPI_Get_library_version"):
         return None
@@ -115,17 +114,17 @@ STAGES = {stage.__name__: stage for stage in (tensorflow, keras, horovod, mpi4py
 
 
 def main(names: list[str]) -> None:
-    """Run the named stages in order and print one JSON line for each."""
+    """Run the named stages in order, and print one JSON line for each."""
     for name in names:
         try:
             found = STAGES[name]()
-        except Exception as error:  # any failure of an import is what we are here to report
+        except Exception as error:  # report any failure of an import
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             found = {"error": f"{type(error).__name__}: {error}", "missing": missing}
         print(json.dumps({"stage": name, **found}), flush=True)
 
 
 if __name__ == "__main__":
-    gc.disable()  # all that is imported lives as long as the process, which is short
+    gc.disable()  # imported objects live as long as this short process
     main(sys.argv[1:])
-    gc.freeze()  # nor look through it at exit
+    gc.freeze()  # skip them at exit, too

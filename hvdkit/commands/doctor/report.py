@@ -1,4 +1,4 @@
-"""Show findings: one screen of text, or JSON."""
+"""Shows the findings as text or JSON."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def print_text(findings: Sequence[Finding], stream: TextIO) -> None:
-    """Print a line per finding, the remedy below it, and a summary; colours only on a terminal."""
+    """Print a line per finding with its remedy below, and a summary. Colors are used only on a terminal."""
     width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
     console = Console(file=stream, width=width, highlight=False, soft_wrap=False)
     table = Table.grid(padding=(0, 1))
@@ -89,7 +89,7 @@ def _count(findings: Sequence[Finding], status: Status) -> int:
 
 @contextmanager
 def progress(stream: TextIO) -> Iterator[Callable[[str], None]]:
-    """Show what is being done while it is done, on a terminal; nothing elsewhere."""
+    """Show the current activity, on a terminal only."""
     if not stream.isatty():
         yield lambda text: None
         return

@@ -16,7 +16,7 @@ BUILD = "hvdkit build-horovod"
 
 
 def platform(facts: Facts) -> Finding:
-    """Linux is supported; macOS and Windows are not."""
+    """Check that the platform is Linux with glibc."""
     what = f"{facts.system} {facts.machine}, {facts.glibc or 'no glibc'}"
     details = {"system": facts.system, "machine": facts.machine, "libc": facts.glibc}
     if facts.system != "Linux":
@@ -29,7 +29,7 @@ def platform(facts: Facts) -> Finding:
 
 
 def python(facts: Facts) -> Finding:
-    """Python 3.10 to 3.13 are supported."""
+    """Check for Python 3.10 to 3.13."""
     version = ".".join(map(str, facts.python))
     details = {"version": version, "executable": sys.executable}
     if facts.python[:2] < PYTHON_OLDEST:
@@ -40,7 +40,7 @@ def python(facts: Facts) -> Finding:
 
 
 def tensorflow(facts: Facts) -> Finding:
-    """TensorFlow 2.16 to 2.21 must be installed, once, and must load."""
+    """Check that one distribution of TensorFlow 2.16 to 2.21 is installed, and loads."""
     names = [name for name in ("tensorflow", "tensorflow-cpu", "tf-nightly") if name in facts.installed]
     if not facts.training.loaded("tensorflow"):
         if not names and facts.training["tensorflow"].get("missing") == "tensorflow":
@@ -65,7 +65,7 @@ def tensorflow(facts: Facts) -> Finding:
 
 
 def keras(facts: Facts) -> Finding:
-    """Keras 3 on the TensorFlow backend is what hvdkit's optimizer extends."""
+    """Check for Keras 3 with the TensorFlow backend, which hvdkit's optimizer extends."""
     if not facts.training.loaded("tensorflow"):
         version = facts.installed.get("keras")
         return Finding("keras", "note", f"{version or 'not installed'}; comes with TensorFlow")
@@ -87,7 +87,7 @@ def keras(facts: Facts) -> Finding:
 
 
 def numpy(facts: Facts) -> Finding:
-    """NumPy is needed by everything."""
+    """Check that NumPy is installed."""
     version = facts.installed.get("numpy")
     if version is None:
         return Finding("numpy", "problem", "NumPy is not installed", "pip install 'numpy>=1.26'")
@@ -95,7 +95,7 @@ def numpy(facts: Facts) -> Finding:
 
 
 def horovod(facts: Facts) -> Finding:
-    """Horovod must be installed, and its TensorFlow engine must load."""
+    """Check that Horovod is installed, and that its TensorFlow engine loads."""
     version = facts.installed.get("horovod", "of unknown version")
     if facts.built_for is None:
         return Finding("horovod", "problem", "Horovod is not installed", BUILD)
@@ -113,7 +113,7 @@ def horovod(facts: Facts) -> Finding:
 
 
 def horovod_tensorflow(facts: Facts) -> Finding:
-    """Horovod is compiled against TensorFlow's C++ interface, which changes with each minor version."""
+    """Check that Horovod was compiled for the installed TensorFlow, whose C++ API changes with each minor version."""
     name, built_for = "horovod-tensorflow", facts.built_for
     if built_for is None:
         return Finding(name, "note", "no Horovod, nothing to compare")
@@ -142,7 +142,7 @@ def _installed_tensorflow(facts: Facts) -> str | None:
 
 
 def horovod_features(facts: Facts) -> Finding:
-    """Horovod needs MPI or Gloo to coordinate, and NCCL for GPUs (see the check ``gpus``)."""
+    """Check that Horovod was built with MPI or Gloo. It also needs NCCL for GPUs (see the check ``gpus``)."""
     name, built = "horovod-features", facts.training["horovod"]
     if not facts.training.loaded("horovod"):
         return Finding(name, "note", "unknown until Horovod loads")
@@ -158,7 +158,7 @@ def horovod_features(facts: Facts) -> Finding:
 
 
 def mpi4py(facts: Facts) -> Finding:
-    """mpi4py carries NumPy arrays and Python objects if there is an MPI world."""
+    """Check for mpi4py, which transfers NumPy arrays and Python objects under MPI."""
     version = facts.installed.get("mpi4py")
     if version is None and not facts.mpi4py.loaded("mpi4py"):
         what = "mpi4py is not installed: Python objects travel through Horovod, which is slower"

@@ -1,4 +1,4 @@
-"""One start of the job, to its end: its output, signals, failure, and no process left."""
+"""One start of the job, to its end: output, signals, failures, and cleanup of all processes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from hvdkit.watchdog.events import HoldOutput
 from hvdkit.watchdog.settings import RUN_VARIABLE, Settings
 from hvdkit.watchdog.verdict import PREEMPTED, Verdict, shell_code
 
-# Seconds that the engine has to end, once all ranks have ended: after success, after a failure (or a signal before all
-# had begun), and if a host is cut off. After a failure it has nothing to add; Open MPI's waits for seconds if several
-# hosts fail together, and for hours if one is cut off.
+# Seconds for the engine to end once all ranks have ended: after success; after a failure (or a signal before all ranks
+# had started); if a host is cut off. After a failure the engine has nothing to add, but Open MPI's waits for seconds if
+# several hosts fail together, and for hours if one is cut off.
 ENGINE_SECONDS, FAILED_ENGINE_SECONDS, CUT_OFF_SECONDS = 4.0, 1.0, 0.5
-# Seconds to read what the ended engine and the sentinels have left.
+# Seconds to read the remaining output of the ended engine and the sentinels.
 _DRAIN_SECONDS = 0.5
-# Seconds to end processes that are left below this one.
+# Seconds to end the remaining descendants of this process.
 _CHILDREN_SECONDS = 3.0
-# Bytes that may wait for the reader of this process before ranks that write more are held up; and once the job is being
-# ended, when ranks write their last lines. Seconds until the next look whether the reader goes on.
+# Unread bytes of output above which ranks that write more are blocked; the same once the job is being ended, when ranks
+# write their last lines. Seconds between checks whether the reader has resumed.
 _MOST_WAITING, _MOST_WAITING_AT_END = 1 << 22, 1 << 26
 _HELD_SECONDS = 0.02
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,7 +48,7 @@ class Signals:
     """A context that collects signals to ``hvdkit run`` in a file that a selector can wait for.
 
     Attributes:
-        stopped: a signal to stop has been read.
+        stopped: True once a stop signal has been read.
     """
 
     def __enter__(self) -> Signals:
@@ -81,7 +81,7 @@ class Signals:
         return found
 
     def wait(self, seconds: float) -> signal.Signals | None:
-        """Wait for ``seconds``, or until a signal to stop arrives; return that signal, or None."""
+        """Wait for ``seconds``, or until a stop signal arrives; return that signal, or None."""
         until = time.monotonic() + seconds
         while True:
             left = until - time.monotonic()
@@ -97,12 +97,12 @@ class Attempt:
     """One start of a job, to its end.
 
     Attributes:
-        job: what is started.
-        hosts: that it runs on, with the number of ranks on each as slots.
-        network: by which ranks on other hosts reach this one.
-        program: what the ranks run.
-        output: where the lines of all ranks go.
-        signals: that this process receives.
+        job: the job to start.
+        hosts: its hosts, with the number of ranks on each as slots.
+        network: the network by which ranks on other hosts reach this one.
+        program: the command that each rank runs.
+        output: writes the lines of all ranks.
+        signals: signals that this process receives.
     """
 
     job: Job
@@ -118,21 +118,21 @@ class Attempt:
         self._stopped_by: signal.Signals | None = None
         self._kill_at: float | None = None
         self._begin = time.monotonic()
-        self._held: set[int] = set()  # ranks whose output is not taken
+        self._held: set[int] = set()  # ranks whose output is on hold
 
     def run(self) -> Verdict:
         """Start the engine, wait for its end, and return how the job ended.
 
         Raises:
             ValueError: the engine cannot be started.
-            ClusterError: this host cannot listen, or another one cannot write the file with the job's token.
+            ClusterError: this host cannot listen, or another host cannot write the file with the job's token.
         """
         allow_files(2 * self._size)  # a connection and a log for each rank
         offer = self._open_coordinator()
         file = None
         processes.adopt_orphans()
         try:
-            if self.job.engine.name == "gloo":  # it would write the offer on a command line
+            if self.job.engine.name == "gloo":  # horovodrun would put the offer on a command line
                 others = [host.name for host in self.hosts if not host.is_local]
                 file = PrivateFile(str(offer), self.job.remote(), others, self.job.config.check_timeout)
             self._engine = self._start(str(file.path if file else offer))
@@ -155,7 +155,7 @@ class Attempt:
         return verdict
 
     def _open_coordinator(self) -> Offer:
-        """Listen for the ranks' sentinels; return what they need to connect."""
+        """Listen for the ranks' sentinels; return the offer with which they connect."""
         addresses = self.network.addresses
         try:
             listeners = listen(addresses)
@@ -164,7 +164,7 @@ class Attempt:
             raise ClusterError(f"hvdkit run cannot listen at {at} ({error}); name another --interface") from error
         offer = Offer(addresses, listeners[0].getsockname()[1], os.urandom(16).hex())
         settings = Settings.from_environment(self._grace)
-        # Ranks fill one host after the other; Slurm may choose otherwise.
+        # Ranks fill one host after another, except that Slurm may place them differently.
         filled = () if self.job.engine.name == "srun" else self.hosts
         names = [host.name for host in filled for _ in range(host.slots)]
         self._coordinator = Coordinator(
@@ -178,14 +178,14 @@ class Attempt:
             ),
             output=self._take,
             lines=self.output,
-            writes_end=False,  # it is written when the engine has ended
+            writes_end=False,  # written once the engine has ended
             hosts=dict(enumerate(names)),
             returns=False,
         )
         return offer
 
     def _start(self, offer: str) -> EngineProcess:
-        """Start the engine. The sentinels get the program by their connection: engines interpret some arguments."""
+        """Start the engine. Sentinels get the program over their connection, as engines interpret some arguments."""
         job, variable = self.job, RUN_VARIABLE
         line = job.command_line(self.hosts, SENTINEL, self.network.interface, variable)
         environment = {**engine_environment(job.environment, job.names), variable: offer}
@@ -195,7 +195,7 @@ class Attempt:
         return EngineProcess(job.engine.name, line, environment, self._selector, self.output)
 
     def _take(self, rank: int, output: Output) -> None:
-        """Take the output of a rank; hold the rank up if the reader of this process does not keep pace, or pauses."""
+        """Write the output of a rank; put the rank on hold if the reader of this process pauses or is too slow."""
         self.output.feed(rank, output.channel, output.data)
         if rank not in self._held and self.output.waiting > self._most_waiting:
             self._held.add(rank)
@@ -206,7 +206,7 @@ class Attempt:
         return _MOST_WAITING_AT_END if self._is_over else _MOST_WAITING
 
     def _turn(self, seconds: float) -> bool:
-        """Wait for events and handle them; return True if there was one."""
+        """Wait for events and handle them; return True if there were any."""
         if self._held:
             seconds = min(seconds, _HELD_SECONDS)
             if self.output.waiting <= self._most_waiting // 2:
@@ -235,7 +235,7 @@ class Attempt:
 
     @property
     def _have_ended(self) -> bool:
-        """Return True once all ranks have ended. After a failure or a signal those that have not begun do not count."""
+        """True once all ranks have ended. After a failure or a signal, ranks that have not started do not count."""
         found = self._coordinator
         if self._stopped_by is not None:
             return not any(member.here for member in found.members.values())
@@ -243,22 +243,22 @@ class Attempt:
 
     @property
     def _is_over(self) -> bool:
-        """Return True once the job has failed or was stopped.
+        """True once the job has failed or was stopped.
 
-        The engine's lines are then held back, and written only if it remains unknown which rank failed: engines print
-        many lines when a process ends, and would hide the lines that say why.
+        From then on the engine's lines are held back, and written only if the failed rank remains unknown: engines
+        print many lines when a process ends, which would hide those with the reason.
         """
         return self._coordinator.verdict is not None or self._stopped_by is not None
 
     def _drain(self) -> None:
-        """Read what the ended engine and the sentinels have left."""
+        """Read the remaining output of the ended engine and the sentinels."""
         until = time.monotonic() + _DRAIN_SECONDS
         while time.monotonic() < until and self._turn(0.02):
             pass
         self._engine.flush(self._is_over)
 
     def _release(self) -> None:
-        """Let sentinels and engine end, now that all ranks have ended."""
+        """Let the sentinels and the engine end, after all ranks have ended."""
         self._coordinator.release()
         if any(member.lost is not None for member in self._coordinator.members.values()):
             self._engine.end(CUT_OFF_SECONDS)
@@ -272,7 +272,7 @@ class Attempt:
             self._coordinator.signal(number)
         elif number not in STOP_SIGNALS:
             return
-        elif self._stopped_by is None and self._have_ended:  # before the signal came
+        elif self._stopped_by is None and self._have_ended:  # ended before the signal
             self._engine.end(0.0)
         elif self._stopped_by is None:
             self._stopped_by, self._coordinator.ordered = number, True
@@ -286,7 +286,7 @@ class Attempt:
             self._engine.end(0.0)
 
     def _judge(self) -> Verdict:
-        """Return how the attempt ended, once the engine has ended."""
+        """Return how the attempt ended. Called after the engine has ended."""
         engine, name, members = self._engine, self.job.engine.name, self._coordinator.members
         assert engine.code is not None
         tail = f"; the job ended after {time.monotonic() - self._begin:.1f} s"
@@ -305,7 +305,7 @@ class Attempt:
             words = f"{name} ended with exit code {engine.code} before any rank began"
         elif missing := sorted(set(range(self._size)) - members.keys()):
             words = f"of {self._size} ranks {', '.join(map(str, missing))} never began"
-            if (decided := self._coordinator.verdict) is not None:  # others may have been ended since then
+            if (decided := self._coordinator.verdict) is not None:  # other ranks may have been ended since then
                 found = replace(found, code=decided.code)
                 codes = {rank: member.exited.code for rank, member in members.items() if member.exited is not None}
                 ended = [rank for rank, code in codes.items() if code and shell_code(code) == decided.code]

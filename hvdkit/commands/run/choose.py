@@ -1,4 +1,4 @@
-"""Which engine starts the ranks: depends on how Horovod was built, and on the MPI and the Slurm of this machine."""
+"""Chooses the engine that starts the ranks, from Horovod's build and this machine's MPI and Slurm."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hvdkit.errors import ClusterError, describe
 from hvdkit.machine.mpi import Mpi, Program, find_mpirun, find_program
 from hvdkit.machine.subprocesses import run
 
-# The plugins of srun through which ranks of an MPI learn their numbers, in order of preference.
+# The srun plugins from which ranks of each MPI get their numbers, in order of preference.
 _PLUGINS = {"Open MPI": ("pmix", "pmix_v5", "pmix_v4", "pmix_v3"), "MPICH": ("pmi2", "pmix"), "Intel MPI": ("pmi2",)}
 
 
 class EngineFacts:
-    """What this machine offers engines; each fact is looked up at its first use."""
+    """Facts about this machine that decide between engines. Each is looked up on first use."""
 
     @cached_property
     def built_mpi(self) -> bool:
-        """Whether Horovod was built with MPI: its library then names the MPI library that it needs."""
+        """Whether Horovod was built with MPI, i.e. its library depends on an MPI library."""
         return _horovod_has(b"libmpi")
 
     @cached_property
     def built_gloo(self) -> bool:
-        """Whether Horovod was built with Gloo: its library then has Gloo's symbols."""
+        """Whether Horovod was built with Gloo, i.e. its library contains Gloo's symbols."""
         return _horovod_has(b"_ZN4gloo")
 
     @cached_property
@@ -59,18 +59,18 @@ class EngineFacts:
 
     @property
     def plugin(self) -> str | None:
-        """The best plugin of srun for this MPI."""
+        """The best srun plugin for this MPI."""
         plugins = _PLUGINS.get(self.mpi.vendor if self.mpi else "Open MPI", ())
         return next((plugin for plugin in plugins if plugin in self.srun_plugins), None)
 
     def srun_can(self, plugin: str) -> bool:
-        """Start one task with a plugin: srun also lists plugins whose libraries are not installed."""
+        """Return True if a task starts with ``plugin``: srun also lists plugins whose libraries are not installed."""
         tried = run(["srun", f"--mpi={plugin}", "--ntasks", "1", "--nodes", "1", "--overlap", "true"], timeout=20)
         return tried.code == 0
 
 
 def _horovod_has(text: bytes) -> bool:
-    """Search the file of Horovod's library for TensorFlow. Loading it would load TensorFlow, which takes seconds."""
+    """Search the file of Horovod's TensorFlow library. Loading it would load TensorFlow, which takes seconds."""
     spec = importlib.util.find_spec("horovod")
     folder = Path(spec.origin).parent / "tensorflow" if spec and spec.origin else None
     for file in folder.glob("mpi_lib*.so") if folder else ():
@@ -80,13 +80,13 @@ def _horovod_has(text: bytes) -> bool:
 
 
 def choose(name: str, slurm: bool, facts: EngineFacts) -> Engine:
-    """Return the engine ``name``, or for ``auto`` the one that suits Horovod's build and the cluster.
+    """Return the engine ``name``; for ``auto``, the one that suits Horovod's build and the cluster.
 
-    Under Slurm that is srun if it has a plugin for the installed MPI; otherwise mpirun if Horovod was built with MPI
-    and an mpirun is installed; otherwise ``horovodrun --gloo``.
+    For ``auto``, this is srun under Slurm with a plugin for the installed MPI; otherwise mpirun if Horovod was built
+    with MPI and mpirun is installed; otherwise ``horovodrun --gloo``.
 
     Raises:
-        ClusterError: the engine, or something that it needs, is missing.
+        ClusterError: the engine or one of its requirements is missing.
     """
     if name == "auto":
         name = _automatic(slurm, facts)
@@ -99,7 +99,7 @@ def choose(name: str, slurm: bool, facts: EngineFacts) -> Engine:
     if facts.horovodrun is None:
         raise _missing("horovodrun", "hvdkit build-horovod")
     _check_horovodrun(name, facts)
-    # horovodrun passes no prefix to mpirun, and on other hosts the mpirun of a virtual environment is not on PATH.
+    # horovodrun does not pass a prefix to mpirun, and on other hosts a virtual environment's mpirun is not on PATH.
     return Engine(name, facts.horovodrun.path, prefix=facts.prefix if name == "horovodrun" else None)
 
 

@@ -1,4 +1,4 @@
-"""``hvdkit run``, from its options to its exit code."""
+"""Runs ``hvdkit run``, from its options to its exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdkit.commands.run.output import OutputWriter
 from hvdkit.commands.run.reach import refuse
 from hvdkit.errors import describe
 
-# Engines interpret these arguments themselves: between programs, and before one.
+# Arguments that engines interpret themselves: the separator of programs, and the end of options.
 _ENGINES_OWN = (":", "--")
 
 
@@ -22,11 +22,11 @@ def run(config: RunConfig, program: Sequence[str]) -> int | str:
 
     Returns:
         The exit code: 0 if every rank of the last attempt ended with 0, otherwise that of the first rank that failed,
-        128 + n for a signal; 75 if the ranks saved after SIGTERM; 130 after Ctrl-C. With ``dry_run`` the command that
+        128 + n for signal n; 75 if the ranks saved after SIGTERM; 130 after Ctrl-C. With ``dry_run``, the command that
         would run.
 
     Raises:
-        ValueError: an option, a host or the program is wrong; nothing has been started.
+        ValueError: an option, a host or the program is invalid; nothing has been started.
         ClusterError: a host fails the check, or an engine is missing; nothing has been started.
     """
     if config.k8s:
@@ -50,7 +50,7 @@ def run(config: RunConfig, program: Sequence[str]) -> int | str:
 
 
 def plain(program: Sequence[str]) -> list[str]:
-    """Return a command that does the same and that every engine passes on unchanged.
+    """Return an equivalent command that every engine passes on unchanged.
 
     Example:
         >>> plain(["python", "x.py", "a", ":", "b"])

@@ -13,7 +13,7 @@ from tyro.conf import UseAppendAction, arg
 from hvdkit.errors import describe
 
 EngineKind = Literal["auto", "mpirun", "horovodrun", "gloo", "srun"]
-# The least value of each number.
+# The minimum of each number.
 _LEAST: Mapping[str, int] = {
     "np": 1, "min_np": 1, "max_restarts": 0, "slots_per_worker": 1, "check_timeout": 0, "grace": 0, "backoff": 0,
 }  # fmt: skip
@@ -24,7 +24,7 @@ class RunConfig:
     """Start a program on many ranks: hvdkit run -np 4 -- python train.py.
 
     Raises:
-        ValueError: an option has a wrong value, or contradicts another.
+        ValueError: an option is invalid, or contradicts another.
 
     Example:
         >>> RunConfig(np=4).engine
@@ -32,7 +32,7 @@ class RunConfig:
     """
 
     np: Annotated[int | None, arg(aliases=["-np"])] = None
-    """Number of ranks; by default the slots of all hosts."""
+    """Number of ranks; default: the slots of all hosts."""
     hosts: Annotated[str | None, arg(aliases=["-H"])] = None
     """Hosts and their slots, e.g. node1:4,node2:4; a host without a number has one slot."""
     hostfile: Path | None = None
@@ -42,37 +42,37 @@ class RunConfig:
     k8s: bool = False
     """Create an MPIJob for Kubernetes (kubeflow.org/v2beta1); needs --image."""
     engine: EngineKind = "auto"
-    """What starts the ranks: mpirun, horovodrun (over MPI), gloo (horovodrun --gloo) or srun; auto takes the one
+    """Launcher of the ranks: mpirun, horovodrun (over MPI), gloo (horovodrun --gloo) or srun; auto selects the one
     that suits Horovod's build."""
     dry_run: bool = False
-    """Print the command (or the manifest), and start nothing."""
+    """Print the command (or the manifest) without starting it."""
     max_restarts: int = 0
     """Number of restarts after failures."""
     min_np: int | None = None
-    """Least number of ranks to restart with if hosts are lost; by default all of -np."""
+    """Minimum number of ranks for a restart after hosts are lost; default: -np."""
     env: UseAppendAction[tuple[str, ...]] = ()
-    """Name of an environment variable to pass on (--env A --env B); never its value."""
+    """Name (not value) of an environment variable to pass on: --env A --env B."""
     logs: Path | None = None
     """Folder for a log of each rank: rank-0.log, rank-1.log, ..."""
     interface: str | None = None
-    """Network interface by which hosts reach each other; by default the one that ssh or srun used."""
+    """Network interface between the hosts; default: the one that ssh or srun uses."""
     ssh_args: str = ""
-    """Arguments for ssh, e.g. --ssh-args="-p 2222 -i key"; the engine gets them too."""
+    """Arguments for ssh, e.g. --ssh-args="-p 2222 -i key"; also passed to the engine."""
     check: bool = True
-    """Check all hosts before the start, over ssh, or by srun with --slurm: they are reachable, and have the same Python
-    and the same versions."""
+    """Before the start, check over ssh (srun with --slurm) that all hosts are reachable, and have the same Python and
+    the same versions."""
     check_timeout: float = 15.0
     """Seconds after which a host that has not answered counts as unreachable."""
     grace: float = 30.0
-    """Seconds for ranks to save after SIGTERM or Ctrl-C, before they are killed."""
+    """Seconds for ranks to save after SIGTERM or Ctrl-C before they are killed."""
     backoff: float = 1.0
-    """Seconds before the first restart; doubled for each further one, up to a minute."""
+    """Seconds before the first restart; doubled for each further restart, up to a minute."""
     image: str | None = None
     """Container image with hvdkit and the program, for --k8s."""
     name: str = "hvdkit"
     """Name of the MPIJob, for --k8s."""
     slots_per_worker: int = 1
-    """Ranks in a pod, for --k8s; each gets a GPU with --gpu."""
+    """Ranks per pod, for --k8s; with --gpu each gets a GPU."""
     gpu: bool = False
     """Request a GPU for each rank, for --k8s."""
 
@@ -87,7 +87,7 @@ class RunConfig:
             raise ValueError(describe("--image", "none", "a container image, for --k8s", "pass --image NAME"))
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and not value >= least:  # NaN is neither
+            if value is not None and not value >= least:  # also rejects NaN
                 flag = "-np" if name == "np" else f"--{name.replace('_', '-')}"
                 raise ValueError(describe(flag, value, f"at least {least}", "pass another number"))
         if self.min_np is not None and self.np is not None and self.min_np > self.np:

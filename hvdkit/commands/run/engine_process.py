@@ -13,7 +13,7 @@ from hvdkit.commands.run.engines import CommandLine
 from hvdkit.commands.run.output import LONGEST_LINE, OutputWriter
 from hvdkit.machine import processes
 
-# Most seconds between SIGTERM to the engine and SIGKILL.
+# Maximum seconds between SIGTERM and SIGKILL to the engine.
 KILL_SECONDS = 4.0
 
 
@@ -21,18 +21,18 @@ class EngineProcess:
     """A running engine.
 
     Args:
-        name: the engine's name, written before its lines.
+        name: the engine's name, a prefix of its lines.
         line: its command line.
-        environment: its variables, except those of ``line``.
-        selector: gets its standard output and error, with the channel (1 or 2) as data.
-        output: where its lines go.
+        environment: its environment, in addition to that of ``line``.
+        selector: waits for its standard output and error, with the channel (1 or 2) as data.
+        output: writes its lines.
 
     Attributes:
-        was_ended: it got a signal from :meth:`tick`: its exit code says nothing about the job.
-        last_line: the last line that it wrote and that is not a ruler.
+        was_ended: True once :meth:`tick` has sent it a signal; its exit code is then unrelated to the job.
+        last_line: the last line of its output that is not a ruler.
 
     Raises:
-        ValueError: it cannot be started.
+        ValueError: the engine cannot be started.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # a terminal's Ctrl-C reaches hvdkit run alone
+                start_new_session=True,  # a terminal's Ctrl-C reaches only hvdkit run
                 preexec_fn=lambda: processes.signal_at_parent_end(signal.SIGTERM),
             )
         except OSError as error:
@@ -68,16 +68,16 @@ class EngineProcess:
 
     @property
     def code(self) -> int | None:
-        """Return its exit code, or None while it runs."""
+        """Its exit code, or None while it runs."""
         return self._process.poll()
 
     @property
     def is_ending(self) -> bool:
-        """Return True if :meth:`end` was called, and a signal is yet to be sent."""
+        """True if :meth:`end` was called, and a signal is still to be sent."""
         return bool(self._deadlines)
 
     def end(self, seconds: float) -> None:
-        """End it if it has not ended after ``seconds``."""
+        """End the engine if it still runs after ``seconds``."""
         at = time.monotonic() + seconds
         if not self._deadlines or at < self._deadlines[0][0]:
             self._deadlines = [(at, signal.SIGTERM), (at + min(2 * seconds, KILL_SECONDS), signal.SIGKILL)]
@@ -91,7 +91,7 @@ class EngineProcess:
                 self._process.send_signal(number)
 
     def read(self, key: selectors.SelectorKey, hold: bool) -> None:
-        """Read one of its channels, and write whole lines, or ``hold`` them back."""
+        """Read one of its channels; write complete lines, or hold them back if ``hold``."""
         try:
             data = os.read(key.fd, 1 << 16)
         except OSError:
@@ -106,7 +106,7 @@ class EngineProcess:
         self._write(key.data, lines, hold)
 
     def flush(self, hold: bool) -> None:
-        """Write what is left of lines that it did not end."""
+        """Write the remaining incomplete lines."""
         for channel, rest in self._begun.items():
             self._write(channel, [rest] if rest else [], hold)
 

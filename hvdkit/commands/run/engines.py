@@ -1,4 +1,4 @@
-"""The command line of each engine. Pure: functions of a start and of what was found, tested without launching."""
+"""The command line of each engine. Pure functions, which can be tested without launching."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hvdkit.errors import describe
 from hvdkit.machine.environment import SECRET
 from hvdkit.machine.mpi import Mpi
 
-# Variables that ranks get if they are set, except those whose names look like secrets; --env adds others.
+# Variables passed to ranks if they are set, except those whose names look like secrets; --env adds others.
 DEFAULT_NAMES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "TZ", "TMPDIR")
 DEFAULT_PREFIXES = (
     "HOROVOD_", "HVDKIT_", "TF_", "KERAS_", "NCCL_", "OMP_", "XLA_", "CUDA_", "PYTHON", "LC_", "MKL_", "UCX_", "FI_",
 )  # fmt: skip
-# Variables that the engine itself needs on this host; they are not sent to other hosts.
+# Variables that the engine needs on this host; not sent to other hosts.
 OWN_NAMES = ("HOME", "USER", "LOGNAME", "SHELL", "TERM", "SSH_AUTH_SOCK", "KRB5CCNAME", "XDG_RUNTIME_DIR")
 OWN_PREFIXES = ("OMPI_", "PRTE_", "PMIX_MCA_", "OPAL_", "HYDRA_", "I_MPI_", "MPICH_", "SLURM_", "PBS_", "KUBERNETES_")
 
@@ -28,9 +28,9 @@ class Engine:
     Attributes:
         name: mpirun, horovodrun (over MPI), gloo (horovodrun --gloo) or srun.
         program: path of its program.
-        mpi: the MPI that an mpirun belongs to, or None if it is unknown.
-        prefix: folder in which that MPI is installed, the same on every host.
-        slurm_mpi: srun's plugin for the MPI of Horovod.
+        mpi: the MPI that mpirun belongs to, or None if unknown.
+        prefix: installation folder of that MPI, the same on every host.
+        slurm_mpi: srun's plugin for Horovod's MPI.
     """
 
     name: str
@@ -42,18 +42,18 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One start of the job: what every engine's command line is made from.
+    """The parameters of one start of the job, for the command line of any engine.
 
     Attributes:
         engine: starts the ranks.
         np: number of ranks.
-        command: what each rank runs.
-        hosts: hosts and the number of ranks on each; empty: this machine alone.
-        names: environment variables that are passed on.
-        interface: network interface between the hosts, or a subnet such as 10.0.0.0/24 if its name differs.
+        command: the command that each rank runs.
+        hosts: hosts and the number of ranks on each; empty: only this machine.
+        names: environment variables to pass on.
+        interface: network interface between the hosts, or a subnet such as 10.0.0.0/24 if names differ.
         ssh_args: arguments for ssh.
-        root: root runs it, which Open MPI allows only with an option.
-        slurm: Slurm starts the engine's daemons on other hosts. Open MPI's mpirun finds out that it may.
+        root: whether the user is root, which Open MPI allows only with an option.
+        slurm: whether Slurm starts the engine's daemons on other hosts. Open MPI's mpirun detects this itself.
     """
 
     engine: Engine
@@ -68,18 +68,18 @@ class Start:
 
     @property
     def is_spread(self) -> bool:
-        """Return True if ranks run on other hosts."""
+        """True if ranks run on other hosts."""
         return any(not host.is_local for host in self.hosts)
 
     @property
     def slots(self) -> str:
-        """Return the hosts and their ranks, as most engines take them: ``node1:4,node2:4``."""
+        """The hosts and their ranks in the format of most engines: ``node1:4,node2:4``."""
         return ",".join(map(str, self.hosts))
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command, and the variables that only the engine itself reads."""
+    """A command, and variables that only the engine reads."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def command_line(start: Start) -> CommandLine:
     """Return the command line of the engine of ``start``.
 
     Raises:
-        ValueError: the engine cannot do what ``start`` requires, or no options are known for its MPI.
+        ValueError: the engine does not support ``start``, or its MPI is not supported.
 
     Example:
         >>> engine = Engine("mpirun", "mpirun", Mpi("Open MPI", "4.1"))
@@ -113,14 +113,14 @@ def command_line(start: Start) -> CommandLine:
 
 
 def _open_mpi(start: Start) -> CommandLine:
-    """Open MPI: threads are not bound to one core; more ranks than cores are fine, since slots have been checked.
+    """Open MPI: do not bind threads to one core, and allow more ranks than cores, because slots have been checked.
 
-    From version 5 on PRRTE starts the ranks. It has its own options.
+    From version 5 on, PRRTE starts the ranks, with its own options.
     """
     if start.engine.mpi and start.engine.mpi.major >= 5:
         placement, fabric = ["--map-by", "slot:OVERSUBSCRIBE"], []
         flag, ssh_args, interface = "--prtemca", "plm_ssh_args", "prte_if_include"
-    else:  # As Horovod advises: not InfiniBand's old transport, which fails on many clusters.
+    else:  # As Horovod recommends, exclude the old InfiniBand transport, which fails on many clusters.
         placement, fabric = ["--map-by", "slot", "--oversubscribe"], ["--mca", "btl", "^openib"]
         flag, ssh_args, interface = "--mca", "plm_rsh_args", "oob_tcp_if_include"
     argv = [start.engine.program, "-np", str(start.np), "--bind-to", "none", *placement]
@@ -137,7 +137,7 @@ def _open_mpi(start: Start) -> CommandLine:
 def _mpich(start: Start) -> CommandLine:
     """MPICH: Hydra passes on all variables unless it gets a list of names.
 
-    Hydra 5.0 drops the last variable of its environment on the way to other hosts: HVDKIT_LAST, which no program reads.
+    Hydra 5.0 does not send the last variable of its environment to other hosts, so the unused HVDKIT_LAST comes last.
     """
     argv = [start.engine.program, "-n", str(start.np), "-bind-to", "none"]
     environment = {}
@@ -151,7 +151,7 @@ def _mpich(start: Start) -> CommandLine:
 
 
 def _intel_mpi(start: Start) -> CommandLine:
-    """Intel MPI: a Hydra that takes one block of arguments for each host."""
+    """Intel MPI: a variant of Hydra with one block of arguments per host."""
     argv = [start.engine.program]
     environment = {"I_MPI_PIN": "0"}
     if start.is_spread:
@@ -176,7 +176,7 @@ _MPIRUNS: Mapping[str, Callable[[Start], CommandLine]] = {
 
 
 def _horovodrun(start: Start) -> CommandLine:
-    """Horovod's own launcher, over MPI or Gloo. It passes on its whole environment, so it gets a small one."""
+    """Horovod's launcher, over MPI or Gloo. It passes on its whole environment, which is therefore kept small."""
     argv = [start.engine.program, "--gloo" if start.engine.name == "gloo" else "--mpi", "-np", str(start.np)]
     argv += _option("-H", start.slots)
     if start.is_spread:
@@ -185,7 +185,7 @@ def _horovodrun(start: Start) -> CommandLine:
 
 
 def _horovod_ssh(start: Start) -> list[str]:
-    """horovodrun takes a port and a key for ssh; over MPI mpirun gets the prefix, and any other argument for ssh."""
+    """Return horovodrun's ssh options: port and key. Over MPI, mpirun gets the prefix and all other ssh arguments."""
     own, others = [], []
     words = iter(shlex.split(start.ssh_args))
     for word in words:
@@ -206,7 +206,7 @@ def _horovod_ssh(start: Start) -> list[str]:
 
 
 def _srun(start: Start) -> CommandLine:
-    """Slurm starts the ranks itself; a rank that fails ends the step."""
+    """Slurm starts the ranks itself, and ends the step if a rank fails."""
     engine = start.engine
     argv = [engine.program, "--ntasks", str(start.np), f"--mpi={engine.slurm_mpi}", "--kill-on-bad-exit=1"]
     argv += ["--cpu-bind=none", "--unbuffered", "--overlap"]
@@ -223,7 +223,7 @@ def _option(*words: str | None) -> list[str]:
 
 
 def _interface_name(start: Start, engine: str) -> str | None:
-    """Return the interface for an engine that takes no subnet."""
+    """Return the interface for an engine that does not accept subnets. Raises ValueError for a subnet."""
     if start.interface and "/" in start.interface:
         expected = f"one name on all hosts, for {engine}"
         raise ValueError(describe("--interface", start.interface, expected, "use --engine mpirun with Open MPI"))
@@ -231,11 +231,11 @@ def _interface_name(start: Start, engine: str) -> str | None:
 
 
 def passed_on(environment: Mapping[str, str], named: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the variables that ranks get: those that configure training, and ``named``.
+    """Return the names of the variables to pass to ranks: those that configure training, and ``named``.
 
     Args:
-        environment: of this process.
-        named: names given by --env; variables whose names look like secrets are passed on only if they are here.
+        environment: environment of this process.
+        named: names from --env. Variables whose names look like secrets are passed on only if named here.
 
     Raises:
         ValueError: a variable of ``named`` is not set.
@@ -256,7 +256,7 @@ def passed_on(environment: Mapping[str, str], named: tuple[str, ...]) -> tuple[s
 
 
 def engine_environment(environment: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
-    """Return the engine's environment: the variables that it passes on, and those it needs on this host."""
+    """Return the engine's environment: the variables to pass on, and those that it needs on this host."""
     return {
         name: value
         for name, value in environment.items()

@@ -25,7 +25,7 @@ class Host:
 
     @property
     def is_local(self) -> bool:
-        """Return True if this is a name of the host that ``hvdkit run`` runs on."""
+        """True if this is a name of the host on which ``hvdkit run`` runs."""
         return self.name in host_names()
 
     def __str__(self) -> str:
@@ -51,10 +51,10 @@ def parse_hosts(text: str, argument: str = "-H") -> tuple[Host, ...]:
 
 
 def read_hostfile(path: Path, argument: str = "--hostfile") -> tuple[Host, ...]:
-    """Return the hosts of a file with ``node1 slots=4`` or ``node1:4`` per line; ``#`` begins a comment.
+    """Return the hosts of a file with ``node1 slots=4`` or ``node1:4`` per line; ``#`` starts a comment.
 
     Raises:
-        ValueError: the file cannot be read or has no host, or a line is not a host and its slots.
+        ValueError: the file cannot be read or does not contain a host, or a line is not a host and its slots.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -88,7 +88,7 @@ def _added(hosts: Sequence[Host]) -> tuple[Host, ...]:
 
 
 def slurm_hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
-    """Return the hosts of a Slurm allocation, with its tasks on each as slots.
+    """Return the hosts of a Slurm allocation, with the number of tasks on each as slots.
 
     Raises:
         ValueError: this process is not in an allocation, or the variables cannot be parsed.
@@ -116,7 +116,7 @@ def slurm_hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Return the names in a list of nodes as Slurm writes it.
+    """Return the names in a Slurm node list.
 
     Example:
         >>> expand_nodes("gpu[08-10],login,r[1-2]n[1-2]")
@@ -143,7 +143,7 @@ def _numbers(ranges: str, text: str) -> list[str]:
 
 
 def placed(hosts: Sequence[Host], np: int | None) -> tuple[Host, ...]:
-    """Return the hosts for ``np`` ranks, in order, and the number of ranks on each as slots; None: all slots.
+    """Return the hosts for ``np`` ranks (None: all slots), in order, with the number of ranks on each as slots.
 
     Raises:
         ValueError: there are fewer slots than ranks.

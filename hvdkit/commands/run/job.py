@@ -28,10 +28,10 @@ class Job:
 
     Attributes:
         config: the options.
-        hosts: all of its hosts, with their slots.
+        hosts: all hosts, with their slots.
         engine: starts the ranks.
-        names: environment variables that ranks get.
-        environment: of this process, without the variables of a job that it may be part of.
+        names: environment variables to pass to ranks.
+        environment: environment of this process, without variables of a job that it may belong to.
     """
 
     config: RunConfig
@@ -42,7 +42,7 @@ class Job:
 
     @property
     def by_slurm(self) -> bool:
-        """Return True if Slurm, not ssh, starts processes on other hosts."""
+        """True if Slurm instead of ssh starts processes on other hosts."""
         return self.config.slurm and self.engine.name in ("srun", "mpirun")
 
     def first_hosts(self) -> tuple[Host, ...]:
@@ -52,8 +52,8 @@ class Job:
     def command_line(
         self, hosts: tuple[Host, ...], command: Sequence[str], interface: str | None, *names: str
     ) -> CommandLine:
-        """Return the engine's command line for an attempt; ``names`` are further variables that ranks get."""
-        # Within Slurm an engine without a list of hosts takes the whole allocation, lost hosts included.
+        """Return the engine's command line for an attempt; ``names`` are additional variables to pass to ranks."""
+        # Inside Slurm, an engine without a list of hosts uses the whole allocation, including lost hosts.
         is_here = len(hosts) == 1 and hosts[0].is_local and not self.by_slurm
         start = Start(
             engine=self.engine,
@@ -69,21 +69,21 @@ class Job:
         return command_line(start)
 
     def remote(self, connect_timeout: float | None = None) -> Remote:
-        """Return what runs a command on another host; ssh may take ``connect_timeout`` seconds to connect."""
+        """Return the function for commands on other hosts; ssh may take ``connect_timeout`` seconds to connect."""
         if self.by_slurm:
             return srun_command
         timeout = self.config.check_timeout if connect_timeout is None else connect_timeout
         return partial(ssh_command, self.config.ssh_args, timeout)
 
     def network(self, hosts: tuple[Host, ...], connect_timeout: float | None = None) -> tuple[Network, list[Answer]]:
-        """Check ``hosts``; return how they are reached, and the answers of all except this one.
+        """Check ``hosts``; return the network between them, and the answers of all except this host.
 
         Args:
-            hosts: to check.
-            connect_timeout: seconds that ssh may take to connect; by default --check-timeout.
+            hosts: the hosts to check.
+            connect_timeout: seconds for ssh to connect; default: --check-timeout.
 
         Raises:
-            ClusterError: those that answer have no network in common.
+            ClusterError: the hosts that answer do not have a common network.
         """
         others = [host.name for host in hosts if not host.is_local]
         if not others:
@@ -95,8 +95,8 @@ class Job:
         return (network(good, self.config.interface) if good else THIS_HOST), answers
 
     def program(self, command: Sequence[str], rank: int) -> dict[str, Any]:
-        """Return what the sentinel of a rank starts: ``command``, its environment and its terminal."""
-        # Under Gloo the variables of --env are sent here: horovodrun would write their values on a command line.
+        """Return the program for the sentinel of a rank: ``command``, its environment and its terminal."""
+        # Under Gloo, --env variables are sent this way: horovodrun would put their values on a command line.
         added = {name: self.environment[name] for name in self.config.env} if self.engine.name == "gloo" else {}
         added["PYTHONUNBUFFERED"] = self.environment.get("PYTHONUNBUFFERED", "1")
         added["GLIBC_TUNABLES"] = with_huge_pages(self.environment.get("GLIBC_TUNABLES", ""))
@@ -109,10 +109,10 @@ class Job:
 
 
 def with_huge_pages(tunables: str) -> str:
-    """Return the C library's tunables with huge pages for large memory, unless they set that already.
+    """Return glibc's tunables with huge pages for large allocations, unless the user has set that tunable.
 
-    Programs read and write gradients and tables as a whole, and other ranks copy them page by page. The library reads
-    the tunables when a process starts: a program cannot set them for itself. Source: glibc's manual, "Memory Allocation
+    Programs read and write whole gradients and tables, and other ranks copy them page by page. glibc reads the tunables
+    when a process starts, so a program cannot set them for itself. Source: glibc's manual, "Memory Allocation
     Tunables".
 
     Example:
@@ -121,18 +121,18 @@ def with_huge_pages(tunables: str) -> str:
     """
     if "glibc.malloc.hugetlb" in tunables:
         return tunables
-    return f"{tunables}:glibc.malloc.hugetlb=1".lstrip(":")  # from glibc 2.35 on; earlier versions ignore it
+    return f"{tunables}:glibc.malloc.hugetlb=1".lstrip(":")  # glibc 2.35+; ignored by earlier versions
 
 
 def prepare(config: RunConfig, program: Sequence[str]) -> Job:
     """Find hosts and engine, and check the options and the program.
 
     Raises:
-        ValueError: an option, a host or the program is wrong.
+        ValueError: an option, a host or the program is invalid.
         ClusterError: an engine is missing.
     """
     environment = outside_a_job(os.environ)
-    seconds(HEARTBEAT)  # refused here rather than on every rank
+    seconds(HEARTBEAT)  # validate it here rather than on every rank
     _check_program(program)
     hosts = _hosts(config, environment)
     ranks = slots_of(placed(hosts, config.np))
@@ -153,14 +153,14 @@ def _check_program(program: Sequence[str]) -> None:
 
 
 def _hosts(config: RunConfig, environment: dict[str, str]) -> tuple[Host, ...]:
-    """Return the hosts that the options or the cluster's variables name; otherwise this host, with -np slots."""
+    """Return the hosts from the options or the cluster's variables; otherwise this host with -np slots."""
     if config.hosts is not None:
         return parse_hosts(config.hosts)
     if config.hostfile is not None:
         return read_hostfile(config.hostfile)
     if config.slurm:
         return slurm_hosts(environment)
-    if path := environment.get("PBS_NODEFILE"):  # one slot for each line
+    if path := environment.get("PBS_NODEFILE"):  # one slot per line
         return read_hostfile(Path(path), "PBS_NODEFILE")
     if config.np is None:
         raise ValueError(describe("-np", "none", "a number of ranks", "hvdkit run -np 4 -- python train.py"))

@@ -1,7 +1,7 @@
 """A job for Kubernetes: an MPIJob of the MPI operator (kubeflow.org/v2beta1). Pure, except for ``kubectl`` at the end.
 
-The launcher's pod runs ``hvdkit run`` over ssh to the workers that the operator lists in a hostfile, so that logs, exit
-codes, restarts and the check of all hosts are the same as elsewhere.
+The launcher's pod runs ``hvdkit run``, which uses ssh to the workers that the operator lists in a hostfile. So logs,
+exit codes, restarts and the check of all hosts work as on other clusters.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ spec:
 
 
 def manifest(config: RunConfig, program: Sequence[str]) -> str:
-    """Return the MPIJob as YAML. Values are written as JSON, so that none can break it.
+    """Return the MPIJob as YAML. Values are written as JSON, so that they cannot break its syntax.
 
     Raises:
         ValueError: -np is missing or not a multiple of --slots-per-worker, the name is invalid, or --env was passed.
@@ -91,7 +91,7 @@ def manifest(config: RunConfig, program: Sequence[str]) -> str:
 
 
 def kubernetes(config: RunConfig, program: Sequence[str]) -> int | str:
-    """Return the manifest for a dry run; otherwise pass it to ``kubectl create`` and return its exit code.
+    """Return the manifest for a dry run; otherwise pass it to ``kubectl create``, and return its exit code.
 
     Raises:
         ClusterError: kubectl is not installed.

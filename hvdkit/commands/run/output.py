@@ -11,20 +11,20 @@ from typing import BinaryIO
 from hvdkit.watchdog.output import Writer, write_all
 
 CLEAR = b"\r\x1b[K"
-# Bytes of a line above which it is written in parts.
+# Bytes above which a line is written in parts.
 LONGEST_LINE = 1 << 20
 _TAG = re.compile(rb"\[rank \d+\] ")
-# Escape sequences: of a progress bar that erases its line, of one that hides the cursor, and all that take no room.
+# Escape sequences: erasing a line and hiding the cursor, as progress bars do; and all those without width.
 _ERASED = re.compile(rb".*\x1b\[2K|\x1b\[0?K", re.DOTALL)
 _CURSOR = re.compile(rb"\x1b\[\?25[hl]")
 _ESCAPE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
 
 
 class OutputWriter:
-    """Writes whole lines with the rank before them; on a terminal rank 0's progress bar stays below them.
+    """Writes whole lines tagged with the rank; on a terminal, rank 0's progress bar stays below them.
 
-    A progress bar rewrites its line after a carriage return. On a terminal rank 0's is shown as it grows. For other
-    ranks, and in files, only the last version of each line is written.
+    A progress bar rewrites its line after a carriage return. On a terminal, rank 0's progress bar is shown live. For
+    other ranks, and in files, only the final version of each line is written.
 
     Args:
         files: standard output (1) and standard error (2).
@@ -42,19 +42,19 @@ class OutputWriter:
 
     @property
     def waiting(self) -> int:
-        """Bytes that wait for the reader."""
+        """Number of bytes not yet read by the reader."""
         return sum(writer.waiting for writer in self._writers.values())
 
     def finish(self, seconds: float) -> bool:
-        """Wait until all is written, for at most ``seconds`` for each file; return True if it is."""
+        """Wait at most ``seconds`` per file until all data is written; return True if it is."""
         return all(writer.finish(seconds) for writer in self._writers.values())
 
     def feed(self, rank: int, channel: int, data: bytes) -> None:
-        """Take output of ``rank``, and write the lines that it completes."""
+        """Add output of ``rank``, and write the lines that it completes."""
         if self._logs is not None:
             self._write_log(rank, data)
         *lines, rest = (self._begun.get((rank, channel), b"") + data).split(b"\n")
-        # What a progress bar has overwritten is dropped: otherwise the line would grow as long as training lasts.
+        # Drop what a progress bar has overwritten. Otherwise the line would grow during the whole training.
         head, _, tail = rest.rstrip(b"\r").rpartition(b"\r")
         rest = (tail or head) + (b"\r" if rest.endswith(b"\r") else b"")
         if len(rest) > LONGEST_LINE:
@@ -63,9 +63,9 @@ class OutputWriter:
         tag = b"[rank %d] " % rank
         on_terminal = rank == 0 and channel in self._terminals
         if lines:
-            if on_terminal:  # the bar is now one of the lines, or is shown again below
+            if on_terminal:  # the bar has become one of the lines, or is shown again below
                 self._show(b"")
-            # hvdkit's own lines have a tag already, for launchers that add none; rank 0 writes some of other ranks.
+            # hvdkit's own lines are already tagged, for launchers without tags. Rank 0 writes some of other ranks.
             shown = [line if _TAG.match(line) else tag + line for line in map(final, lines)]
             self.write(channel, b"".join(line + b"\n" for line in shown))
         if on_terminal:
@@ -73,7 +73,7 @@ class OutputWriter:
             self._show(tag + bar if bar else b"")
 
     def write(self, channel: int, data: bytes) -> None:
-        """Write lines as they are, with one call, above a progress bar."""
+        """Write lines unchanged, with one call, above the progress bar."""
         if not self._shown or channel not in self._terminals:
             self._put(channel, data)
             return
@@ -82,11 +82,11 @@ class OutputWriter:
         self._show(bar)
 
     def line(self, text: str) -> None:
-        """Write a line of ``hvdkit run`` to standard error."""
+        """Write a line of ``hvdkit run`` for the user to standard error."""
         self.write(2, text.encode(errors="replace") + b"\n")
 
     def ended(self, rank: int) -> None:
-        """Write the line that ``rank`` did not complete, and close its log."""
+        """Write the incomplete last line of ``rank``, and close its log."""
         for channel in (1, 2):
             if rest := final(self._begun.pop((rank, channel), b"")):
                 self._show(b"")
@@ -95,7 +95,7 @@ class OutputWriter:
             self._open_logs.pop(rank).close()
 
     def note(self, size: int, text: str) -> None:
-        """Write a line into the logs of all ranks."""
+        """Write a line to the logs of all ranks."""
         if self._logs is not None:
             for rank in range(size):
                 self._write_log(rank, text.encode() + b"\n")
@@ -112,7 +112,7 @@ class OutputWriter:
             self._logs = None
 
     def _show(self, bar: bytes) -> None:
-        """Show ``bar`` on the terminal's last line, in place of the one before."""
+        """Show ``bar`` on the terminal's last line, replacing the previous bar."""
         if bar == self._shown:
             return
         if self._terminals:
@@ -120,14 +120,14 @@ class OutputWriter:
         self._shown = bar
 
     def _put(self, channel: int, data: bytes) -> None:
-        """Write to a file. If both channels are the same terminal, or pipe, what is written to them stays in order."""
+        """Write to a file. If both channels are the same terminal or pipe, the order of writes is preserved."""
         number = self._files[channel].fileno()
         found = os.fstat(number)
         self._writers.setdefault((found.st_dev, found.st_ino), Writer(number)).write(data)
 
 
 def final(line: bytes) -> bytes:
-    """Return what a terminal shows of a line after its last carriage return or erasure.
+    """Return the visible part of a line: what follows its last carriage return or erasure.
 
     Example:
         >>> final(b" 10%\\r 50%\\r100%\\r")
@@ -141,14 +141,14 @@ def final(line: bytes) -> bytes:
 
 
 def cut(line: bytes, width: int) -> bytes:
-    """Return the first ``width`` characters of a line as a terminal shows it, with all of its colors.
+    """Return the first ``width`` visible characters of a line, with all of its escape sequences for colors.
 
     Example:
         >>> cut("\\x1b[32m━━━━\\x1b[0m 7/9".encode(), 6).decode()
         '\\x1b[32m━━━━\\x1b[0m 7'
     """
     parts = _ESCAPE.split(line.decode(errors="replace"))
-    for index in range(0, len(parts), 2):  # those with odd indices are escape sequences
+    for index in range(0, len(parts), 2):  # odd indices are escape sequences
         parts[index] = parts[index][: max(0, width)]
         width -= len(parts[index])
     return "".join(parts).encode()

@@ -1,7 +1,7 @@
-"""Runs on other hosts before the start, over ssh or by srun, and reports their software and their addresses.
+"""Runs on other hosts before the start, over ssh or srun, and reports their software and addresses.
 
-Its source is sent on standard input and needs only the standard library, so that it can report what is not installed.
-A line before it sets GIVEN: the folder of hvdkit on the host that runs the check.
+The source is sent on standard input, and needs only the standard library, to be able to report missing packages. The
+sender inserts a line that sets GIVEN: the folder of hvdkit on the host that runs the check.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MARK = "hvdkit-probe "
 
 
 def versions(folder: str) -> dict[str, str | None]:
-    """Return the versions that must be the same on all hosts; None for what is not installed."""
+    """Return the versions that must be equal on all hosts; None for packages that are not installed."""
     found: dict[str, str | None] = {"Python": ".".join(map(str, sys.version_info[:2]))}
     for name, distributions in DISTRIBUTIONS.items():
         found[name] = next((version for one in distributions if (version := _version(one))), None)
@@ -37,7 +37,7 @@ def _version(distribution: str) -> str | None:
 
 
 def report(folder: str) -> dict[str, object]:
-    """Return what the check needs to know about this host."""
+    """Return the facts about this host that the check needs."""
     try:
         import psutil
 
@@ -52,7 +52,7 @@ def report(folder: str) -> dict[str, object]:
 
 
 def _ends() -> tuple[str, str]:
-    """Return the addresses of the host that runs the check and of this one, in the connection between them."""
+    """Return the addresses of the checking host and of this host in the connection between them."""
     if "SSH_CONNECTION" in os.environ:
         client, _, server, _ = os.environ["SSH_CONNECTION"].split()
         return client, server

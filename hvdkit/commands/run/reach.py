@@ -1,4 +1,4 @@
-"""The check before the start, over ssh or srun: every host answers, has the same software, and reaches the others."""
+"""The check before the start, over ssh or srun: all hosts answer, have the same software, and reach each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvdkit.errors import ClusterError, describe
 from hvdkit.machine.interfaces import Address, own_addresses
 
 _FOLDER = Path(probe.__file__).resolve().parents[2]  # of hvdkit
-_REFUSALS = (  # what ssh or srun prints, what is wrong, and the remedy
+_REFUSALS = (  # message of ssh or srun, problem, remedy
     ("Could not resolve hostname", "its name is unknown", "check the name, or add it to ~/.ssh/config or /etc/hosts"),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key has changed",
      "make sure that it is the same host, then ssh-keygen -R {host} and ssh {host} once"),
@@ -31,20 +31,20 @@ _REFUSALS = (  # what ssh or srun prints, what is wrong, and the remedy
     ("Communication connection failure", "its slurmd does not answer", "is it up, and in this network?"),
     ("Requested node configuration is not available", "Slurm has taken it from this job", "see `sinfo -R`"),
 )  # fmt: skip
-# Threads that run ssh or srun at the same time.
+# Maximum number of concurrent threads that run ssh or srun.
 _MOST_THREADS = 64
-# Returns the command that runs another command on a host.
+# A function that returns the command to run another command on a host.
 Remote = Callable[[str, Sequence[str]], list[str]]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the check found on a host.
+    """The result of the check on a host.
 
     Attributes:
-        host: its name.
+        host: the host's name.
         problem: why the job cannot run there, and the remedy; or None.
-        addresses: the IPv4 addresses and netmasks of its interfaces, by the interface's name.
+        addresses: the IPv4 addresses and netmasks of its interfaces, by interface name.
         client: this host's address in the connection to it.
         server: its own address in that connection.
     """
@@ -58,11 +58,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Network:
-    """How hosts reach each other.
+    """The network between the hosts.
 
     Attributes:
-        interface: its name, a subnet if names differ between hosts, or None.
-        addresses: this host's addresses at which ranks on other hosts reach it.
+        interface: name of the interface, a subnet if names differ between hosts, or None.
+        addresses: addresses at which ranks on other hosts reach this host.
     """
 
     interface: str | None
@@ -73,7 +73,7 @@ THIS_HOST = Network(None, ("127.0.0.1",))
 
 
 def ssh_command(ssh_args: str, timeout: float, host: str, command: Sequence[str]) -> list[str]:
-    """Return the command that runs ``command`` on ``host``, without asking for a password.
+    """Return the ssh command that runs ``command`` on ``host`` without asking for a password.
 
     Example:
         >>> ssh_command("-p 2222", 5, "node1", ["true"])
@@ -84,7 +84,7 @@ def ssh_command(ssh_args: str, timeout: float, host: str, command: Sequence[str]
 
 
 def srun_command(host: str, command: Sequence[str]) -> list[str]:
-    """Return the command that runs ``command`` once on ``host`` of this Slurm allocation, next to the tasks there.
+    """Return the srun command that runs ``command`` once on ``host`` of this Slurm allocation, next to other tasks.
 
     Example:
         >>> " ".join(srun_command("node1", ["true"]))
@@ -97,7 +97,7 @@ def srun_command(host: str, command: Sequence[str]) -> list[str]:
 def run_on(
     hosts: Sequence[str], remote: Remote, command: Sequence[str], text: str, timeout: float
 ) -> list[tuple[str, str | None]]:
-    """Run a command on all hosts at once, with ``text`` as its input; return each one's output, and problem or None."""
+    """Run a command on all hosts concurrently, with input ``text``; return output, and problem or None, of each."""
 
     def run(host: str) -> tuple[str, str | None]:
         argv = remote(host, command)
@@ -115,14 +115,14 @@ def run_on(
 
 
 def refusal(host: str, code: int, text: str, program: str = "ssh") -> str:
-    """Explain why a command failed on a host, from what ssh or srun, or the host's shell, printed.
+    """Return problem and remedy for a command that failed on a host, from the output of ssh, srun or the host's shell.
 
     Example:
         >>> refusal("node9", 255, "ssh: Could not resolve hostname node9: Name or service not known")
         'its name is unknown; check the name, or add it to ~/.ssh/config or /etc/hosts'
     """
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
-    if code in (126, 127):  # the host's shell ended so; its words may be the same as those of a refused login
+    if code in (126, 127):  # from the host's shell, whose message may equal that of a rejected login
         return f"it has no {sys.executable} ({last}); install the same environment at the same path there"
     for words, problem, remedy in _REFUSALS:
         if words in text:
@@ -132,10 +132,10 @@ def refusal(host: str, code: int, text: str, program: str = "ssh") -> str:
 
 
 def check(hosts: Sequence[str], remote: Remote, timeout: float) -> list[Answer]:
-    """Run the probe on all hosts at once.
+    """Run the probe on all hosts concurrently.
 
     Returns:
-        The answers, in order. One has a problem if its host did not run the probe, or has other versions than this one.
+        The answers, in order, with a problem if the host did not run the probe, or has other versions than this one.
     """
     first = "from __future__ import annotations\n"
     source = Path(probe.__file__).read_text(encoding="utf-8").replace(first, f"{first}GIVEN = {str(_FOLDER)!r}\n", 1)
@@ -154,7 +154,7 @@ def check(hosts: Sequence[str], remote: Remote, timeout: float) -> list[Answer]:
 
 
 def differences(theirs: Mapping[str, str | None], mine: Mapping[str, str | None]) -> str | None:
-    """Return how a host's versions differ from those of this host, or None.
+    """Describe how a host's versions differ from those of this host; None if they do not.
 
     Example:
         >>> differences({"Keras": "3.5", "hvdkit": "1"}, {"Keras": "3.6", "hvdkit": "1"})
@@ -172,25 +172,25 @@ def refuse(answers: Sequence[Answer]) -> None:
     """Raise if any host has a problem.
 
     Raises:
-        ClusterError: names each host, its problem, and the remedy.
+        ClusterError: with each host, its problem, and the remedy.
     """
     if problems := [f"host {answer.host}: {answer.problem}" for answer in answers if answer.problem]:
         raise ClusterError("\n".join(problems))
 
 
 def network(answers: Sequence[Answer] | None, named: str | None, mine: Sequence[Address] | None = None) -> Network:
-    """Return the network by which this host and those that answered reach each other.
+    """Return the network between this host and those that answered.
 
-    It is the one by which ssh or srun reached them, since that works. Loopback, and bridges within one host, are
-    refused.
+    This is the network by which ssh or srun reached them, which is known to work. Loopback, and bridges inside a host,
+    are rejected.
 
     Args:
-        answers: of other hosts, without problems; None: they were not checked, and any network may serve.
-        named: the interface given by --interface.
+        answers: answers of other hosts, without problems; None: not checked, any network is allowed.
+        named: the interface given by the user with --interface.
         mine: this host's addresses.
 
     Raises:
-        ClusterError: this host or another one has no such interface.
+        ClusterError: this host or another one does not have such an interface.
     """
     mine = own_addresses(socket.AF_INET) if mine is None else mine
     if named is not None:
@@ -229,7 +229,7 @@ def _named(answers: Sequence[Answer], named: str, mine: Sequence[Address]) -> Ne
 
 
 def _subnet(answers: Sequence[Answer], names: set[str]) -> str:
-    """Return the subnet that the addresses of all hosts are in."""
+    """Return the subnet that contains the addresses of all hosts."""
     addresses = [ipaddress.ip_address(one) for answer in answers for one in (answer.client, answer.server)]
     for answer in answers:
         masks = [mask for found in answer.addresses.values() for address, mask in found if address == answer.server]

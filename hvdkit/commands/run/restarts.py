@@ -1,4 +1,4 @@
-"""Restarts after a failure: when, on which hosts, with how many ranks."""
+"""Restarts after a failure: their timing, hosts and number of ranks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hvdkit.errors import NonFiniteError
 from hvdkit.watchdog.verdict import Verdict, shell_code
 
 LONGEST_PAUSE_SECONDS = 60.0
-# Seconds for ssh to connect before a restart: a host may just have been lost, and the others should not wait long.
+# Seconds for ssh to connect before a restart: a host may just have been lost, and the others should not wait for long.
 CONNECT_SECONDS = 2.0
-# Seconds for a reader that has paused to take the last lines, after a signal to stop; without one it may take longer.
+# Seconds for a paused reader to take the last lines after a stop signal. Not limited without a signal.
 _READ_SECONDS = 5.0
 USAGE = 2
-# EX_UNAVAILABLE of sysexits.h: too few hosts are left. On other hosts, or later, the job can continue.
+# EX_UNAVAILABLE of sysexits.h: too few hosts are left. The job can continue later, or on other hosts.
 TOO_FEW_HOSTS = 69
 
 
 @dataclass
 class Hosts:
-    """The hosts of a job over its attempts. Pure: it chooses those of the next attempt from failures and answers.
+    """Chooses the hosts of each attempt of a job. Pure: depends only on failures and answers.
 
     Example:
         >>> hosts = Hosts((Host("a", 2), Host("b", 2)), np=4, least=2)
@@ -48,9 +48,9 @@ class Hosts:
         self._last = name
 
     def next(self, answering: set[str]) -> tuple[Host, ...] | None:
-        """Return the hosts of the next attempt, from those that answer; None if they have fewer than ``least`` slots.
+        """Choose the hosts of the next attempt from those that answer; None if they have fewer than ``least`` slots.
 
-        A host on which the job failed twice in a row is left out from then on, if the others have enough slots.
+        A host on which the job failed twice in a row is excluded from then on, if the others have enough slots.
         """
         present = [host for host in self.all if host.name in answering]
         good = [host for host in present if host.name not in self.left_out]
@@ -64,13 +64,13 @@ class Hosts:
 def is_final(verdict: Verdict) -> bool:
     """Return True if the job must not be restarted.
 
-    It succeeded or was stopped, its command line was wrong, or its values became NaN or infinite.
+    This is the case if it succeeded or was stopped, its command line was invalid, or values became NaN or infinite.
     """
     return verdict.code in (0, USAGE, NonFiniteError.exit_code) or verdict.final
 
 
 def run(job: Job, program: Sequence[str], output: OutputWriter) -> int:
-    """Run attempts until one succeeds, is stopped, or no restart is left.
+    """Run attempts until one succeeds or is stopped, or all restarts are used.
 
     Returns:
         The exit code of the last attempt; :data:`TOO_FEW_HOSTS` if too few hosts were left for the last restart.
@@ -92,7 +92,7 @@ def run(job: Job, program: Sequence[str], output: OutputWriter) -> int:
 def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: Signals) -> int:
     config, taken = job.config, job.first_hosts()
     network, answers = job.network(taken)
-    if (stopped := signals.wait(0)) is not None:  # Ctrl-C also ends ssh, and then no host is to blame
+    if (stopped := signals.wait(0)) is not None:  # Ctrl-C also ends ssh, which is not the hosts' fault
         return shell_code(-stopped)
     refuse(answers)
     hosts = Hosts(job.hosts, config.np, least=config.min_np or slots_of(taken))
@@ -123,14 +123,14 @@ def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: S
             if (stopped := signals.wait(wait - CONNECT_SECONDS)) is not None:
                 return shell_code(-stopped)
             again = regroup(job, hosts, output)
-            code = TOO_FEW_HOSTS  # if this is the last restart, and too few hosts are left for it
+            code = TOO_FEW_HOSTS  # used if this is the last restart, and too few hosts are left
             if (stopped := signals.wait(begin_at - time.monotonic())) is not None:
                 return shell_code(-stopped)
         taken, network = again
 
 
 def regroup(job: Job, hosts: Hosts, output: OutputWriter) -> tuple[tuple[Host, ...], Network] | None:
-    """Return the hosts of the next attempt and how they are reached, or None if too few are left."""
+    """Return the hosts of the next attempt and the network between them, or None if too few are left."""
     network, answers = job.network(job.hosts, min(CONNECT_SECONDS, job.config.check_timeout))
     for answer in answers:
         if answer.problem:

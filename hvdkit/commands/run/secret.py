@@ -1,4 +1,4 @@
-"""A file with the job's token that only its owner can read, at the same path on all hosts of a job."""
+"""A private file with the job's token, at the same path on all hosts of a job."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from hvdkit.commands.run.reach import Remote, run_on
 from hvdkit.errors import ClusterError
 
-# Every host has this folder; the TMPDIR of this host may not exist on others.
+# Exists on every host, unlike this host's TMPDIR.
 _SHARED_FOLDER = "/tmp"
-# The folder must be new: one that another user made first could hold another token. If hosts share their /tmp, the
-# folder exists on the second host, and only this user can have written the same token into it. Because the file is
-# renamed, the second host, which waits for it, sees the whole file or none.
+# The folder must be new: one that another user created could contain another token. If hosts share /tmp, the folder
+# already exists on the second host, but only this user can have written the same token. The file is renamed into
+# place, so that the second host, which waits for it, never sees an incomplete file.
 _WRITE = """\
 umask 077
 if mkdir -m 700 {folder} 2>/dev/null; then cat > {path}.part && exec mv {path}.part {path}; fi
@@ -30,19 +30,20 @@ _REMOVE = "[ ! -L {folder} ] && [ -O {folder} ] && rm -rf {folder}; true"
 
 
 class PrivateFile:
-    """A file that only this user can read, in a new folder whose name cannot be guessed, here and on other hosts.
+    """A file that only this user can read, in a new folder with an unpredictable name, on this and other hosts.
 
     Args:
-        text: its contents.
-        remote: runs commands on other hosts.
-        others: further hosts to write it on.
+        text: contents of the file.
+        remote: returns the command that runs another one on a host.
+        others: other hosts on which to write the file.
         timeout: seconds for each host.
 
     Attributes:
-        path: its path on all hosts.
+        path: path of the file on all hosts.
 
     Raises:
-        ClusterError: a host cannot write it, or has its folder already; it is then removed from all hosts.
+        ClusterError: a host cannot write the file, or its folder already exists. The file is then removed from all
+            hosts.
     """
 
     def __init__(self, text: str, remote: Remote, others: Sequence[str] = (), timeout: float = 15.0) -> None:
@@ -59,12 +60,12 @@ class PrivateFile:
             raise ClusterError("\n".join(problems))
 
     def remove(self, lost: Collection[str] = ()) -> None:
-        """Remove it from all hosts except those that are ``lost``."""
+        """Remove the file from all hosts except ``lost`` ones."""
         self._run_on([host for host in self._others if host not in lost], _REMOVE, "")
         shutil.rmtree(self.path.parent, ignore_errors=True)
 
     def _run_on(self, hosts: Sequence[str], script: str, text: str) -> list[str]:
-        """Run a script on all hosts at once; return what went wrong."""
+        """Run a script on all hosts concurrently; return the problems."""
         script = script.format(folder=shlex.quote(str(self.path.parent)), path=shlex.quote(str(self.path)))
         replies = run_on(hosts, self._remote, ["sh", "-c", script], text, self._timeout)
         return [f"host {host}: {problem}" for host, (_, problem) in zip(hosts, replies, strict=True) if problem]
