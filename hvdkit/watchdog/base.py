@@ -32,8 +32,8 @@ from hvdkit.watchdog.rank_process import RankProcess
 
 _LOOK_SECONDS = 0.5
 _CHECK_SECONDS = 0.05
-# Seconds that a rank has to end itself after its deadline; that it has in addition if it has left, or unwound; and that
-# a program without hvdkit has after SIGTERM. SIGKILL follows, with which the exit code is lost.
+# Seconds before SIGKILL, which loses the exit code: for a rank to end itself after its deadline, in addition for a rank
+# that has left or unwound, and for a program that does not use hvdkit to exit after SIGTERM.
 _KILL_SECONDS, _SHUTDOWN_SECONDS, _TERM_SECONDS = 3.0, 8.0, 2.0
 _STACKS_SECONDS, _SAMPLE_SECONDS = 2.0, 0.2
 

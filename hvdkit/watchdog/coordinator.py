@@ -260,7 +260,7 @@ class Coordinator:
         self._decide_at(now + wait)
 
     def _connection_ended(self, member: Member, now: float, number: int | None = None) -> None:
-        """Note that a sentinel was killed, or that its host does not answer: ``number`` is the error then."""
+        """Handle a lost sentinel. ``number`` is the connection's error, e.g. if the sentinel's host does not answer."""
         member.lost, member.is_silent = now, number in NO_ANSWER
         self._gone(member)
         if member.is_silent:
@@ -315,7 +315,7 @@ class Coordinator:
         self.server.forget_strangers(now)
         if self._gone_at is not None and now >= self._gone_at:
             self._gone_at = None
-            for member in list(self._here.values()):  # it does not take its order: its sentinel is stopped, or cut off
+            for member in list(self._here.values()):  # its sentinel is stopped or cut off
                 self._give_up(member, now)
         self._end.tick(now)
         if self.verdict is not None:
@@ -486,9 +486,9 @@ class Coordinator:
 
     @property
     def keeps_launcher(self) -> bool:
-        """True if the job is over, but its launcher waits for a rank on another host that does not end.
+        """True if the job is over, but its launcher waits for a rank on another host that does not exit.
 
-        A launcher notices by itself that a host has died, but not that one is cut off, or that a rank is stopped.
+        A launcher detects that a host has died, but not that a host is cut off or that a rank is stopped.
         """
         found = self.verdict
         if found is None or found.orderly or self._end.due is not None:

@@ -27,8 +27,8 @@ from typing import Any
 # an exception raised earlier would be lost in TensorFlow's own conversion of errors.
 _RELEASE_SECONDS, _RAISE_SECONDS = 1.0, 0.2
 _FLUSH_SECONDS = 1.0
-# Seconds after the deadline at which the native timer ends this process; for other ranks to unwind, or to exit if they
-# have left; and for the interpreter to shut down.
+# Seconds until the native timer ends this process: after the deadline; after it has unwound, while other ranks unwind
+# or exit; and after the interpreter has started to shut down.
 _SPARE_SECONDS, _OTHERS_SECONDS, _SHUTDOWN_SECONDS = 1.0, 13.0, 4.0
 _CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2
 # Ignored by default, and used by few programs.
@@ -130,7 +130,7 @@ class Ending:
         return self._releasing is None or not self._releasing.is_alive()
 
     def has_unwound(self) -> None:
-        """Note that only the other ranks are waited for: the deadline is kept."""
+        """Extend the timer: this rank has met the deadline, and waits for the other ranks."""
         assert self.code is not None
         self._timer.arm(self.code, _OTHERS_SECONDS)
 
