@@ -14,7 +14,6 @@ once.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import itertools
 import os
@@ -128,8 +127,7 @@ def act(stress: str, pid: int, every: list[int], heartbeat: float, seed: int, cl
             libc.ptrace(_PTRACE_DETACH, pid, None, None)
     else:
         for one in sentinels_of(pid):
-            with contextlib.suppress(ProcessLookupError):  # the one that has started the sentinel ends at once
-                os.kill(one, signal.SIGKILL if stress == "sentinel killed" else signal.SIGSTOP)
+            os.kill(one, signal.SIGKILL if stress == "sentinel killed" else signal.SIGSTOP)
 
 
 @cache
@@ -147,12 +145,14 @@ def sentinels_of(pid: int) -> list[int]:
     """Return the sentinels that watch a process."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
+        number = int(folder.name)
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
+            is_leader = os.getsid(number) == number  # unlike the process that starts the sentinel
         except OSError:
             continue
-        if b"watch" in words and words[words.index(b"watch") + 1] == str(pid).encode():
-            found.append(int(folder.name))
+        if is_leader and b"watch" in words and words[words.index(b"watch") + 1] == str(pid).encode():
+            found.append(number)
     return found
 
 
