@@ -58,12 +58,12 @@ def average_gradients(
     variables: Sequence[Any] | None = None,
     process_set: RankGroup = None,
 ) -> list[Gradient]:
-    """Combine gradients over all ranks; the results are bitwise identical on all ranks.
-
-    With g_r the gradient and w_r the weight of rank r:
+    """Combine gradients over all ranks; the results are bitwise identical on all ranks:
 
         Average   sum_r g_r / N,  or with weights  sum_r w_r g_r / sum_r w_r
         Sum       sum_r g_r,      or with weights  sum_r w_r g_r
+
+    where g_r is the gradient and w_r the weight of rank r.
 
     If each rank's loss is the mean over its local batch, users pass the number of local examples as ``weight`` to get
     the gradient of the mean over the global batch, no matter how unevenly it is distributed. A rank without examples
