@@ -1,4 +1,4 @@
-"""Shares of the global batches of :class:`hvdkit.data.GlobalBatches`; each rank reads only its own."""
+"""Shares of the global batches of :class:`hvdkit.data.GlobalBatches`, which each rank reads independently."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class GlobalBatchShares(Shares):
 
     Raises:
         TypeError: the data is not ``x``, ``(x, y)`` or ``(x, y, sample_weight)``.
-        ValueError: the batches are split for other ranks, or are not at the start of the first epoch of training.
+        ValueError: the batches are split for other ranks, or are neither at their start nor at the first epoch of
+            training.
     """
 
     def __init__(
