@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 RULES = Path(__file__).with_name("open-mpi-rules.conf")
-# If the user has set one of these, don't override the choice, for all collectives or for this one.
+# Prefix of the variables with which users configure collectives. If one is set, the rules are not used.
 _CHOSEN = "OMPI_MCA_coll"
 _FILE = Path("~/.openmpi/mca-params.conf")
 

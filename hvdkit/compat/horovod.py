@@ -223,7 +223,7 @@ def DistributedGradientTape(
     groups: Any = None,
     process_set: Any = None,
 ) -> Any:
-    """Wrap ``gradtape`` in a :class:`hvdkit.DistributedGradientTape`. Other arguments are ignored."""
+    """Wrap ``gradtape`` in a :class:`hvdkit.DistributedGradientTape`. Args as for it; other arguments are ignored."""
     return gradients.DistributedGradientTape(gradtape, op=op, compression=compression, process_set=process_set)
 
 

@@ -58,7 +58,9 @@ def average_gradients(
     variables: Sequence[Any] | None = None,
     process_set: RankGroup = None,
 ) -> list[Gradient]:
-    """Combine gradients over all ranks; the results are bitwise identical on all ranks:
+    """Combine gradients over all ranks; the results are bitwise identical on all ranks.
+
+    Each gradient is reduced to
 
         Average   sum_r g_r / N,  or with weights  sum_r w_r g_r / sum_r w_r
         Sum       sum_r g_r,      or with weights  sum_r w_r g_r

@@ -60,7 +60,7 @@ def kind_of(variable: Any) -> Kind:
 
 
 def given(grads: Any, variables: Any = None) -> Given:
-    """Return ``grads`` as tensors, after all checks that need no other rank.
+    """Return ``grads`` as tensors, after all checks that don't involve other ranks.
 
     Args:
         grads: a sequence of gradients: tensors, arrays, nested lists or tuples of numbers, numbers, IndexedSlices of

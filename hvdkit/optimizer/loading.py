@@ -21,7 +21,7 @@ from hvdkit.optimizer.mixins import Distributed
 def load_model(
     path: str | Path, custom_objects: Any = None, compile: bool = True, safe_mode: bool = True, **options: Any
 ) -> Any:
-    """Return ``keras.models.load_model(path)`` with a distributed optimizer. Every rank calls it.
+    """Return ``keras.models.load_model(path)`` with a distributed optimizer. Every rank must call it.
 
     A model saved with a plain or a distributed optimizer is restored compiled, with the optimizer's state: iterations,
     learning rate, slots and accumulated gradients. Each rank reads its shards of tables and their slots. All other

@@ -1,9 +1,9 @@
 """Assign elements of the replicated variables to ranks, for sharded optimizer state.
 
-The variables of each dtype are concatenated into groups of up to 64 MiB. Each group is padded by less than N elements
-and split into N equal parts, one per rank. A rank therefore updates some variables completely, others not at all, and
-at most two per group partially. Complete variables are updated in place; partial ones through a proxy variable that
-uses memory only during the step.
+The variables of each dtype are concatenated into groups; a new group starts beyond 64 MiB. Each group is padded by less
+than N elements and split into N equal parts, one per rank. A rank therefore updates some variables completely, others
+not at all, and at most two per group partially. Complete variables are updated in place; partial ones through a proxy
+variable that uses memory only during the step.
 """
 
 from __future__ import annotations

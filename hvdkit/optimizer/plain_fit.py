@@ -154,7 +154,9 @@ class Watch:
         self.evaluated.append(_digest_of_arrays(local.get("x"), local.get("y")))
 
     def begin(self, local: dict[str, Any], *, is_late: bool) -> None:
-        """Compare the ranks, synchronize the weights, and add the callback that compares ranks after each epoch.
+        """Compare the ranks, synchronize the weights, and install the callback that compares ranks later on.
+
+        The callback compares them at the end of each epoch and of training.
 
         Args:
             local: local variables of Keras's ``fit``.

@@ -72,7 +72,7 @@ class Saver:
 
         Raises:
             CheckpointError: the previous save failed on some rank, or with ``gather`` this one.
-            NonFiniteError: likewise, because weights or slots are not finite.
+            NonFiniteError: that save found NaN or infinite weights or slots.
         """
         self.settle()
         self.dropped = None
