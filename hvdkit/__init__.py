@@ -1,7 +1,7 @@
 """hvdkit: train TensorFlow and Keras 3 models across GPUs and hosts with Horovod.
 
-Names are loaded when they are first used: ``import hvdkit`` needs neither Horovod nor an MPI, and without a
-launcher it does not import TensorFlow either.
+Names are loaded on first use: ``import hvdkit`` requires neither Horovod nor MPI, and without a launcher it does not
+import TensorFlow.
 """
 
 from __future__ import annotations

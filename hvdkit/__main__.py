@@ -1,4 +1,4 @@
-"""``python -m hvdkit``: the same as the ``hvdkit`` command."""
+"""Run the ``hvdkit`` command as ``python -m hvdkit``."""
 
 import sys
 

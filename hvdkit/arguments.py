@@ -1,4 +1,4 @@
-"""Checks of arguments that many functions share."""
+"""Common argument checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdkit.errors import describe
 
 
 def integer(name: str, value: Any, *, minimum: int) -> int:
-    """Return ``value`` as an int. Raises TypeError if it is none, ValueError if it is less than ``minimum``.
+    """Return ``value`` as an int. Raises TypeError if it is not an integer, ValueError if it is below ``minimum``.
 
     Example:
         >>> integer("size", 3, minimum=1)

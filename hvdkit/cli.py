@@ -1,14 +1,14 @@
 """The ``hvdkit`` command.
 
-A subcommand is one entry of :data:`COMMANDS`: its name, a summary, an example, and where its config and its
-runner live. The config is a keyword-only frozen dataclass, whose field docs are the help texts, or a union of
-such, each a subcommand of its own. Both are imported only when that command runs, so that ``hvdkit --help``
-stays fast and works before TensorFlow, Horovod or an MPI are installed.
+Each subcommand is an entry in :data:`COMMANDS` with its name, a summary, an example, and the import paths of its
+config and runner. The config is a keyword-only frozen dataclass whose field docs are the help texts, or a union of such
+dataclasses, one per nested subcommand. Both are imported only when the command runs, so that ``hvdkit --help`` is fast
+and works without TensorFlow, Horovod or MPI.
 
-A runner takes the config. It returns an exit code, or None, or a result to print.
+A runner is called with the config. It returns an exit code, None, or a result to print.
 
-Exit codes: 0 done; 1 the command found a problem; 2 wrong usage, or an error whose message says the remedy;
-130 interrupted. ``HVDKIT_DEBUG=1`` shows tracebacks.
+Exit codes: 0 success; 1 the command found a problem; 2 invalid usage, or an error whose message contains the remedy;
+130 interrupted. Users can set ``HVDKIT_DEBUG=1`` to show tracebacks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hvdkit.terminal import parse
 
 
 class Command(NamedTuple):
-    """One subcommand; ``config`` and ``runner`` are ``module:attribute``, imported when it runs."""
+    """A subcommand. ``config`` and ``runner`` are ``module:attribute`` paths, imported when it runs."""
 
     summary: str
     example: str
     config: str
     runner: str
-    takes_program: bool = False  # what comes after the options, or --, goes to the runner as it is
+    takes_program: bool = False  # pass the arguments after the options or -- to the runner unchanged
 
 
 COMMANDS = {
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``hvdkit`` command and return its exit code.
 
     Args:
-        argv: The arguments after the program's name; ``sys.argv[1:]`` by default.
+        argv: The arguments after the program name; ``sys.argv[1:]`` by default.
 
     Example:
         >>> main(["--version"])
@@ -117,15 +117,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    """Parse ``arguments`` into the command's config, run it, and turn what it raises into an exit code."""
+    """Parse ``arguments`` into the command's config, run the command, and convert exceptions to an exit code."""
     try:
         return _dispatch(name, arguments)
-    except SystemExit as stop:  # the parser has printed its help (0) or what is wrong with the arguments (2)
+    except SystemExit as stop:  # the parser has printed its help (0) or a usage error (2)
         return _exit_code(stop)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # `hvdkit ... | head`: nobody reads on. The interpreter's last flush must not complain about it either.
+        # `hvdkit ... | head` closed the pipe. The interpreter's final flush must not fail as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (HvdkitError, ValueError, ImportError) as error:
@@ -150,7 +150,7 @@ def _dispatch(name: str, arguments: list[str]) -> int:
 
 
 def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], list[str]]:
-    """Return the options and the program: what stands after ``--``, else from the first word that is no option's on.
+    """Split off the program: the arguments after ``--``, or those from the first word that doesn't belong to an option.
 
     Example:
         >>> from hvdkit.commands.run.config import RunConfig
@@ -169,7 +169,7 @@ def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], lis
 
 
 def _exit_code(stop: SystemExit) -> int:
-    """Return the exit code that the interpreter would give ``stop``, printing its message if it has one."""
+    """Return the interpreter's exit code for ``stop``, and print its message if it has one."""
     if stop.code is None or isinstance(stop.code, int):
         return stop.code or 0
     print(stop.code, file=sys.stderr)
@@ -177,7 +177,7 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _load(path: str):
-    """Return the attribute that ``module:attribute`` names."""
+    """Import and return ``module:attribute``."""
     module, attribute = path.split(":")
     return getattr(importlib.import_module(module), attribute)
 

@@ -1,36 +1,35 @@
 """The errors that hvdkit raises.
 
-Bad arguments raise Python's own ``ValueError`` or ``TypeError``. Everything that
-concerns the job as a whole derives from :class:`HvdkitError`, so that a script can
-catch all of it in one place.
+Invalid arguments raise ``ValueError`` or ``TypeError``. Errors of the job as a whole derive from :class:`HvdkitError`,
+so that user scripts can catch them in one place.
 
-Every message names the argument, what it got, what was expected and the remedy;
-where ranks differ it names the rank. :func:`describe` builds such a message.
+Every message contains the argument, the actual value, the expected value and the remedy; if ranks differ, it names the
+rank. :func:`describe` formats such a message.
 """
 
 from __future__ import annotations
 
 
 class HvdkitError(RuntimeError):
-    """Base class of the errors that concern the job rather than one argument.
+    """Base class of errors that concern the job rather than an argument.
 
     Attributes:
-        exit_code: the code with which a rank ends that does not catch the error.
+        exit_code: the exit code of a rank that does not catch the error.
     """
 
     exit_code: int = 1
 
-    # AutoGraph makes an error that crosses ``tf.function`` anew. It keeps the class where the constructor is
-    # Exception's own, and turns every other into a StagingError that nobody can catch by name.
+    # AutoGraph recreates errors that leave a ``tf.function``. It only keeps the class if the constructor is that of
+    # Exception; otherwise it raises a StagingError, which callers cannot catch by name.
     __init__ = Exception.__init__
 
 
 class ClusterError(HvdkitError):
-    """The world of ranks is not what the launcher, or the caller, asked for."""
+    """The ranks are not set up as the launcher or the caller requested."""
 
 
 class CollectiveMismatchError(HvdkitError):
-    """Ranks called different collectives, or the same one with unlike tensors."""
+    """Ranks called different collectives, or the same collective with incompatible tensors."""
 
 
 class CheckpointError(HvdkitError):
@@ -38,18 +37,18 @@ class CheckpointError(HvdkitError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A checkpoint's bytes are not the bytes that were saved."""
+    """The contents of a checkpoint differ from what was saved."""
 
 
 class PlanError(HvdkitError):
-    """No placement of the tables fits the memory it was given."""
+    """No placement of the tables fits the available memory."""
 
 
 class NonFiniteError(HvdkitError):
     """A loss, a gradient or a variable became NaN or infinite.
 
-    A rank ends with 65 then (EX_DATAERR of sysexits.h): ``hvdkit run`` does not start again, since the same steps
-    would come to the same values.
+    The rank exits with code 65 (EX_DATAERR of sysexits.h). ``hvdkit run`` does not restart the job, as the same steps
+    would give the same values.
     """
 
     exit_code = 65
@@ -60,7 +59,7 @@ class BuildError(HvdkitError):
 
 
 def describe(argument: str, got: object, expected: str, remedy: str) -> str:
-    """Return an error message with argument, got, expected and remedy, in that order.
+    """Format an error message from argument, got, expected and remedy.
 
     Example:
         >>> describe("splits", [1, 2], "one entry per rank (4)", "pass 4 row counts")

@@ -1,8 +1,8 @@
-"""What hvdkit knows about objects of other libraries: variables, datasets, models, callbacks.
+"""Attach information to objects of other libraries: variables, datasets, models, callbacks.
 
-A mark is kept in a registry outside the object, so that Keras and TensorFlow neither track, save nor copy it. A copy of
-an object (``copy.copy``, ``copy.deepcopy``, a pickle, Keras's ``from_config``) is another object and has no mark:
-what makes a copy that means the same marks it again.
+Marks are stored in a registry outside the object, so that Keras and TensorFlow don't track, save or copy them. A copy
+of an object (``copy.copy``, ``copy.deepcopy``, a pickle, Keras's ``from_config``) is therefore unmarked; code that
+makes equivalent copies must mark them again.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Value = TypeVar("Value")
 
 
 class WeakRegistry(Generic[Value]):
-    """Values by the identity of an object, each for as long as its object lives.
+    """Values keyed by object identity, each kept for the lifetime of its object.
 
-    Identity, because variables overload ``==`` and some cannot be hashed. A value must not refer to its own object,
-    which would then never be freed; see :class:`Attached` for those that do.
+    Uses identity because variables overload ``==`` and some are not hashable. A value must not reference its own
+    object, which would then never be freed; use :class:`Attached` in that case.
 
     Example:
         >>> owners: WeakRegistry[str] = WeakRegistry()
@@ -36,18 +36,18 @@ class WeakRegistry(Generic[Value]):
         """Replace the value of ``owner``.
 
         Raises:
-            TypeError: Python has no weak references to ``owner``'s class.
+            TypeError: the class of ``owner`` does not support weak references.
         """
         key = id(owner)
         self._entries[key] = weakref.ref(owner, functools.partial(self._forget, key)), value
 
     def get(self, owner: Any) -> Value | None:
-        """Return the value of ``owner``, any object; None if it has none."""
+        """Return the value of ``owner``; None if it doesn't have one."""
         found = self._entries.get(id(owner))
         return found[1] if found is not None and found[0]() is owner else None
 
     def discard(self, owner: Any) -> None:
-        """Remove the value of ``owner`` if it has one."""
+        """Remove the value of ``owner``, if any."""
         self._entries.pop(id(owner), None)
 
     def __contains__(self, owner: Any) -> bool:
@@ -59,19 +59,19 @@ class WeakRegistry(Generic[Value]):
 
     def _forget(self, key: int, dead: weakref.ref[Any]) -> None:
         found = self._entries.get(key)
-        if found is not None and found[0] is dead:  # not of a newer object with the same id
+        if found is not None and found[0] is dead:  # keep the entry of a newer object with the same id
             del self._entries[key]
 
 
 class Attached(Generic[Value]):
-    """A value kept in an attribute of its object, for values that refer to it, as compiled steps do to their model.
+    """A value stored in an attribute of its object, for values that reference the object, e.g. compiled steps.
 
-    A registry would keep both alive forever; a cycle of the two is found by the garbage collector. The attribute is set
-    past Keras, which neither tracks nor saves it. ``copy.copy`` of a plain object copies the attribute; Keras makes
-    copies of models from their configs, without it.
+    A registry would keep both alive forever, but the garbage collector can free a cycle of the two. The attribute
+    bypasses Keras's tracking and is not saved. ``copy.copy`` of a plain object copies it; Keras copies models from
+    their configs, without it.
 
     Args:
-        name: of the attribute.
+        name: name of the attribute.
     """
 
     def __init__(self, name: str) -> None:
@@ -82,6 +82,6 @@ class Attached(Generic[Value]):
         object.__setattr__(owner, self._name, value)
 
     def get(self, owner: Any) -> Value | None:
-        """Return the value of ``owner``; None if it has none."""
+        """Return the value of ``owner``, or None."""
         found: Value | None = vars(owner).get(self._name)
         return found

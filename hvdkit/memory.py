@@ -1,6 +1,6 @@
-"""Rows of a batch where TensorFlow takes them as they lie.
+"""Allocate batches in memory that TensorFlow can use without copying.
 
-TensorFlow copies a NumPy array that it is given, and once more where the copy does not begin at a multiple of 64 bytes.
+TensorFlow copies NumPy arrays, and copies again if the first copy is not aligned to 64 bytes.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-# As Eigen aligns, which TensorFlow computes with.
+# The alignment of Eigen, which TensorFlow uses.
 ALIGNMENT = 64
-# Kinds and sizes of numbers that DLPack and TensorFlow know alike.
+# Kinds and sizes of numbers that both DLPack and TensorFlow support.
 _SHARED = {"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"}
 
 
 def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Return an array like ``np.empty``'s, whose memory begins where TensorFlow would put a tensor."""
+    """Return an uninitialized array like ``np.empty``, aligned like a TensorFlow tensor."""
     dtype = np.dtype(dtype)
     length = math.prod(shape) * dtype.itemsize
     raw = np.empty(length + ALIGNMENT, np.uint8)
@@ -27,9 +27,9 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 
 def tensor_of(rows: Any) -> Any:
-    """Return an array as a tensor on the CPU, without a copy where :func:`aligned_empty` made it.
+    """Return an array as a CPU tensor, without copying arrays from :func:`aligned_empty`.
 
-    The tensor holds the memory: whoever calls this writes to ``rows`` no more.
+    The tensor shares the memory: the caller must not write to ``rows`` afterwards.
     """
     import tensorflow as tf
 

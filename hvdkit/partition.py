@@ -1,7 +1,7 @@
-"""Who owns which rows: pure arithmetic, without communication or TensorFlow.
+"""Map rows to their owners: pure arithmetic, without communication or TensorFlow.
 
-A rank's rows are a Python ``range``, whatever the rule, so that the rows that an old and a new owner share are a range
-as well, and numpy reaches them by a slice on either side.
+The rows of a rank are a Python ``range`` under every rule. The rows that an old and a new owner have in common are then
+also a range, which NumPy can access as a slice on both sides.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hvdkit.errors import describe
 Partition = Literal["div", "mod"]
 
 FLAT = "flat"
-"""The rule of arrays whose elements, in row-major order, are cut into runs that may begin and end within a row."""
+"""The rule for arrays whose elements are split, in row-major order, into runs that may start and end within a row."""
 
 
 def rows_of(partition: str, rows: int, rank: int, size: int) -> range:
-    """Return the global rows that ``rank`` of ``size`` holds, in the order in which it holds them.
+    """Return the global rows that ``rank`` of ``size`` holds, in storage order.
 
-    ``div`` gives contiguous runs, the first ``rows % size`` ranks one row more than the others; ``mod`` deals
-    rows out in turn. Both are the strategies of ``tf.nn.embedding_lookup``.
+    ``div`` assigns contiguous runs, with one additional row on the first ``rows % size`` ranks; ``mod`` assigns rows
+    round-robin. Both are the strategies of ``tf.nn.embedding_lookup``.
 
     Args:
         partition: ``"div"`` or ``"mod"``.
@@ -53,17 +53,17 @@ def rows_of(partition: str, rows: int, rank: int, size: int) -> range:
 
 
 def share_of(elements: int, size: int) -> int:
-    """Return how many elements each of ``size`` equal parts of an array has; the last ones have fewer, or none."""
+    """Return the number of elements in each of ``size`` equal parts of an array; the last parts may be smaller."""
     return -(-elements // size)
 
 
 def runs_of(counts: Sequence[int], rank: int, size: int) -> list[range]:
-    """Return which elements of each array ``rank`` holds, where arrays laid end to end are cut into equal parts.
+    """Return the elements of each array that ``rank`` holds if the concatenated arrays are split into equal parts.
 
-    Every rank has :func:`share_of` elements, but for the end, so that at most two arrays of a rank are cut within.
+    Every rank has :func:`share_of` elements, or fewer at the end, so at most two arrays of a rank are partial.
 
     Args:
-        counts: elements of each array.
+        counts: number of elements of each array.
         rank: 0 to ``size - 1``.
         size: number of ranks, >= 1.
 
@@ -81,7 +81,7 @@ def runs_of(counts: Sequence[int], rank: int, size: int) -> list[range]:
 
 
 def boxes_of(shape: Sequence[int], run: range) -> list[tuple[range, ...]]:
-    """Return the boxes, indices along each axis, that a run of an array's elements in row-major order is made of.
+    """Return the boxes (indices along each axis) that make up a run of an array's elements in row-major order.
 
     Example:
         >>> boxes_of((3, 4), range(2, 9))
@@ -103,7 +103,7 @@ def boxes_of(shape: Sequence[int], run: range) -> list[tuple[range, ...]]:
 
 
 def intersect(a: range, b: range) -> range:
-    """Return the numbers that are in both ranges, ascending. Steps must be positive.
+    """Return the intersection of two ranges, ascending. Steps must be positive.
 
     The first common number follows from the Chinese remainder theorem: x = a0 (mod m), x = b0 (mod n).
 
@@ -122,7 +122,7 @@ def intersect(a: range, b: range) -> range:
 
 
 def positions(part: range, whole: range) -> slice:
-    """Return where the numbers of ``part`` stand in ``whole``, as a slice. Every one of them must be in it.
+    """Return the positions of the numbers of ``part`` in ``whole`` as a slice. ``whole`` must contain all of them.
 
     Example:
         >>> positions(range(4, 12, 4), range(0, 20, 2))
@@ -137,8 +137,8 @@ def positions(part: range, whole: range) -> slice:
 def owner(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
     """Return the rank that holds each global row.
 
-    ``mod``: id mod N. ``div``, with e = rows div N and l = rows mod N: the first l ranks have e + 1 rows each, so that
-    the rank is max(id div (e + 1), (id - l) div e).
+    ``mod``: id mod N. ``div``: max(id div (e + 1), (id - l) div e), where e = rows div N and l = rows mod N, since the
+    first l ranks have e + 1 rows each.
 
     Args:
         partition: ``"div"`` or ``"mod"``.
@@ -146,10 +146,10 @@ def owner(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
         rows, size: as for :func:`rows_of`.
 
     Returns:
-        Ranks, of the shape and dtype of ``ids``.
+        Ranks, with the shape and dtype of ``ids``.
 
     Raises:
-        ValueError: an id is no row, or another argument is out of range.
+        ValueError: an id or another argument is out of range.
 
     Example:
         >>> owner("div", np.arange(5), 5, 2), owner("mod", np.arange(5), 5, 2)
@@ -163,7 +163,7 @@ def owner(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
 
 
 def local_row(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
-    """Return where each global row stands among its owner's rows. Arguments and errors as for :func:`owner`.
+    """Return the index of each global row in its owner's shard. Arguments and errors as for :func:`owner`.
 
     Example:
         >>> local_row("div", np.arange(5), 5, 2), local_row("mod", np.arange(5), 5, 2)
@@ -178,10 +178,10 @@ def local_row(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarr
 
 
 def global_row(partition: str, local: np.ndarray, rows: int, rank: int, size: int) -> np.ndarray:
-    """Return the global row of each of ``rank``'s rows: the inverse of :func:`owner` and :func:`local_row`.
+    """Return the global rows of local rows of ``rank``: the inverse of :func:`owner` and :func:`local_row`.
 
     Raises:
-        ValueError: ``rank`` has no such row.
+        ValueError: a local row is out of range.
 
     Example:
         >>> global_row("mod", np.arange(2), 5, 1, 2)
@@ -198,14 +198,14 @@ def global_row(partition: str, local: np.ndarray, rows: int, rank: int, size: in
 
 
 class Move(NamedTuple):
-    """Rows that go from a rank's old shard to a rank's new one.
+    """Rows that move from an old shard of one rank to a new shard of another.
 
     Attributes:
-        source: rank that holds them now.
-        target: rank that will hold them.
+        source: rank that holds the rows now.
+        target: rank that will hold the rows.
         rows: the global rows.
-        read: where they stand in the old shard.
-        write: where they go in the new one.
+        read: their positions in the old shard.
+        write: their positions in the new shard.
     """
 
     source: int
@@ -216,7 +216,7 @@ class Move(NamedTuple):
 
 
 def reshard(rows: int, old: tuple[str, int], new: tuple[str, int]) -> list[Move]:
-    """Return which rows of which old shard go to which new one; together they are every row once.
+    """Return the moves from old to new shards; together they contain every row exactly once.
 
     Args:
         rows: global number of rows.
@@ -241,7 +241,7 @@ def reshard(rows: int, old: tuple[str, int], new: tuple[str, int]) -> list[Move]
 
 
 def _checked_ids(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
-    rows_of(partition, rows, 0, size)  # checks the others
+    rows_of(partition, rows, 0, size)  # checks the other arguments
     ids = np.asarray(ids)
     if ids.dtype.kind not in "iu":
         raise ValueError(describe("ids", f"dtype {ids.dtype}", "integers", "cast them"))

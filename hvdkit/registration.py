@@ -1,7 +1,7 @@
-"""Keras finds hvdkit's layers in saved models after ``import hvdkit``, which imports neither Keras nor TensorFlow.
+"""Register hvdkit's layers for Keras's saved models without importing Keras or TensorFlow in ``import hvdkit``.
 
-Keras looks classes up by name in a registry, which exists once Keras is imported. So right after that, whenever it is,
-each layer gets an entry that imports ``hvdkit.layers`` when a saved model asks for it.
+Keras looks up classes by name in a registry, which only exists after Keras is imported. Right after that import, each
+layer gets a registry entry that imports ``hvdkit.layers`` when a saved model needs it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ LAYERS = ("ColumnParallelDense", "RowParallelDense", "ShardedEmbedding", "Sharde
 
 
 class _Later:
-    """Stands for a layer's class in Keras's registry until it is needed; importing the layers replaces it."""
+    """Placeholder for a layer class in Keras's registry; replaced when the layers are imported."""
 
     def __init__(self, name: str):
         self._name = name
 
     def from_config(self, config: dict[str, Any]) -> Any:
-        """Return the layer that ``config`` describes."""
+        """Create the layer from ``config``."""
         return getattr(importlib.import_module("hvdkit.layers"), self._name).from_config(config)
 
 
 class _AfterKeras(importlib.abc.MetaPathFinder):
-    """Finds Keras as the other finders do, and has the layers registered once Keras has been imported."""
+    """Import hook that delegates to the other finders and registers the layers after Keras is imported."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return Keras's spec, whose loader registers the layers at the end; None for any other module."""
+        """Return Keras's spec with a loader that registers the layers at the end; None for any other module."""
         if fullname != "keras":
             return None
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
@@ -52,7 +52,7 @@ class _AfterKeras(importlib.abc.MetaPathFinder):
 
 
 def register_layers() -> None:
-    """Register the layers with Keras: now if it has been imported, else when it is."""
+    """Register the layers with Keras, now if it is already imported, otherwise when the user imports it."""
     keras = sys.modules.get("keras")
     if keras is None:
         sys.meta_path.insert(0, _AfterKeras())

@@ -1,4 +1,4 @@
-"""Learning rates for more than one rank."""
+"""Learning-rate schedules for several ranks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from hvdkit.errors import describe
 
 @keras.saving.register_keras_serializable(package="hvdkit")
 class Warmup(keras.optimizers.schedules.LearningRateSchedule):
-    """Scale a learning rate for a larger global batch, and warm it up linearly.
+    """Scale a learning rate for a larger global batch, with linear warm-up.
 
-    At step s, with b(s) the rate that suits one rank:
+    At step s, with b(s) the learning rate for one rank:
 
         lr(s) = b(s) * (1 + (scale - 1) * min(s / steps, 1))
 
-    The linear scaling rule and its gradual warm-up are those of Goyal et al., "Accurate, Large Minibatch SGD:
-    Training ImageNet in 1 Hour", 2017, section 2.2.
+    The linear scaling rule and gradual warm-up are from Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet
+    in 1 Hour", 2017, section 2.2.
 
     Args:
-        base: the rate, or the schedule, for one rank's batch.
-        scale: global batch divided by one rank's batch, e.g. ``hk.size()``.
-        steps: steps over which the factor grows from 1 to ``scale``; 0 scales at once.
+        base: the learning rate or schedule for one rank's batch.
+        scale: global batch size divided by one rank's batch size, e.g. ``hk.size()``.
+        steps: steps over which the factor grows from 1 to ``scale``; 0 scales immediately.
 
     Raises:
         ValueError: ``scale`` is not positive, or ``steps`` is negative.
@@ -48,12 +48,12 @@ class Warmup(keras.optimizers.schedules.LearningRateSchedule):
         self.steps = int(steps)
 
     def __call__(self, step: Any) -> tf.Tensor:
-        """Return the rate at ``step`` (a number or scalar tensor), as a float32 scalar."""
+        """Return the learning rate at ``step`` (a number or scalar tensor) as a float32 scalar."""
         rate = self.base(step) if callable(self.base) else self.base
         part = tf.minimum(tf.cast(step, tf.float32) / self.steps, 1.0) if self.steps else 1.0
         return tf.cast(rate, tf.float32) * (1.0 + (self.scale - 1.0) * part)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments, for Keras's serialisation."""
+        """Return the arguments for Keras's serialization."""
         base = keras.saving.serialize_keras_object(self.base) if callable(self.base) else self.base
         return {"base": base, "scale": self.scale, "steps": self.steps}

@@ -1,4 +1,4 @@
-"""What a user sees of a command line: colour and boxes on a terminal, plain lines everywhere else."""
+"""Command-line output: color and boxes on a terminal, plain lines everywhere else."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-# tyro's report of a mistake, written to a file in ASCII: a title, then paragraphs with rules between them.
+# tyro's error report in ASCII when written to a file: a title, then paragraphs separated by rules.
 _TITLE, _RULE = re.compile(r" \S"), re.compile(r" *-{3,} *$")
 
 
 def on_terminal() -> bool:
-    """Return whether a user watches this process on a terminal that can do more than print lines.
+    """Return whether the user sees this process on a terminal with more capabilities than printing lines.
 
-    Both outputs have to be terminals: Open MPI's mpirun gives its ranks a pseudo-terminal as standard output even if
-    its own output goes to a file.
+    Both stdout and stderr must be terminals: Open MPI's mpirun gives its ranks a pseudo-terminal as stdout even if its
+    own output goes to a file.
     """
     return sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def in_colour() -> bool:
-    """Return whether to write colour codes: on a terminal, unless ``NO_COLOR`` is set (https://no-color.org)."""
+    """Return whether to write color codes: on a terminal, unless ``NO_COLOR`` is set (https://no-color.org)."""
     return on_terminal() and not os.environ.get("NO_COLOR")
 
 
@@ -37,19 +37,19 @@ def parse(
     args: Sequence[str] | None = None,
     quiet: bool = False,
 ) -> Any:
-    """Return the ``kind`` of config that a command line describes, as ``tyro.cli`` does.
+    """Parse a command line into a config of type ``kind``, like ``tyro.cli``.
 
-    Without a terminal, the help and the report of a mistake are plain text, each written with one call.
+    Without a terminal, help and error reports are plain text, each written with a single call.
 
     Args:
-        kind: A config dataclass, or a union of them, each a subcommand.
-        prog: The program's name in messages; ``sys.argv[0]`` by default.
-        description: What the help says first; the docstring of ``kind`` by default.
+        kind: A config dataclass, or a union of them, one per subcommand.
+        prog: The program name in messages; ``sys.argv[0]`` by default.
+        description: The first paragraph of the help; the docstring of ``kind`` by default.
         args: The arguments; ``sys.argv[1:]`` by default.
-        quiet: Print nothing: another rank reports for all.
+        quiet: Print nothing, because another rank reports for all.
 
     Raises:
-        SystemExit: The help was requested (code 0), or the arguments are wrong (code 2).
+        SystemExit: The user requested help (code 0), or the arguments are invalid (code 2).
 
     Example::
 
@@ -70,7 +70,7 @@ def parse(
 
 
 def plain(report: str) -> str:
-    """Return tyro's report of a mistake without its title and the rules between its paragraphs.
+    """Return tyro's error report without its title and the rules between paragraphs.
 
     Example:
         >>> plain(" Unrecognized options\\n  Unrecognized options: --wrong\\n  ------\\n  For help, x --help\\n \\n")

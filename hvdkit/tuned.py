@@ -1,4 +1,4 @@
-"""Settings that ``hvdkit tune`` has found best, in the file where it keeps them with what it measured."""
+"""Read the best settings from the file in which ``hvdkit tune`` saves them with its measurements."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from hvdkit.errors import describe
 
 FORMAT_VERSION = 1
-# What a file may set before MPI and Horovod start: nothing else of a person's environment.
+# The only environment variables of the user that a file may set, before MPI and Horovod start.
 SETTINGS = ("HVDKIT_BUCKET_BYTES", "HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE", "HOROVOD_DISABLE_GROUP_FUSION")
 
 
 def settings_of(path: Path) -> dict[str, str]:
-    """Return the environment variables that a file of ``hvdkit tune`` found best.
+    """Return the best settings from a file of ``hvdkit tune``, as environment variables.
 
     Raises:
-        ValueError: there is no such file, or it is another one.
+        ValueError: the file does not exist or was not written by ``hvdkit tune``.
     """
     settings = read(path).get("settings")
     if not isinstance(settings, dict) or not all(isinstance(value, str) for value in settings.values()):
@@ -28,7 +28,7 @@ def settings_of(path: Path) -> dict[str, str]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return what the file holds. Raises ValueError where there is no such file, or it is another one."""
+    """Return the contents of the file. Raises ValueError if it is missing or was not written by ``hvdkit tune``."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -41,6 +41,6 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def wrong(path: Path, why: str) -> ValueError:
-    """Return the error for a file that is not what it should be; ``why`` is what to say of it."""
+    """Return the error for an invalid file; ``why`` is the reason."""
     remedy = f"write it anew: hvdkit tune --save {path}"
     return ValueError(describe("tuned file", f"{path}, which {why}", "a file of `hvdkit tune`", remedy))

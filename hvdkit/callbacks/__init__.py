@@ -1,4 +1,4 @@
-"""Callbacks that make ``model.fit`` right on many ranks. Pass those of this package on every rank, in one order."""
+"""Callbacks for ``model.fit`` on several ranks. Pass hvdkit's callbacks on every rank, in the same order."""
 
 from hvdkit.callbacks.chief import on_chief
 from hvdkit.callbacks.metrics import MetricAverage

@@ -14,14 +14,14 @@ _ON_CHIEF: WeakRegistry[bool] = WeakRegistry()
 
 
 def on_chief(callback: Any) -> keras.callbacks.Callback:
-    """Return ``callback`` on the chief, and a callback that does nothing on every other rank.
+    """Return ``callback`` on the chief, and a no-op callback on every other rank.
 
-    For callbacks that write files or talk to a server, in ``hk.fit`` and plain ``model.fit``. Such a callback may call
-    no collective, and must not decide for all ranks: ``stop_training`` or a learning rate set on the chief alone is an
-    error at the end of the epoch.
+    Use it in ``hk.fit`` and plain ``model.fit`` for callbacks that write files or connect to a server. Such a callback
+    must not call collectives or make decisions for all ranks: if it sets ``stop_training`` or the learning rate on the
+    chief only, the end of the epoch raises an error.
 
     Args:
-        callback: any Keras callback. Every rank makes one.
+        callback: any Keras callback, created on every rank.
 
     Raises:
         TypeError: ``callback`` is not a Keras callback.
@@ -38,5 +38,5 @@ def on_chief(callback: Any) -> keras.callbacks.Callback:
 
 
 def is_on_chief(callback: Any) -> bool:
-    """Return True for what :func:`on_chief` returned, on any rank."""
+    """Return True for callbacks returned by :func:`on_chief`, on any rank."""
     return callback in _ON_CHIEF

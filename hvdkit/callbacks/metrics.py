@@ -16,17 +16,17 @@ from hvdkit.supervisor.divergence import check_first_update
 
 
 class MetricAverage(keras.callbacks.Callback):
-    """Make the metrics of an epoch, training and validation, those of all ranks' samples together.
+    """Compute the training and validation metrics of each epoch over the samples of all ranks.
 
-    A Keras metric keeps sums (a mean its total and count; AUC its counts by threshold). The sums are added over
-    ranks and the result is taken from them, so that a rank with fewer samples, or none, counts for as many as it has:
-    averaging the ranks' results would not. Metrics whose state is no sum cannot be combined this way. Weighted metrics
-    weigh by the sample weights they are given, ``GlobalBatches``' own included. In validation,
-    and from the end of an epoch to the next one, moving statistics of BatchNormalization layers are averages over ranks
-    (:func:`hvdkit.layers.average_moving_statistics`): what is evaluated, and what other callbacks save.
+    A Keras metric keeps sums (a mean its total and count; AUC its counts by threshold). These are summed over ranks
+    before computing the result, so each rank counts in proportion to its samples, even if it has none. Averaging the
+    ranks' results would not do that. Metrics whose state is not a sum cannot be combined this way. Weighted metrics
+    use the sample weights passed to them, including those of ``GlobalBatches``. During validation, and from the end of
+    an epoch until the next one, moving statistics of BatchNormalization layers are averaged over ranks
+    (:func:`hvdkit.layers.average_moving_statistics`); these averages are evaluated and saved by other callbacks.
 
-    Put it before callbacks that use the metrics (ModelCheckpoint, EarlyStopping). For ``model.evaluate`` call
-    :meth:`results` after it.
+    Users put it before callbacks that read the metrics (ModelCheckpoint, EarlyStopping). After ``model.evaluate``, call
+    :meth:`results`.
 
     Example::
 
@@ -42,7 +42,7 @@ class MetricAverage(keras.callbacks.Callback):
 
     @staticmethod
     def results(model: keras.Model) -> dict[str, float]:
-        """Return the metrics that ``model`` has gathered on all ranks. Every rank calls it.
+        """Return the metrics of ``model`` combined over all ranks. Every rank must call it.
 
         Example::
 
@@ -60,16 +60,16 @@ class MetricAverage(keras.callbacks.Callback):
         return results
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Note that evaluations from now on are validation."""
+        """Treat evaluations from now on as validation."""
         synchronize_batch_normalization(self.model, process_set=ranks_of(self.model.optimizer))
         self._fitting, self._compared, self._local = True, False, []
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Note that ``fit`` is over."""
+        """Record the end of ``fit``."""
         self._fitting = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Forget the epoch before, and train on with this rank's own moving statistics."""
+        """Clear the metrics of the previous epoch, and restore this rank's moving statistics."""
         self._training, self._validation = {}, {}
         self._put_back()
 
@@ -79,20 +79,20 @@ class MetricAverage(keras.callbacks.Callback):
         self._local = []
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Keep the training metrics: validation resets them, though not on a rank that has nothing to validate."""
+        """Store the training metrics before validation resets them; a rank without validation data would not reset."""
         if self._fitting:
             self._local = average_for_now(self.model, process_set=ranks_of(self.model.optimizer))
             self._training = self.results(self.model)
             self.model.reset_metrics()
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Keep the validation metrics."""
+        """Store the validation metrics."""
         if self._fitting:
             self._validation = self.results(self.model)
             self._put_back()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Put the metrics of all ranks into ``logs``, where later callbacks and History find them."""
+        """Write the combined metrics to ``logs``, for later callbacks and History."""
         if not self._compared:
             self._compared = True
             check_first_update(self.model, self.model.optimizer, int(np.asarray(self.model.optimizer.iterations)))

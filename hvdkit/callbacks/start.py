@@ -1,4 +1,4 @@
-"""The first step: every rank begins with the chief's values."""
+"""Broadcast the chief's values before the first step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hvdkit.supervisor.divergence import check_first_update
 
 
 class BroadcastInitial(keras.callbacks.Callback):
-    """Give every rank the chief's weights and optimizer state before the first step.
+    """Broadcast the chief's weights and optimizer state before the first step.
 
-    Ranks that differ in their variables' shapes or dtypes are named in a CollectiveMismatchError. So are ranks whose
-    weights differ after the first update, because the optimizer does not average gradients. It also makes
+    Raises CollectiveMismatchError, naming the rank, if shapes or dtypes of variables differ between ranks, or if
+    weights differ after the first update because the optimizer does not average gradients. Also makes
     ``BatchNormalization(synchronized=True)`` use the statistics of the global batch
     (:func:`hvdkit.layers.synchronize_batch_normalization`).
 
     Args:
-        root: the rank whose values count.
+        root: the rank whose values are broadcast.
 
     Example::
 
@@ -35,14 +35,14 @@ class BroadcastInitial(keras.callbacks.Callback):
         self._done = self._compared = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast now if the model has its variables already."""
+        """Broadcast now if the model is already built."""
         self._done = self._compared = False
         synchronize_batch_normalization(self.model, process_set=ranks_of(self.model.optimizer))
         if self.model.built:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast after the first step of a model that was built by it; compare weights after the first update."""
+        """Broadcast after the first step if that step built the model; compare weights after the first update."""
         if not self._done:
             self._broadcast()
         elif not self._compared and batch + 1 >= _steps_per_update(self.model.optimizer):
@@ -53,7 +53,7 @@ class BroadcastInitial(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        # The states of random generators stay each rank's own: equal ones would drop the same units on every rank.
+        # Don't broadcast states of random generators: equal states would give equal dropout masks on every rank.
         weights = [v for v in self.model.variables if v.name != SEED_STATE]
         broadcast_variables([*weights, *optimizer.variables], self.root)
         self._done = True

@@ -1,4 +1,4 @@
-"""Callbacks that count steps: warm-up of the learning rate, log lines, the end of a run that has gone wrong."""
+"""Callbacks that count steps: learning-rate warm-up, logging, and stopping on non-finite loss or divergence."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hvdkit.collectives import allreduce
 from hvdkit.errors import NonFiniteError, describe
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 
-# A model's callbacks that have a state. A callback holds its model, so neither is held here.
+# Callbacks with state, by model. A callback references its model, so both are held weakly here.
 _stateful: weakref.WeakKeyDictionary[Any, list[weakref.ref[_CountsSteps]]] = weakref.WeakKeyDictionary()
 
 
 class _CountsSteps(keras.callbacks.Callback):
-    """Counts steps since the first ``fit``; with ``steps_per_execution`` Keras calls once for several steps.
+    """Counts steps since the first ``fit``; with ``steps_per_execution``, Keras calls once for several steps.
 
-    Where training is continued from a checkpoint, :meth:`restore` continues the count. It may be called before or
-    after ``on_train_begin``.
+    :meth:`restore` continues the count where a checkpoint was saved. It may be called before or after
+    ``on_train_begin``.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class _CountsSteps(keras.callbacks.Callback):
         self._history: Any = None
 
     def set_model(self, model: Any) -> None:
-        """Note the model, and this callback among those of its ``fit``."""
+        """Set the model and register this callback for its ``fit``."""
         super().set_model(model)
         self._history = getattr(model, "history", None)
         others = [ref for ref in _stateful.get(model, []) if ref() not in (None, self)]
@@ -43,15 +43,15 @@ class _CountsSteps(keras.callbacks.Callback):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to keep, fit for JSON."""
+        """The state to save in a checkpoint, JSON-serializable."""
         return {"steps": self._done}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from the ``state`` of an earlier run."""
+        """Continue from the ``state`` of an earlier run."""
         self._before_epoch = self._done = state["steps"]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note the steps of the epochs before."""
+        """Store the number of steps before this epoch."""
         self._before_epoch = self._done
 
     def steps_before(self, batch: int) -> int:
@@ -59,7 +59,7 @@ class _CountsSteps(keras.callbacks.Callback):
         return self._before_epoch + batch
 
     def count(self, batch: int) -> int:
-        """Return the steps done now that Keras has ended ``batch``; to be told twice changes nothing."""
+        """Return the number of steps done after Keras's ``batch``; idempotent."""
         self._done = self._before_epoch + batch + 1
         _tell_profile(self, self._done)
         return self._done
@@ -72,39 +72,39 @@ def _tell_profile(callback: _CountsSteps, step: int) -> None:
 
 
 def stateful_callbacks(model: Any) -> list[Any]:
-    """Return the callbacks of the ``fit`` that ``model`` is in whose ``state`` a checkpoint keeps, in their order.
+    """Return the callbacks of the current ``fit`` of ``model`` with a ``state`` to checkpoint, in order.
 
-    All are known before the first ``on_train_begin``. Those that come after the caller have not counted a batch yet
-    when the caller's ``on_train_batch_end`` runs: who reads a ``state`` there calls ``count(batch)`` of each before.
+    All of them are known before the first ``on_train_begin``. Callbacks after the caller have not counted the batch yet
+    when the caller's ``on_train_batch_end`` runs, so call ``count(batch)`` of each before reading its ``state``.
 
     Example::
 
         states = [callback.state for callback in stateful_callbacks(self.model)]
     """
-    # Keras gives a model a new History for every fit, before it gives the callbacks the model.
+    # For every fit, Keras assigns a new History to the model before it calls set_model of the callbacks.
     known = [ref() for ref in _stateful.get(model, [])]
     return [c for c in known if c is not None and c._history is getattr(model, "history", None)]
 
 
 class LearningRateWarmup(_CountsSteps):
-    """Multiply the optimizer's learning rate by the number of ranks, growing linearly over the first steps.
+    """Multiply the optimizer's learning rate by the number of ranks, ramping up linearly over the first steps.
 
-    The rate the optimizer was made with is taken as right for one rank: ``SGD(0.1)``, and not ``SGD(0.1 * hk.size())``,
-    which would be multiplied twice. A rate that is for all ranks already is given as ``initial_lr``, as to Horovod's
-    callback: then the rate grows from ``initial_lr / scale`` to ``initial_lr``. For rates that also decay, use
-    :class:`hvdkit.schedules.Warmup`, whose formula and source are the same.
+    The optimizer's learning rate must be the rate for one rank: ``SGD(0.1)``, not ``SGD(0.1 * hk.size())``, which would
+    be scaled twice. Users whose rate is already scaled for all ranks pass it as ``initial_lr``, as for Horovod's
+    callback; the rate then grows from ``initial_lr / scale`` to ``initial_lr``. For decaying rates, use
+    :class:`hvdkit.schedules.Warmup`, which has the same formula and source.
 
-    A run that is continued from a checkpoint keeps that rate and the factor it began with, also on another number of
-    ranks: the global batch is what it was.
+    A run that resumes from a checkpoint keeps its original rate and factor, even on another number of ranks, as the
+    global batch does not change.
 
     Args:
-        steps: steps over which the rate grows; 0 scales at once.
-        scale: factor reached at the end. Default: ``hk.size()``.
-        initial_lr: the rate at the end, whatever the optimizer's is now.
+        steps: steps over which the rate grows; 0 scales immediately.
+        scale: final factor. Default: ``hk.size()``.
+        initial_lr: the final rate, regardless of the optimizer's current rate.
 
     Raises:
         ValueError: ``steps`` is negative, or ``scale`` or ``initial_lr`` is not positive.
-        TypeError: when training begins, the optimizer's rate is a schedule.
+        TypeError: when training begins, if the optimizer's rate is a schedule.
 
     Example::
 
@@ -127,7 +127,7 @@ class LearningRateWarmup(_CountsSteps):
         self._reached = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Take the optimizer's rate as one rank's; a second ``fit`` goes on where the first ended."""
+        """Read the optimizer's rate as the rate for one rank; a second ``fit`` continues from the first."""
         optimizer = self.model.optimizer
         if isinstance(getattr(optimizer, "_learning_rate", None), keras.optimizers.schedules.LearningRateSchedule):
             raise TypeError(
@@ -148,17 +148,17 @@ class LearningRateWarmup(_CountsSteps):
 
     @property
     def state(self) -> dict[str, Any]:
-        """The steps, the rate and the factor that training began with, and whether the factor has been reached."""
+        """The steps, the initial rate and factor, and whether the factor has been reached."""
         return {**super().state, "base": self._base, "factor": self._factor, "reached": self._reached}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from the ``state`` of an earlier run, whatever the optimizer's rate is by now."""
+        """Continue from the ``state`` of an earlier run, regardless of the optimizer's current rate."""
         super().restore(state)
-        if state["base"] is not None:  # it is None where the state is from before the training
+        if state["base"] is not None:  # None if the state was saved before training began
             self._base, self._factor, self._reached = state["base"], state["factor"], state["reached"]
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set this step's rate, until the factor is reached; afterwards the rate is left to others."""
+        """Set the rate of this step until the factor is reached; later changes by others are kept."""
         step = self.steps_before(batch)
         if not self._reached and self._base is not None:
             part = min(step / self.steps, 1.0) if self.steps else 1.0
@@ -171,12 +171,12 @@ class LearningRateWarmup(_CountsSteps):
 
 
 class StopOnNonFinite(_CountsSteps):
-    """End training when the loss becomes NaN or infinite, and name the step and the rank.
+    """Stop training when the loss becomes NaN or infinite, and report the step and the rank.
 
-    The rank that sees it raises NonFiniteError, which ends the whole job.
+    The affected rank raises NonFiniteError, which ends the whole job.
 
     Args:
-        stop: False to warn once and go on.
+        stop: False to warn once and continue.
 
     Example::
 
@@ -189,7 +189,7 @@ class StopOnNonFinite(_CountsSteps):
         self._warned = False
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        """Look at the loss that Keras reports, the mean over the epoch so far: one bad step makes it bad."""
+        """Check the loss that Keras reports, the mean over the epoch so far: a single bad step makes it non-finite."""
         step = self.count(batch)
         loss = (logs or {}).get("loss", 0.0)
         if not self._warned and not math.isfinite(loss):
@@ -198,16 +198,16 @@ class StopOnNonFinite(_CountsSteps):
 
 
 class StopOnDivergence(_CountsSteps):
-    """End training when parameters or optimizer slots have come to differ between ranks.
+    """Stop training when parameters or optimizer slots have diverged between ranks.
 
-    All ranks compare them bit for bit every few steps, see :class:`hvdkit.supervisor.divergence.DivergenceDetector`,
-    and raise CollectiveMismatchError, which names the rank, the variable and the step. Put it after BroadcastInitial.
+    All ranks compare them bit for bit every few steps (:class:`hvdkit.supervisor.divergence.DivergenceDetector`) and
+    raise CollectiveMismatchError, which names the rank, the variable and the step. Put it after BroadcastInitial.
 
     Args:
-        every: steps between two comparisons.
+        every: steps between comparisons.
 
     Raises:
-        ValueError: ``every`` is no number of steps.
+        ValueError: ``every`` is not an integer >= 1.
 
     Example::
 
@@ -219,12 +219,12 @@ class StopOnDivergence(_CountsSteps):
         self._detector = DivergenceDetector(lambda: replicated(self.model, self.model.optimizer), every=every)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Compare if that is due."""
+        """Compare the ranks every ``every`` steps."""
         self._detector.check(self.count(batch))
 
 
 def check_finite(loss: float, *, step: int, stop: bool = True) -> None:
-    """Raise, or warn where ``stop`` is False, if this rank's ``loss`` is NaN or infinite.
+    """Raise (or warn, if ``stop`` is False) if this rank's ``loss`` is NaN or infinite.
 
     Raises:
         NonFiniteError: ``loss`` is NaN or infinite; the message names step and rank.
@@ -244,14 +244,14 @@ def check_finite(loss: float, *, step: int, stop: bool = True) -> None:
 
 
 class StepLog(_CountsSteps):
-    """Print step, loss, examples/sec and sec/batch on the chief every few steps, as the CIFAR-10 tutorial does.
+    """Log step, loss, examples/sec and sec/batch on the chief every few steps, as in the CIFAR-10 tutorial.
 
-    Serves ``fit`` as a callback and a hand-written loop through :meth:`step`. A loop that continues from a checkpoint
-    has it among what is saved: ``hk.Supervisor(..., state={"log": log})``.
+    Use it as a callback in ``fit``, or call :meth:`step` in a custom training loop. To resume such a loop from a
+    checkpoint, save it as well: ``hk.Supervisor(..., state={"log": log})``.
 
     Args:
-        global_batch_size: examples of all ranks in one step.
-        every: steps between two lines.
+        global_batch_size: examples per step, over all ranks.
+        every: steps between log lines.
 
     Example::
 
@@ -270,7 +270,7 @@ class StepLog(_CountsSteps):
         self._since = time.perf_counter()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from the ``state`` of an earlier run; the time between the two does not count."""
+        """Continue from the ``state`` of an earlier run, excluding the time in between."""
         super().restore(state)
         self._logged = self._done
         self._since = time.perf_counter()
@@ -280,13 +280,13 @@ class StepLog(_CountsSteps):
         self._since = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        """Count the steps of ``fit``; its loss is the mean over the epoch so far, here over all ranks."""
+        """Count the steps of ``fit``; the loss is the mean over the epoch so far and over all ranks."""
         step = self.count(batch)
         if self._due(step):
             self.step(step, allreduce(float((logs or {}).get("loss", math.nan))))
 
     def step(self, step: int, loss: Any) -> None:
-        """Print a line if ``step`` (counted from 1) is due. ``loss`` is read then only; other ranks do nothing."""
+        """Log a line on the chief if ``step`` (counted from 1) is due. ``loss`` is only read in that case."""
         self._done = step
         _tell_profile(self, step)
         if not self._due(step):

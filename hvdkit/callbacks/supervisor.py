@@ -18,26 +18,26 @@ from hvdkit.supervisor.session import Supervisor
 
 
 class SupervisorCallback(keras.callbacks.Callback):
-    """Restores or initialises, saves, summarises and stops ``model.fit`` as :class:`hvdkit.Supervisor` does a loop.
+    """Run :class:`hvdkit.Supervisor` in ``model.fit``: restore or initialize, save, write summaries, and stop.
 
-    Start the same script again, and ``fit`` goes on in the epoch and at the batch where it was saved. It takes the
-    place of :class:`BroadcastInitial`, ``keras.callbacks.BackupAndRestore`` and ``keras.callbacks.TensorBoard``.
-    Callbacks after it see the restored state; one that changes what is saved, after each step, goes before it.
+    When the user starts the same script again, ``fit`` resumes at the epoch and batch of the last save. Replaces
+    :class:`BroadcastInitial`, ``keras.callbacks.BackupAndRestore`` and ``keras.callbacks.TensorBoard``. Put callbacks
+    that read the restored state after it, and callbacks that change saved state after each step before it.
 
     Args:
         logdir: the run's folder, shared by all ranks.
-        until: end ``fit`` when so many steps have been trained in all; a run that is there already trains none.
-        data: the ``GlobalBatches`` whose ``as_keras()`` is given to ``fit``; its position is saved. Without it,
-            ``fit`` goes on at the beginning of the epoch that it was in.
+        until: end ``fit`` after this total number of steps; a run that has already reached it doesn't train.
+        data: the ``GlobalBatches`` whose ``as_keras()`` is passed to ``fit``; its position is saved. Without it,
+            ``fit`` resumes at the beginning of its last epoch.
         variables: as for :class:`hvdkit.Supervisor`.
-        state: likewise. The states of hvdkit's own callbacks (warm-up, step counts) are saved as well.
+        state: as for :class:`hvdkit.Supervisor`. States of hvdkit's callbacks (warm-up, step counts) are also saved.
         **options: any other argument of :class:`hvdkit.Supervisor`: ``save_model_secs``, ``max_to_keep``, ...
 
     Attributes:
-        supervisor: the session of the ``fit`` that runs, or ran last; None before.
+        supervisor: the session of the current or last ``fit``; None before the first.
 
     Raises:
-        What the Supervisor raises; SystemExit with code 75 at the end of ``fit`` after SIGTERM or SIGINT.
+        The errors of the Supervisor; SystemExit with code 75 at the end of ``fit`` after SIGTERM or SIGINT.
 
     Example::
 
@@ -59,12 +59,12 @@ class SupervisorCallback(keras.callbacks.Callback):
         self.supervisor: Supervisor | None = None
         self._logdir, self._until, self._data, self._options = logdir, until, data, options
         self._variables, self._state = list(variables), dict(state or {})
-        self._seen = self._ends_at = 0  # batches of this epoch, and where it ends if it was begun by an earlier run
+        self._seen = self._ends_at = 0  # batches of this epoch, and its end if an earlier run began it
         self._counting: list[Any] = []
         self._epoch = _Epoch()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restore or initialise, and tell Keras the epoch to go on with."""
+        """Restore or initialize, and set Keras's initial epoch."""
         self._counting, self._epoch = stateful_callbacks(self.model), _Epoch()
         self.supervisor = Supervisor(
             self._logdir,
@@ -80,7 +80,7 @@ class SupervisorCallback(keras.callbacks.Callback):
 
     def _find_place(self) -> None:
         step, steps = self._session.global_step, self._steps_per_epoch() or 0
-        if steps % self.model.steps_per_execution:  # Keras then runs into the next epoch, and its steps are no epochs'
+        if steps % self.model.steps_per_execution:  # Keras would then run into the next epoch
             raise ValueError(
                 describe(
                     "steps_per_execution",
@@ -100,14 +100,14 @@ class SupervisorCallback(keras.callbacks.Callback):
             self._ends_at = steps - begun
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Count the batches of this epoch."""
+        """Start counting the batches of this epoch."""
         self._seen = 0
         self._epoch.begin(epoch, self._session.global_step)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        """Note the steps done; with ``steps_per_execution`` Keras calls once for several."""
+        """Count the steps done; with ``steps_per_execution``, Keras calls once for several steps."""
         for callback in self._counting:
-            callback.count(batch)  # before a save takes their states: their own turn may come after this one's
+            callback.count(batch)  # before a save reads their states, as they may run after this callback
         steps, self._seen = batch + 1 - self._seen, batch + 1
         session = self._session
         session.advance(steps, logs or {}, ahead=True)
@@ -117,12 +117,12 @@ class SupervisorCallback(keras.callbacks.Callback):
             self.model.stop_training = _END_OF_EPOCH
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Write the epoch's metrics, and let ``fit`` go on after an epoch that an earlier run had begun."""
-        if not self.model.stop_training:  # otherwise training was stopped within the epoch
+        """Write the epoch's metrics, and continue ``fit`` after an epoch that an earlier run began."""
+        if not self.model.stop_training:  # otherwise training stopped within the epoch
             self._epoch.begin(epoch + 1, self._session.global_step)
         self._session.summary(**{f"epoch_{name}": value for name, value in (logs or {}).items()})
         if getattr(self.model.optimizer, "use_ema", False):
-            # At the end of fit, before it calls on_train_end, Keras puts the averages in the weights' place.
+            # At the end of fit, Keras replaces the weights by their averages before it calls on_train_end.
             self._session.save(wait=False)
         if self._ends_at:
             self._ends_at = 0
@@ -131,7 +131,7 @@ class SupervisorCallback(keras.callbacks.Callback):
             self.model.stop_training = False
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Save what is not saved yet, and end the session."""
+        """Save any unsaved state and end the session."""
         self.model._initial_epoch = None
         set_supervised(self.model, False)
         self._session.__exit__(None, None, None)
@@ -155,7 +155,7 @@ class SupervisorCallback(keras.callbacks.Callback):
 
 
 class _EndOfEpoch:
-    """Ends the epoch, as ``stop_training = True`` does, and can be told from another callback's wish to stop."""
+    """Ends the epoch like ``stop_training = True``, but is distinguishable from another callback's request to stop."""
 
     def __bool__(self) -> bool:
         return True
@@ -171,25 +171,25 @@ class _Epoch:
         self._number = self._first_step = 0
 
     def begin(self, number: int, step: int) -> None:
-        """Note an epoch that begins at ``step``."""
+        """Begin an epoch at ``step``."""
         self._number, self._first_step = number, step
 
     def at(self, step: int) -> tuple[int, int]:
-        """Return the epoch at ``step``, and how many of its steps are done."""
+        """Return the epoch at ``step`` and the number of its steps that are done."""
         return self._number, step - self._first_step
 
     @property
     def state(self) -> dict[str, int]:
-        """Return what is saved."""
+        """Return the state to save."""
         return {"number": self._number, "first_step": self._first_step}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go on where ``state`` was saved."""
+        """Continue from a saved ``state``."""
         self.begin(state["number"], state["first_step"])
 
 
 class _States:
-    """The states of hvdkit's callbacks and the epoch, by class; a new one keeps its initial state."""
+    """The states of hvdkit's callbacks and the epoch, by class name. Callbacks without saved state are unchanged."""
 
     def __init__(self, callbacks: Iterable[Any]):
         self._callbacks: dict[str, Any] = {}
@@ -199,11 +199,11 @@ class _States:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return every callback's state."""
+        """Return the states of all callbacks."""
         return {name: callback.state for name, callback in self._callbacks.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Give every callback its state back."""
+        """Restore the states of all callbacks."""
         for name, callback in self._callbacks.items():
             if name in state:
                 callback.restore(state[name])

@@ -1,1 +1,1 @@
-"""Other libraries' names for what hvdkit does."""
+"""Compatibility modules with the APIs of other libraries."""

@@ -1,10 +1,10 @@
-"""Horovod's names: programs for Horovod's TensorFlow and Keras modules run with another import.
+"""Horovod-compatible API: users of Horovod's TensorFlow and Keras modules only need to change an import.
 
     import hvdkit.compat.horovod as hvd  # instead of horovod.tensorflow.keras, horovod.keras or horovod.tensorflow
 
-What Horovod does and hvdkit does not raises an error. Options that only change how gradients travel are accepted and
-have no effect: ``device_dense``, ``device_sparse``, ``sparse_as_dense``, ``gradient_predivide_factor``, ``num_groups``,
-``groups``, ``name``.
+Horovod features that hvdkit does not support raise an error. Options that only affect how gradients are sent are
+accepted and ignored: ``device_dense``, ``device_sparse``, ``sparse_as_dense``, ``gradient_predivide_factor``,
+``num_groups``, ``groups``, ``name``.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ __all__ = [
 
 
 class Compression:
-    """How gradients travel: ``none``, ``fp16`` or ``bf16``."""
+    """Compression of gradients: ``none``, ``fp16`` or ``bf16``."""
 
     none = None
     fp16 = "fp16"
@@ -96,7 +96,7 @@ def is_initialized() -> bool:
 
 
 def cross_rank() -> int:
-    """Return the index of this rank's host among the hosts that have a rank of this ``local_rank``."""
+    """Return the index of this rank's host among the hosts that have a rank with this ``local_rank``."""
     hosts = cluster.cluster().hosts
     return list(dict.fromkeys(hosts)).index(hosts[rank()])
 
@@ -122,13 +122,13 @@ def allreduce(
 
     Args:
         tensor: as for :func:`hvdkit.allreduce`, or IndexedSlices.
-        average: True for the average, False for the sum; or give ``op``.
+        average: True for the average, False for the sum; alternatively pass ``op``.
         compression: ``Compression.fp16`` or ``Compression.bf16``, for averages and sums.
         op, prescale_factor, postscale_factor, name, process_set: as for :func:`hvdkit.allreduce`.
-        device_dense, device_sparse: without effect.
+        device_dense, device_sparse: ignored.
 
     Raises:
-        ValueError: both ``average`` and ``op`` are given; or factors with IndexedSlices or compression.
+        ValueError: both ``average`` and ``op`` are passed; or factors with IndexedSlices or compression.
     """
     op = _op(average, op)
     if compression is None and not isinstance(tensor, tf.IndexedSlices):
@@ -158,17 +158,17 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, process_s
 
 
 def reducescatter(tensor: Any, op: Any = Average, name: str | None = None, process_set: Any = None) -> Any:
-    """Reduce, and return this rank's rows. Args as for :func:`hvdkit.reducescatter`."""
+    """Reduce a tensor and return this rank's rows. Args as for :func:`hvdkit.reducescatter`."""
     return collectives.reducescatter(tensor, op, name=name, process_set=process_set)
 
 
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:
-    """Return rank ``root_rank``'s tensor. Args as for :func:`hvdkit.broadcast`."""
+    """Return the tensor of ``root_rank``. Args as for :func:`hvdkit.broadcast`."""
     return collectives.broadcast(tensor, root_rank, name=name, process_set=process_set)
 
 
 def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
-    """Give every variable the value it has on ``root_rank``; also inside a ``tf.function``."""
+    """Assign the values of ``root_rank`` to all variables. Also works inside a ``tf.function``."""
     if not tf.inside_function():
         collectives.broadcast_variables(variables, root_rank)
         return
@@ -191,16 +191,16 @@ def DistributedOptimizer(
     groups: Any = None,
     process_set: Any = None,
 ) -> Any:
-    """Return :func:`hvdkit.DistributedOptimizer` of ``optimizer``.
+    """Wrap ``optimizer`` in a :func:`hvdkit.DistributedOptimizer`.
 
     Args:
-        optimizer, compression, op, process_set: as there.
-        backward_passes_per_step: as ``accumulate_steps`` there.
+        optimizer, compression, op, process_set: as for :func:`hvdkit.DistributedOptimizer`.
+        backward_passes_per_step: ``accumulate_steps`` of :func:`hvdkit.DistributedOptimizer`.
         average_aggregated_gradients: must be True if ``backward_passes_per_step`` is not 1.
-        name, device_dense, device_sparse, sparse_as_dense, gradient_predivide_factor, num_groups, groups: no effect.
+        name, device_dense, device_sparse, sparse_as_dense, gradient_predivide_factor, num_groups, groups: ignored.
 
     Raises:
-        ValueError: gradients are to be summed over steps; or as there.
+        ValueError: gradients would be summed over steps; or as for :func:`hvdkit.DistributedOptimizer`.
     """
     if backward_passes_per_step != 1 and not average_aggregated_gradients:
         expected = f"True with backward_passes_per_step={backward_passes_per_step}: hvdkit has no sum over steps"
@@ -223,18 +223,18 @@ def DistributedGradientTape(
     groups: Any = None,
     process_set: Any = None,
 ) -> Any:
-    """Return :class:`hvdkit.DistributedGradientTape` of ``gradtape``. Args as there, others without effect."""
+    """Wrap ``gradtape`` in a :class:`hvdkit.DistributedGradientTape`. Args as for it; other arguments are ignored."""
     return gradients.DistributedGradientTape(gradtape, op=op, compression=compression, process_set=process_set)
 
 
 def load_model(
     filepath: Any, custom_optimizers: Any = None, custom_objects: Any = None, compression: Any = None
 ) -> Any:
-    """Return :func:`hvdkit.load_model` of ``filepath``.
+    """Load a model with :func:`hvdkit.load_model`.
 
     Args:
-        filepath, custom_objects, compression: as there.
-        custom_optimizers: optimizer classes that the file may have.
+        filepath, custom_objects, compression: as for :func:`hvdkit.load_model`.
+        custom_optimizers: optimizer classes that the file may contain.
     """
     known = {cls.__name__: cls for cls in custom_optimizers or ()}
     options = {} if compression is None else {"compression": compression}

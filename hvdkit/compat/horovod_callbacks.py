@@ -22,7 +22,7 @@ __all__ = [
 
 
 class BroadcastGlobalVariablesCallback(BroadcastInitial):
-    """Begin with the variables of ``root_rank`` (:class:`hvdkit.callbacks.BroadcastInitial`)."""
+    """Broadcast the variables of ``root_rank`` (:class:`hvdkit.callbacks.BroadcastInitial`)."""
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__(root_rank)
@@ -39,17 +39,17 @@ class MetricAverageCallback(MetricAverage):
 
 
 class LearningRateWarmupCallback(LearningRateWarmup):
-    """Let the learning rate grow linearly from ``initial_lr / size`` to ``initial_lr``.
+    """Increase the learning rate linearly from ``initial_lr / size`` to ``initial_lr``.
 
     Args:
-        initial_lr: the rate after the warm-up, for all ranks together: e.g. ``0.1 * hvd.size()``.
-        warmup_epochs: epochs over which it grows.
-        momentum_correction: without effect, as in Horovod once ``fit`` has compiled its step.
-        steps_per_epoch: batches per epoch; needed if Keras does not know them.
-        verbose: 1 for a line from the chief at the end.
+        initial_lr: the rate after warm-up, scaled for all ranks: e.g. ``0.1 * hvd.size()``.
+        warmup_epochs: epochs over which the rate grows.
+        momentum_correction: ignored, as in Horovod once ``fit`` has compiled its step.
+        steps_per_epoch: batches per epoch; required if Keras does not know the number.
+        verbose: 1 to log a line on the chief at the end.
 
     Raises:
-        ValueError: when training begins, the steps per epoch are not known.
+        ValueError: when training begins, if the steps per epoch are unknown.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class LearningRateWarmupCallback(LearningRateWarmup):
         self._epochs, self._steps_per_epoch, self._verbose = warmup_epochs, steps_per_epoch, verbose
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Take the number of steps of an epoch from Keras."""
+        """Read the number of steps per epoch from Keras."""
         self.steps = int(self._epochs * _steps_per_epoch(self, self._steps_per_epoch))
         super().on_train_begin(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Say that the rate is reached."""
+        """Log that warm-up is finished."""
         if self._verbose and self._reached and cluster.is_chief():
             self._verbose = 0
             rate = float(np.asarray(self.model.optimizer.learning_rate))
@@ -80,13 +80,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Set the learning rate to ``initial_lr * multiplier(epoch)`` in the epochs ``[start_epoch, end_epoch)``.
 
     Args:
-        initial_lr: the rate that is multiplied.
-        multiplier: a number, or a function of the epoch, which is an integer if ``staircase`` and else has the part of
-            the epoch that is done.
+        initial_lr: the base rate.
+        multiplier: a number, or a function of the epoch. The epoch is an integer if ``staircase``, otherwise a float
+            that includes the completed fraction of the epoch.
         start_epoch: the first epoch.
-        end_epoch: the epoch before which it ends; None: never.
-        staircase: change the rate at the beginning of epochs only.
-        momentum_correction: without effect, as in Horovod once ``fit`` has compiled its step.
+        end_epoch: the end of the range, exclusive; None for no end.
+        staircase: change the rate only at the beginning of epochs.
+        momentum_correction: ignored, as in Horovod once ``fit`` has compiled its step.
         steps_per_epoch: as for :class:`LearningRateWarmupCallback`; for ``staircase=False``.
     """
 
@@ -108,13 +108,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._steps_per_epoch, self._epoch = steps_per_epoch, 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Set the rate of an epoch."""
+        """Set the rate of the epoch."""
         self._epoch = epoch
         if self._staircase:
             self._set(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the rate of a step."""
+        """Set the rate of the step."""
         if not self._staircase:
             self._set(self._epoch + batch / _steps_per_epoch(self, self._steps_per_epoch))
 

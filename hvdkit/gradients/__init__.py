@@ -1,4 +1,4 @@
-"""Gradients combined over ranks."""
+"""Combine gradients over ranks."""
 
 from hvdkit.gradients.average import average_gradients
 from hvdkit.gradients.local_variables import register_local_variables

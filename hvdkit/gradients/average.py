@@ -1,4 +1,4 @@
-"""Averaging gradients over ranks: dense, IndexedSlices and None, in their order. All three are handled here only."""
+"""Average gradients over ranks: dense tensors, IndexedSlices and None. Only this module distinguishes the three."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Averaging:
 
     @property
     def batches(self) -> cluster.Group:
-        """The ranks with different batches: those along the mesh's axis "data", or all of ``group``."""
+        """The ranks with different batches: those along the mesh axis "data", or all of ``group``."""
         return cluster.group(cluster.DATA) if self.group is None else self.group
 
     @property
     def copies(self) -> int:
-        """How many ranks work on each batch together."""
+        """Number of ranks that share each batch."""
         return cluster.size() // self.batches.size if self.group is None else 1
 
 
@@ -58,44 +58,45 @@ def average_gradients(
     variables: Sequence[Any] | None = None,
     process_set: RankGroup = None,
 ) -> list[Gradient]:
-    """Combine every gradient over all ranks; all ranks get the same result, to the bit.
+    """Combine gradients over all ranks; the results are bitwise identical on all ranks.
 
-    The formula, with g_r the gradient and w_r the weight of rank r:
+    Each gradient is reduced to
 
         Average   sum_r g_r / N,  or with weights  sum_r w_r g_r / sum_r w_r
         Sum       sum_r g_r,      or with weights  sum_r w_r g_r
 
-    If each rank's loss is the mean over its local batch, passing the number of its local examples as ``weight``
-    gives the gradient of the mean over the global batch, however unevenly that is spread. A rank without examples
-    passes 0, and then its gradients may be NaN. Ranks that work on one batch together, along other axes of the mesh
-    than "data", count once.
+    where g_r is the gradient and w_r the weight of rank r.
+
+    If each rank's loss is the mean over its local batch, users pass the number of local examples as ``weight`` to get
+    the gradient of the mean over the global batch, no matter how unevenly it is distributed. A rank without examples
+    passes 0; its gradients may then be NaN. Ranks that share a batch (along mesh axes other than "data") count once.
 
     Args:
         grads: one gradient per variable, in the same order on every rank: a dense tensor, NumPy array, or list or tuple
-            of numbers (equal shape and dtype on every rank), IndexedSlices of any of these (rows differ between ranks,
-            repeated rows are summed), or None.
+            of numbers (same shape and dtype on every rank), IndexedSlices of any of these (rows may differ between
+            ranks; repeated rows are summed), or None.
         op: ``hk.Average`` or ``hk.Sum``; ``hk.Min`` and ``hk.Max`` for dense gradients without weight.
-        weight: this rank's weight, a number or scalar tensor >= 0; given on every rank or on none. Inside a graph a
-            weight that is negative or NaN makes the result NaN on all ranks.
+        weight: this rank's weight, a number or scalar tensor >= 0; passed on every rank or on none. Inside a graph, a
+            negative or NaN weight makes the result NaN on all ranks.
         compression: ``"fp16"`` or ``"bf16"`` to send 32- and 64-bit floats in 16 bits.
-        variables: what the gradients belong to. Required if some are sharded or local. Gradients of sharded variables
-            have been summed over the ranks on their way to the owner, and are only divided by N if ``op`` is Average;
-            ``weight`` then belongs to ``hk.DistributedGradientTape``, which applies it before gradients travel; also
-            if there are synchronized BatchNormalization layers. Those
-            of local variables (:func:`hvdkit.register_local_variables`) are only scaled. Variables that take their
-            gradient as their value (``overwrite_with_gradient``) get the maximum over ranks, without weight.
-        process_set: the N ranks that combine their gradients, each of which has its own batch: an ``hk.ProcessSet`` or
-            an axis of the mesh. Default: all ranks. Not for gradients of sharded variables, whose rows come from all.
+        variables: the variables of the gradients. Required if any of them is sharded or local. Gradients of sharded
+            variables have already been summed over ranks when they were sent to the owner, and are only divided by N
+            if ``op`` is Average. With these, or with synchronized BatchNormalization layers, pass ``weight`` to
+            ``hk.DistributedGradientTape`` instead, which applies it before gradients are sent. Gradients of local
+            variables (:func:`hvdkit.register_local_variables`) are only scaled. Variables that are overwritten with
+            their gradient (``overwrite_with_gradient``) get the maximum over ranks, without weight.
+        process_set: the N ranks that combine their gradients, each with its own batch: an ``hk.ProcessSet`` or an axis
+            of the mesh. Default: all ranks. Not supported for sharded variables, whose rows come from all ranks.
 
     Returns:
-        The results in the order of ``grads``: tensors, IndexedSlices with distinct rows, or None, of the same dtypes.
+        The combined gradients in the order and dtypes of ``grads``: tensors, IndexedSlices with distinct rows, or None.
 
     Raises:
         TypeError: an element of ``grads`` is not a gradient.
-        ValueError: ``op``, ``weight`` or ``compression`` is none of the above, the parts of an IndexedSlices do not fit
-            together, the lists differ in length, or ``process_set`` does not contain this rank.
-        CollectiveMismatchError: in eager mode, another rank passed unlike gradients or a bad argument; it names rank
-            and tensor.
+        ValueError: ``op``, ``weight`` or ``compression`` is invalid, the parts of an IndexedSlices are inconsistent,
+            the lists differ in length, or ``process_set`` does not contain this rank.
+        CollectiveMismatchError: in eager mode, another rank passed different gradients or an invalid argument; the
+            message names the rank and the tensor.
 
     Example::
 
@@ -114,12 +115,12 @@ def average(prepare: Callable[[], Given], how: Averaging) -> list[Gradient]:
 
 
 def shared(found: Given, how: Averaging) -> Given:
-    """Return gradients times this rank's share of the global batch, in a step of ``hk.fit``; else as they are.
+    """Return gradients multiplied by this rank's share of the global batch in a step of ``hk.fit``, else unchanged.
 
-    Those of sharded rows were multiplied on their way to the owner (:mod:`hvdkit.collectives.batch_share`).
+    Gradients of sharded rows were already multiplied when sent to the owner (:mod:`hvdkit.collectives.batch_share`).
 
     Raises:
-        ValueError: in such a step, with ``weight`` or an ``op`` that is not the average.
+        ValueError: in such a step, ``weight`` is set or ``op`` is not the average.
     """
     if not within_share():
         return found
@@ -137,14 +138,14 @@ def shared(found: Given, how: Averaging) -> Given:
 
 
 def agree_on(prepare: Callable[[], Given], how: Averaging) -> Given:
-    """Return what ``prepare`` returns, checked; in eager mode after a comparison of all ranks.
+    """Check the result of ``prepare`` and return it; in eager mode, also compare it between ranks.
 
-    Whatever ``prepare`` or the checks raise on one rank raises an error on every rank: all that can go wrong before
-    gradients are exchanged belongs into ``prepare``.
+    An error in ``prepare`` or the checks on one rank raises an error on every rank. Everything that can fail before
+    gradients are exchanged belongs in ``prepare``.
 
     Raises:
-        Exception: what this rank's own gradients or arguments deserve.
-        CollectiveMismatchError: in eager mode, ranks differ, or another rank's ``prepare`` or check has raised.
+        Exception: this rank's gradients or arguments are invalid.
+        CollectiveMismatchError: in eager mode, ranks differ, or ``prepare`` or a check failed on another rank.
     """
     prepared: list[Given] = []
 
@@ -158,9 +159,9 @@ def agree_on(prepare: Callable[[], Given], how: Averaging) -> Given:
 
 
 def agree_to_go_on(prepare: Callable[[], Given], group: cluster.Group | None) -> Given:
-    """Return what ``prepare`` returns; what it raises on one rank raises an error on every rank, in eager mode.
+    """Return the result of ``prepare``; in eager mode, an error on one rank raises an error on every rank.
 
-    For gradients that are not combined before something else is exchanged.
+    Used if gradients are not combined before the next exchange.
     """
     prepared: list[Given] = []
     problem = attempt(lambda: prepared.append(prepare()))
@@ -176,7 +177,7 @@ def _agree(call: Call, prepared: list[Given], group: cluster.Group | None) -> No
 
 
 def combine(found: Given, how: Averaging) -> list[Gradient]:
-    """Combine gradients that all ranks have agreed on. Rows of sharded tables may repeat, and then do afterwards."""
+    """Combine gradients that all ranks have agreed on. Repeated rows of sharded tables stay repeated."""
     if how.weight is not None:
         factor, how = share(how), replace(how, op=ReduceOp.Sum, weight=None)
         found = found.map(lambda grad, kind: grad if kind == "overwritten" else _weighted(grad, factor))
@@ -186,11 +187,11 @@ def combine(found: Given, how: Averaging) -> list[Gradient]:
 def combine_kinds(
     found: Given, how: Averaging, combine_replicated: Callable[[list[Gradient]], list[Gradient]]
 ) -> list[Gradient]:
-    """Combine gradients, each kind in its own way.
+    """Combine gradients by kind.
 
-    With N ranks, C of which work on each batch together: a table's rows are sums over all N ranks already, of which
-    an average is 1/N and a sum 1/C. A layer's part along an axis of the mesh has the whole gradient of its batch, and
-    is combined over the ranks with other batches. A local gradient is the whole gradient of one of N/C batches.
+    With N ranks, C of which share each batch: rows of a table are already sums over all N ranks; the average divides
+    them by N, the sum by C. A part of a layer along a mesh axis has the complete gradient of its batch and is combined
+    over the ranks with other batches. A local gradient is the complete gradient of one of N/C batches.
     """
     by_kind: dict[Kind, list[Gradient]] = {}
     for grad, kind in zip(found.grads, found.kinds, strict=True):
@@ -223,7 +224,7 @@ def _divided(grad: Gradient, divisor: int) -> Gradient:
 
 
 def mapped(grad: Gradient, fn: Callable[[tf.Tensor], tf.Tensor]) -> Gradient:
-    """Return a gradient whose values have gone through ``fn``."""
+    """Apply ``fn`` to the values of a gradient."""
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(fn(grad.values), grad.indices, grad.dense_shape)
     return None if grad is None else fn(grad)
@@ -232,10 +233,10 @@ def mapped(grad: Gradient, fn: Callable[[tf.Tensor], tf.Tensor]) -> Gradient:
 def share(how: Averaging) -> tf.Tensor:
     """Return the factor of this rank's gradients in a plain sum: w_r, or w_r / sum_r w_r for the average.
 
-    The weights are known before the gradients are, so that inside a graph their exchange overlaps the step.
+    Weights are known before the gradients, so inside a graph their exchange overlaps with the step.
     """
     w = tf.cast(as_tensor(how.weight), tf.float64)
-    # Inside a graph a bad weight is known too late to raise on every rank: it makes every rank's result NaN instead.
+    # Inside a graph it is too late to raise on every rank, so an invalid weight makes the result NaN on every rank.
     w = tf.where(w >= 0, w, np.nan)
     if checked_op(how.op) == ReduceOp.Sum:
         return w
@@ -247,7 +248,7 @@ def _weighted(grad: Gradient, factor: tf.Tensor) -> Gradient:
 
 
 def zero_without_weight(grad: Gradient, factor: tf.Tensor) -> Gradient:
-    """Return zeros for a rank of weight 0: without examples its gradient is 0/0, and must not spoil the others'."""
+    """Return zeros if this rank's weight is 0: without examples, its gradient is 0/0 and would propagate NaN."""
     return mapped(grad, lambda x: tf.where(tf.equal(factor, 0), tf.zeros_like(x), x))
 
 
@@ -270,7 +271,7 @@ def _combine(
     wire: tf.DType | None,
     group: cluster.Group | None,
 ) -> tuple[list[tf.Tensor], list[tf.IndexedSlices]]:
-    """Combine dense gradients and rows by ``op``, Average or Sum; tiny tables ride with the dense ones."""
+    """Combine dense gradients and rows by ``op``, Average or Sum; tiny tables are sent with the dense gradients."""
     tiny = [i for i, g in enumerate(rows) if sparse.is_tiny(g)]
     large = [i for i in range(len(rows)) if i not in tiny]
     riders = [tf.convert_to_tensor(rows[i]) for i in tiny]
@@ -287,7 +288,7 @@ def _dense(grads: list[Gradient]) -> list[tf.Tensor]:
 
 
 def _place(grads: list[Gradient], dense: list[tf.Tensor], rows: list[tf.IndexedSlices]) -> list[Gradient]:
-    """Put the results back in the places of ``grads``."""
+    """Put the results back in the order of ``grads``."""
     next_dense, next_rows = iter(dense), iter(rows)
     kinds = [None if g is None else (next_rows if isinstance(g, tf.IndexedSlices) else next_dense) for g in grads]
     return [None if source is None else next(source) for source in kinds]
@@ -315,7 +316,7 @@ def _check(found: Given, how: Averaging) -> None:
 
 
 def check_weight(weight: Any) -> None:
-    """Raise if ``weight`` is not a number >= 0, as far as it is known here."""
+    """Raise if the static value of ``weight`` is known and not a number >= 0."""
     known = tf.get_static_value(as_tensor(weight))
     if known is not None and (known.ndim != 0 or not 0 <= known < np.inf):
         raise ValueError(
@@ -324,7 +325,7 @@ def check_weight(weight: Any) -> None:
 
 
 def _call(found: Given | None, how: Averaging, problem: Exception | None) -> Call:
-    """Describe this rank's call for the comparison of ranks."""
+    """Describe this rank's call, for comparison with other ranks."""
     described = [] if found is None else [_described(*pair) for pair in zip(found.grads, found.kinds, strict=True)]
     options = [f"op={op_label(how.op)}", f"compression={how.compression}", "weight" * (how.weight is not None)]
     shown = ", ".join(option for option in (*options, label(how.group)) if option)
@@ -333,12 +334,12 @@ def _call(found: Given | None, how: Averaging, problem: Exception | None) -> Cal
 
 
 def _described(grad: Gradient, kind: Kind) -> tuple[str, tuple[int, ...]]:
-    """Return what must be equal on all ranks: all that decides how a gradient is sent."""
-    if kind in ("rows", "local"):  # what is not exchanged here may differ, and be missing on some ranks
+    """Return what must be equal on all ranks: everything that determines how a gradient is sent."""
+    if kind in ("rows", "local"):  # not exchanged here: may differ, or be missing on some ranks
         return kind, ()
     if grad is None:
         return "none", ()
-    if kind == "part":  # ranks along the other axes may have parts of other shapes
+    if kind == "part":  # shapes may differ along the other axes
         return f"part {grad.dtype.name}", ()
     if not isinstance(grad, tf.IndexedSlices):
         return grad.dtype.name, tuple(grad.shape)

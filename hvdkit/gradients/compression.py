@@ -1,9 +1,9 @@
-"""What gradients look like on the wire: as they are, or in 16 bits.
+"""Wire format of gradients: uncompressed, or in 16 bits.
 
-``"fp16"`` halves the bytes and is summed in float16 by Horovod's own ring. Horovod does not sum bfloat16, so ``"bf16"``
-is a ring of its own two halves: every rank gets its share of all vectors (alltoall), sums it in float32, rounds
-once, and all shares are gathered. It moves the same 2 (N-1)/N bytes per byte of gradient. The first half alone,
-:func:`reduce_scatter`, is what ranks need that divide an optimizer's slots among them.
+``"fp16"`` halves the bytes; Horovod's ring sums in float16. Horovod does not sum bfloat16, so ``"bf16"`` implements the
+two halves of a ring itself: each rank receives its share of all vectors (alltoall), sums it in float32 and rounds once;
+then all shares are gathered. It moves the same 2 (N-1)/N bytes per byte of gradient. Sharded optimizer state uses only
+the first half, :func:`reduce_scatter`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WIRES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 def wire_dtype(compression: str | None) -> tf.DType | None:
-    """Return the dtype in which ``compression`` sends floats, None for their own.
+    """Return the wire dtype of ``compression``; None to send floats uncompressed.
 
     Raises:
         ValueError: ``compression`` is neither None, ``"fp16"`` nor ``"bf16"``.
@@ -36,9 +36,9 @@ def wire_dtype(compression: str | None) -> tf.DType | None:
 
 
 def dtype_on_wire(dtype: tf.DType, wire: tf.DType | None) -> tf.DType:
-    """Return the dtype in which values of ``dtype`` travel.
+    """Return the dtype in which values of ``dtype`` are sent.
 
-    Only float32 and float64 are compressed: what is 16 bits wide already would lose precision or range.
+    Only float32 and float64 are compressed: 16-bit dtypes would only lose precision or range.
     """
     return wire if wire is not None and dtype in (tf.float32, tf.float64) else dtype
 
@@ -48,8 +48,8 @@ def reduce_dense(
 ) -> list[tf.Tensor]:
     """Return each dense gradient combined over all ranks (or ``group``) by ``op``, Average or Sum, in its own dtype.
 
-    Gradients go out in buckets, those of the last variables first: the backward pass computes them first, and goes on
-    while they travel.
+    Gradients are sent in buckets, starting with the last variables: the backward pass computes these first, and
+    continues while they are exchanged.
     """
     results: dict[int, tf.Tensor] = {}
     nbytes = [(g.shape.num_elements() or 0) * dtype_on_wire(g.dtype, wire).size for g in grads]
@@ -97,20 +97,21 @@ def reduce_scatter(
 ) -> tf.Tensor:
     """Return this rank's share of vectors combined over all ranks (or ``group``) by ``op``, Average or Sum.
 
-    Over a network by Horovod's reducescatter. Within one host each rank gets its share of all vectors (alltoall), and
-    adds it up in rank order: the same (N-1)/N bytes without the loops of ``MPI_Reduce_scatter``, which through shared
-    memory take several times as long as TensorFlow's.
+    Across hosts, this uses Horovod's reducescatter. Within one host, each rank receives its share of all vectors
+    (alltoall) and sums it in rank order. That moves the same (N-1)/N bytes but avoids the loops of
+    ``MPI_Reduce_scatter``, which are several times slower than TensorFlow's in shared memory.
 
     Args:
-        flat: ``[N * k]`` floats, of one dtype and length on every rank.
+        flat: ``[N * k]`` floats, with the same dtype and length on every rank.
         op: the reduction.
-        wire: the dtype in which 32- and 64-bit floats travel; None for their own.
-        name: of the exchange.
-        group: its N ranks, if they are not all.
-        native: by Horovod's op, or by alltoall, which bfloat16 always takes; None: as described above.
+        wire: the dtype in which 32- and 64-bit floats are sent; None to send them uncompressed.
+        name: name of the exchange.
+        group: the N ranks; None for all ranks.
+        native: whether to use Horovod's op instead of alltoall (bfloat16 always uses alltoall); None: as described
+            above.
 
     Returns:
-        ``[k]``, rank r's those that begin at ``r * k``, in the dtype of ``flat``.
+        ``[k]`` in the dtype of ``flat``: for rank r, the elements from ``r * k``.
     """
     sent = tf.cast(flat, dtype_on_wire(flat.dtype, wire))
     if native is None:

@@ -1,4 +1,4 @@
-"""Layers that exchange values between ranks in the forward pass, so that a gradient depends on every rank's loss."""
+"""Track layers that exchange values between ranks in the forward pass: their gradients depend on all ranks' losses."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _checked: set[int] = set()
 
 
 def note_coupled(layer: Any) -> None:
-    """Note that ``layer`` couples ranks: weights of ranks must then be applied to losses, not to their gradients."""
+    """Record that ``layer`` couples ranks, so that rank weights must be applied to losses instead of gradients."""
     global _was_coupled
     _was_coupled = True
     _coupled.add(layer)
 
 
 def was_coupled() -> bool:
-    """Return True if a layer has coupled ranks in this process, on whichever rank it has been freed since."""
+    """Return True if a layer has ever coupled ranks in this process, even if it has been freed."""
     return _was_coupled
 
 
 def any_coupled() -> bool:
-    """Return True if a layer that couples ranks is in use in this process. It may take long."""
+    """Return True if a layer that couples ranks is alive in this process. May be slow."""
     if _coupled:
         gc.collect()  # ranks free layers at different times
     return len(_coupled) > 0
 
 
 def check_coupled(variables: Iterable[Any]) -> None:
-    """Refuse to combine gradients of layers that are to be synchronized over ranks, and are not.
+    """Check that layers with ``synchronized=True`` are actually synchronized over ranks.
 
-    Keras gives variables no reference to their layers. So layers are looked for among all Python objects, once for each
-    list of variables.
+    Keras variables don't reference their layers, so layers are searched among all Python objects, once per list of
+    variables.
 
     Raises:
         ValueError: a ``BatchNormalization(synchronized=True)`` of ``variables`` uses the statistics of the local batch.
@@ -52,7 +52,7 @@ def check_coupled(variables: Iterable[Any]) -> None:
     for layer in [x for x in gc.get_objects() if issubclass(type(x), keras.layers.BatchNormalization)]:
         if not getattr(layer, "built", False) or not layer.synchronized:  # a constructor may have failed
             continue
-        # A tape knows the variables inside Keras's.
+        # A tape may be called with the TensorFlow variables inside Keras variables.
         ids = {i for v in layer.trainable_variables for i in (id(v), id(getattr(v, "_value", v)))}
         if ids & own:
             refuse_local(layer)

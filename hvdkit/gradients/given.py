@@ -1,4 +1,4 @@
-"""Gradients as a caller gives them: checked, as tensors, and by how ranks hold the variables that they belong to."""
+"""Check gradients passed by a caller, convert them to tensors, and classify them by their variables' placement."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Kind: TypeAlias = Literal["replicated", "rows", "part", "local", "overwritten"]
 
 @dataclass(frozen=True)
 class Given:
-    """Gradients, the variables that they belong to, and how ranks hold these.
+    """Gradients with their variables and how these are placed on ranks.
 
     Attributes:
         grads: dense tensors, IndexedSlices of tensors, or None.
-        variables: of each, or None if the caller did not pass them.
-        kinds: of each: "replicated"; "rows" of a table, summed over all ranks on their way to the owner; "part" of a
-            layer that is cut along an axis of the mesh; "local"; "overwritten" for variables that take their gradient
-            as their value (the scales of Keras's float8 layers).
+        variables: one per gradient, or None if the caller did not pass them.
+        kinds: one per gradient: "replicated"; "rows" of a table, already summed over all ranks when sent to the owner;
+            "part" of a layer that is split along an axis of the mesh; "local"; "overwritten" for variables that are
+            overwritten with their gradient (the scales of Keras's float8 layers).
     """
 
     grads: list[Gradient]
@@ -35,22 +35,22 @@ class Given:
     kinds: list[Kind]
 
     def with_grads(self, grads: list[Gradient]) -> Given:
-        """Return other gradients of the same variables."""
+        """Return a copy with other gradients of the same variables."""
         return Given(grads, self.variables, self.kinds)
 
     def map(self, fn: Callable[[Gradient, Kind], Gradient]) -> Given:
-        """Return what ``fn`` makes of each gradient and its kind."""
+        """Apply ``fn`` to each gradient and its kind."""
         return self.with_grads([fn(g, kind) for g, kind in zip(self.grads, self.kinds, strict=True)])
 
     @property
     def is_symbolic(self) -> bool:
-        """True inside a graph: the values are not known yet."""
+        """Whether the values are symbolic, i.e. inside a graph."""
         values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in self.grads]
         return any(is_symbolic(x) for x in values)
 
 
 def kind_of(variable: Any) -> Kind:
-    """Return how ranks hold ``variable``."""
+    """Return how ``variable`` is placed on ranks."""
     holding = holding_of(variable)
     if isinstance(holding, Local):
         return "local"
@@ -60,17 +60,17 @@ def kind_of(variable: Any) -> Kind:
 
 
 def given(grads: Any, variables: Any = None) -> Given:
-    """Return ``grads`` as tensors, after a check of all that can be known on one rank.
+    """Return ``grads`` as tensors, after all checks that don't involve other ranks.
 
     Args:
         grads: a sequence of gradients: tensors, arrays, nested lists or tuples of numbers, numbers, IndexedSlices of
             any of these, or None.
-        variables: what they belong to, in the same order, or None. Numbers, lists and arrays become tensors of the
-            variable's dtype.
+        variables: the variables of the gradients in the same order, or None. Numbers, lists and arrays are converted
+            to tensors of the variable's dtype.
 
     Raises:
         TypeError: an element is not a gradient.
-        ValueError: an element does not fit together, or the lists differ in length.
+        ValueError: an element is inconsistent, or the lists differ in length.
     """
     listed = _listed("grads", grads)
     owners = [None] * len(listed) if variables is None else _listed("variables", variables)
@@ -100,13 +100,13 @@ def _gradient(name: str, grad: Any, variable: Any) -> Gradient:
 
 
 def _tensor(name: str, value: Any, dtype: tf.DType | None = None, plain: str = "float32") -> tf.Tensor:
-    """Return ``value`` as a tensor: a tensor as it is, numbers in ``dtype`` if it is given.
+    """Return ``value`` as a tensor; tensors are returned unchanged.
 
     Args:
-        name: for messages.
+        name: name for error messages.
         value: a tensor, an array, a number, or nested lists and tuples of these.
-        dtype: of the result, if ``value`` is not a tensor.
-        plain: if ``dtype`` is not given, that of plain Python numbers of its kind.
+        dtype: dtype of the result if ``value`` is not a tensor.
+        plain: default dtype of plain Python numbers of the same kind.
     """
     if isinstance(value, tf.Tensor):
         return value
@@ -133,7 +133,7 @@ def _tensor(name: str, value: Any, dtype: tf.DType | None = None, plain: str = "
 
 
 def _is_small(array: np.ndarray) -> bool:
-    """Return True for floats that NumPy does not know: bfloat16 and float8."""
+    """Return True for float dtypes that NumPy does not define: bfloat16 and float8."""
     try:
         return tf.as_dtype(array.dtype).is_floating
     except TypeError:
@@ -141,7 +141,7 @@ def _is_small(array: np.ndarray) -> bool:
 
 
 def _rows(name: str, grad: tf.IndexedSlices, variable: Any, dtype: tf.DType | None) -> tf.IndexedSlices:
-    """Return IndexedSlices whose parts are tensors that fit together."""
+    """Return IndexedSlices whose parts are tensors, after checking that they are consistent."""
     parts = (grad.values, grad.indices, grad.dense_shape)
     if any(part is not None and not isinstance(part, tf.Tensor) for part in parts):
         values = _tensor(f"{name}.values", grad.values, dtype)
@@ -161,7 +161,7 @@ def _rows(name: str, grad: tf.IndexedSlices, variable: Any, dtype: tf.DType | No
 
 
 def _check_rows(name: str, grad: tf.IndexedSlices) -> None:
-    """Raise if ``grad``'s parts do not fit together, or an index known here is out of range."""
+    """Raise if the parts of ``grad`` are inconsistent, or a known index is out of range."""
     indices, values, whole = grad.indices, grad.values, sparse.dense_shape(grad)
     if indices.dtype not in (tf.int32, tf.int64):
         raise TypeError(describe(f"{name}.indices", indices.dtype.name, "int32 or int64", "pass row numbers"))

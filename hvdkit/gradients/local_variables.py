@@ -1,4 +1,4 @@
-"""Variables of which each rank has its own, with gradients that do not travel."""
+"""Local variables: each rank has its own values, and gradients are not exchanged."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from hvdkit.errors import describe
 
 
 def register_local_variables(variables: Any) -> None:
-    """Make variables local: each rank has its own values, which no rank averages, broadcasts or compares.
+    """Make variables local: each rank has its own values, which are not averaged, broadcast or compared.
 
     ``hk.DistributedOptimizer``, ``hk.DistributedGradientTape`` and ``hk.average_gradients(variables=...)`` do not
-    exchange the gradient of a local variable. They scale it, so that it is the gradient of the loss that one process
-    would have on the global batch. With g_r the gradient of rank r's loss, N ranks with different batches, and weights
-    w_r if they are given:
+    exchange the gradient of a local variable. They only scale it, so that it equals the gradient of the loss on the
+    global batch. With g_r the gradient of rank r's loss, N ranks with different batches, and optional weights w_r:
 
         Average   g_r / N,  or with weights  w_r g_r / sum_r w_r
         Sum       g_r,      or with weights  w_r g_r
 
-    ``hk.broadcast_variables``, ``hk.compare_variables`` and the Supervisor's comparison leave local variables and their
-    slots out. A checkpoint has the values of each rank; at another number of ranks those that saved keep theirs, and
-    further ranks begin with their own initial values.
+    ``hk.broadcast_variables``, ``hk.compare_variables`` and the Supervisor's comparison skip local variables and their
+    slots. A checkpoint contains the values of each rank. If it is restored on another number of ranks, the ranks that
+    saved get their values back, and additional ranks keep their initial values.
 
-    Call it on every rank, before the optimizer is built and before the first step. Shapes may differ between ranks.
+    Call this on every rank, before the optimizer is built and before the first step. Shapes may differ between ranks.
 
     Args:
-        variables: TensorFlow or Keras variables, or one of them; or a Keras layer that is built: all of its weights.
+        variables: one or several TensorFlow or Keras variables, or a built Keras layer (all of its weights).
 
     Raises:
-        TypeError: ``variables`` holds something else.
+        TypeError: ``variables`` contains something else.
         ValueError: a layer is not built, or a variable is sharded.
 
     Example::
@@ -61,7 +60,7 @@ def _listed(variables: Any) -> list[Any]:
             got = f"layer {variables.name!r}, which is not built"
             raise ValueError(describe("variables", got, "a layer that has its variables", "build or call it before"))
         return list(variables.weights)
-    # A variable can be iterated over, too: TensorFlow's by rows.
+    # Check for a variable first: TensorFlow variables are iterable, by rows.
     if hasattr(variables, "assign") or not isinstance(variables, Iterable):
         return [variables]
     return list(variables)

@@ -1,14 +1,14 @@
-"""Sparse gradients: summed locally by row, then sent as rows or as a dense tensor, whichever moves fewer bytes.
+"""Combine sparse gradients: sum them locally by row, then send rows or a dense tensor, whichever is smaller.
 
-With V rows of D numbers of b bytes, and u_r distinct rows on rank r, every rank receives
+With V rows of D numbers of b bytes, and u_r distinct rows on rank r, each rank receives
 
     dense ring allreduce   2 (N-1)/N * V * D * b        bytes
     allgather of rows        (N-1)/N * sum_r u_r * (D * b + i)   bytes, i = bytes of an index
 
 (the ring bound: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-J. Parallel Distrib. Comput. 69, 2009). The sum of the u_r is known only at run time, and every rank must choose
-alike, so the counts of all sparse gradients are summed over the ranks in one small exchange. Tables whose dense form
-is tiny need no count: they are sent dense.
+J. Parallel Distrib. Comput. 69, 2009). The sum of the u_r is only known at run time, and all ranks must make the same
+choice, so the counts of all sparse gradients are summed over ranks in one small exchange. Tables whose dense form is
+tiny are always sent dense, without counting.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hvdkit.collectives import tensors
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.gradients.compression import dtype_on_wire, reduce_dense
 
-# A dense exchange below this size costs less than the exchange of counts that could avoid it.
+# Below this size, a dense exchange is cheaper than the exchange of counts.
 TINY_DENSE_BYTES = 64 * 1024
 
 
 class Share(tf.IndexedSlices):
-    """Rows divided by a number, which remember what they were made of: an update may divide its rate instead.
+    """Rows divided by a number. Keeps the original values, so that an update may divide its learning rate instead.
 
     Attributes:
-        whole: the values before, ``[k, ...]``.
-        divisor: what they were divided by.
+        whole: the undivided values, ``[k, ...]``.
+        divisor: the divisor.
     """
 
     def __init__(self, rows: tf.IndexedSlices, divisor: int):
@@ -40,10 +40,10 @@ class Share(tf.IndexedSlices):
 
 
 def sum_duplicates(grad: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Return ``grad`` with each row once and its values summed.
+    """Sum the values of duplicate rows.
 
     Args:
-        grad: indices [k] int32 or int64, in any order and repeated; values [k, ...].
+        grad: indices [k] int32 or int64, in any order, may repeat; values [k, ...].
 
     Returns:
         indices [u], distinct and in the order of first appearance; values [u, ...]; the same dense_shape.
@@ -54,7 +54,7 @@ def sum_duplicates(grad: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def dense_shape(grad: tf.IndexedSlices) -> tuple[int, ...] | None:
-    """Return the shape of the variable behind ``grad`` where the graph knows it, else None."""
+    """Return the shape of the variable of ``grad`` if it is statically known, else None."""
     if grad.dense_shape is None:
         return None
     known = tf.get_static_value(grad.dense_shape)
@@ -62,7 +62,7 @@ def dense_shape(grad: tf.IndexedSlices) -> tuple[int, ...] | None:
 
 
 def is_tiny(grad: tf.IndexedSlices) -> bool:
-    """Return True where the dense form of ``grad`` is known and tiny."""
+    """Return True if the dense form of ``grad`` is known to be tiny."""
     shape = dense_shape(grad)
     return shape is not None and tf.TensorShape(shape).num_elements() * grad.values.dtype.size <= TINY_DENSE_BYTES
 
@@ -73,10 +73,10 @@ def combine(
     """Return each sparse gradient combined over all ranks by ``op``, Average or Sum, as rows without duplicates.
 
     Args:
-        grads: one per variable, without duplicates; rows and their number differ between ranks.
+        grads: one per variable, without duplicates; rows and their number may differ between ranks.
         op: the reduction.
-        wire: dtype in which values travel, or None for their own.
-        group: the ranks that combine them, if they are not all.
+        wire: dtype in which values are sent; None to send them uncompressed.
+        group: the ranks that combine them; None for all ranks.
     """
     if not grads:
         return []

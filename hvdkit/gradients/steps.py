@@ -1,4 +1,4 @@
-"""Tells a profile when a step has come by, in programs in which nothing counts steps."""
+"""Report steps to the profiler in user programs that don't count them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hvdkit.cluster.progress import progress
 
 
 def tell_profile(grads: Sequence[Any], place: str) -> None:
-    """Tell the profile, where one is recorded, that ``grads`` are combined; in a graph, whenever it runs.
+    """Report to the profiler, if active, that ``grads`` are combined; inside a graph, on every execution.
 
     Args:
-        grads: what has been combined: the graph's word goes out when the first of them is there.
-        place: which of a program's places this is; the first one that comes by counts as the end of a step.
+        grads: the combined gradients; a graph reports when the first of them is available.
+        place: identifies the call site; the first call site that reports marks the end of each step.
     """
     recorder = progress().profile
     if recorder is None:
@@ -26,7 +26,7 @@ def tell_profile(grads: Sequence[Any], place: str) -> None:
         recorder.passed(place)
         return
     first = next((g for g in grads if g is not None), None)
-    # XLA has no kernel for a word to Python.
+    # XLA has no kernel for numpy_function.
     if first is None or control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         return
     values = first.values if isinstance(first, tf.IndexedSlices) else first

@@ -1,4 +1,4 @@
-"""A GradientTape whose gradients are combined over all ranks."""
+"""GradientTape that combines gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from hvdkit.gradients.steps import tell_profile
 class DistributedGradientTape:
     """Wrap a ``tf.GradientTape`` so that :meth:`gradient` returns gradients combined over all ranks.
 
-    TensorFlow and Keras variables work alike. Use it as a context manager, or around a tape that has recorded.
-    Apply the gradients with a plain Keras optimizer. If there are sharded or local variables, whose slots it has to
-    know, use ``hk.DistributedOptimizer(optimizer, op=None)``; with any other ``op`` it would combine them twice.
+    Supports TensorFlow and Keras variables. Use it as a context manager, or wrap a tape that has already recorded.
+    Apply the gradients with a plain Keras optimizer. With sharded or local variables, users need
+    ``hk.DistributedOptimizer(optimizer, op=None)``, which handles their slots; any other ``op`` would combine the
+    gradients twice.
 
     Args:
         tape: the recording tape.
@@ -67,7 +68,7 @@ class DistributedGradientTape:
         return getattr(self._tape, name)
 
     def register_local_source(self, source: Any) -> None:
-        """Make the variable ``source`` local; the same as :func:`hvdkit.register_local_variables`."""
+        """Make the variable ``source`` local, as :func:`hvdkit.register_local_variables` does."""
         register_local_variables([source])
 
     @graph_safe
@@ -93,8 +94,8 @@ class DistributedGradientTape:
         return self._packed(average(prepare, self._how), structure)
 
     def _weighted(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
-        """Weigh the loss and not its gradients: some travel while the tape goes back."""
-        agree_on(lambda: given([]), self._how)  # on the weight, before it is exchanged
+        """Weight the loss instead of its gradients: some are exchanged during the backward pass."""
+        agree_on(lambda: given([]), self._how)  # check the weight before it is exchanged
         factor = share(self._how)
         structure: list[Any] = []
 
@@ -103,7 +104,7 @@ class DistributedGradientTape:
             weighed = tf.nest.map_structure(lambda g: g * tf.cast(factor, g.dtype), upstream)
             structure.append(self._tape.gradient(target, sources, output_gradients=weighed, **kwargs))
             found = given(tf.nest.flatten(structure[0]), tf.nest.flatten(sources))
-            # Rows come from all ranks.
+            # Keep rows: they come from all ranks.
             return found.map(lambda grad, kind: grad if kind == "rows" else zero_without_weight(grad, factor))
 
         return self._packed(average(prepare, Averaging(op=Sum, compression=self._how.compression)), structure)
@@ -126,7 +127,7 @@ def PartialDistributedGradientTape(
         options: ``op``, ``weight``, ``compression`` and ``process_set``, as for :class:`DistributedGradientTape`.
 
     Raises:
-        TypeError: ``local_layers`` holds something else, or ``tape`` is not a tape.
+        TypeError: ``local_layers`` contains something else, or ``tape`` is not a tape.
 
     Example::
 

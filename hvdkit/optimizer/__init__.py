@@ -1,4 +1,4 @@
-"""Keras optimizers over ranks: gradients combined before each update, shards updated by rows."""
+"""Distributed Keras optimizers: combine gradients over ranks before each update, and update sharded tables by row."""
 
 from hvdkit.optimizer.distributed import DistributedOptimizer
 from hvdkit.optimizer.loading import load_model

@@ -1,8 +1,7 @@
-"""Copies of Keras optimizers, as another class and with their state.
+"""Copy Keras optimizers, including their state, as instances of another class.
 
-A copy is not made from the optimizer's config: a config cannot hold functions, and one that lacks an option gives its
-default. Instead Keras's base class makes its own state, and all else that the optimizer has is taken over attribute by
-attribute.
+Copies are not made from the optimizer's config: a config cannot hold functions, and an option missing from it silently
+gets its default. Instead, Keras's base class creates its own state, and every other attribute is copied one by one.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from hvdkit.errors import describe
 from hvdkit.marks import WeakRegistry
 
 _classes: dict[tuple[type, type], type] = {}
-_sharing_iterations: WeakRegistry[bool] = WeakRegistry()  # optimizers that have a copy which counts with them
-# Younger than Keras 3.5.
+_sharing_iterations: WeakRegistry[bool] = WeakRegistry()  # optimizers that share their iteration count with a copy
+# Added after Keras 3.5.
 _Map = getattr(keras.optimizers, "OptimizerMap", ())
-# What the constructor of Keras's base class makes for each optimizer, beyond its arguments.
+# Attributes that the constructor of Keras's base class creates, in addition to its arguments.
 _STATE = {"_lock", "_tracker", "_variables", "_trainable_variables", "_trainable_variables_indices", "built"} | {
     "_iterations",
     "_learning_rate",
@@ -33,10 +32,10 @@ _STATE = {"_lock", "_tracker", "_variables", "_trainable_variables", "_trainable
 
 @dataclass(frozen=True)
 class Original:
-    """A plain optimizer in whose place a distributed copy trains. Not a tuple: Keras would save it with the copy.
+    """A plain optimizer that a distributed copy replaces. Not a tuple: Keras would save it with the copy.
 
     Attributes:
-        optimizer: the plain one.
+        optimizer: the plain optimizer.
         rate: its learning rate when it was copied.
     """
 
@@ -45,15 +44,15 @@ class Original:
 
 
 def subclass(mixin: type, base: type) -> Any:
-    """Return ``base`` with ``mixin`` before it, under the name of ``base`` so that Keras saves it as that class."""
+    """Return a subclass of ``mixin`` and ``base`` with the name of ``base``, so that Keras saves it as that class."""
     if (mixin, base) not in _classes:
-        # Keras writes its public module into files, and so do we: the private one may move.
+        # Use the public module, as Keras does in its files: the private one may move.
         public = getattr(keras.optimizers, base.__name__, None) is base
         module = "keras.optimizers" if public else base.__module__
         namespace = {"__module__": module, "__doc__": base.__doc__, "__qualname__": base.__qualname__}
         made = type(base.__name__, (mixin, base), namespace)
         package, _, name = keras.saving.get_registered_name(base).rpartition(">")
-        if package:  # the same name for both; what Keras makes of it is the base
+        if package:  # register both under one name; Keras deserializes it as the base
             for cls in (made, base):
                 keras.saving.register_keras_serializable(package, name)(cls)
         _classes[mixin, base] = made
@@ -61,21 +60,21 @@ def subclass(mixin: type, base: type) -> Any:
 
 
 def copy_of(optimizer: Any, cls: Any, *, rebuilds: bool = False, **changed: Any) -> Any:
-    """Return an instance of ``cls`` with the options and the state of ``optimizer``, which stays as it is.
+    """Return an instance of ``cls`` with the options and state of ``optimizer``, which is not modified.
 
-    The iteration count, the learning rate, slots, and optimizers inside it (also in lists, tuples and dicts) are
-    copied; any other attribute is shared. A method that is an attribute belongs to the copy. Since a function that
-    gives the learning rate may read the optimizer's ``iterations``, these are then one variable of both.
+    The iteration count, the learning rate, the slots and any inner optimizers (also in lists, tuples and dicts) are
+    copied; all other attributes are shared. Bound methods stored as attributes are rebound to the copy. If the learning
+    rate is a function, it may read the optimizer's ``iterations``, so the copy shares that variable.
 
     Args:
         optimizer: a Keras optimizer, built or not.
         cls: a subclass of its class.
-        rebuilds: if it is built, have ``cls`` make its own slots, which may hold less or be marked.
-        changed: attributes that the copy is to have instead.
+        rebuilds: if ``optimizer`` is built, let ``cls`` create its own slots, which may be smaller or marked.
+        changed: attributes that override those of ``optimizer``.
 
     Raises:
-        TypeError: it cannot be copied; the message says which attribute stands in the way.
-        ValueError: a function gives its learning rate, and there is a copy already.
+        TypeError: ``optimizer`` cannot be copied; the message names the attribute.
+        ValueError: the learning rate is a function, and ``optimizer`` already has a copy.
     """
     copier = _Copier(optimizer.built and rebuilds)
     copy = copier.copy(optimizer, cls, changed)
@@ -84,34 +83,34 @@ def copy_of(optimizer: Any, cls: Any, *, rebuilds: bool = False, **changed: Any)
     if copier.rebuilds:
         _rebuild(optimizer, copy, copier.left_out, begins_to_accumulate)
     if begins_to_accumulate:
-        # Keras counts the steps between updates, too: the next update is due after that many more.
+        # Keras's count includes the steps between updates: the next update is due after that many more.
         copy._iterations.assign(copy._iterations * steps)
     return copy
 
 
 class _Copier:
-    """Copies an optimizer and those inside it.
+    """Copies an optimizer and its inner optimizers.
 
     Args:
-        rebuilds: leave out the variables that ``build`` makes, as it will be called again.
+        rebuilds: skip the variables that ``build`` creates, as it will be called again.
 
     Attributes:
         rebuilds: the same.
-        left_out: attributes that hold such variables.
+        left_out: names of attributes that hold such variables.
     """
 
     def __init__(self, rebuilds: bool):
         self.rebuilds = rebuilds
         self.left_out: list[str] = []
-        self._made: dict[int, Any] = {}  # by the id of what it is made of
+        self._made: dict[int, Any] = {}  # copies, by the id of the original
         self._slots: set[int] = set()
 
     def copy(self, optimizer: Any, cls: Any, changed: Mapping[str, Any]) -> Any:
-        """Return ``optimizer`` as an instance of ``cls``; built if it is, unless it is to be rebuilt."""
+        """Return a copy of ``optimizer`` as an instance of ``cls``, built if it is, except with ``rebuilds``."""
         new = self._made[id(optimizer)] = cls.__new__(cls)
         rate = optimizer._learning_rate
         rate = float(rate.numpy()) if isinstance(rate, keras.Variable) else self._taken(rate)
-        # Keras's own constructor, not that of cls, whose arguments are not known.
+        # Call the base constructor: the arguments of cls's constructor are unknown.
         keras.optimizers.Optimizer.__init__(new, learning_rate=rate, name=optimizer.name)
         self._take_variables(optimizer, new)
         for name, value in vars(optimizer).items():
@@ -126,11 +125,11 @@ class _Copier:
         return new
 
     def _take_variables(self, optimizer: Any, new: Any) -> None:
-        """Give ``new`` its variables, in the order of the optimizer's."""
+        """Create the variables of ``new``, in the order of the optimizer's."""
         if callable(optimizer._learning_rate) and not _is_schedule(optimizer._learning_rate):
             _share_iterations(optimizer, new)
         new._iterations.assign(optimizer._iterations)
-        kept = {id(v): v for v in optimizer._trainable_variables}  # to Keras a list of these is the optimizer's own
+        kept = {id(v): v for v in optimizer._trainable_variables}  # Keras tracks a list of these as the optimizer's own
         kept |= {id(optimizer._iterations): new._iterations, id(optimizer._learning_rate): new._learning_rate}
         self._made |= kept
         for variable in optimizer._variables:
@@ -155,7 +154,7 @@ class _Copier:
             raise TypeError(describe(f"optimizer.{name}", got, expected, remedy)) from error
 
     def _taken(self, value: Any) -> Any:
-        """Return ``value`` for the copy: a copy of a slot or an optimizer, and everything else itself."""
+        """Return the copy's ``value``: slots and optimizers are copied, everything else is shared."""
         if id(value) in self._made:
             return self._made[id(value)]
         if isinstance(value, keras.optimizers.Optimizer):
@@ -185,7 +184,7 @@ class _Copier:
 
 
 def _rebuild(optimizer: Any, copy: Any, left_out: list[str], begins_to_accumulate: bool) -> None:
-    """Let ``copy`` make its slots, and give them the values of the optimizer's."""
+    """Build the slots of ``copy`` and assign them the values of the optimizer's slots."""
     remedy = "wrap the optimizer before it is built, or make the attribute in build, by add_variable_from_reference"
     try:
         copy.build(list(optimizer._trainable_variables))
@@ -224,5 +223,5 @@ def _clone(variable: Any) -> keras.Variable:
     options = {"dtype": variable._dtype, "trainable": variable.trainable, "name": variable.name}
     with tf.device(value.device):
         new = keras.Variable(value.read_value(), **options)
-    new._path = variable.path  # by which checkpoints know it
+    new._path = variable.path  # the key in checkpoints
     return new

@@ -1,8 +1,8 @@
-"""Any Keras 3 optimizer, updating with gradients combined over all ranks.
+"""Wrap any Keras 3 optimizer so that it updates with gradients combined over all ranks.
 
-Keras calls ``apply`` for every step, from ``fit`` and from hand-written loops alike. A subclass of the optimizer's own
-class is made whose ``apply`` combines the gradients before it hands them on. With ``accumulate_steps`` the
-gradients are first added up locally by Keras, and combined where Keras clips them: once for every update.
+Keras calls ``apply`` in every step, both from ``fit`` and from custom training loops. The wrapper is a subclass of the
+optimizer's class whose ``apply`` combines the gradients before passing them on. With ``accumulate_steps``, Keras first
+accumulates the gradients locally; they are combined when Keras clips them, once per update.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if version.parse(keras.__version__) < version.parse("3.5"):
         describe("keras", keras.__version__, "3.5 or newer: older ones clip before they accumulate", "upgrade keras")
     )
 
-# Younger than Keras 3.5.
+# Added after Keras 3.5.
 _Multi = getattr(keras.optimizers, "MultiOptimizer", ())
 
 
@@ -48,46 +48,46 @@ def DistributedOptimizer(
 ) -> keras.optimizers.Optimizer:
     """Return a copy of ``optimizer`` that combines gradients over all ranks before each update.
 
-    The copy is an instance of the optimizer's class, for ``model.compile``, ``apply`` and ``apply_gradients``; Keras
-    saves it as that class, and a saved model loads without hvdkit. It has the options of ``optimizer``, its iteration
-    count, its learning rate and, if it is built, its slots; other attributes are shared. If a function gives the
-    learning rate, which may read ``optimizer.iterations``, the iteration count is shared, too, and ``optimizer`` can be
-    wrapped once. Under the ``mixed_float16`` policy the copy is a ``LossScaleOptimizer`` around it, whose scaling is on
-    if ``scale_loss`` is called, as ``fit`` does.
+    The copy is an instance of the optimizer's class, for use with ``model.compile``, ``apply`` and ``apply_gradients``.
+    Keras saves it as that class, so a saved model loads without hvdkit. It copies the options, the iteration count, the
+    learning rate and, if ``optimizer`` is built, the slots; other attributes are shared. If the learning rate is a
+    function, it may read ``optimizer.iterations``, so the iteration count is shared as well and ``optimizer`` can be
+    wrapped only once. Under the ``mixed_float16`` policy the result is a ``LossScaleOptimizer`` around the copy; it
+    unscales gradients only if ``scale_loss`` is called, as ``fit`` does.
 
-    Gradients of local variables (:func:`hvdkit.register_local_variables`) are scaled and not exchanged; the copy's
-    ``register_local_var(variable)`` makes a variable local before the optimizer is built.
+    Gradients of local variables (:func:`hvdkit.register_local_variables`) are scaled but not exchanged. Users can also
+    call ``register_local_var(variable)`` on the copy before it is built.
 
     Args:
-        optimizer: any Keras 3 optimizer, ``LossScaleOptimizer`` and ``MultiOptimizer`` included.
-        op: ``hk.Average`` (losses are means over the local batch) or ``hk.Sum`` (losses are sums); None: gradients come
-            combined, from ``hk.DistributedGradientTape``.
-        compression: None, ``"fp16"`` or ``"bf16"``: how gradients travel.
-        accumulate_steps: number of steps whose gradients are added up locally before they are combined and
-            applied. One update equals one step on all their examples; learning-rate schedules count steps, not updates.
+        optimizer: any Keras 3 optimizer, including ``LossScaleOptimizer`` and ``MultiOptimizer``.
+        op: ``hk.Average`` (losses are means over the local batch) or ``hk.Sum`` (losses are sums); None if the
+            gradients are already combined by ``hk.DistributedGradientTape``.
+        compression: None, ``"fp16"`` or ``"bf16"``: dtype in which gradients are exchanged.
+        accumulate_steps: number of steps whose gradients are accumulated locally before they are combined and applied.
+            One update equals one step on all their examples; learning-rate schedules count steps, not updates.
         clip_global_norm: upper limit of the combined gradient's L2 norm over all variables.
-        sparse_updates: how sharded tables are updated: "exact", as Keras updates the unsharded table; "lazy", only the
-            rows that the gradient has, moments included; "auto" (lazy for Adam and AdamW, exact for the others). Plain
-            SGD and Adagrad are both at once.
-        shard_states: divide the optimizer's slots of replicated variables among the N ranks (stage 1 of ZeRO): each
-            keeps and updates 1/N of them. Results are the same. With S bytes of variables and k slots of each, a rank
-            keeps k S / N bytes instead of k S; in a step it sends and receives (N-1)/N S of gradients and (N-1)/N S of
-            weights, as much as a ring allreduce does. For optimizers that update each number by itself.
-        process_set: the ranks that combine their gradients, each of which has its own batch: an ``hk.ProcessSet`` or
-            an axis of the mesh; they pass it, and no other rank. Default: all ranks. Not with ``shard_states``, nor
-            with sharded variables.
+        sparse_updates: how sharded tables are updated. "exact": as Keras updates the unsharded table. "lazy": only the
+            rows in the gradient, including their moments. "auto": lazy for Adam and AdamW, exact for the others. For
+            plain SGD and Adagrad the two are identical.
+        shard_states: shard the slots of replicated variables over the N ranks (ZeRO stage 1): each rank keeps and
+            updates 1/N of them. Results are the same. With S bytes of variables and k slots each, a rank keeps k S / N
+            bytes instead of k S; per step it sends and receives (N-1)/N S of gradients and (N-1)/N S of weights, as
+            much as a ring allreduce. For element-wise optimizers only.
+        process_set: the ranks that combine their gradients, each with its own batch: an ``hk.ProcessSet`` or an axis
+            of the mesh. Only these ranks pass it. Default: all ranks. Not supported with ``shard_states`` or sharded
+            variables.
 
     Returns:
         A ``keras.optimizers.Optimizer``.
 
     Raises:
-        TypeError: ``optimizer`` is not a Keras 3 optimizer, is distributed already, or is built and cannot be copied;
-            the message names the attribute that stands in the way.
-        ValueError: another argument is none of the above, or ``shard_states`` with an optimizer that takes norms of
-            whole variables (Lamb, Adafactor, Muon, clipnorm).
+        TypeError: ``optimizer`` is not a Keras 3 optimizer, is already distributed, or is built and cannot be copied;
+            the message names the attribute.
+        ValueError: another argument is invalid, or ``shard_states`` is used with an optimizer that takes norms of whole
+            variables (Lamb, Adafactor, Muon, clipnorm).
         ValueError: ``process_set`` does not contain this rank.
-        CollectiveMismatchError: with ``shard_states``, an optimizer that was built has other state on another rank.
-        HvdkitError: at the first step, inside ``jit_compile=True``: Horovod has no XLA kernels.
+        CollectiveMismatchError: with ``shard_states``, the state of a built optimizer differs between ranks.
+        HvdkitError: at the first step with ``jit_compile=True``: Horovod has no XLA kernels.
 
     Example::
 
@@ -124,14 +124,14 @@ def DistributedOptimizer(
     kept: dict[str, Any] = {"op": op, "compression": compression, "accumulate_steps": steps}
     kept |= {"clip_global_norm": clip_global_norm, "sparse_updates": sparse_updates}
     kept |= {"shard_states": shard_states, "process_set": process_set}
-    object.__setattr__(made, "_hvdkit_options", kept)  # as Keras does not track it, a plain dict
+    object.__setattr__(made, "_hvdkit_options", kept)  # bypass Keras's tracking to keep a plain dict
     return made
 
 
 def _made(optimizer: Any, how: Reduction) -> Any:
     if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, LossScale):
         outer = _distributed_loss_scale(LossScale(copy_of(optimizer, type(optimizer))), how)
-        outer._scaled = False  # nobody asked for it: it divides only where scale_loss has multiplied
+        outer._scaled = False  # added implicitly: unscale gradients only after a call of scale_loss
         return outer
     return _distributed(optimizer, how)
 
@@ -149,7 +149,7 @@ def _distributed(optimizer: Any, how: Reduction) -> Any:
 
 
 def _distributed_loss_scale(optimizer: Any, how: Reduction) -> Any:
-    """Combine scaled gradients, so that all ranks see the same overflow; clip them unscaled, in the inner optimizer."""
+    """Combine scaled gradients, so that all ranks see the same overflow; the inner optimizer clips them unscaled."""
     accumulates = how.accumulate_steps > 1
     reduced = how.combines and not accumulates
     inner = _distributed(
@@ -174,7 +174,7 @@ def _distributed_multi(optimizer: Any, how: Reduction) -> Any:
 
 
 def _has_marked_slots(optimizer: Any) -> bool:
-    """Return True if slots that are shards or local have to be known as such."""
+    """Return True if a variable is a shard or local, so that its slots must be marked as such."""
     return any(holding_of(v) is not None for v in optimizer._trainable_variables)
 
 
@@ -198,7 +198,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _check_states(optimizer: Any) -> None:
-    """Refuse what cannot be divided: norms of whole variables, and state that is not the same on all ranks."""
+    """Reject optimizers that cannot be sharded: norms of whole variables, or state that differs between ranks."""
     check_sharing(optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer)
     if not optimizer.built or cluster.size() == 1:
         return
@@ -209,7 +209,7 @@ def _check_states(optimizer: Any) -> None:
 
 
 def _accumulation(optimizer: Any, accumulate_steps: int) -> int:
-    """Return how many steps to accumulate, said here or in the optimizer's own gradient_accumulation_steps."""
+    """Return the number of steps to accumulate, from the argument or the optimizer's gradient_accumulation_steps."""
     if not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(describe("accumulate_steps", accumulate_steps, "a whole number >= 1", "pass e.g. 4"))
     inner = optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer

@@ -1,4 +1,4 @@
-"""Keras models from files, with an optimizer that combines gradients over ranks."""
+"""Load Keras models from files with a distributed optimizer."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from hvdkit.optimizer.mixins import Distributed
 def load_model(
     path: str | Path, custom_objects: Any = None, compile: bool = True, safe_mode: bool = True, **options: Any
 ) -> Any:
-    """Return ``keras.models.load_model(path)`` with a distributed optimizer. Every rank calls it.
+    """Return ``keras.models.load_model(path)`` with a distributed optimizer. Every rank must call it.
 
-    A model saved with a plain or a distributed optimizer comes back compiled, with the optimizer's state: iterations,
-    learning rate, slots, gradients added up so far. Each rank reads its part of sharded tables and their slots.
-    All other variables have the chief's values on every rank. A model that was not compiled stays so.
+    A model saved with a plain or a distributed optimizer is restored compiled, with the optimizer's state: iterations,
+    learning rate, slots and accumulated gradients. Each rank reads its shards of tables and their slots. All other
+    variables get the chief's values on every rank. A model saved without compiling is returned uncompiled.
 
-    Keras's files have the optimizer's own options, ``gradient_accumulation_steps`` included, and not those of
-    ``hk.DistributedOptimizer``: pass these again.
+    Keras saves the optimizer's own options, including ``gradient_accumulation_steps``, but not those of
+    ``hk.DistributedOptimizer``: users pass these again.
 
     Args:
-        path: a ``.keras`` file, or another that Keras loads, which every rank can read.
+        path: a ``.keras`` file, or another file that Keras can load, readable by every rank.
         custom_objects, compile, safe_mode: as for ``keras.models.load_model``.
-        **options: of :func:`hvdkit.DistributedOptimizer`: ``clip_global_norm``, ``compression``, ...
+        **options: options of :func:`hvdkit.DistributedOptimizer`: ``clip_global_norm``, ``compression``, ...
 
     Raises:
-        ValueError: the file has another optimizer state than the model and these options need; it is an ``.h5`` file,
-            of which Keras does not restore the optimizer's state; or what Keras raises.
-        CollectiveMismatchError: another rank could not load its file, or has a model of other shapes.
+        ValueError: the optimizer state in the file does not match the model and these options; the file is an ``.h5``
+            file, from which Keras does not restore optimizer state; or Keras itself raises it.
+        CollectiveMismatchError: another rank could not load its file, or its model has different shapes.
 
     Example::
 
@@ -90,7 +90,7 @@ def _compile_config(path: Path) -> Any:
 
 
 def _load_state(model: Any, path: Path) -> None:
-    """Load weights, of which each rank has its part, and the state of the optimizer as it is now."""
+    """Load this rank's weights and the state of the current optimizer."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Skipping variable loading")
         try:

@@ -1,4 +1,4 @@
-"""What is mixed in before a Keras optimizer's class: gradients combined over ranks, and shards updated by rows."""
+"""Mixins for Keras optimizer classes: combine gradients over ranks, and update shards by row."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _SUPERVISED: WeakRegistry[bool] = WeakRegistry()  # models
 
 
 class Distributed:
-    """What all distributed optimizers have beyond Keras's methods."""
+    """Methods that all distributed optimizers add to Keras's."""
 
     _hvdkit: Reduction
     _hvdkit_options: Mapping[str, Any] = {}
-    _hvdkit_watch: Watch | None = None  # of the model that it trains in plain fit
+    _hvdkit_watch: Watch | None = None  # for the model that plain fit trains
     _hvdkit_original: Original | None = None
 
     @graph_safe
     def apply_gradients(self, grads_and_vars: Any) -> Any:
-        """Do as :meth:`apply` with pairs of a gradient and its variable; return the number of updates."""
+        """Call :meth:`apply` with (gradient, variable) pairs; return the number of updates."""
         pairs: list[tuple[Any, Any]] = []
 
         def collect() -> None:
@@ -63,13 +63,13 @@ class Distributed:
         return super().apply_gradients(pairs)  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
-        # Keras makes a plain optimizer of its config: it is distributed again.
+        # Keras restores a plain optimizer from its config; wrap it again.
         unpickle, arguments, *_ = tuple(super().__reduce__())
         plain = getattr(keras.optimizers.Optimizer, unpickle.__name__)
         return restored, (plain, arguments, self._hvdkit_options, getattr(self, "_scaled", True))
 
     def stateless_apply(self, *_: Any, **__: Any) -> Any:
-        """Refuse a step on tensors, as Keras does on TensorFlow."""
+        """Raise: like Keras on TensorFlow, stateless updates are not supported."""
         remedy = "call optimizer.apply(grads, variables)"
         raise ValueError(describe("stateless_apply", "a call", "apply, which updates TensorFlow variables", remedy))
 
@@ -77,8 +77,8 @@ class Distributed:
         """Make ``variable`` local, as :func:`hvdkit.register_local_variables` does.
 
         Raises:
-            ValueError: the optimizer has its slots already, or ``variable`` is sharded.
-            TypeError: ``variable`` is something else.
+            ValueError: the optimizer is already built, or ``variable`` is sharded.
+            TypeError: ``variable`` is not a variable.
         """
         if self.built:  # type: ignore[attr-defined]
             raise ValueError(_too_late(variable_name(variable)))
@@ -86,7 +86,7 @@ class Distributed:
 
 
 def restored(unpickle: Callable[..., Any], arguments: Any, options: Mapping[str, Any], scaled: bool) -> Any:
-    """Return a distributed optimizer from its pickle."""
+    """Unpickle a distributed optimizer."""
     from hvdkit.optimizer.distributed import DistributedOptimizer
 
     made = DistributedOptimizer(unpickle(*arguments), **options)
@@ -96,22 +96,22 @@ def restored(unpickle: Callable[..., Any], arguments: Any, options: Mapping[str,
 
 
 class Combining(Distributed):
-    """Mixed in before a Keras optimizer class: combine gradients over ranks, then go on as that class does."""
+    """Mixin for a Keras optimizer class: combine gradients over ranks before the class's own update."""
 
     _hvdkit = Reduction(op=Average, compression=None, accumulate_steps=1, clip_global_norm=None)
     _hvdkit_wrapped = False
-    _hvdkit_local: frozenset[Any] = frozenset()  # keys of the local variables that it was built with
+    _hvdkit_local: frozenset[Any] = frozenset()  # keys of local variables at build time
     _hvdkit_slots: Slots | None = None
-    _hvdkit_parts: Parts | None = None  # where ranks divide the slots of replicated variables
-    _hvdkit_tables: TableOptimizers | None = None  # of tables that have their own optimizer
-    _hvdkit_is_own = False  # whether this one is such a table's
+    _hvdkit_parts: Parts | None = None  # with sharded optimizer state
+    _hvdkit_tables: TableOptimizers | None = None  # for tables that have their own optimizer
+    _hvdkit_is_own = False  # whether this is a table's own optimizer
     _hvdkit_knows_model = False
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the slots of ``variables``."""
         caller = calling_object(self)
         self._hvdkit_wrapped = isinstance(caller, LossScale) and not isinstance(caller, CombiningScaled)
-        if self._hvdkit_wrapped and calling_model() is not None:  # on every rank: the first step may overflow on one
+        if self._hvdkit_wrapped and calling_model() is not None:  # raise on every rank: the first step may overflow
             refuse_what_breaks(wrapped=True)
         if self.built:  # type: ignore[attr-defined]
             return
@@ -124,22 +124,22 @@ class Combining(Distributed):
             elif self._hvdkit_is_own or own_optimizer(variable) is None:
                 check_by_elements(self, "beside sharded variables")
                 _check_for_parts(self)
-            mark(variable, holding)  # the TensorFlow variable inside, which may be younger than the mark
+            mark(variable, holding)  # also marks the inner TensorFlow variable, which may have been created later
         _check_overwritten(self, variables)
         self._hvdkit_local = frozenset(self._var_key(v) for v in variables if is_local(v))  # type: ignore[attr-defined]
         tables = None if self._hvdkit_is_own else TableOptimizers.of(variables, self._hvdkit_of_table)
         super().build(variables if tables is None else tables.others(variables))  # type: ignore[misc]
         check_inner(self)
         if tables is not None:
-            # Set plainly: Keras would track them, and count the tables among this optimizer's variables.
+            # Bypass Keras's tracking, which would count the tables among this optimizer's variables.
             object.__setattr__(self, "_hvdkit_tables", tables)
             object.__setattr__(self, "_trainable_variables", list(variables))
 
     def _hvdkit_of_table(self, optimizer: Any) -> Any:
-        """Return a copy of a table's optimizer, which is given gradients that this one has combined."""
+        """Return a copy of a table's optimizer, to be called with gradients that are already combined."""
         how = self._hvdkit
         check_for_tables(how.accumulate_steps, how.shard_states)
-        with tf.init_scope():  # Keras builds inside the graph of fit's step, which cannot read the learning rate
+        with tf.init_scope():  # Keras builds inside the training step's graph, which cannot read the learning rate
             copy = copy_of(optimizer, subclass(Combining, type(optimizer)))
         copy._hvdkit, copy._hvdkit_is_own = replace(how, combines=False, clip_global_norm=None), True
         copy.loss_scale_factor = self.loss_scale_factor  # type: ignore[attr-defined]
@@ -147,12 +147,12 @@ class Combining(Distributed):
 
     @property
     def variables(self) -> list[Any]:
-        """The slots and counters, those of tables with their own optimizer included."""
+        """The slots and counters, including those of tables with their own optimizer."""
         own = () if self._hvdkit_tables is None else self._hvdkit_tables.copies
         return [*super().variables, *(v for optimizer in own for v in optimizer.variables)]  # type: ignore[misc]
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Give the variables their moving averages, if there are any; Keras calls it at the end of ``fit``."""
+        """Assign the moving averages to the variables, if enabled; Keras calls this at the end of ``fit``."""
         if not self._hvdkit_is_own:
             model = calling_model()
             if model is not None and not is_supervised(model):
@@ -163,10 +163,10 @@ class Combining(Distributed):
         super().finalize_variable_values(var_list)  # type: ignore[misc]
 
     def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
-        """Create a slot; that of a sharded variable is a shard like it, that of a local one local."""
+        """Create a slot, sharded or local like its variable."""
         shard = shard_of(reference_variable)
         inner = getattr(reference_variable, "_value", None)
-        # A table that is kept in the host's memory has its slots there, too.
+        # The slots of a table in host memory are also in host memory.
         with tf.device(inner.device) if isinstance(inner, tf.Variable) else contextlib.nullcontext():
             first = initializer if shard is None else "zeros"
             slot = super().add_variable_from_reference(reference_variable, name=name, initializer=first)  # type: ignore[misc]
@@ -181,10 +181,10 @@ class Combining(Distributed):
         return slot
 
     def load_own_variables(self, store: Any) -> None:
-        """Load what Keras saved; of the slots of sharded variables this rank's part.
+        """Load the state that Keras saved; for slots of sharded variables only this rank's shard.
 
         Raises:
-            ValueError: the tables of a variable were not saved one by one.
+            ValueError: a variable's tables were not saved separately.
         """
         if len(store.keys()) != len(self.variables) or not any(map(shard_of, self.variables)):
             super().load_own_variables(store)  # type: ignore[misc]
@@ -214,7 +214,7 @@ class Combining(Distributed):
         if how.accumulate_steps == 1:
             scale = getattr(self, "loss_scale_factor", None)
             found = self._hvdkit_combine(prepare, scale)
-            if getattr(self, "clipvalue", None) is not None:  # Keras clips numbers, which are sums over ranks
+            if getattr(self, "clipvalue", None) is not None:  # Keras clips values, so sum duplicate rows first
                 found = found.map(lambda g, _: sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g)
             renew(found.grads, found.variables, whole=False)
             return self._hvdkit_update(found)
@@ -229,7 +229,7 @@ class Combining(Distributed):
         return result
 
     def _hvdkit_check_model(self, variables: Any) -> None:
-        """In the first step, refuse a model whose forward pass is not that of the global batch."""
+        """In the first step, raise if the model's forward pass depends on the local batch only."""
         if self._hvdkit_knows_model:
             note_batch(self)
             return
@@ -241,13 +241,13 @@ class Combining(Distributed):
             check_coupled(variables)
 
     def _hvdkit_combine(self, prepare: Callable[[], Given], loss_scale: Any = None) -> Given:
-        """Return what Keras is to update variables with."""
+        """Return the combined and clipped gradients, with their variables."""
         how = self._hvdkit
         found = how.agreed(prepare, exchanges=how.clip_global_norm is not None and not how.reduced)
         return found.with_grads(how.clip(found.with_grads(how.combine(found)), loss_scale))
 
     def _hvdkit_update(self, found: Given) -> Any:
-        """Update variables as Keras does; those of tables with their own optimizer by that."""
+        """Update the variables, using a table's own optimizer if it has one."""
         grads, variables = found.grads, found.variables
         if self._hvdkit_tables is not None:
             grads, variables = self._hvdkit_tables.apply(grads, variables)
@@ -262,7 +262,7 @@ class Combining(Distributed):
 
     @graph_safe
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
-        # Keras clips once per update, after it added up the steps' gradients and took their mean.
+        # Keras clips once per update, after averaging the accumulated gradients over the steps.
         how = self._hvdkit
         if how.accumulate_steps > 1:
             self._hvdkit_combined = True
@@ -274,31 +274,31 @@ class Combining(Distributed):
 
     @graph_safe
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Update one variable; of a shard the rows alone that the gradient has, where the optimizer can."""
+        """Update one variable; for a shard only the rows in the gradient, if the optimizer supports it."""
         if (shard := shard_of(variable)) is None:
             super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
             return
-        if 0 in variable.shape:  # this rank holds nothing of it, and Keras's ops do not take that
+        if 0 in variable.shape:  # empty shard, which Keras's ops do not support
             return
         rule = rule_for(self, self._hvdkit.sparse_updates)
-        with tf.device(getattr(variable, "_value", variable).device):  # the host's, where the table is kept there
+        with tf.device(getattr(variable, "_value", variable).device):  # the CPU for tables in host memory
             if rule is not None:
                 update_rows(rule, self, variable, shard, gradient, learning_rate)
                 return
             if isinstance(gradient, tf.IndexedSlices):
-                gradient = sum_duplicates(gradient)  # Keras takes rows to be distinct
+                gradient = sum_duplicates(gradient)  # Keras assumes distinct rows
             super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
 class _Untracked:
-    """Variables that an optimizer holds but does not own: Keras would track a plain list of them."""
+    """Variables that an optimizer references but does not own: Keras would track a plain list of them."""
 
     variables: tuple[Any, ...]
 
 
 def set_supervised(model: Any, supervised: bool) -> None:
-    """Note that a Supervisor runs a model's ``fit``: it saves each rank's own moving statistics, and then averages."""
+    """Mark a model whose ``fit`` a Supervisor runs: it saves each rank's moving statistics before averaging them."""
     _SUPERVISED.set(model, supervised)
 
 
@@ -308,24 +308,24 @@ def is_supervised(model: Any) -> bool:
 
 
 def ranks_of(optimizer: Any) -> cluster.Group | None:
-    """Return the ranks among which an optimizer combines gradients; None for all, and for a plain optimizer."""
+    """Return the ranks over which an optimizer combines gradients; None for all ranks or a plain optimizer."""
     return optimizer._hvdkit.group if isinstance(optimizer, Distributed) else None
 
 
 def listed(optimizer: Any, variables: Any) -> list[Any]:
-    """Return the variables that gradients given to ``apply`` belong to."""
+    """Return the variables of the gradients passed to ``apply``."""
     return list(optimizer._trainable_variables if variables is None else variables)
 
 
 def check_by_elements(optimizer: Any, where: str) -> None:
-    """Refuse what takes norms of whole variables, of which this rank has a part.
+    """Reject optimizers that take norms of whole variables, as this rank only has a part of each.
 
     Args:
         optimizer: a Keras optimizer.
-        where: says when, for the message.
+        where: the condition, for the error message.
 
     Raises:
-        ValueError: it takes them.
+        ValueError: the optimizer takes norms.
     """
     for name in ("clipnorm", "global_clipnorm"):
         if getattr(optimizer, name, None) is not None:
@@ -339,17 +339,17 @@ def check_by_elements(optimizer: Any, where: str) -> None:
 
 
 def given_to(optimizer: Any, grads: Any, trainable_variables: Any) -> Given:
-    """Return what ``apply`` got, checked; build the optimizer first. All that can raise before an exchange is here."""
+    """Check the arguments of ``apply`` and build the optimizer. All errors before an exchange are raised here."""
     if trainable_variables is None and not optimizer.built:
         expected = "the variables, as the optimizer must already be built without them"
         raise ValueError(describe("trainable_variables", None, expected, "pass them, or call optimizer.build before"))
     variables = listed(optimizer, trainable_variables)
     grads = list(grads) if isinstance(grads, Iterator) else grads
-    if isinstance(grads, (list, tuple)) and not grads:  # to Keras this is a step without an update
+    if isinstance(grads, (list, tuple)) and not grads:  # Keras treats this as a step without an update
         variables = []
     found = given(grads, variables)
     if not optimizer.built:
-        is_multi = hasattr(optimizer, "optimizers")  # which gives its variables no scope
+        is_multi = hasattr(optimizer, "optimizers")  # MultiOptimizer doesn't create a name scope
         with contextlib.nullcontext() if is_multi else keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
     tables = getattr(optimizer, "_hvdkit_tables", None)
@@ -371,10 +371,10 @@ def _raise(problem: Exception) -> Any:
 
 
 def check_inner(optimizer: Any) -> None:
-    """Refuse optimizers inside ``optimizer`` that are distributed themselves.
+    """Check that the inner optimizers are not distributed.
 
     Raises:
-        TypeError: one is.
+        TypeError: an inner optimizer is distributed.
     """
     inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
     if any(isinstance(part, Distributed) for part in inner) and not isinstance(optimizer, CombiningScaled):
@@ -390,7 +390,7 @@ def _check_for_parts(optimizer: Any) -> None:
 
 
 def _check_for_local(optimizer: Any) -> None:
-    if getattr(optimizer, "global_clipnorm", None) is not None:  # another norm on each rank, for replicated ones too
+    if getattr(optimizer, "global_clipnorm", None) is not None:  # the norm, and all updates, would differ between ranks
         remedy = "pass clip_global_norm to hk.DistributedOptimizer, which sums over ranks"
         expected = "None with local variables"
         raise ValueError(describe("global_clipnorm", optimizer.global_clipnorm, expected, remedy))
@@ -406,18 +406,18 @@ def _check_overwritten(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 class CombiningScaled(Distributed):
-    """Mixed in before LossScaleOptimizer: every rank takes the same branch, update or skip."""
+    """Mixin for LossScaleOptimizer: all ranks take the same branch, update or skip."""
 
     _scaled = True
 
     def scale_loss(self, loss: Any) -> Any:
-        """Multiply ``loss`` by the current scale; from now on gradients are taken to be scaled."""
+        """Multiply ``loss`` by the current scale; gradients are expected to be scaled from now on."""
         self._scaled = True
         return super().scale_loss(loss)  # type: ignore[misc]
 
     @graph_safe
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        """Combine ``grads``, skip the step where any rank's overflowed, else update the variables."""
+        """Combine ``grads``; skip the step if the gradients of any rank overflowed, else update the variables."""
         refuse_what_breaks()
         how = self._hvdkit
         found = how.agreed(lambda: how.shared(given_to(self, grads, trainable_variables)), exchanges=True)
@@ -434,7 +434,7 @@ class CombiningScaled(Distributed):
 
     @graph_safe
     def check_finite(self, grads: Sequence[Any]) -> Any:
-        """Return True where every rank's gradients are finite."""
+        """Return True if the gradients of all ranks are finite."""
         present = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in present])
         alike = self._hvdkit.combines and not self._hvdkit.shard_states
@@ -443,7 +443,7 @@ class CombiningScaled(Distributed):
 
 
 def refuse_what_breaks(wrapped: bool = False) -> None:
-    """Refuse XLA, and a loss scale around the optimizer: ranks without an overflow would wait for the one with it."""
+    """Reject XLA, and a LossScaleOptimizer around this one: other ranks would wait for the one that overflows."""
     if cluster.size() == 1:
         return
     refuse_xla()

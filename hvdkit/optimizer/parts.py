@@ -1,9 +1,9 @@
-"""Which elements of the replicated variables a rank updates where ranks divide the optimizer's slots among them.
+"""Assign elements of the replicated variables to ranks, for sharded optimizer state.
 
-The variables of one dtype are laid end to end, padded by less than N elements and cut into N equal parts, one for each
-rank; beyond 64 MiB another such group begins. So a rank has whole variables, none of others, and at most two of a group
-that are cut. A whole one is updated where it stands; one that is cut by a stand-in, which has memory during the step
-only.
+The variables of each dtype are concatenated into groups; a new group starts beyond 64 MiB. Each group is padded by less
+than N elements and split into N equal parts, one per rank. A rank therefore updates some variables completely, others
+not at all, and at most two per group partially. Complete variables are updated in place; partial ones through a proxy
+variable that uses memory only during the step.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hvdkit.gradients.compression import reduce_scatter, wire_dtype
 from hvdkit.gradients.given import Given, Gradient
 from hvdkit.partition import runs_of, share_of
 
-# What is exchanged at once is in memory twice meanwhile; more at once is no faster.
+# Each group is held in memory twice during its exchange; larger groups are not faster.
 _MOST_BYTES = 64 * 2**20
 
 
 class StandIn(keras.Variable):
-    """Stands for the elements of a variable that this rank updates: ``[k]``, maybe ``[0]``.
+    """Proxy for the elements of a variable that this rank updates: shape ``[k]``, where k may be 0.
 
-    Keras makes slots of its shape, under the name of the variable.
+    Keras creates slots of this shape, under the name of the variable.
     """
 
     def __init__(self, variable: Any, elements: int):
@@ -41,16 +41,16 @@ class StandIn(keras.Variable):
 
     @property
     def path(self) -> str:
-        """The path of the variable that it stands for."""
+        """The path of the original variable."""
         return self._whole_path
 
     def set_elements(self, values: tf.Tensor) -> None:
-        """Take ``values``, of whatever length: without any it needs no memory."""
+        """Assign ``values`` of any length; empty values free the memory."""
         tf.raw_ops.AssignVariableOp(resource=self._value.handle, value=values)
 
 
 class _Group(NamedTuple):
-    """Variables that lie end to end: their places in the list, how many elements each has, and those of a rank."""
+    """Concatenated variables: their positions in the list, their element counts, and the elements per rank."""
 
     places: tuple[int, ...]
     counts: tuple[int, ...]
@@ -66,12 +66,12 @@ class Parts:
     """The part of a list of variables that this rank updates.
 
     Args:
-        variables: TensorFlow or Keras variables, the same list on every rank. Shards and local variables are updated as
-            they are.
+        variables: TensorFlow or Keras variables, the same list on every rank. Shards and local variables are updated
+            directly.
 
     Attributes:
         variables: the same.
-        listed: what stands for each: itself, where this rank updates all of it, or a :class:`StandIn`.
+        listed: for each variable, the variable itself if this rank updates all of it, otherwise a :class:`StandIn`.
     """
 
     def __init__(self, variables: Sequence[Any]):
@@ -96,22 +96,22 @@ class Parts:
             return StandIn(variable, len(run.elements))
 
     def place(self, variable: Any) -> int | None:
-        """Return the place in the list of a variable or of what stands for it; None for any other."""
+        """Return the position of a variable or its proxy in the list; None if it is not in the list."""
         return self._places.get(id(_inner(variable)))
 
     def run(self, place: int) -> Run | None:
-        """Return which elements of the variable at ``place`` this rank updates; None for a shard or local variable."""
+        """Return the elements of variable ``place`` that this rank updates; None for a shard or local variable."""
         return self._runs.get(place)
 
     def load(self) -> None:
-        """Give the stand-ins their variables' elements."""
+        """Copy the variables' elements into the proxies."""
         for place, part in self._cut():
             part.set_elements(self._take(_inner(self.variables[place]).read_value(), place))
 
     def release(self) -> None:
-        """Give the memory of the stand-ins back."""
+        """Free the memory of the proxies."""
         for _, part in self._cut():
-            # A length that TensorFlow cannot know beforehand: it would take the change of shape for a mistake.
+            # The length must not be known statically, or TensorFlow rejects the change of shape.
             part.set_elements(tf.zeros(tf.cast(tf.timestamp(), tf.int32)[None] * 0, part.dtype))
 
     def _cut(self) -> Iterator[tuple[int, StandIn]]:
@@ -120,7 +120,7 @@ class Parts:
                 yield place, part
 
     def take(self, grads: Sequence[Any], places: Sequence[int]) -> list[Any]:
-        """Return this rank's elements of gradients that every rank has alike and whole."""
+        """Return this rank's elements of replicated gradients."""
         results = []
         for grad, place in zip(grads, places, strict=True):
             whole = grad is None or self.listed[place] is self.variables[place]
@@ -138,14 +138,14 @@ class Parts:
         return tf.cast(grad, variable.dtype)
 
     def combine(self, found: Given, how: Averaging) -> list[Gradient]:
-        """Return this rank's elements of the ranks' gradients combined, Average or Sum, after they agreed on them.
+        """Combine the gradients over ranks (Average or Sum) and return this rank's elements. Ranks must have agreed.
 
-        One exchange a group: each rank sends and receives (N-1)/N of the gradients' bytes. A variable of the list
-        that has no gradient here, or None, travels as zeros. Other gradients are combined as in any optimizer.
+        There is one exchange per group, in which each rank sends and receives (N-1)/N of the gradients' bytes.
+        Missing gradients and None are sent as zeros. Gradients of shards and local variables are combined as usual.
 
         Args:
-            found: whole gradients of some of the list, or of what stands for them.
-            how: the same for all ranks, without weight.
+            found: complete gradients of variables in the list, or of their proxies.
+            how: the same on all ranks, without weight.
         """
         pairs = zip(found.variables, found.kinds, strict=True)
         places = [self._places[id(_inner(v))] for v, kind in pairs if kind == "replicated"]
@@ -175,7 +175,7 @@ class Parts:
         return {p: tf.reshape(piece, self.listed[p].shape) for p, piece in zip(group.places, pieces, strict=False)}
 
     def publish(self, places: Sequence[int]) -> None:
-        """Give every rank the updated elements of the variables at ``places``, each from the rank that has them."""
+        """Gather the updated elements of the variables at ``places`` from the ranks that own them, on every rank."""
         wanted = set(places)
         for group in self._groups:
             if wanted & set(group.places):
@@ -190,7 +190,7 @@ class Parts:
         whole.set_shape([group.share * cluster.size()])
         pieces = tf.split(whole, [*group.counts, group.padding])
         for place, piece in zip(group.places, pieces, strict=False):
-            # Its own as well: all then share the memory that was received, and none of it is there twice.
+            # Assign this rank's own variables as well: all then share the receive buffer, without duplicates.
             if place in wanted:
                 _inner(self.variables[place]).assign(tf.reshape(piece, self.variables[place].shape))
 

@@ -1,8 +1,8 @@
-"""Keras's own ``fit`` on several ranks: all begin, go on and end alike, on data of their own.
+"""Check that Keras's own ``fit`` runs consistently on all ranks: equal weights and decisions, different data.
 
-Keras gives an optimizer no reference to the ``fit`` that it works in, so the first one is found in its first step,
-among the frames of its callers. For further calls of ``fit`` and ``evaluate`` the model's ``make_train_function`` and
-``make_test_function`` are replaced, which Keras calls before the first batch. ``hk.fit`` needs none of this.
+Keras gives an optimizer no reference to the ``fit`` that calls it, so the first ``fit`` is found on the call stack of
+the optimizer's first step. Later calls of ``fit`` and ``evaluate`` are intercepted in ``make_train_function`` and
+``make_test_function``, which Keras calls before the first batch. ``hk.fit`` doesn't need any of this.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hvdkit.optimizer.calling import locals_of
 
 _SAMPLED_ROWS = 64
 _REMEDY = "use hk.fit, or pass hk.callbacks.BroadcastInitial() and build the model before fit"
-# Callbacks that write files, and the attribute with the path.
+# Callbacks that write files, and their path attributes.
 _PATHS = {
     keras.callbacks.ModelCheckpoint: "filepath",
     keras.callbacks.CSVLogger: "filename",
@@ -42,14 +42,14 @@ _PATHS = {
 
 
 class _Beginning(NamedTuple):
-    """What one rank begins with.
+    """The state of one rank at the beginning of ``fit``.
 
     Attributes:
-        steps: batches per epoch and epochs; None if unknown.
+        steps: batches per epoch, and epochs; None if unknown.
         weights: digest of trainable variables, slots and learning rates.
-        data: digest of sampled rows of the arrays given to ``fit``; None for anything else.
-        paths: class of each callback that writes, by path.
-        evaluated: digests of the arrays given to ``evaluate`` since the last ``fit`` began.
+        data: digest of sampled rows of the arrays passed to ``fit``; None for other data.
+        paths: class of each callback that writes files, by path.
+        evaluated: digests of the arrays passed to ``evaluate`` since the last ``fit`` began.
     """
 
     steps: tuple[Any, Any] | None
@@ -60,19 +60,20 @@ class _Beginning(NamedTuple):
 
 
 def begin_equal(model: Any, optimizer: Any, group: cluster.Group | None) -> None:
-    """Give all ranks the chief's weights if they differ; warn of ranks that train on the same data.
+    """Broadcast the chief's weights if ranks differ; warn if ranks train on the same data.
 
-    Called in the first step of an optimizer, on every rank; from then on each plain ``fit`` of the model begins
-    so. While the step is traced, weights can still be changed. In eager mode its forward pass is done.
+    Called on every rank in an optimizer's first step; every later plain ``fit`` of the model begins the same way. While
+    the step is being traced, weights can still be changed. In eager mode, its forward pass has already run.
 
     Raises:
-        CollectiveMismatchError: the number of steps differs; or weights do, in eager mode or with ``process_set``.
+        CollectiveMismatchError: the number of steps differs between ranks; or the weights differ, in eager mode or
+            with ``process_set``.
     """
     if cluster.size() == 1:
         return
     watch = Watch.of(model, group)
     watch.optimizers.append(optimizer)
-    object.__setattr__(optimizer, "_hvdkit_watch", watch)  # past Keras's, which would track what it holds
+    object.__setattr__(optimizer, "_hvdkit_watch", watch)  # bypass Keras's tracking
     local = locals_of("fit", having="epoch_iterator")
     if not within_share() and not _is_divided(local):
         watch.begin(local, is_late=not tf.inside_function())
@@ -80,29 +81,29 @@ def begin_equal(model: Any, optimizer: Any, group: cluster.Group | None) -> None
 
 
 def note_batch(optimizer: Any) -> None:
-    """Have a further trace of the training step note the digest of the first batch of each ``fit``."""
+    """Record the digest of the first batch of each ``fit`` when the training step is traced again."""
     watch: Watch | None = optimizer._hvdkit_watch
     if watch is not None and not within_share():
         watch.note_batch()
 
 
 def note_combined(model: Any) -> None:
-    """Note that what ``evaluate`` has returned is combined over ranks."""
+    """Record that the results of ``evaluate`` have been combined over ranks."""
     if (watch := _WATCHES.get(model)) is not None:
         watch.evaluated.clear()
 
 
 class Watch:
-    """What is compared whenever plain ``fit`` trains a model. It is kept on the model.
+    """Compares ranks whenever plain ``fit`` trains a model. Stored on the model.
 
     Args:
         model: a Keras model.
         group: the ranks that train it; None for all.
 
     Attributes:
-        optimizers: the distributed ones that have trained it.
-        evaluated: digests of the arrays given to ``evaluate`` since the last ``fit`` began.
-        batch: digest of the first batch of this ``fit``; 0 if it isn't known.
+        optimizers: the distributed optimizers that have trained the model.
+        evaluated: digests of the arrays passed to ``evaluate`` since the last ``fit`` began.
+        batch: digest of the first batch of this ``fit``; 0 if unknown.
     """
 
     def __init__(self, model: Any, group: cluster.Group | None) -> None:
@@ -125,7 +126,7 @@ class Watch:
         return found
 
     def warn(self, topic: str, words: str) -> None:
-        """Log a warning on the chief, once for each topic."""
+        """Log a warning on the chief, once per topic."""
         if topic not in self._warned and cluster.is_chief():
             get_logger().warning("%s", words)
         self._warned.add(topic)
@@ -133,14 +134,14 @@ class Watch:
     # ---- before the first batch ---------------------------------------------------------------------------------
 
     def on_fit(self) -> None:
-        """Compare the ranks if plain ``fit`` has called. Every rank calls it."""
+        """Compare the ranks at the beginning of plain ``fit``. Every rank must call it."""
         local = locals_of("fit", having="epoch_iterator")
         trains = any(getattr(self._model(), "optimizer", None) is optimizer for optimizer in self.optimizers)
         if trains and local and not _is_divided(local):
             self.begin(local, is_late=False)
 
     def on_evaluate(self) -> None:
-        """Note what ``evaluate`` is given. No exchange: one rank alone may call it."""
+        """Record the data passed to ``evaluate``. Not collective: a single rank may call it."""
         local = locals_of("evaluate", having="epoch_iterator")
         if not local or local.get("use_cached_eval_dataset") or _is_divided(local):
             return
@@ -153,17 +154,19 @@ class Watch:
         self.evaluated.append(_digest_of_arrays(local.get("x"), local.get("y")))
 
     def begin(self, local: dict[str, Any], *, is_late: bool) -> None:
-        """Compare the ranks, make weights equal, and have the ranks compared at the end of epochs and of training.
+        """Compare the ranks, synchronize the weights, and install the callback that compares ranks later on.
+
+        The callback compares them at the end of each epoch and of training.
 
         Args:
             local: local variables of Keras's ``fit``.
-            is_late: whether a forward pass has been made with the weights.
+            is_late: whether a forward pass has already used the weights.
         """
         model, callbacks = self._model(), local.get("callbacks")
         assert model is not None
         params = getattr(callbacks, "params", None) or {}
         with tf.init_scope():
-            # Variables that are made while the step is traced have no values yet: the comparison after fit finds them.
+            # Variables created while tracing have no values yet; they are compared after fit.
             slots = [v for optimizer in self.optimizers for v in _slots(optimizer)]
             equal = [v for v in [*model.trainable_variables, *slots] if not is_part(v) and _has_value(v)]
             self.batch.assign(0)
@@ -207,7 +210,7 @@ class Watch:
         callbacks.callbacks.append(guard)
 
     def note_batch(self) -> None:
-        """Add to the step that is traced, or do in eager mode: note the digest of the first batch."""
+        """Record the digest of the first batch, in the graph of the step or in eager mode."""
         data = locals_of("one_step_on_data", having="data").get("data")
         tensors = [x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]
         if not tensors:
@@ -217,7 +220,7 @@ class Watch:
                 if not int(self.batch):
                     self.batch.assign(_nonzero(digest_of_batch(data)))
             return
-        if self._graph() is tensors[0].graph:  # a step may update several times
+        if self._graph() is tensors[0].graph:  # a step may apply several updates
             return
         self._graph = weakref.ref(tensors[0].graph)
         known = self.batch.read_value()
@@ -229,10 +232,10 @@ class Watch:
         """Warn if all ranks train on the same data.
 
         Args:
-            digests: of the data, in rank order.
-            what: names the data.
+            digests: digests of the data, in rank order.
+            what: name of the data.
         """
-        number = cluster.group(cluster.DATA).size  # ranks along other axes of the mesh work on one batch
+        number = cluster.group(cluster.DATA).size  # ranks along other mesh axes share a batch
         if number > 1 and len(set(digests)) == 1:
             self.warn(
                 "data",
@@ -262,18 +265,18 @@ class Watch:
                 )
 
 
-# On the model: optimizers that a watch holds may know of their model, through a function that gives the rate.
+# Stored on the model: a watch references optimizers, whose learning-rate function may reference the model.
 _WATCHES: Attached[Watch] = Attached("_hvdkit_watch")
 
 
 class _AtEpochEnd(NamedTuple):
-    """One rank at the end of an epoch.
+    """The state of one rank at the end of an epoch.
 
     Attributes:
         stops: whether a callback has set ``stop_training``.
         rate: the learning rate.
-        logs: numbers that callbacks and History get.
-        batch: digest of the first batch of this ``fit``; 0 if it isn't known.
+        logs: numbers passed to callbacks and History.
+        batch: digest of the first batch of this ``fit``; 0 if unknown.
     """
 
     stops: bool
@@ -283,17 +286,17 @@ class _AtEpochEnd(NamedTuple):
 
 
 class _Guard(keras.callbacks.Callback):
-    """Runs after all other callbacks of a ``fit``, and compares ranks at the end of each epoch and of training."""
+    """Compares ranks at the end of each epoch and of training, after all other callbacks."""
 
     def __init__(self, watch: Watch, group: cluster.Group | None) -> None:
         super().__init__()
         self._watch, self._group = watch, group
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Raise if ranks decided differently; warn if their logs differ, or their first batches do not.
+        """Raise if the decisions of ranks differ; warn if their logs differ or their first batches are equal.
 
         Raises:
-            CollectiveMismatchError: some ranks stop, or learning rates differ.
+            CollectiveMismatchError: only some ranks stop, or learning rates differ.
         """
         known = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
         batch = int(self._watch.batch)
@@ -319,7 +322,7 @@ class _Guard(keras.callbacks.Callback):
         """Compare the weights.
 
         Raises:
-            CollectiveMismatchError: on every rank: they differ.
+            CollectiveMismatchError: weights differ; raised on every rank.
         """
         agree(
             cluster.exchange(self._group),
@@ -337,7 +340,7 @@ _DECISIONS: dict[str, Callable[[_AtEpochEnd], Any]] = {
 
 
 def _slots(optimizer: Any) -> list[Any]:
-    """Return slots and counters, without the gradients that each rank adds up between two updates."""
+    """Return slots and counters, without locally accumulated gradients."""
     parts = [optimizer, getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
     sums = {id(v) for part in parts for v in getattr(part, "_accumulated_gradients", ())}
     return [v for v in optimizer.variables if id(v) not in sums]
@@ -366,7 +369,7 @@ def _followed(function: Callable[..., Any], then: Callable[[], None]) -> Callabl
 
 
 def _is_divided(local: dict[str, Any]) -> bool:
-    """Return True if ``hk.fit`` or ``hk.evaluate`` has called the method of Keras with these local variables."""
+    """Return True if ``local`` is from a Keras method that ``hk.fit`` or ``hk.evaluate`` called."""
     return isinstance(local.get("x"), DataAdapter)
 
 
@@ -375,7 +378,7 @@ def _nonzero(number: tf.Tensor) -> tf.Tensor:
 
 
 def _paths(callbacks: Any) -> dict[str, str]:
-    """Return the classes of the callbacks that write, by the absolute paths that they write to."""
+    """Return the class names of callbacks that write files, by absolute path."""
     found: dict[str, str] = {}
     for callback in getattr(callbacks, "callbacks", ()):
         for kind, attribute in _PATHS.items():

@@ -1,4 +1,4 @@
-"""What a distributed optimizer does to gradients before Keras sees them."""
+"""Gradient processing of a distributed optimizer before Keras's update."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hvdkit.optimizer.rows import SparseUpdates
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """What a distributed optimizer does to gradients before Keras sees them.
+    """How a distributed optimizer processes gradients before Keras's update.
 
     Attributes:
-        combines: False if they come combined: from the tape, or from a loss scale around the optimizer.
-        reduced: then True if they come as this rank's elements, and not whole.
+        combines: False if gradients are already combined, by the tape or by a LossScaleOptimizer around the optimizer.
+        reduced: if already combined, whether they are only this rank's elements.
         group: the ranks that combine gradients; None for all.
         others: as for ``hk.DistributedOptimizer``.
     """
@@ -46,24 +46,24 @@ class Reduction:
         return Averaging(op=self.op, compression=self.compression, group=self.group)
 
     def agreed(self, prepare: Callable[[], Given], *, exchanges: bool = False) -> Given:
-        """Return what ``prepare`` returns, after the ranks have compared it if they are to combine it.
+        """Return the result of ``prepare``, compared between ranks if they will combine it.
 
         Args:
-            prepare: all that can raise before gradients are exchanged.
-            exchanges: something else is exchanged in the step, so that no rank may raise alone.
+            prepare: does everything that can raise before gradients are exchanged.
+            exchanges: whether the step contains another exchange, so that a rank must not raise alone.
         """
         if self.combines:
             return agree_on(prepare, self.averaging)
         return agree_to_go_on(prepare, self.group) if exchanges else prepare()
 
     def shared(self, found: Given) -> Given:
-        """Return gradients times this rank's share of the global batch, if they are to be combined here."""
+        """Return gradients multiplied by this rank's share of the global batch, if they will be combined here."""
         return shared(found, self.averaging) if self.combines else found
 
     def combine(self, found: Given) -> list[Gradient]:
         """Combine gradients over all ranks, after :meth:`agreed`.
 
-        Rows of shards may repeat: the update knows if they have to be distinct.
+        Rows of shards may repeat; the update sums duplicates where necessary.
         """
         if not self.combines:
             return found.grads
@@ -72,7 +72,7 @@ class Reduction:
         return combined
 
     def share(self, found: Given, *, undo: bool = False) -> Given:
-        """Divide gradients of shards by N before they are added up over steps: then sums mean the same at any N."""
+        """Divide gradients of shards by N before accumulation, so that their sums don't depend on N."""
         divisor = cluster.size() if self.op == ReduceOp.Average else self.averaging.copies
         factor = divisor if undo else 1 / divisor
         if divisor == 1:
@@ -82,8 +82,8 @@ class Reduction:
     def clip(self, found: Given, loss_scale: float | None = None, *, divided: bool = False) -> list[Gradient]:
         """Scale all gradients so that their global norm is at most the limit.
 
-        A replicated gradient counts once. Of a sharded or local one every rank has other numbers, whose squares are
-        summed, and so are those of this rank's elements, if replicated gradients are ``divided`` among ranks.
+        A replicated gradient counts once. The squares of sharded and local gradients are summed over ranks, as are
+        those of replicated gradients if they are ``divided`` among ranks.
         """
         if self.clip_global_norm is None:
             return found.grads
@@ -99,7 +99,7 @@ class Reduction:
         return distinct.map(clipped).grads
 
     def _squares_by_place(self, found: Given, divided: bool) -> list[tf.Tensor]:
-        """Return sums of squares: of what every rank has whole, of what each has other numbers of, of parts by axis."""
+        """Return sums of squares: of replicated gradients, of shards and local gradients, and of parts by mesh axis."""
         everywhere: list[Gradient] = []
         apart: dict[str | None, list[Gradient]] = {}
         for grad, variable, kind in zip(found.grads, found.variables, found.kinds, strict=True):

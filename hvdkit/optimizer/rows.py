@@ -1,18 +1,18 @@
-"""Updates of single rows of a table by Keras's optimizers, with the slots that stand beside them.
+"""Row-wise updates of tables and their slots, for Keras's optimizers.
 
-Keras 3 takes a sparse gradient for a dense one with zeros, and updates the whole table. SGD and Adagrad leave rows with
-a zero gradient as they are, so that updating the others alone comes to the same. Other optimizers change them: moments
-decay, and go on moving the weights. These have two forms here:
+Keras 3 treats a sparse gradient as a dense one with zeros and updates the whole table. SGD and Adagrad don't change
+rows with a zero gradient, so updating only the other rows gives the same result. Other optimizers do change them:
+moments decay and keep moving the weights. These support two modes:
 
-* "lazy": only the rows that the gradient has; the form that tables of millions of rows are trained with
-  (TensorFlow 1's ``LazyAdamOptimizer``);
+* "lazy": update only the rows in the gradient. This is how tables of millions of rows are trained
+  (TensorFlow 1's ``LazyAdamOptimizer``).
 * "exact": Keras's own update of the whole shard, equal to that of a dense gradient.
 
-TensorFlow writes rows ten times as fast as it adds to them (0.02 against 0.2 microseconds a row of 64 floats on one
-core), so every update reads its rows, computes, and writes them; for that they have to be distinct.
+TensorFlow writes rows ten times faster than it adds to them (0.02 vs. 0.2 microseconds per row of 64 floats on one
+core), so each update reads its rows, computes, and writes them back. This requires distinct rows.
 
-The formulas are those of ``keras.optimizers``, with g, m, v, a, z for the rows of gradient, moments, accumulator and
-linear term, and t the number of the update.
+The formulas are those of ``keras.optimizers``: g, m, v, a, z are the rows of gradient, moments, accumulator and linear
+term, and t is the number of the update.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Rule = Callable[[Any, tf.Variable, tf.IndexedSlices, tf.Tensor], None]
 
 
 def rule_for(optimizer: Any, how: SparseUpdates) -> Rule | None:
-    """Return the update of single rows for ``optimizer``, or None where Keras's own of the whole shard is to be used.
+    """Return the row-wise update for ``optimizer``, or None to use Keras's update of the whole shard.
 
-    "auto" is lazy for Adam and AdamW, as tables are commonly trained with it, and exact for the others.
+    "auto" is lazy for Adam and AdamW, as is common for tables, and exact for the others.
     """
     rule = _RULES.get(updating_class(optimizer))
     if rule is None:
@@ -44,12 +44,12 @@ def rule_for(optimizer: Any, how: SparseUpdates) -> Rule | None:
 
 
 def updating_class(optimizer: Any) -> type:
-    """Return the class whose ``update_step`` the optimizer has, but for hvdkit's."""
+    """Return the class that defines the optimizer's ``update_step``, excluding hvdkit's mixins."""
     return next(c for c in type(optimizer).__mro__ if "update_step" in vars(c) and "_hvdkit" not in vars(c))
 
 
 def rows_of_gradient(gradient: Any) -> tf.IndexedSlices:
-    """Return the distinct rows of a gradient; of a dense one (added up over steps) those that are not zero."""
+    """Return the distinct rows of a gradient; for a dense one (accumulated over steps) the nonzero rows."""
     if isinstance(gradient, tf.IndexedSlices):
         return _distinct(gradient)
     axes = list(range(1, gradient.shape.rank))
@@ -58,7 +58,7 @@ def rows_of_gradient(gradient: Any) -> tf.IndexedSlices:
 
 
 def _distinct(grad: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Sum a row's gradients, which come from several ranks or lookups; where all are distinct, leave them."""
+    """Sum gradients of the same row, from several ranks or lookups; return them unchanged if all are distinct."""
     indices, place = tf.unique(grad.indices)
     count = tf.size(indices)
     values = tf.cond(
@@ -105,7 +105,7 @@ def _adam(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: t
 
 
 def _rmsprop(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
-    """v = rho v + (1 - rho) g^2;  w -= lr g / sqrt(v + eps);  centered: v less the square of the mean gradient."""
+    """v = rho v + (1 - rho) g^2;  w -= lr g / sqrt(v + eps);  centered: v minus the square of the mean gradient."""
     g, rho = grad.values, optimizer.rho
     v = _Rows(optimizer._velocities, optimizer, variable, grad.indices)
     spread = v.set(rho * v.values + (1 - rho) * tf.square(g))
@@ -120,7 +120,7 @@ def _rmsprop(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate
 
 
 def _ftrl(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
-    """The update of McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, as Keras writes it.
+    """The update of McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, in Keras's form.
 
     z += g' - (a'^-p - a^-p) / lr w  with  a' = a + g^2  and  g' = g + 2 shrinkage w;
     w = (clip(z, -l1, l1) - z) / (a'^-p / lr + 2 l2).
@@ -151,7 +151,7 @@ class _Rows:
         self.values = self._slot.sparse_read(indices)
 
     def set(self, values: tf.Tensor) -> tf.Tensor:
-        """Write the rows, and return them."""
+        """Write the rows and return them."""
         self._slot.scatter_update(tf.IndexedSlices(values, self._indices))
         return values
 
@@ -164,8 +164,8 @@ _RULES: dict[type, Rule] = {
     keras.optimizers.Ftrl: _ftrl,
 }
 
-# Those whose new weight depends on this number's gradient and slots alone. Others take norms of a whole variable, of
-# which a shard is a part, and perhaps of several tables.
+# Element-wise optimizers: a new weight depends only on its own gradient and slots. Others take norms of a whole
+# variable, but a shard is only a part of it, and may belong to several tables.
 BY_ELEMENTS = {
     *_RULES,
     keras.optimizers.AdamW,
@@ -177,11 +177,11 @@ BY_ELEMENTS = {
 
 
 def update_rows(rule: Rule, optimizer: Any, variable: tf.Variable, shard: Shard, gradient: Any, rate: Any) -> None:
-    """Update the rows of ``variable``, which holds ``shard``, that ``gradient`` has, by ``rule``."""
+    """Update the rows of ``variable`` (which holds ``shard``) that are in ``gradient``, using ``rule``."""
     rate, runs = tf.cast(rate, variable.dtype), None if shard.lookup is None else shard.lookup.take()
 
     def by_rows() -> None:
-        # Divided in here, since what only one branch needs is computed for that branch alone.
+        # Divide inside the branch, so that it is only computed when needed.
         again = isinstance(gradient, Share) and runs is not None
         rows = Share(tf.IndexedSlices(gradient.whole, gradient.indices), gradient.divisor) if again else gradient
         grad = rows_of_gradient(rows)
@@ -192,7 +192,7 @@ def update_rows(rule: Rule, optimizer: Any, variable: tf.Variable, shard: Shard,
         return
 
     def by_runs() -> None:
-        # Plain SGD is linear: rank after rank comes to the same as their sum, and the sum need not be made.
+        # Plain SGD is linear: applying rank after rank equals applying the sum, so don't compute the sum.
         shared = isinstance(gradient, Share)
         whole, own_rate = (gradient.whole, rate / gradient.divisor) if shared else (gradient.values, rate)
         for ids, values in split_runs(whole, runs):

@@ -1,9 +1,9 @@
-"""Slots divided among ranks: each keeps 1/N of them, updates 1/N of the weights, and gets the rest from the others.
+"""Sharded optimizer state: each rank keeps 1/N of the slots, updates 1/N of the weights, and gathers the rest.
 
 Stage 1 of Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020. Keras's
-optimizer is built over this rank's part of the variables (:class:`hvdkit.optimizer.parts.Parts`) instead of the
-variables themselves, and knows no others: what it does to variables and slots, weight decay and moving averages
-included, it does to 1/N of them. Around its update the gradients are reduced and scattered, and the weights gathered.
+optimizer is built over this rank's part of the variables (:class:`hvdkit.optimizer.parts.Parts`), so everything it does
+to variables and slots, including weight decay and moving averages, applies to 1/N of them. Gradients are
+reduce-scattered before the update, and weights are gathered after it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hvdkit.optimizer.parts import Parts, StandIn
 
 
 class SharingStates(Combining):
-    """Mixed in before a Keras optimizer class: as Combining, with the slots of replicated variables divided."""
+    """Mixin for a Keras optimizer class: Combining, with the slots of replicated variables sharded over ranks."""
 
     _hvdkit = Combining._hvdkit
 
@@ -39,25 +39,25 @@ class SharingStates(Combining):
                 raise ValueError(describe("variables", f"{variable.path} (overwrite_with_gradient)", expected, remedy))
         self._hvdkit_parts = Parts(variables)
         super().build(list(self._hvdkit_parts.listed))
-        # For whoever asks what is trained; set plainly, since Keras would count them among the optimizer's variables.
+        # Callers expect the trained variables here. Bypass Keras, which would count them as the optimizer's own.
         object.__setattr__(self, "_trainable_variables", list(variables))
 
     def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
-        """Create a slot; that of a replicated variable is this rank's run of its elements."""
+        """Create a slot; for a replicated variable, only for this rank's elements."""
         parts = self._hvdkit_parts
         place = None if parts is None else parts.place(reference_variable)
         run = None if place is None else parts.run(place)  # type: ignore[union-attr]
         if run is None:
             return super().add_variable_from_reference(reference_variable, name=name, initializer=initializer)
         assert parts is not None and place is not None
-        if name == "gradient_accumulator":  # each rank's own gradients, which are whole until they are reduced
+        if name == "gradient_accumulator":  # local gradients are complete until they are reduced
             return super().add_variable_from_reference(parts.variables[place], name=name, initializer=initializer)
         slot = super().add_variable_from_reference(parts.listed[place], name=name, initializer=initializer)
         mark(slot, run)
         return slot
 
     def _hvdkit_update(self, found: Given) -> Any:
-        """Update this rank's part of the variables, and gather them."""
+        """Update this rank's part of the variables and gather them."""
         if (parts := self._hvdkit_parts) is None or not found.grads:
             return super()._hvdkit_update(found)
         places = self._hvdkit_places(found.variables)
@@ -65,7 +65,7 @@ class SharingStates(Combining):
         result = super()._hvdkit_update(replace(found, variables=[parts.listed[place] for place in places]))
         parts.release()
         for grad, variable, place in zip(found.grads, found.variables, places, strict=True):
-            # Where this rank has all of it, Keras has done so.
+            # For variables that this rank updates completely, Keras has already applied the constraint.
             if grad is not None and variable.constraint is not None and isinstance(parts.listed[place], StandIn):
                 variable.assign(variable.constraint(variable))
         return result
@@ -78,11 +78,11 @@ class SharingStates(Combining):
     def _hvdkit_combine(self, prepare: Callable[[], Given], loss_scale: Any = None) -> Given:
         how = self._hvdkit
         found = how.agreed(prepare, exchanges=not how.reduced)
-        if (parts := self._hvdkit_parts) is None:  # a world of one, or no variables
+        if (parts := self._hvdkit_parts) is None:  # single rank, or no variables
             return found.with_grads(how.clip(found.with_grads(how.combine(found)), loss_scale))
         if how.combines:
             found = found.with_grads(parts.combine(found, how.averaging))
-        elif not how.reduced:  # by the tape: whole and alike on all ranks, so that their norm needs no exchange
+        elif not how.reduced:  # combined by the tape: replicated, so the norm needs no exchange
             places = self._hvdkit_places(found.variables)
             whole = replace(found, variables=[parts.variables[place] for place in places])
             return found.with_grads(parts.take(how.clip(whole, loss_scale), places))
@@ -125,7 +125,7 @@ class SharingStates(Combining):
             parts.publish(range(len(parts.listed)))
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Give the variables their moving averages, if there are any. Every rank calls it."""
+        """Assign the moving averages to the variables, if enabled. Every rank must call it."""
         parts = self._hvdkit_parts
         if parts is not None and self.use_ema:  # type: ignore[attr-defined]
             parts.load()
@@ -134,7 +134,7 @@ class SharingStates(Combining):
             parts.release()
 
     def save_own_variables(self, store: Any) -> None:
-        """Save the state, which a world of one has whole."""
+        """Save the state; only supported if this rank holds all of it."""
         if self._hvdkit_parts is not None:
             got = f"an optimizer of which rank {cluster.rank()} has 1/{cluster.size()} (shard_states=True)"
             remedy = "save with hk.checkpoint.save or hk.Supervisor, or the model alone with model.export"
@@ -146,7 +146,7 @@ class SharingStates(Combining):
         super().save_own_variables(store)  # type: ignore[misc]
 
     def load_own_variables(self, store: Any) -> None:
-        """Take this rank's part of a state that Keras saved whole."""
+        """Load this rank's part of an unsharded state that Keras saved."""
         if self._hvdkit_parts is None or len(store.keys()) != len(self.variables):
             super().load_own_variables(store)
             return
@@ -155,10 +155,10 @@ class SharingStates(Combining):
 
 
 def check_sharing(optimizer: Any) -> None:
-    """Refuse an optimizer whose update of an element depends on others.
+    """Check that an optimizer updates each element independently.
 
     Raises:
-        ValueError: it does.
+        ValueError: it doesn't.
     """
     if hasattr(optimizer, "optimizers"):
         remedy = "give each of its optimizers its own hk.DistributedOptimizer(..., shard_states=True) and apply"

@@ -1,4 +1,4 @@
-"""Slots beside shards: made where they stand, and made anew for rows that change hands."""
+"""Slots of shards: initialize them in place, and reset rows that are reassigned to another id."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _BLOCK_NUMBERS = 1 << 22
 
 
 def fill(slot: Any, initializer: Any) -> None:
-    """Write a slot's first value, the same in every place, over zeros: a block at a time, so that memory is there once.
+    """Overwrite a zero slot with its constant initial value, one block at a time to save memory.
 
-    Keras's initializers would make the whole twice before the variable has it.
+    Keras's initializers would hold two more copies of the slot in memory.
     """
     with tf.init_scope():
         value = first_value(slot, initializer)
@@ -34,22 +34,22 @@ def fill(slot: Any, initializer: Any) -> None:
 
 
 def first_value(slot: Any, initializer: Any) -> tf.Tensor:
-    """Return the number that ``initializer`` puts in every place of ``slot``."""
+    """Return the constant that ``initializer`` fills ``slot`` with."""
     return tf.convert_to_tensor(keras.initializers.get(initializer)((1,), dtype=slot.dtype)[0])
 
 
 class Slots:
-    """The slots that an optimizer has beside variables whose rows change hands.
+    """The slots of an optimizer for variables whose rows can be reassigned to other ids.
 
-    What it knew of the old id must not move the new one. A row is new once for all optimizers: whichever updates first
-    renews the slots of all.
+    Moments of the old id must not affect the new one. A reassigned row is reset only once: the optimizer that updates
+    first resets the slots of all optimizers.
     """
 
     def __init__(self) -> None:
         self._of: dict[int, list[tuple[str, Any, Any]]] = {}
 
     def add(self, reference: Any, name: str, slot: Any, initializer: Any) -> None:
-        """Note a slot of ``reference``."""
+        """Register a slot of ``reference``."""
         inner = reference._value
         self._of.setdefault(id(inner), []).append((name, slot, initializer))
         if (found := _SLOTS.get(inner)) is None:
@@ -61,16 +61,16 @@ class Slots:
         return self._of.get(id(variable), [])
 
 
-_SLOTS: WeakRegistry[weakref.WeakSet[Slots]] = WeakRegistry()  # of each TensorFlow variable, one for each optimizer
+_SLOTS: WeakRegistry[weakref.WeakSet[Slots]] = WeakRegistry()  # for each TensorFlow variable, one per optimizer
 
 
 def renew(grads: Sequence[Any], variables: Sequence[Any], *, whole: bool) -> None:
-    """Give rows that have gone to another id since the last update the slots' first values.
+    """Reset the slots of rows that were reassigned to another id since the last update.
 
     Args:
-        grads: one for each variable.
-        variables: any; those whose rows do not change hands are passed over.
-        whole: not only the gradients' rows, as sums over steps ask for.
+        grads: one per variable.
+        variables: any; variables without reassignable rows are skipped.
+        whole: reset all reassigned rows, not only those in the gradients; needed when gradients are accumulated.
     """
     for gradient, variable in zip(grads, variables, strict=False):
         shard = shard_of(variable)
@@ -78,7 +78,7 @@ def renew(grads: Sequence[Any], variables: Sequence[Any], *, whole: bool) -> Non
             continue
         rows, inner = take_fresh(shard.uses, gradient, whole), getattr(variable, "_value", variable)
         for name, slot, initializer in [s for slots in _SLOTS.get(inner) or () for s in slots.of(inner)]:
-            if name == "average":  # Keras's moving average of the weights begins with the weights
+            if name == "average":  # Keras's moving average of the weights starts at the weights
                 first = inner.sparse_read(rows)
             else:
                 first = tf.fill([tf.size(rows), slot.shape[1]], first_value(slot, initializer))

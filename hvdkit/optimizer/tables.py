@@ -1,4 +1,4 @@
-"""Tables that have their own optimizer: it updates them in the model optimizer's step, with its own learning rate."""
+"""Tables with their own optimizer, which updates them during the model optimizer's step at its own learning rate."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hvdkit.variable.own_optimizer import own_optimizer
 
 @dataclass(frozen=True)
 class TableOptimizers:
-    """Copies of the tables' optimizers, as a distributed optimizer holds them.
+    """Copies of the optimizers that the user passed for single tables, owned by a distributed optimizer.
 
     Attributes:
-        owners: of each variable with its own optimizer, by id, that copy.
-        copies: all of them, each once.
+        owners: the copy that updates each variable, by id of the variable.
+        copies: all copies, without duplicates.
     """
 
     owners: dict[int, Any]
@@ -26,11 +26,11 @@ class TableOptimizers:
 
     @classmethod
     def of(cls, variables: Sequence[Any], copy: Callable[[Any], Any]) -> TableOptimizers | None:
-        """Return the optimizers of those of ``variables`` that have their own, built; None if none has.
+        """Build the optimizers of those ``variables`` that have their own; return None if there aren't any.
 
         Args:
-            variables: of a model.
-            copy: returns a copy of a Keras optimizer that knows shards, and combines no gradients.
+            variables: variables of a model.
+            copy: returns a copy of a Keras optimizer that supports shards and doesn't combine gradients.
         """
         groups: dict[str, list[Any]] = {}
         for variable in variables:
@@ -40,7 +40,7 @@ class TableOptimizers:
             return None
         owners: dict[int, Any] = {}
         copies: list[Any] = []
-        # Under one path, by which checkpoints know the slots, whether a step or the user builds the model's optimizer.
+        # Checkpoints identify slots by path: use the same path whether a step or the user builds the model's optimizer.
         with keras.name_scope("tables", override_parent=""):
             for members in groups.values():
                 made = copy(own_optimizer(members[0]).optimizer)  # type: ignore[union-attr]
@@ -54,7 +54,7 @@ class TableOptimizers:
         return [variable for variable in variables if id(variable) not in self.owners]
 
     def apply(self, grads: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Update the tables by their optimizers; return the other gradients and variables."""
+        """Update the tables with their optimizers; return the remaining gradients and variables."""
         pairs = list(zip(grads, variables, strict=True))
         for optimizer in self.copies:
             own = [(g, v) for g, v in pairs if self.owners.get(id(v)) is optimizer]
@@ -64,7 +64,7 @@ class TableOptimizers:
         return [g for g, _ in rest], [v for _, v in rest]
 
     def finalize(self, variables: Sequence[Any]) -> None:
-        """Give the tables among ``variables`` their moving averages, if their optimizers keep any."""
+        """Assign the moving averages to the tables among ``variables``, if their optimizers keep any."""
         for optimizer in self.copies:
             own = [v for v in variables if self.owners.get(id(v)) is optimizer]
             if own:
@@ -72,10 +72,10 @@ class TableOptimizers:
 
 
 def check_for_tables(accumulate_steps: int, shard_states: bool) -> None:
-    """Refuse what treats the gradients or the slots of all variables together.
+    """Reject options that treat the gradients or slots of all variables together.
 
     Raises:
-        ValueError: gradients are accumulated, or slots divided among ranks.
+        ValueError: gradients are accumulated, or slots are sharded.
     """
     where = "with tables that have their own optimizer"
     remedy = "leave it out, or make the tables without optimizer="

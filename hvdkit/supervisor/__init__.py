@@ -1,6 +1,6 @@
-"""The chief: initialises or restores, saves, writes summaries, and stops every rank at the same step.
+"""Training sessions: initialize or restore, save, write summaries, and stop all ranks at the same step.
 
-``Supervisor`` is loaded when it is first used: signals, locks and the pace need no TensorFlow.
+``Supervisor`` is imported on first use: signals, locks and the pace don't need TensorFlow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a Supervisor saves, laid out under fixed keys."""
+"""The state that a Supervisor saves, under fixed keys."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hvdkit.errors import describe
 
 
 class Generators:
-    """The process's own random generators, each rank's in its own state: Python's, NumPy's, Keras's, TensorFlow's.
+    """The random generators of this process (Python, NumPy, Keras, TensorFlow); each rank has its own states.
 
-    TensorFlow's stateful ops (``tf.random.uniform`` and the like) keep their state inside compiled kernels, where
-    nobody can read it: a run that draws from them does not repeat. Use ``keras.random``, ``tf.random.stateless_*`` or a
-    ``tf.random.Generator``.
+    TensorFlow's stateful ops (``tf.random.uniform`` etc.) keep their state inside compiled kernels, where it cannot be
+    read, so runs that use them are not reproducible. Use ``keras.random``, ``tf.random.stateless_*`` or a
+    ``tf.random.Generator`` instead.
     """
 
     def checkpoint_state(self) -> dict[str, Any]:
@@ -28,13 +28,13 @@ class Generators:
         generators: dict[str, Any] = {"python": random, "numpy": np.random}
         if (seeds := _keras_generator()) is not None:
             generators["keras"] = seeds
-        with contextlib.suppress(RuntimeError):  # tf.config.experimental.enable_op_determinism forbids an unset one
+        with contextlib.suppress(RuntimeError):  # enable_op_determinism forbids an unset generator
             generators["tensorflow"] = tf.random.get_global_generator()
         return generators
 
 
 def _keras_generator() -> Any:
-    """Return the generator behind ``keras.random`` calls without a seed; Keras has no public name for it."""
+    """Return the generator of unseeded ``keras.random`` calls, for which Keras has no public API."""
     try:
         from keras.src.random.seed_generator import global_seed_generator
     except ImportError:
@@ -43,12 +43,12 @@ def _keras_generator() -> Any:
 
 
 class Position:
-    """The data's position, and the step, as they were when the last step ended.
+    """The step and the position of the data at the end of the last step.
 
-    A save in the middle of a step must not take the batch that is being worked on for done.
+    A save during a step must not count the current batch as done.
 
     Attributes:
-        step: steps trained.
+        step: number of steps trained.
     """
 
     def __init__(self, data: Any):
@@ -58,22 +58,22 @@ class Position:
 
     @property
     def follows_data(self) -> bool:
-        """True where the data say where they are."""
+        """Whether the data report their position."""
         return self._data is not None
 
     def advance(self, steps: int, *, ahead: bool) -> None:
-        """Note that ``steps`` more are done; ``ahead`` where the data are read by somebody who reads ahead."""
+        """Advance by ``steps``; set ``ahead`` if the reader of the data prefetches."""
         self.step += steps
         if self._data is not None:
             self._at = self._data.state_at(self.step) if ahead else self._data.state
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return what goes into the manifest."""
+        """The state to save in the manifest."""
         return {"global_step": self.step, "data": self._at}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to a saved position."""
+        """Restore a saved position."""
         self.step = state["global_step"]
         if self._data is not None and state["data"] is not None:
             self._data.restore(state["data"])
@@ -81,7 +81,7 @@ class Position:
 
 
 def scalar(name: str, value: Any) -> float:
-    """Return a number given to ``step``. Raises TypeError, naming it, if it is none."""
+    """Convert a value passed to ``step`` to a float. Raises TypeError with its name if it is not a number."""
     try:
         return float(np.asarray(value).item())
     except (TypeError, ValueError) as error:
@@ -91,7 +91,7 @@ def scalar(name: str, value: Any) -> float:
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a number of seconds > 0, or None."""
+    """Raise if ``value`` is neither a number of seconds > 0 nor None."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise TypeError(describe(name, value, "seconds > 0, or None", "pass e.g. 600"))
     if value is not None and not float(value) > 0:
@@ -101,11 +101,11 @@ def check_seconds(name: str, value: Any) -> None:
 def trained_state(
     model: Any, optimizer: Any, variables: Any, extra: Any, position: Position
 ) -> Callable[[], dict[str, Any]]:
-    """Return a function that gives the state to save, under the keys by which it is restored.
+    """Return a function that returns the state to save, under the keys used to restore it.
 
     Raises:
-        ValueError: the model has no variables yet.
-        TypeError: ``model`` is none, or ``variables`` holds something else.
+        ValueError: the model is not built.
+        TypeError: ``model`` is not a Keras model, or ``variables`` contains something else.
     """
     if model is not None and not isinstance(model, keras.layers.Layer):
         raise TypeError(describe("model", type(model).__name__, "a Keras model", "pass variables in variables=[...]"))
@@ -130,7 +130,7 @@ def trained_state(
 
 
 def own_optimizer(model: Any, optimizer: Any) -> Any:
-    """Return the optimizer to save, with its slots made; by default the one that ``model`` was compiled with."""
+    """Return the optimizer to save, after building it; by default the one that ``model`` was compiled with."""
     if optimizer is None:
         optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -148,6 +148,6 @@ def own_optimizer(model: Any, optimizer: Any) -> Any:
 
 
 def own_rate(optimizer: Any) -> float | None:
-    """Return the learning rate that ``optimizer`` keeps in a variable, or None where a schedule gives it."""
+    """Return the learning rate that ``optimizer`` keeps in a variable; None if it uses a schedule."""
     rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
     return float(np.asarray(rate)) if isinstance(rate, keras.Variable) else None

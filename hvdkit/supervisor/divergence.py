@@ -1,4 +1,4 @@
-"""Divergence: parameters that must be equal on all ranks, and have come to differ."""
+"""Detect divergence: replicated parameters that differ between ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdkit.errors import describe
 
 
 class _Report(NamedTuple):
-    """What a rank says of itself once the combined digests differ."""
+    """The digests of one rank, exchanged if the combined digests differ."""
 
     step: int
     names: list[str]
@@ -24,23 +24,22 @@ class _Report(NamedTuple):
 
 
 class DivergenceDetector:
-    """Compares variables over all ranks every so many steps, bit for bit.
+    """Compares variables bit for bit over all ranks every few steps.
 
-    A comparison costs a digest of all values, about as fast as memory is read, and an exchange of some 100 bytes per
-    rank.
-    Between two comparisons it costs nothing.
+    A comparison computes a digest of all values, about as fast as memory can be read, and exchanges some 100 bytes per
+    rank. Steps between comparisons cost nothing.
 
-    For variables that are replicated: equal on all ranks because each rank makes the same updates. Not among them
-    are the moving statistics of BatchNormalization, which follow each rank's own examples, the states of random
-    generators, and gradients that are added up locally; :func:`replicated` gives a model's list without them.
+    Only for replicated variables, which are equal because every rank makes the same updates. Moving statistics of
+    BatchNormalization, which depend on each rank's examples, states of random generators, and locally accumulated
+    gradients are not replicated; :func:`replicated` returns a model's variables without them.
 
     Args:
-        variables: TensorFlow or Keras variables, the same list on every rank; or a function that returns it, for
-            optimizers that make their slots late.
-        every: steps between two comparisons.
+        variables: TensorFlow or Keras variables, the same list on every rank; or a function that returns them, for
+            optimizers that create their slots later.
+        every: steps between comparisons.
 
     Raises:
-        ValueError: ``every`` is no number of steps.
+        ValueError: ``every`` is not an integer >= 1.
 
     Example::
 
@@ -59,14 +58,14 @@ class DivergenceDetector:
         self._equal: int | None = None
 
     def check(self, step: int) -> None:
-        """Compare the variables if that is due. Every rank calls it after every step; steps may jump.
+        """Compare the variables if a comparison is due. Every rank must call it after every step; steps may jump.
 
         Args:
-            step: steps done, the same on every rank.
+            step: number of steps done, the same on every rank.
 
         Raises:
-            CollectiveMismatchError: on every rank: variables differ. It names the rank, the first variable, the
-                step, and the last step at which all were equal.
+            CollectiveMismatchError: variables differ; raised on every rank. The message names the rank, the first
+                variable, the step, and the last step at which all were equal.
         """
         if step // self.every <= self._checked // self.every:
             return
@@ -82,7 +81,7 @@ class DivergenceDetector:
         def digest_of_all() -> bytes:
             variables = list(self._variables() if callable(self._variables) else self._variables)
             reports.append(_Report(step, [variable_name(v) for v in variables], [digest(v) for v in variables]))
-            # With the step, so that ranks at different steps do not pass for equal.
+            # Include the step, so that ranks at different steps do not compare equal.
             return xxhash.xxh3_128_digest(step.to_bytes(8, "little") + b"".join(reports[0].digests))
 
         if len(set(gather(cluster.exchange(), "a divergence check", digest_of_all))) > 1:
@@ -91,28 +90,27 @@ class DivergenceDetector:
 
 
 def check_first_update(model: Any, optimizer: Any, step: int) -> None:
-    """Compare parameters and slots over ranks after the first update: an optimizer that does not average is found.
+    """Compare parameters and slots over ranks after the first update, to detect optimizers that do not average.
 
-    Every rank calls it. It costs one digest of all values and an exchange of some 100 bytes a rank.
+    Every rank must call it. It costs one digest of all values and an exchange of some 100 bytes per rank.
 
     Raises:
-        CollectiveMismatchError: on every rank: they differ.
+        CollectiveMismatchError: they differ; raised on every rank.
     """
     group = getattr(getattr(optimizer, "_hvdkit", None), "group", None)
-    if group is None:  # ranks of a process set train a model of their own
+    if group is None:  # each process set trains its own model
         DivergenceDetector(replicated(model, optimizer), every=1).compare(step)
 
 
 def replicated(model: Any, optimizer: Any) -> list[Any]:
-    """Return the variables that every rank must hold alike: parameters, and the optimizer's slots and counters.
+    """Return the variables that must be equal on every rank: parameters, and the optimizer's slots and counters.
 
-    The gradients that an optimizer adds up between two updates (``accumulate_steps``) are each rank's own, and so are
-    shards, slots that ranks divide among them, and non-trainable weights such as moving statistics and the states of
-    random generators.
+    Excludes gradients accumulated between updates (``accumulate_steps``), shards, sharded slots, and non-trainable
+    weights such as moving statistics and states of random generators.
 
     Args:
         model: a Keras model, or None.
-        optimizer: a Keras optimizer, or None; it may still be without its slots.
+        optimizer: a Keras optimizer, built or not, or None.
 
     Example::
 
@@ -125,7 +123,7 @@ def replicated(model: Any, optimizer: Any) -> list[Any]:
 
 
 def _with_inner(optimizer: Any) -> Iterator[Any]:
-    """Yield ``optimizer`` and what a LossScaleOptimizer or MultiOptimizer holds."""
+    """Yield ``optimizer`` and the inner optimizers of a LossScaleOptimizer or MultiOptimizer."""
     yield optimizer
     for inner in (getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())):
         if inner is not None:
@@ -133,7 +131,7 @@ def _with_inner(optimizer: Any) -> Iterator[Any]:
 
 
 def _raise_difference(reports: list[_Report], equal_at: int | None) -> None:
-    """Say which rank differs, and in which variable first."""
+    """Raise an error that names the rank that differs and its first differing variable."""
     compare(
         [report.step for report in reports],
         "divergence check: the step",

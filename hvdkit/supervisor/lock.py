@@ -1,4 +1,4 @@
-"""One run at a time writes to a ``logdir``; a second one is refused with an error that names the first."""
+"""Lock a ``logdir`` for one run at a time; a second run gets an error that names the first."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ NAME = ".lock"
 _TAKEN = {errno.EACCES, errno.EAGAIN}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _WAIT_FOR_HOLDER_SECONDS = 1.0
-# struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, process. Zeros are the whole file.
+# struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, process. Zeros mean the whole file.
 _FLOCK = struct.Struct("hh4xqqi4x")
 
-# Folders that this process has locked, by device and inode, since one folder has many paths.
+# Folders that this process has locked, by device and inode, as a folder can have many paths.
 _HELD: dict[tuple[int, int], LogdirLock] = {}
 
 
 class LogdirLock:
-    """The right to write to ``logdir``, held until :meth:`release` or the end of the process, however it ends.
+    """Exclusive lock for writing to ``logdir``, held until :meth:`release` or the end of the process.
 
-    An open-file-description lock on ``logdir/.lock`` (Linux 3.15 and later; see fcntl(2)). The kernel frees it when the
-    process is killed. Code of the same process may open and close the file, e.g. to copy ``logdir``; a POSIX record
-    lock would be lost by that. Forked children close their copy of the descriptor. Systems without such locks get a
-    record lock. The file describes its holder as JSON; it is never removed or replaced, because a process that waits
-    for it would then hold the lock of a file that no other process sees.
+    Uses an open-file-description lock on ``logdir/.lock`` (Linux 3.15 and later; see fcntl(2)). The kernel releases it
+    even if the process is killed. Unlike a POSIX record lock, it is not lost if the same process opens and closes the
+    file, e.g. to copy ``logdir``. Forked children close their copy of the descriptor. Systems without such locks use a
+    record lock. The file describes the holder as JSON. It is never removed or replaced: a process waiting for it would
+    otherwise lock a file that is invisible to other processes.
 
-    NFS: clients pass the lock to the server, so that it excludes runs on other hosts. A server that restarts, or that
-    does not hear from the client for its lease time, may give the lock to another run. File systems without locks give
-    a warning. So :meth:`verify` is called before each checkpoint gets its name.
+    On NFS, clients forward the lock to the server, which excludes runs on other hosts. A server that restarts, or does
+    not hear from the client for its lease time, may grant the lock to another run, so call :meth:`verify` before each
+    checkpoint is renamed to its final name. On file systems without locks, a warning is logged.
 
     Args:
-        logdir: the folder; made if it is missing.
+        logdir: the folder; created if missing.
 
     Raises:
-        CheckpointError: another run, or another lock of this process, holds ``logdir``, or it cannot be written.
+        CheckpointError: another run or another lock of this process holds ``logdir``, or it is not writable.
 
     Example::
 
@@ -75,10 +75,10 @@ class LogdirLock:
         self.release()
 
     def acquire(self) -> None:
-        """Take the lock, or raise at once if it is taken. Its holder may not take it again.
+        """Acquire the lock without waiting. Not reentrant.
 
         Raises:
-            CheckpointError: another run, or another lock of this process, holds it, or ``logdir`` cannot be written.
+            CheckpointError: another run or another lock of this process holds it, or ``logdir`` is not writable.
         """
         with naming_file(self._logdir, "written"):
             self._logdir.mkdir(parents=True, exist_ok=True)
@@ -99,10 +99,10 @@ class LogdirLock:
         _HELD[key] = self
 
     def verify(self) -> None:
-        """Raise unless this run still holds the lock. Take it again if it was lost and no other run has had it.
+        """Check that this run still holds the lock; reacquire it if it was lost but not held by another run.
 
         Raises:
-            CheckpointError: another run holds ``logdir``, or has held it meanwhile.
+            CheckpointError: another run holds ``logdir`` or held it in the meantime.
         """
         if self._key is None:
             raise CheckpointError(f"{self._path}: this run has given the lock back, and writes no more")
@@ -113,18 +113,18 @@ class LogdirLock:
             found, replacement = held, self._take()
             os.close(self._file)
             self._file = replacement
-        if (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):  # replaced, by a copy or by another run's
+        if (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):  # replaced by a copy or by another run
             with naming_file(self._path, "written"):
                 replacement = os.open(self._path, os.O_RDWR)
             os.close(self._file)
             self._file = replacement
-        self._lock(self._file)  # succeeds at once if it is held already
+        self._lock(self._file)  # succeeds immediately if already held
         holder = _holder(self._file)
         if holder != self._holder:
             raise CheckpointError(self._refusal(holder, "has taken"))
 
     def release(self) -> None:
-        """Give the lock back; without it, or in a forked child of its holder, this does nothing."""
+        """Release the lock. Does nothing if it is not held, or in a forked child of the holder."""
         key, file = self._key, self._file
         self._key, self._file = None, -1
         if key is None:
@@ -136,12 +136,12 @@ class LogdirLock:
         os.close(file)
 
     def _forget(self) -> None:
-        """In a forked child: close the copy of the descriptor, with which the child would keep the lock."""
+        """In a forked child: close the inherited descriptor, which would keep the lock."""
         os.close(self._file)
         self._key, self._file = None, -1
 
     def _take(self) -> int:
-        """Open and lock the file, write who holds it, and return the descriptor."""
+        """Open and lock the file, write the holder to it, and return the descriptor."""
         with naming_file(self._path, "written"):
             file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -161,7 +161,7 @@ class LogdirLock:
                 raise CheckpointError(self._refusal(_holder(file))) from None
             if error.errno not in _NO_LOCKS:
                 raise CheckpointError(f"{self._path}: cannot be locked ({error.strerror})") from error
-            if self._key is None:  # at the first time only
+            if self._key is None:  # only the first time
                 get_logger().warning(
                     "%s: its file system has no locks (%s); make sure that no second run writes there",
                     self._logdir,
@@ -183,30 +183,30 @@ class LogdirLock:
 
 
 def _myself() -> dict[str, Any]:
-    """What a second run says about this one."""
+    """Return the description of this run for the error message of a second run."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user id without a name
+    except (KeyError, OSError):  # a user id without a name, in a container
         user = str(os.getuid())
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "user": user,
-        # Not its arguments, which may hold secrets: other users may be able to read this file.
+        # Omit arguments, which may contain secrets: other users may be able to read this file.
         "command": shlex.join([Path(sys.executable).name, sys.argv[0] or "-"]),
         "since": datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds"),
     }
 
 
 def _lock_file(file: int) -> None:
-    """Lock the whole of an open file for its open file description, or for this process if there is no such lock."""
+    """Lock a file with an open-file-description lock, or with a record lock if that is not supported."""
     command = getattr(fcntl, "F_OFD_SETLK", None)
     if command is not None:
         try:
             fcntl.fcntl(file, command, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
             return
         except OSError as error:
-            if error.errno != errno.EINVAL:  # of an old kernel, or a file system that does not know the command
+            if error.errno != errno.EINVAL:  # not supported by an old kernel or file system
                 raise
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -219,7 +219,7 @@ def _write(file: int, text: str) -> None:
 
 
 def _holder(file: int) -> dict[str, Any] | None:
-    """Read who holds the lock, or None if the file does not say so for a second: a run locks first, then writes."""
+    """Read the holder of the lock, waiting up to a second as a run locks before it writes; None if missing."""
     until = time.monotonic() + _WAIT_FOR_HOLDER_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Batches from any iterable, the same number on every rank."""
+"""Iterate over batches of any iterable, with the same number on every rank."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
 
-# Batches that a rank holds ready before the ranks compare how many each has: one small exchange for so many steps.
+# Batches that a rank reads ahead between comparisons of the number available: one small exchange per WINDOW steps.
 WINDOW = 8
 
 
 def lockstep(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield this rank's batches for as long as every rank has one. Every rank iterates.
+    """Yield this rank's batches as long as every rank has one. Every rank must iterate.
 
-    A rank whose data end first would leave the others waiting in their next collective. The batches that others
-    have left then are not used; the chief says so. ``hk.data.GlobalBatches`` needs none of this: it gives every
-    rank the same number, and uses every example.
+    Otherwise, ranks with more data would wait in their next collective for a rank whose data have ended. Their
+    remaining batches are dropped, and the chief logs a warning. ``hk.data.GlobalBatches`` doesn't need this: it gives
+    all ranks the same number of batches and uses every example.
 
     Example::
 

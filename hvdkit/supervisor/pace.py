@@ -1,7 +1,7 @@
-"""At which steps the ranks talk to each other about saving and stopping: seldom enough to cost nothing.
+"""Schedule the steps at which ranks agree on saving and stopping, rarely enough that the cost is negligible.
 
-Every rank must talk at the same steps, so that no rank can decide by its own clock alone. At one agreement the chief
-says how many steps off the next one is; until then every rank only counts.
+Ranks must agree at the same steps, so a rank cannot decide by its own clock. At each agreement, the chief announces the
+number of steps until the next one; until then, every rank only counts.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Callable
 from hvdkit.errors import describe
 
 GROWTH = 4
-"""The interval becomes at most so many times longer from one agreement to the next."""
+"""Maximum factor by which the interval grows from one agreement to the next."""
 
 
 class Pace:
-    """Space agreements about ``seconds`` apart, in steps that are the same on every rank.
+    """Space agreements about ``seconds`` apart, in numbers of steps that are the same on every rank.
 
-    The interval is ``seconds / mean step time``, measured since the last agreement. It grows at most fourfold at a
-    time, so that a few quick steps (all of them cache hits) do not put off the next agreement for long. The first two
-    steps both end in one: the first is slow, for it traces and compiles, and tells nothing about those after it.
+    The interval is ``seconds / mean step time``, measured since the last agreement. It grows at most fourfold each
+    time, so that a few fast steps (e.g. cache hits) do not delay the next agreement for long. Ranks agree after both of
+    the first two steps: the first is slow because it traces and compiles, so it does not predict later steps.
 
-    Steps that become k times slower put off the one agreement that is due by the factor k; the next is right again.
+    If steps become k times slower, only the next agreement is late, by a factor of k.
 
     Args:
-        seconds: how long a wish to stop, or a save by the clock, may wait for its agreement.
-        clock: returns seconds. A test passes its own.
+        seconds: how long a request to stop or a timed save may wait for an agreement.
+        clock: returns seconds; replaced in tests.
 
     Raises:
         ValueError: ``seconds`` is not positive.
@@ -46,30 +46,30 @@ class Pace:
             raise ValueError(describe("seconds", seconds, "a positive number", "pass e.g. 1.0"))
         self._seconds = seconds
         self._clock = clock
-        self._next = 0  # whichever step comes first, an agreement is due at its end
+        self._next = 0  # an agreement is due after the first step, whatever its number
         self._interval = 1
         self._settled: tuple[int, float] | None = None
 
     def due(self, step: int) -> bool:
-        """Return whether the ranks agree after ``step``. The same on every rank that settled the same intervals."""
+        """Return whether an agreement is due after ``step``; the same on all ranks that settled the same intervals."""
         return step >= self._next
 
     def proposal(self, step: int) -> int:
-        """Return how many steps after ``step`` the next agreement should be, as this rank measured it; at least 1."""
+        """Return the number of steps from ``step`` to the next agreement, as measured by this rank; at least 1."""
         if self._settled is None or step <= self._settled[0]:
             return self._interval
         last, then = self._settled
         longest = GROWTH * self._interval
         elapsed = self._clock() - then
-        # More steps than the longest interval fit into the time: also where the clock is too coarse to see any.
+        # At least `longest` steps fit into the time; also when the clock is too coarse to measure the elapsed time.
         if (step - last) * self._seconds >= longest * elapsed:
             return longest
         return max(1, int((step - last) * self._seconds / elapsed))
 
     def settle(self, step: int, interval: int) -> None:
-        """Put the next agreement at ``step + interval``. Every rank passes the chief's proposal.
+        """Set the next agreement to ``step + interval``. Every rank passes the chief's proposal.
 
-        While something is in flight whose end the ranks must agree on, pass 1: they meet again after the next step.
+        While an operation is in flight whose completion the ranks must agree on, pass 1 to agree again after one step.
 
         Raises:
             ValueError: ``interval`` is less than 1.

@@ -1,4 +1,4 @@
-"""The saves of one session: at most one under way, flushed summaries before each, old checkpoints removed after it."""
+"""Save checkpoints of a session, one at a time, and remove old ones after each save."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import spending
 from hvdkit.errors import NonFiniteError
 
-# So long a session that ends by an error waits for a save that is under way.
+# Seconds that a session ended by an error waits for a save in progress.
 GIVE_UP_SECONDS = 30.0
 
 
 class Saver:
-    """Saves a state into a folder of checkpoints. Every rank makes the same calls but for :meth:`progress`.
+    """Saves states to a folder of checkpoints. Every rank must make the same calls, except :meth:`progress`.
 
     Args:
-        folder: where ``step-...`` folders go.
-        state: gives what to save.
+        folder: the parent of the ``step-...`` folders.
+        state: returns the state to save.
         max_to_keep, keep_every: as for :class:`hvdkit.Supervisor`.
-        gather: the chief writes everything, and :meth:`begin` returns when that is done.
-        asynchronous: the training goes on while a save is written.
-        permitted: called on the chief before each checkpoint gets its name; raises if it must not.
-        stop_on_nonfinite: raise NonFiniteError if weights or slots are NaN or infinite; else warn. Such a checkpoint
-            is never kept.
+        gather: the chief writes everything, and :meth:`begin` blocks until that is done.
+        asynchronous: training continues while a save is written.
+        permitted: called on the chief before a checkpoint is renamed to its final name; raises to prevent it.
+        stop_on_nonfinite: raise NonFiniteError if weights or slots are NaN or infinite; otherwise warn. Such a
+            checkpoint is never kept.
 
     Attributes:
-        step: the step of the last save that was begun, or None.
-        when: its time, by the monotonic clock; at first that of construction.
-        dropped: why the last save was dropped with no more than a warning (``stop_on_nonfinite=False``), or None.
+        step: the step of the last save that was started, or None.
+        when: its monotonic time; initially that of construction.
+        dropped: the error for which the last save was dropped with only a warning (``stop_on_nonfinite=False``), or
+            None.
     """
 
     def __init__(
@@ -63,15 +64,15 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """True while a save is under way; the same on all ranks between two agreements."""
+        """Whether a save is in progress; the same on all ranks between agreements."""
         return self._save is not None
 
     def begin(self, step: int) -> Path:
-        """Take the snapshot and begin to write it; first wait for the save before. Return the checkpoint's folder.
+        """Wait for the previous save, take a snapshot and start writing it. Return the checkpoint's folder.
 
         Raises:
-            CheckpointError: the save before failed on some rank, or this one, where the chief writes everything.
-            NonFiniteError: the same, because weights or slots are not finite.
+            CheckpointError: the previous save failed on some rank, or with ``gather`` this one.
+            NonFiniteError: that save found NaN or infinite weights or slots.
         """
         self.settle()
         self.dropped = None
@@ -91,15 +92,15 @@ class Saver:
         return target
 
     def progress(self) -> Progress:
-        """Return this rank's part for :meth:`hear`: how far it is with the save that is under way."""
+        """Return this rank's progress with the current save, for :meth:`hear`."""
         return Progress() if self._save is None else progress_of(self._save)
 
     def hear(self, ranks: Sequence[Progress]) -> None:
-        """Note from every rank's progress whether the save is over.
+        """Determine from the progress of all ranks whether the save is complete.
 
         Raises:
-            CheckpointError: on every rank: it failed on the one that is named.
-            NonFiniteError: on every rank: weights or slots are not finite on the one that is named.
+            CheckpointError: the save failed on the rank that is named; raised on every rank.
+            NonFiniteError: weights or slots are not finite on the rank that is named; raised on every rank.
         """
         if self._save is not None:
             save, self._save = self._save, None
@@ -107,7 +108,7 @@ class Saver:
                 self._save = None if settled(save, ranks) else save
 
     def settle(self) -> None:
-        """Wait until the save that is under way is over. Raises as :meth:`hear` does."""
+        """Wait for the current save to complete. Raises as :meth:`hear` does."""
         if self._save is not None:
             save, self._save = self._save, None
             with spending("save"), self._nonfinite_noted():
@@ -115,7 +116,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _nonfinite_noted(self) -> Iterator[None]:
-        """Turn NonFiniteError into a warning of the chief's if the user chose to go on."""
+        """Turn NonFiniteError into a warning on the chief if the user chose to continue."""
         try:
             yield
         except NonFiniteError as error:
@@ -126,6 +127,6 @@ class Saver:
                 get_logger().warning("%s (stop_on_nonfinite=False: training goes on)", error)
 
     def abandon(self) -> None:
-        """Give this rank's part of a save that is under way some time to end; other ranks are not asked."""
+        """Wait a limited time for this rank's part of the current save. Not collective."""
         if self._save is not None:
             self._save.wait(GIVE_UP_SECONDS)

@@ -1,4 +1,4 @@
-"""The Supervisor: start or continue, save, summarise and stop, the same on all ranks."""
+"""The Supervisor: start or resume, save, write summaries and stop consistently on all ranks."""
 
 from __future__ import annotations
 
@@ -30,55 +30,56 @@ from hvdkit.supervisor.start import prepare_folder, restore_or_initialise
 from hvdkit.supervisor.summaries import Summaries
 from hvdkit.supervisor.words import Word, agree_on_arguments, agree_on_scalars, check_words
 
-# An agreement costs some 50 microseconds; mpirun gives ranks 1 s between SIGTERM and SIGKILL, the save included.
+# An agreement takes about 50 microseconds; mpirun gives ranks 1 s from SIGTERM to SIGKILL, including the save.
 _AGREE_SECONDS = 0.25
 
 
-# Sessions of fits: one that an error ended was told nothing, and is closed when the next session begins. Not by weak
-# references: of a session that is collected, the signal handlers would stay.
+# Sessions of fits. After an error in a fit, its session is closed when the next session begins. No weak references:
+# the signal handlers of a garbage-collected session would stay installed.
 _in_fit: set[Supervisor] = set()
 
 
 class Supervisor:
     """Runs a training session over all ranks: the successor of ``tf.train.Supervisor``.
 
-    On entry all ranks compare their models; then the newest good checkpoint of ``logdir`` is restored, at whatever
-    number of ranks it was saved, or all ranks begin from the chief's initial values. Start the same command again
-    after a crash, and training goes on where it was saved: with the same number of ranks, to the bit.
+    On entry, all ranks compare their models. Then the newest valid checkpoint in ``logdir`` is restored, regardless of
+    the number of ranks that saved it, or all ranks start from the chief's initial values. After a crash, users start
+    the same command again and training resumes from the last save, bitwise identically on the same number of ranks.
 
-    Ranks talk to each other about saving and stopping some times a second, not at every step, and all of them
-    act at the same step. Saves are written behind the training, one at a time. SIGTERM, SIGINT and SIGUSR1 are taken
-    for a wish to stop: the ranks save and end with exit code 75.
+    Ranks agree on saving and stopping a few times per second, not at every step, and act at the same step. Saves are
+    written in the background, one at a time. SIGTERM, SIGINT and SIGUSR1 are requests to stop: the ranks save and end
+    with exit code 75.
 
     Args:
         logdir: the run's folder, shared by all ranks: ``checkpoints/`` and TensorBoard's ``summaries/``.
         model: a built Keras model.
         optimizer: its optimizer; by default the one it was compiled with.
         data: batches for :meth:`batches`; the position of a ``hk.data.GlobalBatches`` is saved and restored.
-        variables: further TensorFlow or Keras variables that all ranks hold alike.
-        state: anything else to save, by name, as :func:`hvdkit.checkpoint.save` takes it.
-        save_model_secs: save when so many seconds have gone by since the last save, by the chief's clock; None: never.
-        save_steps: also save after every so many steps.
-        max_to_keep: keep so many of the newest checkpoints; None keeps all.
-        keep_every: also keep those whose step is a multiple of it.
-        summary_steps: write the scalars given to :meth:`step`, their mean over ranks, every so many steps; None: never.
-        check_steps: compare parameters and slots over ranks after the first step, and every so many steps; None: never.
-        asynchronous: write timed saves behind the training.
-        gather: ranks share no file system: the chief writes everything, and saves hold the training up.
-        stop_on_nonfinite: raise NonFiniteError when the loss given to :meth:`step` is NaN or infinite; it is looked
-            at when the ranks agree, and before every save. Also if a save finds NaN or infinite weights, moving
-            statistics or optimizer slots. False: warn and train on. Such a checkpoint is never kept, in either case.
+        variables: additional replicated TensorFlow or Keras variables.
+        state: anything else to save, by name, as for :func:`hvdkit.checkpoint.save`.
+        save_model_secs: seconds between saves, by the chief's clock; None to disable.
+        save_steps: also save every ``save_steps`` steps.
+        max_to_keep: number of newest checkpoints to keep; None keeps all.
+        keep_every: also keep checkpoints whose step is a multiple of it.
+        summary_steps: steps between writes of the scalars passed to :meth:`step`, averaged over ranks; None to disable.
+        check_steps: steps between comparisons of parameters and slots over ranks, in addition to one after the first
+            step; None to disable.
+        asynchronous: write timed saves in the background.
+        gather: for ranks without a shared file system: the chief writes everything, and training waits for saves.
+        stop_on_nonfinite: raise NonFiniteError if the loss passed to :meth:`step` is NaN or infinite, which is checked
+            when the ranks agree and before every save, or if a save finds NaN or infinite weights, moving statistics or
+            optimizer slots. False: warn and continue. Such a checkpoint is never kept in either case.
 
     Attributes:
-        logdir: as given.
-        global_step: steps trained, over all runs.
-        restored_from: the checkpoint that this run continues, or None.
+        logdir: as passed.
+        global_step: number of steps trained, over all runs.
+        restored_from: the checkpoint from which this run resumed, or None.
 
     Raises:
-        CheckpointError: on entry: ``logdir`` is in use by another run, not shared, cannot be written, or of another
-            model. From :meth:`step` and :meth:`save`: a save failed on some rank; the previous one is as it was.
-        CorruptCheckpointError: on entry: no checkpoint of ``logdir`` is good.
-        CollectiveMismatchError: ranks have different models or data, or their parameters have come to differ.
+        CheckpointError: on entry: ``logdir`` is in use by another run, not shared, not writable, or belongs to another
+            model. From :meth:`step` and :meth:`save`: a save failed on some rank; the previous checkpoint is unchanged.
+        CorruptCheckpointError: on entry: there are checkpoints in ``logdir``, but all are damaged.
+        CollectiveMismatchError: ranks have different models or data, or their parameters have diverged.
 
     Example::
 
@@ -185,12 +186,12 @@ class Supervisor:
             raise SystemExit(PREEMPTED)
 
     def enter_fit(self) -> None:
-        """Begin the session of a ``fit``, for callbacks. If an error ends the fit, the next session closes this one."""
+        """Enter the session from a callback of ``fit``. After an error in the fit, the next session closes this one."""
         self.__enter__()
         _in_fit.add(self)
 
     def close(self) -> None:
-        """End the session on this rank, and save nothing: after an error, when other ranks may not come any more."""
+        """End the session on this rank without saving, after an error, when other ranks may not respond."""
         _in_fit.discard(self)
         if self._open:
             self._open = False
@@ -204,14 +205,14 @@ class Supervisor:
 
     @property
     def global_step(self) -> int:
-        """Steps trained, over all runs."""
+        """Number of steps trained, over all runs."""
         return self._position.step
 
     def batches(self, until: int | None = None) -> Iterator[Any]:
-        """Yield batches of ``data`` until they end or all ranks have agreed to stop; then on all ranks alike.
+        """Yield batches of ``data`` until they end or all ranks have agreed to stop, at the same step on all ranks.
 
         Args:
-            until: also stop when :attr:`global_step` has reached it.
+            until: also stop when :attr:`global_step` reaches this number.
 
         Raises:
             HvdkitError: the Supervisor has no ``data``.
@@ -228,23 +229,23 @@ class Supervisor:
             yield batch
 
     def step(self, **scalars: Any) -> None:
-        """Note that a step is done: every rank calls it after every step.
+        """Record the end of a step. Every rank must call it after every step.
 
         Args:
-            **scalars: numbers or scalar tensors, e.g. ``loss=loss``; read only when they are due. A mean over ranks of
-                each is written to the summaries.
+            **scalars: numbers or scalar tensors, e.g. ``loss=loss``; only read when needed. Their means over ranks are
+                written to the summaries.
 
         Raises:
-            CheckpointError: a save has failed on some rank, or another run has taken ``logdir``.
-            CollectiveMismatchError: parameters have come to differ between ranks.
-            NonFiniteError: ``loss``, or a variable that was to be saved, is NaN or infinite on some rank.
+            CheckpointError: a save failed on some rank, or another run has taken over ``logdir``.
+            CollectiveMismatchError: parameters have diverged between ranks.
+            NonFiniteError: ``loss`` or a variable to save is NaN or infinite on some rank.
         """
         self.advance(1, scalars)
 
     def advance(self, steps: int, scalars: Mapping[str, Any], *, ahead: bool = False) -> None:
-        """Note that ``steps`` more are done, whose data may have been read ahead; for callbacks. See :meth:`step`."""
+        """Record ``steps`` more steps, whose data may have been prefetched; for callbacks. See :meth:`step`."""
         self._require_open()
-        if self._preempted is not None:  # the loop did not stop when the ranks had agreed to
+        if self._preempted is not None:  # the loop did not stop after the ranks agreed to
             raise SystemExit(PREEMPTED)
         before = self._position.step
         self._position.advance(steps, ahead=ahead)
@@ -262,15 +263,15 @@ class Supervisor:
             self._agree(save)
 
     def save(self, *, wait: bool = True) -> Path:
-        """Save now, and return the checkpoint's folder when it is whole. Every rank calls it, after :meth:`step`.
+        """Save now and return the folder of the complete checkpoint. Every rank must call it, after :meth:`step`.
 
         Args:
-            wait: False to write behind the training.
+            wait: False to write in the background.
 
         Raises:
-            CheckpointError: a rank could not write its part; the previous checkpoint is as it was.
-            NonFiniteError: a variable is NaN or infinite on some rank; the previous checkpoint is as it was. With
-                ``wait`` it is raised even if ``stop_on_nonfinite`` is False, since there is no checkpoint to return.
+            CheckpointError: a rank could not write its part; the previous checkpoint is unchanged.
+            NonFiniteError: a variable is NaN or infinite on some rank; the previous checkpoint is unchanged. With
+                ``wait``, raised even with ``stop_on_nonfinite=False``, because a complete checkpoint doesn't exist.
         """
         self._require_open()
         path = self._begin_save()
@@ -281,7 +282,7 @@ class Supervisor:
         return path
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop; any rank may. They agree within a second, and :meth:`batches` ends."""
+        """Request all ranks to stop; any rank may call it. They agree within a second, and :meth:`batches` ends."""
         self._wants_stop = True
 
     def should_stop(self) -> bool:
@@ -289,21 +290,21 @@ class Supervisor:
         return self._stopping
 
     def summary(self, **scalars: Any) -> None:
-        """Write scalars at the current step: the chief's values; other ranks do nothing."""
+        """Write the chief's scalars at the current step; other ranks do nothing."""
         if self._summaries is not None:
             self._summaries.scalars(self.global_step, **scalars)
 
     def histogram(self, name: str, values: Any) -> None:
-        """Write a histogram of ``values``, of any shape, at the current step: the chief's."""
+        """Write a histogram of the chief's ``values``, of any shape, at the current step."""
         if self._summaries is not None:
             self._summaries.histogram(self.global_step, name, values)
 
     def image(self, name: str, images: Any) -> None:
-        """Write images ``[n, height, width, channels]``, uint8 or floats 0 to 1, at the current step: the chief's."""
+        """Write the chief's images ``[n, height, width, channels]``, uint8 or floats 0 to 1, at the current step."""
         if self._summaries is not None:
             self._summaries.image(self.global_step, name, images)
 
-    # ---- inside -----------------------------------------------------------------------------------------------
+    # ---- internals --------------------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
         if not self._open:
@@ -330,7 +331,7 @@ class Supervisor:
             self._summaries.scalars(self.global_step, **means)
 
     def _agree(self, save: bool, *, last: bool = False) -> None:
-        """Hear every rank's word, and act on it at this step on all ranks; ``last``: training is over anyway."""
+        """Exchange messages between ranks and act on them at this step; ``last``: training is already over."""
         step, signal = self.global_step, self._signals.received
         words = gather(
             cluster.exchange(),
@@ -359,12 +360,12 @@ class Supervisor:
             self._begin_save()
         if last or not self._asynchronous:
             self._saver.settle()
-        # While a save is under way, its failure is to be known at the next step.
+        # During a save, agree at every step, to detect its failure early.
         self._pace.settle(step, 1 if self._saver.busy else words[0].interval)
 
     def _begin_save(self) -> Path:
         if self._summaries is not None:
-            self._summaries.flush()  # whoever continues from this checkpoint must find them
+            self._summaries.flush()  # a run that resumes from this checkpoint must find them
         return self._saver.begin(self.global_step)
 
     def _finish_all(self) -> None:
@@ -373,5 +374,5 @@ class Supervisor:
 
 
 def _crosses(every: int | None, before: int, now: int) -> bool:
-    """Return True where a multiple of ``every`` lies in ``(before, now]``."""
+    """Return True if a multiple of ``every`` lies in ``(before, now]``."""
     return every is not None and now // every > before // every

@@ -1,7 +1,7 @@
-"""Signals that ask a run to stop are noted, and acted upon between two steps.
+"""Record signals that request a run to stop, and handle them between steps.
 
-An exception that a handler raises in the middle of a collective, or of a save, leaves ranks that wait for each
-other. Here a handler only notes the signal; the ranks agree to stop at the next step that they agree at.
+If a signal handler raised an exception during a collective or a save, ranks would wait for each other. Here, a handler
+only records the signal; the ranks stop at the next step at which they agree.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from typing import Any
 
 from hvdkit.watchdog.output import write_line
 
-# EX_TEMPFAIL of sysexits.h, "the user is invited to retry": the run was told to stop, has saved, and goes on when the
-# same command starts again. Distinct from 0 (trained to the end), 1 (an error) and 128 + n (ended by a signal).
+# EX_TEMPFAIL of sysexits.h, "the user is invited to retry": the run was requested to stop, has saved, and resumes when
+# the same command is started again. Distinct from 0 (training finished), 1 (error) and 128 + n (killed by a signal).
 PREEMPTED = 75
 
-# A rank may get one request twice. A batch system signals the ranks and the mpirun above them, and Open MPI's mpirun
-# sends them SIGTERM a second later (odls_base_sigkill_timeout); a terminal's Ctrl-C reaches launcher and ranks, and
-# comes again from the launcher at once. A signal within so many seconds of the first is its echo.
+# A rank may receive a request twice. A batch system signals both the ranks and mpirun, and Open MPI's mpirun sends the
+# ranks SIGTERM a second later (odls_base_sigkill_timeout). Ctrl-C in a terminal reaches launcher and ranks, and the
+# launcher forwards it immediately. A signal within this many seconds of the first is an echo.
 ECHO_SECONDS = {signal.SIGTERM: 1.5, signal.SIGINT: 0.3}
 
-# So long the main thread may take to come back from native code before a second signal ends the process without it.
+# Seconds to wait for the main thread to return from native code before a second signal ends the process.
 GRACE_SECONDS = 2.0
 
 
 class StopSignals:
-    """Note signals that ask to stop, while the context lasts; a second one ends the process as ever.
+    """Record signals that request a stop while in this context; a second signal ends the process as usual.
 
-    SIGTERM is how clusters announce that a job will be killed, SIGINT is Ctrl-C, and SIGUSR1 is the usual choice of
-    Slurm's ``--signal``. A second SIGINT or SIGTERM (later than an echo of the first, see ``ECHO_SECONDS``) puts back
-    the handlers from before and is delivered to them. Where the main thread waits in native code, as in a
-    collective that a dead rank never joins, Python runs no handlers; a second signal ends the process there, too.
+    Clusters announce with SIGTERM that a job will be killed, SIGINT is Ctrl-C, and SIGUSR1 is the usual choice for
+    Slurm's ``--signal``. A second SIGINT or SIGTERM (after the echo of the first, see ``ECHO_SECONDS``) restores the
+    previous handlers and is delivered to them. If the main thread is blocked in native code, e.g. in a collective that
+    a dead rank never joins, Python cannot run handlers; a second signal ends the process in this case as well.
 
-    In any other thread than the main one Python allows no handlers: the context does nothing. A signal that is
-    ignored (``nohup``, a shell's background job) stays ignored, one whose handler is not Python's stays with it, and
-    SIGUSR1 is taken only where nobody else handles it.
+    Outside the main thread, Python does not allow signal handlers, and the context does nothing. Ignored signals
+    (``nohup``, background jobs of a shell) stay ignored, handlers not installed by Python are kept, and SIGUSR1 is
+    only handled if it has the default handler.
 
     Args:
-        signals: the signals to note.
+        signals: the signals to record.
 
     Attributes:
-        received: The first signal that came, or None.
+        received: The first signal received, or None.
 
     Example::
 
@@ -89,7 +89,7 @@ class StopSignals:
             os.kill(os.getpid(), number)
 
     def _restore(self) -> None:
-        """Put back the handlers from before, except where somebody has changed them since."""
+        """Restore the previous handlers, except those that were changed in the meantime."""
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, previous)
@@ -108,7 +108,7 @@ def _may_take(number: signal.Signals, previous: Any) -> bool:
 
 
 class _Requests:
-    """Tells a second SIGINT or SIGTERM from the first, and from the first one's echo."""
+    """Distinguishes a second SIGINT or SIGTERM from the first and its echo."""
 
     def __init__(self) -> None:
         self._first: float | None = None
@@ -124,10 +124,10 @@ class _Requests:
 
 
 class _Watch:
-    """A thread that ends the process on a second signal where the main thread does not come to its handlers.
+    """A thread that ends the process on a second signal if the main thread does not run its handlers.
 
-    Python's own C handler writes the number of each signal to the wakeup descriptor at once, whatever the main
-    thread waits in.
+    Python's C handler writes the number of each signal to the wakeup descriptor immediately, even if the main thread is
+    blocked.
     """
 
     def __init__(self, reader: int, writer: int) -> None:
@@ -138,7 +138,7 @@ class _Watch:
 
     @classmethod
     def start(cls) -> _Watch | None:
-        """Return a running watch, or None where an event loop (asyncio's) has the wakeup descriptor already."""
+        """Return a running watch, or None if an event loop (asyncio) already uses the wakeup descriptor."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -152,19 +152,19 @@ class _Watch:
         return watch
 
     def stop(self) -> None:
-        """End the watch. Called in the main thread."""
+        """Stop the watch. Call in the main thread."""
         self._over.set()
         current = signal.set_wakeup_fd(-1)
         if current not in (-1, self._writer):
             signal.set_wakeup_fd(current)
-        os.close(self._writer)  # the thread reads the end of the pipe and is done
+        os.close(self._writer)  # the thread reads EOF and exits
 
     def _run(self) -> None:
         requests = _Requests()
         while data := os.read(self._reader, 1):
             if requests.is_second(data[0]) and not self._over.wait(GRACE_SECONDS):
                 write_line(f"hvdkit: ended by a second {signal.Signals(data[0]).name}; what was not saved is lost")
-                # Python lets only the main thread set handlers; its C function serves any thread.
+                # Python only allows the main thread to set handlers, but its C function works in any thread.
                 ctypes.pythonapi.PyOS_setsig(ctypes.c_int(data[0]), ctypes.c_void_p(signal.SIG_DFL))
                 os.kill(os.getpid(), data[0])
         os.close(self._reader)
@@ -174,7 +174,7 @@ _ACTIVE: list[StopSignals] = []
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: it ends by signals as ever, and does not write into the pipe of its parent."""
+    """In a forked child: restore the default handling of signals, and don't write to the parent's pipe."""
     for stop in list(_ACTIVE):
         stop._restore()
 

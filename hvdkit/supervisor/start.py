@@ -1,4 +1,4 @@
-"""How a run begins: alone on its logdir, from the newest good checkpoint, or from the chief's initial values."""
+"""Start a run from the newest valid checkpoint in its logdir, or from the chief's initial values."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from hvdkit.errors import CorruptCheckpointError
 
 
 def prepare_folder(folder: Path, *, gather: bool) -> None:
-    """See that all ranks share ``folder``, and remove what a killed run left half written there."""
+    """Check that all ranks share ``folder``, and remove incomplete files of killed runs."""
     if not gather:
         check_shared(folder)
     of_chief("a folder without remains", lambda: tidy(folder))
 
 
 def restore_or_initialise(folder: Path, state: Callable[[], Mapping[str, Any]], *, gather: bool) -> Path | None:
-    """Restore the newest good checkpoint of ``folder``; return it, or None after a start from the chief's values.
+    """Restore and return the newest valid checkpoint in ``folder``, or broadcast the chief's values and return None.
 
-    A damaged one is named and skipped.
+    Damaged checkpoints are skipped with a warning.
 
     Raises:
-        CheckpointError: the newest is of another model.
-        CorruptCheckpointError: there are checkpoints, and none is good. They are not overwritten.
+        CheckpointError: the newest checkpoint belongs to another model.
+        CorruptCheckpointError: there are checkpoints, but all are damaged. They are not overwritten.
     """
     paths = of_chief("the list of checkpoints", lambda: listed(folder))
     damage = []

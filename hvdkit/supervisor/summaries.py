@@ -1,4 +1,4 @@
-"""TensorBoard event files without a duplicate or a lost step, however often the run was killed and continued."""
+"""TensorBoard event files without duplicate or lost steps, even if a run is killed and resumed repeatedly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, describe
 
 BUCKETS = 30
-"""Buckets of a histogram, as many as TensorBoard's own."""
+"""Buckets per histogram, the same number as TensorBoard's own."""
 
 # An event file is a TFRecord file: length (8 bytes) and its checksum (4), data, checksum (4).
 _FRAME_BYTES = 16
@@ -36,20 +36,20 @@ _REWRITTEN = ".rewritten"  # without the prefix, so that TensorBoard does not re
 class Summaries:
     """Write scalars, histograms and images of one run to ``folder`` as a TensorBoard event file.
 
-    It knows of no ranks: the chief makes one, and nobody else.
+    This class is not distributed: only the chief creates an instance.
 
-    A run that was killed after step 130 and continues from its checkpoint at step 100 takes steps 101 to 130 again.
-    Made with ``resume_at=100``, Summaries first removes what was written of them, so that each step stands in the
-    folder once. That holds if a checkpoint of step S is committed only after :meth:`flush` of all steps up to S:
-    what comes before a checkpoint is then on the disk, and what comes after it is written again.
+    A run that was killed after step 130 and resumes from its checkpoint at step 100 repeats steps 101 to 130. With
+    ``resume_at=100``, Summaries first removes the events of these steps, so that each step appears once. This requires
+    that a checkpoint of step S is committed only after :meth:`flush` of all steps up to S: everything before a
+    checkpoint is then on disk, and everything after it is written again.
 
-    Every method that writes raises CheckpointError when the disk does not take it. The file is then given up, for
-    what follows a torn record cannot be read.
+    Every method that writes raises CheckpointError if the disk write fails. The file is then abandoned, because records
+    after an incomplete one cannot be read.
 
     Args:
-        folder: where event files are; made if it is missing.
-        resume_at: the step of the checkpoint that the run continues from (0 for a fresh start), or None to leave
-            the folder's files as they are.
+        folder: the folder of event files; created if missing.
+        resume_at: the step of the checkpoint that the run resumes from (0 for a fresh start), or None to keep all files
+            in the folder unchanged.
 
     Raises:
         CheckpointError: the folder cannot be read or written.
@@ -61,9 +61,9 @@ class Summaries:
             summaries.flush()  # before the checkpoint of step 101 is committed
     """
 
-    # TensorFlow's record writer takes the events, one by one. Its summary writer (tf.summary) ignores the errors of
-    # single records, so that a disk that was full for a while leaves a file that reads up to there; TensorBoard's
-    # computes checksums in Python, and meets errors in a thread.
+    # Write events one by one with TensorFlow's record writer. Its summary writer (tf.summary) ignores errors of single
+    # records: if the disk is full temporarily, the file is only readable up to that record. TensorBoard's writer
+    # computes checksums in Python and gets errors in a thread.
 
     def __init__(self, folder: str | Path, *, resume_at: int | None = None) -> None:
         folder = Path(folder)
@@ -76,7 +76,7 @@ class Summaries:
             self._writer: tf.io.TFRecordWriter | None = tf.io.TFRecordWriter(str(self._path))
         self._write(Event(file_version="brain.Event:2"))
         if resume_at is not None:
-            # Makes a TensorBoard that is watching forget the steps that have gone from the files.
+            # Make a running TensorBoard discard the steps that were removed from the files.
             self._write(Event(step=resume_at + 1, session_log=SessionLog(status=SessionLog.START)))
         self.flush()
         with _naming(folder, "written"):
@@ -91,38 +91,38 @@ class Summaries:
         self.close()
 
     def scalars(self, step: int, /, **values: Any) -> None:
-        """Write numbers of step ``step``, each under its name; NaN and infinity are shown as such.
+        """Write the scalars of ``step`` by name; NaN and infinity are shown as such.
 
         Args:
             step: the global step.
-            values: a Python number, or an array or tensor with one element. Pass names that are no Python names,
+            values: Python numbers, or arrays or tensors with one element. Pass names that are not Python identifiers
                 as ``**{"loss/train": 0.25}``.
 
         Raises:
-            TypeError: a value is no single number.
-            CheckpointError: the disk does not take it.
+            TypeError: a value is not a single number.
+            CheckpointError: the disk write failed.
         """
-        # As simple_value, not as a tensor like tf.summary: TensorBoard shows both, but its EventAccumulator keeps
-        # 10,000 scalars of a tag and 10 tensors.
+        # Use simple_value instead of a tensor (as in tf.summary): TensorBoard shows both, but its EventAccumulator
+        # keeps 10,000 scalars per tag and only 10 tensors.
         summary = Summary()
         for name, value in values.items():
             summary.value.add(tag=name, simple_value=_number(name, value))
         self._write_summary(step, summary)
 
     def histogram(self, step: int, name: str, values: Any) -> None:
-        """Write the distribution of an array's elements; those that are NaN or infinite are left out.
+        """Write the distribution of an array's finite elements.
 
         Args:
             step: the global step.
             name: the tag.
-            values: any shape, real numbers.
+            values: real numbers of any shape; NaN and infinity are ignored.
 
         Raises:
-            CheckpointError: the disk does not take it.
+            CheckpointError: the disk write failed.
         """
         array = _on_host(values)
         if array.dtype.kind not in "biuf" or array.dtype.itemsize < 4:
-            array = array.astype(np.float32)  # bfloat16 has no histogram, and float16 overflows in one
+            array = array.astype(np.float32)  # np.histogram does not support bfloat16, and overflows in float16
         array = array.reshape(-1)
         finite = np.isfinite(array)
         counts, edges = np.histogram(array if finite.all() else array[finite], BUCKETS)
@@ -133,17 +133,17 @@ class Summaries:
         self._write_summary(step, summary)
 
     def image(self, step: int, name: str, images: Any) -> None:
-        """Write images, as PNG.
+        """Write images as PNG.
 
         Args:
             step: the global step.
             name: the tag.
             images: [n, height, width, channels] or [height, width, channels]; uint8, or floats from 0 to 1 (others
-                are clipped). 1 channel is grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha.
+                are clipped). 1 channel is gray, 2 gray and alpha, 3 RGB, 4 RGB and alpha.
 
         Raises:
-            ValueError: the shape or the dtype is another.
-            CheckpointError: the disk does not take it.
+            ValueError: the shape or the dtype is not supported.
+            CheckpointError: the disk write failed.
         """
         array = _on_host(images)
         given = array.shape
@@ -169,20 +169,20 @@ class Summaries:
         self._write_summary(step, summary)
 
     def flush(self) -> None:
-        """Return when everything written so far is on the disk itself.
+        """Sync everything written so far to disk.
 
         Raises:
-            CheckpointError: the disk does not take it.
+            CheckpointError: the disk write failed.
         """
         with self._giving_up() as writer:
             writer.flush()
             _sync_file(self._path)
 
     def close(self) -> None:
-        """Flush and close the file. A second time, or after an error, it does nothing.
+        """Flush and close the file. Does nothing if it is already closed, or after an error.
 
         Raises:
-            CheckpointError: the disk does not take it.
+            CheckpointError: the disk write failed.
         """
         if self._writer is not None:
             self.flush()
@@ -199,7 +199,7 @@ class Summaries:
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[tf.io.TFRecordWriter]:
-        """Give the writer, and give it up at an error."""
+        """Yield the writer, and abandon it on an error."""
         if self._writer is None:
             raise CheckpointError(f"{self._path}: closed; make new Summaries to write on")
         try:
@@ -211,14 +211,14 @@ class Summaries:
 
 
 def remove_after(folder: Path, step: int) -> None:
-    """Remove every event later than ``step`` from the event files in ``folder``, and what a killed writer tore.
+    """Remove events later than ``step`` and incomplete records of a killed writer from the event files in ``folder``.
 
-    Only files that have any are written again, each of them beside itself and then renamed: a kill at any moment
-    leaves the old file or the new one. Subfolders belong to others.
+    Only affected files are rewritten, atomically through a temporary file in the same folder: a kill at any time leaves
+    either the old file or the new one. Subfolders are not touched.
 
     Args:
         folder: the folder of a run's event files.
-        step: the last step to stay.
+        step: the last step to keep.
 
     Raises:
         CheckpointError: a file cannot be read or written.
@@ -240,7 +240,7 @@ def remove_after(folder: Path, step: int) -> None:
 
 
 def _measure(path: Path, step: int) -> tuple[int, bool]:
-    """Return the bytes of a file's readable records, and whether one of them is later than ``step``."""
+    """Return the size of a file's readable records in bytes, and whether any is later than ``step``."""
     whole, late = 0, False
     for record in _records(path):
         whole += len(record) + _FRAME_BYTES
@@ -260,21 +260,21 @@ def _rewrite(path: Path, beside: Path, step: int) -> None:
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    """Read a file's records one by one, up to a torn one."""
+    """Read a file's records one by one, up to the first incomplete one."""
     return RawEventFileLoader(str(path)).Load()
 
 
 def _new_path(folder: Path) -> Path:
-    """Return the path of the next event file. TensorBoard reads the files of a folder in the order of their names."""
+    """Return the path of the next event file. TensorBoard reads the files of a folder in order of their names."""
     stamps = [path.name.removeprefix(_PREFIX).partition(".")[0] for path in folder.glob(f"{_PREFIX}*")]
     latest = max((int(stamp) for stamp in stamps if stamp.isdecimal()), default=0)
-    # A run that continues within the same second, or on a host whose clock is behind, comes later all the same.
+    # Sort after existing files, even when resuming within the same second or on a host whose clock is behind.
     stamp = max(int(time.time()), latest + 1)
     return folder / f"{_PREFIX}{stamp:010d}.{socket.gethostname()}.{os.getpid()}"
 
 
 def _on_host(value: Any) -> np.ndarray:
-    # NumPy by itself makes no array of a bfloat16 tensor without dimensions.
+    # np.asarray alone doesn't convert a bfloat16 scalar tensor.
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
@@ -288,7 +288,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _sync_file(path: Path) -> None:
-    """Bring a file's bytes to the disk, whoever wrote them."""
+    """Sync a file to disk, including bytes written through other descriptors."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -298,7 +298,7 @@ def _sync_file(path: Path) -> None:
 
 @contextlib.contextmanager
 def _naming(path: Path, done: str) -> Iterator[None]:
-    """Turn the errors of files, Python's and TensorFlow's, into a CheckpointError that names the file."""
+    """Turn file errors of Python and TensorFlow into a CheckpointError that names the file."""
     try:
         with naming_file(path, done):
             yield

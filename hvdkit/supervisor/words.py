@@ -1,4 +1,4 @@
-"""What ranks tell each other when they agree, and the comparison of it: every rank raises the same error, or none."""
+"""Messages that ranks exchange when they agree, and their comparison: all ranks raise the same error, or none."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hvdkit.errors import NonFiniteError, describe
 
 
 class Word(NamedTuple):
-    """What a rank says when the ranks agree. The last two count on the chief alone.
+    """The message of one rank at an agreement. The last two attributes only matter on the chief.
 
     Attributes:
-        step: steps it has trained.
-        stop: it was asked to stop.
-        signal: the signal that told it to, or None.
-        loss: its last loss; 0 where there is none.
-        saving: how far it is with the save under way.
-        save_now: a save is due by the clock.
+        step: number of steps trained.
+        stop: whether a stop was requested on this rank.
+        signal: the signal that requested it, or None.
+        loss: the last loss; 0 without a loss.
+        saving: progress of the current save.
+        save_now: whether a timed save is due.
         interval: steps until the next agreement.
     """
 
@@ -35,11 +35,11 @@ class Word(NamedTuple):
 
 
 def check_words(words: Sequence[Word], *, stop_on_nonfinite: bool) -> None:
-    """Look whether all ranks are at one step, and their losses finite.
+    """Check that all ranks are at the same step and their losses are finite.
 
     Raises:
-        CollectiveMismatchError: a rank is at another step; it is named.
-        NonFiniteError: a loss is NaN or infinite; rank and step are named.
+        CollectiveMismatchError: a rank is at another step; the message names it.
+        NonFiniteError: a loss is NaN or infinite; the message names rank and step.
     """
     compare([word.step for word in words], "Supervisor: the step", "call sv.step() as often on every rank")
     for rank, word in enumerate(words):
@@ -50,10 +50,11 @@ def check_words(words: Sequence[Word], *, stop_on_nonfinite: bool) -> None:
 
 
 def agree_on_arguments(options: Mapping[str, Any], data: Any) -> None:
-    """Compare the options that ranks were given, and the data if they have a fingerprint. Every rank calls it.
+    """Compare the options passed on all ranks, and the data if they have a fingerprint. Every rank must call it.
 
     Raises:
-        CollectiveMismatchError: it names the lowest rank that differs, and the option or part of the data.
+        CollectiveMismatchError: options or data differ; the message names the lowest such rank and the option or part
+            of the data.
     """
     of_data: Callable[[], Mapping[str, Any]] = getattr(data, "fingerprint", dict)
     everywhere = gather(cluster.exchange(), "Supervisor(...)", lambda: (dict(options), of_data()))
@@ -70,10 +71,10 @@ def _differing_data(odd: Mapping[str, Any], usual: Mapping[str, Any]) -> tuple[s
 
 
 def agree_on_scalars(scalars: Callable[[], dict[str, float]]) -> list[dict[str, float]]:
-    """Return the scalars of all ranks. Every rank calls it.
+    """Return the scalars of all ranks. Every rank must call it.
 
     Raises:
-        CollectiveMismatchError: names differ on a rank, which is named, or a value is not a number there.
+        CollectiveMismatchError: names differ on a rank, or a value is not a number; the message names the rank.
     """
     what, remedy = "Supervisor.step: the scalars", "give the same scalars on every rank"
     return agree(cluster.exchange(), scalars, what, remedy, key=sorted, show=_names)

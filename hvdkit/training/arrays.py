@@ -1,8 +1,7 @@
-"""Shares of global batches of arrays: only this rank's rows are read, in the order in which Keras shuffles.
+"""Shares of global batches of arrays: each rank reads only its own rows, in Keras's shuffled order.
 
-Keras shuffles arrays in a dataset of index batches, whose random numbers come from TensorFlow's global seed. Keras's
-own adapter of the indices gives the same order. Without a global seed that all ranks share, the order comes from a
-seed that the chief draws.
+Keras shuffles arrays through a dataset of index batches seeded by TensorFlow's global seed, so applying Keras's adapter
+to the indices gives the same order. If ranks don't share a global seed, the chief draws a seed for the order.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ class ArrayShares(Shares):
     """This rank's shares of global batches of arrays.
 
     Args:
-        inner: Keras's adapter of the arrays, which has checked them.
-        place: of this rank.
-        seed: the chief's, for shuffling; None: Keras's own order, which all ranks have.
+        inner: Keras's adapter of the arrays, which has validated them.
+        place: the place of this rank.
+        seed: the chief's seed for shuffling; None for Keras's own order, if it is the same on all ranks.
 
     Attributes:
-        digest: of sampled rows.
+        digest: digest of sampled rows.
     """
 
     inner: ArrayDataAdapter
@@ -45,7 +44,7 @@ class ArrayShares(Shares):
         return min(self.inner._num_samples, self.inner.batch_size, short or self.inner.batch_size) < self.place.size
 
     def _is_even(self) -> bool:
-        """Return True if all global batches divide evenly."""
+        """Return True if all global batches are evenly divisible."""
         inner, size = self.inner, self.place.size
         whole = inner._num_samples >= inner.batch_size
         return (not whole or inner.batch_size % size == 0) and (inner.partial_batch_size or 0) % size == 0
@@ -65,13 +64,13 @@ class ArrayShares(Shares):
 
         both = tf.data.Dataset.zip((self._indices(), tf.data.Dataset.from_tensors(inputs).repeat()))
         options = untuned()
-        options.experimental_optimization.apply_default_optimizations = False  # as Keras: they copy the arrays
+        options.experimental_optimization.apply_default_optimizations = False  # as in Keras: they would copy the arrays
         options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.IGNORE
         made = both.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
         return made.with_options(options).prefetch(tf.data.AUTOTUNE)
 
     def _indices(self) -> tf.data.Dataset:
-        """Return the global batches' row numbers, int64 ``[b]``; each pass over it shuffles again if Keras's does."""
+        """Return the row numbers of the global batches, int64 ``[b]``; each pass reshuffles if Keras's does."""
         examples, batch_size, shuffle = self.inner._num_samples, self.inner.batch_size, self.inner._shuffle
         if self.seed is None or not shuffle:
             return ArrayDataAdapter(np.arange(examples), batch_size=batch_size, shuffle=shuffle).get_tf_dataset()
@@ -94,7 +93,7 @@ class ArrayShares(Shares):
 
 
 def _gathered(arrays: Any, indices: tf.Tensor) -> Any:
-    """Return the rows of every array, as Keras reads them."""
+    """Return the rows of each array, read as Keras does."""
 
     def one(x: Any) -> Any:
         if isinstance(x, array_slicing.TensorflowSparseWrapper):

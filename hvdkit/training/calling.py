@@ -1,4 +1,4 @@
-"""Callbacks of ``hk.fit``: those that write run on the chief, the others on every rank with equal logs."""
+"""Callbacks of ``hk.fit``: those that write files run on the chief, all others on every rank with equal logs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hvdkit.training.shares import Shares
 from hvdkit.training.starting import check_originals, optimizers_of
 
 _own = keras.callbacks
-# They write files, or talk to a server.
+# Callbacks that write files or connect to a server.
 WRITERS = (_own.ModelCheckpoint, _own.CSVLogger, _own.TensorBoard, _own.BackupAndRestore, _own.RemoteMonitor)
-_OF_CHIEF = (*WRITERS, _own.ProgbarLogger, _own.History)  # which may be on the chief alone
+_OF_CHIEF = (*WRITERS, _own.ProgbarLogger, _own.History)  # may be passed on the chief only
 
 
 def checked_model(model: Any) -> None:
@@ -43,7 +43,7 @@ def checked_model(model: Any) -> None:
 
 
 def _sees_batches(callback: Any) -> bool:
-    """Return True for a callback that gets a training batch's logs, which must then be those of all ranks."""
+    """Return True if a callback reads the logs of training batches, which must then be combined over ranks."""
     if type(callback).__module__.startswith("hvdkit.") or isinstance(callback, (_own.ProgbarLogger, _own.History)):
         return False
     if isinstance(callback, _own.TensorBoard):
@@ -54,10 +54,10 @@ def _sees_batches(callback: Any) -> bool:
 
 
 def _compared(listed: list[Any], begin: Callable[[], None]) -> bool:
-    """Compare the ranks' lists of callbacks; return whether one on any rank gets training batches' logs.
+    """Compare the ranks' lists of callbacks; return whether any callback reads the logs of training batches.
 
     Raises:
-        CollectiveMismatchError: the lists differ; those that write, or show, may be on the chief alone.
+        CollectiveMismatchError: the lists differ, except for callbacks that write or display on the chief.
     """
 
     def names() -> tuple[list[str], bool]:
@@ -72,7 +72,7 @@ def _compared(listed: list[Any], begin: Callable[[], None]) -> bool:
 
 
 def _shown(verbose: Any) -> Any:
-    """Return what this rank prints: the chief a bar on a terminal or in a notebook, else a line per epoch."""
+    """Return this rank's ``verbose``; "auto" is a progress bar in terminals and notebooks, else a line per epoch."""
     if not cluster.is_chief():
         return 0
     if verbose == "auto":
@@ -81,14 +81,14 @@ def _shown(verbose: Any) -> Any:
 
 
 class Callbacks(keras.callbacks.CallbackList):
-    """Keras's list of callbacks, whose ranks agree at the end of each epoch.
+    """Keras's list of callbacks, which also compares ranks at the end of each epoch.
 
     Args:
-        callbacks: a callback, a list of them, or None.
-        session: of the model.
+        callbacks: the user's callback, a list of them, or None.
+        session: the session of the model.
         verbose, epochs, steps: as in Keras.
-        data: what is trained on, evaluated or predicted.
-        validation: what is evaluated after epochs.
+        data: the data for training, evaluation or prediction.
+        validation: the data evaluated after epochs.
         trains: False for evaluations and predictions.
     """
 
@@ -124,23 +124,23 @@ class Callbacks(keras.callbacks.CallbackList):
 
         self._shares_batches = _compared(listed, begin) and trains
         if self._shares_batches:
-            self._async_train = False  # in a thread an exchange could meet another one
+            self._async_train = False  # an exchange in a thread could interleave with another one
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Call the callbacks; then every rank goes on with the chief's variables, which one may have restored."""
+        """Call the callbacks, then broadcast the chief's variables, as a callback may have restored them."""
         gather(cluster.exchange(), "callbacks' on_train_begin", lambda: super(Callbacks, self).on_train_begin(logs))
         self.model._initial_epoch = broadcast_object(self.model._initial_epoch)
         self._data.begin(self.model._initial_epoch)
         self._session.begin_again()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Call the callbacks; the first batch of the epoch is compared."""
+        """Call the callbacks; the first batch of the epoch will be compared."""
         self._is_first_batch = True
         self._session.may_end_anywhere = self._data.may_end_anywhere
         super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Call the callbacks, after the ranks have compared the global batch if it is an epoch's first."""
+        """Call the callbacks, after comparing the first global batch of an epoch between ranks."""
         if self._is_first_batch:
             self._is_first_batch = False
             self._compare_batch()
@@ -155,7 +155,7 @@ class Callbacks(keras.callbacks.CallbackList):
         self._agree(when, lambda: super(Callbacks, self).on_train_batch_end(batch, logs))
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Call the callbacks; the first batch of the evaluation is compared."""
+        """Call the callbacks; the first batch of the evaluation will be compared."""
         self._is_first_test_batch = True
         self._session.may_end_anywhere = self._tested is not None and self._tested.may_end_anywhere
         super().on_test_begin(logs)
@@ -167,14 +167,14 @@ class Callbacks(keras.callbacks.CallbackList):
         super().on_predict_end(logs)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Call the callbacks, after the ranks have compared the global batch if it is the first."""
+        """Call the callbacks, after comparing the first global batch between ranks."""
         if self._is_first_test_batch:
             self._is_first_test_batch = False
             self._compare_batch()
         super().on_test_batch_end(batch, logs)
 
     def _compare_batch(self) -> None:
-        """Compare the ranks' global batches; refuse metrics whose state cannot be combined."""
+        """Compare the ranks' global batches, and check that the state of all metrics can be combined."""
 
         def digest() -> int:
             self._session.check_metrics()
@@ -185,7 +185,7 @@ class Callbacks(keras.callbacks.CallbackList):
         compare(digests, "x", remedy, show=lambda *_: ("another first batch", "equal global batches"))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Call the callbacks; what one raises on one rank raises on all, and all stop or none does."""
+        """Call the callbacks. An error on one rank raises on all ranks, and either all ranks stop or none."""
 
         def call() -> None:
             super(Callbacks, self).on_epoch_end(epoch, logs)
@@ -194,15 +194,15 @@ class Callbacks(keras.callbacks.CallbackList):
         self._agree(f"on_epoch_end of epoch {epoch}", call)
 
     def _decisions(self) -> dict[str, Any]:
-        """Return what callbacks decide for all ranks."""
+        """Return the decisions of callbacks that must be equal on all ranks."""
         rates = [float(np.asarray(each.learning_rate)) for each in optimizers_of(self.model)]
         return {"stop_training": bool(self.model.stop_training), "learning rates": rates}
 
     def _compare_weights(self) -> None:
-        """After the first update: weights that differ have been updated by something that does not combine gradients.
+        """Compare weights after the first update; they differ if an optimizer does not combine gradients.
 
         Raises:
-            CollectiveMismatchError: they differ.
+            CollectiveMismatchError: the weights differ.
         """
         try:
             compare_variables(self.model.trainable_variables)
@@ -211,7 +211,7 @@ class Callbacks(keras.callbacks.CallbackList):
             raise CollectiveMismatchError(f"after the first update: {error}; {remedy}") from error
 
     def _agree(self, when: str, call: Callable[[], None]) -> None:
-        """Call the callbacks, and compare what they have decided."""
+        """Call the callbacks and compare their decisions."""
 
         def decide() -> dict[str, Any]:
             call()

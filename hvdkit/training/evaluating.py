@@ -21,18 +21,18 @@ def evaluate(
     callbacks: Any = None,
     return_dict: bool = False,
 ) -> Any:
-    """Return the loss and metrics of ``model.evaluate`` in one process on the same data. Every rank calls it.
+    """Return the loss and metrics that ``model.evaluate`` returns in one process. Every rank must call it.
 
     Args:
         model: a compiled Keras model; all ranks get the chief's weights.
-        x, y, sample_weight, steps, return_dict: as for ``model.evaluate``; the whole data set on every rank.
-        batch_size: rows of a global batch; at least the number of ranks. Default 32. None for a
-            ``hk.data.GlobalBatches``, whose first epoch is read.
+        x, y, sample_weight, steps, return_dict: as for ``model.evaluate``; users pass the whole data set on every rank.
+        batch_size: rows per global batch; at least the number of ranks. Default 32. None for a
+            ``hk.data.GlobalBatches``, of which the first epoch is read.
         verbose: as for ``model.evaluate``; only the chief prints.
         callbacks: as for :func:`hvdkit.fit`.
 
     Returns:
-        Keras's list, number or dict, equal on every rank.
+        Keras's list, number or dict, the same on every rank.
 
     Raises:
         ValueError, CollectiveMismatchError, HvdkitError: as for :func:`hvdkit.fit`.

@@ -40,13 +40,14 @@ def fit(
     *,
     logdir: Any = None,
 ) -> keras.callbacks.History:
-    """Train a model on all ranks as ``model.fit`` trains it in one process on the same data.
+    """Train a model on all ranks with the results of ``model.fit`` in one process on the same data.
 
-    Every rank calls it with the same arguments and the whole data set. Each global batch is divided by rows: rank r of
-    N works on the rows ``r * b // N`` to ``(r + 1) * b // N`` of a batch of b rows. All ranks begin with the chief's
-    weights; every optimizer of the model becomes a :func:`hvdkit.DistributedOptimizer`, and stays one. The returned
-    History, the logs that callbacks get at the end of an epoch, and the weights are those of one process, up to
-    rounding. Afterwards all ranks may ``model.save`` one file and load it; it is renamed when it is complete.
+    Users call it on every rank with the same arguments and the whole data set. Each global batch is split by rows: rank
+    r of N works on rows ``r * b // N`` to ``(r + 1) * b // N`` of a batch of b rows. All ranks start with the chief's
+    weights; every optimizer of the model becomes a :func:`hvdkit.DistributedOptimizer` permanently. The returned
+    History, the logs passed to callbacks at the end of an epoch, and the weights equal those of one process, up to
+    rounding. Afterwards, all ranks may ``model.save`` and load the same file: it is written under a temporary name and
+    then renamed.
 
     Args:
         model: a compiled Keras model.
@@ -54,24 +55,23 @@ def fit(
             steps_per_epoch, validation_steps, validation_freq: as for ``model.fit``. ``x`` is an array, or arrays in
             lists, tuples and dicts, a ``tf.data.Dataset`` of global batches, or a ``hk.data.GlobalBatches``, whose
             epochs are those of ``fit``.
-        batch_size: rows of a global batch, of all ranks together; at least the number of ranks. Default 32, as in
-            Keras.
-        validation_batch_size: rows of a global batch of the validation data. Default ``batch_size``.
-        verbose: as for ``model.fit``; only the chief prints. "auto" is a bar on a terminal and in notebooks, elsewhere
-            a line per epoch.
+        batch_size: rows per global batch, over all ranks; at least the number of ranks. Default 32, as in Keras.
+        validation_batch_size: rows per global batch of the validation data. Default ``batch_size``.
+        verbose: as for ``model.fit``; only the chief prints. "auto" is a progress bar in terminals and notebooks,
+            otherwise a line per epoch.
         callbacks: as for ``model.fit``, the same list on every rank. Keras's callbacks that write files run on the
-            chief, and may be passed on the chief alone; all others run on every rank.
-        logdir: a folder that all ranks share. The run saves there; the next call with this folder continues with the
-            epoch in which it ended (:class:`hvdkit.callbacks.SupervisorCallback`).
+            chief and may be passed on the chief only; all others run on every rank.
+        logdir: a folder that all ranks share, in which the run is saved. The next call with this folder continues from
+            the epoch in which the run ended (:class:`hvdkit.callbacks.SupervisorCallback`).
 
     Returns:
-        Keras's ``History``, equal on every rank.
+        Keras's ``History``, the same on every rank.
 
     Raises:
         ValueError: ``batch_size`` is less than the number of ranks, a metric's state cannot be combined, or Keras
             does not accept the arguments.
         CollectiveMismatchError: ranks differ in their arguments, data or model.
-        HvdkitError: something that the call needs is not supported; the message names it, and what is supported.
+        HvdkitError: a required feature is not supported; the message names it and what is supported.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Shares of the global batches of :class:`hvdkit.data.GlobalBatches`, which every rank reads for itself."""
+"""Shares of the global batches of :class:`hvdkit.data.GlobalBatches`, which each rank reads independently."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from hvdkit.training.shares import Place, Shares
 
 
 class GlobalBatchShares(Shares):
-    """This rank's shares of global batches: the real rows, without filler.
+    """This rank's shares of global batches, without padding rows.
 
     Args:
-        batches: the caller's; it does not move.
-        place: of this rank.
-        argument: what the caller calls the data, for messages.
-        steps: of an epoch of Keras; None: those of the data.
+        batches: the user's batches; their position does not change.
+        place: the place of this rank.
+        argument: the argument name, for error messages.
+        steps: steps per Keras epoch; None for those of the data.
         class_weight: as for ``model.fit``.
-        initial_epoch: of Keras, which begins there; None for data that are not trained on: passes over their
-            first epoch.
+        initial_epoch: the Keras epoch in which training starts; None for evaluation and prediction, which read the
+            first epoch of the data.
 
     Attributes:
-        digest: of the data; equal on all ranks.
-        position: batches whose position is that of training, for a Supervisor; None if an epoch of Keras is not one of
-            the data, or their length is unknown.
+        digest: digest of the data; the same on all ranks.
+        position: batches at the current position of training, for a Supervisor; None if Keras epochs differ from
+            epochs of the data, or the length of the data is unknown.
 
     Raises:
         TypeError: the data is not ``x``, ``(x, y)`` or ``(x, y, sample_weight)``.
-        ValueError: the batches are cut for other ranks, or are at another place than the first epoch of training.
+        ValueError: the batches are split for other ranks, or are neither at their start nor at the first epoch of
+            training.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class GlobalBatchShares(Shares):
         super().__init__(TFDatasetAdapter(self._batches.as_shares()), place)
 
     def _start(self, batches: GlobalBatches, epoch: int) -> tuple[int, int]:
-        """Return the data's epoch and step at which an epoch of Keras begins."""
+        """Return the epoch and step of the data at which a Keras epoch begins."""
         known = batches.steps_per_epoch
         if self._steps is None:
             return epoch, 0
@@ -80,7 +81,7 @@ class GlobalBatchShares(Shares):
             raise ValueError(describe(argument, got, expected, remedy))
 
     def check_epochs(self, epochs: int) -> None:
-        """Raise ValueError if the batches end before ``epochs`` epochs of Keras."""
+        """Raise ValueError if the batches end before ``epochs`` Keras epochs."""
         most, known = self._batches._epochs, self._batches.steps_per_epoch
         needed = epochs if not (known and self._steps) else -(-epochs * self._steps // known)
         if most is not None and needed > most:
@@ -91,12 +92,12 @@ class GlobalBatchShares(Shares):
 
     @property
     def position(self) -> GlobalBatches | None:
-        """The batches whose position is that of training, for a Supervisor."""
+        """The batches at the current position of training, for a Supervisor."""
         known = self._batches.steps_per_epoch
         return self._batches if known is not None and self._steps in (None, known) else None
 
     def begin(self, epoch: int | None) -> None:
-        """Note that training begins now, in an epoch of Keras that a callback may have restored."""
+        """Start training in a Keras epoch, which a callback may have restored."""
         if not self._trains:
             return
         start = self._start(self._batches, epoch or self._initial_epoch)
@@ -124,14 +125,14 @@ class GlobalBatchShares(Shares):
         return self.inner.get_tf_dataset().map(lambda data, rows, digest: (self._weighed(data), {})).prefetch(2)
 
     def _weighed(self, data: Any) -> Any:
-        """Return a batch with the weights of its classes, if there are any."""
+        """Return a batch with class weights, or unchanged without them."""
         if self._class_weight is None:
             return data
         weigh = make_class_weight_map_fn(self._class_weight)
         return weigh(*data) if isinstance(data, tuple) else weigh(data)
 
     def on_epoch_begin(self) -> None:
-        """Begin each pass at the first epoch, unless the data are trained on."""
+        """Restart at the first epoch of the data, except when training."""
         if not self._trains:
             self._batches.move_to(0, 0)
 
@@ -150,14 +151,14 @@ class GlobalBatchShares(Shares):
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of an epoch; None if it is not known."""
+        """Batches per epoch; None if unknown."""
         return self._batches.steps_per_epoch
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of a global batch."""
+        """Rows per global batch."""
         return self._batches._batch_size
 
     def settings(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks, besides the data."""
+        """Return the settings that must be equal on all ranks."""
         return self._batches._identity()

@@ -1,4 +1,4 @@
-"""What ``hk.fit`` changes in a model: attributes of that one object, most of them put back afterwards."""
+"""Changes that ``hk.fit`` makes to a model: attributes of that instance, most of which are restored afterwards."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from hvdkit.training.steps import Step, Steps
 from hvdkit.training.swapping import swapped
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
-# What the traced steps depend on.
+# Attributes that the traced steps depend on.
 _COMPILED = ("_loss_tracker", "optimizer", "steps_per_execution", "run_eagerly", "_jit_compile")
 _STEPS = ("train_step", "test_step", "predict_step")
 
 
 class Session:
-    """A model whose steps run on shares; it keeps their graphs from one call to the next.
+    """A model whose steps run on shares. Keeps the traced graphs between calls.
 
     Args:
-        model: a Keras model, whose optimizers are distributed.
-        may_be_empty: whether a rank may have no rows of some batch.
+        model: a Keras model with distributed optimizers.
+        may_be_empty: whether a rank may get an empty share of a batch.
 
     Attributes:
         steps: the model's steps.
-        may_end_anywhere: whether the data that are read now may end at different steps on two ranks.
+        may_end_anywhere: whether the current data may end at different steps on different ranks.
     """
 
     may_end_anywhere = False
@@ -53,12 +53,12 @@ class Session:
 
     @classmethod
     def of(cls, model: Any, *, may_be_empty: bool) -> Session:
-        """Return a model's session: that of the call before if nothing has changed that it depends on."""
+        """Return a model's session; reuse the previous one unless its dependencies have changed."""
         found = _SESSIONS.get(model)
         if found is not None and found._is_running:  # called by a callback
             if may_be_empty and not found.steps.may_be_empty:
                 found.steps.may_be_empty = True
-                object.__setattr__(model, "test_function", None)  # traced without shares that are empty
+                object.__setattr__(model, "test_function", None)  # was traced without support for empty shares
             return found
         distribute_optimizers(model)
         synchronize_batch_normalization(model)
@@ -75,7 +75,7 @@ class Session:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Begin with the chief's variables, and have the model's methods work on shares. Every rank calls it."""
+        """Broadcast the chief's variables, and run the model's methods on shares. Every rank must call it."""
         if self._is_running:
             before = self.may_end_anywhere
             yield
@@ -106,7 +106,7 @@ class Session:
                 self._functions = {name: vars(model).get(name) for name in _FUNCTIONS}
 
     def _own(self, step: Step) -> Step:
-        """Return a step of the model that draws this rank's random numbers, and tries metrics."""
+        """Wrap a step of the model so that it uses this rank's random seeds and tests metrics."""
 
         def own_step(data: Any) -> Any:
             with seeds_of_rank(), self._checks.trying():
@@ -115,27 +115,27 @@ class Session:
         return own_step
 
     def check_metrics(self) -> None:
-        """Refuse metrics whose state cannot be combined; called after a step, which has made their variables.
+        """Check that the state of all metrics can be combined. Call after a step, which creates their variables.
 
         Raises:
-            ValueError: there is one.
+            ValueError: a metric cannot be combined.
         """
         self._checks.check()
 
     def _at_end(self, logs: Any) -> Any:
-        """Take the place of ``_get_metrics_result_or_logs``, which Keras calls after an epoch or an evaluation."""
+        """Replace ``_get_metrics_result_or_logs``, which Keras calls after an epoch or an evaluation."""
         assert self._results is not None
         if self.may_end_anywhere:
             at_end_of_data()
         return self._results.at_end(logs)
 
     def global_logs(self, logs: Any) -> Any:
-        """Return a batch's logs as one process has them. Every rank calls it, while the session runs."""
+        """Return a batch's logs combined over ranks. Every rank must call it, while the session runs."""
         assert self._results is not None
         return self._results.combined(logs)
 
     def begin_again(self) -> None:
-        """Give every rank the chief's variables once more: a callback may have restored them there."""
+        """Broadcast the chief's variables again, as a callback may have restored them."""
         optimizer = self.model.optimizer
         if broadcast_object(optimizer is not None and optimizer.built) and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
@@ -145,7 +145,7 @@ class Session:
         return float(self.steps.last_factor.numpy())
 
 
-# On the model: the compiled steps of a session refer to it.
+# Stored on the model, which the session's compiled steps reference.
 _SESSIONS: Attached[Session] = Attached("_hvdkit_session")
 
 
@@ -154,7 +154,7 @@ def _identity(model: Any) -> tuple[Any, ...]:
 
 
 def _warn_of_local_statistics(model: Any) -> None:
-    """Say on the chief that batch normalization is not that of one process, if that is so."""
+    """Warn on the chief if batch normalization uses local statistics, unlike in one process."""
     kind = keras.layers.BatchNormalization
     local = [x.name for x in model._flatten_layers() if isinstance(x, kind) and x.trainable and not x.synchronized]
     if local and cluster.is_chief() and cluster.group(cluster.DATA).size > 1:

@@ -1,4 +1,4 @@
-"""The data that a caller gives ``hk.fit``, as shares; and what all ranks must give alike."""
+"""Convert the data passed to ``hk.fit`` to shares, and check that all ranks pass the same data."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from hvdkit.training.shares import Place, Shares, first_tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """Data as Keras's methods take them.
+    """Data in the form that Keras's methods accept.
 
     Attributes:
         x, y, sample_weight, batch_size, steps, shuffle, class_weight: as for ``model.fit``.
-        initial_epoch: of training; None for data that are not trained on.
-        argument: what the caller calls the data, for messages.
+        initial_epoch: initial epoch of training; None for evaluation and prediction.
+        argument: the argument name, for error messages.
     """
 
     x: Any
@@ -50,8 +50,8 @@ class Given:
         """Return this rank's shares.
 
         Raises:
-            ValueError: Keras takes no such data, or the global batch has fewer rows than there are ranks.
-            HvdkitError: data of this class are not supported.
+            ValueError: Keras does not accept the data, or the global batch has fewer rows than there are ranks.
+            HvdkitError: the type of the data is not supported.
         """
         if isinstance(self.x, GlobalBatches):
             return self._of_global_batches(self.x)
@@ -110,20 +110,20 @@ class Given:
 
 
 def split(x: Any, y: Any, sample_weight: Any, validation_split: float) -> tuple[tuple[Any, Any, Any], Any]:
-    """Return training and validation data as Keras cuts them: the last rows, before any shuffling."""
+    """Split training and validation data as Keras does: the last rows, before any shuffling."""
     return array_slicing.train_validation_split((x, y, sample_weight), validation_split=validation_split)
 
 
 def prepare(kind: str, build: Callable[[], Sequence[Shares | None]]) -> Sequence[Shares | None]:
-    """Return what ``build`` returns, after the ranks have compared it; what it raises on one raises on all.
+    """Return the result of ``build``, after comparing it between ranks. An error on one rank raises on all.
 
     Args:
         kind: the call, with all arguments that must be equal on all ranks.
-        build: makes this rank's shares.
+        build: returns this rank's shares.
 
     Raises:
-        Exception: what ``build`` raised on this rank.
-        CollectiveMismatchError: another rank's ``build`` raised, or the ranks' arguments or data differ.
+        Exception: ``build`` failed on this rank.
+        CollectiveMismatchError: ``build`` failed on another rank, or arguments or data differ between ranks.
     """
     made: list[Sequence[Shares | None]] = []
 
@@ -150,14 +150,14 @@ def prepare(kind: str, build: Callable[[], Sequence[Shares | None]]) -> Sequence
 
 @dataclass(frozen=True)
 class _Payload:
-    """What a rank says of its data.
+    """A rank's description of its data.
 
     Attributes:
-        seed: TensorFlow's global one, or None.
-        drawn: a random one.
-        order: the state of Python's random numbers, if the order of a PyDataset's batches comes from them.
+        seed: TensorFlow's global seed, or None.
+        drawn: a random seed.
+        order: state of Python's random generator for a PyDataset whose batches it orders; otherwise None.
         sizes: class, number of batches and settings of the training and validation data.
-        digests: of arrays, and of the data of GlobalBatches.
+        digests: digests of arrays and of the data of GlobalBatches.
     """
 
     seed: int | None
@@ -173,7 +173,7 @@ def _settings(shares: Shares) -> tuple[Any, ...]:
 
 
 def _draws(shares: Shares | None) -> bool:
-    """Return True for a PyDataset whose batches Keras shuffles by Python's random numbers."""
+    """Return True for a PyDataset whose batches Keras shuffles with Python's random generator."""
     return shares is not None and isinstance(shares.inner, PyDatasetAdapter) and bool(shares.inner.shuffle)
 
 

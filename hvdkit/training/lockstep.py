@@ -1,7 +1,7 @@
-"""Ranks whose data end at different steps: an error on each of them, where the others would wait for ever.
+"""Detect data that end at different steps on different ranks: raise on every rank instead of waiting forever.
 
-Before a step on data of unknown length every rank sends a 1, and after its last step a 0. The sum is N in every step
-and 0 at the end. The exchange is a few bytes per step. Data of known length are compared before, and need none.
+For data of unknown length, every rank sends 1 before each step and 0 after its last step. The sum must be N in every
+step and 0 at the end. The exchange is a few bytes per step. Known lengths are compared in advance instead.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _REMEDY = "give every rank the same data; seed filters, shuffles and sampling"
 
 
 def when_all_have_a_batch(data: Any, rows: tf.Tensor) -> Any:
-    """Return a batch once every rank has one; the step must use what is returned.
+    """Return the batch once every rank has one; the step must use the returned batch.
 
     Args:
         data: the batch.
-        rows: of the global batch; a scalar that is there when the batch is.
+        rows: number of rows of the global batch, a scalar that becomes available with the batch.
 
     Raises:
-        tf.errors.InvalidArgumentError: when it runs, if another rank's data have ended.
+        tf.errors.InvalidArgumentError: at execution, if the data of another rank have ended.
     """
     if cluster.size() == 1:
         return data
@@ -37,14 +37,14 @@ def when_all_have_a_batch(data: Any, rows: tf.Tensor) -> Any:
 
 
 def at_end_of_data() -> None:
-    """Note that this rank does no more steps. Every rank calls it.
+    """Report that this rank has finished its steps. Every rank must call it.
 
     Raises:
-        CollectiveMismatchError: another rank has a further batch.
+        CollectiveMismatchError: another rank has more batches.
     """
     if cluster.size() == 1:
         return
-    # In a graph, as a step's: Horovod does not match it with an op of eager mode.
+    # Use a graph, as the step does: Horovod does not match graph ops with eager ops.
     counted = tf.function(_sum, autograph=False)
     if float(counted(tf.zeros([]))) > 0:
         got = f"data that have ended on rank {cluster.rank()} before those of other ranks"

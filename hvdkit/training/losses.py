@@ -1,12 +1,12 @@
-"""Losses that do not divide by rows, as one process has them.
+"""Rescale losses that are not means over rows, so that they match those of one process.
 
-A step on rank r has a loss L_r of its n_r rows of a global batch of b, and gradients are averaged so that the whole job
-minimizes sum_r (n_r / b) L_r. That is the global loss if L_r is a mean over rows. Other losses are multiplied:
+On rank r, a step computes the loss L_r of its n_r rows of a global batch of b rows. Gradients are averaged so that the
+job minimizes sum_r (n_r / b) L_r, which is the global loss if L_r is a mean over rows. Other losses are multiplied:
 
     sums:                                     L_r b / n_r
     means over valid elements or weights:     L_r (V_r / V) (b / n_r),   V = sum_r V_r
 
-with V_r the number of this rank's valid elements (of a mask), or the sum of its weights. V costs one small allreduce.
+with V_r the number of this rank's valid (unmasked) elements, or the sum of its weights. V needs one small allreduce.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MEANS = ("sum_over_batch_size", "mean")
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse a loss that cannot be that of one process.
+    """Check that a loss can be made to match that of one process.
 
     Raises:
-        HvdkitError: it has one number for each row, or its own way to reduce them.
+        HvdkitError: the loss is not reduced to one number, or has a custom reduction.
     """
     reduction = getattr(loss, "reduction", "mean")
     name = getattr(loss, "name", type(loss).__name__)
@@ -44,7 +44,7 @@ def check_loss(loss: Any) -> None:
 
 
 def corrected(loss: Any) -> Any:
-    """Return ``loss`` so that the ranks' losses add up to that of one process; a mean over rows as it is."""
+    """Rescale ``loss`` so that the ranks' losses add up to that of one process; means over rows are unchanged."""
     if not isinstance(loss, keras.losses.Loss) or type(loss).__call__ is not keras.losses.Loss.__call__:
         return loss
     check_loss(loss)
@@ -52,7 +52,7 @@ def corrected(loss: Any) -> Any:
 
 
 class _Corrected(keras.losses.Loss):
-    """A Keras loss within a step on a share; all else is that of the loss."""
+    """A rescaled Keras loss for a step on a share. Delegates everything else to the loss."""
 
     def __init__(self, loss: Any) -> None:
         self.__dict__.update(vars(loss))
@@ -65,7 +65,7 @@ class _Corrected(keras.losses.Loss):
         return self._loss.call(y_true, y_pred)
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """Do as Keras does, and multiply."""
+        """Compute the loss as Keras does, and multiply it."""
         loss = self._loss
         in_mask = backend.get_keras_mask(y_pred)
         with keras.name_scope(loss.name):
@@ -85,7 +85,7 @@ class _Corrected(keras.losses.Loss):
 
 
 def _divisor(values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str) -> tf.Tensor | None:
-    """Return V_r; None if the loss is a sum, or divides by the number of elements."""
+    """Return V_r; None if the loss is a sum or a mean over all elements."""
     if reduction in _MEANS:
         return None if mask is None else tf.cast(tf.math.count_nonzero(mask), tf.float64)
     if reduction == "sum" or (sample_weight is None and mask is None):

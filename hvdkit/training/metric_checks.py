@@ -1,11 +1,11 @@
-"""Metrics whose states can be combined over ranks: sums over examples, and averages that say so.
+"""Check that metric states can be combined over ranks: sums over examples, and variables declared as averages.
 
-A sum grows by the same amount whatever it was before. With u(s) the state after an update of s,
+A sum grows by the same amount regardless of its previous value. With u(s) the state after an update of s,
 
     u(s) - s = u(t) - t    for all states s and t
 
-A metric of a class outside Keras is tried in its first update, inside the step: the update is repeated on two other
-states, and the state is put back.
+Custom metrics are tested in their first update, inside the step: the update is repeated on two other states, and the
+state is restored.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from hvdkit.training.swapping import swapped
 
 _REMEDY = "keep sums and counts in the metric's variables, as keras.metrics.Mean does, or compute it after hk.predict"
 _UNKNOWN, _SUM, _NO_SUM = 0, 1, 2
-_APART = 64.0  # how far the states are moved, in units of 1 + the first growth
-_TOLERANCE = 1e-3  # of such a unit
+_APART = 64.0  # offset of the test states, in units of 1 + the first growth
+_TOLERANCE = 1e-3  # in the same units
 _FRACTION_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 
 
 def states(model: Any) -> list[tuple[str, Any]]:
-    """Return the variables of a model's metrics, each once, with the names of their metrics."""
+    """Return the distinct variables of a model's metrics, with the names of their metrics."""
     found: dict[int, tuple[str, Any]] = {}
     for metric in model.metrics:
         for variable in metric.variables:
-            # The path begins with the metric's own name, also inside what Keras makes of a compiled list.
+            # The path starts with the metric's name, also inside Keras's container of compiled metrics.
             found.setdefault(id(variable), (variable.path.rpartition("/")[0] or metric.name, variable))
     return list(found.values())
 
@@ -54,17 +54,17 @@ class MetricChecks:
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
-        """Try the metrics that are updated in a step that is traced or run within."""
+        """Test the metrics that are updated by a step inside this context."""
         with contextlib.ExitStack() as stack:
             for metric in _of_other_classes(self._model) if cluster.size() > 1 else ():
                 stack.enter_context(swapped(metric, update_state=self._trying(metric)))
             yield
 
     def check(self) -> None:
-        """Refuse metrics whose state cannot be combined; the metrics keep their state.
+        """Check that the state of all metrics can be combined. Does not change their state.
 
         Raises:
-            ValueError: a state is not a sum over examples, as far as the metric says or has been seen.
+            ValueError: a state is declared or was observed not to be a sum over examples.
         """
         _check_kinds(self._model)
         _check_first_values(self._model)
@@ -96,7 +96,7 @@ class MetricChecks:
 
 
 def _of_other_classes(model: Any) -> list[Any]:
-    """Return the metrics whose update is not Keras's: those of the model, and those given to ``compile``."""
+    """Return the metrics with a custom update: those of the model, and those the user passed to ``compile``."""
     compiled = model._compile_metrics
     given = [] if compiled is None else tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
     found = {id(m): m for m in [*model.metrics, *given] if isinstance(m, keras.metrics.Metric)}
@@ -104,7 +104,7 @@ def _of_other_classes(model: Any) -> list[Any]:
 
 
 def _trial(metric: Any, update: Callable[[], Any]) -> tf.Tensor:
-    """Return whether a metric's summed variables grow by the same amount from three states."""
+    """Test whether a metric's summed variables grow by the same amount from three different states."""
     before = [tf.identity(v) for v in metric.variables]
     summed = [i for i, v in enumerate(metric.variables) if _is_summed(v)]
 
@@ -154,7 +154,7 @@ def _check_kinds(model: Any) -> None:
 
 
 def _check_first_values(model: Any) -> None:
-    """Refuse sums that do not begin with 0, as maxima may not."""
+    """Reject sums with an initial value other than 0, such as maxima."""
     variables = states(model)
     before = [np.asarray(v) for _, v in variables]
     model.reset_metrics()

@@ -17,7 +17,7 @@ from hvdkit.training.inputs import Given, prepare
 from hvdkit.training.shares import Place, Shares
 
 _PIECE_BYTES = 64 * 2**20
-"""Bytes of each rank's predictions that one exchange carries."""
+"""Bytes of each rank's predictions per exchange."""
 
 
 def predict(
@@ -30,13 +30,13 @@ def predict(
     *,
     gather: Literal["all", "chief"] = "all",
 ) -> Any:
-    """Return the predictions of ``model.predict`` in one process on the same data. Every rank calls it.
+    """Return the predictions that ``model.predict`` returns in one process. Every rank must call it.
 
     Args:
         model: a Keras model; all ranks get the chief's weights.
-        x, steps: as for ``model.predict``; the whole data set on every rank.
-        batch_size: rows of a global batch; at least the number of ranks. Default 32. None for a
-            ``hk.data.GlobalBatches``, whose first epoch is read.
+        x, steps: as for ``model.predict``; users pass the whole data set on every rank.
+        batch_size: rows per global batch; at least the number of ranks. Default 32. None for a
+            ``hk.data.GlobalBatches``, of which the first epoch is read.
         verbose: as for ``model.predict``; only the chief prints.
         callbacks: as for :func:`hvdkit.fit`.
         gather: "all" returns all rows on every rank; "chief" returns them on the chief, and None on other ranks.
@@ -45,7 +45,7 @@ def predict(
         Arrays ``[rows, ...]`` in the order of the data, in the structure of the model's outputs.
 
     Raises:
-        ValueError: ``gather`` is neither of the two; or as for :func:`hvdkit.fit`.
+        ValueError: ``gather`` is invalid; or as for :func:`hvdkit.fit`.
         TypeError: the model's outputs are not dense arrays.
         CollectiveMismatchError, HvdkitError: as for :func:`hvdkit.fit`.
 
@@ -79,7 +79,7 @@ def _help(outputs: Any) -> None:
 
 
 def _check(outputs: Any, rows: np.ndarray) -> None:
-    """Compare the ranks' outputs, which must be dense and have one row for each example."""
+    """Compare the outputs between ranks; they must be dense, with one row per example."""
     place = Place.here()
     expected = sum(int(np.subtract(*place.bounds(int(b))[::-1])) for b in rows)
     call = Call("hk.predict's outputs")
@@ -99,7 +99,7 @@ def _check(outputs: Any, rows: np.ndarray) -> None:
 
 
 def _gathered(local: np.ndarray, keep: bool) -> list[np.ndarray]:
-    """Return every data rank's rows, in rank order; nothing unless ``keep``. Every rank calls it."""
+    """Return the rows of all data ranks in rank order, or nothing without ``keep``. Every rank must call it."""
     along = cluster.group(cluster.DATA)
     exchange = cluster.exchange(None if along.size == cluster.size() else along)
     flat = np.ascontiguousarray(local).reshape(-1).view(np.uint8)
@@ -115,7 +115,7 @@ def _gathered(local: np.ndarray, keep: bool) -> list[np.ndarray]:
 
 
 def _order(rows: np.ndarray, size: int) -> list[list[tuple[int, int]]]:
-    """Return for each rank the bounds, in the whole, of its rows of each global batch.
+    """Return for each rank the bounds of its rows of each global batch, within the complete data.
 
     Example:
         >>> _order(np.array([4, 3]), 2)

@@ -1,4 +1,4 @@
-"""Metrics of one process, from the states that each rank has gathered on its rows."""
+"""Combine the metric states of all ranks into the metrics of one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Logs = Mapping[str, Any]
 
 
 class Results:
-    """The logs of an epoch or an evaluation, as one process has them.
+    """The logs of an epoch or an evaluation, equal to those of one process.
 
     Args:
         model: a compiled Keras model.
@@ -30,15 +30,15 @@ class Results:
         self._model, self._original, self._factor = model, original, factor
 
     def at_end(self, logs: Any) -> Any:
-        """Return :meth:`combined`, at the end of an epoch or an evaluation; moving statistics are averaged then."""
+        """Average the moving statistics at the end of an epoch or an evaluation, and return :meth:`combined`."""
         average_moving_statistics(self._model)  # before they are evaluated, saved or exported
         return self.combined(logs)
 
     def combined(self, logs: Any) -> Any:
-        """Return the logs that Keras is to report. Every rank calls it.
+        """Return the logs for Keras to report. Every rank must call it.
 
         Args:
-            logs: what the last step returned.
+            logs: the return value of the last step.
         """
         along = cluster.group(cluster.DATA)
         if along.size == 1:
@@ -49,7 +49,7 @@ class Results:
         for (_, variable), total in zip(variables, grouped_allreduce(local, Sum, process_set=group), strict=True):
             is_mean = getattr(variable, "aggregation", "sum") == "mean"
             variable.assign(total / along.size if is_mean else total)
-        # Values, since a metric may return its variable, which takes the local value again.
+        # Copy the values: a metric may return its variable, which is reset to the local value below.
         whole = tree.map_structure(np.asarray, self._model.get_metrics_result())
         for (_, variable), value in zip(variables, local, strict=True):
             variable.assign(value)
@@ -60,7 +60,7 @@ class Results:
         return self._with_means(_flat(logs), self._model.get_metrics_result(), whole, group)
 
     def _with_means(self, logs: Logs, own: Logs, whole: Logs, group: Any) -> dict[str, Any]:
-        """Return the last step's logs: results of metrics combined, other numbers as means over the batch's rows."""
+        """Return the logs of the last step: combined results of metrics, and row-weighted means of other numbers."""
         local = {key: (np.asarray(value), key in own and _equal(value, own[key])) for key, value in logs.items()}
         kind = f"logs of the last step ({', '.join(sorted(local))})"
         ranks = gather(cluster.exchange(group), kind, lambda: (self._factor(), local))
@@ -76,7 +76,7 @@ class Results:
 
 
 def _flat(logs: Logs) -> dict[str, Any]:
-    """Return logs without dicts inside, as callbacks get them: a step may return those of compiled metrics."""
+    """Flatten nested logs, as for callbacks: a step may return a dict of compiled metrics."""
     found: dict[str, Any] = {}
     for key, value in logs.items():
         found |= _flat(value) if isinstance(value, Mapping) else {key: value}

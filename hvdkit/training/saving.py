@@ -1,8 +1,8 @@
-"""``model.save`` and ``model.save_weights`` that write whole files, so that all ranks may write one and load it.
+"""Atomic ``model.save`` and ``model.save_weights``, so that all ranks may write and load the same file.
 
-A ported program calls ``model.save("m.keras")`` on every rank, and then loads the file on every rank. Keras truncates
-the file and fills it, so a rank could load what another rank has just begun to write. Here each rank writes under
-another name in the same folder, and then renames. Ranks exchange nothing: the chief may also save alone.
+Ported programs call ``model.save("m.keras")`` on every rank and then load the file on every rank. Keras truncates the
+file before writing, so a rank could load a file that another rank is still writing. Here, each rank writes a temporary
+file in the same folder and renames it. Saving is not collective: the chief may also save alone.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import keras
 from keras.src.utils.file_utils import is_remote_path
 from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 
-# Of the methods, and of the single files that they write.
+# Methods, and suffixes of the single files that they write.
 _SUFFIXES = {"save": (".keras", ".h5", ".hdf5"), "save_weights": (".weights.h5",)}
 
 
 def save_whole_files(model: Any) -> None:
-    """Make a model, and models inside it, write whole files.
+    """Make a model and its inner models save files atomically.
 
-    It sets attributes of these objects, not of their classes. A class's own ``save`` stays as it is. Copies and pickles
-    of a model, which Keras makes from its config and weights, have Keras's methods.
+    Sets attributes of these instances, not of their classes. A custom ``save`` of the user's class is not changed.
+    Copies and pickles of a model, which Keras creates from config and weights, have Keras's methods.
     """
     for each in model._flatten_layers():
         for name, suffixes in _SUFFIXES.items():
             is_keras = getattr(type(each), name, None) is getattr(keras.Model, name)
             if is_keras and name not in vars(each):
-                object.__setattr__(each, name, _whole(getattr(each, name), suffixes))  # past Keras's, which tracks it
+                object.__setattr__(each, name, _whole(getattr(each, name), suffixes))  # bypass Keras's tracking
 
 
 def _whole(method: Callable[..., Any], suffixes: tuple[str, ...]) -> Callable[..., Any]:
     @functools.wraps(method)
     def save(filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any) -> Any:
         target = _target(filepath, suffixes)
-        if target is None or args or kwargs:  # other options: several files, or a folder
+        if target is None or args or kwargs:  # with other options Keras writes several files or a folder
             return method(filepath, overwrite, *args, **kwargs)
         if not overwrite and target.exists() and not ask_to_proceed_with_overwrite(str(filepath)):
             return None
@@ -59,9 +59,9 @@ def _whole(method: Callable[..., Any], suffixes: tuple[str, ...]) -> Callable[..
 
 
 def _target(filepath: Any, suffixes: tuple[str, ...]) -> Path | None:
-    """Return the file to replace, or None for what Keras writes, or refuses, itself."""
+    """Return the file to replace, or None to leave the path to Keras."""
     if not isinstance(filepath, (str, os.PathLike)) or is_remote_path(filepath):
         return None
-    target = Path(os.path.realpath(filepath))  # a link stays, and the file that it names is replaced
+    target = Path(os.path.realpath(filepath))  # keep a link, and replace its target
     is_file = target.is_file() or not target.exists()
     return target if is_file and target.name.endswith(suffixes) and os.access(target.parent, os.W_OK) else None

@@ -1,14 +1,14 @@
-"""This rank's rows of each global batch, as what Keras takes for data.
+"""Keras data adapter for this rank's rows of each global batch.
 
-Rank r of N gets the rows ``r * b // N`` to ``(r + 1) * b // N`` of a global batch of b rows. If b is less than N, some
-shares are empty: such a rank works on the batch's first row, which counts nowhere. A dataset's elements become
-``(data, share)``, with ``share`` a dict of what the step has to know, empty if there is one rank:
+Rank r of N gets rows ``r * b // N`` to ``(r + 1) * b // N`` of a global batch of b rows. If b is less than N, some
+shares are empty: these ranks process the first row of the batch with weight 0. The elements of a dataset become
+``(data, share)``; ``share`` is a dict of information for the step, empty for a single rank:
 
-    factor   float32, f_r = n_r N / b (see :mod:`hvdkit.collectives.batch_share`); left out if all shares are equal
-    digest   int64, of the global batch's first and last rows, by which ranks' data are compared; 0 after the first
-             batch, if every epoch begins with that one
-    rows     int32, b; for predictions, which are put back in the order of the global batch
-    is_counted  there if the data's length is unknown (see :mod:`hvdkit.training.lockstep`)
+    factor   float32, f_r = n_r N / b (see :mod:`hvdkit.collectives.batch_share`); omitted if all shares are equal
+    digest   int64, digest of the first and last rows of the global batch, to compare the ranks' data; 0 after the
+             first batch, if every epoch starts with that batch
+    rows     int32, b; used to restore the order of the global batch in predictions
+    is_counted  present if the length of the data is unknown (see :mod:`hvdkit.training.lockstep`)
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Place:
 
     @classmethod
     def here(cls) -> Place:
-        """Return this rank's place along the mesh's axis "data"."""
+        """Return this rank's place along the mesh axis "data"."""
         along = cluster.group(cluster.DATA)
         return cls(along.index, along.size)
 
     def bounds(self, rows: Any) -> tuple[Any, Any]:
-        """Return the first, and one past the last, of this rank's rows of a batch: ints or tensors, as ``rows`` is."""
+        """Return the first and one past the last row of this rank in a batch; ints or tensors, like ``rows``."""
         return self.index * rows // self.size, (self.index + 1) * rows // self.size
 
     def to_read(self, rows: Any) -> tuple[Any, Any, dict[str, tf.Tensor]]:
-        """Return the bounds of the rows to work on, and the share; an empty share works on the first row.
+        """Return the bounds of the rows to process, and the share; for an empty share, those of the first row.
 
         Args:
-            rows: of the global batch; an int, or an int scalar tensor.
+            rows: number of rows of the global batch; an int or an int scalar tensor.
         """
         start, end = self.bounds(rows)
         share: dict[str, tf.Tensor] = {"rows": tf.cast(rows, tf.int32)}
@@ -62,7 +62,7 @@ class Place:
 
 
 def rows_of(data: Any, start: Any, end: Any) -> Any:
-    """Return rows of every tensor of a batch: dense, ragged or sparse; scalars and None as they are."""
+    """Slice the rows of every tensor in a batch (dense, ragged or sparse); scalars and None are unchanged."""
 
     def cut(x: Any) -> Any:
         if x is None or (isinstance(x, tf.Tensor) and x.shape.rank == 0):
@@ -78,13 +78,13 @@ def rows_of(data: Any, start: Any, end: Any) -> Any:
 
 
 def first_tensor(data: Any) -> Any:
-    """Return the first tensor of a batch that has rows, or None."""
+    """Return the first tensor of a batch with at least one axis, or None."""
     leaves = [x for x in tree.flatten(data) if x is not None]
     return next((x for x in leaves if x.shape.rank is None or x.shape.rank > 0), None)
 
 
 def number_of_rows(data: Any) -> Any:
-    """Return the number of rows of a batch: an int, or an int32 scalar tensor if it is not known before."""
+    """Return the number of rows of a batch: an int, or an int32 scalar tensor if it is not statically known."""
     first = first_tensor(data)
     if isinstance(first, tf.SparseTensor):
         return tf.cast(first.dense_shape[0], tf.int32)
@@ -95,9 +95,9 @@ def number_of_rows(data: Any) -> Any:
 
 
 def untuned() -> tf.data.Options:
-    """Return options without tf.data's tuner; as many elements are made at once as there are cores.
+    """Return options that disable tf.data's autotuner; parallelism then equals the number of cores.
 
-    Destroying an iterator may wait for the tuner's thread, whose sleep grows with the length of the epoch.
+    Destroying an iterator may wait for the autotuner's thread, whose sleep grows with the length of the epoch.
     """
     options = tf.data.Options()
     options.autotune.enabled = False
@@ -105,15 +105,15 @@ def untuned() -> tf.data.Options:
 
 
 class Shares(DataAdapter):
-    """A Keras data adapter of this rank's shares of another adapter's global batches.
+    """Keras data adapter for this rank's shares of the global batches of another adapter.
 
     Args:
         inner: Keras's adapter of the global batches.
-        place: of this rank.
-        goes_on: an epoch may begin in the middle of the data, as with ``steps_per_epoch``.
+        place: the place of this rank.
+        goes_on: whether an epoch may start in the middle of the data, as with ``steps_per_epoch``.
 
     Attributes:
-        may_be_uneven: False if every global batch is known to divide evenly.
+        may_be_uneven: False if every global batch is known to be evenly divisible.
         may_be_empty: False if no share can be empty.
     """
 
@@ -123,7 +123,7 @@ class Shares(DataAdapter):
 
     @property
     def may_be_uneven(self) -> bool:
-        """Return False if every global batch is known to divide evenly."""
+        """Return False if every global batch is known to be evenly divisible."""
         return "factor" in self.get_tf_dataset().element_spec[1]
 
     @property
@@ -140,7 +140,7 @@ class Shares(DataAdapter):
         return self._dataset
 
     def _whole(self) -> tf.data.Dataset:
-        """Return the global batches of the only rank: the map passes its input on, which tf.data does for nothing."""
+        """Return the complete global batches for a single rank; the map only repacks its input, at no cost."""
         dataset = self.inner.get_tf_dataset()
         is_tuple = isinstance(dataset.element_spec, tuple)
         return dataset.map(lambda *element: (element if is_tuple else element[0], {}))
@@ -156,12 +156,12 @@ class Shares(DataAdapter):
 
         dataset, is_counted = self.inner.get_tf_dataset().enumerate(), self.may_end_anywhere
         made = dataset.map(take, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
-        # The user's own pipeline may need the tuner.
+        # The user's own pipeline may need the autotuner.
         return made if isinstance(self.inner, TFDatasetAdapter) else made.with_options(untuned())
 
     @property
     def may_end_anywhere(self) -> bool:
-        """Return True for data of unknown length, which may end at different steps on two ranks."""
+        """Return True for data of unknown length, which may end at different steps on different ranks."""
         if self.num_batches is not None:
             return False
         dataset = self.inner.get_tf_dataset()
@@ -169,17 +169,17 @@ class Shares(DataAdapter):
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of an epoch, the same on every rank; None if it is not known."""
+        """Batches per epoch, the same on every rank; None if unknown."""
         return self.inner.num_batches
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of a global batch, if known."""
+        """Rows per global batch, if known."""
         return self.inner.batch_size
 
     @property
     def has_partial_batch(self) -> bool | None:
-        """Whether the last batch is known to be short."""
+        """Whether the last batch is known to be smaller."""
         return self.inner.has_partial_batch
 
     @property
@@ -188,12 +188,12 @@ class Shares(DataAdapter):
         return self.inner.partial_batch_size
 
     def begin(self, epoch: int | None) -> None:
-        """Note that training begins now; ``epoch`` is what a callback restored, None if that is none."""
+        """Start training; ``epoch`` is the epoch that a callback restored, or None."""
 
     def on_epoch_begin(self) -> None:
-        """Tell the global batches."""
+        """Notify the adapter of the global batches."""
         self.inner.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Tell the global batches."""
+        """Notify the adapter of the global batches."""
         self.inner.on_epoch_end()

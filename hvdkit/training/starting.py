@@ -1,4 +1,4 @@
-"""Before the first step: optimizers that combine gradients, weights of the chief, random numbers of each rank."""
+"""Prepare a model before the first step: wrap its optimizers, broadcast the chief's weights, seed each rank."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from hvdkit.optimizer import DistributedOptimizer
 from hvdkit.optimizer.copies import Original
 from hvdkit.optimizer.mixins import Distributed
 
-_GOLDEN = 0x9E3779B1  # odd: multiples differ for all ranks
-_MOST_OPTIMIZERS = 64  # in a list; longer ones hold something else
+_GOLDEN = 0x9E3779B1  # odd, so its multiples differ for all ranks
+_MOST_OPTIMIZERS = 64  # longer lists are assumed to contain something else
 
 
 def distribute_optimizers(model: Any) -> None:
-    """Make every optimizer of a model combine gradients over ranks: the compiled one, and those in attributes.
+    """Wrap every optimizer of a model, both the compiled one and those in attributes, in a DistributedOptimizer.
 
     Raises:
-        ValueError: an optimizer sums gradients; the average is the gradient of the global batch.
+        ValueError: an optimizer sums gradients; the gradient of the global batch is the average.
     """
     made: dict[int, Any] = {}
     for owner in _owners(model):
@@ -46,11 +46,11 @@ def distribute_optimizers(model: Any) -> None:
                 setattr(owner, name, changed)
     config = getattr(model, "_compile_config", None)
     if config is not None and "optimizer" in config.config and getattr(model, "optimizer", None) is not None:
-        config.config["optimizer"] = model.optimizer  # saved with the model: its rate is the one that changes
+        config.config["optimizer"] = model.optimizer  # saved with the model; its learning rate is current
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Return the distributed optimizers of a model, each once."""
+    """Return the distinct distributed optimizers of a model."""
     found: dict[int, Any] = {}
 
     def note(value: Any) -> None:
@@ -66,10 +66,10 @@ def optimizers_of(model: Any) -> list[Any]:
 
 
 def warn_of_repeated_rows(model: Any) -> None:
-    """Say on the chief, once per process, that rows of tables are updated by the sum of their gradients.
+    """Warn on the chief, once per process, that rows of tables are updated with the sum of their gradients.
 
-    Plain Keras scatters the gradients of a row that repeats in a batch one by one, so an optimizer that squares them
-    adds the squares. For one that is linear in the gradient this is the same.
+    If a row repeats in a batch, plain Keras scatters its gradients one by one, so an optimizer that squares them adds
+    the squares. For optimizers that are linear in the gradient, the result is the same.
     """
     tables = [x for x in model._flatten_layers() if isinstance(x, keras.layers.Embedding) and x.trainable]
     parts = [getattr(each, "inner_optimizer", each) for each in optimizers_of(model)]
@@ -87,9 +87,9 @@ def _warn_once(words: str) -> None:
 
 
 def compare_optimizers(model: Any) -> None:
-    """Compare the settings of the ranks' optimizers; their variables will begin with the chief's.
+    """Compare the settings of the ranks' optimizers. Their variables are broadcast from the chief later.
 
-    Learning rates may differ if the optimizers' steps do: the chief alone has restored a checkpoint.
+    Learning rates may differ if the iteration counts do, e.g. if only the chief has restored a checkpoint.
 
     Raises:
         CollectiveMismatchError: settings differ.
@@ -105,14 +105,14 @@ def compare_optimizers(model: Any) -> None:
 
 
 class _Settings(NamedTuple):
-    """An optimizer's number of steps, and its class and config."""
+    """An optimizer's iteration count, class and config."""
 
     steps: int
     values: dict[str, str]
 
 
 def _with_rate_of(chief: _Settings | None, mine: _Settings | None) -> dict[str, str]:
-    """Return the settings of an optimizer; if its steps are not the chief's, with the chief's learning rate."""
+    """Return the settings of an optimizer, with the chief's learning rate if iteration counts differ."""
     if mine is None:
         return {}
     if chief is None or chief.steps == mine.steps:
@@ -136,7 +136,7 @@ def _first_difference(odd: list[dict[str, str]], usual: list[dict[str, str]]) ->
 
 
 def _settings(optimizer: Any) -> dict[str, str]:
-    """Return an optimizer's class and config, without names, which Keras numbers."""
+    """Return an optimizer's class and config, excluding names, which Keras numbers."""
     found = {"class": type(optimizer).__name__}
 
     def note(name: str, value: Any) -> None:
@@ -154,10 +154,10 @@ def _settings(optimizer: Any) -> dict[str, str]:
 
 
 def check_originals(model: Any) -> None:
-    """Refuse a learning rate set on an optimizer in whose place a distributed copy trains.
+    """Check that the user has not set the learning rate of an optimizer that a distributed copy replaces.
 
     Raises:
-        ValueError: it has another rate than when it was copied.
+        ValueError: its learning rate has changed since it was copied.
     """
     for optimizer in optimizers_of(model):
         original = optimizer._hvdkit_original
@@ -172,7 +172,7 @@ def _rate(optimizer: Any) -> float:
 
 
 def _owners(model: Any) -> Iterator[Any]:
-    """Yield the model, and models inside it, which may have their own optimizers."""
+    """Yield the model and its inner models, which may have their own optimizers."""
     yield model
     for layer in model._flatten_layers(include_self=False):
         if isinstance(layer, keras.Model):
@@ -185,7 +185,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _distributed(value: Any, made: dict[int, Any]) -> Any:
-    """Return ``value`` with its optimizers distributed: itself, or those in a list, tuple or dict."""
+    """Return ``value`` with its optimizers wrapped: ``value`` itself, or the items of a list, tuple or dict."""
     if isinstance(value, Distributed):
         if value._hvdkit.op != ReduceOp.Average:
             remedy = "use hk.Average: hk.fit takes care of losses that are sums"
@@ -199,7 +199,7 @@ def _distributed(value: Any, made: dict[int, Any]) -> Any:
     parts = [_distributed(part, made) for part in _parts(value)]
     if all(mine is part for mine, part in zip(parts, _parts(value), strict=True)):
         return value
-    # A plain container: Keras tracks it again.
+    # Return a plain container; Keras tracks it again on assignment.
     return (
         dict(zip(value, parts, strict=True))
         if isinstance(value, dict)
@@ -210,7 +210,7 @@ def _distributed(value: Any, made: dict[int, Any]) -> Any:
 
 
 class Variables:
-    """The variables of a model and its optimizers, which begin with the chief's values.
+    """The variables of a model and its optimizers, initialized with the chief's values.
 
     Args:
         model: a Keras model.
@@ -221,12 +221,12 @@ class Variables:
         self._known: dict[int, Any] = {}
 
     def begin(self) -> None:
-        """Give every rank the chief's values of all variables that exist, and its own random numbers."""
+        """Broadcast the chief's values of all existing variables, and seed each rank differently."""
         self._known = {}
         self._take(self._all(), _global_generator().state)
 
     def begin_new(self) -> None:
-        """Do the same for variables that have been made since."""
+        """Broadcast variables created since the last call."""
         self._take([v for v in self._all() if id(v) not in self._known])
 
     def _take(self, variables: list[Any], *shared: Any) -> None:
@@ -240,15 +240,15 @@ class Variables:
 
 
 def spread_seeds(states: list[Any], *shared: Any, broadcast: Callable[[Any], Any] = broadcast_object) -> None:
-    """Give random generators states that differ between ranks and follow from the chief's.
+    """Set the states of random generators, derived from the chief's, to different values on each rank.
 
-    Ranks with equal states would drop the same units of unlike rows. Ranks along other axes of the mesh than "data"
-    work on one batch, and so have equal states.
+    With equal states, ranks would use the same dropout masks for different rows. Ranks along mesh axes other than
+    "data" share a batch and therefore have equal states.
 
     Args:
         states: variables of generators.
-        shared: those that take the chief's state as it is.
-        broadcast: gives every rank the chief's object.
+        shared: variables that get the chief's state unchanged.
+        broadcast: broadcasts an object from the chief.
     """
     values = broadcast([np.asarray(v) for v in [*states, *shared]])
     step = _seed_step()
@@ -260,7 +260,7 @@ def spread_seeds(states: list[Any], *shared: Any, broadcast: Callable[[Any], Any
 
 
 class _OfRank:
-    """Keras's global random generator, whose state is equal on all ranks, with other seeds on each rank."""
+    """Wrapper of Keras's global random generator: equal state on all ranks, but different seeds on each."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
@@ -273,10 +273,10 @@ class _OfRank:
 
 @contextlib.contextmanager
 def seeds_of_rank() -> Iterator[None]:
-    """Have ``keras.random`` without a seed, and TensorFlow's stateful random ops, draw other numbers on each rank.
+    """Make unseeded ``keras.random`` and TensorFlow's stateful random ops draw different numbers on each rank.
 
-    The latter do so anyway unless TensorFlow's global seed is set. An op takes the seed of the graph in which it is
-    made, or in eager mode that of the context.
+    The latter only need this if TensorFlow's global seed is set. An op uses the seed of the graph in which it is
+    created, or in eager mode that of the context.
     """
     step = _seed_step()
     if not step:
@@ -300,8 +300,8 @@ def _seed_step() -> int:
 
 
 def _global_generator() -> Any:
-    """Return Keras's global random generator, which ``keras.random`` uses without a seed."""
-    before = random.getstate()  # Keras seeds a new one by Python's random numbers
+    """Return Keras's global random generator, which unseeded ``keras.random`` uses."""
+    before = random.getstate()  # Keras seeds a new generator from Python's
     generator = global_seed_generator()
     random.setstate(before)
     return generator

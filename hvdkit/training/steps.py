@@ -1,7 +1,7 @@
-"""The model's own step, run on this rank's share of a global batch.
+"""Run the model's own step on this rank's share of a global batch.
 
-``Steps`` gives functions for ``model.train_step``, ``model.test_step`` and ``model.predict_step``: each takes an
-element ``(data, share)`` of :mod:`hvdkit.training.shares`, and calls the step that the model had on ``data``.
+``Steps`` provides replacements for ``model.train_step``, ``model.test_step`` and ``model.predict_step``. Each takes an
+element ``(data, share)`` of :mod:`hvdkit.training.shares` and calls the model's original step on ``data``.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class Steps:
 
     Args:
         model: a compiled Keras model.
-        settle: called if a step has had to make the model's variables, before it runs.
-        may_be_empty: whether a rank may have no rows of some batch.
+        settle: called before a step runs, if the model's variables had to be created for it.
+        may_be_empty: whether a rank may get an empty share of a batch.
 
     Attributes:
-        last_factor: the factor of the step that ran last; 1 before the first step.
-        digests: the sum of the digests of all global batches since :meth:`begin`; 0 if batches have none.
+        last_factor: the factor of the last step; 1 before the first step.
+        digests: the sum of the digests of all global batches since :meth:`begin`; 0 for batches without digest.
     """
 
     def __init__(self, model: Any, settle: Callable[[], None], *, may_be_empty: bool) -> None:
         self._model, self._settle, self.may_be_empty = model, settle, may_be_empty
         self._scratch: set[str] = set()
-        # Made here: a step in which variables are made is traced twice.
+        # Create variables here: a step that creates variables is traced twice.
         self.last_factor = tf.Variable(1.0, trainable=False, name="hvdkit_last_factor")
         self.digests = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_digests")
 
     def of(self, name: str, step: Step) -> Step:
-        """Return ``step``, ``model.train_step`` or ``model.test_step``, for elements of shares."""
+        """Return ``step`` (``model.train_step`` or ``model.test_step``) wrapped for elements ``(data, share)``."""
 
         @graph_safe
         def on_share(element: Any) -> Any:
@@ -68,7 +68,7 @@ class Steps:
         return on_share
 
     def predictions(self, step: Step) -> Step:
-        """Return ``model.predict_step`` for elements of shares: ``(outputs, rows of the global batch)``."""
+        """Wrap ``model.predict_step`` for elements ``(data, share)``; returns outputs and rows of the global batch."""
 
         @graph_safe
         def on_share(element: Any) -> Any:
@@ -87,7 +87,7 @@ class Steps:
     # ---- shares without rows ----------------------------------------------------------------------------------
 
     def _keep(self, factor: Any) -> list[tuple[Any, tf.Tensor]]:
-        """Return the variables that a step changes, and their values if this rank has no rows."""
+        """Return the variables that a step changes, and their values if this rank's share is empty."""
         if factor is None or not self.may_be_empty:
             return []
         variables = self._changing()
@@ -111,7 +111,7 @@ class Steps:
         tf.cond(tf.equal(factor, 0), assign, lambda: tf.constant(False))
 
     def _changing(self) -> list[Any]:
-        """Return the variables that examples change without a gradient: statistics, and the metrics' state."""
+        """Return the variables that examples change without a gradient: statistics and metric states."""
         found = [*self._model.non_trainable_variables, *(v for m in self._model.metrics for v in m.variables)]
         alike = set(map(id, synchronized_statistics(self._model)))
         found = [v for v in found if id(v) not in alike]
@@ -119,9 +119,9 @@ class Steps:
         return [v for v in unique if v.name != SEED_STATE and not is_part(v) and tf.as_dtype(v.dtype) != tf.string]
 
     def _create_variables(self, name: str, step: Step, data: Any, factor: Any) -> None:
-        """Trace ``step`` once and throw the graph away, if what it creates must be known before.
+        """Trace ``step`` once and discard the graph, if the variables that it creates are needed before it runs.
 
-        Weights have to begin with the chief's values, and shares without rows put back what steps change.
+        New weights must get the chief's values, and empty shares must restore the variables that steps change.
         """
         if name in self._scratch:
             return
@@ -131,7 +131,7 @@ class Steps:
             return
         specs = tree.map_structure(lambda x: None if x is None else tf.type_spec_from_value(x), data)
         with share_of_batch(None):
-            tf.function(step, autograph=False).get_concrete_function(specs)  # inside init_scope no tape would record
+            tf.function(step, autograph=False).get_concrete_function(specs)  # no tape records inside init_scope
         if not is_built:
             with tf.init_scope():
                 self._settle()
@@ -140,7 +140,7 @@ class Steps:
 
     @contextlib.contextmanager
     def _as_share(self, factor: Any) -> Iterator[None]:
-        """Have losses be parts of the global one, and means of scalars, as trackers are, count a step by its rows."""
+        """Rescale losses to parts of the global loss, and weight means of scalars (loss trackers) by rows."""
         if cluster.group(cluster.DATA).size == 1:
             yield
             return
@@ -166,14 +166,14 @@ class Steps:
             if losses is not None and losses.built:
                 correct()
             elif losses is not None:
-                plain_build = losses.build  # it makes a mean for each of several losses
+                plain_build = losses.build  # creates a Mean for each of several losses
                 stack.enter_context(swapped(losses, build=build))
             yield
 
-    # ---- what Python has to know of a step --------------------------------------------------------------------
+    # ---- information about steps for Python -------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Forget the digests of the batches of another call."""
+        """Reset the digests of a previous call."""
         self.digests.assign(0)
 
     def _note(self, share: dict[str, tf.Tensor]) -> None:
@@ -185,13 +185,13 @@ class Steps:
 
 
 def is_complete(model: Any) -> bool:
-    """Return True if a model's layers have their weights; of a model without ``call`` those inside it."""
+    """Return True if all inner layers are built, and the model itself is built or (without ``call``) has variables."""
     inner = list(model._flatten_layers(include_self=False))
     return all(layer.built for layer in inner) and bool(model.built or model.variables)
 
 
 def plain_means(model: Any) -> list[Any]:
-    """Return the metrics that average whatever they are given, as loss trackers do."""
+    """Return the metrics that average their inputs unchanged, such as loss trackers."""
     found: dict[int, Any] = {}
     ahead = list(model.metrics)
     while ahead:

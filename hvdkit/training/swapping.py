@@ -1,4 +1,4 @@
-"""Attributes of an object, changed for a while."""
+"""Temporarily replace attributes of an object."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MISSING = object()
 
 @contextlib.contextmanager
 def swapped(target: Any, **attributes: Any) -> Iterator[None]:
-    """Give one object, never its class, other attributes, and put back what it had."""
+    """Replace attributes of an instance, not of its class, and restore them on exit."""
     before = {name: vars(target).get(name, _MISSING) for name in attributes}
     for name, value in attributes.items():
-        object.__setattr__(target, name, value)  # past Keras's, which tracks what it is given
+        object.__setattr__(target, name, value)  # bypass Keras's tracking
     try:
         yield
     finally:
