@@ -1,4 +1,4 @@
-"""The allreduce alone, from 4 bytes to 64 MB on two ranks of one machine.
+"""Time the allreduce alone, from 4 bytes to 64 MB on two ranks of one machine.
 
 python benchmarks/allreduce.py
 """
@@ -30,9 +30,9 @@ class Allreduce(Config):
     """Measure the allreduce alone."""
 
     np: int = 2
-    """Ranks."""
+    """Number of ranks."""
     rounds: int = 3
-    """Rounds; every way runs once in each."""
+    """Number of rounds; every way runs once per round."""
 
 
 def cases(config: Allreduce) -> list[Case]:
@@ -45,7 +45,7 @@ def cases(config: Allreduce) -> list[Case]:
 
 
 def run(word: str, config: Allreduce, sizes: list[int], folder: Path) -> dict[str, float]:
-    """Run one way once; return the slowest rank's microseconds by size, and GB/s of the last."""
+    """Run one way once; return the slowest rank's microseconds by size, and GB/s of the largest size."""
     worker = [sys.executable, str(WORKERS / "allreduce.py"), word, "--folder", str(folder)]
     worker += ["--processes", str(config.np), "--sizes", *map(str, sizes)]
     launch([[str(BIN / "horovodrun"), "-np", str(config.np), *worker]], env=environment(), timeout=300)

@@ -1,4 +1,4 @@
-"""Time saving and restoring 2 GB of state beside plain files of the same bytes on the same disk, in the same run.
+"""Time saving and restoring 2 GB of state, next to plain files of the same bytes on the same disk in the same run.
 
 python benchmarks/checkpoint.py
 python benchmarks/checkpoint.py --np 2 --rounds 8 --folder /shared
@@ -31,17 +31,17 @@ class Checkpoint(Config):
     """Measure saving and restoring."""
 
     np: tuple[int, ...] = (1, 2)
-    """Ranks."""
+    """Numbers of ranks."""
     gigabytes: float = 2.0
-    """Of state, over all ranks."""
+    """Size of the state, over all ranks."""
     rounds: int = 5
-    """Rounds, behind one that warms up."""
+    """Number of rounds, after one warm-up round."""
     folder: Path = Path()
-    """A folder on the disk to measure."""
+    """Folder on the disk to measure."""
 
 
 def cases(config: Checkpoint) -> list[Case]:
-    """Return a case for each number of ranks; one job measures both ways, since both need the state."""
+    """Return a case for each number of ranks; one job measures both ways, because both need the state."""
     plain, ours = ("plain", "plain files, fsync"), ("hvdkit", "hvdkit, checksummed; verified on reading")
     return [
         Case(
@@ -58,7 +58,7 @@ def cases(config: Checkpoint) -> list[Case]:
 
 
 def goals(size: int) -> list[Goal]:
-    """Return what has to be reached."""
+    """Return the goals."""
     ranks = f"{size} rank{'s' if size > 1 else ''}"
     return [
         Goal(upper="plain", lower="hvdkit", metric="write", relation=">=", limit=0.8, headline=True,

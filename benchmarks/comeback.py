@@ -1,10 +1,10 @@
-"""Show a run that loses a host and goes on with those that are left.
+"""Show a run that loses a host and continues on the others.
 
-    python benchmarks/comeback.py       # some 2 minutes; needs root, iproute2, openssh-server
+    python benchmarks/comeback.py       # about 2 minutes; needs root, iproute2, openssh-server
 
-Four hosts (network namespaces with sshd), a rank on each, started by ``hvdkit run --max-restarts 1 --min-np 3``. At a
-random step the cable of one of them is cut. It records how long it took until the job was over and until it trained
-again, and its losses beside those of a run of four ranks that nobody touched.
+Four hosts (network namespaces with sshd) with a rank on each, started by ``hvdkit run --max-restarts 1 --min-np 3``.
+At a random step one host's network is cut. Records the seconds until the job has ended and until it trains
+again, and compares the losses with those of an uninterrupted run of four ranks.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Config:
     """Cut one of four hosts off in the middle of a run."""
 
     steps: int = 300
-    """Steps of the run."""
+    """Number of steps of the run."""
     seed: int = 0
-    """Of the step and the host."""
+    """Seed of the step and the host."""
     heartbeat: float = 10.0
-    """HVDKIT_HEARTBEAT_SECONDS."""
+    """HVDKIT_HEARTBEAT_SECONDS of the run."""
     json: Path | None = None
     """Write the results here. Default: benchmarks/results/comeback.json."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What became of a run: (step, loss, ranks) by step, its exit code and output, and seconds from the cut on."""
+    """Results of a run: (step, loss, ranks) by step, its exit code and output, and seconds from the cut on."""
 
     losses: list[tuple[int, float, int]]
     code: int
@@ -58,7 +58,7 @@ class Run:
 
 
 def train(folder: Path, config: Config, cut_at: int | None = None, victim: int = 0) -> Run:
-    """Train on four hosts; cut host ``victim`` off once step ``cut_at`` is done."""
+    """Train on four hosts; cut host ``victim`` off after step ``cut_at``."""
     folder.mkdir()
     log = folder / "log" / "losses.jsonl"
     command = ["hvdkit", "run", "--max-restarts", "1", "--min-np", "3"]
@@ -84,7 +84,7 @@ def train(folder: Path, config: Config, cut_at: int | None = None, victim: int =
 
 
 def main() -> int:
-    """Run both, record what became of them, and return MISSED where the losses differ."""
+    """Run both, record the results, and return MISSED if the losses differ."""
     config = tyro.cli(Config, description=__doc__)
     if (why := missing()) is not None:
         sys.exit(f"no hosts on this machine: {why}")

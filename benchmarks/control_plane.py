@@ -1,13 +1,13 @@
-"""What the control plane costs rank 0 and hvdkit run, at up to thousands of simulated ranks.
+"""Measure what the control plane costs rank 0 and hvdkit run, with up to thousands of simulated ranks.
 
     python benchmarks/control_plane.py --ranks 4 256 1024 4096
     python benchmarks/control_plane.py --ranks 4 64 --quick
     python benchmarks/control_plane.py --real 12
 
-Rank 0's sentinel and hvdkit run are hvdkit's own code, each in a process with nothing else in it, so that its CPU is
-theirs. The other ranks are simulated by two processes, without TensorFlow: they connect over loopback by the sentinels'
-own connections, and write their parts of checkpoints by hvdkit's own code. With ``--real`` a job of so many ranks
-with TensorFlow is killed while it trains, and continued by another number of ranks.
+Rank 0's sentinel and hvdkit run are hvdkit's own code, each alone in a process, so that the process's CPU time is
+theirs. Two processes simulate the other ranks without TensorFlow: they connect over loopback with the sentinels'
+connection code, and write their parts of checkpoints with hvdkit's own code. With ``--real`` a job of that many ranks
+with TensorFlow is killed during training, and continued with another number of ranks.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ The restore is that of one rank; the exchange of objects is a ring, of which ran
 SIMULATORS = 2
 FAILURE_SECONDS, KNOWN_RANKS = 5.0, 1024
 SHARE, WATCHED_RANKS = 5.0, 4096
-# Growth is compared from so many ranks on: below, what a phase costs without any rank hides what each rank adds.
+# The smallest number of ranks for comparing growth: below it, fixed costs of a phase hide the cost per rank.
 GROWS_FROM = 256
-# Counts do not jitter; seconds of CPU of some milliseconds do, on a machine that others use.
+# Counts are exact, but CPU times of some milliseconds vary on a machine with other load.
 COUNT_TOLERANCE, CPU_TOLERANCE, LEAST_CPU = 1.1, 1.6, 0.05
 COLUMNS = {
     "cpu": "CPU, s",
@@ -64,13 +64,13 @@ class Config:
     ranks: tuple[int, ...] = (4, 256, 1024, 4096)
     """Numbers of simulated ranks."""
     seconds: float = 20.0
-    """Seconds for which the watchdog is watched."""
+    """Seconds for which the watchdog is measured."""
     real: int = 0
-    """Ranks of the job with TensorFlow, each of which takes 1 GB and more; 0: none, and then only what is simulated."""
+    """Ranks of the job with TensorFlow, each needing at least 1 GB; 0: run only simulated ranks."""
     simulated: bool = True
     """Simulate ranks."""
     quick: bool = False
-    """Watch for three seconds; nothing is recorded, but by --json."""
+    """Measure for three seconds; results are only recorded with --json."""
     json: Path | None = None
     """Write the results here. Default: benchmarks/results/control_plane.json."""
 
@@ -79,7 +79,7 @@ Figures = dict[str, dict[str, float]]  # by phase, then by quantity
 
 
 def main() -> int:
-    """Measure what is asked for; return MISSED if a goal is missed."""
+    """Run the selected measurements; return MISSED if a goal is missed."""
     config = tyro.cli(Config, description=__doc__)
     sheets: list[Sheet] = []
     cases: list[Measured] = []
@@ -94,7 +94,7 @@ def main() -> int:
             took = time.monotonic() - began
             print(f"{size} ranks: {took:.0f} s, {json.dumps(found[size]['watchdog'])}", file=sys.stderr, flush=True)
         sheets += tables(found)
-        if (case := goals(found, load)).metrics:  # none of the sizes has a goal
+        if (case := goals(found, load)).metrics:  # otherwise no size has a goal
             cases.append(case)
     if config.real:
         sheet, note, right = real_job(config.real)
@@ -109,7 +109,7 @@ def main() -> int:
 
 
 def simulate(size: int, seconds: float) -> Figures:
-    """Go through all phases of a job of ``size`` ranks."""
+    """Run all phases of a job of ``size`` ranks."""
     found: Figures = {}
     for fault in ("kill", "error"):
         rank0, ranks, usage = run("watchdog", size, "--seconds", str(seconds), "--fault", fault)
@@ -170,7 +170,7 @@ def run(
 
 
 def tables(found: Mapping[int, Figures]) -> list[Sheet]:
-    """Return a table for each quantity's phase: a row for each number of ranks."""
+    """Return a table for each phase, with a row for each number of ranks."""
     rows = []
     for phase in next(iter(found.values())):
         for size, figures in found.items():
@@ -186,24 +186,24 @@ def tables(found: Mapping[int, Figures]) -> list[Sheet]:
 
 
 def shown(name: str, value: float | None) -> str:
-    """Return a figure for people."""
+    """Format a figure."""
     if value is None:
         return ""
     return f"{value:,.0f}" if name in ("messages", "bytes") else f"{value:.3f}" if name == "cpu" else f"{value:.2f}"
 
 
 def shown_growth(value: float | None) -> str:
-    """Return a ratio for people."""
+    """Format a ratio."""
     return "too short to tell" if value is None else f"{value:.1f}"
 
 
 def n_log_n(few: int, many: int) -> float:
-    """Return by how much N log N grows between two numbers of ranks."""
+    """Return the growth factor of N log N between two numbers of ranks."""
     return many * math.log(many) / (few * math.log(few))
 
 
 def growths(found: Mapping[int, Figures]) -> Iterator[tuple[str, str, float | None, float]]:
-    """Return phase, quantity, by how much it grows, and the limit; None: the CPU is too short to be compared."""
+    """Yield phase, quantity, growth factor, and limit; the factor is None if the CPU time is too short to compare."""
     few, many = GROWS_FROM, max(found)
     if few not in found or few >= many:
         return
@@ -212,13 +212,13 @@ def growths(found: Mapping[int, Figures]) -> Iterator[tuple[str, str, float | No
         for name, tolerance in (("messages", COUNT_TOLERANCE), ("bytes", COUNT_TOLERANCE), ("cpu", CPU_TOLERANCE)):
             if not before.get(name) or name not in after:
                 continue
-            # What is measured of a few milliseconds is the machine's other work.
+            # A CPU time of a few milliseconds is dominated by the machine's other load.
             small = name == "cpu" and after[name] < LEAST_CPU
             yield phase, name, None if small else after[name] / before[name], tolerance * n_log_n(few, many)
 
 
 def goals(found: Mapping[int, Figures], load: float) -> Measured:
-    """Return what the goals compare, as one round of a single way."""
+    """Return the quantities that the goals compare, as one round of a single way."""
     results: dict[str, float] = {}
     wanted: list[Goal] = []
 
@@ -255,7 +255,7 @@ STEPS, KILLED_AFTER = 60, 25
 
 
 def real_job(size: int) -> tuple[Sheet, str, bool]:
-    """Kill a rank of a job of ``size`` ranks while it trains, continue with fewer, and compare with an unbroken run."""
+    """Kill a rank of a job of ``size`` ranks during training, continue with fewer, and compare with an unbroken run."""
     fewer = size * 2 // 3
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -279,7 +279,7 @@ def real_job(size: int) -> tuple[Sheet, str, bool]:
 
 
 def train_again(folder: Path, size: int, expected: Mapping[str, Any]) -> bool:
-    """Kill a run again and continue it with the same ranks; return True if it ends as the unbroken one did."""
+    """Kill a run again and continue it with the same ranks; return True if it ends like the unbroken one."""
     train_and_kill(folder / "same", size)
     return train(folder / "same", size)["digest"] == expected["digest"]
 
@@ -291,14 +291,14 @@ def command(logdir: Path, size: int) -> list[str]:
 
 
 def train(logdir: Path, size: int) -> dict[str, Any]:
-    """Train to the end; return what rank 0 says of it."""
+    """Train to the end; return rank 0's result."""
     printed = launch([command(logdir, size)], env=environment(threads=1), timeout=1800)
     line = next(line for line in printed.splitlines() if line.startswith("result "))
     return json.loads(line.removeprefix("result "))
 
 
 def train_and_kill(logdir: Path, size: int) -> tuple[int, float, int]:
-    """Kill the last rank after some steps; return the launcher's exit code, seconds until no rank is left, the step."""
+    """Kill the last rank after some steps; return the launcher's exit code, seconds until all ranks ended, the step."""
     nowhere = subprocess.DEVNULL
     process = subprocess.Popen(command(logdir, size), env=environment(threads=1), stdout=nowhere, stderr=nowhere)
     try:

@@ -1,4 +1,4 @@
-"""The dense training step: hvdkit beside what people use instead, on S3's network, ResNet-50 and a large MLP.
+"""Compare the dense training step of hvdkit with alternatives, on the CIFAR-10 network, ResNet-50 and a large MLP.
 
 python benchmarks/dense.py                                 # the CIFAR-10 tutorial's network, 2 and 4 processes
 python benchmarks/dense.py --model resnet50 mlp --np 1 2   # --json FILE keeps them apart
@@ -19,7 +19,7 @@ from harness import Benchmark, Case, Config, Way, main
 from processes import BIN, WORKERS, environment, free_ports, launch, ranks, results
 
 Model = Literal["cifar10", "resnet50", "mlp"]
-BATCH: Mapping[str, int] = {"cifar10": 64, "resnet50": 16, "mlp": 64}  # as workers/networks.py
+BATCH: Mapping[str, int] = {"cifar10": 64, "resnet50": 16, "mlp": 64}  # as in workers/networks.py
 TITLES = {
     "cifar10": "the CIFAR-10 tutorial's network, 4.3 MB of gradients, 64 images a process",
     "resnet50": "ResNet-50 on 32x32 images, 94 MB of gradients, 16 images a process",
@@ -52,15 +52,15 @@ class Dense(Config):
     """Measure the dense training step."""
 
     model: tuple[Model, ...] = ("cifar10", "resnet50", "mlp")
-    """Networks."""
+    """Networks to train."""
     np: tuple[int, ...] = (1, 2, 4)
-    """Processes. One process has no peers but raw Horovod; four run the CIFAR-10 network alone."""
+    """Numbers of processes. With one process the only peer is raw Horovod; four only run the CIFAR-10 network."""
     rounds: int = 5
-    """Rounds; every way runs once in each. Half of them where it is not the CIFAR-10 network on two processes."""
+    """Number of rounds; every way runs once per round. Half as many unless CIFAR-10 runs on two processes."""
     steps: int = 30
-    """Timed steps in a run; a run's figure is their median, the mean over its processes."""
+    """Timed steps per run; the figure is their median, averaged over processes."""
     peer_python: Path | None = None
-    """The Python of an environment with PyTorch, instead of building one."""
+    """Python of an environment with PyTorch to use instead of building one."""
 
 
 def cases(config: Dense) -> list[Case]:
@@ -85,13 +85,13 @@ def case(model: Model, size: int, config: Dense) -> Case:
         metrics=METRICS,
         goals=goals(model, size),
         reference="hvdkit",
-        # Most goals are of the tutorial's network on two processes; the others would take an hour.
+        # Most goals are for the tutorial's network on two processes; full rounds of the others would take an hour.
         rounds=config.rounds if (model, size) == ("cifar10", 2) else (config.rounds + 1) // 2,
     )
 
 
 def goals(model: Model, size: int) -> list[Goal]:
-    """Return what has to be reached."""
+    """Return the goals."""
     if (model, size) == ("cifar10", 2):
         step = "A dense step on 2 ranks / "
         return [
@@ -108,7 +108,7 @@ def goals(model: Model, size: int) -> list[Goal]:
 
 
 def goal(way: str, limit: float, about: str) -> Goal:
-    """Return the goal that ``way`` takes ``limit`` times as long as hvdkit, or more."""
+    """Return the goal that ``way`` takes at least ``limit`` times as long as hvdkit."""
     return Goal(upper=way, lower="hvdkit", relation=">=", limit=limit, headline=True, about=about)
 
 
@@ -121,7 +121,7 @@ def run_way(way: str, folder: Path, *, model: Model, size: int, steps: int, peer
         "towers": tower_process,
     }
     start = commands.get(way, partial(tensorflow_processes, way))
-    # What hvdkit is compared with to see its own cost has the huge pages that its ranks have.
+    # The baseline for hvdkit's overhead uses huge pages, as hvdkit's ranks do.
     launch(start(common, size), env=environment(**(HUGE_PAGES if way == "alone" else {})), timeout=300)
     found = results(folder)
     times = [each["ms"] for each in found if "ms" in each]
@@ -129,13 +129,13 @@ def run_way(way: str, folder: Path, *, model: Model, size: int, steps: int, peer
     return {
         "ms": milliseconds,
         "images": 1000 * size * BATCH[model] / milliseconds,
-        # Servers, too, are processes that a rank needs.
+        # Parameter servers count as memory of the ranks that need them.
         "memory_mb": sum(each["memory_mb"] for each in found) / size,
     }
 
 
 def tensorflow_processes(way: str, common: Sequence[str], size: int) -> list[list[str]]:
-    """Return the commands of ranks under a launcher, or of processes by themselves."""
+    """Return the commands of ranks under a launcher, or of separate processes."""
     named = "hvdkit" if way == "horovodrun" else way
     worker = [sys.executable, str(WORKERS / "dense_tf.py"), named, *common, "--processes", str(size)]
     if way in ("hvdkit", "sharded", "fp16", "tied"):
@@ -147,7 +147,7 @@ def tensorflow_processes(way: str, common: Sequence[str], size: int) -> list[lis
 
 
 def tower_process(common: Sequence[str], size: int) -> list[list[str]]:
-    """Return the command of the one process."""
+    """Return the command of the single process."""
     return [[sys.executable, str(WORKERS / "dense_tf.py"), "towers", *common, "--towers", str(size)]]
 
 

@@ -1,4 +1,4 @@
-"""Which pictures the report has, and what is in them: plain data, drawn by plots.py in an environment of its own."""
+"""The data of the report's pictures; plots.py draws them in a separate environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from figures import Measured, Record
 
 PLOTS = Path(__file__).with_name("plots.py")
-FEWEST = 3  # ways: two figures need no picture
+FEWEST = 3  # ways; two figures need no picture
 
 
 def drawings(record: Record) -> dict[str, dict[str, Any]]:
@@ -35,7 +35,7 @@ def drawings(record: Record) -> dict[str, dict[str, Any]]:
 
 
 def bars(measured: Measured) -> dict[str, Any] | None:
-    """Return a bar for every way that has figures, with its spread; None for too few of them."""
+    """Return a bar for every way that has figures, with its spread; None for fewer than FEWEST."""
     metric = measured.metrics[0]
     rows = [(way, measured.values(way, metric.name)) for way in measured.ways]
     rows = [(way, values) for way, values in rows if values]
@@ -54,7 +54,7 @@ def bars(measured: Measured) -> dict[str, Any] | None:
 
 
 def series(measured: Measured) -> dict[str, Any]:
-    """Return a curve for every way over the metrics' places."""
+    """Return a curve for every way over the metrics' x positions."""
     metrics = [metric for metric in measured.metrics if metric.at is not None]
 
     def points(way: str) -> Iterator[list[float]]:
@@ -71,15 +71,15 @@ def series(measured: Measured) -> dict[str, Any]:
 
 
 def plain(title: str) -> str:
-    """Return a title without Markdown."""
+    """Return a title without Markdown markup."""
     return title.replace("`", "")
 
 
 def digest(drawing: dict[str, Any]) -> str:
-    """Return what tells this picture from others, and from those that were drawn otherwise; it stands in the file."""
+    """Return a digest of the data and the drawing code; it is stored in the picture's file."""
     return hashlib.sha256(json.dumps(drawing, sort_keys=True).encode() + PLOTS.read_bytes()).hexdigest()[:16]
 
 
 def is_of(file: Path, drawing: dict[str, Any]) -> bool:
-    """Return True where a PNG file was drawn from this very data."""
+    """Return True if a PNG file was drawn from exactly this data."""
     return file.exists() and b"Description\0" + digest(drawing).encode() in file.read_bytes()

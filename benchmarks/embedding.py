@@ -1,4 +1,4 @@
-"""A step of sharded embeddings beside replicated tables and TorchRec: lookup, loss, update.
+"""Compare a step of sharded embeddings with replicated tables and TorchRec: lookup, loss, update.
 
 python benchmarks/embedding.py                                        # one table, and 26 tables with ragged ids
 python benchmarks/embedding.py --work one-adagrad many-adam --ahead
@@ -21,7 +21,7 @@ from processes import BIN, WORKERS, environment, launch, ranks, results
 Work = Literal["one-sgd", "one-adagrad", "one-adam", "many-sgd", "many-adagrad", "many-adam"]
 TITLES = {"one": "one table of 1,000,000 x 64", "many": "26 tables of mixed sizes and widths, ragged ids"}
 OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "lazy Adam"}
-# name: (title, what the worker is told, processes)
+# name: (title, arguments of the worker, processes)
 WAYS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "plain": ("plain: one process, `tf.gather`, `scatter_sub`", ("plain",), 1),
     "hvdkit-1": ("hvdkit, one rank", ("hvdkit",), 1),
@@ -46,15 +46,15 @@ class Embedding(Config):
     """Measure a step of sharded embeddings."""
 
     work: tuple[Work, ...] = ("one-sgd", "many-sgd")
-    """Tables and optimizer."""
+    """Tables and optimizer to measure."""
     rounds: int = 3
-    """Rounds; every way runs once in each."""
+    """Number of rounds; every way runs once per round."""
     steps: int = 40
-    """Timed steps in a run; a run's figure is the slowest rank's median."""
+    """Timed steps per run; the figure is the slowest rank's median."""
     ahead: bool = False
-    """Also with ids that travel a step ahead (layer.ask)."""
+    """Also measure with ids sent one step ahead (layer.ask)."""
     peer_python: Path | None = None
-    """The Python of an environment with TorchRec, instead of building one."""
+    """Python of an environment with TorchRec to use instead of building one."""
 
 
 def cases(config: Embedding) -> list[Case]:
@@ -65,7 +65,7 @@ def cases(config: Embedding) -> list[Case]:
 def case(work: Work, config: Embedding) -> Case:
     """Return all ways of one work."""
     tables, _, optimizer = work.partition("-")
-    # TorchRec pools each feature from a table; made dense, 26 tables or slots take very long.
+    # TorchRec pools each feature from one table; with dense gradients, 26 tables or slots take too long.
     left_out = set() if work == "one-sgd" else {"dense-2", "torchrec-1", "torchrec-2", "torchrec-columns-2"}
     if not config.ahead:
         left_out.add("ahead-2")
@@ -85,7 +85,7 @@ def case(work: Work, config: Embedding) -> Case:
 
 
 def goals(work: Work) -> list[Goal]:
-    """Return what has to be reached; those of one table with SGD stand in the summary."""
+    """Return the goals; those of one table with SGD are headlines."""
     first = work == "one-sgd"
     found = [
         Goal(upper="hvdkit-2", lower="sparse-2", limit=0.45, headline=first,
@@ -107,7 +107,7 @@ def goals(work: Work) -> list[Goal]:
 
 
 def run_way(way: str, folder: Path, *, work: Work, steps: int, peer: Path | None) -> dict[str, float]:
-    """Run one way once; return the largest of every figure over the ranks."""
+    """Run one way once; return the maximum of every figure over the ranks."""
     _, words, size = WAYS[way]
     common = ["--folder", str(folder), "--steps", str(steps), "--processes", str(size), *words]
     if way.startswith("torchrec"):

@@ -1,11 +1,11 @@
-"""How long a failure lasts, and what looking out for it costs.
+"""Measure how long a failed job takes to end, and what the watchdog costs.
 
-    python benchmarks/failure.py                    # one host and three, every launcher: some 10 minutes
+    python benchmarks/failure.py                    # one host and three, every launcher: about 10 minutes
     python benchmarks/failure.py --faults "kill -9" SIGSTOP --no-hosts
 
 For each fault and launcher: seconds from the fault until no process of the job is left, and the launcher's exit code.
-Then the watchdog's cost: microseconds of a step that does nothing but 20 eager exchanges, with the
-watchdog and without.
+Then the watchdog's cost: microseconds of a step that consists of 20 eager exchanges, with and without the
+watchdog.
 """
 
 from __future__ import annotations
@@ -65,24 +65,24 @@ class Config:
         "out of memory",
         "SIGSTOP",
     )
-    """Faults of one rank of three; see tests/cluster/faulty.py."""
+    """Faults injected into one of three ranks; see tests/cluster/faulty.py."""
     launchers: tuple[str, ...] = tuple(LAUNCHERS)
-    """Which launchers."""
+    """Launchers to use."""
     hosts: bool = True
-    """Also three hosts in network namespaces, one of which is cut off, or dies."""
+    """Also run three hosts in network namespaces, one of which is cut off or dies."""
     slurm: bool = True
-    """Also under a Slurm of three hosts, where it is installed."""
+    """Also run under a Slurm of three hosts, if it is installed."""
     overhead: bool = True
-    """Also the watchdog's cost."""
+    """Also measure the watchdog's cost."""
     json: Path | None = None
     """Write the results here. Default: benchmarks/results/failure.json."""
 
 
-Endings = Iterator[tuple[str, str, Ending]]  # fault, launcher, what became of it
+Endings = Iterator[tuple[str, str, Ending]]  # fault, launcher, how the job ended
 
 
 def overhead(repeats: int = 3) -> str:
-    """Return a line with the median step with the watchdog and without, by turns."""
+    """Return a line with the median step with and without the watchdog, measured alternately."""
     found: dict[str, list[float]] = {"0": [], "10": []}
     for _ in range(repeats):
         for heartbeat, steps in found.items():
@@ -110,7 +110,7 @@ def on_three_hosts(config: Config) -> Endings:
 
 
 def on_slurm(config: Config) -> Endings:
-    """Run all faults under Slurm; hosts are lost last, each time with a new Slurm."""
+    """Run all faults under Slurm; host losses are last, each with a new Slurm."""
     for launcher in under_slurm.LAUNCHERS:
         with Hosts(3) as hosts, under_slurm.Slurm(hosts) as slurm:
             for fault in config.faults:
@@ -123,7 +123,7 @@ def on_slurm(config: Config) -> Endings:
 
 
 def main() -> int:
-    """Run what is asked for, and record a table of faults and launchers."""
+    """Run the selected faults, and record a table of faults and launchers."""
     config = tyro.cli(Config, description=__doc__)
     parts = [on_one_host(config)]
     if config.hosts and missing() is None:

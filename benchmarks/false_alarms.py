@@ -1,14 +1,13 @@
-"""Healthy jobs under stress: the watchdog must end none of them.
+"""Run healthy jobs under stress: the watchdog must not end any of them.
 
     python benchmarks/false_alarms.py --runs 1000
     python benchmarks/false_alarms.py --runs 20 --stresses lock "sentinel killed"
 
 Each run is a job of four ranks with hvdkit's own sentinels, coordinator and reporter, without TensorFlow and MPI, so
-that a thousand of them take minutes. At one step one rank is put under stress: it holds Python's lock for twice the
-heartbeat's limit, saves for three times the limit within ``hk.busy``, forks children, is held by a debugger; or the
-whole job is stopped (SIGSTOP) and goes on later; or a sentinel is killed, or stopped; or the clock of the host jumps by
-an hour and back (a library that ``cc`` compiles); or four processes per core compute all the time. Several jobs run at
-once.
+that a thousand runs take minutes. At one step one rank is stressed: it holds Python's lock for twice the heartbeat's
+limit, saves for three times the limit within ``hk.busy``, forks children, or is stopped by a debugger; or the whole
+job is stopped (SIGSTOP) and continued; or a sentinel is killed or stopped; or the host's clock jumps by an hour and
+back (a library that ``cc`` compiles); or four processes per core compute all the time. Several jobs run at once.
 """
 
 from __future__ import annotations
@@ -47,20 +46,20 @@ class Config:
     """Run healthy jobs under stress."""
 
     runs: int = 1000
-    """Jobs in all, divided among the stresses."""
+    """Total number of jobs, divided among the stresses."""
     stresses: tuple[str, ...] = STRESSES
-    """Which stresses."""
+    """Stresses to apply."""
     at_once: int = 4
-    """Jobs at a time: 4 are 16 ranks and 16 sentinels."""
+    """Jobs at a time: 4 jobs are 16 ranks and 16 sentinels."""
     heartbeat: float = 1.5
-    """Seconds of the heartbeat's limit; users have 10."""
+    """Heartbeat limit in seconds; the default for users is 10."""
     json: Path | None = None
     """Write the results here. Default: benchmarks/results/false_alarms.json."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: nothing, or what was wrong."""
+    """The result of a run; ``problem`` is empty if nothing went wrong."""
 
     stress: str
     problem: str
@@ -107,7 +106,7 @@ def run(stress: str, seed: int, heartbeat: float) -> Outcome:
 
 
 def act(stress: str, pid: int, every: list[int], heartbeat: float, seed: int, clock: Path) -> None:
-    """Act on a job from outside."""
+    """Apply a stress to a job from outside."""
     chosen = random.Random(seed)
     if stress == "stop":  # the whole job, rank by rank
         for number in (signal.SIGSTOP, signal.SIGCONT):
@@ -132,7 +131,7 @@ def act(stress: str, pid: int, every: list[int], heartbeat: float, seed: int, cl
 
 @cache
 def clock_library() -> Path:
-    """Return the compiled library by which the clock of a process jumps."""
+    """Return the compiled library that makes the clock of a process jump."""
     folder = Path(tempfile.mkdtemp(prefix="hvdkit-clock-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     library = folder / "jumping_clock.so"
@@ -157,11 +156,11 @@ def sentinels_of(pid: int) -> list[int]:
 
 
 def main() -> int:
-    """Run what is asked for, and record how many jobs were ended."""
+    """Run the selected stresses, and record how many jobs were ended."""
     config = tyro.cli(Config, description=__doc__)
     began = time.monotonic()
     if "clock" in config.stresses:
-        clock_library()  # once, before several jobs want it
+        clock_library()  # compile before several jobs need it
     jobs = list(itertools.islice(itertools.cycle(config.stresses), config.runs))
     done: Counter[str] = Counter()
     alarms: Counter[str] = Counter()

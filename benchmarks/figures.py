@@ -1,7 +1,7 @@
-"""What counts of a measurement: medians and spreads, ratios within a round, goals; and its form as JSON.
+"""The statistics of a measurement: medians and spreads, ratios within a round, goals; and their form as JSON.
 
-A ratio is taken within a round, between ways that ran minutes apart at most, and the median of the rounds' ratios
-counts: a slow minute of the machine meets both alike. A ratio of medians would set one minute against another.
+A ratio is taken within a round, between ways that run at most minutes apart, and the result is the median of the
+rounds' ratios: a slow minute of the machine affects both ways. A ratio of medians would compare different minutes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A quantity that every way's run gives; less is better.
+    """A quantity that every run of a way returns; less is better.
 
     Attributes:
         name: its key in a run's results.
-        title: head of its column, with the unit.
-        digits: behind the point; None: three that count.
-        at: where it stands on a horizontal axis, for quantities that are a series, e.g. the bytes of a message.
+        title: column header, with the unit.
+        digits: digits after the decimal point; None: three significant digits.
+        at: position on the x axis if the metrics are a series, e.g. the bytes of a message.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Goal:
     """``upper / lower <= limit`` of a metric, the median over rounds; without ``lower``, ``upper`` itself.
 
     Attributes:
-        about: what it says, for people.
-        lower_metric: the lower way's metric, where it is another.
-        difference: ``upper - lower`` instead of the ratio.
-        headline: it stands in the summary.
+        about: description for readers.
+        lower_metric: the lower way's metric, if different.
+        difference: compare ``upper - lower`` instead of the ratio.
+        headline: include it in the summary.
     """
 
     upper: str
@@ -54,7 +54,7 @@ class Goal:
 
     @property
     def formula(self) -> str:
-        """What is compared, e.g. ``hvdkit / alone``."""
+        """The compared figures, e.g. ``hvdkit / alone``."""
         if self.lower is None:
             return f"{self.upper}, {self.metric}"
         return f"{self.upper} {'-' if self.difference else '/'} {self.lower}"
@@ -62,7 +62,7 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One run of every way: results and failures by way, in what order, and the load average before it."""
+    """One run of every way: results and failures by way, their order, and the load average before the round."""
 
     results: Mapping[str, Mapping[str, float]]
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A goal and what was measured; ``value`` is None where a way of it has no figures, ``why`` then says it."""
+    """A goal and its measured value; if a way has no figures, ``value`` is None and ``why`` is the reason."""
 
     goal: Goal
     value: float | None
@@ -80,25 +80,25 @@ class Verdict:
 
     @property
     def met(self) -> bool:
-        """True where it was measured and reached."""
+        """True if it was measured and reached."""
         if self.value is None:
             return False
         return self.value <= self.goal.limit if self.goal.relation == "<=" else self.value >= self.goal.limit
 
     @property
     def word(self) -> str:
-        """``met``, ``MISSED`` or why there is no figure."""
+        """``met``, ``MISSED`` or the reason for a missing figure."""
         return f"not measured: {self.why}" if self.value is None else "met" if self.met else "MISSED"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Ways beside each other on one work, over rounds.
+    """Ways compared on one work, over rounds.
 
     Attributes:
         ways: titles by name, in the order of the table.
-        reference: the way to which the others' ratios are shown.
-        unavailable: why a way could not be run at all, by its name.
+        reference: the way that ratios are relative to.
+        unavailable: reasons for ways that could not be run, by name.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Measured:
     unavailable: Mapping[str, str] = field(default_factory=dict)
 
     def values(self, way: str, metric: str) -> list[float]:
-        """Return a way's figures, of the rounds that have one."""
+        """Return a way's figures from the rounds that have one."""
         return [r.results[way][metric] for r in self.rounds if metric in r.results.get(way, {})]
 
     def compared(self, upper: str, lower: str, metric: str, lower_metric: str | None = None, *, difference=False):
@@ -125,7 +125,7 @@ class Measured:
         return found
 
     def trouble(self, way: str) -> str:
-        """Return why a way has no figures, or not from every round; empty where all is well."""
+        """Return why a way lacks figures from some or all rounds, or an empty string if it has all."""
         if way in self.unavailable:
             return f"not available: {self.unavailable[way]}"
         reasons = [r.failed[way] for r in self.rounds if way in r.failed]
@@ -135,7 +135,7 @@ class Measured:
         return f"failed{often}: {reasons[0]}"
 
     def verdicts(self) -> list[Verdict]:
-        """Return every goal with what was measured."""
+        """Return every goal with its measured value."""
         return [self._verdict(goal) for goal in self.goals]
 
     def _verdict(self, goal: Goal) -> Verdict:
@@ -151,7 +151,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
-    """A table that is no comparison of ways."""
+    """A table other than a comparison of ways."""
 
     title: str
     header: Sequence[str]
@@ -162,8 +162,8 @@ class Sheet:
 class Picture:
     """Curves to draw: label to (x, y); ``y_log`` for a logarithmic axis.
 
-    With ``doubling``, x goes by powers of two, and "MODEL, LINK" labels have a colour for each model; without, the
-    first curve is what the others should cover.
+    With ``doubling``, x grows by powers of two, and "MODEL, LINK" labels have one color per model; without, the
+    first curve is the one that the others should cover.
     """
 
     name: str
@@ -176,7 +176,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A benchmark's results, as its file in benchmarks/results has them."""
+    """A benchmark's results, as stored in benchmarks/results."""
 
     name: str
     title: str
@@ -191,16 +191,16 @@ class Record:
     notes: Sequence[str] = ()
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the record as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """Read what :meth:`write` wrote.
+        """Read a file written by :meth:`write`.
 
         Raises:
-            ValueError: It is no such file.
+            ValueError: The file is not such a record.
         """
         try:
             found = json.loads(path.read_text(encoding="utf-8"))

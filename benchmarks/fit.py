@@ -1,4 +1,4 @@
-"""hk.fit beside Keras's model.fit and a hand-written loop, on the same model, data and optimizer.
+"""Compare hk.fit with Keras's model.fit and a hand-written loop, on the same model, data and optimizer.
 
 python benchmarks/fit.py
 """
@@ -25,21 +25,21 @@ WAYS = {
     "hk": "`hk.fit`",
     "fit": "`model.fit` with hvdkit's optimizer and callbacks",
 }
-TURNS = 4  # epochs are short: each round of the command line is so many
+TURNS = 4  # epochs are short: multiplies the rounds of the command line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit(Config):
-    """Measure hk.fit beside model.fit and a loop."""
+    """Compare hk.fit with model.fit and a loop."""
 
     model: tuple[Model, ...] = ("cifar10", "recommender")
-    """Models."""
+    """Models to train."""
     np: tuple[int, ...] = (1, 2)
-    """Ranks."""
+    """Numbers of ranks."""
     rounds: int = 3
-    """Times four: rounds of short epochs; every way trains in each."""
+    """A quarter of the number of rounds, which are short; every way trains one epoch in each."""
     steps: int = 40
-    """Steps in an epoch; five times as many of the click model."""
+    """Steps per epoch; five times as many for the click model."""
 
 
 def cases(config: Fit) -> list[Case]:
@@ -63,7 +63,7 @@ def cases(config: Fit) -> list[Case]:
 
 
 def training(model: Model, size: int, config: Fit) -> Case:
-    """Return the case of one model on some ranks."""
+    """Return the case of one model and number of ranks."""
     where = f"{TITLES[model]}, {size} rank{'s' if size > 1 else ''}"
     reference, limit = ("plain", 1.03) if size == 1 else ("loop", 1.05)
     beside = {"plain": "model.fit", "loop": "a loop"}[reference]
@@ -83,9 +83,9 @@ def training(model: Model, size: int, config: Fit) -> Case:
 
 
 def run(model: Model, size: int, config: Fit, *args: str | Path) -> Sequence[Mapping[str, Results]]:
-    """Run the one job of a case; return the slowest rank's figures by way, for each round."""
+    """Run the single job of a case; return the slowest rank's figures by way, for each round."""
     *words, folder = map(str, args)
-    steps = 10 if config.quick else config.steps * (5 if model == "recommender" else 1)  # whose steps are short
+    steps = 10 if config.quick else config.steps * (5 if model == "recommender" else 1)  # because its steps are short
     rounds = 1 if config.quick else config.rounds * TURNS
     worker = [sys.executable, str(WORKERS / "fit.py"), "--model", model, "--folder", folder, *words]
     worker += ["--steps", str(steps), "--rounds", str(rounds), "--processes", str(size)]

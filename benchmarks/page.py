@@ -1,4 +1,4 @@
-"""Results as Markdown: a section for each benchmark, and the page that holds them all. No file is read here."""
+"""Format results as Markdown: a section for each benchmark, and the page with all sections. Reads no files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def page(records: Sequence[Record], notes: Mapping[str, str], pictures: Mapping[
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Return a table of the headline goals; empty where there are none."""
+    """Return a table of the headline goals, or an empty string without any."""
     lines = ["| what | goal | measured | |", "|---|---|---|---|"]
     for record in records:
         for measured in record.measured:
@@ -74,7 +74,7 @@ def section(record: Record, notes: str = "", pictures: Sequence[str] = ()) -> st
 
 
 def table(measured: Measured) -> str:
-    """Return a case's table: of each way the medians, the first metric's spread, and its ratio to the reference."""
+    """Return a case's table: each way's medians, the first metric's spread, and its ratio to the reference."""
     first, *rest = measured.metrics
     series = first.at is not None
     reference = None if series else measured.reference
@@ -99,12 +99,12 @@ def table(measured: Measured) -> str:
 
 
 def environment(record: Record) -> str:
-    """Return one sentence on the machine, the versions and the day."""
+    """Return a sentence with the machine, the versions and the date."""
     found = record.environment
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if name != "hvdkit")
     revision = f" at {found['revision']}" if "revision" in found else ""
     loads = [r.load for m in record.measured for r in m.rounds if r.load is not None]
-    # Half a dozen processes of a benchmark's own may have run just before.
+    # The benchmark itself may have run half a dozen processes just before.
     busy = (
         " **The machine was busy with other work: measure again.**" if loads and loads[0] > 3 * found["cores"] else ""
     )
@@ -116,7 +116,7 @@ def environment(record: Record) -> str:
 
 
 def anchor(title: str) -> str:
-    """Return the fragment by which a heading is linked.
+    """Return the fragment of a heading's link.
 
     Example:
         >>> anchor("Saving, and restoring")
@@ -148,7 +148,7 @@ def _spread(measured: Measured, way: str, metric: str, digits: int | None, *, ba
 
 
 def number(value: float, digits: int | None) -> str:
-    """Return a figure with so many digits behind the point; None: with three digits that count.
+    """Return a figure with ``digits`` digits after the decimal point; None: with three significant digits.
 
     Example:
         >>> number(0.01234, None), number(1234.5, None)

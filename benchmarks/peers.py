@@ -1,8 +1,8 @@
-"""Environments of their own for what must not stand beside TensorFlow: built when they are first asked for.
+"""Build separate environments for packages that conflict with TensorFlow, when they are first needed.
 
-What is in one is pinned in ``benchmarks/peers/NAME.txt``, all of it, so that pip resolves nothing. pip's own settings
-apply (pip.conf, ``PIP_EXTRA_INDEX_URL``, ``PIP_FIND_LINKS``): where PyTorch's default build is for GPUs, have
-them lead to its CPU build.
+``benchmarks/peers/NAME.txt`` pins all packages of an environment, so that pip resolves nothing. pip's own settings
+apply (pip.conf, ``PIP_EXTRA_INDEX_URL``, ``PIP_FIND_LINKS``): if PyTorch's default build is for GPUs, point them
+to its CPU build.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _failed: dict[str, str] = {}
 
 
 def python(name: str, given: Path | None = None) -> Path:
-    """Return the Python of an environment, which is made first where it is not there or its pins have changed.
+    """Return the Python of an environment, built first if it is missing or its pins have changed.
 
     Args:
-        name: of the file of pins.
-        given: the Python of an environment that the person has, which is taken instead.
+        name: name of the file with the pins.
+        given: Python of the user's environment, to use instead.
 
     Raises:
-        Unavailable: It cannot be made; the message is pip's.
+        Unavailable: The environment cannot be built; the message is pip's.
     """
     if given is not None:
         return given
@@ -43,7 +43,7 @@ def python(name: str, given: Path | None = None) -> Path:
         _run(name, [sys.executable, "-m", "venv", str(folder)])
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
         _run(name, [*pip, "--no-deps", "--requirement", str(pins)])
-        shutil.copyfile(pins, made)  # last: an environment without it is not whole
+        shutil.copyfile(pins, made)  # last: marks a complete environment
     return folder / "bin" / "python"
 
 

@@ -1,4 +1,4 @@
-"""Start the processes of one run, wait for them, and leave none behind, whatever happens."""
+"""Start the processes of one run, wait for them, and leave none behind in any case."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ import psutil
 HERE = Path(__file__).resolve().parent
 WORKERS = HERE / "workers"
 BIN = Path(sys.executable).parent
-UNAVAILABLE = "not available: "  # what a worker's last words begin with where its way cannot be had
-_TAG = re.compile(r"\n?\[\d+,\d+\]<std\w+>:")  # Open MPI's, before each piece of what a rank writes
+UNAVAILABLE = "not available: "  # prefix of a worker's last line if its way is unavailable
+_TAG = re.compile(r"\n?\[\d+,\d+\]<std\w+>:")  # Open MPI's tag before each piece of a rank's output
 _MARK = "HVDKIT_BENCH_RUN"
 _PLACE = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "HVDKIT_", "TF_CONFIG")
 
 
 class RunFailed(Exception):
-    """A way's run failed. ``tail`` holds the end of its output."""
+    """A way's run failed. ``tail`` is the end of its output."""
 
     def __init__(self, reason: str, tail: str = "") -> None:
         super().__init__(reason)
@@ -38,14 +38,14 @@ class RunFailed(Exception):
 
 
 class Unavailable(Exception):
-    """A way cannot be run on this machine; the message says why."""
+    """A way cannot be run on this machine; the message is the reason."""
 
 
 def environment(*, threads: int | None = 1, **extra: str) -> dict[str, str]:
-    """Return the environment for a run's processes: no place in a world, plain settings, ``threads`` to compute with.
+    """Return the environment for a run's processes: no rank variables, default settings, ``threads`` compute threads.
 
     Args:
-        threads: compute threads of a process; None: its own choice.
+        threads: compute threads of a process; None: the framework's default.
         extra: further variables.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(_PLACE)}
@@ -62,12 +62,12 @@ def environment(*, threads: int | None = 1, **extra: str) -> dict[str, str]:
 
 
 def ranks(size: int, worker: Sequence[str]) -> list[str]:
-    """Return the command of ``size`` ranks of hvdkit, as its users start them."""
+    """Return the command of ``size`` ranks of hvdkit, as users start them."""
     return [str(BIN / "hvdkit"), "run", "-np", str(size), "--", *worker]
 
 
 def launch(commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None = None, timeout: float = 300.0) -> str:
-    """Run commands at once until all of them have ended well; return what they printed.
+    """Run commands at once until all have exited with 0; return their output.
 
     Args:
         commands: one process each.
@@ -75,8 +75,8 @@ def launch(commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None =
         timeout: seconds.
 
     Raises:
-        RunFailed: One of them failed or took longer.
-        Unavailable: One of them said so.
+        RunFailed: A command failed or took longer.
+        Unavailable: A command reported that it cannot run here.
     """
     mark = uuid.uuid4().hex
     env = {**(env if env is not None else environment()), _MARK: mark}
@@ -84,7 +84,7 @@ def launch(commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None =
         started: list[subprocess.Popen[bytes]] = []
         try:
             for command in commands:
-                # In a session of its own: Ctrl-C is this process's, which ends them in order.
+                # In a new session: only this process gets Ctrl-C, and ends the others in order.
                 started.append(
                     subprocess.Popen(
                         command,
@@ -112,7 +112,7 @@ def launch(commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None =
 
 
 def _wait(started: Sequence[subprocess.Popen[Any]], timeout: float) -> str | None:
-    """Wait until all have ended well, or return what went wrong."""
+    """Wait until all have exited with 0, or return what went wrong."""
     until = time.monotonic() + timeout
     while True:
         codes = [process.poll() for process in started]
@@ -126,14 +126,14 @@ def _wait(started: Sequence[subprocess.Popen[Any]], timeout: float) -> str | Non
 
 
 def _cause(lines: Sequence[str]) -> str:
-    """Return the line that most likely says what went wrong: the last that names an error and says more, else any."""
+    """Return the most likely error line: the last that names an error with a message, or else the last line."""
     named = [line for line in lines if re.search(r"(error|exception|abort\w*|what\(\)): *\S", line, re.IGNORECASE)]
     return " ".join((named or list(lines))[-1].split())[:200]
 
 
 def end(mark: str) -> None:
-    """End every process of a run, wherever it stands: launchers may leave theirs to nobody."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop this half way
+    """End every process of a run, including those that launchers have orphaned."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt this
     try:
         patience, act = time.monotonic() + 5.0, psutil.Process.terminate
         signalled: set[psutil.Process] = set()
@@ -167,7 +167,7 @@ def rank_processes(parent: int, script: Path) -> list[psutil.Process]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on."""
+    """Return unused ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -176,10 +176,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def results(folder: Path) -> list[dict[str, float]]:
-    """Return what each process left in ``folder``, by number.
+    """Return the result of each process in ``folder``, by number.
 
     Raises:
-        RunFailed: None did.
+        RunFailed: The folder has no result.
     """
     files = sorted(folder.glob("result-*.json"), key=lambda file: int(file.stem.rpartition("-")[2]))
     if not files:

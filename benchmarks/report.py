@@ -33,7 +33,7 @@ class Report:
     """Write the page and its pictures."""
 
     plots_python: Path | None = None
-    """The Python of an environment with matplotlib, instead of making one."""
+    """Python of an environment with matplotlib to use instead of building one."""
 
 
 def records(folder: Path = HERE / "results") -> list[Record]:
@@ -56,7 +56,7 @@ def document(found: list[Record], folder: Path = HERE / "notes") -> str:
 
 
 def draw(found: list[Record], python: Path | None) -> None:
-    """Draw what has changed, remove what nobody shows; say so where it cannot be drawn."""
+    """Draw changed pictures and remove unused ones; print a message if they cannot be drawn."""
     wanted = {PICTURES / file: drawing for record in found for file, drawing in drawings(record).items()}
     for file in set(PICTURES.glob("*.png")) - set(wanted):
         file.unlink()
@@ -69,7 +69,7 @@ def draw(found: list[Record], python: Path | None) -> None:
 
 
 def main() -> int:
-    """Write all; return 1 where the pictures could not be drawn."""
+    """Write the page and pictures; return 1 if the pictures could not be drawn."""
     config = tyro.cli(Report, description=__doc__)
     found = records()
     DOCUMENT.write_text(document(found), encoding="utf-8")

@@ -1,14 +1,14 @@
-"""Show that a run that is killed and continued ends as one that was not.
+"""Show that a run that is killed and continued ends like an uninterrupted run.
 
     python benchmarks/resume.py
     python benchmarks/resume.py --show kill --kills 10
 
-kill: a run is ended by kill -9 (one rank, the chief, or all of them, in turn) at random moments, and started again
-by the same command, until it is done; its weights, slots and random states must equal, to the bit on every rank,
-those of a run that nobody touched.
+kill: a run is ended by kill -9 (one rank, the chief, or all of them, in turn) at random times, and restarted
+with the same command until it is done; its weights, slots and random states must be bitwise equal on every rank
+to those of an uninterrupted run.
 
-resize: a run of 4 ranks is stopped after a third of its steps and continued by 2, then by 3; its losses stand
-beside those of a run of 4 ranks that went through.
+resize: a run of 4 ranks is stopped after a third of its steps and continued by 2, then by 3; its losses are
+compared with those of an uninterrupted run of 4 ranks.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class Resume:
     show: tuple[Literal["kill", "resize"], ...] = ("kill", "resize")
     """What to show."""
     np: int = 2
-    """Ranks of the run that is killed."""
+    """Number of ranks of the run that is killed."""
     kills: int = 4
-    """How often it is killed."""
+    """Number of times it is killed."""
     seed: int = 0
-    """Of the moments."""
+    """Seed of the times."""
     json: Path | None = None
     """Write the results here. Default: benchmarks/results/resume.json."""
 
 
 def main() -> int:
-    """Show what is asked for; return MISSED if a run that was continued differs."""
+    """Run the selected parts; return MISSED if a continued run differs."""
     config = tyro.cli(Resume, description=__doc__)
     sheets: list[Sheet] = []
     pictures: list[Picture] = []
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def show_kills(folder: Path, config: Resume) -> tuple[Sheet, bool]:
-    """Compare a run that is killed with one that is not; return the kills, and whether all digests are equal."""
+    """Compare a killed run with an uninterrupted one; return the kills, and whether all digests are equal."""
     chance, flags = random.Random(config.seed), ["--steps", str(KILLED_STEPS)]
     expected = complete(folder / "unharmed", config.np, *flags)
     victims = ["one rank", "the chief", "all ranks"]
@@ -103,7 +103,7 @@ def show_kills(folder: Path, config: Resume) -> tuple[Sheet, bool]:
 
 
 def strike(process: subprocess.Popen[bytes], victim: str) -> None:
-    """Send kill -9 to ranks of the job."""
+    """Kill ranks of the job with SIGKILL."""
     ranks = rank_processes(process.pid, WORKER)
     chosen = {"one rank": ranks[-1:], "the chief": ranks[:1], "all ranks": ranks}[victim]
     for rank in chosen:
@@ -111,8 +111,8 @@ def strike(process: subprocess.Popen[bytes], victim: str) -> None:
 
 
 def show_resize(folder: Path) -> tuple[Sheet, Picture, float]:
-    """Compare the losses of 4 -> 2 -> 3 ranks with those of 4 ranks that went through; return the worst, too."""
-    flags = ["--dropout", "0", "--rest", "0"]  # dropout masks are each rank's own
+    """Compare the losses of 4 -> 2 -> 3 ranks with those of 4 ranks; return the largest difference, too."""
+    flags = ["--dropout", "0", "--rest", "0"]  # dropout masks differ by rank
     complete(folder / "through", 4, "--steps", str(STEPS), *flags)
     for number, np in enumerate([4, 2, 3], start=1):
         complete(folder / "resized", np, "--steps", str(number * STEPS // 3), *flags)
@@ -144,7 +144,7 @@ def picture(name: str, through: list, continued: list) -> Picture:
 
 
 def losses(logdir: Path) -> list[tuple[int, float, int]]:
-    """Return (step, loss, ranks) by step; of a step that was done twice, the last."""
+    """Return (step, loss, ranks) by step; for a repeated step, the last."""
     lines = [json.loads(line) for line in (logdir / "losses.jsonl").read_text().splitlines()]
     return sorted({step: (step, loss, size) for step, loss, size in lines}.values())
 

@@ -1,7 +1,7 @@
-"""Averaging gradients between hosts whose links are limited: hvdkit, one rank in the middle, a parameter server, and
-the bound of any allreduce.
+"""Compare ways to average gradients between hosts with limited links: hvdkit, a central rank, a parameter server, and
+the lower bound of any allreduce.
 
-python benchmarks/ring.py          # some 20 minutes; needs root, iproute2, openssh-server
+python benchmarks/ring.py          # about 20 minutes; needs root, iproute2, openssh-server
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAYS = {
     "bound": "2 (N-1)/N S / bandwidth",
 }
 PORT = 2222
-MOST = 4  # hosts with ranks; beside them there is one for a server
+MOST = 4  # hosts with ranks; one more host runs a server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +43,17 @@ class Ring(Config):
     """Average gradients between hosts."""
 
     rates: tuple[str, ...] = tuple(RATES)
-    """Of every host's link, as tc writes it."""
+    """Bandwidths of each host's link, in the format of tc."""
     np: tuple[int, ...] = (2, 4)
-    """Hosts, a rank on each."""
+    """Numbers of hosts, with one rank on each."""
     rounds: int = 3
-    """Rounds; every way runs once in each."""
+    """Number of rounds; every way runs once per round."""
     steps: int = 7
-    """Timed averages in a run, of each size; a run's figure is their median on the rank where that is largest."""
+    """Timed averages per run and size; the figure is their median on the slowest rank."""
 
 
 def sizes_at(rate: str) -> tuple[int, ...]:
-    """Return the bytes of gradients that are averaged: small ones tell the latency; 100 MB take long at 200 Mbit/s."""
+    """Return the gradient sizes in bytes: small ones show the latency; 100 MB would take too long at 200 Mbit/s."""
     return (*SMALL, 25 * MB, 100 * MB) if rate == "1gbit" else (*SMALL, 25 * MB)
 
 
@@ -88,7 +88,7 @@ def case(hosts: Hosts, rate: str, count: int, config: Ring) -> Case:
 
 
 def goals(size: int, where: str) -> list[Goal]:
-    """Return what has to be reached beside the bound."""
+    """Return the goals relative to the bound."""
     metric = f"ms_{size}"
     return [
         Goal(upper="hvdkit", lower="bound", metric=metric, limit=1.15, headline=True, about=f"hvdkit / bound, {where}"),
@@ -108,7 +108,7 @@ def run_way(
         host.slow_down(rate, burst="256kb", latency="50ms")
     common = ["--folder", str(folder), "--steps", str(steps), "--sizes", *map(str, sizes)]
     start: Callable[..., list[list[str]]] = partial(server_processes, hosts[MOST]) if way == "ps" else ranks
-    # Whoever names a collective's variable has chosen: this one says what is so anyway.
+    # hvdkit does not tune a collective if the user has set one of its variables; this is the default value.
     extra = {"OMPI_MCA_coll_tuned_priority": "30"} if way == "own" else {}
     env = environment(PYTHONPATH=str(ROOT), **extra)
     launch(start(way, here, [*common, "--processes", str(count)], env), env=env, timeout=600)
@@ -141,7 +141,7 @@ def _bits(rate: str) -> float:
 
 
 def benchmark(hosts: Hosts) -> Benchmark:
-    """Return what is measured on these hosts."""
+    """Return the benchmark on these hosts."""
     return Benchmark(
         name="ring",
         title="Averaging between hosts",

@@ -1,4 +1,4 @@
-"""What `hvdkit plan --measured` predicts, beside what is measured, and beside what others have published.
+"""Compare the predictions of `hvdkit plan --measured` with measurements, and with published figures.
 
 python benchmarks/scaling.py          # half an hour; needs root, iproute2, openssh-server
 """
@@ -31,18 +31,18 @@ from hvdkit.planning.scaling import CYCLE_SECONDS, doublings, scaling  # noqa: E
 
 LIMIT = 0.15
 BUCKET_BYTES = 32 * 1024 * 1024  # hvdkit's default between hosts
-CORES = 2  # that the hosts of this machine share, a thread of each rank at a time
+CORES = 2  # shared by all hosts of this machine; each rank has one compute thread
 SIZES = (1, 2, 3, 4)
 MANY = doublings(8, 4096)
 ABOUT = """Hosts in network namespaces of one machine, with links limited by `tc tbf`; one rank a host, one compute
 thread. In every round `hvdkit tune` measures the model and the links on two hosts, from that the steps on 1 to 4 are
 predicted, and then they are measured; the error is the median of predicted / measured. Hosts here share two cores, as
 real ones do not: the prediction is told so, and that a step waits for the core with the most ranks."""
-SLOW_STEP = 1.0  # seconds: of such steps fewer are timed
-# One P100 trains so many images a second (tensorflow.org/performance/benchmarks, 2017; ResNet-101: Horovod's own
-# figure for 16 GPUs, over 16), batches of 64; weights in millions, of which so many are in fully connected layers at
-# the end, whose gradients come first; and the efficiency that Horovod's paper has for 512 GPUs, 4 on a server with
-# one RoCE link of 25 Gbit/s.
+SLOW_STEP = 1.0  # seconds; longer steps are timed fewer times
+# Images per second of one P100 (tensorflow.org/performance/benchmarks, 2017; ResNet-101: Horovod's own
+# figure for 16 GPUs, divided by 16), batches of 64; millions of weights; millions of them in the fully connected
+# layers at the end, whose gradients come first; and the efficiency in Horovod's paper for 512 GPUs, 4 per server
+# with one RoCE link of 25 Gbit/s.
 PUBLISHED = {
     "Inception V3": (142.0, 23.9, 2.0, 0.90),
     "ResNet-101": (104.0, 44.7, 2.0, 0.90),
@@ -60,18 +60,18 @@ class Config:
     only_predicted: tuple[str, ...] = ("vgg16", "recommender")
     """Built-in models to measure on two hosts only, for the prediction."""
     rates: tuple[str, ...] = tuple(RATES)
-    """Of every host's link."""
+    """Bandwidths of every host's link."""
     rounds: int = 4
-    """How often a model is predicted and measured on each number of hosts, in turn; the median counts. Half of them
-    where it is not the CIFAR-10 network, whose steps are short."""
+    """Number of predictions and measurements per model and number of hosts, alternating; the median counts. Half as
+    many except for the CIFAR-10 network, which has short steps."""
     steps: int = 30
-    """Steps in each."""
+    """Number of steps in each."""
     json: Path | None = None
     """Write the results here. Default: benchmarks/results/scaling.json."""
 
 
 def inside(host: Host, *words: object) -> list[str]:
-    """Return a command of this environment that runs on a host."""
+    """Return a command that runs in this environment on a host."""
     return [*host.enter, str(BIN / words[0]), *map(str, words[1:])]
 
 
@@ -104,7 +104,7 @@ def predicted(measured: Measured, size: int) -> float:
 
 
 def compare(hosts: Sequence[Host], model: str, rate: str, config: Config) -> tuple[Measured, list[list[object]]]:
-    """Return what was measured of a model last, and a row for each number of hosts: the predicted step and the real."""
+    """Return the last measurement of a model, and a row for each number of hosts with predicted and measured steps."""
     expected: dict[int, list[float]] = {size: [] for size in SIZES}
     found: dict[int, list[float]] = {size: [] for size in SIZES}
     with tempfile.TemporaryDirectory() as name:
@@ -124,12 +124,12 @@ def compare(hosts: Sequence[Host], model: str, rate: str, config: Config) -> tup
 
 
 def _spread(seconds: Sequence[float]) -> str:
-    """Return median and extremes in milliseconds."""
+    """Return median, minimum and maximum in milliseconds."""
     return f"{1e3 * statistics.median(seconds):.0f} ({1e3 * min(seconds):.0f}-{1e3 * max(seconds):.0f})"
 
 
 def measure(hosts: Hosts, config: Config) -> tuple[dict[str, Measured], list[list[object]]]:
-    """Return what was measured of every model on two hosts with links of the first rate, and the rows of all rates."""
+    """Return each model's measurement on two hosts with links of the first rate, and the rows of all rates."""
     every: dict[str, Measured] = {}
     rows: list[list[object]] = []
     for rate in config.rates:
@@ -162,10 +162,10 @@ def extrapolated(every: dict[str, Measured]) -> tuple[Sheet, Picture]:
 
 
 def published() -> Sheet:
-    """Return the prediction for 512 GPUs of 2017 beside what Horovod's paper has."""
+    """Return the prediction for 512 GPUs of 2017 and the figures of Horovod's paper."""
     rows: list[list[object]] = []
     for name, (speed, weights, late, efficiency) in PUBLISHED.items():
-        # Convolutions: 40 gradients of one size, computed one after the other; fully connected layers: at once.
+        # Convolutions: 40 gradients of equal size, computed one after the other; fully connected layers: all at once.
         early = [Gradient(int(4e6 * (weights - late) / 40), 1 - i / 60) for i in range(40)]
         gradients = (*early, Gradient(int(4e6 * late), 0.35))
         compute = 64 / speed
@@ -182,7 +182,7 @@ def published() -> Sheet:
 
 
 def main() -> int:
-    """Compare, record, and return MISSED where a prediction is off by more than the limit."""
+    """Compare, record, and return MISSED if a prediction is off by more than the limit."""
     config = tyro.cli(Config, description=__doc__)
     if (why := missing()) is not None:
         print(f"scaling: not measured, there are no hosts on this machine: {why}", file=sys.stderr)

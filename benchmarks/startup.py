@@ -1,4 +1,4 @@
-"""What starting costs: `import hvdkit` over TensorFlow's, `hk.init()` over `hvd.init()`, `hvdkit run` over `mpirun`.
+"""Measure startup overhead: `import hvdkit` over TensorFlow, `hk.init()` over `hvd.init()`, `hvdkit run` over `mpirun`.
 
 python benchmarks/startup.py
 """
@@ -16,7 +16,7 @@ from figures import Goal, Metric
 from harness import Benchmark, Case, Config, Way, main
 from processes import BIN, environment, launch
 
-# name: (title, (before the clock, timed) without hvdkit, the same with it, the most it may cost in seconds)
+# name: (title, (untimed, timed code) without hvdkit, the same with it, maximum overhead in seconds)
 PAIRS = {
     "import": ("`import hvdkit`", ("", "import tensorflow"), ("", "import hvdkit, tensorflow"), 0.2),
     "everything": (
@@ -46,7 +46,7 @@ def cases(_: Config) -> list[Case]:
 
 
 def pair(name: str, title: str, without, with_it, limit: float) -> Case:
-    """Return a case of the same with hvdkit and without it."""
+    """Return a case that compares the same code with and without hvdkit."""
     difference = Goal(
         upper="with", lower="without", metric="seconds", limit=limit, difference=True, about=f"{title}, extra seconds"
     )
@@ -69,7 +69,7 @@ def pair(name: str, title: str, without, with_it, limit: float) -> Case:
 
 
 def started(*words_and_folder: str | Path) -> dict[str, float]:
-    """Return the seconds until the last of four ranks has begun its program."""
+    """Return the seconds until the last of four ranks has started its program."""
     program, *words = map(str, words_and_folder[:-1])
     begin = time.time()
     command = [str(BIN / program), *words, "-np", "4", "sh", "-c", "date +began-%s.%N"]
@@ -78,7 +78,7 @@ def started(*words_and_folder: str | Path) -> dict[str, float]:
 
 
 def timed(before: str, statement: str, _: Path) -> dict[str, float]:
-    """Return the seconds ``statement`` takes on the slower of two ranks."""
+    """Return the seconds that ``statement`` takes on the slower of two ranks."""
     code = f"""
 import json, time, os
 {before}

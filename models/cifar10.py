@@ -1,8 +1,8 @@
 """The two-convolution network of TensorFlow's CIFAR-10 tutorial, over any number of ranks.
 
 Network, weight decay, distorted inputs, staircase decay and moving average are the tutorial's ("Convolutional Neural
-Networks", ``cifar10.py`` and ``cifar10_input.py``). Its towers and its average on the CPU are gone: each
-rank is one process with one device, and gradients are averaged by ring allreduce.
+Networks", ``cifar10.py`` and ``cifar10_input.py``). It has no towers and no averaging on the CPU: each rank is
+one process with one device, and gradients are averaged by ring allreduce.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import hvdkit as hk  # before keras: a launched rank loads TensorFlow and MPI in the order that works
+import hvdkit as hk  # before keras: a launched rank must load TensorFlow and MPI in this order
 
 # isort: split
 import keras
@@ -36,17 +36,17 @@ class Config:
     steps: int = 300
     """Steps to train."""
     batch_size: int = 128
-    """Examples in a step, over all ranks."""
+    """Examples per step, over all ranks."""
     per_rank_batch_size: int | None = None
-    """Examples in a step on each rank, instead of --batch-size: more ranks then mean a larger global batch."""
+    """Examples per step on each rank, instead of --batch-size: more ranks then mean a larger global batch."""
     learning_rate: float = 0.1
     """Learning rate for a global batch of 128; it is scaled with the global batch, and warmed up."""
     warmup_steps: int = 50
-    """Steps over which the scaled learning rate is reached."""
+    """Steps of warm-up until the scaled learning rate is reached."""
     decay_steps: int = 100_000
     """Steps after which the learning rate falls to a tenth, as a staircase."""
     accumulate_steps: int = 1
-    """Steps whose gradients are added up before they are averaged over ranks and applied."""
+    """Steps whose gradients are accumulated before they are averaged over ranks and applied."""
     compression: Literal["fp16", "bf16"] | None = None
     """Send gradients in 16 bits."""
     seed: int = 0
@@ -54,17 +54,17 @@ class Config:
     log_every: int = 10
     """Steps between two log lines."""
     logdir: Path | None = None
-    """Save here, and go on from the newest checkpoint in it; TensorBoard's summaries as well. Default: a folder that
+    """Save here, and continue from the newest checkpoint in it; TensorBoard's summaries as well. Default: a folder that
     is removed at the end."""
     save_model_secs: float = 600
     """Seconds between two checkpoints."""
     max_to_keep: int = 5
     """Checkpoints to keep."""
     allow_nonfinite: bool = False
-    """Go on training where the loss becomes NaN or infinite."""
+    """Continue training if the loss becomes NaN or infinite."""
 
     def global_batch_size(self) -> int:
-        """Return the examples in a step over all ranks."""
+        """Return the number of examples per step over all ranks."""
         return self.batch_size if self.per_rank_batch_size is None else self.per_rank_batch_size * hk.size()
 
     def load(self) -> Dataset:
@@ -77,13 +77,13 @@ class Config:
         return load_digits() if name == "digits" else synthetic_images(seed=self.seed)
 
     def build(self, data: Dataset) -> keras.Model:
-        """Return the model: raw images in, logits out."""
+        """Return the model, from raw images to logits."""
         keras.utils.set_random_seed(self.seed)
         distort = Distorted(data, self.global_batch_size(), self.seed)
         return keras.Sequential([keras.Input(data.x_train.shape[1:], dtype="uint8"), distort, *network(data.classes)])
 
     def optimizer(self) -> keras.optimizers.Optimizer:
-        """Return SGD under the tutorial's staircase decay, with the rate scaled for the global batch."""
+        """Return SGD with the tutorial's staircase decay, with the rate scaled for the global batch."""
         decay = keras.optimizers.schedules.ExponentialDecay(self.learning_rate, self.decay_steps, 0.1, staircase=True)
         rate = hk.schedules.Warmup(decay, scale=self.global_batch_size() / 128, steps=self.warmup_steps)
         return hk.DistributedOptimizer(
@@ -120,7 +120,7 @@ def _dense(units: int, *, name: str) -> keras.layers.Layer:
         activation="relu",
         kernel_initializer=_normal(0.04),
         bias_initializer=keras.initializers.Constant(0.1),
-        # The tutorial adds weight_decay * sum(w**2) / 2; Keras's L2 has no half.
+        # The tutorial adds weight_decay * sum(w**2) / 2; Keras's L2 lacks the 1/2.
         kernel_regularizer=keras.regularizers.L2(DENSE_WEIGHT_DECAY / 2),
         name=name,
     )
@@ -132,17 +132,17 @@ def _normal(deviation: float) -> keras.initializers.Initializer:
 
 @keras.saving.register_keras_serializable(package="hvdkit_models")
 class LocalResponseNormalization(keras.layers.Layer):
-    """Divide by a power of the sum of squares over neighbouring channels, with the tutorial's constants."""
+    """Divide by a power of the sum of squares over neighboring channels, with the tutorial's constants."""
 
     def call(self, x):
-        """Normalise float32 [B, height, width, channels]."""
+        """Normalize float32 [B, height, width, channels]."""
         return tf.nn.local_response_normalization(x, depth_radius=4, bias=1.0, alpha=0.001 / 9.0, beta=0.75)
 
 
 class Distorted(keras.layers.Layer):
-    """In training distort images, each in the same way whichever rank has it; else take their centres.
+    """Distort images in training, independent of the rank that has them; otherwise crop their centers.
 
-    It counts the training steps in a variable, which is saved and restored with the model.
+    Counts the training steps in a variable, which is saved and restored with the model.
     """
 
     def __init__(self, data: Dataset, global_batch_size: int, seed: int) -> None:
@@ -183,14 +183,14 @@ class MovingAverage:
 
     @tf.function
     def update(self, step):
-        """Take in the weights after ``step`` steps, an int64 scalar tensor."""
+        """Update the averages with the weights after ``step`` steps, an int64 scalar tensor."""
         count = tf.cast(step, tf.float32)
         decay = tf.minimum(self.decay, (1.0 + count) / (10.0 + count))
         for average, weight in zip(self.averages, self.weights, strict=True):
             average.assign_sub((1.0 - decay) * (average - weight))
 
     def swap(self) -> None:
-        """Exchange the model's weights and their averages, to evaluate and to go on."""
+        """Exchange the model's weights and their averages, before and after an evaluation."""
         for average, weight in zip(self.averages, self.weights, strict=True):
             kept = tf.convert_to_tensor(weight)
             weight.assign(average)

@@ -7,15 +7,15 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 
-import hvdkit as hk  # before TensorFlow: a launched rank loads it and MPI in the order that works
+import hvdkit as hk  # before TensorFlow: a launched rank must load it and MPI in this order
 from hvdkit.cluster.loading import load_tensorflow
 from hvdkit.terminal import on_terminal
 
-load_tensorflow()  # without its start-up lines, also in a process without a launcher
+load_tensorflow()  # without its startup lines, also in a process without a launcher
 
 
 def say(text: str) -> None:
-    """Print lines on the chief with one call: launchers tag each write, and ``print`` writes the line end apart."""
+    """Print lines on the chief in one write: launchers tag each write, and ``print`` writes the line end separately."""
     if hk.is_chief():
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
@@ -23,9 +23,9 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def progress(steps: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar of ``steps`` on the chief's terminal, with log lines above it; without a terminal, none.
+    """Show a progress bar of ``steps`` on the chief's terminal, below the log lines; without a terminal, show nothing.
 
-    Gives a function to call with the number of steps done.
+    Yields a function to call with the number of steps done.
     """
     if not hk.is_chief() or not on_terminal():
         yield lambda done: None

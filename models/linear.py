@@ -1,4 +1,4 @@
-"""Linear regression, the parameter-server tutorials' first example: epoch, loss, W and b as it trains."""
+"""Linear regression, the first example of the parameter-server tutorials; prints epoch, loss, W and b."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import hvdkit as hk  # before keras: a launched rank loads TensorFlow and MPI in the order that works
+import hvdkit as hk  # before keras: a launched rank must load TensorFlow and MPI in this order
 
 # isort: split
 import keras
@@ -27,19 +27,19 @@ class Config:
     epochs: int = 20
     """Passes over the data."""
     batch_size: int = 32
-    """Examples in a step, over all ranks."""
+    """Examples per step, over all ranks."""
     learning_rate: float = 0.1
     """Learning rate of SGD."""
     seed: int = 0
     """Seed of the data, their order and the initial weights."""
     logdir: Path | None = None
-    """Save here, and go on from the newest checkpoint in it. Default: a folder that is removed at the end."""
+    """Save here, and continue from the newest checkpoint in it. Default: a folder that is removed at the end."""
     save_model_secs: float = 5
     """Seconds between two checkpoints."""
     max_to_keep: int = 1
     """Checkpoints to keep."""
     sleep: float = 0.0
-    """Seconds to rest after each step: time to press Ctrl-C, or to kill a rank, and start again."""
+    """Seconds to sleep after each step: time to press Ctrl-C, or to kill a rank, and start again."""
 
     def load(self) -> Dataset:
         """Return the table."""
@@ -59,7 +59,7 @@ def run(config: Config) -> float:
     keras.utils.set_random_seed(config.seed)
     model = keras.Sequential([keras.Input(data.x_train.shape[1:]), keras.layers.Dense(1)])
     optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(config.learning_rate))
-    total = tf.Variable(0.0, name="epoch_loss")  # sum of the losses of this epoch so far
+    total = tf.Variable(0.0, name="epoch_loss")  # sum of this epoch's losses so far
 
     @tf.function
     def train_step(x, y, sample_weight):

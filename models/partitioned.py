@@ -1,11 +1,11 @@
-"""The tutorials' PartitionedVariable: a matrix in four parts, each computed on and updated by itself."""
+"""The tutorials' PartitionedVariable: a matrix in four parts, each computed and updated separately."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-import hvdkit as hk  # before TensorFlow: a launched rank loads it and MPI in the order that works
+import hvdkit as hk  # before TensorFlow: a launched rank must load it and MPI in this order
 
 # isort: split
 import numpy as np
@@ -17,27 +17,27 @@ PARTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Part p of four becomes (p + 2) times itself plus p + 1, again and again; the result is compared with NumPy's."""
+    """Multiply part p of four by p + 2 and add p + 1, repeatedly; compare the result with NumPy's."""
 
     rows: int = 1000
-    """Rows of the matrix, and its columns."""
+    """Number of rows, and of columns, of the matrix."""
     rounds: int = 100
-    """How often every part is updated."""
+    """Number of updates of every part."""
     every: int = 10
-    """Print the matrix every so many rounds."""
+    """Number of rounds between printing the matrix."""
     partition: Literal["div", "mod"] = "div"
     """Contiguous rows on each rank, or every N-th row."""
     dtype: Literal["float64", "float32"] = "float64"
-    """The last part grows to 5^100: float32 overflows on the way, and says so."""
+    """The last part grows to 5^100: float32 overflows, which is an error."""
 
 
 def run(config: Config) -> np.ndarray | None:
-    """Update all parts on their ranks; return the whole on the chief.
+    """Update all parts on their ranks; return the whole matrix on the chief.
 
-    The four parts are the tutorials', whatever the number of ranks: each rank updates the rows that it holds.
+    The four parts do not depend on the number of ranks: each rank updates the rows that it owns.
 
     Raises:
-        NonFiniteError: on every rank, where values overflow; it names the round and a rank.
+        NonFiniteError: on every rank, if values overflow; the message names the round and a rank.
     """
     matrix = hk.PartitionedVariable(
         (config.rows, config.rows), config.dtype, "ones", partition=config.partition, name="matrix"
@@ -65,7 +65,7 @@ def run(config: Config) -> np.ndarray | None:
 
 
 def check_finite(matrix: hk.PartitionedVariable, number: int) -> None:
-    """Raise on every rank where some rank's rows have overflowed."""
+    """Raise an error on every rank if any rank's rows have overflowed."""
     finite = hk.allgather_object(bool(tf.reduce_all(tf.math.is_finite(matrix.local))))
     if not all(finite):
         raise hk.NonFiniteError(

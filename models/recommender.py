@@ -1,4 +1,4 @@
-"""A click model after DLRM: sharded embeddings of categorical features, their interactions, and two small networks.
+"""A click model based on DLRM: sharded embeddings of categorical features, their interactions, and two small networks.
 
 Naumov et al., "Deep learning recommendation model for personalization and recommendation systems", arXiv:1906.00091.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import hvdkit as hk  # before keras: a launched rank loads TensorFlow and MPI in the order that works
+import hvdkit as hk  # before keras: a launched rank must load TensorFlow and MPI in this order
 
 # isort: split
 import keras
@@ -21,30 +21,30 @@ from training import folder
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Predict clicks from categorical features, each with a table of its own, cut across the ranks."""
+    """Predict clicks from categorical features, each with an embedding table sharded across the ranks."""
 
     data: Literal["planted", "criteo", "movielens"] = "planted"
-    """Made examples whose best loss is known, Criteo's TSV files, or MovieLens's ratings.csv."""
+    """Generated examples with a known best loss, Criteo's TSV files, or MovieLens's ratings.csv."""
     data_file: Path | None = None
-    """The file to read, for criteo and movielens."""
+    """File to read, for criteo and movielens."""
     rows: int = 5000
     """Rows of each table (planted, criteo)."""
     examples: int = 120_000
-    """Examples to make, or at most to read."""
+    """Number of examples to generate, or the maximum to read."""
     width: int = 4
-    """Numbers in an embedding."""
+    """Width of an embedding."""
     epochs: int = 6
     """Passes over the data."""
     batch_size: int = 500
-    """Examples in a step, over all ranks."""
+    """Examples per step, over all ranks."""
     optimizer: Literal["sgd", "adagrad", "adam"] = "adagrad"
-    """How tables and networks are updated."""
+    """Optimizer of tables and networks."""
     learning_rate: float = 0.2
-    """Its learning rate."""
+    """Learning rate of the optimizer."""
     seed: int = 0
     """Seed of the data, their order and the initial weights."""
     logdir: Path | None = None
-    """Save here, and go on from the newest checkpoint in it. Default: a folder that is removed at the end."""
+    """Save here, and continue from the newest checkpoint in it. Default: a folder that is removed at the end."""
 
     def load(self) -> Clicks:
         """Return the examples."""
@@ -60,7 +60,7 @@ class Config:
 class Recommender(keras.Model):
     """Logits of a click from numbers ``[batch, d]`` and ids ``[batch, f]``.
 
-    Every pair of the f embeddings and the numbers' own vector interacts by its dot product.
+    Every pair of the f embeddings and the vector of the numbers interacts by its dot product.
     """
 
     def __init__(self, rows: tuple[int, ...], width: int, seed: int):
@@ -125,14 +125,14 @@ def run(config: Config) -> tuple[float, float]:
 
 
 def evaluate(model: Recommender, data: Clicks) -> tuple[float, float]:
-    """Return the loss and the AUC of the held-out examples; every rank looks at its own share of them."""
+    """Return the loss and the AUC of the held-out examples, of which every rank evaluates a part."""
     batches = hk.data.GlobalBatches(data.part(True), 2000, epochs=1)
     loss, area = keras.metrics.BinaryCrossentropy(from_logits=True), keras.metrics.AUC(2000, from_logits=True)
     for inputs, labels in batches:
         logits = model(inputs)
         for metric in (loss, area):
             metric.update_state(labels, logits, sample_weight=batches.sample_weight)
-    for variable in (*loss.variables, *area.variables):  # sums over examples, which add up over ranks
+    for variable in (*loss.variables, *area.variables):  # sums over examples, so they can be summed over ranks
         variable.assign(hk.allreduce(variable.value, hk.Sum))
     result = float(loss.result()), float(area.result())
     best = "" if data.best is None else f" (best reachable {data.best[0]:.4f}, {data.best[1]:.4f})"

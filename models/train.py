@@ -14,12 +14,12 @@ import sys
 import time
 from typing import Annotated
 
-import hvdkit as hk  # first: a launched rank loads TensorFlow and MPI in the order that works
+import hvdkit as hk  # first: a launched rank must load TensorFlow and MPI in this order
 from hvdkit import terminal
 from hvdkit.machine.launcher import promised
 
 # isort: split
-from console import say  # before keras: it loads TensorFlow without its start-up lines
+from console import say  # before keras: it loads TensorFlow without its startup lines
 
 # isort: split
 import cifar10
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def train_classifier(config: cifar10.Config) -> None:
-    """Build on every rank, train from where the logdir is, evaluate, compare the ranks."""
+    """Build on every rank, train from the last checkpoint, evaluate, compare the ranks."""
     data = config.load()
     batches = hk.data.GlobalBatches(
         (data.x_train, data.y_train),
@@ -76,13 +76,13 @@ def train_classifier(config: cifar10.Config) -> None:
 
 
 def parse() -> Command:
-    """Return the command line's config; a mistake in it is reported by one rank, and ends all."""
+    """Return the command line's config; if it has a mistake, one rank reports it and all end."""
     quiet = promised().rank > 0
     try:
         return terminal.parse(Command, description=__doc__, quiet=quiet)
     except SystemExit as end:
         if quiet and end.code:
-            time.sleep(10)  # a rank that ends first takes the chief with it before it could speak
+            time.sleep(10)  # if this rank ended first, the chief would be ended before it could report
         raise
 
 

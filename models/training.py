@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hvdkit as hk  # before keras: a launched rank loads TensorFlow and MPI in the order that works
+import hvdkit as hk  # before keras: a launched rank must load TensorFlow and MPI in this order
 
 # isort: split
 import keras
@@ -18,7 +18,7 @@ from console import progress
 
 
 def loop(config: Any, model: keras.Model, batches: hk.data.GlobalBatches, average: Any) -> None:
-    """Train by hand. Every line that concerns more than one rank is a call of hvdkit's."""
+    """Train by hand. Every line that involves other ranks is a call of hvdkit."""
     optimizer = model.optimizer
     log = hk.callbacks.StepLog(config.global_batch_size(), every=config.log_every)
     per_example = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
@@ -27,7 +27,7 @@ def loop(config: Any, model: keras.Model, batches: hk.data.GlobalBatches, averag
     def train_step(images, labels, sample_weight):
         with tf.GradientTape() as tape:
             losses = per_example(labels, model(images, training=True))
-            # The mean of these over ranks is the mean over the global batch, however it is spread.
+            # The mean of these over ranks is the mean over the global batch, however it is divided.
             loss = tf.reduce_mean(losses * sample_weight) + tf.add_n(model.losses)
         grads = tape.gradient(loss, model.trainable_variables)
         optimizer.apply(grads, model.trainable_variables)
@@ -52,7 +52,7 @@ def fit(config: Any, model: keras.Model, batches: hk.data.GlobalBatches, average
     with folder(config.logdir) as logdir, progress(config.steps) as show:
         keep = hk.callbacks.SupervisorCallback(logdir, until=config.steps, data=batches, **options(config, average))
         callbacks = [
-            _MovingAverage(average, keep),  # before the save that keeps it
+            _MovingAverage(average, keep),  # before the save that includes it
             keep,
             hk.callbacks.MetricAverage(),
             hk.callbacks.StopOnNonFinite(stop=not config.allow_nonfinite),
@@ -64,7 +64,7 @@ def fit(config: Any, model: keras.Model, batches: hk.data.GlobalBatches, average
 
 
 def options(config: Any, average: Any) -> dict[str, Any]:
-    """Return what the Supervisor of both forms is told."""
+    """Return the Supervisor's options for both forms."""
     return {
         "variables": average.averages,
         "save_model_secs": config.save_model_secs,
@@ -87,7 +87,7 @@ class _MovingAverage(keras.callbacks.Callback):
 
 
 def evaluate(model: keras.Model, images: Any, labels: Any, *, batch_size: int = 256) -> float:
-    """Return the accuracy over all held-out examples; each rank looks at its share, uneven or empty."""
+    """Return the accuracy over all held-out examples; each rank evaluates a part, uneven or empty."""
     share = slice(len(labels) * hk.rank() // hk.size(), len(labels) * (hk.rank() + 1) // hk.size())
     images, labels = images[share], labels[share]
     right = 0
@@ -100,7 +100,7 @@ def evaluate(model: keras.Model, images: Any, labels: Any, *, batch_size: int = 
 
 @contextlib.contextmanager
 def folder(logdir: Path | None) -> Iterator[Path]:
-    """Give ``logdir``, or a folder on the chief's host that is removed at the end."""
+    """Yield ``logdir``, or a folder on the chief's host that is removed at the end."""
     if logdir is not None:
         yield logdir
         return

@@ -1,4 +1,4 @@
-"""hk.fit against plain Keras: the same program once in one process on the whole data, on each rank, and once on all."""
+"""Compare hk.fit with plain Keras: the same program alone on all the data in each process, and on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEED = 11
 
 
 def plain(build: Callable[[], Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, list[float]]]:
-    """Return the model and the History of plain ``model.fit`` on the whole data, in this process alone."""
+    """Return the model and the History of plain ``model.fit`` on all the data, in this process only."""
     keras.utils.set_random_seed(SEED)
     model = build()
     return model, model.fit(*_made(args), verbose=0, **_made(kwargs)).history
@@ -28,7 +28,7 @@ def ported(build: Callable[[], Any], *args: Any, **kwargs: Any) -> tuple[Any, di
 
 
 def compare(build: Callable[[], Any], *args: Any, rtol: float = 2e-4, atol: float = 2e-5, **kwargs: Any) -> Any:
-    """Check that both ways give the same History and weights; return both models. Functions give arguments anew."""
+    """Check that both ways give the same History and weights; return both models. Call arguments named ``make_...``."""
     one, expected = plain(build, *args, **kwargs)
     many, found = ported(build, *args, **kwargs)
     same_logs(found, expected, rtol=rtol, atol=atol)

@@ -1,4 +1,4 @@
-"""Every test's outcome is written down as it ends, so that the runner knows it even where the process dies later."""
+"""Record every test's outcome as soon as it ends, so that the runner has it even if the process dies later."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for speed.py, jobs.py and the like
+sys.path.insert(0, str(Path(__file__).parent))  # for speed.py, jobs.py etc.
 
 from hvdkit.machine.launcher import promised
 
 RECORDS = os.environ.get("HVDKIT_TEST_RECORDS")
-# AutoGraph raises an error for a function that it cannot convert, where it would only warn.
+# Make AutoGraph raise an error, instead of a warning, for a function that it cannot convert.
 os.environ["AUTOGRAPH_STRICT_CONVERSION"] = "1"
 
 
 class Recorder:
-    """Append one JSON line when a test starts and one when it has ended."""
+    """Append one JSON line when a test starts and one when it ends."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = (folder / f"rank-{rank}.jsonl").open("a")
@@ -59,20 +59,20 @@ class Recorder:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process and of its children that have ended: what a test costs on any machine."""
+    """Return the CPU seconds of this process and its finished children: the cost of a test on any machine."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def outcome_of(reports: list[pytest.TestReport]) -> str:
-    """Return how a test ended, from the reports of its set-up, call and tear-down."""
+    """Return a test's outcome from the reports of its setup, call and teardown."""
     if any(report.failed for report in reports):
         return "failed"
     return "skipped" if any(report.skipped for report in reports) else "passed"
 
 
 def report_text(report: pytest.TestReport) -> str:
-    """Return the failure, and what the test printed."""
+    """Return the failure and the captured output of a test."""
     if report.skipped:
         return str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else report.longreprtext
     sections = [f"--- {title} ---\n{text.rstrip()}" for title, text in report.sections if text.strip()]
@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keep the garbage collector off all that test files import: Keras and some tests run it often."""
+    """Disable the garbage collector during collection: Keras and some tests run it often."""
     gc.disable()
     try:
         return (yield)

@@ -1,8 +1,8 @@
-"""What a training step does, in numbers that are the same on every machine: exchanges, bytes, traces, Python calls.
+"""Count what a training step does, independent of the machine: exchanges, bytes, traces, Python calls.
 
-Exchanges are counted where Horovod's ops are made, the one way by which hvdkit, its gradients and Horovod's own
-Python reach the wire. Each op that is made in a graph gets a counter beside it, which counts how often it runs and
-how much it is given, so that branches not taken do not count.
+Exchanges are counted when Horovod's ops are created: hvdkit, its gradients and Horovod's own Python API all
+use these ops. Each op created in a graph gets a counter op, which counts its runs and its input elements, so
+that branches not taken do not count.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _MOST_OPS = 256
 
 
 class Exchange(NamedTuple):
-    """One of Horovod's ops, as often as it has run.
+    """One of Horovod's ops and its number of runs.
 
     Attributes:
         kind: "allreduce", "alltoall", ...
-        tensors: how many travel in it.
-        runs: how often it ran.
-        bytes: what this rank gave it, in all runs.
+        tensors: number of tensors in the exchange.
+        runs: number of runs.
+        bytes: bytes that this rank sent, in all runs.
     """
 
     kind: str
@@ -48,30 +48,30 @@ class _Op:
 
 
 class Counts:
-    """What has been counted since the last look.
+    """The counts since the last reset.
 
     Attributes:
         traced: names of the functions that TensorFlow traced, branches and loop bodies included.
-        operations: of each of these functions, the operations in its graph.
+        operations: number of operations in the graph of each of these functions.
     """
 
     def __init__(self) -> None:
         self.traced: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
         self._ops: list[_Op] = []
-        with tf.device("CPU:0"):  # of each op its runs, and the elements given to it; functions may make no variables
+        with tf.device("CPU:0"):  # runs and input elements of each op; traced functions may not create variables
             self._table = tf.Variable(tf.zeros([_MOST_OPS, 2], tf.int64), trainable=False)
         self._seen = self._table.numpy()
         self._eager = self._begun()
 
     def exchanges(self) -> list[Exchange]:
-        """Return the exchanges since the last look, in the order in which they were traced; none that did not run."""
+        """Return the exchanges that ran since the last call, in the order in which they were traced."""
         before, self._seen = self._seen, self._table.numpy()
         rows = zip(self._ops, (self._seen - before).tolist(), strict=False)
         return [Exchange(op.kind, op.tensors, runs, n * op.itemsize) for op, (runs, n) in rows if runs]
 
     def eager(self) -> int:
-        """Return how many eager collectives and exchanges of objects there were since the last look."""
+        """Return the number of eager collectives and object exchanges since the last call."""
         before, self._eager = self._eager, self._begun()
         return self._eager - before
 
@@ -80,30 +80,30 @@ class Counts:
         return sum(progress()._counts.values())
 
     def look(self) -> None:
-        """Forget what was counted so far."""
+        """Reset all counts."""
         self.exchanges()
         self.eager()
         self.traced.clear()
         self.operations.clear()
 
     def made(self, kind: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Make one of Horovod's ops, and count beside it."""
+        """Create one of Horovod's ops and its counter."""
         given = tf.nest.flatten(args[0])
         if (
             tf.inside_function() or options.get("name") != "hvdkit.objects"
-        ):  # objects are counted as eager, above MPI too
+        ):  # object exchanges are counted as eager, also those over MPI
             self._count(kind, [tf.convert_to_tensor(x) for x in given])
         return function(*args, **options)
 
     def _count(self, kind: str, given: list[tf.Tensor]) -> None:
-        with tf.control_dependencies(given):  # sizes may be constants: a step without data counts nothing
+        with tf.control_dependencies(given):  # sizes may be constants: count only if the data exist
             elements = tf.add_n([tf.size(x, out_type=tf.int64) for x in given])
             self._table.scatter_nd_add([[len(self._ops)]], tf.stack([tf.constant(1, tf.int64), elements])[None])
         self._ops.append(_Op(kind, len(given), given[0].dtype.size))
 
 
 class _Library:
-    """Horovod's library of ops, with every exchange counted."""
+    """Horovod's op library with a counter for every exchange."""
 
     def __init__(self, library: Any, counts: Counts) -> None:
         self._library, self._counts = library, counts
@@ -118,7 +118,7 @@ class _Library:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counts]:
-    """Count what happens within the context. Functions have to be traced within it, too.
+    """Count what happens inside the context. Functions must be traced inside it, too.
 
     Example::
 
@@ -147,18 +147,18 @@ def counting() -> Iterator[Counts]:
 
 
 class PythonCalls:
-    """Counts the Python functions that this thread calls between :meth:`start` and :meth:`stop`, by file."""
+    """Count the Python functions called by this thread between :meth:`start` and :meth:`stop`, by file."""
 
     def __init__(self) -> None:
         self.by_file: Counter[str] = Counter()
 
     def start(self) -> None:
-        """Begin to count; the garbage collector, which may call functions at any time, rests meanwhile."""
+        """Start counting, with the garbage collector disabled because it may call functions at any time."""
         gc.disable()
         sys.setprofile(self._note)
 
     def stop(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         sys.setprofile(None)
         gc.enable()
 
@@ -167,5 +167,5 @@ class PythonCalls:
             self.by_file[frame.f_code.co_filename] += 1
 
     def total(self) -> int:
-        """Return how many functions were called, without this class's own."""
+        """Return the number of function calls, without those of this class."""
         return sum(n for file, n in self.by_file.items() if file != __file__)

@@ -1,4 +1,4 @@
-"""How much work a call is, on any machine."""
+"""Measure the cost of a call independent of the machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def instructions(call: Callable[[], object]) -> int:
-    """Return how many instructions Python runs for ``call``."""
+    """Return the number of Python instructions that ``call`` executes."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -20,7 +20,7 @@ def instructions(call: Callable[[], object]) -> int:
         return trace
 
     before, collects = sys.gettrace(), gc.isenabled()
-    gc.disable()  # what it frees may run code of its own
+    gc.disable()  # finalizers would add instructions
     sys.settrace(trace)
     try:
         call()

@@ -1,4 +1,4 @@
-"""Real jobs in subprocesses, for the tests of what a launcher's ranks do together."""
+"""Run real jobs in subprocesses, to test the ranks of a launcher together."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from speed import WAIT
 BIN = Path(sys.executable).parent
 MPI = ("mpirun", "--tag-output", "--bind-to", "none", "-np")
 GLOO = ("horovodrun", "--gloo", "-np")
-# A rank of the tests' own launch must not pass its place on to the jobs that it starts.
+# The launch that runs the tests must not pass its rank variables on to the jobs that the tests start.
 INHERITED = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "HVDKIT_TEST", "TF_CPP_MIN_LOG_LEVEL")
 
 
 @dataclass(frozen=True)
 class Job:
-    """How a job ended."""
+    """The result of a job."""
 
     code: int
     seconds: float
@@ -29,7 +29,7 @@ class Job:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return this process's environment without a place in a world, ready to start ranks as root."""
+    """Return this process's environment without rank variables, ready to start ranks as root."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED)}
     env["PATH"] = f"{BIN}{os.pathsep}{env['PATH']}"
     permissions = {"ALLOW_RUN_AS_ROOT": "1", "ALLOW_RUN_AS_ROOT_CONFIRM": "1", "MCA_rmaps_base_oversubscribe": "1"}
@@ -37,7 +37,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def run(code: str, launcher: tuple[str, ...] = (), ranks: int = 1, **extra: str) -> Job:
-    """Run Python ``code`` on ``ranks`` ranks; fail if it has not ended after ``WAIT`` seconds."""
+    """Run Python ``code`` on ``ranks`` ranks; fail if it is still running after ``WAIT`` seconds."""
     launched = [*launcher, str(ranks)] if launcher else []
     started = time.monotonic()
     done = subprocess.run(
@@ -54,7 +54,7 @@ def run(code: str, launcher: tuple[str, ...] = (), ranks: int = 1, **extra: str)
 
 
 def words(pid: int) -> list[str]:
-    """Return a process's command line; empty if it has ended."""
+    """Return a process's command line, or an empty list if the process has ended."""
     try:
         process = psutil.Process(pid)
         return process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []

@@ -1,4 +1,4 @@
-"""What the ranks of one launch wrote down, put together: one outcome for each test."""
+"""Merge the records of all ranks of a launch into one outcome per test."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 _TAIL_LINES = 40
 VERDICT = "verdict.txt"
-"""In the folder of a run: why hvdkit's watchdog has ended it, which pytest captures like all that ranks print."""
+"""File in the run's folder with the reason for which hvdkit's watchdog ended it; pytest would capture the output."""
 _NOISE = re.compile(r"/_pytest/|/pluggy/|/pytest/__main__|<frozen runpy>|^Extension modules:|^\s*$")
 
 
 @dataclass
 class Launch:
-    """One command that runs tests on ``size`` ranks, and what became of it.
+    """One command that runs tests on ``size`` ranks, and its results.
 
-    ``failures`` maps a test's id, or a name for what went wrong beside the tests, to the ranks' details.
+    ``failures`` maps a test's id, or the name of a problem outside the tests, to the details of each rank.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Launch:
             self.failures["the watchdog"] = {0: verdict}
 
     def _read_end(self, ranks: list[list[dict[str, Any]]], whole: list[int]) -> None:
-        """Name the ranks that did not end by themselves, and the test that each was in."""
+        """Record the ranks that did not exit normally, and the test that each was running."""
         details = {}
         for rank, lines in enumerate(ranks):
             if rank in whole:
@@ -78,14 +78,14 @@ class Launch:
         self.not_run = max(0, collected - len(self.passed) - len(self.skipped) - len(self.failures) + 1)
 
     def summary(self) -> str:
-        """Return one line: how many, and how long."""
+        """Return one line with the number of tests and the time."""
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
         not_run = f", {self.not_run} not run" if self.not_run else ""
         return f"{len(self.passed)} passed, {len(self.failures)} failed{skipped}{not_run} in {self.seconds:.1f} s"
 
 
 def report(launch: Launch) -> str:
-    """Return every failure once: the first failing rank's in full, another rank's where it differs."""
+    """Return every failure once: the first failing rank's in full, those of other ranks only if they differ."""
     blocks = []
     for test, details in launch.failures.items():
         ranks = f" on rank {', '.join(map(str, details))} of {launch.size}" if launch.size > 1 else ""
@@ -107,7 +107,7 @@ def report(launch: Launch) -> str:
 
 
 def reason(details: dict[int, str]) -> str:
-    """Return in one line what went wrong on the first rank that failed, and on which ranks something did."""
+    """Return one line: the error of the first rank that failed, and the ranks that failed."""
     rank, detail = next(iter(details.items()), (0, ""))
     lines = [line.removeprefix("E ").strip() for line in (_errors(detail) or detail).splitlines()]
     others = f" (and rank {', '.join(map(str, list(details)[1:]))})" if len(details) > 1 else ""
@@ -115,19 +115,19 @@ def reason(details: dict[int, str]) -> str:
 
 
 def _errors(detail: str) -> str:
-    """Return the lines that say what went wrong, without those that say where."""
+    """Return the lines with the error, without those with its location."""
     return "\n".join(line for line in detail.splitlines() if line.startswith("E "))
 
 
 def _cause(detail: str) -> str:
-    """Return what went wrong without its numbers: ranks, times and addresses differ where the cause does not."""
+    """Return the error without numbers: ranks, times and addresses differ even if the cause is the same."""
     return re.sub(r"0x[0-9a-f]+|\d+", "#", _errors(detail) or detail)
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    # A rank that was killed may have left half a line.
+    # A killed rank may have written only part of its last line.
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 

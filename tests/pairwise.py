@@ -1,4 +1,4 @@
-"""Test parameters in pairs: every two values of two parameters meet in some case, without the whole product.
+"""Pairwise test parameters: every pair of values of two parameters occurs in a case, without the whole product.
 
     @pairwise(dtype=["float16", "float32", "float64"], n=[3, 20_000], mode=["eager", "graph"])
     def test_sum(dtype, n, mode): ...  # 6 cases, not 12
@@ -16,10 +16,10 @@ import pytest
 
 
 def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return cases, as one index for each parameter, that together hold every pair of two parameters' values.
+    """Return cases, one index per parameter, that together contain every pair of two parameters' values.
 
-    Deterministic: each case begins with the first pair that is missing, and takes for each other parameter the value
-    that adds most missing pairs, of equal ones the least used.
+    Deterministic: each case begins with the first missing pair; every other parameter takes the value
+    that adds most missing pairs and, among equals, has been used least.
 
     Args:
         sizes: number of values of each parameter.

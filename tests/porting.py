@@ -1,10 +1,10 @@
-"""The port of a plain Keras script to hvdkit, made mechanically, and the comparison of what both leave behind.
+"""Port a plain Keras script to hvdkit mechanically, and compare the results of both.
 
     python tests/porting.py        # the table of programs and changed lines, for docs/keras.md
 
 A port inserts two lines, ``import hvdkit as hk`` and ``hk.init()``, and turns ``model.fit(`` into ``hk.fit(model, ``,
-likewise ``evaluate`` and ``predict``. A script that needs more shows it in the script: a comment ``# port: CODE``
-stands for a line of the port that replaces the comment's own line.
+and the same for ``evaluate`` and ``predict``. A script that needs more marks the place: a comment ``# port: CODE``
+``# port: CODE`` is replaced by the line CODE in the port.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXTRA = re.compile(r"^(?P<indent>\s*)(?P<before>.*)# port: (?P<code>.*)$")
 
 @dataclass(frozen=True)
 class Port:
-    """A ported script, and how many of its lines were inserted or changed."""
+    """A ported script and the number of lines inserted or changed."""
 
     text: str
     inserted: int
@@ -78,7 +78,7 @@ def source(name: str) -> str:
 
 
 def execute(name: str, path: Path) -> dict[str, Any]:
-    """Run the script at ``path`` in a module of its own and a Keras without state; return what it calls `result`."""
+    """Run the script at ``path`` as a separate module after resetting Keras; return its `result`."""
     import keras
 
     keras.utils.clear_session()
@@ -96,7 +96,7 @@ def execute(name: str, path: Path) -> dict[str, Any]:
 
 
 def result_of(module: ModuleType) -> dict[str, Any]:
-    """Return what a program leaves to be compared."""
+    """Return the values of a program that are compared."""
     result = module.result
     if not isinstance(result, dict) or not result:
         raise TypeError(f"{module.__name__}: `result` is to be a dict that is not empty, got {result!r}")
@@ -104,7 +104,7 @@ def result_of(module: ModuleType) -> dict[str, Any]:
 
 
 def as_values(result: Any) -> Any:
-    """Return ``result`` with lists of numbers and tensors as arrays, everything else as it is."""
+    """Return ``result`` with tensors and lists of numbers converted to arrays."""
     if isinstance(result, dict):
         return {str(key): as_values(value) for key, value in result.items()}
     if isinstance(result, (list, tuple)):
@@ -118,7 +118,7 @@ def as_values(result: Any) -> Any:
 
 
 def digest(value: Any) -> str:
-    """Return a digest of a nested result from as_values: equal if and only if all its bits are."""
+    """Return a digest of a nested result of as_values, equal if and only if all bits are equal."""
     made = hashlib.sha256()
 
     def add(item: Any) -> None:
@@ -144,13 +144,13 @@ class Comparison:
     """The differences between a port's results and the plain script's."""
 
     tolerance: float
-    """Allowed difference of a float, relative to the largest magnitude of its array, or to 0.01 if that is less."""
+    """Allowed difference of floats, relative to the largest magnitude in the array or 0.01, whichever is larger."""
     problems: list[str] = field(default_factory=list)
     largest: float = 0.0
-    """The largest relative difference of floats."""
+    """The largest relative difference of floats so far."""
 
     def values(self, got: Any, expected: Any, where: str = "result") -> None:
-        """Compare two nested results, each from as_values."""
+        """Compare two nested results of as_values."""
         if isinstance(expected, dict):
             if not isinstance(got, dict) or set(got) != set(expected):
                 self.problems.append(f"{where}: keys {keys_of(got)}, expected {sorted(expected)}")
@@ -170,7 +170,7 @@ class Comparison:
             self.problems.append(f"{where}: {got!r}, expected {expected!r}")
 
     def arrays(self, got: np.ndarray, expected: np.ndarray, where: str) -> None:
-        """Compare two arrays: floats up to the tolerance, others exactly."""
+        """Compare two arrays: floats up to the tolerance, other dtypes exactly."""
         if got.shape != expected.shape:
             self.problems.append(f"{where}: shape {got.shape}, expected {expected.shape}")
         elif expected.dtype.kind != "f" or got.dtype.kind != "f":
@@ -188,7 +188,7 @@ class Comparison:
                 self.problems.append(f"{where}: differs by {difference:.2g}: {brief(got)}, expected {brief(expected)}")
 
     def folders(self, got: Path, expected: Path) -> None:
-        """Compare the files that both left in their folders."""
+        """Compare the files that both runs left in their folders."""
         ours, theirs = files_of(got), files_of(expected)
         if set(ours) != set(theirs):
             self.problems.append(f"files: {sorted(ours)}, expected {sorted(theirs)}")
@@ -197,17 +197,17 @@ class Comparison:
 
 
 def keys_of(value: Any) -> Any:
-    """Return a dict's keys, or what is there instead."""
+    """Return a dict's keys, or the value itself if it is not a dict."""
     return sorted(value) if isinstance(value, dict) else type(value).__name__
 
 
 def brief(array: np.ndarray) -> str:
-    """Return an array as one short line."""
+    """Return an array as a short string."""
     return np.array2string(array.ravel()[:6], precision=6, separator=", ") + ("..." if array.size > 6 else "")
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Return a folder's files by their names, without the time and host in those of TensorBoard's."""
+    """Return a folder's files by name; names of TensorBoard files without time and host."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -217,7 +217,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def contents(path: Path) -> Any:
-    """Return what is to be compared of a file: rows, weights, or summaries."""
+    """Return the contents of a file that are compared: rows, weights, or summaries."""
     if path.suffix == ".csv":
         with path.open() as opened:
             return as_values([[number(cell) for cell in row] for row in csv.reader(opened)])
@@ -232,7 +232,7 @@ def contents(path: Path) -> Any:
 
 
 def number(cell: str) -> float | str:
-    """Return a cell of a CSV file as a number if it is one."""
+    """Return a cell of a CSV file, as a float if it is a number."""
     try:
         return float(cell)
     except ValueError:
@@ -250,7 +250,7 @@ def weights_in(opened: io.BytesIO) -> dict[str, Any]:
 
 
 def summaries_in(path: Path) -> dict[str, Any]:
-    """Return the scalars of a TensorBoard file: a list of (step, value) for each tag."""
+    """Return the scalars of a TensorBoard file: a list of (step, value) per tag."""
     import tensorflow as tf
 
     found: dict[str, Any] = {}

@@ -1,24 +1,24 @@
-"""Run every test: in one process, the same parallel files on 1 to 4 ranks under MPI and under Gloo, jobs that fail.
+"""Run all tests: in one process, on 1 to 4 ranks under MPI and under Gloo, and as jobs that fail.
 
     python tests/run.py                          # everything
     python tests/run.py --np 2 3 --no-gloo -k optimizer
     python tests/run.py --np 4 --contract-np     # all of tests/parallel on 4 ranks
     python tests/run.py --single-only
 
-What runs where:
+Test folders:
 
     tests/single    in one process; some tests start jobs of several ranks
-    tests/parallel  whole on 2 and 3 ranks under MPI: an even and an odd number, and one with a rank in the middle;
-                    tests marked `contract`, at least one for each contract of the design, also on 1 and 4 ranks,
-                    and those of UNDER_GLOO on 2 ranks under Gloo, where bytes travel by another way
+    tests/parallel  all on 2 and 3 ranks under MPI: an even and an odd number, and one with a middle rank;
+                    tests marked `contract`, at least one per contract of the design, also on 1 and 4 ranks,
+                    and those of UNDER_GLOO on 2 ranks under Gloo, which has another transport
     tests/cluster   jobs that fail, are slow, or lose a host, on this host and on several in network namespaces
 
-A launch may take any time in total; it is ended as hung if no test has ended for ``--stall`` seconds. The tests'
-limits on seconds are multiplied by the machine's slowdown (tests/speed.py), measured at the start and before the
-tests of how soon a job ends.
+A launch has no limit on its total time; it is ended as hung if no test ends for ``--stall`` seconds. Limits in
+seconds are multiplied by the machine's slowdown (tests/speed.py), measured at the start and again before the
+tests that measure how soon a job ends.
 
-One launch serves all tests of a number of ranks, since starting TensorFlow takes seconds. A test counts once per
-launch, and as failed where it failed on any rank. The last line is "N passed, M failed".
+One launch runs all tests of a number of ranks, because starting TensorFlow takes seconds. A test counts once per
+launch, and has failed if it failed on any rank. The last line is "N passed, M failed".
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from outcomes import Launch, reason, report
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP = threading.Event()
-"""Set if this run is interrupted: every launch ends, and none begins."""
+"""Set if this run is interrupted: every launch ends, and no new one starts."""
 BIN = Path(sys.executable).parent
-# As root, and with more ranks than cores: both are fine on one's own machine.
+# Open MPI's permissions to run as root and with more ranks than cores.
 PERMISSIONS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
 }
-# Those of tests/cluster that look at how long a failure lasts, each by itself.
+# Files of tests/cluster that compare the seconds until a job ends; each runs alone.
 IN_TIME = ("test_hosts.py", "test_one_host.py")
-# These have every kind of exchange in tests marked `contract`; nothing but the exchange is different under Gloo.
+# Files whose tests marked `contract` cover every kind of exchange: under Gloo only the exchange differs.
 UNDER_GLOO = (
     "test_checkpoint.py",
     "test_cluster.py",
@@ -87,29 +87,29 @@ class Config:
     """Run hvdkit's tests."""
 
     np: tuple[int, ...] = (1, 2, 3, 4)
-    """Numbers of ranks under MPI: one launch of tests/parallel for each."""
+    """Numbers of ranks under MPI; one launch of tests/parallel for each."""
     contract_np: tuple[int, ...] = (1, 4)
-    """Of these, numbers of ranks on which only tests marked `contract` run. With -k every test that matches runs."""
+    """Numbers of --np on which only tests marked `contract` run. With -k, all matching tests run."""
     gloo: bool = True
-    """Launch contract tests with every kind of exchange once more without MPI, by `horovodrun --gloo`."""
+    """Run the contract tests of every kind of exchange again without MPI, with `horovodrun --gloo`."""
     gloo_np: int = 2
     """Number of ranks of the launch under Gloo."""
     single: bool = True
     """Run tests/single first."""
     single_only: bool = False
-    """Run nothing but tests/single."""
+    """Run only tests/single."""
     k: Annotated[str, tyro.conf.arg(aliases=["-k"])] = ""
     """Run only the tests that match this pytest expression."""
     faults: bool = True
     """Run tests/cluster: jobs that fail, on this host and on several in network namespaces."""
     stall: float = 600.0
-    """Seconds without a test that ends, after which a launch is ended as hung. A launch may take any time in total."""
+    """Seconds without a finished test after which a launch is ended as hung. Its total time has no limit."""
     keep: bool = False
-    """Keep the folder with every rank's output, and say where it is."""
+    """Keep the folder with every rank's output, and print its path."""
 
 
 def program(name: str) -> str:
-    """Return the program next to this Python, else the one on the path."""
+    """Return the program next to this Python, or else the one on the PATH."""
     beside = BIN / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
@@ -118,7 +118,7 @@ def program(name: str) -> str:
 
 
 def launches(config: Config, folder: Path) -> list[Launch]:
-    """Return all launches of this run, in their order."""
+    """Return all launches of this run in order."""
     pytest = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-q", *(["-k", config.k] if config.k else [])]
     contract = [*pytest, *([] if config.k else ["-m", "contract"])]
     listed = []
@@ -146,10 +146,11 @@ def launches(config: Config, folder: Path) -> list[Launch]:
 
 
 def run_all(listed: list[Launch], stall: float) -> Iterator[Launch]:
-    """Run all launches, and yield each as it ends.
+    """Run all launches, and yield each when it ends.
 
-    Launches of several ranks fill two cores but while they start, and their ranks wait for each other; tests in one
-    process, jobs that fail and one rank run beside them. Tests of how soon a job ends have the machine for themselves.
+    Launches of several ranks only fill two cores while they start; later their ranks wait for each other. So tests in
+    one process, jobs that fail and the launch of one rank run at the same time. Tests that measure how soon a job ends
+    have the machine to themselves.
     """
     timed = {f"faults, {where}": [x for x in listed if x.name == f"faults, {where}"] for where in ("hosts", "here")}
     others = [launch for launch in listed if launch.name not in timed]
@@ -168,7 +169,7 @@ def run_all(listed: list[Launch], stall: float) -> Iterator[Launch]:
     for together in ([ranks, alone], list(timed.values())):
         if not any(together):
             continue
-        os.environ[speed.VARIABLE] = f"{max(speed.slowdown(), speed.measure()):.2f}"  # the load may have grown
+        os.environ[speed.VARIABLE] = f"{max(speed.slowdown(), speed.measure()):.2f}"  # the load may have increased
         print(f"slowdown of this machine: {speed.slowdown():.2f}", flush=True)
         with ThreadPoolExecutor(len(together)) as pool:
             waiting = [pool.submit(one_after_another, lane) for lane in together]
@@ -181,17 +182,17 @@ def run_all(listed: list[Launch], stall: float) -> Iterator[Launch]:
 def to_files(
     pytest: list[str], folder: Path, rank_variable: str, files: Sequence[str] = ("tests/parallel",)
 ) -> list[str]:
-    """Return the command of one rank, its output in a file of its own: on one terminal the ranks' lines would tear."""
+    """Return the command of one rank, with its output in a separate file: on one terminal lines would interleave."""
     command = shlex.join([*pytest, *files])
     return ["sh", "-c", f"exec {command} > {shlex.quote(str(folder))}/rank-${rank_variable}.out 2>&1"]
 
 
 def run(launch: Launch, stall: float) -> None:
-    """Run one launch until it ends, or until no test has ended for ``stall`` seconds."""
+    """Run one launch until it ends, or until no test ends for ``stall`` seconds."""
     launch.folder.mkdir(parents=True)
     env = {**os.environ, **PERMISSIONS, "HVDKIT_TEST_RECORDS": str(launch.folder), "TF_CPP_MIN_LOG_LEVEL": "2"}
     env["HVDKIT_TEST_STALL"] = f"{stall:g}"
-    # A rank that waits for a core is no rank that has died.
+    # A rank that waits for a core must not look dead.
     env.setdefault("HVDKIT_HEARTBEAT_SECONDS", speed.scaled(10))
     env["PATH"] = f"{BIN}{os.pathsep}{env['PATH']}"
     started = time.monotonic()
@@ -207,7 +208,7 @@ def run(launch: Launch, stall: float) -> None:
 
 
 def wait(process: subprocess.Popen[bytes], folder: Path, stall: float) -> int | None:
-    """Return a launcher's exit code, or None if the records in ``folder`` have not grown for ``stall`` seconds."""
+    """Return the exit code of a launcher, or None if the records in ``folder`` have not grown for ``stall`` seconds."""
     recorded, since = 0, time.monotonic()
     while time.monotonic() - since < stall and not STOP.is_set():
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -219,7 +220,7 @@ def wait(process: subprocess.Popen[bytes], folder: Path, stall: float) -> int | 
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher and all its ranks, wherever they are: SIGTERM first, so that each rank writes its stacks."""
+    """End a launcher and all its ranks on all hosts; SIGTERM first, so that each rank writes its stacks."""
     try:
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -233,14 +234,14 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """End all launches and this process."""
+    """End all launches and exit."""
     STOP.set()
     raise KeyboardInterrupt
 
 
 def main() -> int:
     """Run all launches; return the exit code."""
-    # A shell starts background jobs with Ctrl-C ignored, which their children inherit; some tests send it.
+    # A shell starts background jobs with SIGINT ignored and children inherit this, but some tests send SIGINT.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     config = tyro.cli(Config, description=__doc__)
@@ -261,7 +262,7 @@ def main() -> int:
             shutil.rmtree(folder, ignore_errors=True)
     if not passed and not failures:
         print("no test ran; is -k right?")
-    for failure in failures:  # once more: the last lines are what people see first
+    for failure in failures:  # again at the end: users read the last lines first
         print(f"FAILED {failure}")
     print(f"{passed} passed, {len(failures)} failed")
     return 0 if passed and not failures else 1

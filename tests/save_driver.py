@@ -1,7 +1,7 @@
-"""Kill saves at every system call that they make, and look at what is left. Run by tests/single/test_save_faults.py.
+"""Kill saves at every system call, and check the files on disk. Run by tests/single/test_save_faults.py.
 
-Ranks are forked processes that write through ``hvdkit.checkpoint.writing`` as ranks do; they need neither MPI nor
-TensorFlow, for a save exchanges nothing but files. Prints one JSON line for each case.
+The ranks are forked processes that write through ``hvdkit.checkpoint.writing`` like real ranks, without MPI or
+TensorFlow: a save exchanges only files. Prints one JSON line per case.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORKERS = 6
 
 
 def state_of(value: float, rank: int, size: int) -> State:
-    """Return a state whose every element tells ``value``: replicated, cut over the ranks, and one for each rank."""
+    """Return a state with every element set to ``value``: replicated, sharded over the ranks, and one for each rank."""
 
     def entry(name: str, kind, array: np.ndarray, shape: tuple[int, ...], index=None) -> Entry:
         return Entry(name, kind, array.dtype, shape, lambda: array, lambda _: None, index=index, partition="mod")
@@ -48,7 +48,7 @@ def state_of(value: float, rank: int, size: int) -> State:
 
 
 def rank_saves(target: Path, value: float, rank: int, size: int) -> None:
-    """Save as one rank; keep only the newest checkpoint."""
+    """Save as one rank, keeping only the newest checkpoint."""
     snapshot = Snapshot.of(state_of(value, rank, size), rank)
     save = Save(
         target,
@@ -69,7 +69,7 @@ def rank_saves(target: Path, value: float, rank: int, size: int) -> None:
 def job(
     target: Path, value: float, size: int, victim: int | None = None, stage: int = 0, all_die: bool = False
 ) -> bool:
-    """Fork the ranks of one save; return True if the victim was killed at its ``stage``-th call."""
+    """Fork the ranks of one save; return True if the victim was killed at call number ``stage``."""
     pids = []
     for rank in range(size):
         pid = os.fork()
@@ -88,7 +88,7 @@ def job(
         _, status = os.waitpid(pids[victim], 0)
         killed = os.WIFSIGNALED(status)
         if killed and not all_die:
-            time.sleep(0.01)  # the others go on for as long as a launcher takes to notice
+            time.sleep(0.01)  # the other ranks continue until a launcher would notice
         for pid in [p for p in pids if p != pids[victim]] if killed else []:
             os.kill(pid, signal.SIGKILL)
     for pid in pids:
@@ -102,7 +102,7 @@ def job(
 
 
 def die_at(stage: int) -> None:
-    """Send this process kill -9 at its ``stage``-th call, counted over files, folders and runs of bytes."""
+    """Have this process kill itself with SIGKILL at call number ``stage`` on files, folders and byte ranges."""
     left = [stage]
 
     def counted(real: Callable) -> Callable:
@@ -120,7 +120,7 @@ def die_at(stage: int) -> None:
 
 
 def what_is_left(folder: Path) -> tuple[str, float]:
-    """Return the newest checkpoint's name and value, after reading and verifying every byte of it."""
+    """Return the newest checkpoint's name and value after reading and verifying all its bytes."""
     path = latest(folder)
     assert path is not None, f"nothing is left: {sorted(p.name for p in folder.iterdir())}"
     manifest = Manifest.load(path)
@@ -136,14 +136,14 @@ def what_is_left(folder: Path) -> tuple[str, float]:
 
 
 def kill_at_every_stage(size: int, victim: int, all_die: bool, name: str) -> list[dict[str, object]]:
-    """Save value 2 as ``name`` beside value 1 as step 1, killing at call 1, 2, ... until none is left."""
+    """With value 1 saved as step 1, save value 2 as ``name``, killed at call 1, 2, ... until no call is left."""
     stage, killed, cases = 0, True, []
     while killed:
         stage += 1
         folder = Path(tempfile.mkdtemp())
         job(folder / "step-000000001", 1.0, size)
         killed = job(folder / name, 2.0, size, victim, stage, all_die)
-        tidy(folder)  # as the next run does at its start
+        tidy(folder)  # as the next run does when it starts
         found, value = what_is_left(folder)
         left = sorted(p.name for p in folder.iterdir())
         job(folder / "step-000000003", 3.0, size)
@@ -155,7 +155,7 @@ def kill_at_every_stage(size: int, victim: int, all_die: bool, name: str) -> lis
 
 
 def main() -> None:
-    """Go through all cases, several at a time: what takes time is the disk's fsync."""
+    """Run all cases, several at a time: they wait mostly for the disk's fsync."""
     with ProcessPoolExecutor(WORKERS) as pool:
         going = [
             pool.submit(kill_at_every_stage, size, victim, all_die, name)

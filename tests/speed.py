@@ -1,7 +1,7 @@
-"""How long tests wait, and how much slower this machine is than the one on which the limits were written.
+"""Timeouts of tests, and the slowdown of this machine relative to the one on which the limits were written.
 
-Only tests whose subject is time compare seconds, and they multiply their limits by :func:`slowdown`. All others wait
-``WAIT`` seconds for what they started, which says that something hangs on any machine, and nothing more.
+Only tests whose subject is time compare seconds, and they multiply their limits by :func:`slowdown`. All others
+wait up to ``WAIT`` seconds for the processes that they start; exceeding it means a hang on any machine.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Callable
 
-# The runner's --stall: seconds without a test that ends, after which it ends a launch as hung.
+# The runner's --stall: seconds without a finished test after which a launch is ended as hung.
 STALL = float(os.environ.get("HVDKIT_TEST_STALL", "600"))
-# Seconds that a test waits for what it started. Less than STALL, so that the test itself fails and says for what.
+# Seconds a test waits for what it started. Less than STALL, so that the test itself fails with an explanation.
 WAIT = STALL / 2
 VARIABLE = "HVDKIT_TEST_SLOWDOWN"
 
-# A process that works in Python, then starts TensorFlow, and says how many seconds the first part took.
+# A process that works in Python, starts TensorFlow, and prints the seconds of the first part.
 _WORK = """
 import time
 began = time.perf_counter()
@@ -26,26 +26,26 @@ sum(number * number % 7 for number in range(3_000_000))
 print(time.perf_counter() - began, flush=True)
 import tensorflow
 """
-# Two processes at once, as in most tests: seconds on two idle cores of the machine on which the limits were written.
+# Two processes at once, as in most tests; seconds on two idle cores of the machine on which limits were written.
 _PROCESSES, _WORK_SECONDS, _START_SECONDS = 2, 0.4, 5.0
 
 
 def slowdown() -> float:
-    """Return how many times slower this machine is, under its present load; at least 1.
+    """Return how many times slower than that machine this one is under its present load, at least 1.
 
-    The runner measures it and passes it on, so that launches and ranks that run at once use the same; without the
-    runner, tests/cluster measures it. 1 if it was not measured.
+    The runner measures it once and passes it on, so that all launches and ranks use the same value; without the
+    runner, tests/cluster measures it. Returns 1 if it was not measured.
     """
     return float(os.environ.get(VARIABLE, "1"))
 
 
 def scaled(seconds: float) -> str:
-    """Return seconds times the slowdown, as a setting in the environment."""
+    """Return seconds times the slowdown, as the value of an environment variable."""
     return f"{seconds * slowdown():.2f}"
 
 
 def measure() -> float:
-    """Return the larger slowdown of two: of work in Python, and of the start of TensorFlow; at least 1."""
+    """Return the larger of two slowdowns, of Python code and of TensorFlow's start; at least 1."""
     started = time.perf_counter()
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     processes = [
@@ -58,7 +58,7 @@ def measure() -> float:
 
 
 def wait_until(condition: Callable[[], object], said: Callable[[], str] = str) -> None:
-    """Wait until ``condition()`` is true; fail with what ``said()`` returns if it is not after ``WAIT`` seconds."""
+    """Wait until ``condition()`` is true; after ``WAIT`` seconds fail with the text that ``said()`` returns."""
     until = time.monotonic() + WAIT
     while not condition():
         assert time.monotonic() < until, said()

@@ -1,10 +1,10 @@
-"""Whether a trace is one that Perfetto and chrome://tracing take."""
+"""Check that Perfetto and chrome://tracing can load a trace."""
 
 from __future__ import annotations
 
 
 def check_trace(document):
-    """Assert that a trace is what the Trace Event Format asks for, in the parts of it that are used."""
+    """Assert that a trace conforms to the Trace Event Format, in the parts that are used."""
     assert set(document) == {"traceEvents", "displayTimeUnit", "otherData"}
     before, named, tracks = 0.0, {}, {}
     for event in document["traceEvents"]:
@@ -23,7 +23,7 @@ def check_trace(document):
     for (pid, tid), slices in tracks.items():
         assert ("process_name", pid, 0) in named and ("thread_name", pid, tid) in named
         open_ = []
-        for start, end in slices:  # a viewer draws slices of a track below each other: they nest, or follow
+        for start, end in slices:  # a viewer stacks the slices of a track: they must be nested or disjoint
             while open_ and open_[-1] <= start + 0.002:
                 open_.pop()
             assert not open_ or end <= open_[-1] + 0.002, (named["thread_name", pid, tid], start, end, open_)

@@ -1,4 +1,4 @@
-"""Run what the documents show, and check that every other command in them is run by something.
+"""Run the examples in the documents, and check that a comment names the file that runs each other command.
 
     python tools/check_docs.py [README.md docs/data.md ...]
 
@@ -6,7 +6,7 @@ A fenced block may be:
 
     ```python file=NAME    a script, written to an empty folder
     ```sh run              commands, run one by one in that folder; each must succeed
-    ```sh                  commands that something else runs, named in the line before: <!-- run by: PATH -->
+    ```sh                  commands that another file runs, named in the line before: <!-- run by: PATH -->
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             return check(document, Path(folder))
 
-    with ThreadPoolExecutor(2) as pool:  # most of the time is programs that start
+    with ThreadPoolExecutor(2) as pool:  # most of the time is spent starting programs
         problems = [problem for found in pool.map(checked, documents) for problem in found]
     for problem in problems:
         print(problem, file=sys.stderr)

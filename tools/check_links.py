@@ -13,13 +13,13 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors of a document's headings, as GitHub writes them."""
+    """Return the anchors of a document's headings, as GitHub generates them."""
     titles = (re.sub(r"[^\w\- ]", "", title.lower()) for title in HEADING.findall(FENCE.sub("", text)))
     return {title.strip().replace(" ", "-") for title in titles}
 
 
 def broken_links(document: Path) -> list[str]:
-    """Return one message for each link in ``document`` that leads nowhere."""
+    """Return one message for each broken link in ``document``."""
     text = document.read_text(encoding="utf-8")
     messages = []
     for link in LINK.findall(FENCE.sub("", text)):

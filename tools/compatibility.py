@@ -1,7 +1,7 @@
-"""Build Horovod in fresh environments, try it on two ranks, and write the table of docs/compatibility.md.
+"""Build Horovod in fresh environments, test it on two ranks, and write the table of docs/compatibility.md.
 
 make compatibility                             # every row, about 3 minutes each on 2 cores
-python tools/compatibility.py --only 2.19.1    # those rows alone; the others stay as they were
+python tools/compatibility.py --only 2.19.1    # only these rows; the others stay unchanged
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RANKS = "2"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One combination to build and to try."""
+    """One combination to build and test."""
 
     tensorflow: str
     python: str
@@ -68,7 +68,7 @@ class Options:
 
 
 def interpreter(version: str) -> str | None:
-    """Return a Python of ``version`` (e.g. "3.12") that runs: from PATH or from pyenv."""
+    """Return a working Python of ``version`` (e.g. "3.12"), from PATH or from pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
     candidates = [f"python{version}", *map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python")))]
     program = "import sys; print('%d.%d' % sys.version_info[:2])"
@@ -94,7 +94,7 @@ def attempt(command: list[str], folder: Path, log: Path) -> bool:
         file.write(f"$ {' '.join(command)}\n")
         file.flush()
         try:
-            # Out of the checkout, so that what is imported is what was installed.
+            # Run outside the checkout, to import the installed packages.
             outcome = subprocess.run(command, cwd=folder, env=env, stdout=file, stderr=file, timeout=1800)
         except (OSError, subprocess.TimeoutExpired) as error:
             file.write(f"{error}\n")
@@ -111,7 +111,7 @@ def versions(python: Path) -> tuple[str, str]:
 
 
 def measure(row: Row, options: Options, log: Path) -> str:
-    """Build and try ``row`` in a fresh environment; return its line of the table."""
+    """Build and test ``row`` in a fresh environment; return its line of the table."""
     base = interpreter(row.python)
     if base is None:
         return f"{row.cells} | | not run: no Python {row.python} here | | | |\n"
@@ -133,7 +133,7 @@ def measure(row: Row, options: Options, log: Path) -> str:
         if not attempt([*build, "--cache-dir", str(Path(name, "cache"))], folder, log):
             return f"{row.cells} {keras} | {numpy} | fails, see {log} | | | |\n"
         seconds = time.monotonic() - started
-        # horovodrun must not need setuptools; some TensorFlows do on Python 3.12, for its distutils.
+        # horovodrun must not need setuptools; some TensorFlow versions need its distutils on Python 3.12.
         pip = [str(python), "-m", "pip"]
         attempt([*pip, "uninstall", "--yes", "setuptools"], folder, log)
         if not attempt([str(python), "-c", "import tensorflow"], folder, log):
@@ -171,7 +171,7 @@ def _key(line: str) -> re.Match[str] | None:
 
 
 def main() -> int:
-    """Run the chosen rows one after the other, write the table after each; return 1 if any fails."""
+    """Run the selected rows one after the other, write the table after each; return 1 if any fails."""
     options = tyro.cli(Options)
     log = Path(tempfile.gettempdir(), "hvdkit-compatibility.log")
     log.write_text("")

@@ -1,4 +1,4 @@
-"""Run by every rank: one allreduce and one alltoall, compared with NumPy. Exit code 0 says that both are right."""
+"""Run by every rank: one allreduce and one alltoall, compared with NumPy. Exit code 0 means that both are correct."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/allreduce.py: the time of an allreduce of float32 over sizes, in one of several ways."""
+"""One rank of benchmarks/allreduce.py: time an allreduce of float32 over sizes, in one of several ways."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 import numpy as np
 from timing import leave, meet, parser
 
-BUDGET = 0.5  # seconds a size
+BUDGET = 0.5  # seconds per size
 MANY, FEW = 400, 8
 
 
 def main() -> None:
-    """Time every size, and leave microseconds by size."""
+    """Time every size, and write microseconds by size."""
     ways = {"graph": hvdkit_graph, "eager": hvdkit_eager, "horovod": horovod, "mpi4py": with_mpi4py, "memcpy": memcpy}
     options = parser(__doc__)
     options.add_argument("way", choices=ways)
@@ -26,7 +26,7 @@ def main() -> None:
         for _ in range(3):
             run(1)
         meet(args.folder, rank, args.processes, f"ready-{size}")
-        once = agree(timed(run, 3))  # all ranks must run equally often
+        once = agree(timed(run, 3))  # all ranks must run the same number of times
         times = max(FEW, min(MANY, int(BUDGET / once)))
         meet(args.folder, rank, args.processes, f"start-{size}")
         found[f"us_{size}"] = 1e6 * timed(run, times)
@@ -35,14 +35,14 @@ def main() -> None:
 
 
 def timed(run: Callable[[int], None], times: int) -> float:
-    """Return the seconds of one of ``times`` calls, one after another."""
+    """Return the mean seconds of ``times`` consecutive calls."""
     started = time.perf_counter()
     run(times)
     return (time.perf_counter() - started) / times
 
 
 def repeated(call: Callable[[], object]) -> Callable[[int], None]:
-    """Return what calls ``call`` so many times."""
+    """Return a function that makes ``call`` a given number of times."""
 
     def run(times: int) -> None:
         for _ in range(times):
@@ -52,7 +52,7 @@ def repeated(call: Callable[[], object]) -> Callable[[int], None]:
 
 
 def check(total: np.ndarray, size: int) -> None:
-    """Fail where that is not the sum over ranks of 1, 2, ..."""
+    """Raise an error unless ``total`` is the sum over ranks of 1, 2, ..."""
     if not np.all(np.asarray(total) == size * (size + 1) / 2):
         raise RuntimeError(f"got {np.asarray(total).ravel()[:3]}, expected the sum of 1 to {size}")
 
@@ -78,7 +78,7 @@ def hvdkit_graph():
 
 
 def hvdkit_eager():
-    """``hk.allreduce`` of a tensor, called eagerly; arguments are compared over ranks each time."""
+    """``hk.allreduce`` of a tensor in eager mode; arguments are compared over ranks each time."""
     import hvdkit as hk
 
     cluster = hk.init()
@@ -113,7 +113,7 @@ def horovod():
 
 
 def with_mpi4py():
-    """``MPI.COMM_WORLD.Allreduce`` on NumPy arrays, nothing else."""
+    """``MPI.COMM_WORLD.Allreduce`` on NumPy arrays, without hvdkit or Horovod."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -128,7 +128,7 @@ def with_mpi4py():
 
 
 def memcpy():
-    """A copy of the same bytes within each rank: no exchange can be faster."""
+    """A copy of the same bytes within each rank: a lower bound for any exchange."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD

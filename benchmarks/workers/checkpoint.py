@@ -1,4 +1,4 @@
-"""One rank of benchmarks/checkpoint.py: save and restore its share of the state, beside plain files of those bytes."""
+"""One rank of benchmarks/checkpoint.py: save and restore its shard of the state, and plain files of the same bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHUNK = 2**20
 
 
 class Table:
-    """A table cut over the ranks in contiguous ranges."""
+    """A table sharded over the ranks in contiguous ranges."""
 
     dtype, partition = "float32", "div"
 
@@ -53,13 +53,13 @@ def main() -> None:
     args = parser.parse_args()
     hk.init()
     table = Table(int(args.gigabytes * 1e9) // (4 * COLUMNS))
-    results = [one_round(args.folder, table, number) for number in range(args.rounds + 1)][1:]  # the first warms up
+    results = [one_round(args.folder, table, number) for number in range(args.rounds + 1)][1:]  # without the warm-up
     if hk.is_chief():
         (args.folder / "results.json").write_text(json.dumps(results))
 
 
 def one_round(folder: Path, table: Table, number: int) -> dict[str, float]:
-    """Measure everything once; seconds are the slowest rank's, bytes and MB the largest of any rank."""
+    """Measure everything once; seconds are the slowest rank's, bytes and MB the maximum over ranks."""
     state, path = {"table": table}, folder / f"step-{number:09d}"
     result: dict[str, float] = {}
 
@@ -69,7 +69,7 @@ def one_round(folder: Path, table: Table, number: int) -> dict[str, float]:
     def ours() -> None:
         result["save"], result["save_mb"] = with_memory(lambda: hk.checkpoint.save(path, state))
 
-    # By turns first: a disk that has just taken 2 GB is slower with the next.
+    # Alternate the order: right after writing 2 GB a disk is slower.
     for write in (plain, ours) if number % 2 else (ours, plain):
         write()
     result |= asynchronous(folder, state, table)
@@ -88,7 +88,7 @@ def one_round(folder: Path, table: Table, number: int) -> dict[str, float]:
 
 
 def asynchronous(folder: Path, state, table: Table) -> dict[str, float]:
-    """Train while a save is written: how much later is the training for it, and how much memory does it take?"""
+    """Train during a save; return the delay of training and the additional memory."""
     train = tf.function(lambda: table.local.assign_add(tf.ones_like(table.local)))
     usual = []
     for _ in range(6):
@@ -102,7 +102,7 @@ def asynchronous(folder: Path, state, table: Table) -> dict[str, float]:
         started = time.perf_counter()
         save = begin(folder / "step-900000000", agreed_state(state), step=0, token="async")
         stalls["call"] = time.perf_counter() - started
-        train()  # the first update after the snapshot takes new memory
+        train()  # the first update after the snapshot allocates memory
         stalls["next"] = time.perf_counter() - started - stalls["call"] - step
         while not save.done:
             train()
@@ -122,7 +122,7 @@ def asynchronous(folder: Path, state, table: Table) -> dict[str, float]:
 
 
 def plain_write(path: Path, table: Table) -> None:
-    """Write this rank's bytes by themselves: no faster way is known to a file system."""
+    """Write this rank's bytes to a plain file, the fastest way on a file system."""
     data = memoryview(np.asarray(table.local.read_value())).cast("B")
     with path.open("wb", buffering=0) as file:
         for start in range(0, len(data), CHUNK):
@@ -140,14 +140,14 @@ def plain_read(path: Path) -> None:
 
 
 def read_ratio(path: Path, table: Table) -> float:
-    """Return how many bytes are read for this rank's shard, over its own."""
+    """Return the bytes read for this rank's shard, divided by the shard's own bytes."""
     with Reader(path, Manifest.load(path)) as reader:
         reader.sharded("table", table.local_index)
         return max(hk.allgather_object(reader.bytes_read / (len(table.mine) * COLUMNS * 4)))
 
 
 def forget(folder: Path) -> None:
-    """Have the kernel drop what it holds of the files, so that reading meets the disk."""
+    """Drop the files from the kernel's page cache, so that reads reach the disk."""
     hk.barrier()
     for file in folder.rglob("*"):
         if file.is_file():
@@ -158,7 +158,7 @@ def forget(folder: Path) -> None:
 
 
 def slowest(action) -> float:
-    """Run on all ranks at once; return the slowest one's seconds."""
+    """Run on all ranks at once; return the slowest rank's seconds."""
     hk.barrier()
     started = time.perf_counter()
     action()
@@ -166,7 +166,7 @@ def slowest(action) -> float:
 
 
 def with_memory(action) -> tuple[float, float]:
-    """Return seconds as :func:`slowest`, and by how many MB the memory of any rank grew at most meanwhile."""
+    """Return seconds as :func:`slowest`, and the maximum growth of any rank's memory in MB meanwhile."""
     over, peak = threading.Event(), [0]
     before = resident()
 
@@ -183,7 +183,7 @@ def with_memory(action) -> tuple[float, float]:
 
 
 def resident() -> int:
-    """Return this process's own memory in bytes, shared file pages left out."""
+    """Return this process's memory in bytes, without shared file pages."""
     fields = Path("/proc/self/statm").read_text().split()
     return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
 

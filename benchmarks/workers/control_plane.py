@@ -3,8 +3,8 @@
     python control_plane.py rank0 watchdog 256 FOLDER --seconds 10 --fault kill
     python control_plane.py ranks watchdog 256 FOLDER --first 1 --stop 128
 
-Processes of a phase meet in FOLDER: rank 0 writes ``place.json``, simulated ranks ``ranks-FIRST.json``, and rank 0's
-figures are in ``rank0.json``. Clocks are ``time.monotonic``, which all processes of a host share.
+The processes of a phase meet in FOLDER: rank 0 writes ``place.json``, simulated ranks ``ranks-FIRST.json``, and rank
+0's figures are in ``rank0.json``. All processes of a host share the clock ``time.monotonic``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from simulated_watchdog import watchdog_rank0, watchdog_ranks
 
 
 def main() -> None:
-    """Be the process that the command line names."""
+    """Run the part that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=["rank0", "ranks"])
     parser.add_argument("phase", choices=["watchdog", "exchange", "checkpoint", "manifest", "launcher"])

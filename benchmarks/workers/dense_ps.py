@@ -1,9 +1,9 @@
 """One process of a parameter server cluster for benchmarks/dense.py: a server, a worker, or the coordinator.
 
-The coordinator schedules steps, each of which some worker runs on its own batch as soon as it is free: it reads the
-variables from the server, computes, and has the server update them. Nobody waits for anybody, so there is no
-step of all workers; the time of one is that in which all of them together compute as many batches as there are workers:
-the time of K scheduled steps x workers / K.
+The coordinator schedules steps, and each is run on its own batch by the next free worker, which reads the variables
+from the server, computes, and has the server update them. Workers do not wait for each other, so no step spans all
+workers. A step's time is the time in which all workers together compute one batch per worker: the time of K
+scheduled steps x workers / K.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from networks import RATE, inputs, workload
 from timing import leave, parser
 
 WARM_UP = 8
-DONE = "done"  # the file that ends servers and workers
+DONE = "done"  # file that ends servers and workers
 
 
 def main() -> None:
-    """Serve, until the coordinator is done; or coordinate, and leave milliseconds a step."""
+    """Serve until the coordinator is done, or coordinate and write milliseconds per step."""
     options = parser(__doc__)
     options.add_argument("--role", choices=["ps", "worker", "chief"], required=True)
     options.add_argument("--model", default="cifar10")
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def take_part(args, addresses: list[str], coordinate: Callable[..., None]) -> None:
-    """Join the cluster of a server, a coordinator and workers, and do what ``args.role`` is for."""
+    """Join the cluster of a server, a coordinator and workers in the role ``args.role``."""
     cluster = {"ps": addresses[:1], "chief": addresses[1:2], "worker": addresses[2:]}
     task = {"type": args.role, "index": args.number}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
@@ -43,11 +43,11 @@ def take_part(args, addresses: list[str], coordinate: Callable[..., None]) -> No
 
 
 def serve(args, number: int) -> None:
-    """Be a server or a worker until the coordinator is done."""
+    """Run a server or a worker until the coordinator is done."""
     import tensorflow as tf
 
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    # A step waits for the server in the middle: another op must be free to run meanwhile.
+    # A step blocks while waiting for the server, so other ops need a second thread.
     config = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=4)
     tf.distribute.Server(resolver.cluster_spec(), job_name=args.role, task_index=args.number, config=config)
     while not (args.folder / DONE).exists():
@@ -67,7 +67,7 @@ def coordinate(args, workers: int) -> None:
     if not all("/job:ps" in variable.device for variable in variables):
         raise RuntimeError(f"variables are on {variables[0].device}, expected them on /job:ps")
 
-    batch = inputs(args.model)  # constants of the graph: a tensor would be sent to the worker for every step
+    batch = inputs(args.model)  # constants of the graph: tensors would be sent to the worker for every step
 
     @tf.function
     def step():

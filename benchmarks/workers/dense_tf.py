@@ -12,7 +12,7 @@ from timing import parser, time_steps
 
 
 def main() -> None:
-    """Train, and leave this process's median milliseconds a step."""
+    """Train, and write this process's median milliseconds per step."""
     ways = {
         "alone": alone,
         "tied": tied,
@@ -49,14 +49,14 @@ def plain_step(optimizer, tape_of, model, loss_of, images, labels):
 
 
 def alone(args):
-    """Train by itself, knowing of no other process."""
+    """Train without any other process."""
     import keras
 
     return plain_step(keras.optimizers.SGD(RATE), lambda tape: tape, *workload(args.model)), args.number
 
 
 def tied(args):
-    """Train by itself, but for one number a step that all average before they update: what it takes to wait."""
+    """Train alone except that all processes average one number per step before they update: the cost of waiting."""
     import tensorflow as tf
 
     import hvdkit as hk
@@ -79,7 +79,7 @@ def tied(args):
 
 
 def with_hvdkit(args):
-    """Train with hvdkit's optimizer, and its defaults but for what the way is named after."""
+    """Train with hvdkit's optimizer and its defaults, except for the option in the name."""
     import hvdkit as hk
 
     hk.init()
@@ -93,7 +93,7 @@ def with_hvdkit(args):
 
 
 def with_horovod(args):
-    """Train with Horovod's own tape, which averages where it is given TensorFlow's variables."""
+    """Train with Horovod's own tape, which averages gradients of TensorFlow's variables."""
     import horovod.tensorflow as hvd
 
     hvd.init()
@@ -103,7 +103,7 @@ def with_horovod(args):
 
 
 def multiworker(args):
-    """Train under tf.distribute.MultiWorkerMirroredStrategy, which makes the average in its optimizer step."""
+    """Train under tf.distribute.MultiWorkerMirroredStrategy, whose optimizer step averages."""
     workers = [f"127.0.0.1:{port}" for port in args.ports]
     task = {"type": "worker", "index": args.number}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
@@ -121,7 +121,7 @@ def multiworker(args):
         with tf.GradientTape() as tape:
             loss = loss_of(images, labels)
         grads = tape.gradient(loss, [v.value for v in model.trainable_variables])
-        # Its optimizer adds gradients up, so each replica takes its share of the mean.
+        # Its optimizer sums gradients, so each replica divides by the number of replicas.
         grads = [g / strategy.num_replicas_in_sync for g in grads]
         optimizer.apply(grads, model.trainable_variables)
         return loss
@@ -134,10 +134,10 @@ def multiworker(args):
 
 
 def towers(args):
-    """Train a tower on each device of one process, as the tutorial: variables and ``average_gradients`` on the CPU."""
+    """Train a tower per device in one process, like the tutorial: variables and ``average_gradients`` on the CPU."""
     import tensorflow as tf
 
-    # A device has no compute threads of its own: the towers run beside each other where as many ops may.
+    # Devices share the compute threads: the towers run in parallel if that many ops may.
     tf.config.threading.set_inter_op_parallelism_threads(args.towers)
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * args.towers)

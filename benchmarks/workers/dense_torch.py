@@ -14,7 +14,7 @@ WEIGHT_DECAY = 0.004
 
 
 def main() -> None:
-    """Train, and leave this process's median milliseconds a step."""
+    """Train, and write this process's median milliseconds per step."""
     options = parser(__doc__)
     options.add_argument("--model", choices=BATCH, default="cifar10")
     args = options.parse_args()
@@ -26,7 +26,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     images, labels = (torch.from_numpy(x) for x in inputs(args.model))
     if images.dim() == 4:
-        images = images.permute(0, 3, 1, 2)  # channels last in memory, which is the fastest here
+        images = images.permute(0, 3, 1, 2)  # channels last in memory is fastest here
     labels = labels.long()
 
     def step(_: int) -> float:
@@ -39,11 +39,11 @@ def main() -> None:
         return float(loss.detach())
 
     time_steps(args, step, dist.get_rank())
-    os._exit(0)  # Gloo's own end aborts, now and then, where another process has closed its connections first
+    os._exit(0)  # Gloo sometimes aborts at exit if another process has closed its connections first
 
 
 def build(name: str) -> tuple[nn.Module, list[nn.Parameter]]:
-    """Return a network by its name, and the weights whose squares its loss has."""
+    """Return a network by its name, and the weights in its L2 loss."""
     if name == "mlp":
         hidden = [layer for _ in range(4) for layer in (nn.Linear(2500, 2500), nn.ReLU())]
         return nn.Sequential(*hidden, nn.Linear(2500, 10)), []
@@ -57,7 +57,7 @@ def build(name: str) -> tuple[nn.Module, list[nn.Parameter]]:
 
 
 def norm() -> nn.Module:
-    """The tutorial's: four neighbours on either side, alpha 0.001 / 9 for each of the nine."""
+    """Return the tutorial's: four neighbors on either side, alpha 0.001 / 9 for each of the nine."""
     return nn.LocalResponseNorm(9, alpha=0.001, beta=0.75, k=1.0)
 
 
@@ -75,12 +75,12 @@ class Bottleneck(nn.Module):
         self.shortcut = nn.Identity() if direct else nn.Sequential(*convolution(given, 4 * width, 1, stride))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum."""
+        """Return the activated sum of both branches."""
         return torch.relu(self.body(x) + self.shortcut(x))
 
 
 def convolution(given: int, width: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
-    """Return a convolution with its batch normalisation."""
+    """Return a convolution with its batch normalization."""
     return nn.Conv2d(given, width, kernel, stride, kernel // 2), nn.BatchNorm2d(width, eps=1.001e-5, momentum=0.01)
 
 

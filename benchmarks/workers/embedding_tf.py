@@ -1,4 +1,4 @@
-"""One process of benchmarks/embedding.py under TensorFlow: look rows up, compute a loss, update the rows."""
+"""One process of benchmarks/embedding.py under TensorFlow: look up rows, compute a loss, update the rows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from timing import parser, time_steps
 
 WARM_UP, BATCHES = 24, 8
 ROWS, WIDTH, FEATURES, SAMPLES = 1_000_000, 64, 26, 4096
-# 26 tables as recommenders have them: a few large ones, many small ones, three widths.
+# 26 tables as in recommenders: a few large ones, many small ones, three widths.
 SIZES = [400_000, 200_000, 100_000, 50_000] + [20_000] * 6 + [5_000] * 8 + [1_000] * 8
 WIDTHS = [64, 32, 64, 16, *([32, 64, 16] * 8)][: len(SIZES)]
 
 
 def main() -> None:
-    """Train, and leave this process's median milliseconds a step."""
+    """Train, and write this process's median milliseconds per step."""
     options = parser(__doc__)
     options.add_argument("way", choices=["plain", "hvdkit", "sparse", "dense"])
     options.add_argument("--work", choices=["one", "many"], default="one")
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def ids_of(work: str, rank: int) -> list[dict]:
-    """Return some batches of ids: Zipf(1.2) in each feature, every feature with favourites of its own."""
+    """Return some batches of ids: Zipf(1.2) in each feature, with different frequent ids per feature."""
     import tensorflow as tf
 
     rng = np.random.default_rng(rank)
@@ -63,7 +63,7 @@ def loss_of(found):
 
 
 def replicated(args):
-    """Return whole tables, and the lookup of all features in them with TensorFlow's own ops."""
+    """Return whole tables, and a lookup of all features in them with TensorFlow's own ops."""
     import tensorflow as tf
 
     shapes = {"table": (ROWS, WIDTH)} if args.work == "one" else {
@@ -80,7 +80,7 @@ def replicated(args):
 
 
 def plain(args):
-    """One process, a replicated table, ``tf.gather`` and ``scatter_sub``."""
+    """One process with a whole table, ``tf.gather`` and ``scatter_sub``."""
     import tensorflow as tf
 
     tables, look_up = replicated(args)
@@ -105,7 +105,7 @@ def plain(args):
 
 
 def sharded(work):
-    """Return the layer, its lookup of all features (of ids, or of what was asked), and how to ask ahead."""
+    """Return the layer, its lookup of all features (from ids or requested rows), and a function to request rows."""
     import hvdkit as hk
 
     if work == "one":
@@ -168,7 +168,7 @@ def with_hvdkit(args):
 
 
 def needed_bytes(layer, batch) -> int:
-    """Return what one rank has to exchange: each distinct id, its row, and the row's gradient."""
+    """Return the bytes that one rank has to exchange: each distinct id, its row, and the row's gradient."""
     store = getattr(layer, "_collection", layer)._store
     needed = 0
     for name, ids in batch.items():
@@ -180,7 +180,7 @@ def needed_bytes(layer, batch) -> int:
 
 
 def exchanged(loss, layer, batch) -> tuple[int, int]:
-    """Run a step's lookup and gradient once more; return bytes sent by this rank (to itself, too) and collectives."""
+    """Repeat a step's lookup and gradient; return the bytes sent by this rank (also to itself) and collectives."""
     import tensorflow as tf
 
     from hvdkit.collectives import tensors
@@ -202,7 +202,7 @@ def exchanged(loss, layer, batch) -> tuple[int, int]:
 
 
 def with_horovod(args):
-    """Replicated tables on raw Horovod: sparse gradients gathered ("sparse"), or made dense and reduced ("dense")."""
+    """Replicated tables on raw Horovod: gather sparse gradients ("sparse"), or reduce them as dense ones ("dense")."""
     import horovod.tensorflow as hvd
 
     hvd.init()

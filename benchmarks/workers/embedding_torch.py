@@ -19,7 +19,7 @@ ROWS, WIDTH, FEATURES, SAMPLES = 1_000_000, 64, 26, 4096
 
 
 def main() -> None:
-    """Train, and leave this process's median milliseconds a step."""
+    """Train, and write this process's median milliseconds per step."""
     options = parser(__doc__)
     options.add_argument("--sharding", default="table_wise", help="table_wise, column_wise or row_wise")
     args = options.parse_args()
@@ -29,11 +29,11 @@ def main() -> None:
     model = model_of(args.sharding)
     batches = batches_of(rank)
     time_steps(args, lambda n: step(model, batches[n % BATCHES]), rank, warm_up=WARM_UP, before=dist.barrier)
-    os._exit(0)  # Gloo's own end aborts, now and then, where another process has closed its connections first
+    os._exit(0)  # Gloo sometimes aborts at exit if another process has closed its connections first
 
 
 def model_of(sharding: str):
-    """Return one table for all features, cut as ``sharding`` says, with SGD fused into the backward pass."""
+    """Return one table for all features, sharded as ``sharding`` says, with SGD fused into the backward pass."""
     table = torchrec.EmbeddingBagConfig(
         name="table",
         embedding_dim=WIDTH,
@@ -54,7 +54,7 @@ def model_of(sharding: str):
 
 
 def batches_of(rank: int):
-    """Return the ids of embedding_tf.py: Zipf(1.2), every feature with favourites of its own."""
+    """Return the ids of embedding_tf.py: Zipf(1.2), with different frequent ids per feature."""
     rng = np.random.default_rng(rank)
     shift = np.arange(FEATURES) * (ROWS // FEATURES)
     made = []

@@ -1,7 +1,7 @@
 """One rank of benchmarks/fit.py: train a model in several ways by turns, or evaluate it on one rank and on all.
 
-A way trains two epochs in each turn, of which the second counts: its first step may compile, and compares the ranks'
-weights. The ways take turns within one process, so that a slow minute of the machine meets all of them.
+A way trains two epochs per turn, and the second one counts: in the first, steps may compile and ranks compare
+weights. All ways run in one process, so that a slow minute of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import hvdkit as hk
 
 # isort: split
 import keras
-import networks  # noqa: F401  (where models/ is)
+import networks  # noqa: F401  (adds models/ to the path)
 import numpy as np
 import tensorflow as tf
 from timing import leave, meet, parser
@@ -28,12 +28,12 @@ import cifar10
 from inputs import planted_clicks
 from recommender import Recommender
 
-BATCH = {"cifar10": 64, "recommender": 500}  # examples a rank
-Clocked = tuple[float, float]  # seconds, and seconds of CPU time
+BATCH = {"cifar10": 64, "recommender": 500}  # examples per rank
+Clocked = tuple[float, float]  # seconds, and CPU seconds
 
 
 def main() -> None:
-    """Leave the milliseconds of every way in every round."""
+    """Write the milliseconds of every way in every round."""
     options = parser(__doc__)
     options.add_argument("--model", choices=BATCH, default="cifar10")
     options.add_argument("--rounds", type=int, default=3)
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def turns(ways: dict[str, Callable[[], Clocked]], number: int, steps: int) -> dict[str, list[tuple[str, float]]]:
-    """Run every way once, in an order that is shuffled for each round; return its milliseconds a step."""
+    """Run every way once, in an order shuffled by ``number``; return milliseconds per step."""
     found = {}
     for way in random.Random(number).sample(sorted(ways), len(ways)):
         hk.barrier()
@@ -60,7 +60,7 @@ def turns(ways: dict[str, Callable[[], Clocked]], number: int, steps: int) -> di
 
 
 def images(examples: int):
-    """Return the CIFAR-10 tutorial's network, the class of its loss, and images as they are behind distortion."""
+    """Return the CIFAR-10 tutorial's network, its loss class, and distorted images."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((24, 24, 3)), *cifar10.network(10)])
     rng = np.random.default_rng(0)
@@ -69,7 +69,7 @@ def images(examples: int):
 
 
 def clicks(examples: int):
-    """Return the click model with its 26 tables, the class of its loss, and made examples."""
+    """Return the click model with its 26 tables, its loss class, and generated examples."""
     keras.utils.set_random_seed(0)
     made = planted_clicks(examples * 5 // 4, rows=5000, seed=0)
     model = Recommender(made.rows, 4, 0)
@@ -80,7 +80,7 @@ def clicks(examples: int):
 
 
 class Clock(keras.callbacks.Callback):
-    """Keep the time of the last epoch."""
+    """Measures the time of the last epoch."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self.started = now()
@@ -95,7 +95,7 @@ def now() -> Clocked:
 
 
 def since(started: Clocked) -> Clocked:
-    """Return what has passed."""
+    """Return the elapsed times."""
     wall, cpu = now()
     return wall - started[0], cpu - started[1]
 
@@ -116,7 +116,7 @@ def trainings(work, batch, args) -> dict[str, Callable[[], Clocked]]:
 
 
 def by_plain_fit(work, batch, tables):
-    """Keras alone, on one rank; hvdkit's tables have hvdkit's optimizer."""
+    """Train with Keras alone, on one rank; hvdkit's tables have hvdkit's optimizer."""
     plain = keras.optimizers.SGD(0.01)
     model, (x, y) = compiled(work, hk.DistributedOptimizer(plain) if tables else plain)
 
@@ -129,7 +129,7 @@ def by_plain_fit(work, batch, tables):
 
 
 def by_hk_fit(work, batch):
-    """The same with hk.fit."""
+    """Train with hk.fit."""
     model, (x, y) = compiled(work, keras.optimizers.SGD(0.01))
 
     def train():
@@ -141,7 +141,7 @@ def by_hk_fit(work, batch):
 
 
 def by_callbacks(work, batch):
-    """Keras's fit on each rank's own batches, with hvdkit's optimizer and callbacks."""
+    """Train with Keras's fit on each rank's batches, with hvdkit's optimizer and callbacks."""
     model, data = compiled(work, hk.DistributedOptimizer(keras.optimizers.SGD(0.01)))
     batches = hk.data.GlobalBatches(data, batch, shuffle_seed=0, remainder="drop")
 
@@ -155,7 +155,7 @@ def by_callbacks(work, batch):
 
 
 def by_loop(work, batch, steps):
-    """A loop by hand, which also adds up the mean loss over all ranks."""
+    """Train with a hand-written loop, which also computes the mean loss over all ranks."""
     model, loss, data = work()
     each = loss(from_logits=True, reduction="none")
     optimizer, mean = hk.DistributedOptimizer(keras.optimizers.SGD(0.01)), keras.metrics.Mean()
@@ -186,7 +186,7 @@ def by_loop(work, batch, steps):
 
 
 def evaluations(work, batch, args) -> dict[str, Callable[[], Clocked]]:
-    """Return an evaluation by rank 0 while the others sleep, and one by all ranks."""
+    """Return an evaluation by rank 0 while the other ranks sleep, and one by all ranks."""
     (alone, (x, y)), (together, _) = (compiled(work, "sgd") for _ in range(2))
     number = itertools.count()
 

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/large_table.py: train a table larger than one rank should hold, and check rows by hand."""
+"""One rank of benchmarks/large_table.py: train a table too large for one rank, and check rows against a formula."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, SAMPLES, FEATURES, RATE = 64, 4096, 26, 0.5
 
 
 def main() -> None:
-    """Make the table, train, check, and leave this rank's figures."""
+    """Create the table, train, check, and write this rank's figures."""
     options = parser(__doc__)
     options.add_argument("--rows", type=int, default=31_250_000)
     options.add_argument("--optimizer", choices=["sgd", "adagrad"], default="sgd")
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def check(found: np.ndarray, first: np.ndarray, args) -> None:
-    """Compare rows that nobody asked for with their first values, and the one of all ranks with the formula."""
+    """Compare unused rows with their initial values, and the row used by all ranks with the formula."""
     np.testing.assert_array_equal(found[:3], first[:3])
     gradient, row, total = 2.0 * hk.size(), first[3].astype(np.float64), 0.1
     for _ in range(args.steps):
@@ -67,7 +67,7 @@ def check(found: np.ndarray, first: np.ndarray, args) -> None:
 
 
 def peak() -> float:
-    """Return this process's largest resident memory so far, GiB."""
+    """Return this process's peak resident memory in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 

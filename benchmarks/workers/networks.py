@@ -24,7 +24,7 @@ def build(name: str):
     if name == "mlp":  # 25.0 million weights, 100 MB
         hidden = [keras.layers.Dense(2500, "relu") for _ in range(4)]
         return keras.Sequential([keras.Input(SHAPE[name]), *hidden, keras.layers.Dense(10)])
-    import cifar10  # the tutorial's, with hvdkit: a launched rank imports both in the order that works
+    import cifar10  # the tutorial's, with hvdkit: import order of a launched rank matters
 
     return keras.Sequential([keras.Input(SHAPE[name]), *cifar10.network(10)])
 
@@ -39,7 +39,7 @@ def inputs(name: str):
 
 
 def workload(name: str):
-    """Return the network, a function for its loss, and what that takes."""
+    """Return the network, its loss function, and the arguments of that function."""
     import tensorflow as tf
 
     model = build(name)

@@ -18,7 +18,7 @@ GLOBAL_BATCH, IDS, WIDTH, EXAMPLES = 96, 5000, 8, 4800
 
 
 def main() -> None:
-    """Train to ``--steps`` steps in all, from wherever the last run was saved; rank 0 prints sums and digests."""
+    """Train up to step ``--steps``, continuing from the last save; rank 0 prints sums and digests."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("logdir", type=Path)
     parser.add_argument("--steps", type=int, default=60)
@@ -54,7 +54,7 @@ def main() -> None:
                 break
             loss = hk.allreduce(train_step(x, y))
             sv.step(loss=loss)
-    # Sums over all ranks' parts: at another number of ranks they are equal up to rounding.
+    # Sums over all ranks' parts: on another number of ranks they are equal up to rounding.
     own = [np.asarray(v) for v in model.trainable_variables]
     dense = [v for v in own if v.shape[:1] != np.asarray(model.trainable_variables[0]).shape[:1]]
     table = own[0].astype(np.float64)

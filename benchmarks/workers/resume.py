@@ -19,7 +19,7 @@ GLOBAL_BATCH = 48
 
 
 def main() -> None:
-    """Train to ``--steps`` steps in all, from wherever the last run was saved."""
+    """Train up to step ``--steps``, continuing from the last save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("logdir", type=Path)
     parser.add_argument("--steps", type=int, default=390)
@@ -48,10 +48,10 @@ def main() -> None:
 
 
 def workload(dropout: float):
-    """Return data, model, optimizer and step, with every kind of state that a run has.
+    """Return data, model, optimizer and step, with every kind of state that a run can have.
 
-    Each rank draws its own dropout masks and keeps its own moving statistics; gradients are added up over three steps;
-    the learning rate decays by the step.
+    Each rank draws different dropout masks and keeps different moving statistics; gradients are accumulated over three
+    steps; the learning rate decays by step.
     """
     from sklearn.datasets import load_digits
 

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/ring.py: the time in which gradients of given sizes are averaged, in one of several ways."""
+"""One rank of benchmarks/ring.py: time the averaging of gradients of given sizes, in one of several ways."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from timing import leave, meet, parser
 
-TENSORS = 8  # that the gradients of one size are made of
+TENSORS = 8  # per gradient size
 WARM_UP, SMALL_TIMES = 2, 100
 
 
 def main() -> None:
-    """Time every size, and leave milliseconds by size."""
+    """Time every size, and write milliseconds by size."""
     ways = {"hvdkit": with_hvdkit, "fp16": with_hvdkit, "own": with_hvdkit, "horovod": with_horovod, "central": central}
     options = parser(__doc__)
     options.add_argument("way", choices=ways)
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def gradients(size: int) -> list[Any]:
-    """Return variables, so that no graph takes them for constants."""
+    """Return variables, which a graph cannot treat as constants."""
     import tensorflow as tf
 
     return [tf.Variable(tf.ones([max(1, size // 4 // TENSORS)])) for _ in range(TENSORS)]
@@ -65,7 +65,7 @@ def with_hvdkit(way: str):
 
 
 def with_horovod(_: str):
-    """Average with Horovod's own function, tensor by tensor as its tape does: it fuses them."""
+    """Average with Horovod's own function, tensor by tensor like its tape, so that Horovod fuses them."""
     import horovod.tensorflow as hvd
 
     hvd.init()
@@ -84,7 +84,7 @@ def with_horovod(_: str):
 
 
 def central(_: str):
-    """Send all gradients to rank 0, which averages them and sends the mean back: what towers do."""
+    """Send all gradients to rank 0, which averages them and returns the mean, like towers."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD

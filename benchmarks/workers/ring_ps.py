@@ -1,8 +1,8 @@
-"""One process of a parameter server cluster for benchmarks/ring.py, on a host of its own but for the coordinator.
+"""One process of a parameter server cluster for benchmarks/ring.py; only the coordinator shares the server's host.
 
-Its workers read variables of a given size from the server and have it add as much to them, which is what their
-gradients would be. As in dense_ps.py nobody waits for anybody: a step is the time in which all of them together have
-done so as often as there are workers.
+Workers read variables of a given size from the server and have it add as many bytes to them, in place of
+gradients. As in dense_ps.py, workers do not wait for each other: a step's time is the time in which all workers
+together do this once per worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TENSORS = 8
 
 
 def main() -> None:
-    """Serve, until the coordinator is done; or coordinate, and leave milliseconds by size."""
+    """Serve until the coordinator is done, or coordinate and write milliseconds by size."""
     options = parser(__doc__)
     options.add_argument("--role", choices=["ps", "worker", "chief"], required=True)
     options.add_argument("--sizes", type=int, nargs="+", required=True, help="bytes of float32")
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def coordinate(args, workers: int) -> None:
-    """Have all workers read and update."""
+    """Run reads and updates on all workers."""
     import tensorflow as tf
 
     strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
@@ -58,7 +58,7 @@ def update(held) -> None:
     import tensorflow as tf
 
     for variable in held:
-        with tf.device("/job:worker"):  # else TensorFlow would compute beside the variable, and nothing would travel
+        with tf.device("/job:worker"):  # otherwise TensorFlow would compute on the server, and send nothing
             change = 1e-9 * tf.random.uniform(variable.shape) * variable.read_value()
         variable.assign_add(change)
 

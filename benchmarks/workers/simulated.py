@@ -1,4 +1,4 @@
-"""What the processes of benchmarks/control_plane.py share: files by which they meet, and what a process has used."""
+"""Code shared by the processes of benchmarks/control_plane.py: files for synchronization, and resource usage."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Counting(Protocol):
 
 
 def cpu() -> float:
-    """Return the seconds of CPU that this process has used: user's and system's."""
+    """Return the CPU seconds of this process, user plus system."""
     return time.process_time()
 
 
 def peak_mb() -> float:
-    """Return the largest resident memory of this process so far, in MB."""
+    """Return the peak resident memory of this process in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def write(folder: Path, name: str, content: Any) -> None:
-    """Write JSON that is there as a whole or not at all."""
+    """Write JSON atomically."""
     hidden = folder / f".{name}"
     hidden.write_text(json.dumps(content))
     hidden.rename(folder / name)
 
 
 def read(folder: Path, name: str) -> Any:
-    """Wait for what another process writes; raise TimeoutError if it does not."""
+    """Wait for a file of another process and return its content; raise TimeoutError if it does not appear."""
     until = time.monotonic() + WAIT_SECONDS
     while not (folder / name).exists():
         if time.monotonic() > until:
@@ -51,7 +51,7 @@ def read(folder: Path, name: str) -> Any:
 
 
 def sent_and_received(connections: list[socket.socket]) -> int:
-    """Return the bytes that all connections carried so far. Source: struct tcp_info of linux/tcp.h."""
+    """Return the bytes that all connections have carried so far. Source: struct tcp_info of linux/tcp.h."""
     total = 0
     for one in connections:
         with contextlib.suppress(OSError):
@@ -60,7 +60,7 @@ def sent_and_received(connections: list[socket.socket]) -> int:
 
 
 def measured(act: Callable[[], Any], communicator: Counting | None = None) -> dict[str, float]:
-    """Return what ``act`` cost this process."""
+    """Return the cost of ``act`` to this process."""
     connections = [] if communicator is None else [communicator.connection]
     messages = 0 if communicator is None else communicator.messages
     carried, memory, before, began = sent_and_received(connections), peak_mb(), cpu(), time.monotonic()

@@ -11,7 +11,7 @@ import numpy as np
 from simulated import measured, read, write
 
 TABLES, REPLICATED, ROWS_PER_RANK = 4, 8, 16
-OPEN_FILES = 256  # that a restore of all ranks' files may have open, whatever their number
+OPEN_FILES = 256  # limit for a restore of all ranks' files, whatever their number
 GENERATOR_STATE = 625  # numbers in the state of Python's or NumPy's generator
 
 
@@ -46,7 +46,7 @@ def save(rank: int, size: int, folder: Path) -> Any:
 
 
 def checkpoint_ranks(size: int, folder: Path, ranks: range) -> None:
-    """Save as some ranks."""
+    """Save as each of ``ranks``."""
     began = time.monotonic()
     for rank in ranks:
         save(rank, size, folder)
@@ -54,7 +54,7 @@ def checkpoint_ranks(size: int, folder: Path, ranks: range) -> None:
 
 
 def checkpoint_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
-    """Complete a save that the other ranks have written; restore it as one of as many ranks, of half, and alone."""
+    """Complete a save that the other ranks have written; restore it on as many ranks, on half, and alone."""
     from hvdkit.checkpoint.folder import latest
     from hvdkit.checkpoint.manifest import NAME, Manifest
     from hvdkit.checkpoint.reading import Reader
@@ -96,5 +96,5 @@ def checkpoint_rank0(size: int, folder: Path, seconds: float, fault: str) -> Non
 
 
 def _scaled(rows: range, ranks: int, size: int) -> tuple[int, int]:
-    """Return a rank's rows of the tables of ``size`` ranks, if there are ``ranks`` now."""
+    """Return a rank's rows of the tables of ``size`` ranks if there are now ``ranks``."""
     return rows.start * size // ranks, rows.stop * size // ranks

@@ -1,4 +1,4 @@
-"""The exchange of objects in benchmarks/control_plane.py: rank 0's, in a ring whose other ranks are simulated."""
+"""The exchange of objects in benchmarks/control_plane.py: rank 0 in a ring whose other ranks are simulated."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hvdkit.watchdog.channel import Offer
 
 
 class Ring:
-    """What ``ObjectExchange`` needs of mpi4py, as rank 0 of a ring: each step passes one rank's bytes on.
+    """The mpi4py interface that ``ObjectExchange`` needs, for rank 0 of a ring; each step passes on one rank's bytes.
 
-    The other end (:func:`exchange_ranks`) is the rest of the ring. It says on behalf of each of the other ranks what
-    rank 0 said, which is what they do if they agree.
+    The other end (:func:`exchange_ranks`) simulates the rest of the ring. It repeats rank 0's message for each of the
+    other ranks, as real ranks would if they agree.
     """
 
     def __init__(self, connection: socket.socket, size: int) -> None:
@@ -27,7 +27,7 @@ class Ring:
         self.messages = 0
 
     def Iallgather(self, mine: np.ndarray, every: np.ndarray) -> Ring:
-        """Gather as many bytes of each rank."""
+        """Gather the same number of bytes from each rank."""
         self.Iallgatherv(mine, (every, None))
         return self
 
@@ -46,7 +46,7 @@ class Ring:
 
     @staticmethod
     def Test() -> bool:
-        """Return True: a collective is done when it returns."""
+        """Return True: a collective is complete when it returns."""
         return True
 
     @staticmethod
@@ -56,7 +56,7 @@ class Ring:
 
 
 class Sizes:
-    """What ``ObjectExchange`` needs of Horovod."""
+    """The Horovod interface that ``ObjectExchange`` needs."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -72,18 +72,18 @@ class Sizes:
 
 
 def send_piece(connection: socket.socket, data: bytes) -> None:
-    """Send bytes and their number."""
+    """Send bytes after their length."""
     connection.sendall(struct.pack("!I", len(data)) + data)
 
 
 def receive_piece(connection: socket.socket) -> bytes:
-    """Return what :func:`send_piece` sent; raise EOFError at the end."""
+    """Return the bytes sent by :func:`send_piece`; raise EOFError at the end."""
     (length,) = struct.unpack("!I", receive_exactly(connection, 4))
     return receive_exactly(connection, length)
 
 
 def receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """Return so many bytes."""
+    """Return exactly ``count`` bytes."""
     data = connection.recv(count, socket.MSG_WAITALL) if count else b""
     if len(data) < count:
         raise EOFError
@@ -92,7 +92,7 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 @contextlib.contextmanager
 def ring(size: int, folder: Path) -> Iterator[Ring]:
-    """Be rank 0 of a ring while the context lasts."""
+    """Act as rank 0 of a ring while the context lasts."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         write(folder, "place.json", server.getsockname()[1])
         connection, _ = server.accept()
@@ -103,7 +103,7 @@ def ring(size: int, folder: Path) -> Iterator[Ring]:
 
 
 def exchange_ranks(size: int, folder: Path, ranks: range) -> None:
-    """Be the rest of the ring: send each of rank 0's first messages back once for each other rank."""
+    """Simulate the rest of the ring: return each of rank 0's first messages once for each other rank."""
     with socket.create_connection(("127.0.0.1", read(folder, "place.json"))) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(EOFError, OSError):
@@ -117,7 +117,7 @@ def exchange_ranks(size: int, folder: Path, ranks: range) -> None:
 
 
 def exchange_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
-    """Agree on the world, as ``hk.init()`` does, and on the end of a save, as each look at it does."""
+    """Agree on the world, like ``hk.init()``, and on the end of a save, like each poll of it."""
     from hvdkit.cluster import places
     from hvdkit.cluster.agreement import gather
     from hvdkit.cluster.exchange import ObjectExchange
@@ -135,7 +135,7 @@ def exchange_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
 
 
 def manifest_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
-    """Agree on a checkpoint's manifest with the other ranks, as the begin of a restore does."""
+    """Agree on a checkpoint's manifest with the other ranks, like the start of a restore."""
     from hvdkit.checkpoint.folder import latest
     from hvdkit.checkpoint.restoring import agreed_manifest
     from hvdkit.cluster import world

@@ -1,4 +1,4 @@
-"""hvdkit run's part of benchmarks/control_plane.py: its own code, and sentinels that are simulated."""
+"""hvdkit run's part of benchmarks/control_plane.py: its own code with simulated sentinels."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hvdkit.watchdog.events import End, Exited, Flight, GiveFlight, Joined, Leav
 from hvdkit.watchdog.running import offered
 
 OUTPUT_LINES = 20
-SENTINELS = 500  # in a process
+SENTINELS = 500  # per process
 
 
 def launcher_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
-    """Be ``hvdkit run``: an engine whose ranks' sentinels are simulated, from its start to the verdict."""
+    """Act as ``hvdkit run``: an engine whose ranks' sentinels are simulated, from its start to the verdict."""
     from hvdkit.commands.run.attempt import Attempt, Signals
     from hvdkit.commands.run.config import RunConfig
     from hvdkit.commands.run.engines import CommandLine, Engine
@@ -60,14 +60,14 @@ def launcher_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
 
 
 def launcher_ranks(size: int, folder: Path, fault: str) -> None:
-    """Be the engine: all sentinels, some hundreds in each process."""
+    """Act as the engine: all sentinels, some hundreds per process."""
     children = []
     for first in range(0, size, SENTINELS):
         pid = os.fork()
         if pid == 0:
             fleet = Sentinels(range(first, min(first + SENTINELS, size)), size)
             write(folder, f"ready-{first}.json", {})
-            for other in range(0, size, SENTINELS):  # none fails before all are there
+            for other in range(0, size, SENTINELS):  # none fails before all are connected
                 read(folder, f"ready-{other}.json")
             found = fleet.run(size - 1 if fault != "none" else None)
             write(folder, f"sentinels-{first}.json", found)
@@ -84,7 +84,7 @@ def launcher_ranks(size: int, folder: Path, fault: str) -> None:
 
 
 class Sentinels:
-    """Sentinels of some ranks: hvdkit's own connection, and programs that write some lines and end."""
+    """Sentinels of some ranks: hvdkit's own connection, and programs that write some lines and exit."""
 
     def __init__(self, ranks: range, size: int) -> None:
         allow_files(len(ranks))
@@ -94,13 +94,13 @@ class Sentinels:
             there = Joined(rank=rank, size=size, host=host, place=host)
             self.links[rank], welcome = connect(offered(), there, self.selector, rank)
             assert welcome.program is not None
-        self.messages = 5 * len(ranks)  # of the handshakes
+        self.messages = 5 * len(ranks)  # for the handshakes
         self.ordered = 0.0
         self.bytes = 0
         self._ended: set[int] = set()
 
     def run(self, failed: int | None) -> dict[str, float]:
-        """Write the lines, end all ranks, or ``failed`` alone and the others as they are ordered to."""
+        """Write the lines; end all ranks, or only ``failed`` and the others when ordered."""
         line = b"%b\n" % (b"x" * 79)
         for rank in self.links:
             self._say(rank, Training(pid=1))

@@ -1,4 +1,4 @@
-"""The watchdog's part of benchmarks/control_plane.py: rank 0's sentinel, and sentinels of ranks that are simulated."""
+"""The watchdog's part of benchmarks/control_plane.py: rank 0's sentinel, and sentinels of simulated ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from hvdkit.watchdog.events import (
 from hvdkit.watchdog.flight import FlightRecorder, Record
 
 TRACEBACK = "\n".join(f"  File train.py, line {line}, in step" for line in range(100))
-CONNECTING = 16  # simulated sentinels of a process that connect at the same time
+CONNECTING = 16  # simulated sentinels per process that connect at the same time
 RECORD = Record(
     number=1234, key="eager 1234", what="allreduce(float32[4096, 64])", line="/home/me/train.py:123",
     ranks="", nbytes=1 << 20, step=1233, start=1234.5678901, end=1234.5789012,
@@ -46,13 +46,13 @@ GIVE_UP_SECONDS = 60.0
 
 
 def joined(rank: int, size: int) -> Joined:
-    """Return what the sentinel of a simulated rank says of itself."""
+    """Return the Joined message of a simulated rank's sentinel."""
     host = f"host-{rank // RANKS_PER_HOST}"
     return Joined(rank=rank, size=size, host=host, place=host)
 
 
 class Rank0:
-    """Rank 0's sentinel, as ``hk.init()`` starts it, in this process; its rank is a process that sleeps."""
+    """Rank 0's sentinel in this process, as ``hk.init()`` starts it; its rank is a process that sleeps."""
 
     def __init__(self, size: int, folder: Path) -> None:
         self.rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10_000)"])
@@ -75,7 +75,7 @@ class Rank0:
         write(folder, "place.json", str(offer))
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Do what the sentinel does, until ``until`` says so."""
+        """Run the sentinel's loop until ``until()`` is true."""
         while not until():
             self.sentinel.turn(0.2)
             self.turns += 1
@@ -86,7 +86,7 @@ class Rank0:
 
 
 def watchdog_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
-    """Admit all ranks, watch them for some seconds, and see one fail."""
+    """Admit all ranks, watch them for some seconds, and detect a failure."""
     allow_files(size)
     os.environ[flight_file.FOLDER] = str(folder)
     memory, before, began = peak_mb(), cpu(), time.monotonic()
@@ -97,7 +97,7 @@ def watchdog_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
     sockets = rank0.connections()
     # Each handshake has five messages.
     found["start"] |= {"messages": coordinator.messages + 5 * size, "bytes": sent_and_received(sockets)}
-    wait_until(rank0, coordinator.settings.interval(size))  # the ranks' reports have begun
+    wait_until(rank0, coordinator.settings.interval(size))  # the ranks have begun to report
     messages, carried = coordinator.messages, sent_and_received(sockets)
     turns, before, began = rank0.turns, cpu(), time.monotonic()
     wait_until(rank0, seconds)
@@ -109,7 +109,7 @@ def watchdog_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
         "bytes": (sent_and_received(sockets) - carried) / elapsed,
         "memory": peak_mb() - memory,
     }
-    found["cpu"] = cpu()  # the rest of this process's is the failure's
+    found["cpu"] = cpu()  # the remaining CPU time of this process is the failure's
     write(folder, "rank0.json", found)
     write(folder, "fault.json", fault)
     give_up = time.monotonic() + GIVE_UP_SECONDS
@@ -121,7 +121,7 @@ def watchdog_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
 
 
 def wait_until(rank0: Rank0, seconds: float) -> None:
-    """Let so many seconds pass."""
+    """Run the sentinel for ``seconds``."""
     until = time.monotonic() + seconds
     rank0.run(lambda: time.monotonic() >= until)
 
@@ -138,16 +138,16 @@ class Fleet:
         self.interval = found[0][1].interval
         for link in self.links.values():
             link.send(Training(pid=1))
-        # Sentinels report in turns.
+        # Spread the sentinels' reports over the interval.
         now = time.monotonic()
         self.due = {rank: now + self.interval * (1 - rank / size) for rank in ranks}
         self.turn = sorted(self.due, key=self.due.__getitem__)
         self.next = 0
-        self.ended: dict[int, float] = {}  # when each was ordered to end its rank
+        self.ended: dict[int, float] = {}  # when each got the order to end its rank
         self._flight: tuple[int, bytes] = (0, b"")
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Report and note what comes, until ``until`` says so."""
+        """Send reports and record received messages until ``until()`` is true."""
         while not until():
             for key, events in self.selector.select(0.01):
                 self._serve(key.data, events)
@@ -188,7 +188,7 @@ class Fleet:
 
 
 def watchdog_ranks(size: int, folder: Path, ranks: range) -> None:
-    """Be some ranks: connect, report, and when rank 0 asks for it let the last one fail."""
+    """Simulate some ranks: connect, report, and have the last one fail when rank 0 requests it."""
     fleet = Fleet(Offer.parse(read(folder, "place.json")), ranks, size)
     fleet.run((folder / "fault.json").exists)
     fault, victim, struck = read(folder, "fault.json"), size - 1, time.monotonic()
@@ -196,7 +196,7 @@ def watchdog_ranks(size: int, folder: Path, ranks: range) -> None:
         fleet.say(victim, Exited(code=None, step=1234))
     elif victim in ranks:
         fleet.say(victim, Failed(step=1234, cause="ValueError: simulated", text=TRACEBACK))
-    if fault != "kill":  # the others' collectives fail in turn
+    if fault != "kill":  # the collectives of the other ranks then fail
         for rank in ranks:
             if rank != victim:
                 fleet.say(rank, Failed(step=1234, cause="HorovodInternalError", text=TRACEBACK, follows=True))

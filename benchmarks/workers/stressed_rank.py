@@ -2,7 +2,7 @@
 
     python stressed_rank.py FOLDER RANK SIZE STEPS STRESS SEED
 
-Ranks meet at every step, by files in FOLDER. STRESS is what one of them, chosen by SEED, does at some steps.
+Ranks meet at every step, through files in FOLDER. STRESS is applied by one of them, chosen by SEED, at some steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
-_package = types.ModuleType("hvdkit")  # hvdkit itself would load TensorFlow
+_package = types.ModuleType("hvdkit")  # importing hvdkit itself would load TensorFlow
 _package.__path__ = [str(Path(__file__).resolve().parents[2] / "hvdkit")]
 sys.modules["hvdkit"] = _package
 
@@ -39,7 +39,7 @@ def meet(name: str) -> None:
 
 @contextlib.contextmanager
 def busy(reason: str) -> Iterator[None]:
-    """Do as ``hk.busy``."""
+    """Mark this rank as busy, like ``hk.busy``."""
     reporter().begin_busy(reason)
     try:
         yield
@@ -48,7 +48,7 @@ def busy(reason: str) -> Iterator[None]:
 
 
 def hold_lock(seconds: float) -> None:
-    """Compute without letting other threads run."""
+    """Compute without releasing Python's lock."""
     sys.setswitchinterval(1000)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -57,13 +57,13 @@ def hold_lock(seconds: float) -> None:
 
 
 def fork_children() -> None:
-    """Fork as data loaders do; the children end with all kinds of exit codes."""
+    """Fork like a data loader; the children exit with different codes."""
     children = []
     for code in (0, 1, 3, 137):
         pid = os.fork()
         if pid == 0:
             if code == 3:
-                sys.exit(code)  # runs the handlers that it has inherited
+                sys.exit(code)  # runs the inherited exit handlers
             os._exit(code)
         children.append(pid)
     for pid in children:
@@ -71,7 +71,7 @@ def fork_children() -> None:
 
 
 def stress() -> None:
-    """Do what was asked for."""
+    """Apply the stress."""
     if STRESS == "lock":
         hold_lock(2 * HEARTBEAT)
     elif STRESS == "save":
@@ -88,7 +88,7 @@ def stress() -> None:
 
 
 def main() -> None:
-    """Train without training."""
+    """Run the steps of a job without training."""
     world = reporter()
     launched = Promise(launcher="simulated", rank=RANK, size=SIZE, local_rank=RANK, local_size=SIZE, controller="gloo")
     offer = world.begin(launched)
@@ -110,7 +110,7 @@ def main() -> None:
         if step == at and odd == RANK:
             stress()
         time.sleep(_STEP_SECONDS)
-    time.sleep(chosen.random() * 0.2 * RANK)  # ranks do not end at the same time
+    time.sleep(chosen.random() * 0.2 * RANK)  # ranks end at different times
     world.leave()
     world.await_others()
     world.remove()

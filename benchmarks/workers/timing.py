@@ -1,4 +1,4 @@
-"""What all workers that time steps have in common: they start together, warm up, time, and leave a file behind."""
+"""Code shared by all workers that time steps: start together, warm up, time, and write a result file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-PATIENCE = 240.0  # seconds to wait for the others
+PATIENCE = 240.0  # seconds to wait for other processes
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:
-    """Return a parser of the options that all of them take."""
+    """Return a parser of the options common to all workers."""
     made = argparse.ArgumentParser(description=about)
     made.add_argument("--folder", type=Path, required=True, help="where results go and processes meet")
     made.add_argument("--steps", type=int, default=40, help="timed steps")
@@ -23,7 +23,7 @@ def parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def meet(folder: Path, number: int, processes: int, where: str) -> None:
-    """Wait until every process is here, whatever they otherwise know of each other."""
+    """Wait until every process is here, independent of any framework."""
     (folder / f"{where}-{number}").touch()
     until = time.monotonic() + PATIENCE
     while len(list(folder.glob(f"{where}-*"))) < processes:
@@ -41,15 +41,15 @@ def time_steps(
     before: Callable[[], object] = lambda: None,
     extra: Callable[[], Mapping[str, float]] = dict,
 ) -> None:
-    """Time ``step`` while all processes run it, and leave its median as this process's result.
+    """Time ``step`` while all processes run it, and write its median as this process's result.
 
     Args:
-        args: what :func:`parser` read.
-        step: takes its number; returns when it is done.
-        number: this process's.
-        warm_up: steps that do not count.
+        args: parsed options of :func:`parser`.
+        step: called with its number; returns when it is done.
+        number: number of this process.
+        warm_up: number of untimed steps at the start.
         before: called before each timed step, untimed, e.g. a barrier.
-        extra: called at the end, for further figures.
+        extra: called at the end, returns further figures.
     """
     for count in range(warm_up):
         step(count)
@@ -65,6 +65,6 @@ def time_steps(
 
 
 def leave(folder: Path, number: int, result: Mapping[str, float]) -> None:
-    """Write this process's result, with its largest memory."""
+    """Write this process's result, with its peak memory."""
     memory = {"memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
     (folder / f"result-{number}.json").write_text(json.dumps({**memory, **result}))

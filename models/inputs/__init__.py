@@ -1,4 +1,4 @@
-"""The data sets that the scripts in ``models/`` train on."""
+"""Data sets for the training scripts in ``models/``."""
 
 from .cifar10 import load_cifar10
 from .clicks import Clicks, load_criteo, load_movielens, planted_clicks

@@ -25,14 +25,14 @@ DOWNLOAD = (
 
 
 def load_cifar10(data_dir: str | Path) -> Dataset:
-    """Return CIFAR-10 from its binary files, memory-mapped: images are read when they are asked for.
+    """Return CIFAR-10 from its binary files, memory-mapped: images are read on access.
 
     Args:
-        data_dir: The folder with ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``, or the one above.
+        data_dir: The folder with ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``, or its parent.
 
     Raises:
-        FileNotFoundError: Files are missing; names them.
-        ValueError: A file is cut short, or a label is not 0 to 9; names the file (and record).
+        FileNotFoundError: Files are missing; the message names them.
+        ValueError: A file is truncated, or a label is not 0 to 9; the message names the file (and record).
 
     Source: https://www.cs.toronto.edu/~kriz/cifar.html, "Binary version".
     """

@@ -1,4 +1,4 @@
-"""Examples with categorical features: planted ones whose best loss is known, Criteo's files, MovieLens's ratings."""
+"""Examples with categorical features: synthetic ones with a known best loss, Criteo's files, MovieLens's ratings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Clicks:
     """Examples of a click model.
 
     Attributes:
-        name: for people.
+        name: name for log lines.
         dense: ``[n, d]`` float32.
-        ids: ``[n, f]`` int64, one column a feature.
+        ids: ``[n, f]`` int64, one column per feature.
         labels: ``[n, 1]`` float32, 0 or 1.
-        rows: of each feature the number of different ids.
-        held_out: how many examples, at the end, are not trained on.
-        best: the loss and AUC that no model can beat but by luck, on the held-out examples; None if not known.
+        rows: number of different ids of each feature.
+        held_out: number of examples, at the end, that are not trained on.
+        best: expected loss and AUC of the best possible model on the held-out examples; None if not known.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Clicks:
 
 
 def planted_clicks(examples: int = 60_000, *, features: int = 26, rows: int = 1000, seed: int = 0) -> Clicks:
-    """Make examples whose click probability is known: every id of every feature has an effect, and so have numbers.
+    """Generate examples with known click probability: every id of every feature has an effect, and so do the numbers.
 
     Ids follow Zipf's law; p = 1 / (1 + exp(-(sum of the effects of the ids + w . dense))).
     """
@@ -59,12 +59,12 @@ def planted_clicks(examples: int = 60_000, *, features: int = 26, rows: int = 10
 
 
 def load_criteo(path: Path, *, rows: int = 100_000, limit: int | None = None) -> Clicks:
-    """Read Criteo's format: label, 13 counts and 26 hexadecimal categories a line, separated by tabs, any left empty.
+    """Read Criteo's format: label, 13 counts and 26 hexadecimal categories per line, tab-separated; any may be empty.
 
     Counts become log(1 + max(count, 0)), categories are taken modulo ``rows``.
 
     Raises:
-        ValueError: a line has another number of columns; it is named.
+        ValueError: A line has the wrong number of columns; the message names it.
     """
     dense, ids, labels = [], [], []
     with path.open() as file:
@@ -98,7 +98,7 @@ def _clicks(name: str, dense: np.ndarray, ids: np.ndarray, labels: object, rows:
 
 
 def auc(labels: np.ndarray, scores: np.ndarray) -> float:
-    """Return the area under the ROC curve: how often a click scores higher than no click (Mann and Whitney, 1947)."""
+    """Return the area under the ROC curve: how often a click scores above a non-click (Mann and Whitney, 1947)."""
     from sklearn.metrics import roc_auc_score
 
     return float(roc_auc_score(labels.ravel(), scores.ravel())) if len(np.unique(labels)) == 2 else float("nan")

@@ -1,4 +1,4 @@
-"""What every loader of this package returns."""
+"""The return type of all loaders in this package."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .distortion import Distortion
 class Dataset:
     """A data set in two parts, the same on every rank.
 
-    Images are uint8 ``[n, 32, 32, 3]`` (an array, or rows read when they are asked for) with int32 labels ``[n]``;
+    Images are uint8 ``[n, 32, 32, 3]`` (an array, or rows read on access) with int32 labels ``[n]``;
     tables are float32 ``[n, features]`` with float32 targets ``[n, 1]``.
     """
 
     name: str
-    """What the data is, for log lines."""
+    """Name of the data, for log lines."""
     x_train: Any
     """Inputs to train on."""
     y_train: Any
     """Their labels or targets."""
     x_test: Any
-    """Inputs held out."""
+    """Held-out inputs."""
     y_test: Any
     """Their labels or targets."""
     classes: int | None = None

@@ -1,4 +1,4 @@
-"""Handwritten digits that come with scikit-learn: real images without a download."""
+"""Handwritten digits from scikit-learn: real images without a download."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from .dataset import Dataset
 from .distortion import CROP, Distortion
 
 SIDE = 32
-"""Height and width, in pixels, of the images returned: those of CIFAR-10."""
+"""Height and width, in pixels, of the returned images: those of CIFAR-10."""
 
 
 def load_digits(*, held_out: float = 0.2, seed: int = 0) -> Dataset:
     """Return 1,797 images of digits, 8x8 scaled up to 24x24 within a margin of 4, in three equal channels.
 
     The margin lets the random 24x24 crop shift a digit by up to 4 pixels; the central crop is the digit itself.
-    Digits are not flipped, and being grey they would not notice contrast or brightness once standardised.
+    Digits are not flipped, and standardized gray images do not change with contrast or brightness.
 
     Args:
-        held_out: Share of each class to hold out.
-        seed: Which images those are.
+        held_out: Fraction of each class to hold out.
+        seed: Seed of the choice of held-out images.
 
     Source: scikit-learn ``load_digits`` (UCI "Optical Recognition of Handwritten Digits", test part).
     """

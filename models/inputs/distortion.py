@@ -1,4 +1,4 @@
-"""The CIFAR-10 tutorial's image distortion, for whole batches and equal at any number of ranks."""
+"""The CIFAR-10 tutorial's image distortion, for whole batches, with the same result on any number of ranks."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 CROP = 24
-"""Height and width, in pixels, of what the network sees."""
+"""Height and width, in pixels, of the network's input."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distortion:
-    """How far an image may be distorted. The defaults are those of TensorFlow's CIFAR-10 tutorial."""
+    """Limits of the distortion. The defaults are those of TensorFlow's CIFAR-10 tutorial."""
 
     flip: bool = True
-    """Mirror every second image, left to right."""
+    """Mirror half of the images, left to right."""
     brightness: float = 63.0
-    """Add up to so much to, or take it from, every pixel (of 255)."""
+    """Maximum change of brightness, added to every pixel (of 255)."""
     contrast: tuple[float, float] = (0.2, 1.8)
-    """Multiply each channel's distance from its mean by a factor between these."""
+    """Range of the factor for each channel's distance from its mean."""
 
 
 def distorted_inputs(images, seed, *, first_row: int, global_batch_size: int, distortion: Distortion):
-    """Crop, flip, brighten, change the contrast and standardise this rank's training images.
+    """Crop, flip, brighten, change the contrast of, and standardize this rank's training images.
 
-    The random numbers of all B images are drawn on every rank (five each) and this rank's rows cut out, so an image
-    is distorted in the same way whichever rank has it. The pixels of only the local images are touched.
+    Every rank draws the random numbers of all B images (five each) and slices out its rows, so an image is distorted
+    in the same way on any rank. Only the pixels of the local images are processed.
 
-    Brightness is kept for the tutorial's sake: it shifts all pixels alike, which standardisation takes back.
+    Brightness is kept to match the tutorial: it shifts all pixels equally, which standardization undoes.
 
     Args:
         images: uint8 or float32 ``[L, height, width, channels]``, values 0 to 255.
         seed: Two integers (``[2]``), e.g. ``[seed, global step]``; the distortion depends on nothing else.
-        first_row: Where the local images start in the global batch: ``batches.local_rows[0]``.
+        first_row: Index of the first local image in the global batch: ``batches.local_rows[0]``.
         global_batch_size: B.
-        distortion: How far to go.
+        distortion: Limits of the distortion.
 
     Returns:
         float32 ``[L, 24, 24, channels]``, each image with mean 0 and variance 1.
@@ -60,7 +60,7 @@ def distorted_inputs(images, seed, *, first_row: int, global_batch_size: int, di
 
 
 def evaluation_inputs(images):
-    """Return the standardised centres of the images: float32 ``[L, 24, 24, channels]``.
+    """Return the standardized centers of the images: float32 ``[L, 24, 24, channels]``.
 
     Example:
         >>> evaluation_inputs(tf.zeros([2, 32, 32, 3], tf.uint8)).shape
@@ -75,7 +75,7 @@ def _crop(images, top, left, mirrored):
 
     Args:
         images: ``[L, height, width, channels]``.
-        top, left: Where the window lies, ``[L]``, from 0 to 1 (exclusive) of the way.
+        top, left: Position of the window, ``[L]``, from 0 to 1 (exclusive) of the range.
         mirrored: bool ``[L]``.
     """
     _, height, width, channels = images.shape
@@ -89,7 +89,7 @@ def _crop(images, top, left, mirrored):
 
 
 def _standardise(pixels):
-    """Return ``(x - mean) / max(std, 1/sqrt(pixels))`` of each image: the bound keeps an even image finite."""
+    """Return ``(x - mean) / max(std, 1/sqrt(pixels))`` of each image: the lower bound keeps a uniform image finite."""
     centred = pixels - tf.reduce_mean(pixels, axis=[1, 2, 3], keepdims=True)
     deviation = tf.sqrt(tf.reduce_mean(tf.square(centred), axis=[1, 2, 3], keepdims=True))
     return centred / tf.maximum(deviation, 1.0 / math.sqrt(math.prod(pixels.shape[1:])))

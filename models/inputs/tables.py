@@ -22,14 +22,14 @@ def linear_data(
 
 
 def load_diabetes(*, held_out: float = 0.2, seed: int = 0) -> Dataset:
-    """Return 442 patients, ten measurements each, and how their diabetes progressed within a year.
+    """Return 442 patients with ten measurements each, and the progression of their diabetes within a year.
 
     Measurements and target have mean 0 and variance 1 over the training part. The least-squares line explains about
     half of the variance.
 
     Args:
-        held_out: Share of the patients to hold out.
-        seed: Which patients those are.
+        held_out: Fraction of the patients to hold out.
+        seed: Seed of the choice of held-out patients.
 
     Source: scikit-learn ``load_diabetes`` (Efron et al., "Least Angle Regression", 2004).
     """
@@ -46,6 +46,6 @@ def load_diabetes(*, held_out: float = 0.2, seed: int = 0) -> Dataset:
 
 
 def _standardised(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scale both parts by the mean and deviation of the first."""
+    """Scale both parts by the mean and standard deviation of the first."""
     mean, deviation = train.mean(axis=0), train.std(axis=0)
     return ((train - mean) / deviation).astype(np.float32), ((test - mean) / deviation).astype(np.float32)

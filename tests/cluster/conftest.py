@@ -1,4 +1,4 @@
-"""These tests compare seconds: they need the machine's slowdown, which the runner has measured."""
+"""Measure the machine's slowdown for these tests, which compare seconds, unless the runner has measured it."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A small training script that fails as it is told, once, at step 20: ``python faulty.py FAULT RANK``."""
+"""A small training script that injects one fault on one rank at step 20: ``python faulty.py FAULT RANK``."""
 
 import atexit
 import os
@@ -18,7 +18,7 @@ STEPS = int(sys.argv[3]) if len(sys.argv) > 3 else 40
 
 
 def fail() -> None:
-    """Do what was asked for, on one rank."""
+    """Inject the fault into one rank."""
     if FAULT == "raise":
         raise ValueError("the disk is full")
     if FAULT == "thread":
@@ -32,21 +32,21 @@ def fail() -> None:
         os._exit(0)
     if FAULT == "kill -9":
         os.kill(os.getpid(), signal.SIGKILL)
-    if FAULT == "out of memory":  # the kernel ends it, as where a host, or a container, has no more
+    if FAULT == "out of memory":  # the kernel kills it, as on a host or in a container without free memory
         Path(os.environ["HVDKIT_TEST_GROUP"], "cgroup.procs").write_text(str(os.getpid()))
         b"x" * 2**30
     if FAULT == "SIGSTOP":
         os.kill(os.getpid(), signal.SIGSTOP)
     if FAULT == "hang":
         time.sleep(1000)
-    if FAULT == "hk.busy":  # for longer than others may wait for a rank that works
+    if FAULT == "hk.busy":  # longer than other ranks may wait for a rank that works
         with hk.busy("uploading"):
             time.sleep(7 * float(os.environ["HVDKIT_WATCHDOG_SECONDS"]))
     if FAULT == "killed in hk.busy":
         with hk.busy("uploading"):
-            time.sleep(float(os.environ["HVDKIT_HEARTBEAT_SECONDS"]))  # rank 0 knows of it
+            time.sleep(float(os.environ["HVDKIT_HEARTBEAT_SECONDS"]))  # until rank 0 knows
             os.kill(os.getpid(), signal.SIGKILL)
-    if FAULT == "busy":  # holds Python's lock for twice the heartbeat's limit: no failure
+    if FAULT == "busy":  # hold Python's lock for twice the heartbeat's limit: no failure
         sys.setswitchinterval(1000)
         until = time.monotonic() + 2 * float(os.environ["HVDKIT_HEARTBEAT_SECONDS"])
         while time.monotonic() < until:
@@ -76,6 +76,6 @@ while number < STEPS or FAULT in ("wait", "hosts"):
         step(x)
     number += 1
     time.sleep(0.02)
-if FAULT == "busy" and cluster.rank == AT:  # the others have ended, and wait for nothing: no failure
+if FAULT == "busy" and cluster.rank == AT:  # the other ranks have finished and wait for nothing: no failure
     time.sleep(3)
 print(f"rank {cluster.rank} has trained {number} steps", flush=True)

@@ -1,6 +1,6 @@
-"""Several hosts on one machine: network namespaces joined by a bridge, each with its own name, sshd and settings.
+"""Simulate several hosts on one machine: network namespaces on one bridge, each with its own name, sshd and settings.
 
-To MPI, Horovod and ssh they are hosts like any other; a link can be cut or slowed down, and a host can die. Needs root,
+MPI, Horovod and ssh treat them as real hosts; a link can be cut or slowed down, and a host can die. Requires root,
 ``iproute2`` and ``openssh-server``.
 
     with Hosts(3) as hosts:
@@ -28,13 +28,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from speed import WAIT
 
 SSHD = "/usr/sbin/sshd"
-# Where Debian has what administrators use, `tc` for one; not everybody's PATH leads there.
+# Debian installs administration tools such as `tc` in sbin, which may be missing from the PATH.
 os.environ["PATH"] += f"{os.pathsep}/usr/sbin{os.pathsep}/sbin"
 _NUMBERS = (f"-{number}" for number in itertools.count())
 
 
 def missing() -> str | None:
-    """Return why there can be no hosts on this machine, or None."""
+    """Return why this machine cannot simulate hosts, or None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for program in ("ip", "tc", "ssh", "ssh-keygen", "unshare", "nsenter", SSHD):
@@ -53,11 +53,11 @@ def _ip(*words: str, inside: str | None = None) -> None:
 
 
 class Host:
-    """One host: a namespace for its network and one for its name.
+    """One host: a network namespace and a namespace for its host name.
 
     Attributes:
         name: its host name.
-        address: where the others reach it.
+        address: its IP address.
     """
 
     def __init__(self, name: str, namespace: str, address: str, folder: Path) -> None:
@@ -70,7 +70,7 @@ class Host:
         return Path("/etc/netns") / self._namespace
 
     def boot(self) -> None:
-        """Start its sshd, whose namespaces all its processes share."""
+        """Start the host's sshd; all its processes run in the sshd's namespaces."""
         config = self._folder / f"sshd-{self.name}"
         lines = {
             "ListenAddress": self.address,
@@ -80,7 +80,7 @@ class Host:
             "UsePAM": "no",
             "StrictModes": "no",
             "PermitRootLogin": "yes",
-            "SetEnv": "SHLVL=2",  # bash then reads no start-up file of this user's, which may wait for a lock
+            "SetEnv": "SHLVL=2",  # keeps bash from reading the user's startup files, which may wait for a lock
         }
         config.write_text("".join(f"{name} {value}\n" for name, value in lines.items()))
         Path("/run/sshd").mkdir(exist_ok=True)
@@ -96,40 +96,40 @@ class Host:
 
     @property
     def enter(self) -> list[str]:
-        """What a command has to begin with to run on this host."""
+        """Return the command prefix that runs a command on this host."""
         assert self._sshd is not None
         return ["nsenter", "--target", str(self._sshd.pid), "--net", "--uts", "--mount", "--wd=."]
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a command on this host, as a process of its own session."""
+        """Start a command on this host in a new session."""
         return subprocess.Popen([*self.enter, *command], start_new_session=True, **options)
 
     def processes(self) -> list[int]:
-        """Return the numbers of this host's processes."""
+        """Return the pids of this host's processes."""
         listed = subprocess.run(["ip", "netns", "pids", self._namespace], capture_output=True, text=True, check=False)
         return [int(number) for number in listed.stdout.split()]
 
     def cut(self) -> None:
-        """Cut its cable: nobody hears of the end of any connection."""
+        """Cut the network: other hosts do not see connections end."""
         _ip("link", "set", "eth0", "down", inside=self._namespace)
 
     def plug_in(self) -> None:
-        """Plug it in again."""
+        """Restore the network."""
         _ip("link", "set", "eth0", "up", inside=self._namespace)
 
     def put(self, source: Path, target: Path) -> None:
-        """Have this host alone see ``source``, a file or a folder, at ``target``."""
+        """Mount ``source``, a file or a folder, at ``target`` on this host only."""
         self.start(["mount", "--bind", str(source), str(target)]).wait()
 
     def slow_down(self, rate: str, burst: str = "32kb", latency: str = "400ms") -> None:
-        """Limit what it sends, e.g. to ``"1mbit"``; a fast link needs more in one ``burst``."""
+        """Limit the sending rate, e.g. to ``"1mbit"``; a fast link needs a larger ``burst``."""
         limit = ["tbf", "rate", rate, "burst", burst, "latency", latency]
         subprocess.run(["tc", "-n", self._namespace, "qdisc", "replace", "dev", "eth0", "root", *limit], check=True)
 
     def kill(self) -> None:
-        """End all its processes at once."""
+        """Kill all its processes at once."""
         while pids := self.processes():
-            for number in (signal.SIGSTOP, signal.SIGKILL):  # first nobody can tell of the others' end any more
+            for number in (signal.SIGSTOP, signal.SIGKILL):  # stop all first, so that none can report another's end
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
@@ -139,7 +139,7 @@ class Host:
 
 
 class Hosts:
-    """``count`` hosts on one bridge, while the context lasts; removed with all their processes at its end.
+    """Start ``count`` hosts on one bridge within a context; remove them and all their processes at its end.
 
     Args:
         count: number of hosts, named host-a, host-b, ...
@@ -173,18 +173,18 @@ class Hosts:
 
     @property
     def list(self) -> str:
-        """The hosts with a slot each, as ``-H`` takes them."""
+        """The hosts with one slot each, in the format of ``-H``."""
         return ",".join(f"{host.address}:1" for host in self._hosts)
 
     def _make(self) -> None:
         for name in ("key", "host-key"):
             path = str(self.folder / name)
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
-        # The bridge lives in a namespace of its own: nothing of this machine's network is touched.
+        # The bridge has a separate namespace, to leave this machine's network alone.
         _ip("netns", "add", self._switch)
         _ip("link", "add", "br0", "type", "bridge", inside=self._switch)
         _ip("link", "set", "br0", "up", inside=self._switch)
-        # What a person has set up on a cluster: ssh comes in without a question.
+        # As users set up a cluster: ssh logs in without a prompt.
         ssh = {"IdentityFile": self.folder / "key", "StrictHostKeyChecking": "yes", "LogLevel": "ERROR"}
         ssh["UserKnownHostsFile"] = Path(os.devnull)
         ssh["GlobalKnownHostsFile"] = self.folder / "known-hosts"
@@ -192,7 +192,7 @@ class Hosts:
         (self.folder / "known-hosts").write_text("".join(f"{h.address},{h.name} {key}" for h in self._hosts))
         names = "".join(f"{host.address} {host.name}\n" for host in self._hosts)
         for host in self._hosts:
-            # `ip netns exec` puts what is in this folder in the place of /etc/hosts and /etc/ssh.
+            # `ip netns exec` mounts the files of this folder over /etc/hosts and /etc/ssh.
             (host.settings / "ssh").mkdir(parents=True)
             (host.settings / "ssh" / "ssh_config").write_text("".join(f"{name} {ssh[name]}\n" for name in ssh))
             (host.settings / "hosts").write_text(f"127.0.0.1 localhost\n{names}")

@@ -1,4 +1,4 @@
-"""Start jobs that fail, on one host or several, and say how they ended."""
+"""Start jobs that fail, on one host or several, and return how they ended."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ LAUNCHERS = {
     "hvdkit run": ["hvdkit", "run"],
     "hvdkit run, Gloo": ["hvdkit", "run", "--engine", "gloo"],
 }
-# The last line of a job, whatever its launcher writes before it.
+# The last line of hvdkit in a job's output, after any prefix from the launcher.
 HVDKIT_LINE = re.compile(r"^(\[[\d,]+\]<std\w+>: ?)?hvdkit( run)?: ")
 _GONE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a job ended.
+    """The result of a job.
 
     Attributes:
-        code: the launcher's exit code; None where it had not ended in time.
-        seconds: from the fault until no process of the job was left.
-        output: everything that was written.
-        last: the last line of hvdkit, without the launcher's tag.
-        left: processes that outlived the launcher by five seconds times the machine's slowdown.
+        code: the launcher's exit code; None if it did not end in time.
+        seconds: seconds from the fault until all processes of the job had ended.
+        output: all output.
+        last: the last line of hvdkit, without the launcher's prefix.
+        left: processes that still ran five seconds, times the machine's slowdown, after the launcher's end.
     """
 
     code: int | None
@@ -70,18 +70,18 @@ def run(
     """Run the script with ``fault`` on rank ``at``.
 
     Args:
-        fault: what :mod:`faulty` is to do.
+        fault: the fault that :mod:`faulty` injects.
         launcher: one of :data:`LAUNCHERS`.
         ranks: number of ranks.
         at: the rank that fails.
-        hosts: one rank on each of these; on this machine where None.
+        hosts: run one rank on each of these; on this machine if None.
         act: called when the script has reached its fault.
         limit: seconds after which the job is ended.
-        steps: number of steps where nothing fails.
+        steps: number of steps if no rank fails.
         **extra: environment variables.
 
     Raises:
-        NoMemoryGroup: for the fault "out of memory", where no process can be given little of it.
+        NoMemoryGroup: for the fault "out of memory", if a process's memory cannot be limited.
     """
     folder = Path(tempfile.mkdtemp(prefix="hvdkit-fault-"))
     script = shutil.copy(SCRIPT, folder)
@@ -103,7 +103,7 @@ def run(
 
 
 def memory_group() -> Path:
-    """Make a group of processes that have 128 MiB; raise NoMemoryGroup where this user, or this kernel, cannot."""
+    """Create a cgroup with 128 MiB of memory; raise NoMemoryGroup if this user or kernel cannot."""
     for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
         group = Path(tempfile.mkdtemp(prefix="hvdkit-", dir=root)) if os.access(root, os.W_OK) else None
         if group is not None and (group / limit).exists():
@@ -115,11 +115,11 @@ def memory_group() -> Path:
 
 
 class NoMemoryGroup(OSError):
-    """Memory cannot be limited on this machine."""
+    """Raised if memory cannot be limited on this machine."""
 
 
 def across(launcher: str, hosts: str, env: Mapping[str, str]) -> list[str]:
-    """Return the launcher's arguments for several hosts, listed with their slots."""
+    """Return the launcher's arguments for several hosts with their slots."""
     if launcher.startswith("hvdkit run"):
         return ["-H", hosts]
     if launcher != "mpirun":
@@ -132,7 +132,7 @@ def across(launcher: str, hosts: str, env: Mapping[str, str]) -> list[str]:
 
 
 def watch(process: Any, folder: Path, act: Callable[[], None] | None, limit: float) -> Ending:
-    """See a job to its end, whose processes have ``folder`` on their command lines and write to ``out`` in it."""
+    """Wait for a job whose processes have ``folder`` on their command lines and write to the file ``out`` in it."""
     started, since = time.time(), None
     while process.poll() is None and time.time() - started < limit:
         time.sleep(0.02)
@@ -162,5 +162,5 @@ def _read(folder: Path) -> str:
 
 
 def _of(folder: Path) -> list[psutil.Process]:
-    """Return the processes whose command line names the job's script: ranks, launchers, and their shells."""
+    """Return the processes with the job's script on their command lines: ranks, launchers, and their shells."""
     return [p for p in psutil.process_iter() if any(str(folder) in word for word in words(p.pid))]

@@ -1,6 +1,6 @@
-"""A real Slurm over the hosts of :mod:`hosts`: a munged, a slurmctld on the first host, a slurmd on each.
+"""Run a real Slurm on the hosts of :mod:`hosts`: munged, slurmctld on the first host, slurmd on each.
 
-Needs Debian's ``slurm-wlm`` and ``munge`` (slurmctld, slurmd, slurm-client).
+Requires Debian's ``slurm-wlm`` and ``munge`` (slurmctld, slurmd, slurm-client).
 
     with Hosts(3) as hosts, Slurm(hosts) as slurm:
         job = slurm.submit(["--nodes=3", "launch/slurm.sbatch", "train.py"])
@@ -31,7 +31,7 @@ from jobs_that_fail import SCRIPT, Ending, environment, watch
 from speed import WAIT, slowdown
 
 MUNGED, SLURMCTLD, SLURMD = "/usr/sbin/munged", "/usr/sbin/slurmctld", "/usr/sbin/slurmd"
-# A node that has not answered for so long is down; a job that is told to end has KILL_WAIT_SECONDS.
+# Seconds without an answer until a node is down, and seconds between the signal to end a job and SIGKILL.
 NODE_SECONDS, KILL_WAIT_SECONDS = math.ceil(4 * slowdown()), math.ceil(5 * slowdown())
 _PROGRAMS = (MUNGED, SLURMCTLD, SLURMD, "sbatch", "srun", "scontrol")
 LAUNCHERS = {
@@ -43,7 +43,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 
 
 def missing() -> str | None:
-    """Return why there can be no Slurm on this machine, or None."""
+    """Return why this machine cannot run Slurm, or None if it can."""
     for program in _PROGRAMS:
         if shutil.which(program) is None:
             return f"{program} is not installed (Debian: slurm-wlm, munge)"
@@ -60,12 +60,12 @@ def run(
     limit: float = WAIT,
     **extra: str,
 ) -> Ending:
-    """Run the script of :mod:`jobs_that_fail` under Slurm, a rank on each of ``nodes``; rank 1 fails.
+    """Run the script of :mod:`jobs_that_fail` under Slurm with one rank per node; rank 1 fails.
 
     Args:
-        fault: what :mod:`faulty` is to do.
+        fault: the fault that :mod:`faulty` injects.
         launcher: one of :data:`LAUNCHERS`.
-        slurm: where.
+        slurm: the cluster to run on.
         nodes: number of nodes.
         act: called when the script has reached its fault.
         limit: seconds after which the job is ended.
@@ -87,14 +87,14 @@ def run(
 
 
 class Slurm:
-    """Slurm over ``hosts`` while the context lasts; all its daemons and jobs end with it.
+    """Run Slurm on ``hosts`` within a context; all daemons and jobs end with it.
 
     Args:
-        hosts: that have been started; the first of them is the controller, too.
-        slots: tasks that a node takes.
+        hosts: the started hosts; the first is also the controller.
+        slots: number of tasks per node.
 
     Attributes:
-        folder: of its configuration and logs.
+        folder: its configuration and logs.
         environment: variables that its commands need.
     """
 
@@ -119,12 +119,12 @@ class Slurm:
         self._end()
 
     def start(self, command: Sequence[str], *, env: dict[str, str] | None = None, **options: Any) -> Any:
-        """Start a command of Slurm on the first host."""
+        """Start a Slurm command on the first host."""
         env = {**(os.environ if env is None else env), **self.environment}
         return self._hosts[0].start(command, env=env, **options)
 
     def run(self, *command: str, env: dict[str, str] | None = None, check: bool = True) -> str:
-        """Run a command of Slurm on the first host; return what it wrote."""
+        """Run a Slurm command on the first host; return its output."""
         process = self.start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         written, _ = process.communicate(timeout=WAIT)
         if check and process.returncode:
@@ -132,15 +132,15 @@ class Slurm:
         return written
 
     def submit(self, command: Sequence[str], env: dict[str, str] | None = None) -> str:
-        """Give ``sbatch`` a script and its options; return the job's number."""
+        """Pass a script and its options to ``sbatch``; return the job id."""
         return self.run("sbatch", "--parsable", *command, env=env).strip().splitlines()[-1]
 
     def job(self, number: str) -> dict[str, str]:
-        """Return what Slurm knows of a job, e.g. JobState, ExitCode, Restarts, NodeList."""
+        """Return Slurm's fields of a job, e.g. JobState, ExitCode, Restarts, NodeList."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "--oneliner", "show", "job", number)))
 
     def wait(self, number: str, seconds: float = WAIT, until: Callable[[dict[str, str]], bool] | None = None) -> Any:
-        """Wait until a job has ended, or ``until`` is true of what Slurm knows of it; return that."""
+        """Wait until a job has ended, or until ``until`` is true for its fields; return the fields."""
         limit = time.monotonic() + seconds
         while True:
             job = self.job(number)
@@ -156,7 +156,7 @@ class Slurm:
         return f"{said.strip().splitlines()[0]} (Debian: libpmix-dev)" if "error" in said else None
 
     def logs(self) -> str:
-        """Return the last lines of all daemons."""
+        """Return the last lines of all daemons' logs."""
         tails = [(log.name, log.read_text(errors="replace").splitlines()[-15:]) for log in self.folder.glob("*.log")]
         return "\n".join(f"--- {name}\n" + "\n".join(lines) for name, lines in tails)
 
@@ -164,12 +164,12 @@ class Slurm:
         key = self.folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
-        # /sys of a network namespace has no cgroups; slurmd loads their plugin even where nothing is to use it.
+        # A network namespace has no cgroups in /sys; slurmd loads their plugin even if it is unused.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         for host in self._hosts:
             (self.folder / f"spool-{host.name}").mkdir()
         first = self._hosts[0]
-        # A job that does not need all nodes is not given the first: any of its own may die, and the controller lives.
+        # A job that does not need all nodes must not get the first: its nodes may die, and the controller must not.
         nodes = "".join(
             f"NodeName={host.name} NodeAddr={host.address} CPUs={self._slots} Weight={2 if host is first else 1}\n"
             for host in self._hosts
@@ -222,7 +222,7 @@ PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=2 PreemptMode=OFF
             self._daemons.append(host.start([SLURMD, "-D", "-N", host.name], env=env, **files))
 
     def idle(self) -> int:
-        """Return the number of nodes that wait for jobs."""
+        """Return the number of idle nodes."""
         states = self.run("sinfo", "--noheader", "--partition=all", "--Node", "--format=%T", check=False)
         return states.split().count("idle")
 
@@ -230,7 +230,7 @@ PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=2 PreemptMode=OFF
         return [pid for host in self._hosts for pid in host.processes()]
 
     def _end(self) -> None:
-        """Kill the daemons, and what they have started on the hosts."""
+        """Kill the daemons and all processes that they started on the hosts."""
         while pids := set(self._processes()) - self._before:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Three hosts, of which one dies, is cut off, or is slow: hosts are network namespaces, all else is real."""
+"""Three hosts, one of which dies, is cut off, or is slow; hosts are network namespaces, everything else is real."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if cluster.is_chief:
 
 
 def test_large_messages_go_round_a_ring():
-    """Whoever launched the ranks: here an mpirun that knows nothing of hvdkit."""
+    """Holds for any launcher: this mpirun is started without hvdkit."""
     env = environment(PYTHONPATH=PATHS, TF_CPP_MIN_LOG_LEVEL="2")
     with Hosts(4) as hosts:
         command = ["mpirun", "-np", "4", *across("mpirun", hosts.list, env), sys.executable, "-c", RING]
@@ -67,7 +67,7 @@ def test_a_host_is_cut_off(launcher):
     assert ending.last.startswith("hvdkit: rank 1 on host-b failed at step "), ending.output
     assert re.search(expected, ending.last), ending.last
     assert ending.code, ending.output
-    # What is left on the host that was cut off is ssh's: its ranks have ended too.
+    # Only ssh's processes are left on the host that was cut off; its ranks have ended too.
     assert not [words for words in ending.left if "ssh" not in words.split()[0]], ending.left
     assert ending.seconds < 15 * slowdown()
 
@@ -77,7 +77,7 @@ def test_a_host_is_cut_off(launcher):
     [("horovodrun --gloo", "hvdkit: rank 1 on host-b"), ("hvdkit run", "hvdkit run: rank 1 on 10.77.0.2")],
 )
 def test_a_stopped_rank_alone_on_its_host(launcher, words):
-    """Its sentinel sees that it is stopped."""
+    """The rank's sentinel detects that it is stopped."""
     with Hosts(3) as hosts:
         ending = run("SIGSTOP", launcher, ranks=3, hosts=hosts, HVDKIT_HEARTBEAT_SECONDS=scaled(2))
     assert ending.last.startswith(f"{words} failed at step 20: has been stopped (SIGSTOP) for "), ending.output
@@ -86,7 +86,7 @@ def test_a_stopped_rank_alone_on_its_host(launcher, words):
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_lone_rank_that_computes_is_no_failure(at):
-    """It holds Python's lock for twice the heartbeat's limit, and its host acknowledges what it is sent."""
+    """The rank holds Python's lock for twice the heartbeat's limit, but its host still acknowledges packets."""
     with Hosts(2) as hosts:
         ending = run("busy", "mpirun", at=at, hosts=hosts, HVDKIT_HEARTBEAT_SECONDS=scaled(2))
     assert ending.code == 0 and not ending.last, ending.output
@@ -94,7 +94,7 @@ def test_a_lone_rank_that_computes_is_no_failure(at):
 
 
 def test_a_slow_link_is_no_failure():
-    """At 1 Mbit/s a step of 4 KB takes some time; the job ends when it has done what it was asked for."""
+    """At 1 Mbit/s a step of 4 KB is slow, but the job trains all its steps."""
     with Hosts(3) as hosts:
 
         def slow_down() -> None:

@@ -1,4 +1,4 @@
-"""Whatever ends one rank ends the job: soon, not with 0, without a process left, and naming the rank at fault."""
+"""If one rank ends, the job ends soon: nonzero exit code, no process left, and a message that names the failed rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from speed import scaled, slowdown
 
 HOST = socket.gethostname()
 DIED = "died without a word (killed, out of memory, or os._exit)"
-# (fault, launcher, exit code or None for any but 0, seconds, what the last line says)
+# (fault, launcher, exit code or None for any but 0, seconds, words of the last line)
 FAULTS = [
     ("raise", "horovodrun --gloo", 1, 5, "failed at step 20: ValueError: the disk is full"),
     ("thread", "mpirun", 1, 5, "failed at step 20: IndexError: list index out of range (in thread loader)"),
@@ -37,14 +37,14 @@ FAULTS = [
 
 @pytest.fixture(scope="module")
 def endings(request):
-    """How the jobs of all tests that were chosen end, two jobs at a time: most of the time they start, or wait."""
+    """Run the jobs of all selected tests, two at a time since they mostly start or wait; yield their futures."""
     chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
     with ThreadPoolExecutor(2) as pool:
         yield {tuple(job.items()): pool.submit(run, **job) for job in (params["job"] for params in chosen)}
 
 
 def job(fault, launcher, at=1, heartbeat=3, watchdog=6):
-    """The arguments of one job."""
+    """Return the arguments of one job."""
     settings = {"HVDKIT_HEARTBEAT_SECONDS": scaled(heartbeat), "HVDKIT_WATCHDOG_SECONDS": scaled(watchdog)}
     return {"fault": fault, "launcher": launcher, "at": at, **settings}
 
@@ -66,14 +66,14 @@ def test_one_rank_fails(endings, job, code, seconds, words):
     assert not ending.left and ending.seconds < limit * slowdown(), (ending.left, ending.seconds)
     lines = re.findall(r"^(?:\[[\d,]+\]<\w+>: ?)?hvdkit(?: run)?: ", ending.output, re.MULTILINE)
     assert len(lines) == 1 and "has trained" not in ending.output, ending.output
-    if job["fault"] == "hang":  # the stacks of all ranks, and the line where the one at fault stands
+    if job["fault"] == "hang":  # the stacks of all ranks, and the line at which the failed rank hangs
         stacks = re.findall(r"\[rank (\d)\] at step 20, .* its stacks", ending.output)
         assert sorted(stacks) == ["0", "1"] and "faulty.py" in ending.last
 
 
 @pytest.mark.parametrize("job", [job("SIGSTOP", "mpirun", at=0)])
 def test_the_chief_is_stopped(endings, job):
-    """Its sentinel, in which the coordinator runs, sees it and writes the last line."""
+    """The chief's sentinel, which runs the coordinator, detects it and writes the last line."""
     ending = endings[tuple(job.items())].result()
     words = f"hvdkit: rank 0 on {HOST} failed at step 20: has been stopped (SIGSTOP) for "
     assert ending.last.startswith(words), ending.output
@@ -82,7 +82,7 @@ def test_the_chief_is_stopped(endings, job):
 
 @pytest.mark.parametrize("job", [job("busy", "mpirun", heartbeat=1.5)])
 def test_no_false_alarm(endings, job):
-    """A rank holds Python's lock for longer than heartbeats may stay away, and ends when the others have ended."""
+    """A rank holds Python's lock for longer than heartbeats may be absent, and ends after the other ranks."""
     ending = endings[tuple(job.items())].result()
     assert ending.code == 0 and not ending.last, ending.output
     assert ending.output.count("has trained 40 steps") == 2 and ending.seconds > 3 + 3, ending.seconds
@@ -90,7 +90,7 @@ def test_no_false_alarm(endings, job):
 
 @pytest.mark.parametrize("job", [job("hk.busy", "hvdkit run", watchdog=2)])
 def test_a_rank_that_says_that_it_is_busy_is_waited_for(endings, job):
-    """Others wait for it in a collective, longer than they would for a rank that works, or than Horovod would."""
+    """Other ranks wait for it in a collective, longer than for a rank that is not busy or than Horovod would."""
     ending = endings[tuple(job.items())].result()
     assert ending.code == 0 and not ending.last, ending.output
     assert ending.output.count("has trained 40 steps") == 2, ending.output

@@ -1,4 +1,4 @@
-"""``hvdkit run`` over three hosts: some that are not as they must be, and a run that loses one for a time."""
+"""Run ``hvdkit run`` on three hosts: some are misconfigured, or one is lost for a while."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def until(condition, out):
 
 
 def test_a_host_is_lost_and_comes_back(hosts, tmp_path):
-    """Cut off, it is left out; plugged in again, it is taken in at the next start. Losses are those of one process.
+    """A host that is cut off is left out, and included again at the next start. Losses equal those of one process.
 
-    By the launcher to copy.
+    Uses the launcher script that users copy.
     """
     out, log = tmp_path / "out", tmp_path / "log" / "losses.jsonl"
     flags = ["--steps", str(STEPS), "--dropout", "0"]
@@ -98,7 +98,7 @@ def test_a_host_is_lost_and_comes_back(hosts, tmp_path):
 
 
 def listening(pid):
-    """The addresses at which a process of another network namespace listens."""
+    """Return the addresses at which a process in another network namespace listens."""
     sockets = {str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()}
     lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     found = [words[1].partition(":")[0] for words in lines if words[3] == "0A" and f"socket:[{words[9]}]" in sockets]
@@ -139,7 +139,7 @@ def test_under_gloo_the_token_lies_in_a_private_file_and_one_address_is_listened
 
 
 def test_a_folder_that_is_there_already_and_has_another_token_is_refused(tmp_path):
-    """Its name cannot be guessed. These hosts share their /tmp, and one of them finds another token in the file."""
+    """The folder has a random name. These hosts share /tmp; one of them finds another token in the file."""
     stub = tmp_path / "cmp"
     stub.write_text("#!/bin/sh\nexit 1\n")
     stub.chmod(0o755)
@@ -182,7 +182,7 @@ def test_hosts_that_cannot_be_reached(hosts, tmp_path, ssh_args, problem):
 
 
 def test_hosts_with_other_software(tmp_path):
-    """Each host sees files of its own in some places; before anything starts all are named that differ."""
+    """Each host has different files in some places; hvdkit run names all differences before it starts a process."""
     package = Path(hvdkit.__file__).parent
     about = next(file for file in metadata.files("keras") if file.name == "METADATA").locate()
     (tmp_path / "_version.py").write_text('__version__ = "0.0.9"\n')

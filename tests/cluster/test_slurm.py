@@ -1,4 +1,4 @@
-"""A real Slurm over three hosts: ``launch/slurm.sbatch``, plain ``srun`` and ``mpirun``, preemption and a lost node."""
+"""Run a real Slurm on three hosts: ``launch/slurm.sbatch``, plain ``srun`` and ``mpirun``, preemption, a lost node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from speed import WAIT, scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = str(ROOT / "launch" / "slurm.sbatch")
-# Programs without a framework, which start at once: one waits for a file; of the other rank 1 fails, twice.
+# Programs that start at once, without a framework: one waits for a file; in the other, rank 1 fails twice.
 WAITS = 'echo "rank on $(hostname)"; while [ ! -e "$1" ]; do sleep 0.1; done'
 FAIL = '[ "${OMPI_COMM_WORLD_RANK:-$SLURM_PROCID}" = 1 ] || sleep 4000; [ -e "$1" ] && exit 3; touch "$1"; kill -9 $$'
 WHY = missing()
@@ -44,7 +44,7 @@ def until(condition, text):
 
 
 def test_training_is_preempted_and_goes_on(cluster, tmp_path):
-    """Another job takes all nodes: Slurm signals the ranks themselves, and nobody tells hvdkit run."""
+    """Another job takes all nodes: Slurm signals the ranks directly; hvdkit run gets no signal."""
     _, slurm = cluster
     if why := slurm.without_pmix():
         pytest.skip(why)
@@ -63,7 +63,7 @@ def test_training_is_preempted_and_goes_on(cluster, tmp_path):
 
 
 def check_lost_nodes(slurm, log, left, queued, text):
-    """Of two jobs that have lost a node one goes on with the other; the second is queued again, and gets a third."""
+    """Check two jobs that lost a node: one continues on the other node; the second is requeued and gets a third."""
     for name, job in (("left", left), ("queued", queued)):
         assert slurm.wait(job)["ExitCode"] == "0:0", text()
         assert "hvdkit run: rank 1 on host-c is out of reach" in log[name].read_text(), text()
@@ -77,7 +77,7 @@ def check_lost_nodes(slurm, log, left, queued, text):
 
 
 def check_last_words(log, plain, text):
-    """Without hvdkit run, too, hvdkit says who failed, where and why; srun waits for no stopped rank."""
+    """Without hvdkit run, too, the last line names rank and cause; srun does not wait for a stopped rank."""
     for name, process in plain.items():
         assert process.wait(WAIT) == (137 if name == "srun" else 3), text()
         (line,) = re.findall("^hvdkit: .*", log[name].read_text(), re.MULTILINE)
@@ -86,7 +86,7 @@ def check_last_words(log, plain, text):
 
 
 def test_jobs_that_fail(cluster, tmp_path):
-    """All at once: a node dies, a rank of one job fails twice, and ranks under plain srun and mpirun end."""
+    """Run all at once: a node dies, a rank of one job fails twice, and ranks end under plain srun and mpirun."""
     hosts, slurm = cluster
     without_pmix = slurm.without_pmix()
     done, marks = tmp_path / "done", tmp_path / "marks"
@@ -122,7 +122,7 @@ def test_jobs_that_fail(cluster, tmp_path):
     done.touch()
 
     check_lost_nodes(slurm, log, left, queued, text)
-    # A failure is told, repeated as often as was asked for, and its exit code is the job's.
+    # A failure is reported and retried as often as requested; its exit code becomes the job's.
     assert slurm.wait(fails)["ExitCode"] == "3:0", text()
     said = re.findall(r"^hvdkit run: rank 1 on host-b (.+?);", log["fails"].read_text(), re.MULTILINE)
     assert said == ["was killed by SIGKILL (out of memory?)", "ended with exit code 3"], text()

@@ -1,4 +1,4 @@
-"""When one rank raises, the interpreters of the others exit normally: nothing that they hold is lost."""
+"""If one rank raises, the interpreters of the other ranks exit normally, and no buffered data is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from speed import WAIT, scaled
 SCRIPT = Path(__file__).with_name("unwinding.py")
 RANKS = 3
 MARKS = ("closed", "finally", "first-handler", "kept", "last-handler")
-# (in what the others wait, launcher, exit code, cause)
+# (call in which the other ranks wait, launcher, exit code, cause)
 DISK, NAN = "failed: ValueError: the disk is full", "failed: NonFiniteError: the loss is NaN"
 JOBS = [
     ("graph", "mpirun", 1, DISK),
@@ -35,7 +35,7 @@ JOBS = [
 
 
 def run(kind, launcher):
-    """Run one job; return its exit code, its output and what each file that its ranks have written contains."""
+    """Run one job; return its exit code, its output, and the contents of each file that its ranks wrote."""
     with tempfile.TemporaryDirectory(prefix="hvdkit-unwinding-") as folder:
         command = [*LAUNCHERS[launcher], "-np", str(RANKS), sys.executable, str(SCRIPT), folder, kind]
         done = subprocess.run(
@@ -54,7 +54,7 @@ def run(kind, launcher):
 
 @pytest.fixture(scope="module")
 def endings(request):
-    """How the jobs of all tests that were chosen end, two jobs at a time."""
+    """Run the jobs of all selected tests, two at a time; yield their futures."""
     chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
     with ThreadPoolExecutor(2) as pool:
         yield {(job["kind"], job["launcher"]): pool.submit(run, job["kind"], job["launcher"]) for job in chosen}
@@ -66,9 +66,9 @@ def test_files_finally_clauses_and_handlers(endings, kind, launcher, code, cause
     lines = [line for line in output.splitlines() if HVDKIT_LINE.search(line)]
     assert len(lines) == 1 and "rank 1 on " in lines[0] and cause in lines[0], output
     assert got == code, output
-    assert output.count("Traceback") - output.count('horovodrun", line') == 1, output  # that of rank 1
+    assert output.count("Traceback") - output.count('horovodrun", line') == 1, output  # only rank 1's
     expected = {f"{name}-{rank}": name if name in ("closed", "kept") else "" for name in MARKS for rank in range(RANKS)}
-    if kind == "finally":  # it never ends: after the deadline files are flushed, and no more
+    if kind == "finally":  # it does not return: after the deadline files are flushed and the rank exits
         for rank in (0, 2):
             for name in ("finally", "first-handler", "last-handler"):
                 del expected[f"{name}-{rank}"]

@@ -1,4 +1,4 @@
-"""``HVDKIT_CHECK=1``: ranks that build unlike graphs are told the first collective that differs, and its lines."""
+"""``HVDKIT_CHECK=1``: if ranks build different graphs, the error names the first differing collective and its lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def at(comment, of="float32[3]"):
 NOTHING = {"nothing": (2, "")}
 KINDS = {
     "dtype": (2, f"is in {at('another dtype', 'float64[3]')}, but rank 0 in {at('the second')}; build the same graph"),
-    # Of three ranks the second one is another.
+    # With three ranks, only the second one differs.
     "shape": (3, f"is in {at('the second', 'float32[2]')}, but rank 0 in {at('the second')}; build the same graph"),
     "extra": (2, f"is in {at('one more')}, but rank 0 in {at('the second')}; build the same graph"),
     "branch": (3, f"waits in {at('in a branch')}, but rank 0 in {at('after it')}, and neither can go on"),
@@ -41,7 +41,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def jobs():
-    """All of them, two at a time: most of the time they start, or wait."""
+    """Run all jobs, two at a time since they mostly start or wait."""
     with ThreadPoolExecutor(2) as pool:
         yield {kind: pool.submit(run_unlike, kind, ranks) for kind, (ranks, _) in (KINDS | NOTHING).items()}
 
@@ -74,7 +74,7 @@ hk.allreduce(x, process_set=sets[hk.rank()])
 
 @pytest.mark.parametrize(("launcher", "extra"), [(MPI, {}), (GLOO, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})])
 def test_ranks_in_unlike_process_sets_end_with_an_error(launcher, extra):
-    """Without ``HVDKIT_CHECK``. Each waits for the next one, in a circle."""
+    """Runs without ``HVDKIT_CHECK``. Each rank waits for the next one, in a cycle."""
     job = run(UNLIKE_SETS, launcher, 3, **extra)
     assert job.code != 0 and job.output.count("together") == 3, job.output
     words = (
@@ -108,6 +108,6 @@ for _ in range(10):
 
 @pytest.mark.parametrize("before", [JOIN_ONE_BY_ONE, WAIT_FOR_THOSE_BEFORE], ids=["join", "asynchronous"])
 def test_two_ranks_may_wait_for_a_late_one(before):
-    """Rank 0 must not take one collective for two, whatever each rank has exchanged before."""
+    """Rank 0 must not mistake one collective for two, whatever the ranks exchanged before."""
     job = run(LATE.format(before=before), MPI, 3)
     assert job.code == 0 and job.output.count("averaged") == 3, job.output

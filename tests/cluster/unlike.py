@@ -1,4 +1,4 @@
-"""A script whose ranks build, or run, unlike graphs: ``python unlike.py extra|dtype|shape|branch|eager|nothing``."""
+"""A script whose ranks build or run different graphs: ``python unlike.py extra|dtype|shape|branch|eager|nothing``."""
 
 import sys
 import time

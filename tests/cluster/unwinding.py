@@ -1,7 +1,7 @@
-"""Ranks of which one raises at step 5 while the others hold data: ``python unwinding.py FOLDER KIND``.
+"""One rank raises at step 5 while the others hold buffered data: ``python unwinding.py FOLDER KIND``.
 
-All of them have open files with data in buffers, a ``finally`` clause and two ``atexit`` handlers. KIND says in what
-ranks other than 1 wait: graph, eager, exchange, sleep, or finally.
+All ranks have open files with buffered data, a ``finally`` clause and two ``atexit`` handlers. KIND selects the call
+in which ranks other than 1 wait: graph, eager, exchange, sleep, or finally.
 """
 
 import atexit
@@ -13,7 +13,7 @@ FOLDER, KIND = Path(sys.argv[1]), sys.argv[2]
 
 
 def mark(name):
-    """Leave a mark of this rank."""
+    """Create a marker file for this rank."""
     (FOLDER / f"{name}-{cluster.rank}").write_text("")
 
 
@@ -26,12 +26,12 @@ import hvdkit as hk  # noqa: E402
 cluster = hk.init()
 atexit.register(lambda: mark("last-handler"))
 step = tf.function(lambda x: hk.allreduce(x))
-kept = (FOLDER / f"kept-{cluster.rank}").open("w")  # closed by no one: the interpreter flushes it
+kept = (FOLDER / f"kept-{cluster.rank}").open("w")  # never closed: the interpreter flushes it
 kept.write("kept")
 
 
 def wait():
-    """Wait for rank 1, which never comes, as the argument says."""
+    """Wait for rank 1, which never comes, in the call that KIND selects."""
     if KIND == "graph":
         step(tf.ones([10]))
     elif KIND == "eager":

@@ -1,11 +1,11 @@
-"""Ranks in step: no rank begins a test before all have ended the one before, and none waits for ever.
+"""Keep ranks in step: no rank starts a test before all have finished the previous one, and none waits forever.
 
-These files run in every rank at once, e.g. ``mpirun -np 3 python -m pytest tests/parallel``. A test that fails on
-some ranks only is a plain failure as long as all ranks end it. Where one rank failed and another still waits for it
-in a collective, nothing can bring them together again: the rank that failed ends the launch, and each rank's stack
-goes to ``stacks-<rank>.txt`` in the folder of the run.
+All ranks run these files at once, e.g. ``mpirun -np 3 python -m pytest tests/parallel``. A test that fails on
+some ranks only is a plain failure as long as all ranks finish it. If one rank failed and another still waits for
+it in a collective, they cannot be synchronized again: the failed rank ends the launch, and each rank's stack goes
+to ``stacks-<rank>.txt`` in the folder of the run.
 
-The ranks tell each other through files, one byte for each test ended, and not through the collectives under test.
+The ranks synchronize through files, one byte per finished test, and not through the collectives under test.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import hvdkit as hk
 from hvdkit.cluster.progress import progress
 from hvdkit.watchdog.reporter import Reporter
 
-# A rank that failed gives its peers this long to end the same test, times the machine's slowdown.
+# Seconds for the peers of a failed rank to finish the same test, multiplied by the machine's slowdown.
 GRACE_SECONDS = 60
-# No rank spends longer than this in one test, waiting for its peers included. The runner ends the launch before.
+# Maximum seconds of a rank in one test, waiting for peers included. The runner ends a stalled launch earlier.
 TEST_SECONDS = STALL + 60
 
 RECORDS = os.environ.get("HVDKIT_TEST_RECORDS")
 
 
 def _show_verdict(file: str) -> None:
-    """Let sentinels write to ``file``: they start while pytest captures what this rank writes, and discards it."""
+    """Let sentinels write to ``file``: they start while pytest captures this rank's output, which it then discards."""
     start = Reporter._start_sentinel
 
     def start_with_file(*arguments: Any) -> None:
@@ -59,7 +59,7 @@ CLUSTER = hk.init()
 
 
 class Steps:
-    """One file per rank; its length is the number of tests that the rank has ended."""
+    """One file per rank; its length is the number of tests that the rank has finished."""
 
     def __init__(self) -> None:
         folder = RECORDS or hk.broadcast_object(tempfile.mkdtemp(prefix="hvdkit-tests-"))
@@ -70,7 +70,7 @@ class Steps:
         self.stacks = (self.folder / f"stacks-{CLUSTER.rank}.txt").open("a")
 
     def end_test(self) -> None:
-        """Say that this rank has ended its test, and wait until every rank has."""
+        """Report that this rank has finished its test, and wait until every rank has."""
         self._mine.write(b".")
         self._ended += 1
         nap = 0.0005
@@ -114,7 +114,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def _limit(seconds: float, steps: Steps, where: str) -> None:
-    """End this process with its stacks after ``seconds``; the launcher then ends the others."""
+    """End this process with its stacks after ``seconds``; the launcher then ends the other ranks."""
     steps.stacks.seek(0)
     steps.stacks.truncate()
     steps.stacks.write(f"may spend {seconds:.0f} s in {where}\n")
@@ -124,9 +124,9 @@ def _limit(seconds: float, steps: Steps, where: str) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def same_numbers() -> Iterator[None]:
-    """All ranks number their exchanges alike; rank 0 takes a rank with another number for one somewhere else."""
+    """Check that all ranks number their exchanges equally: rank 0 identifies a collective by its number."""
     yield
-    hk.allgather_object(None)  # the one before may have been among some ranks
+    hk.allgather_object(None)  # the previous one may have been among some ranks only
     keys = hk.allgather_object(progress().key)
     assert len(set(keys)) == 1, keys
 
@@ -143,12 +143,12 @@ def size() -> int:
 
 @pytest.fixture
 def rng() -> np.random.Generator:
-    """The same random numbers on every rank."""
+    """Return the same random generator on every rank."""
     return np.random.default_rng(20)
 
 
 @pytest.fixture
 def shared_path(request: pytest.FixtureRequest) -> Path:
-    """A folder of this test's own that is the same on every rank."""
+    """Return a folder of this test, the same on every rank."""
     folder = hk.broadcast_object(tempfile.mkdtemp(dir=request.config.stash[STEPS].folder) if hk.is_chief() else None)
     return Path(folder)

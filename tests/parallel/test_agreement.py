@@ -1,4 +1,4 @@
-"""Agreements of real ranks: which rank is named, and that no rank raises alone."""
+"""Agreements of real ranks: which rank the error names, and that all ranks raise it."""
 
 import pytest
 import tensorflow as tf
@@ -18,13 +18,13 @@ def usable_afterwards(rank, size):
 
 
 def same_everywhere(error):
-    """Return the message, after a look at whether all ranks have the same one."""
+    """Return the error's message after checking that all ranks have the same one."""
     assert len(set(hk.allgather_object(str(error)))) == 1
     return str(error)
 
 
 def odd_and_usual(values):
-    """Return the rank to be named and one that is right: of most, or else as rank 0."""
+    """Return the rank to be named and a rank with the expected value: the majority's, or else rank 0's."""
     usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
     usual = usual if 2 * values.count(usual) > len(values) else values[0]
     return next(rank for rank, value in enumerate(values) if value != usual), values.index(usual)
@@ -73,7 +73,7 @@ def test_one_rank_raises_and_all_do(among, rank, size):
 
 
 class Broken:
-    """Data of which the last rank's cannot be read."""
+    """Data that cannot be read on the last rank."""
 
     def __init__(self, ok):
         self.ok = ok

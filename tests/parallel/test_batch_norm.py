@@ -46,7 +46,7 @@ def part(rows, rank):
 
 
 def network(synchronized, inner=(), axis=-1, **options):
-    """Return a model whose batch normalization sees what a layer before it computes, from equal values."""
+    """Return a model with equal initial values, with batch normalization of another layer's output."""
     keras.utils.set_random_seed(1)
     inputs = keras.Input((*inner, CHANNELS))
     x = keras.layers.Dense(CHANNELS, name="before")(inputs)
@@ -72,7 +72,7 @@ def example_losses(model, x, y):
 
 
 def reference_of(x, y, **options):
-    """Return one process's model after a step on the global batch, and its gradients."""
+    """Return a single process's model after a step on the global batch, and its gradients."""
     model = network(False, **options)
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(example_losses(model, x, y))
@@ -119,7 +119,7 @@ def test_masked_elements_do_not_count(split, rng, rank, size):
     x, _ = data(rng, sum(rows), (4,))
     mask = rng.random((sum(rows), 4)) < 0.6
     if size > 1:
-        mask[part(rows, 1)] = False  # a rank with nothing but masked elements
+        mask[part(rows, 1)] = False  # a rank with only masked elements
     mine = part(rows, rank)
     results = []
     for synchronized, which in ((False, slice(None)), (True, mine)):
@@ -142,7 +142,7 @@ def test_masked_elements_do_not_count(split, rng, rank, size):
 @pytest.mark.parametrize("split", ["uneven", "empty"])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_the_factor_of_an_uneven_share_enters_once(split, mode, rng, rank, size):
-    """Each rank's loss is the mean over its rows, and its gradient is multiplied by n_r N / b afterwards."""
+    """Each rank's loss is the mean over its rows; its gradient is multiplied by n_r N / b afterwards."""
     rows = rows_of(split, size)
     x, y = data(rng, sum(rows))
     reference, expected = reference_of(x, y)
@@ -173,7 +173,7 @@ def test_a_tapes_weight_equals_one_process(split, rng, rank, size):
 
 
 def test_layers_that_one_rank_has_freed_change_nothing(rank):
-    """Garbage is collected at another time on each rank."""
+    """Garbage is collected at a different time on each rank."""
     model, variable = network(True), tf.Variable(2.0)
     if rank == 0:
         del model
@@ -212,7 +212,7 @@ def test_a_gradient_of_a_gradient_equals_one_process(rng, rank, size):
 
 
 def test_the_variance_is_exact_far_from_zero(rng, rank, size):
-    """The mean is 10,000 standard deviations away, where E[x^2] - E[x]^2 in float32 has no correct digit."""
+    """The mean is 10,000 standard deviations from zero, where E[x^2] - E[x]^2 in float32 has no correct digit."""
     x = (1e4 + rng.normal(size=(size * 64, 2))).astype("f4")
     exact = x.astype("f8").var(axis=0)
     layer = keras.layers.BatchNormalization(synchronized=True, momentum=0.0)
@@ -280,14 +280,14 @@ def test_a_synchronized_model_is_saved_and_copied_as_keras_does(tmp_path):
 
 
 def fitted(model, x, y, batch, optimizer, callbacks=()):
-    """Return ``model`` after an epoch in order."""
+    """Return ``model`` after an epoch without shuffling."""
     model.compile(optimizer, "mse", jit_compile=False)
     model.fit(x, y, batch_size=batch, shuffle=False, callbacks=list(callbacks), verbose=0)
     return model
 
 
 def fresh(synchronized):
-    """Return a model that nothing has synchronized."""
+    """Return a model that has not been synchronized."""
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(CHANNELS), keras.layers.BatchNormalization(synchronized=synchronized, momentum=0.7)]
     return keras.Sequential([keras.Input((CHANNELS,)), *layers, keras.layers.Dense(2)])
@@ -334,7 +334,7 @@ def test_moving_statistics_are_equal_where_they_are_used(where, rng, rank, size,
         with hk.Supervisor(shared_path, model=model, summary_steps=None) as session:
             model.layers[1].moving_mean.assign(np.full(CHANNELS, rank, "f4"))
             session.step()
-            session.save()  # each rank's own
+            session.save()  # different on each rank
             assert model.layers[1].moving_mean.numpy()[0] == rank
     else:
         callbacks = [] if where == "the end of fit" else [hk.callbacks.MetricAverage(), Look()]
@@ -351,7 +351,7 @@ def test_moving_statistics_are_equal_where_they_are_used(where, rng, rank, size,
 @pytest.mark.contract
 @pytest.mark.parametrize("how", ["fit", "loop", "tape"])
 def test_local_statistics_are_refused(how, rng, size):
-    """Nothing that hvdkit is told of synchronizes the model before its forward pass."""
+    """The model is not synchronized before its forward pass by any call known to hvdkit."""
     x, y = data(rng, 4)
     model, optimizer = fresh(True), hk.DistributedOptimizer(opts.SGD(0.1), op=None if how == "tape" else hk.Average)
 
@@ -373,7 +373,7 @@ def test_local_statistics_are_refused(how, rng, size):
 @pytest.mark.contract
 @pytest.mark.parametrize("rows", [24, 27, 25])
 def test_hk_fit_equals_one_process(rows, rng, size):
-    """Global batches of 8 rows; of 27 rows the last has 3, of 25 it has 1: then some ranks have none."""
+    """Global batches of 8 rows; of 27 rows the last batch has 3, of 25 it has 1, so that some ranks have none."""
     x, y = data(rng, rows)
     reference, model = fresh(False), fresh(True)
     for each, fit in ((reference, keras.Model.fit), (model, hk.fit)):

@@ -1,4 +1,4 @@
-"""Callbacks of fit on ranks that differ: nothing to validate, several steps in one call, random states."""
+"""Callbacks of fit on ranks that differ: no validation data, several steps per execution, random states."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_log_lines_come_every_so_many_steps_from_the_chief(capfd):
 
 
 class Recorder(keras.callbacks.Callback):
-    """Saves model, optimizer and callbacks after ``save_at`` steps, first of all callbacks, and notes the rates."""
+    """Saves model, optimizer and callbacks after ``save_at`` steps, before other callbacks, and records the rates."""
 
     def __init__(self, save_at=None, others_lower_at=None):
         super().__init__()
@@ -123,7 +123,7 @@ class Recorder(keras.callbacks.Callback):
 
 
 class Restorer(keras.callbacks.Callback):
-    """Restores what a Recorder saved, when training begins."""
+    """Restores a Recorder's state when training begins."""
 
     def __init__(self, saved):
         super().__init__()
@@ -141,7 +141,7 @@ ROWS = np.random.default_rng(6).normal(size=(24, 3)).astype("f4")
 
 
 def train(rows, *callbacks, epochs=1):
-    """Train a new model in a new optimizer, as a process that has just started does."""
+    """Train a new model with a new optimizer, as in a new process."""
     model = model_of(0.02, run_eagerly=True)
     model.optimizer.build(model.trainable_variables)
     model.fit(rows[:, :2], rows[:, 2:], batch_size=1, shuffle=False, epochs=epochs, callbacks=callbacks, verbose=0)
@@ -150,7 +150,7 @@ def train(rows, *callbacks, epochs=1):
 
 @pytest.fixture(scope="module")
 def never_stopped():
-    """The rates and the weights of a run that went through."""
+    """Return the rates and the weights of an uninterrupted run."""
     whole = Recorder(others_lower_at=13)
     model = train(ROWS[:8], hk.callbacks.LearningRateWarmup(10, scale=5.0), whole, epochs=2)
     return whole.rates, [v.numpy() for v in model.variables]
@@ -158,13 +158,13 @@ def never_stopped():
 
 @pytest.mark.parametrize(("at", "restorer_first"), [(5, True), (8, False), (12, True), (15, False)])
 def test_a_run_continued_with_new_callbacks_equals_one_never_stopped(at, restorer_first, never_stopped):
-    """Two epochs of 8 steps; the warm-up ends after 10, and at 13 somebody else lowers the rate."""
+    """Two epochs of 8 steps; the warm-up ends after 10, and at 13 another callback lowers the rate."""
     rates, expected = never_stopped
     first = Recorder(save_at=at, others_lower_at=13)
     train(ROWS[:8], first, hk.callbacks.LearningRateWarmup(10, scale=5.0), hk.callbacks.StepLog(8), epochs=2)
     rest = np.concatenate([ROWS[:8], ROWS[:8]])[at:]
     second = Recorder(others_lower_at=13 - at)
-    # Another scale than before: the run keeps the one it began with.
+    # A different scale than before: the run keeps its original one.
     callbacks = [hk.callbacks.LearningRateWarmup(10), hk.callbacks.StepLog(8)]
     callbacks.insert(0 if restorer_first else 2, Restorer(first.saved))
     continued = train(rest, *callbacks, second)
@@ -234,7 +234,7 @@ def test_a_fit_sees_its_own_callbacks_only():
     with pytest.raises(KeyError):
         fit(hk.callbacks.StepLog(8), log, Fails())
     fit(Look(), warmup, log)
-    assert seen == [[warmup, log]] * 2  # in their order, not that of the fit before
+    assert seen == [[warmup, log]] * 2  # in this fit's order, not the previous one's
     fit(stop, Look(), warmup)
     assert seen[2:] == [[stop, warmup]] * 2
     fit(Look())
@@ -251,7 +251,7 @@ def test_nobody_is_kept_alive_for_having_a_state():
     for _ in range(3):
         train(ROWS[:2], hk.callbacks.StepLog(8))
     gc.collect()
-    assert len(steps._stateful) <= before + 1  # Keras may hold on to the last one
+    assert len(steps._stateful) <= before + 1  # Keras may keep a reference to the last one
 
 
 @pytest.mark.contract

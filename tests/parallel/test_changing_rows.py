@@ -1,4 +1,4 @@
-"""Tables whose ids come and go: who gets a row, what it holds, and what becomes of the optimizer's slots."""
+"""Tables with changing ids: which ids get rows, the initial values, and the optimizer's slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS = keras.initializers.RandomUniform(-1.0, 1.0)
 
 
 class Reference:
-    """One process, one dictionary: the rule of buckets, and plain optimizers on the rows that a step asks for."""
+    """One process with a dictionary: the bucket rule, and plain optimizers on the rows that a step requests."""
 
     def __init__(self, evict, optimizer):
         self.evict, self.optimizer = evict, optimizer
@@ -71,7 +71,7 @@ OPTIMIZERS = {
 
 
 def ids_of(step, rank, many=60):
-    """Ids of which some come back, some come once, and of which a rank may have none."""
+    """Return ids of which some recur and some occur once; a rank may have none."""
     rng = np.random.default_rng([step, rank])
     n = 0 if rank == 1 and step % 3 == 0 else many
     known = rng.zipf(1.2, n) % 90
@@ -136,7 +136,7 @@ def test_a_full_bucket_leaves_new_ids_without_a_row(rank, size):
     layer = hk.layers.ShardedEmbedding(1, 2, evict="lru", seed=1)  # one bucket: on one rank
     ids = tf.range(rank * 40, rank * 40 + 40, dtype=tf.int64)
     rows = layer(ids, training=True).numpy()
-    smallest = rank * 40 + np.arange(40) < BUCKET  # those that came first, in the order of their numbers
+    smallest = rank * 40 + np.arange(40) < BUCKET  # the first to arrive, in the order of their numbers
     np.testing.assert_array_equal((rows != 0).any(1), smallest)
     again = layer(ids[:5]).numpy()
     np.testing.assert_array_equal(again, rows[:5])
@@ -145,7 +145,7 @@ def test_a_full_bucket_leaves_new_ids_without_a_row(rank, size):
 
 @pytest.mark.parametrize("how", ["exact", "accumulated", "average"])
 def test_no_slot_remembers_the_id_before(how, rank, size):
-    """An optimizer that updates whole shards, one that adds steps up, and Keras's moving average of the weights."""
+    """With an optimizer that updates whole shards, with accumulation, and with Keras's moving average of weights."""
     layer = hk.layers.ShardedEmbedding(1, 2, evict="lru", embeddings_initializer=0.25, seed=1)
     layer.build()
     made = keras.optimizers.SGD(0.5, momentum=0.9, use_ema=how == "average", ema_momentum=0.5)
@@ -157,8 +157,8 @@ def test_no_slot_remembers_the_id_before(how, rank, size):
             loss = share * tf.reduce_sum(layer(tf.range(first, first + BUCKET, dtype=tf.int64), training=True))
         optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
 
-    step(0)  # of two that are added up, the first
-    step(1000, share=0.0)  # all rows change hands, and no gradient of their own moves them
+    step(0)  # the first of two accumulated steps
+    step(1000, share=0.0)  # all rows change owners, with zero gradients
     np.testing.assert_array_equal(layer.gather(), np.full((BUCKET, 2), 0.25))
     for variable in optimizer.variables:
         if variable.path.endswith("momentum") and variable.shape[0] > 1:
@@ -178,7 +178,7 @@ def row_of(layer, identity):
 
 
 def test_rows_of_a_step_stay_until_its_update(rank, size):
-    """As in a model of two towers, which calls one layer twice."""
+    """As in a two-tower model, which calls one layer twice."""
     layer = table_of_one_bucket()
     optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hk.Sum)
     with tf.GradientTape() as tape:
@@ -194,7 +194,7 @@ def test_rows_of_a_step_stay_until_its_update(rank, size):
 def test_every_optimizer_forgets_the_id_before(rank, size):
     layer = table_of_one_bucket()
     optimizers = [hk.DistributedOptimizer(keras.optimizers.Adagrad(0.1), op=hk.Sum) for _ in range(2)]
-    optimizers.append(hk.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.9), op=None))  # by a tape's weights
+    optimizers.append(hk.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.9), op=None))  # tape's weights
 
     def step(optimizer, first, share=1.0):
         tape = tf.GradientTape()

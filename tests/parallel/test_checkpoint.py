@@ -1,4 +1,4 @@
-"""Saving and restoring by all ranks: every kind of state comes back, and what goes wrong is told by all ranks alike."""
+"""Saving and restoring by all ranks: every kind of state comes back, and all ranks report the same errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GATHER = pytest.mark.parametrize("gather", [False, True], ids=["shared", "throug
 
 
 class Cut:
-    """A table cut along one axis, the smallest thing that satisfies ``hk.checkpoint.ShardedState``."""
+    """A table sharded along one axis, the minimal implementation of ``hk.checkpoint.ShardedState``."""
 
     def __init__(self, array: np.ndarray, partition: str, axis: int = 0, dtype: str | None = None):
         self.shape, self.dtype, self.partition = array.shape, dtype or array.dtype.name, partition
@@ -44,7 +44,7 @@ def numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 class State:
-    """One of everything, told apart by ``seed``; what each rank has of its own by the rank as well."""
+    """One of each kind of state, determined by ``seed``; per-rank state also by the rank."""
 
     def __init__(self, seed: int):
         keras.utils.clear_session()
@@ -86,7 +86,7 @@ class State:
         return dict(vars(self))
 
     def bits(self) -> list:
-        """All variables of this rank, and the next draw of each generator."""
+        """Return all variables of this rank, and the next draw of each generator."""
         tables = [table.local for table in self.tables.values()]
         variables = [*self.model.variables, *self.optimizer.variables, self.half, *tables]
         g = self.generators
@@ -99,7 +99,7 @@ class State:
 
 
 def raises_on_every_rank(kind: type[Exception], action) -> list[str]:
-    """Return every rank's message, after all have raised an error that is ``kind`` or says so."""
+    """Return every rank's message, after all ranks have raised an error of ``kind`` or one that names it."""
     with pytest.raises(kind) as caught:
         action()
     return hk.allgather_object(str(caught.value))
@@ -141,7 +141,7 @@ def test_each_rank_writes_its_own_part_and_the_chief_what_is_common(shared_path,
 
 
 def test_replicated_state_is_the_chiefs(shared_path, rank):
-    """Also where ranks differ, which nobody should let happen: after a restore they do not."""
+    """Ranks that have diverged, which is an error, are equal after a restore."""
     variable = tf.Variable(numbers((4,), 5) + rank)
     array = np.full(3, 7.0 + rank)
     hk.checkpoint.save(shared_path / "a", {"v": variable, "x": array})
@@ -172,7 +172,7 @@ def test_a_checkpoint_of_the_same_name_is_replaced(shared_path, gather):
 
 
 def test_the_result_is_the_same_either_way(shared_path):
-    """Through the chief or by each rank: one may be restored as the other."""
+    """Through the chief or by each rank: the files are interchangeable."""
     saved, other = State(1), State(2)
     hk.checkpoint.save(shared_path / "a", saved.mapping(), gather=True)
     other.array = hk.checkpoint.restore(shared_path / "a", other.mapping())["array"]
@@ -213,7 +213,7 @@ def test_a_partition_that_differs_is_another_state(shared_path, rank, size):
         return
     told = raises_on_every_rank(hk.CollectiveMismatchError, lambda: hk.checkpoint.save(shared_path / "a", {"t": table}))
     tables = [f"'t' (float32[8, 2], sharded {partition})" for partition in ("mod", "div")]
-    odd, usual = (1, 0) if size == 2 else (0, 1)  # of two ranks, rank 0 is right
+    odd, usual = (1, 0) if size == 2 else (0, 1)  # with two ranks, rank 0 is right
     assert f"got {tables[odd]} on rank {odd}, expected {tables[usual]}, as on rank {usual}" in told[0]
 
 
@@ -301,7 +301,7 @@ def test_only_restoring_everything_removes_the_note_of_damage(shared_path, rank)
 
 @pytest.mark.parametrize("victim", ["chief", "last"])
 def test_a_rank_that_cannot_write_fails_the_save_on_all(shared_path, rank, size, victim):
-    """A limit on the length of files stands for a full disk on that rank alone."""
+    """Simulate a full disk on that rank with a limit on the length of files."""
     victim = 0 if victim == "chief" else size - 1
     table = Cut(numbers((4000, 64), 3), "mod")
     path = hk.checkpoint.save(shared_path / "step-000000001", {"t": table})
@@ -316,7 +316,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(shared_path, rank, size,
         assert f"not saved, rank {victim} failed: " in text and f"{name}: cannot be written (File too large)" in text
     assert [p.name for p in shared_path.iterdir()] == ["step-000000001"]
     assert {p.name: p.read_bytes() for p in path.iterdir()} == kept
-    hk.checkpoint.save(shared_path / "step-000000002", {"t": table})  # and the next one works
+    hk.checkpoint.save(shared_path / "step-000000002", {"t": table})  # the next save works
     assert hk.checkpoint.latest(shared_path) == shared_path / "step-000000002"
 
 
@@ -332,7 +332,7 @@ def test_a_chief_that_cannot_write_for_all_tells_all(shared_path, rank):
 
 
 class limited_files:
-    """No file of this process grows beyond so many bytes; None is no limit."""
+    """Limits the size of files that this process writes; None is unlimited."""
 
     def __init__(self, length: int | None):
         self._length = length
@@ -363,7 +363,7 @@ def test_a_file_where_the_folder_should_be(shared_path, rank):
 
 
 def test_ranks_that_do_not_share_a_folder(shared_path, rank, size):
-    """Each rank's own folder stands for hosts without a common file system."""
+    """Simulate hosts without a common file system with a different folder on each rank."""
     if size == 1:
         return
     own = shared_path / f"host-{rank}"

@@ -1,4 +1,4 @@
-"""The world of ranks: who am I, beginning, ending and beginning again."""
+"""The world of ranks: rank and size, starting, shutting down and starting again."""
 
 import importlib
 import logging
@@ -46,7 +46,7 @@ GLOO = launcher.promised().controller == "gloo" and hk.size() > 1
 
 @pytest.fixture
 def begun_again():
-    """Leave a running cluster behind, whatever the test did."""
+    """Leave a running cluster after the test."""
     if GLOO:
         pytest.skip("tests/single/test_failures.py: under Gloo a second hk.init() is refused")
     yield
@@ -102,7 +102,7 @@ def test_worlds_that_end_or_do_not_begin_leave_no_sentinel(begun_again, size):
     with pytest.raises(ValueError, match="mesh"):
         hk.init(mesh={"data": size + 1})
     hk.init()
-    wait_until(lambda: len(sentinels()) == (size > 1))  # while one starts there are two processes for a moment
+    wait_until(lambda: len(sentinels()) == (size > 1))  # a starting sentinel is two processes for a moment
     hk.shutdown()
     wait_until(lambda: not sentinels())
 
@@ -156,7 +156,7 @@ def test_log_lines_are_whole_and_tagged(capfd, rank, size):
 
 @pytest.mark.parametrize("largest", [64, 1000])
 def test_objects_of_any_length_travel_in_several_collectives(largest, rank, size, monkeypatch):
-    """One collective carries at most 2^31 - 1 bytes, which many ranks reach with a few MB each."""
+    """One collective carries at most 2^31 - 1 bytes, a limit that many ranks reach with a few MB each."""
     monkeypatch.setattr(importlib.import_module("hvdkit.cluster.exchange"), "LARGEST", largest)
     lengths = [0, 5000, 17, 700][:size]
     mine = bytes([rank]) * lengths[rank]

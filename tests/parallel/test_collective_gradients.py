@@ -1,4 +1,4 @@
-"""The gradient of every collective is that of the global function: finite differences of a NumPy reference."""
+"""The gradient of every collective equals that of the global function: finite differences of a NumPy reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import hvdkit as hk
 
 pytestmark = pytest.mark.contract
 
-# 4 numbers go along with the comparison of calls; 4,200 are more than 16 KiB in every dtype.
+# 4 numbers are sent with the comparison of calls; 4,200 are more than 16 KiB in every dtype.
 SIZES = [4, 4_200]
 OPS = {"sum": hk.Sum, "average": hk.Average, "min": hk.Min, "max": hk.Max, "product": hk.Product}
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
@@ -24,12 +24,12 @@ def reduction(name):
 
 
 def scattered(whole, size):
-    """The rows of each rank: the first ``rows % size`` ranks have one more."""
+    """Return the rows of each rank: the first ``rows % size`` ranks have one more."""
     return np.array_split(whole, size)
 
 
 def splits_of(rank, size, rows):
-    """Unequal splits of ``rows`` rows, the first rank's part 0 on odd ranks."""
+    """Return unequal splits of ``rows`` rows; the first rank's part is empty on odd ranks."""
     splits = np.full(size, rows // size)
     splits[-1] += rows - splits.sum()
     if rank % 2 and size > 1:
@@ -44,7 +44,7 @@ def exchanged(xs, size):
 
 
 def cases(size, root):
-    """For each collective: what a rank calls, the NumPy reference from all inputs to all outputs, rows of rank r."""
+    """Return for each collective: a rank's call, the NumPy reference from all inputs to all outputs, rows of rank r."""
     found = {
         f"allreduce {name}": (
             lambda x, op=op: hk.allreduce(x, op),
@@ -88,7 +88,7 @@ CASES = list(cases(1, 0))
 
 
 def inputs(size, rows, n):
-    """Values between 0.5 and 1.5, unlike on all ranks, with every rank the least and the largest somewhere."""
+    """Return values between 0.5 and 1.5 that differ on all ranks; every rank has the minimum and maximum somewhere."""
     rng = np.random.default_rng(n)
     return [0.5 + rng.random((rows(n, r), 2)) for r in range(size)]
 
@@ -99,7 +99,7 @@ def weights_of(rank, shape, dtype):
 
 
 def gradient_of(call, x, weights, mode):
-    """The gradient of this rank's x for the loss sum(weights * call(x)), eagerly or in a graph."""
+    """Return the gradient of sum(weights * call(x)) with respect to this rank's x, in eager mode or in a graph."""
 
     def step(x):
         with tf.GradientTape() as tape:
@@ -111,7 +111,7 @@ def gradient_of(call, x, weights, mode):
 
 
 def differences(reference, xs, rank, places):
-    """Central differences of the sum of all ranks' losses with respect to some elements of this rank's x."""
+    """Return central differences of the sum of all ranks' losses with respect to some elements of this rank's x."""
 
     def loss(xs):
         return sum(float(np.sum(y * weights_of(r, y.shape, tf.float64).numpy())) for r, y in enumerate(reference(xs)))
@@ -142,7 +142,7 @@ def test_gradients(case, n, dtype, mode, rank, size):
 
 @pytest.mark.parametrize("n", [4_096, 4_097])
 def test_the_size_of_a_message_makes_no_difference(n, size):
-    """The largest array that goes along with the comparison of calls, and the smallest that does not."""
+    """The largest array that is sent with the comparison of calls, and the smallest that is not."""
     x = tf.Variable(tf.ones([n]))
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(hk.allreduce(x))

@@ -1,4 +1,4 @@
-"""What holds for every size of a message, other threads, asynchronous calls, uneven loops, and odd values."""
+"""Rules for messages of every size, other threads, asynchronous calls, uneven loops, and unusual values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = [3, 20_000]
 
 
 def each_way(x, call):
-    """The result of ``call`` for x, in eager mode and in a graph."""
+    """Return the results of ``call(x)`` in eager mode and in a graph."""
     return [call(tf.constant(x)), tf.function(call, autograph=False)(tf.constant(x))]
 
 
@@ -64,7 +64,7 @@ def test_integers_wrap_around_and_their_average_does_not(dtype, n, rank, size):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_floats_near_their_limit(dtype, n, size):
-    """The sum is infinite at every size, and the average finite."""
+    """The sum is infinite for every message size, and the average finite."""
     x = np.full(n, 0.75 * np.finfo(dtype).max, dtype)
     for y in each_way(x, lambda x: hk.allreduce(x, hk.Sum)):
         assert np.isinf(y).all() == (size > 1)
@@ -86,7 +86,7 @@ def test_products_and_factors(n, rank, size):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_adasum(n, rank, size):
-    """Of vectors that are equal on all ranks it is their average; of orthogonal ones their sum."""
+    """For vectors equal on all ranks Adasum is their average, for orthogonal ones their sum."""
     if size & (size - 1) or (size > 1 and not OVER_MPI):
         with pytest.raises(ValueError, match="Adasum"):
             hk.allreduce(np.ones(n), hk.Adasum)
@@ -119,7 +119,7 @@ def test_too_many_elements_to_gather_are_refused_before_anything_is_sent(monkeyp
             hk.allgather(np.ones(10_000))
         with pytest.raises(ValueError, match="15,000"):
             hk.reducescatter(np.ones(15_001))
-        with pytest.raises(ValueError, match="15,000"):  # rank 0 alone would receive too much
+        with pytest.raises(ValueError, match="15,000"):  # only rank 0 would receive too much
             hk.alltoall(np.ones(10_000), [10_000] + [0] * (size - 1))
         rows, _ = hk.alltoall(np.ones(size * 2_000), [2_000] * size)
         assert len(rows) == size * 2_000
@@ -158,7 +158,7 @@ def test_fractional_splits_are_refused_in_graphs(size):
 
 
 def test_a_second_thread_is_refused(size):
-    """Its calls and those of the first thread would meet in another order on each rank."""
+    """On each rank its calls could run in a different order relative to those of the first thread."""
     raised = []
 
     def call():
@@ -185,10 +185,10 @@ def test_a_python_function_in_a_graph_may_call(size):
 
 
 def test_asynchronous_collectives(rank, size):
-    """They run in the order of the calls, also with those that are not asynchronous."""
+    """They run in the order of the calls, also relative to synchronous ones."""
     x = np.full(20_000, rank + 1.0)
     small, large = hk.allreduce_async(rank, hk.Sum), hk.allreduce_async(x, hk.Sum)
-    x[:] = -1  # too late to matter
+    x[:] = -1  # too late to change the result
     assert hk.allgather_object(rank) == list(range(size))
     assert size == 1 or (small.done() and large.done())
     others = [

@@ -1,4 +1,4 @@
-"""Every collective, dtype, size and kind of value, against NumPy."""
+"""Compare every collective, dtype, size and kind of value with NumPy."""
 
 import numpy as np
 import pytest
@@ -9,19 +9,19 @@ import hvdkit as hk
 
 pytestmark = pytest.mark.contract
 
-# 3 numbers travel with the comparison of the ranks; 20,000 travel through Horovod whatever their dtype.
+# 3 numbers are sent with the comparison of the ranks; 20,000 are sent by Horovod whatever their dtype.
 SIZES = [3, 20_000]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 INTEGERS = ["uint8", "int8", "uint16", "int16", "uint32", "int32", "int64"]
 REDUCED = FLOATS + INTEGERS
 MOVED = [*REDUCED, "uint64", "bool"]
 OPS = [hk.Sum, hk.Average, hk.Min, hk.Max]
-# Relative errors of a sum of four numbers; numbers here are below 20, and may cancel each other.
+# Relative errors of a sum of four numbers; numbers here are below 20, and may cancel.
 ROUNDING = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6, "float64": 1e-14}
 
 
 def value(shape, dtype, rank):
-    """Numbers that every dtype holds exactly, unlike on each rank: 0 to 19, negative ones where there are any."""
+    """Return numbers that every dtype holds exactly, different on each rank: 0 to 19, negative ones if signed."""
     numbers = (np.arange(np.prod(shape, dtype=int)).reshape(shape) * (rank + 2) + 3 * rank) % 20
     if dtype.startswith(("int", "float", "bfloat")):
         numbers = numbers - 7
@@ -29,14 +29,14 @@ def value(shape, dtype, rank):
 
 
 def reduced(values, op, dtype):
-    """The reduction in float64, and for integers the average rounded toward zero."""
+    """Return the reduction in float64; for integers the average is rounded toward zero."""
     stack = np.stack([v.astype(np.float64) for v in values])
     result = {hk.Sum: stack.sum(0), hk.Average: stack.mean(0), hk.Min: stack.min(0), hk.Max: stack.max(0)}[op]
     return result if dtype in FLOATS else np.trunc(np.round(result, 9))
 
 
 def assert_same_bits(result):
-    """Every rank holds the same bits."""
+    """Assert that every rank holds the same bits."""
     mine = np.asarray(result)
     for rank, other in enumerate(hk.allgather_object((mine.dtype.name, mine.shape, mine.tobytes()))):
         assert other == (mine.dtype.name, mine.shape, mine.tobytes()), f"rank {rank} has other bits"
@@ -56,7 +56,7 @@ def as_kind(array, kind):
 
 
 def in_graph(function):
-    """``function`` as a graph whose inputs are unknown when it is traced."""
+    """Return ``function`` as a graph with inputs that are unknown when it is traced."""
     return tf.function(function, autograph=False, reduce_retracing=True)
 
 
@@ -164,7 +164,7 @@ def test_grouped_allreduce_of_mixed_dtypes(mode, rank, size):
 
 
 def rows_of(rank, size, n):
-    """Row counts: the first rank has none, nor has the last of three or more."""
+    """Return the number of rows: 0 on the first rank, and on the last of three or more."""
     return 0 if rank == 0 or rank == size - 1 > 1 else n * rank
 
 
@@ -190,7 +190,7 @@ def test_broadcast_from_every_root(dtype, n, mode, rank, size):
 
 
 def splits_of(rank, size, n):
-    """Rank r sends n * (r + peer) rows to each peer, but none to itself."""
+    """Return rank r's splits: n * (r + peer) rows to each peer, none to itself."""
     return np.array([0 if peer == rank else n * (rank + peer) for peer in range(size)])
 
 

@@ -1,4 +1,4 @@
-"""Programs for Horovod run under hvdkit.compat.horovod: the examples that come with Horovod, in our own words."""
+"""Programs for Horovod under hvdkit.compat.horovod: Horovod's own examples, rewritten."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def convolutional(classes=2):
 
 @pytest.mark.contract
 def test_keras_mnist(rank, size, tmp_path):
-    """Every rank shuffles the whole data set, for fewer epochs."""
+    """Every rank shuffles the whole data set and trains fewer epochs."""
     hvd.init()
     assert (hvd.rank(), hvd.size(), hvd.local_rank()) == (rank, size, hk.local_rank())
     epochs = math.ceil(4.0 / hvd.size())
@@ -78,7 +78,7 @@ def test_tensorflow2_keras_mnist(rank, size):
     history = model.fit(dataset, steps_per_epoch=steps, callbacks=callbacks, epochs=5, verbose=0).history
     assert len({str(each) for each in hk.allgather_object(history)}) == 1
     assert rates[0] == pytest.approx(0.001) and rates[-1] == pytest.approx(0.001 * size)
-    assert rates[3 * steps] == pytest.approx(0.001 * size)  # not multiplied twice
+    assert rates[3 * steps] == pytest.approx(0.001 * size)  # multiplied only once
     hk.compare_variables(model.trainable_variables)
 
 

@@ -1,4 +1,4 @@
-"""What a step costs, in counts: a guard against regressions that no other load on the machine can upset."""
+"""The cost of a step in counts: a guard against regressions that does not depend on the load of the machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES = [(8, 16), (16,), (16, 4), (4,)]
 NUMBERS = sum(int(np.prod(shape)) for shape in SHAPES)
 ALL_GRADIENTS = Exchange("allreduce", 4, 1, 4 * NUMBERS)
 ROWS, STEPS = 32, 24
-# Python functions called in a step beside those of the step alone. TensorFlow calls some 700 for any tf.function.
+# Python functions called per step in addition to the step itself. TensorFlow calls some 700 for any tf.function.
 MOST_CALLS_OF_A_LOOP, MOST_CALLS_OF_CALLBACKS = 85, 58
 STEP_FUNCTIONS = ("one_step_on_data", "multi_step_on_iterator")  # Keras's
 MOST_CALLS_OF_HK_FIT = {"one rank": 15, "several": 100}
@@ -40,19 +40,19 @@ def counts():
 
 
 def among(size, *exchanges):
-    """Return what several ranks exchange; one alone exchanges nothing."""
+    """Return the exchanges of several ranks; a single rank exchanges nothing."""
     return list(exchanges) if size > 1 else []
 
 
 def update_of(optimizer):
-    """Return a step that gives an optimizer gradients of a small dense network, and takes a factor."""
+    """Return a step that applies gradients of a small dense network, multiplied by its argument."""
     variables = [keras.Variable(np.zeros(shape, "f4")) for shape in SHAPES]
     optimizer.build(variables)
     return tf.function(lambda x: optimizer.apply([x * tf.ones(v.shape) for v in variables], variables))
 
 
 def network(optimizer=None):
-    """Return a small dense network, built from equal values on all ranks."""
+    """Return a small dense network with equal initial values on all ranks."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(4)])
     if optimizer is not None:
@@ -77,7 +77,7 @@ def step_of(model, optimizer):
 
 
 def of_bf16(size):
-    """Two halves of a ring: every rank gets its share of all numbers, and shares are gathered."""
+    """Two phases of a ring: every rank receives its shard of all numbers, and the sums are gathered."""
     share = -(-NUMBERS // size)
     return [Exchange("alltoall", 1, 1, 2 * share * size), Exchange("allgather", 1, 1, 2 * share)]
 
@@ -128,7 +128,7 @@ def test_a_weighted_average_sends_one_number_more(counts, size):
 
 
 def test_sparse_gradients_travel_as_rows_while_these_are_fewer_bytes(counts, size):
-    """Rows in the dense form once the ranks together touch so many that the ring moves less; tiny tables always."""
+    """As rows, while the dense form is more bytes in the ring; tiny tables always in dense form."""
     table, tiny = (keras.Variable(np.zeros((rows, 8), "f4")) for rows in (4000, 10))
     optimizer = hk.DistributedOptimizer(opts.SGD(0.1))
     optimizer.build([table, tiny])
@@ -152,7 +152,7 @@ def test_sparse_gradients_travel_as_rows_while_these_are_fewer_bytes(counts, siz
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
 def test_a_lookup_in_all_tables_is_two_alltoalls_and_its_gradient_one(compression, counts, rank, size):
-    """Distinct ids out, their rows back, the rows' gradients out: 4 + 2 * 4 * width bytes a row, 16 bits halve both."""
+    """Distinct ids out, their rows back, the rows' gradients out: 4 + 2 * 4 * width bytes a row; 16 bits halve both."""
     tables = [hk.layers.Table(f"t{i}", 500, 8, combiner="sum") for i in range(3)]
     layer = hk.layers.ShardedEmbeddingCollection(
         tables, dict.fromkeys(["t0", "t1", "t2"], "row"), seed=1, compression=compression
@@ -182,7 +182,7 @@ def test_a_lookup_in_all_tables_is_two_alltoalls_and_its_gradient_one(compressio
     assert [(e.kind, e.tensors, e.runs) for e in seen] == among(size, *[("alltoall", 1, 1)] * 3, ("allreduce", 1, 1))
     if size > 1:
         assert [seen[0], *seen[2:]] == [ids, gradients, norm]
-        # What a rank sends is what others ask of it, which adds up over the ranks.
+        # The rows that a rank sends are those that others requested; the sums over all ranks are equal.
         assert hk.allreduce(seen[1].bytes, hk.Sum) == hk.allreduce(distinct, hk.Sum) * row
 
 
@@ -205,7 +205,7 @@ def test_a_smaller_last_batch_traces_a_step_once_more(counts, size):
 
 
 class Ticks:
-    """A clock that goes on by 1/128 s at every step, so that agreements come at known steps."""
+    """A clock that advances by 1/128 s per step, so that agreements come at known steps."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0
@@ -215,7 +215,7 @@ class Ticks:
         self.now += 1 / 128
 
 
-# After the first two steps, then four times as far each time, until they are 0.25 s apart, here 32 steps.
+# After the first two steps, the interval grows fourfold each time up to 0.25 s, here 32 steps.
 AGREEMENTS = [1, 2, 6, 22]
 
 
@@ -245,9 +245,9 @@ def test_a_supervised_loop_exchanges_objects_at_agreements_and_summaries_only(co
 
 
 class Watch(keras.callbacks.Callback):
-    """Note what is exchanged and traced in each step of ``fit``.
+    """Record what is exchanged and traced in each step of ``fit``.
 
-    Put it last, so that what others do at the end of an epoch counts with its last step.
+    Must be last, so that the work of other callbacks at an epoch's end counts with its last step.
     """
 
     def __init__(self, counts, clock):
@@ -274,7 +274,7 @@ class Watch(keras.callbacks.Callback):
 
 
 def test_fit_exchanges_gradients_and_nothing_else(counts, size, shared_path, monkeypatch):
-    """Objects at agreements, summaries and log lines, and the metrics at an epoch's end."""
+    """The exceptions are objects at agreements, summaries and log lines, and metrics at an epoch's end."""
     clock = Ticks(monkeypatch)
     batches = hk.data.GlobalBatches((X, Y), ROWS * size, shuffle_seed=0, remainder="drop")
     steps, epochs = batches.steps_per_epoch, 30 // batches.steps_per_epoch
@@ -292,7 +292,7 @@ def test_fit_exchanges_gradients_and_nothing_else(counts, size, shared_path, mon
     trained = range(1, epochs * steps + 1)
     assert watch.exchanged == [among(size, ALL_GRADIENTS)] * len(trained)
     due = [(s in AGREEMENTS) + (s % 12 == 0) + (s % 10 == 0) + (s % steps == 0) for s in trained]
-    # Weights are compared in the first step, and after the first epoch; decisions of callbacks after each epoch.
+    # Weights are compared in the first step and after the first epoch, decisions of callbacks after each epoch.
     due = [n + (s == steps) + (s % steps == 1) for n, s in zip(due, trained, strict=True)]
     assert watch.eager == (due if size > 1 else [0] * len(trained))
     assert watch.traced[0] > 0 and not any(watch.traced[1:])
@@ -316,12 +316,12 @@ def with_metrics():
     return model
 
 
-METRICS = 3 * 2  # a sum and a count each, of the loss and two metrics
+METRICS = 3 * 2  # sum and count of the loss and two metrics
 
 
 @pytest.fixture
 def combined(monkeypatch):
-    """Note how many states each grouped allreduce of metrics combines."""
+    """Record the number of states in each grouped allreduce of metrics."""
     seen, real = [], results.grouped_allreduce
 
     def counted(states, *args, **options):
@@ -338,20 +338,20 @@ def combined(monkeypatch):
 def test_hk_fit_exchanges_gradients_per_step_and_metrics_per_epoch(
     kind, batch_size, counts, combined, size, monkeypatch
 ):
-    """Also on uneven shares, and once for validation. Data of unknown length: 4 bytes per step and at their end."""
+    """Also with uneven shards, and once for validation. Data of unknown length: 4 bytes per step and at their end."""
     watch, epochs, steps = Watch(counts, Ticks(monkeypatch)), 2, -(-len(X) // batch_size)
     own = given(kind, batch_size)
     validation = (X, Y) if kind == "arrays" else own["x"]
     hk.fit(with_metrics(), **own, epochs=epochs, validation_data=validation, callbacks=[watch], verbose=0)
-    # Metrics of training and of validation.
+    # For the metrics of training and of validation.
     assert combined == ([METRICS] * 2 * epochs if size > 1 else [])
-    seen = [each for step in watch.exchanged for each in step if each.kind != "broadcast"]  # of the chief's weights
+    seen = [each for step in watch.exchanged for each in step if each.kind != "broadcast"]  # the chief's weights
     expected = [ALL_GRADIENTS] * steps * epochs
     if kind == "dataset of unknown length":
         each_end = [Exchange("allreduce", 1, 1, 4)] * 2
         expected += [each_end[0]] * steps * epochs + [*each_end, Exchange("allreduce", 1, steps, 4 * steps)] * epochs
     assert sorted(seen) == sorted(among(size, *expected))
-    # Of the first batches of training and validation, of their metrics, and of what callbacks have decided.
+    # For the first batches of training and validation, their metrics, and the decisions of callbacks.
     assert [n for n in watch.eager[1:] if n] == ([3, 2, 3] if size > 1 else [])
 
 
@@ -364,7 +364,7 @@ def test_hk_evaluate_exchanges_metrics_once(counts, combined, size):
     assert {each.kind for each in counts.exchanges()} <= {"broadcast"}  # the chief's weights
     assert "one_step_on_data" not in counts.traced
     assert combined == ([METRICS] if size > 1 else [])
-    # Of arguments, optimizers, weights' names, random numbers, callbacks, the first batch, and the metrics.
+    # For arguments, optimizers, weights' names, random numbers, callbacks, the first batch, and the metrics.
     assert counts.eager() == (7 if size > 1 else 0)
 
 
@@ -372,14 +372,14 @@ def test_hk_evaluate_exchanges_metrics_once(counts, combined, size):
 
 
 class Profiled(keras.callbacks.Callback):
-    """Count the Python functions that some steps of ``fit`` call, Keras's and all callbacks'."""
+    """Count the Python functions that some steps of ``fit`` call, in Keras and in all callbacks."""
 
     def __init__(self):
         super().__init__()
         self.calls = PythonCalls()
 
     def on_train_batch_begin(self, batch, logs=None):
-        if batch == 8:  # of the steps before, the sixth ends in an agreement
+        if batch == 8:  # of the steps before it, the sixth ends in an agreement
             self.calls.start()
         elif batch == 12:
             self.calls.stop()
@@ -387,14 +387,14 @@ class Profiled(keras.callbacks.Callback):
 
 
 def calls_in_fit(model, data, callbacks=()):
-    """Return how many Python functions a step of ``fit`` calls."""
+    """Return the number of Python functions that a step of ``fit`` calls."""
     profiled = Profiled()
     model.fit(data, callbacks=[profiled, *callbacks], verbose=0, shuffle=False)
     return profiled.per_step
 
 
 def counted(step, number=4):
-    """Count the Python functions that some calls of ``step`` call, once it has settled."""
+    """Count the Python functions that ``number`` calls of ``step`` call, after three calls that are not counted."""
     for _ in range(3):
         step()
     calls = PythonCalls()
@@ -406,19 +406,19 @@ def counted(step, number=4):
 
 
 def calls_in(step, number=4):
-    """Return how many Python functions each of some calls of ``step`` calls."""
+    """Return the mean number of Python functions that a call of ``step`` calls."""
     return counted(step, number).total() / number
 
 
 def test_a_step_calls_no_more_python_for_being_distributed():
-    """What hvdkit does to gradients is in the step's graph; none of it is Python in a step."""
+    """hvdkit's work on gradients is in the step's graph, without any Python call."""
     x, y = tf.constant(X[:ROWS]), tf.constant(Y[:ROWS])
     plain, ours = (step_of(network(), o) for o in (opts.SGD(0.1), hk.DistributedOptimizer(opts.SGD(0.1))))
     assert counted(lambda: ours(x, y)).by_file == counted(lambda: plain(x, y)).by_file
 
 
 def test_a_supervised_loop_adds_few_python_calls(size, shared_path, monkeypatch):
-    Ticks(monkeypatch)  # time stands still, so that agreements come ever more seldom
+    Ticks(monkeypatch)  # time stands still, so agreements become rarer and rarer
     model, optimizer = network(), hk.DistributedOptimizer(opts.SGD(0.1))
     train_step = step_of(model, optimizer)
     x, y = tf.constant(X[:ROWS]), tf.constant(Y[:ROWS])

@@ -1,4 +1,4 @@
-"""The ranks of a real world see the parts of the batches that one process would see."""
+"""The real ranks of a world get the same batches as a single process, in parts."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ Y = (X @ [[1.0], [-2.0], [0.5]] + 0.1 * RNG.normal(size=(45, 1))).astype(np.floa
 
 
 def alone(*args, **options):
-    """The same iterator as one process has it."""
+    """Return the same iterator as in a single process."""
     return hk.data.GlobalBatches(*args, rank=0, size=1, **options)
 
 
@@ -61,7 +61,7 @@ def test_average_over_ranks_is_the_global_mean_and_trains_alike():
     whole = alone((X, Y), 11, shuffle_seed=1)
     w = np.zeros((3, 1))
     reference = np.zeros((3, 1))
-    for _ in range(12):  # over two short batches of one example
+    for _ in range(12):  # includes two short batches of one example
         x, y = next(batches)
         error = x @ w - y
         loss = hk.allreduce(np.mean(batches.sample_weight * error[:, 0] ** 2))
@@ -148,7 +148,7 @@ def per_pixel(optimizer):
 
 
 def test_as_keras_weighs_labels_of_any_shape():
-    """As many tokens as a rank's rows may have: weights of the wrong shape would be multiplied all the same."""
+    """Weights of the wrong shape would broadcast if a rank has as many rows as tokens."""
     x, tokens, row = RNG.normal(size=(19, 4, 3)), RNG.integers(0, 2, (19, 4)), RNG.normal(size=19)
     images, masks = RNG.normal(size=(19, 4, 4, 3)), RNG.integers(0, 2, (19, 4, 4))
     weight, many = RNG.uniform(size=19), RNG.uniform(size=(19, 4)).astype("float32")

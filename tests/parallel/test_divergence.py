@@ -1,4 +1,4 @@
-"""The detector of diverged ranks: silent while they are equal, exact about who differs where since when."""
+"""The detector of diverged ranks: no error while ranks are equal; otherwise an error with rank, variable and step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint16", "int32"
 
 
 def trained(**options):
-    """A model with an optimizer, both with values of their own, the same on all ranks."""
+    """Return a model and its optimizer with nonzero state, equal on all ranks."""
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
     optimizer = hk.DistributedOptimizer(keras.optimizers.Adam(0.1), **options)
@@ -43,7 +43,7 @@ def error_on_every_rank(detector, step):
 
 
 class Counting:
-    """An exchange that counts what goes through it."""
+    """An exchange that counts its messages."""
 
     def __init__(self, exchange):
         self.exchange, self.sent = exchange, []
@@ -60,7 +60,7 @@ def test_equal_ranks_exchange_a_digest_every_so_many_steps(size, monkeypatch):
     monkeypatch.setattr(cluster, "exchange", lambda: counting)
     detector = DivergenceDetector(lambda: replicated(model, optimizer), every=4)
     due = []
-    for step in [*range(1, 13), 15, 17, 18, 30]:  # steps jump
+    for step in [*range(1, 13), 15, 17, 18, 30]:  # with gaps
         before = len(counting.sent)
         detector.check(step)
         if len(counting.sent) > before:
@@ -83,7 +83,7 @@ def test_one_bit_of_one_slot_names_rank_variable_and_steps(odd, rank, size):
     if size == 1:
         return detector.check(15)
     message = error_on_every_rank(detector, 15)
-    named = max(culprit, 1) if size == 2 else culprit  # of two ranks, rank 0 is right
+    named = max(culprit, 1) if size == 2 else culprit  # with two ranks, rank 0 is right
     first = variables[number].path
     assert f"other values in 1 of {len(variables)} variables, the first {first}, on rank {named}, " in message
     assert "first known to differ at step 15, last known equal at step 10;" in message
@@ -123,7 +123,7 @@ def test_ranks_at_different_steps_are_told_so(rank, size):
 
 
 def test_gradients_added_up_locally_do_not_count(rank, size):
-    """Half way through accumulate_steps each rank holds sums of its own; loss scales are equal and count."""
+    """Halfway through accumulate_steps each rank has different sums; loss scales are equal and compared."""
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))

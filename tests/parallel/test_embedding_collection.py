@@ -27,7 +27,7 @@ PLANS = {
 
 
 def inputs_of(rank, step=0):
-    """One rank's features, of every form; rank 1 of several has no examples."""
+    """Return one rank's features, in every form; rank 1 of several has no examples."""
     rng = np.random.default_rng([rank, step])
     n = 0 if rank == 1 else 4 + rank
     lengths = rng.integers(0, 4, n)
@@ -46,7 +46,7 @@ def inputs_of(rank, step=0):
 
 
 def numpy_lookup(tables, inputs):
-    """Every feature one example at a time."""
+    """Look up every feature, one example at a time."""
     out = {name: tables["users"][inputs[name].numpy()] for name in ("buyer", "seller")}
     rows = inputs["items"].to_list()
     out["items"] = np.array([tables["items"][r].mean(0) if r else np.zeros(4) for r in rows]).reshape(-1, 4)
@@ -101,7 +101,7 @@ def test_gradients_reach_the_rows_of_every_table(rank, size):
 
 
 def _uses(table, size):
-    """How much each row of a table weighs in the sum of all ranks' outputs, ``[rows, 1]``."""
+    """Return the weight of each row of a table in the sum of all ranks' outputs, ``[rows, 1]``."""
     uses = np.zeros(table.input_dim)
     for r in range(size):
         given = inputs_of(r)
@@ -121,7 +121,7 @@ def _uses(table, size):
 
 
 def test_a_step_makes_three_alltoalls(monkeypatch, rank, size):
-    """For six tables of three widths as for one."""
+    """Six tables of three widths need no more than one table."""
     if size == 1:
         pytest.skip("one rank exchanges nothing")
     made = []
@@ -146,7 +146,7 @@ def test_a_step_makes_three_alltoalls(monkeypatch, rank, size):
 
 
 def test_ids_that_travel_ahead_give_the_same(rank, size):
-    """Each step asks for the next one's rows; they are read after the update."""
+    """Each step requests the next one's rows; they are read after the update."""
     results = []
     for ahead in (False, True):
         layer = hk.layers.ShardedEmbeddingCollection(
@@ -195,7 +195,7 @@ class Small(keras.Model):
 
 @pytest.mark.parametrize("kind", ["functional", "subclass"])
 def test_fit_evaluate_and_predict(kind, rank, size):
-    """Batches whose last is short, on ranks that see other rows; the same weights and outputs as in one process."""
+    """The last batch is short and ranks see different rows; weights and outputs equal those of one process."""
     rng = np.random.default_rng(0)
     ids, y = rng.integers(0, 30, (50, 3)), rng.normal(size=(50, 1)).astype("f4")
     layer = hk.layers.ShardedEmbedding(30, 4, combiner="mean", seed=5)
@@ -217,7 +217,7 @@ def test_fit_evaluate_and_predict(kind, rank, size):
     whole = hk.data.GlobalBatches((ids, y), 20, shuffle_seed=1, rank=0, size=1)
     alone.fit(whole.as_keras(), epochs=2, verbose=0, shuffle=False)
     np.testing.assert_allclose(layer.gather(), embed.get_weights()[0], rtol=1e-4, atol=1e-6)
-    own = ids[: 7 + rank]  # every rank another number, and a short last batch
+    own = ids[: 7 + rank]  # a different number on every rank, and a short last batch
     expected = alone.predict(own, verbose=0)
     np.testing.assert_allclose(model.predict(own, batch_size=6 + rank, verbose=0), expected, rtol=1e-4, atol=1e-5)
     assert np.isfinite(model.evaluate(own, y[: 7 + rank], batch_size=6 + rank, verbose=0))
@@ -256,7 +256,7 @@ def test_a_bad_id_names_feature_value_and_table_on_every_rank(plan, traced, rank
 
 ONES = {"a": tf.constant([[1, 2]]), "b": tf.constant([1])}
 RAGGED, SPARSE = tf.ragged.constant([[1, 2]]), tf.sparse.from_dense([[1, 2]])
-INPUTS = {  # what all ranks pass, what the last one passes instead, and what it hears of that
+INPUTS = {  # input of all ranks, input of the last one instead, and its error
     "floats": (ONES, {**ONES, "b": tf.constant([1.0])}, "ids of 'b': got float32"),
     "missing": (ONES, {"a": ONES["a"]}, "inputs: got"),
     "shape": (ONES, {**ONES, "a": (ONES["a"], tf.ones([1, 1]))}, "weights of 'a': got shape"),
@@ -266,7 +266,7 @@ INPUTS = {  # what all ranks pass, what the last one passes instead, and what it
 
 
 class Broken:
-    """What cannot be read, by an error that is neither a ValueError nor a TypeError."""
+    """Unreadable input that raises neither a ValueError nor a TypeError."""
 
     def __array__(self, dtype=None, copy=None):
         raise RuntimeError("the file is gone")
@@ -306,7 +306,7 @@ def test_layers_are_made_again_from_their_configs(rank, size, shared_path):
         again.build(), layer.build()
         for mine, theirs in zip(again.weights, layer.weights, strict=True):
             np.testing.assert_array_equal(mine, theirs)
-    if size == 1:  # in a world of one, Keras's own files hold the whole
+    if size == 1:  # in a world of one, Keras's own files contain the whole table
         model = keras.Sequential([keras.Input((2,), dtype="int64"), one])
         model.save_weights(shared_path / "model.weights.h5")
         before = one.gather()

@@ -1,4 +1,4 @@
-"""What users of ``keras.layers.Embedding`` do by habit: the same result as in one process, or an error with words."""
+"""What users of ``keras.layers.Embedding`` are used to: the same result as in one process, or a clear error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Table = hk.layers.Table
 
 
 def mine(array, rank, size):
-    """This rank's part of a global batch, as ``hk.data.GlobalBatches`` deals it out."""
+    """Return this rank's part of a global batch, in the order of ``hk.data.GlobalBatches``."""
     return array[rank * len(array) // size : (rank + 1) * len(array) // size]
 
 
@@ -33,7 +33,7 @@ def sequential(embedding):
 
 @pytest.mark.contract
 def test_a_sequential_without_input_equals_keras(rank, size):
-    """Call, fit, evaluate and predict: Keras makes float32 of the ids."""
+    """Call, fit, evaluate and predict: Keras converts the ids to float32."""
     ids, y = data()
     layer, plain = hk.layers.ShardedEmbedding(ROWS, WIDTH, seed=1), keras.layers.Embedding(ROWS, WIDTH)
     model, alone = sequential(layer), sequential(plain)
@@ -86,7 +86,7 @@ def test_floats_that_are_no_rows_are_an_error_on_every_rank(bad, said, traced, r
     ],
 )
 def test_floats_that_do_not_hold_every_row_are_refused(rows, dtype, options):
-    """Keras's own layer rounds such ids without a word."""
+    """Keras's own layer silently rounds such ids."""
     said = rf"ids of 'embeddings': got {dtype} \(exact up to .*keras.Input"
     with pytest.raises(TypeError, match=said):
         hk.layers.ShardedEmbedding(rows, 1, **options).compute_output_spec(keras.KerasTensor((None,), dtype))
@@ -97,7 +97,7 @@ def test_floats_that_do_not_hold_every_row_are_refused(rows, dtype, options):
 
 
 def test_weights_keep_their_dtype(rank):
-    """Keras's autocast would round them to the layer's compute dtype."""
+    """Keras's autocast would round weights to the layer's compute dtype."""
     layer = hk.layers.ShardedEmbedding(ROWS, 1, combiner="sum", embeddings_initializer="ones", dtype="mixed_float16")
     found = layer((tf.constant([[1, 2]]), tf.constant([[1e5, -1e5 + 1]])))  # 100,000 is too large for float16
     assert found.dtype == tf.float16 and found.numpy() == [[1.0]]
@@ -123,7 +123,7 @@ def test_symbolic_outputs_have_the_form_of_real_ones(form, axes, weighted):
 
 @pytest.mark.parametrize("after", ["pooling", "recurrent"])
 def test_mask_zero_equals_keras(after, rank, size):
-    """Id 0 is padding: the layers behind leave it out, forward and backward."""
+    """Id 0 is padding: the layers after the embedding mask it, forward and backward."""
     ids, y = data()
     ids *= np.random.default_rng(1).integers(0, 2, ids.shape)
     ids[:, 0] += ids[:, 0] == 0
@@ -185,7 +185,7 @@ def test_masks_of_requests_ragged_ids_and_collections(rank):
     ],
 )
 def test_a_regularizer_equals_keras(partition, regularizer, op, rank, size):
-    """The penalty is on the whole table, once, on every rank: in the loss, and in each row's gradient."""
+    """The penalty covers the whole table, once, on every rank: in the loss, and in each row's gradient."""
     ids, y = data()
     options = {"embeddings_regularizer": regularizer}
     layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, partition=partition, seed=1, **options)
@@ -206,13 +206,13 @@ def test_a_regularizer_equals_keras(partition, regularizer, op, rank, size):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_regularizer_beside_batches_of_unlike_sizes(traced, rank, size):
-    """The penalty has the same gradient however the examples are spread, and is added once for two lookups."""
+    """The penalty's gradient does not depend on the distribution of examples, and is added once for two lookups."""
     layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, embeddings_regularizer="l2", seed=1, dtype="float64")
     layer.build()
     start = layer.gather()
     optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0), op=None)
     optimizer.build(layer.trainable_variables)
-    ids = np.full(rank + (size == 1), 3)  # none on the first of several ranks
+    ids = np.full(rank + (size == 1), 3)  # the first of several ranks has none
 
     class Twice(keras.layers.Layer):
         def __init__(self):
@@ -365,7 +365,7 @@ PLAN = {"item": "row", "tags": "column", "small": "replicated", "words": "row"}
 
 @pytest.fixture
 def written_by_one_process(shared_path):
-    """A .keras file and a .weights.h5 file that a process alone has written, and what its model predicted."""
+    """Return a .keras file and a .weights.h5 file written by one process, and its model's predictions."""
     import subprocess
     import sys
     from pathlib import Path
@@ -399,7 +399,7 @@ def written_by_one_process(shared_path):
 
 
 def test_a_file_that_one_process_wrote_is_read_at_any_number_of_ranks(written_by_one_process, rank, size):
-    """Each rank takes its part of every table, of the ids that have rows, and of dense layers."""
+    """Each rank reads its shard of every table, of the ids that have rows, and all of dense layers."""
     expected = np.load(written_by_one_process / "predicted.npy")
     loaded = keras.models.load_model(written_by_one_process / "model.keras")
     other = model_of_all_kinds({"item": "column", "tags": "table", "small": "row"})

@@ -1,4 +1,4 @@
-"""Sets of tables in models: as many ``keras.layers.Embedding`` in one process, on the same global batch."""
+"""Sets of tables in models, compared with ``keras.layers.Embedding`` in one process on the same global batch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import hvdkit as hk
 from hvdkit.planning import lay_out
 
 Table = hk.layers.Table
-BATCH = 11  # not a multiple of the ranks
+BATCH = 11  # not a multiple of the number of ranks
 
 
 def mine(array, rank, size):
-    """This rank's part of a global batch, as ``hk.data.GlobalBatches`` deals it out."""
+    """Return this rank's part of a global batch, in the order of ``hk.data.GlobalBatches``."""
     return array[rank * len(array) // size : (rank + 1) * len(array) // size]
 
 
 class Tables:
-    """Random tables, features shared at random, and Keras's embeddings of the same first values."""
+    """Random tables, some with several features, and Keras's embeddings with the same initial values."""
 
     def __init__(self, seed, many, combiner=None):
         rng = np.random.default_rng(seed)
@@ -39,7 +39,7 @@ class Tables:
         ]
 
     def batch(self, step):
-        """Return the global batch's ids of each feature, and targets."""
+        """Return the ids of each feature in the global batch, and targets."""
         rng = np.random.default_rng([9, step])
         shape = (BATCH,) if self.combiner is None else (BATCH, 3)
         ids = {f"f{i}": rng.integers(0, self.sizes[t][0], shape) for i, t in enumerate(self.of_feature)}
@@ -59,7 +59,7 @@ class Tables:
                 if self.combiner is not None:
                     found = [getattr(tf, f"reduce_{self.combiner}")(x, 1) for x in found]
                 loss = tf.reduce_mean((tf.concat(found, 1) @ head - y) ** 2)
-            # Dense: Keras's optimizers take the rows of a sparse gradient to be distinct.
+            # Dense, because Keras's optimizers assume that the rows of a sparse gradient are distinct.
             optimizer.apply([tf.convert_to_tensor(g) for g in tape.gradient(loss, variables)], variables)
         return [*(layer.get_weights()[0] for layer in layers), head.numpy()]
 
@@ -107,7 +107,7 @@ def test_tables_and_shared_features_equal_keras(plan, optimizer, many, combiner,
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-# ---- inputs that are with the tables' owners ------------------------------------------------------------------
+# ---- inputs on the tables' owners -----------------------------------------------------------------------------
 
 
 @pytest.mark.contract
@@ -116,7 +116,7 @@ def test_tables_and_shared_features_equal_keras(plan, optimizer, many, combiner,
     compression=[None, "bf16"],
 )  # fmt: skip
 def test_ids_of_the_global_batch_at_the_owners_equal_keras(plan, many, combiner, traced, compression, rank, size):
-    """Each rank has the ids of its own tables, and gets the vectors of its own examples; some ranks have no table."""
+    """Each rank has the ids of its tables, and gets the vectors of its examples; some ranks have no table."""
     world = Tables(many, many, combiner)
     tables = world.tables()
     if plan == "mixed":
@@ -176,7 +176,7 @@ def test_bad_ids_at_one_owner_are_an_error_on_every_rank(what, traced, rank, siz
         "unlike batches": "inputs: got .*examples",
         "unlike features": "inputs: got .*examples",
     }
-    given = {f: tf.TensorSpec([None], tf.int64) for f in ids}  # else TensorFlow would refuse the graph
+    given = {f: tf.TensorSpec([None], tf.int64) for f in ids}  # otherwise TensorFlow would reject the graph
     call = tf.function(layer, input_signature=[given]) if traced else layer
     if what == "fine" or (what == "unlike batches" and size == 1):
         many = len(mine(range(3 - (what != "fine")), rank, size))
@@ -221,7 +221,7 @@ def test_what_owners_cannot_look_up_is_refused(rank, size):
 
 
 def two_tables(plan):
-    """A feature in two tables, alone and next to others, as in TorchRec's "f2@t1"."""
+    """Return a feature in two tables, alone and next to others, like TorchRec's "f2@t1"."""
     tables = [Table("t1", 10, 5, features=("f1", "f2")), Table("t2", 10, 3, features=("f2",), combiner="sum")]
     return hk.layers.ShardedEmbeddingCollection(tables, dict.fromkeys(["t1", "t2"], plan), seed=1)
 
@@ -285,8 +285,8 @@ def nested_inputs(form, rank, weighted=False):
     [("dense", False, "auto"), ("ragged", True, "row"), ("sparse", False, "row"), ("sparse", True, "auto")],
 )
 def test_nested_features_in_a_functional_model_are_trained(form, weighted, plan, rank, size):
-    """Inputs and outputs have one structure; fit changes every output."""
-    keras.utils.set_random_seed(1)  # eager fit refuses weights that differ
+    """Inputs and outputs have the same structure; fit changes every output."""
+    keras.utils.set_random_seed(1)  # eager fit rejects weights that differ
     plan = plan if plan == "auto" else {"users": plan, "items": plan}
     layer = hk.layers.ShardedEmbeddingCollection(NESTED, plan, seed=1)
     shape = (2,) if form == "dense" else (None,)
@@ -331,7 +331,7 @@ def test_nested_inputs_that_do_not_fit_name_the_features(rank, size):
 
 
 def with_optimizers(plan, **options):
-    """Four tables of one width: two with equal optimizers, one with another, one with the model's."""
+    """Return four tables of one width: two with equal optimizers, one with another, one with the model's."""
     tables = [
         Table("fast", 9, 3, optimizer=keras.optimizers.Adagrad(0.5), **options),
         Table("slow", 8, 3, optimizer=keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5))),
@@ -342,7 +342,7 @@ def with_optimizers(plan, **options):
 
 
 def reference(values, optimizers, steps, clip=None):
-    """Train whole tables in one process, each by its own optimizer."""
+    """Train whole tables in one process, each with its optimizer."""
     tables = [keras.Variable(v) for v in values]
     for step in steps:
         with tf.GradientTape() as tape:
@@ -398,7 +398,7 @@ def test_each_table_is_updated_by_its_own_optimizer(plan, traced, clip, default,
     for found, expected in zip(layer.get_weights(), reference(before, copies, every, clip), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
     assert int(optimizer.iterations) == 3
-    assert not any(t.optimizer.built for t in tables if t.optimizer is not None)  # they were copied
+    assert not any(t.optimizer.built for t in tables if t.optimizer is not None)  # the optimizers were copied
     names = [v.path for v in optimizer.variables]
     assert sum("accumulator" in name for name in names) == len([v for v in layer.weights if "fast" in pieces(v)])
 
@@ -411,7 +411,7 @@ def pieces(variable):
 
 
 def test_tables_with_optimizers_in_fit_and_in_checkpoints(rank, size, shared_path):
-    """In mixed precision all of a model's variables have their own optimizer; slots and counters are restored."""
+    """In mixed precision all of a model's variables have separate optimizers; slots and counters are restored."""
 
     def build(seed):
         keras.utils.set_random_seed(5)
@@ -465,7 +465,7 @@ def test_optimizers_that_a_table_cannot_have_are_refused(rank, size):
     lamb.build()
     with pytest.raises(ValueError, match="optimizer: got Lamb"):
         hk.DistributedOptimizer(keras.optimizers.SGD()).build(lamb.trainable_variables)
-    # The other way round it is fine: the model's optimizer does not see the table.
+    # The reverse is allowed: the model's optimizer does not see the table.
     hk.DistributedOptimizer(keras.optimizers.Lamb()).build([*layer.trainable_variables, keras.Variable([1.0])])
     if size > 1:
         table = Table("t", 9, 2, optimizer=keras.optimizers.SGD(0.1 * (1 + rank)))

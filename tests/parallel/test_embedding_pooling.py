@@ -1,6 +1,6 @@
 """Pooling in every form, with every combiner, placement and dtype: forward, backward and the update against NumPy.
 
-An example is a list of ids and their weights; NumPy takes the examples of all ranks one by one.
+An example is a list of ids and their weights; NumPy processes the examples of all ranks one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Example(NamedTuple):
 
 
 def examples_of(rank, form, batch):
-    """One rank's examples. Forms of fixed length have one id an example, or K of them, or none."""
+    """Return one rank's examples. Forms of fixed length have one id per example, or K ids, or none."""
     rng = np.random.default_rng([rank, len(form), len(batch)])
     n = 0 if batch == "rank 1 has none" and rank == 1 else 4 + rank
     if batch == "no ids":
@@ -55,7 +55,7 @@ def tensors_of(examples, form, id_dtype, weight_dtype):
     if form == "uniform ragged":
         length, n = (lengths[0] if lengths else K), len(examples)
         return tuple(tf.RaggedTensor.from_uniform_row_length(x, length, nrows=n) for x in (ids, weights))
-    # A sparse tensor's places have gaps, and here they come in no order.
+    # A sparse tensor's indices may have gaps, and here they are not ordered.
     places = [(row, 2 * k + 1) for row, length in enumerate(lengths) for k in range(length)]
     order = np.random.default_rng(0).permutation(len(places))
     places = np.array(places, "i8").reshape(-1, 2)[order]
@@ -64,7 +64,7 @@ def tensors_of(examples, form, id_dtype, weight_dtype):
 
 
 def factors(example, combiner, weighted):
-    """Return how much each id's row counts in the example's vector."""
+    """Return the factor of each id's row in the example's vector."""
     w = np.array(example.weights if weighted else np.ones(len(example.ids)))
     if combiner == "mean":
         return w / w.sum() if len(w) else w
@@ -129,7 +129,7 @@ DTYPES = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint6
 @pytest.mark.contract
 @pairwise(combiner=[None, "sum", "mean"], placement=["row", "column", "replicated"], traced=[False, True])
 def test_odd_shapes_and_dtypes_of_ids(combiner, placement, traced, rank, size):
-    """As ``keras.layers.Embedding`` without a combiner; with one, the last axis of two or more is combined."""
+    """Like ``keras.layers.Embedding`` without a combiner; with one, the last of two or more axes is combined."""
     table = hk.layers.Table("t", ROWS, WIDTH, combiner=combiner)
     layer = hk.layers.ShardedEmbeddingCollection([table], {"t": placement}, seed=2)
     whole = layer.gather("t")
@@ -165,7 +165,7 @@ def test_fewer_rows_or_columns_than_ranks(placement, rank, size):
 
 
 def test_a_combiner_needs_a_known_number_of_axes(rank, size):
-    """Else the same ids would be one example, or one each, by the shape that they come to have."""
+    """Otherwise the shape at run time would decide whether the ids are one example or several."""
     layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, combiner="sum")
     layer.build()
     unknown = tf.function(layer.ask, input_signature=[tf.TensorSpec(None, tf.int32)])
@@ -193,7 +193,7 @@ RAGGED = {
 @pytest.mark.contract
 @pairwise(form=list(RAGGED), combiner=[None, "sum", "mean"], traced=[False, True], partition=["mod", "column"])
 def test_ragged_ids_of_any_rank(form, combiner, traced, partition, rank, size):
-    """The last axis is combined, ragged or uniform; what is left of the ragged axes stays ragged."""
+    """The last axis is combined, ragged or uniform; the remaining ragged axes stay ragged."""
     layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, combiner=combiner, partition=partition, seed=3)
     layer.build()
     given, nest = RAGGED[form]
@@ -248,7 +248,7 @@ def test_weights_of_nested_ragged_ids(rank, size):
             layer((ids, other))
 
 
-# ---- ids that are no rows -------------------------------------------------------------------------------------
+# ---- ids without rows -----------------------------------------------------------------------------------------
 
 FORMS = {
     "dense": lambda bad: tf.constant([[0, bad]]),
@@ -273,7 +273,7 @@ def test_a_bad_id_in_any_form_is_an_error_on_every_rank(form, bad, placement, tr
 
 
 def test_unsigned_ids_beyond_int64_are_no_negative_ones(rank, size):
-    """A 64-bit hash modulo the number of rows is that of the unsigned number."""
+    """The row of a 64-bit hash is the unsigned number modulo the number of rows."""
     hashes = np.array([2**64 - 1, 2**63, 2**63 + 5, 7], np.uint64)
     layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, out_of_range="wrap", seed=1)
     np.testing.assert_array_equal(layer(tf.constant(hashes)), layer.gather()[(hashes % ROWS).astype(int)])

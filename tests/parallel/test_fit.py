@@ -1,4 +1,4 @@
-"""fit averages, or says why not: mixed precision, wrong nestings, XLA, and the check that Horovod's own layer fails."""
+"""fit averages, or fails with a reason: mixed precision, wrong nesting, XLA; Horovod's own layer fails the check."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mixed_float16():
 
 
 def spread_after_fit(optimizer):
-    """Fit on data that differ by rank from equal weights; return how far apart the ranks' weights end."""
+    """Fit on data that differ by rank, from equal weights; return the largest difference of the ranks' weights."""
     keras.utils.set_random_seed(4)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile(optimizer, "mse", jit_compile=False)
@@ -32,7 +32,7 @@ def spread_after_fit(optimizer):
 
 @pytest.mark.contract
 def test_fit_averages_and_the_check_would_notice():
-    """Horovod's own Keras optimizer fails the same check on Keras 3: it runs, raises nothing and averages nothing."""
+    """Horovod's own Keras optimizer fails the same check on Keras 3: it runs, raises no error and does not average."""
     import horovod.tensorflow.keras as raw
 
     assert spread_after_fit(hk.DistributedOptimizer(opts.SGD(0.05))) == 0.0
@@ -45,7 +45,7 @@ def test_mixed_float16_in_fit_scales_the_loss(mixed_float16):
     assert isinstance(optimizer, opts.LossScaleOptimizer)
     assert spread_after_fit(optimizer) == 0.0
     assert int(optimizer.step_counter) > 0
-    # The first scale may be too large for float16: such steps are skipped, by all ranks alike.
+    # The first scale may be too large for float16: all ranks skip such steps.
     assert 8 <= int(optimizer.iterations) <= 16
     assert hk.compare_variables(optimizer.variables)
 

@@ -1,4 +1,4 @@
-"""Gradients and optimizers among some of the ranks: the formulas of average_gradients with the set's ranks as all."""
+"""Gradients and optimizers on process sets: the formulas of average_gradients with the set's ranks as all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OVER_MPI = hk.cluster.exchange().over_mpi
 
 @pytest.fixture(scope="module")
 def sets():
-    """All ranks but the last, and the last alone; even and odd ranks. Of each pair this rank is in one."""
+    """Return this rank's sets: all ranks but the last or the last rank; even or odd ranks."""
     if not OVER_MPI:
         pytest.skip("under Gloo sets need HOROVOD_DYNAMIC_PROCESS_SETS=1")
     size = hk.size()
@@ -162,7 +162,7 @@ def test_what_does_not_go_with_sets(sets, rank, size, tmp_path):
     optimizer, variable = hk.DistributedOptimizer(opts.SGD(0.1), process_set=one), keras.Variable([1.0])
     with pytest.raises(ValueError, match=r"optimizer 'o'.*process_set=.*weights differ"):
         hk.checkpoint.save(tmp_path / "step-1", {"o": optimizer})
-    if one.size() > 1:  # a mistake concerns the set alone
+    if one.size() > 1:  # only ranks of the set see an error
         wrong = rank == one.ranks[-1]
         with pytest.raises(TypeError if wrong else hk.CollectiveMismatchError, match="got str"):
             optimizer.apply(["word" if wrong else tf.ones([1])], [variable])

@@ -1,4 +1,4 @@
-"""average_gradients against NumPy: dense gradients, None, weights, compression, and what must be refused."""
+"""average_gradients against NumPy: dense gradients, None, weights, compression, and what must be rejected."""
 
 import os
 
@@ -19,7 +19,7 @@ SHAPES = [(3, 2), (), (0, 4), (150, 150), (7,)]
 
 
 def gradient_of(rank, dtype, shapes=SHAPES):
-    """One rank's gradients, a None among them."""
+    """Return one rank's gradients, including a None."""
     rng = np.random.default_rng(7 + rank)
     grads = [rng.normal(size=s).astype(tf.as_dtype(dtype).as_numpy_dtype) for s in shapes]
     return [*grads[:2], None, *grads[2:]]
@@ -30,7 +30,7 @@ def tensors(grads):
 
 
 def combined(by_rank, op, weights=None):
-    """The formulas of the docstring in float64, and the sum of absolute terms that errors are relative to."""
+    """Return the docstring's formulas in float64, and the sum of absolute terms that errors are relative to."""
     w = np.ones(len(by_rank)) if weights is None else np.asarray(weights, np.float64)
     divisor = w.sum() if op == hk.Average else 1.0
     results, magnitudes = [], []
@@ -57,7 +57,7 @@ def assert_combined(results, by_rank, op, weights=None, unit=None):
             continue
         name = tf.as_dtype(original.dtype).name
         assert result.dtype.name == name and result.shape == want.shape
-        # Weighting, N - 1 additions and a division round once each, on the way there and back: 8 half units.
+        # Weighting, N - 1 additions and a division each round once, in both directions: 8 half units.
         error = np.abs(result.numpy().astype(np.float64) - want)
         assert (error <= 8 * (unit or UNIT[name]) * magnitude + 1e-300).all(), f"off by {error.max()}"
 
@@ -68,7 +68,7 @@ def assert_same_bits(results):
 
 
 def both_ways(call, *args):
-    """The results of ``call`` in eager mode and inside a graph."""
+    """Yield the results of ``call`` in eager mode and inside a graph."""
     yield call(*args)
     yield tf.function(call, autograph=False)(*args)
 
@@ -129,7 +129,7 @@ def test_a_weight_known_only_when_the_graph_runs(rank, size):
 
 @pytest.mark.parametrize("op", [hk.Average, hk.Sum])
 def test_a_rank_without_examples_does_not_count(op, rank, size):
-    """Its mean over no example is 0/0."""
+    """Its mean over no examples is 0/0."""
     weights = [4.0 * (r != size - 1 or size == 1) for r in range(size)]
     by_rank = [gradient_of(r, "float32") for r in range(size)]
     if size > 1:
@@ -151,7 +151,7 @@ def test_no_rank_has_examples(rank, size):
 
 @pairwise(dtype=["float32", "float64"], op=[hk.Average, hk.Sum], compression=["fp16", "bf16"])
 def test_compression(dtype, op, compression, rank, size):
-    """Values are rounded to 16 bits on the way, at most once per addition, and keep their dtype."""
+    """Values are rounded to 16 bits for transport, at most once per addition, and keep their dtype."""
     unit = UNIT["float16" if compression == "fp16" else "bfloat16"]
     by_rank = [gradient_of(r, dtype) for r in range(size)]
     for weights in (None, [r + 1.0 for r in range(size)]):
@@ -179,13 +179,14 @@ def test_buckets_change_nothing_but_when_gradients_travel(compression, rank, siz
     step = tf.function(lambda g: hk.average_gradients(g, compression=compression))
     graph = step.get_concrete_function(tensors(by_rank[rank])).graph
     exchanges = [node for node in graph.get_operations() if node.type.startswith("Horovod")]
-    # By numbers: 200; 5, 3 and 120; 1 and 90. In 16 bits the last two are one. bf16 takes two exchanges for each.
+    # By number of elements: 200; 5, 3 and 120; 1 and 90. In 16 bits the last two are one bucket. bf16 needs two
+    # exchanges for each.
     expected = {None: 3, "fp16": 2, "bf16": 4}[compression]
     assert len(exchanges) == (expected if size > 1 else 0), [node.name for node in exchanges]
 
 
 def test_more_gradients_than_horovod_remembers_by_default(rank, size, monkeypatch):
-    """With 1080 names, and buckets that go out while others are computed, jobs abort at its own capacity of 1024."""
+    """With 1080 names, and buckets sent while others are computed, jobs abort at Horovod's default capacity of 1024."""
     if size != 2 or "OMPI_COMM_WORLD_SIZE" not in os.environ:
         pytest.skip("slow to trace, and the same on two ranks under MPI")
     rng = np.random.default_rng(0)
@@ -223,13 +224,13 @@ def test_narrow_gradients_are_not_compressed_again(compression, rank, size):
 
 
 def both_kinds(value, dtype):
-    """A dense gradient, and a sparse one too large to be sent as a dense one."""
+    """Return a dense gradient, and a sparse one that is too large to be sent as a dense one."""
     rows = tf.IndexedSlices(tf.fill([2, 70_000], tf.cast(value, dtype)), tf.constant([0, 1]))
     return [tf.fill([5], tf.cast(value, dtype)), rows]
 
 
 def test_large_weights_do_not_overflow_16_bits(rank, size):
-    """256 examples with gradients of 300 are 76,800 on the way to their mean, beyond float16's 65,504."""
+    """256 examples with gradients of 300 sum to 76,800 before the mean is taken, beyond float16's 65,504."""
     weights = [256.0 * (r + 1) for r in range(size)]
     for dtype, compression in (("float16", None), ("float32", "fp16")):
         grads = [tf.fill([9000], tf.cast(300, dtype))]
@@ -277,14 +278,14 @@ def test_bad_arguments_are_an_error_on_every_rank(name, rank, size):
 
 
 class Peculiar(list):
-    """Gradients that cannot be read, by an error of an unusual class."""
+    """Gradients that cannot be read and raise an error of an unusual class."""
 
     def __iter__(self):
         raise ArithmeticError("peculiar gradients")
 
 
 def failures():
-    """Calls that fail on the rank that makes them, their error there, and the same calls without fault."""
+    """Return calls that fail on the calling rank, their error there, and the same calls without a fault."""
     variable, other = keras.Variable([1.0, 1.0]), keras.Variable([1.0, 1.0])
     plain = hk.DistributedOptimizer(keras.optimizers.SGD(0.1))
     divided = hk.DistributedOptimizer(keras.optimizers.Adam(0.1), shard_states=True)
@@ -345,7 +346,7 @@ KINDS = {
 
 
 def with_gradient(variable, grad):
-    """A number whose gradient is what a user's function returns, of whatever kind."""
+    """Return a number whose gradient a user-defined function returns, of any kind."""
 
     @tf.custom_gradient
     def number(x):
@@ -384,7 +385,7 @@ def test_gradients_of_every_kind(values, indices, shape, op, way, rank, size):
 
 
 def unlike(odd):
-    """Gradients that differ on one rank, and words that the message must hold."""
+    """Return gradients that differ on one rank, and words that the message must contain."""
     g = tf.ones([2, 3])
     rows = lambda v=3, i=tf.int32: tf.IndexedSlices(tf.ones([1, v]), tf.zeros([1], i), tf.constant([9, v]))  # noqa: E731
     return {

@@ -1,4 +1,4 @@
-"""Collectives inside graphs: matched between ranks by what a program does, not by what TensorFlow calls its nodes."""
+"""Collectives inside graphs: ranks match them by what the program does, not by TensorFlow's node names."""
 
 import keras
 import numpy as np
@@ -24,7 +24,7 @@ def test_two_calls_in_one_function_do_not_meet(rank, size):
 
 
 def test_name_scopes_and_layers_may_differ_between_ranks(rank, size):
-    """A chief that made a model and an optimizer more than its peers must not wait for them."""
+    """A chief that created one model and optimizer more than its peers must not wait for them."""
     if rank == 0:
         extra = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         extra.compile(keras.optimizers.Adam(), "mse")
@@ -99,7 +99,7 @@ def test_a_function_traced_again_for_another_shape(rank, size):
 
 
 def test_constants_are_not_reduced_once_and_for_all(rank, size):
-    """TensorFlow would run a collective of constants while it prepares the graph, and not in the steps."""
+    """TensorFlow would constant-fold such a collective instead of running it in the steps."""
     step = tf.function(lambda: (hk.allreduce(tf.constant([1.0, 2.0]), hk.Sum), hk.allreduce(np.float32(rank), hk.Max)))
     for _ in range(3):
         constant, highest = step()
@@ -108,7 +108,7 @@ def test_constants_are_not_reduced_once_and_for_all(rank, size):
 
 @pytest.mark.contract
 def test_a_last_batch_that_is_smaller_on_one_rank(rank, size):
-    """That rank traces its step anew, with another constant weight; its peers do not."""
+    """That rank retraces its step, with another constant weight; its peers do not."""
     w = tf.Variable([2.0])
 
     @tf.function
@@ -128,7 +128,7 @@ def test_a_last_batch_that_is_smaller_on_one_rank(rank, size):
 
 
 def test_results_that_only_some_ranks_use(rank, size):
-    """An unused result must not be left out of the graph on the ranks that do not use it."""
+    """On ranks that do not use the result, the graph must still contain the collective."""
 
     @tf.function
     def step(x):
@@ -159,7 +159,7 @@ def test_xla_is_refused_with_the_remedy(call, size):
 
 
 def test_a_function_traced_again_around_one_that_is_not(rank, size):
-    """A smaller last batch traces the outer function anew, on one rank only; the inner one keeps its first trace."""
+    """A smaller last batch retraces the outer function on one rank only; the inner one keeps its first trace."""
 
     @tf.function
     def inner(a):
@@ -182,7 +182,7 @@ def test_a_bad_weight_in_a_graph_is_not_hidden(rank, size):
 
 
 def test_the_flight_recorder_reads_graphs_that_have_run_and_no_others(monkeypatch, size):
-    """TensorFlow writes a warning if a variable is read that does not exist."""
+    """TensorFlow logs a warning when a missing variable is read."""
     read = tf.raw_ops.ReadVariableOp
 
     def only_existing(resource, dtype):

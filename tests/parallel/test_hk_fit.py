@@ -1,4 +1,4 @@
-"""hk.fit, hk.evaluate and hk.predict on N ranks give what plain Keras gives in one process on the same data."""
+"""hk.fit, hk.evaluate and hk.predict on N ranks give the results of plain Keras in one process on the same data."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_dataset_of_unknown_length_without_labels(rng):
 
 
 def test_dicts_of_inputs_and_several_outputs(rng):
-    """The means of several losses count batches, and weigh uneven shares by their rows."""
+    """The means of several losses count batches, and weight uneven shards by their rows."""
     x, y = regression(31, rng, targets=2)
     inputs = {"a": x[:, :2], "b": x[:, 2:]}
 
@@ -144,7 +144,7 @@ def test_evaluate_and_predict(rng):
 
 
 def test_plain_keras_works_on_the_model_afterwards(rng):
-    """Nothing of hk.fit stays in the model but its distributed optimizer."""
+    """Of hk.fit only the distributed optimizer stays in the model."""
     x, y = regression(24, rng)
     model, _ = ported(mlp("sgd"), x, y, batch_size=8)
     before = model.get_weights()
@@ -169,7 +169,7 @@ def test_a_second_fit_goes_on(rng):
 
 
 def test_ranks_without_a_seed_shuffle_as_the_chief_does(rng):
-    """Every row is seen once in an epoch, whatever each rank's own random state."""
+    """Every row occurs once per epoch, whatever each rank's random state."""
     import tensorflow.python.eager.context as context
 
     before = context.global_seed()
@@ -197,7 +197,7 @@ def test_synchronized_batch_normalization_with_shares_of_any_size(rng):
 
 
 def test_sharded_tables_are_weighed_by_rows_once(rng):
-    """Lookups weigh the rows' gradients, whatever the optimizer does to replicated ones."""
+    """Lookups weight the rows' gradients, whatever the optimizer does to replicated ones."""
     ids, y = rng.integers(0, 20, size=(33, 3)), rng.normal(size=(33, 1)).astype("float32")
     table = rng.normal(size=(20, 4)).astype("float32")
 
@@ -227,7 +227,7 @@ def test_a_dataset_that_is_shuffled_unlike_is_an_error(rng):
 
 @pytest.mark.parametrize("alike", [0, 2])
 def test_later_batches_are_compared_if_an_epoch_begins_with_them(rng, alike):
-    """With steps_per_epoch the second epoch goes on in the data; with steps_per_execution two batches are one step."""
+    """With steps_per_epoch the second epoch continues in the data; steps_per_execution=2 runs two batches at once."""
     x, y = regression(64, rng)
     order = np.concatenate([np.arange(16 * alike), 16 * alike + np.arange(64 - 16 * alike) * (1 + 2 * hk.rank()) % 16])
     data = tf.data.Dataset.from_tensor_slices((x[order], y[order])).batch(16)

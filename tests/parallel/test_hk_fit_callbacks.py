@@ -1,4 +1,4 @@
-"""Callbacks, own training steps and other data under hk.fit."""
+"""Callbacks, custom training steps and other data under hk.fit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Batches(keras.utils.PyDataset):
 
 
 class TwoPlayers(keras.Model):
-    """Two optimizers, a tracker, and a log key that is no metric."""
+    """A model with two optimizers, a tracker, and a log key that is not a metric."""
 
     def __init__(self):
         super().__init__()
@@ -293,7 +293,7 @@ def test_an_optimizer_that_the_model_does_not_hold_is_an_error(rng):
 
 
 class OwnMetric(keras.metrics.Metric):
-    """Has one variable, which ``update`` changes."""
+    """A metric with one variable, which ``update`` changes."""
 
     def __init__(self, update, first=0.0):
         super().__init__(name="own")
@@ -450,7 +450,7 @@ def test_dropout_differs_between_ranks_and_is_reproducible(rng):
 
 
 class Draws(keras.Model):
-    """Logs numbers that its step draws."""
+    """A model that logs random numbers drawn in its step."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sources of data under hk.fit, hk.evaluate and hk.predict: GlobalBatches, pandas, ragged and sparse tensors."""
+"""Data sources of hk.fit, hk.evaluate and hk.predict: GlobalBatches, pandas, ragged and sparse tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def unknown_length(*arrays):
 
 
 def alone(source, batch_size, number, **options):
-    """Real rows of the first ``number`` global batches, as one process reads them in a loop."""
+    """Return the real rows of the first ``number`` global batches, as one process reads them in a loop."""
     batches = hk.data.GlobalBatches(source, batch_size, rank=0, size=1, **options)
     for batch in itertools.islice(batches, number):
         yield tuple(np.asarray(part)[batches.mask] for part in batch)
@@ -63,7 +63,7 @@ def test_global_batches_train_as_in_one_process(rng, source, rows, batch_size, o
     x, y = line(rng, rows)
     steps = rows // batch_size if "remainder" in options else -(-rows // batch_size)
     expected_batches = alone(source(x, y), batch_size, 3 * steps, **options)
-    # At the end of data of unknown length Keras may count a step that has not been: Adam's next steps then differ.
+    # At the end of data of unknown length Keras may count a step that did not run, which changes Adam's next steps.
     build = dense("sgd" if source is unknown_length else "adam")
     one, expected = plain(build, expected_batches, epochs=3, steps_per_epoch=steps)
     batches = hk.data.GlobalBatches(source(x, y), batch_size, **options)
@@ -92,7 +92,7 @@ def test_global_batches_to_evaluate_predict_and_validate(rng, source):
 
 
 class Built(keras.Model):
-    """Built by its first step."""
+    """A model built by its first step."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ def test_ragged_and_sparse_examples_of_a_stream(rng):
 
 @pytest.mark.contract
 def test_epochs_are_those_of_the_data_after_initial_epoch_and_a_stop(rng, shared_path):
-    """Also within an epoch: a run that ends there goes on with the batches that it has not seen."""
+    """Also within an epoch: a run that ends there continues with the remaining batches."""
     x, y = line(rng, 22)
     options = {"shuffle_seed": 2}
     one, expected = plain(dense(), alone((x, y), 5, 4 * 5, **options), epochs=4, steps_per_epoch=5)
@@ -238,7 +238,7 @@ def test_what_is_wrong_with_global_batches_is_an_error_on_every_rank(rng):
     unlike = stream(x, y).shuffle(24, seed=hk.rank())
     with pytest.raises(hk.CollectiveMismatchError, match=r"^x"):
         hk.fit(model, hk.data.GlobalBatches(unlike, 8), verbose=0)
-    late = stream(x[:2], y[:2]).concatenate(stream(x[2:] + hk.rank(), y[2:]))  # the digest at the start sees two rows
+    late = stream(x[:2], y[:2]).concatenate(stream(x[2:] + hk.rank(), y[2:]))  # the digest at the start covers two rows
     with pytest.raises(hk.CollectiveMismatchError, match=r"^x: got another first batch on rank 1"):
         hk.fit(model, hk.data.GlobalBatches(late, 8, shuffle_seed=2), verbose=0)
 
@@ -288,7 +288,7 @@ def test_float64_arrays_and_ragged_tensors(rng):
 
 
 class TwoBatches(keras.utils.PyDataset):
-    """Of four rows."""
+    """Two batches of four rows."""
 
     def __len__(self):
         return 2

@@ -1,4 +1,4 @@
-"""hk.fit minimizes the loss of one process, whatever it divides by: sums, masks, weights, several of them."""
+"""hk.fit minimizes the loss of one process, whatever its divisor: sums, masks, weights, several losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ layers, losses = keras.layers, keras.losses
 
 
 def tokens(rng, rows=21, length=6):
-    """Sequences of unlike length, padded with 0, and a label for each token."""
+    """Return sequences of different lengths, padded with 0, and a label for each token."""
     ids = rng.integers(1, 12, size=(rows, length))
     ids[np.arange(length)[None] >= rng.integers(1, length + 1, size=rows)[:, None]] = 0
     return ids, (ids * 7 % 5).astype("int32")
@@ -76,7 +76,7 @@ def test_a_loss_of_one_number_for_each_row_is_refused():
 
 
 class Coupled(keras.Model):
-    """Each row's loss depends on all rows of the global batch, which the port gathers."""
+    """A model in which each row's loss depends on all rows of the global batch, which the port gathers."""
 
     def __init__(self, gathers):
         super().__init__()
@@ -114,7 +114,7 @@ def test_collectives_in_a_loss_weigh_uneven_shares(rng):
 
 
 def test_second_gradients_of_collectives_are_refused_on_uneven_shares(rng):
-    """Which of the losses a gradient belongs to is unknown, and so its weight."""
+    """It is unknown which loss such a gradient belongs to, and so its weight is unknown."""
     x = tf.constant(rng.normal(size=3))
     with share_of_batch(tf.constant(0.5)), tf.GradientTape() as outer:
         outer.watch(x)

@@ -1,4 +1,4 @@
-"""Files that a model writes after hk.fit: whole at any time, so that all ranks may save one file and load it."""
+"""Files that a model writes after hk.fit: complete at any time, so that all ranks may save and load the same file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import hvdkit as hk
 
 @keras.saving.register_keras_serializable("test_hk_fit_saving")
 class Witness(keras.layers.Dense):
-    """A layer that looks at a file while it is saved itself."""
+    """A layer that looks at a file while it is being saved."""
 
     path = None
     seen = None
@@ -36,7 +36,7 @@ def forget():
 
 
 def trained(kind=keras.Sequential):
-    """Return a model that hk.fit has trained for an epoch."""
+    """Return a model trained by hk.fit for an epoch."""
     keras.utils.set_random_seed(3)
     model = kind([keras.Input((3,)), keras.layers.Dense(4), Witness(1)])
     model.compile("adam", "mse")
@@ -130,7 +130,7 @@ def test_options_are_those_of_keras(tmp_path, monkeypatch):
 
 
 class OwnSave(keras.Sequential):
-    """A class with its own files."""
+    """A model class with its own file format."""
 
     def save(self, filepath):
         return f"saved to {filepath}"

@@ -1,4 +1,4 @@
-"""A rank that leaves after an exchange does not end the others, however late they come out of that exchange."""
+"""A rank that leaves after an exchange does not end the others, however late they finish that exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.contract
 
 
 class LateRequest:
-    """A request of MPI that is seen to be complete a while after it is, as on a machine with too much to do."""
+    """An MPI request that is seen to be complete some time after it is, as on an overloaded machine."""
 
     def __init__(self, request, seconds):
         self._request, self._at = request, time.monotonic() + seconds
@@ -27,7 +27,7 @@ class LateRequest:
 
 @pytest.fixture
 def apart(size):
-    """An exchange of all ranks that is not hvdkit's own, so that ranks can leave it; None without MPI."""
+    """Return an exchange of all ranks separate from hvdkit's, so that ranks can leave it; None without MPI."""
     communicator = world._begun().communicator
     hk.barrier()
     return None if communicator is None or size == 1 else ObjectExchange(cluster.horovod(), communicator.Dup())

@@ -1,4 +1,4 @@
-"""hk.load_model: an optimizer that combines gradients, state included, whatever saved the file."""
+"""hk.load_model: an optimizer that combines gradients, with its state, whichever kind of optimizer was saved."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def values(model):
 
 
 def share(rank, size):
-    """Return this rank's rows of each batch of 8 over all ranks; sizes that do not divide 24 evenly are cut."""
+    """Return this rank's rows of each batch of 8 over all ranks; rows left over by the division are dropped."""
     rows = np.arange(24).reshape(3, 8)
     return np.concatenate([batch[rank * (8 // size) : (rank + 1) * (8 // size)] for batch in rows])
 
@@ -45,7 +45,7 @@ def share(rank, size):
 @pytest.mark.contract
 @pytest.mark.parametrize("saved_by", ["plain", "distributed", "accumulating", "scaled"])
 def test_training_goes_on_as_if_never_saved(saved_by, rank, size, shared_path):
-    """Saved by one rank after an epoch; each rank then trains on the same batches, as one process does."""
+    """One rank saves after an epoch; each rank then trains on the batches of the uninterrupted process."""
     make = {
         "scaled": lambda: opts.LossScaleOptimizer(opts.Adam(0.01), initial_scale=8.0),
         "accumulating": lambda: opts.Adam(0.01, gradient_accumulation_steps=2),
@@ -68,7 +68,7 @@ def test_training_goes_on_as_if_never_saved(saved_by, rank, size, shared_path):
 def test_gradients_are_combined_and_ranks_begin_equal(rank, size, tmp_path):
     model = fit(model_of(opts.Adam(0.01)))
     model.layers[0].kernel.assign_add(np.full((4, 3), float(rank), "f4"))
-    model.save(tmp_path / "model.keras")  # another file on each rank
+    model.save(tmp_path / "model.keras")  # a different file on each rank
     loaded = hk.load_model(tmp_path / "model.keras", clip_global_norm=1.0)
     hk.compare_variables([*loaded.variables, *loaded.optimizer.variables])
     assert loaded.optimizer._hvdkit.clip_global_norm == 1.0

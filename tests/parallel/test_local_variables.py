@@ -1,4 +1,4 @@
-"""Local variables: each rank has its own; their gradients are scaled as in one process, and nothing of them travels."""
+"""Local variables differ by rank; their gradients are scaled as in one process, and they are never communicated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS, BATCH, WIDTH = 3, 12, 3
 
 
 def model_of():
-    """A weight that all ranks share, and a head of each rank; rank r's begins at r + 1."""
+    """Return a weight shared by all ranks, and a head for each rank; rank r's starts at r + 1."""
     body = keras.Variable(np.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH).astype("f4"), name="body")
     heads = [keras.Variable(np.full((WIDTH, 1), r + 1.0, "f4"), name=f"head_{r}") for r in range(hk.size())]
     return body, heads
@@ -36,7 +36,7 @@ def errors(body, head, x, y):
 
 
 def alone(optimizer, op=hk.Average, clip=None, accumulate=1):
-    """One process with all heads, on the whole batch: each part of it goes through its rank's head."""
+    """Train all heads in one process on the whole batch: each part of it goes through its rank's head."""
     body, heads = model_of()
     for step in range(0, STEPS * accumulate, accumulate):
         with tf.GradientTape() as tape:
@@ -54,7 +54,7 @@ def alone(optimizer, op=hk.Average, clip=None, accumulate=1):
 
 
 def trained(optimizer, op=hk.Average, accumulate=1, tape_of=tf.GradientTape, graph=False):
-    """The same on all ranks, each with its part of the batch and its own head."""
+    """Train on all ranks, each with its part of the batch and its own head."""
     body, heads = model_of()
     head = heads[hk.rank()]
     hk.register_local_variables(head)
@@ -112,7 +112,7 @@ def test_equal_to_one_process_with_the_variables_of_all_ranks(name, op, clip, ac
 @pytest.mark.parametrize("op", [hk.Average, hk.Sum])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_gradients_are_scaled_and_stay_where_they_are(op, weighted, rank, size):
-    """Dense ones, rows that repeat, and None; shapes differ between ranks."""
+    """Dense gradients, repeated rows, and None; shapes differ between ranks."""
     local = [tf.Variable(tf.zeros([rank + 1])), tf.Variable(tf.zeros([4, 2])), tf.Variable(0.0)]
     shared = tf.Variable(tf.zeros([2]))
     hk.register_local_variables(local)

@@ -1,4 +1,4 @@
-"""Layers cut along one axis of the mesh, batches along the other: equal to Keras's layers in one process."""
+"""Layers sharded along one mesh axis, batches along the other: equal to Keras's layers in one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESHES = {
 
 @pytest.fixture(scope="module", params=MESHES[hk.size()], ids=str)
 def mesh(request):
-    """Begin again with a mesh, and at the end without."""
+    """Initialize again with a mesh; afterwards again without."""
     hk.shutdown()
     hk.init(mesh=request.param)
     yield request.param

@@ -1,4 +1,4 @@
-"""Mistakes on one rank are errors on every rank, and the cluster is usable afterwards."""
+"""Mistakes on one rank are errors on every rank, and the cluster remains usable."""
 
 import numpy as np
 import pytest
@@ -20,12 +20,12 @@ def usable_afterwards(rank, size):
 
 
 def one_differs(rank, size):
-    """True on one rank, the last; a single rank can differ from nobody."""
+    """Return True on one rank, the last; a single rank cannot differ."""
     return size > 1 and rank == size - 1
 
 
 def unlike(rank, size):
-    """For each mistake: what one rank does, what the others do, and words that the message must hold."""
+    """Return for each mistake: one rank's call, the other ranks' call, and words that the message must contain."""
     odd = one_differs(rank, size)
     x = np.ones((LARGE, 2), np.float32)
     return {
@@ -117,7 +117,7 @@ BAD_ARGUMENTS = {
 @pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize("name", BAD_ARGUMENTS)
 def test_bad_arguments_are_an_error_on_every_rank(name, everywhere, rank, size):
-    """On the rank at fault with the error it deserves, elsewhere with one that names that rank."""
+    """The rank at fault gets the specific error, the other ranks one that names that rank."""
     bad, kind, words = BAD_ARGUMENTS[name]
     if everywhere or size == 1:
         if name.startswith("a root object") and rank != size - 1:
@@ -178,7 +178,7 @@ def test_unlike_tensors_inside_graphs_are_an_error_on_every_rank(mistake, rank, 
 
 @pytest.mark.parametrize("splits", [[5], [3], [-1, 5], [1, 1, 1, 1, 0]])
 def test_splits_inside_graphs_are_checked_before_anything_is_sent(splits, size):
-    """Horovod itself would drop the rows that splits leave out; here no peer has to take part in the error."""
+    """Horovod itself would drop the rows that splits leave out; here the error does not involve the peers."""
     step = tf.function(lambda x, splits: hk.alltoall(x, splits), autograph=False)
     wrong = splits if len(splits) > size else splits + [0] * (size - len(splits))
     with pytest.raises(tf.errors.InvalidArgumentError, match="splits: expected one non-negative row count"):

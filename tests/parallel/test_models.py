@@ -33,7 +33,7 @@ def prepared(config, optimizer=None):
 
 
 def alone(config):
-    """Return the weights that one process reaches on the whole of every global batch, with a plain optimizer."""
+    """Return the weights of one process that trains on whole global batches with a plain optimizer."""
     decay = keras.optimizers.schedules.ExponentialDecay(0.02, 4, 0.1, staircase=True)
     rate = hk.schedules.Warmup(decay, scale=20 / 128, steps=3)
     data, _, model = prepared(config, keras.optimizers.SGD(rate))
@@ -96,7 +96,7 @@ def test_train_script_learns_and_reports(capfd, shared_path):
         assert list(shared_path.glob("summaries/events.out.tfevents.*"))
     else:
         assert "accuracy" not in printed.out
-    # The same command again has nothing left to train, and comes to the same.
+    # The same command again has nothing left to train, and gives the same result.
     train.train_classifier(config)
     if hk.is_chief():
         lines = [
@@ -169,7 +169,7 @@ def test_warmup_schedule_and_callback_agree(scale):
 
 
 def test_metrics_count_every_sample_once():
-    """Rank r holds r samples to validate on (rank 0 none but one of weight 0): the mean over all is exact."""
+    """Rank r validates on r samples (rank 0 only on one of weight 0): the mean over all is exact."""
     rank, size = hk.rank(), hk.size()
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

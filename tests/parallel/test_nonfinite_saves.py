@@ -1,4 +1,4 @@
-"""Weights and slots that are NaN or infinite are never saved as a good checkpoint, however the loss looks."""
+"""Weights and slots that are NaN or infinite are never saved as a good checkpoint, whatever the loss."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Run:
         return next(v for v in every if part in (v.path if hasattr(v, "path") else v.name))
 
     def spoil(self, part: str, value: float) -> None:
-        """Put ``value`` into a variable on the last rank that holds one of its elements."""
+        """Set an element of a variable to ``value`` on the last rank that holds part of it."""
         variable = self.variable(part)
         array = keras.ops.convert_to_numpy(variable).copy()
         array.reshape(-1)[-1] = value
         variable.assign(array)
 
 
-# The part of a variable's name; the name that the error must give; the rank that must be named (None: the chief).
+# Part of the variable's name; the name in the error; the rank in the error (None: the chief).
 SPOILED = {
     "a weight": ("out/kernel", "model/out/kernel", 0),
     "a slot": ("out_kernel_velocity", r"optimizer/adam\w*/out_kernel_velocity", 0),

@@ -34,7 +34,7 @@ MAKERS = {
     "SGD": lambda **k: opts.SGD(0.1, momentum=0.9, **k),
     "ScheduleFreeAdamW": lambda **k: opts.ScheduleFreeAdamW(0.01, **k),
 }
-# Keras's own options, in groups that it allows together.
+# Keras's own options, in groups that can be combined.
 OPTIONS = (
     {"clipnorm": 0.1, "weight_decay": 0.1, "use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3},
     {"global_clipnorm": 0.1, "loss_scale_factor": 8.0},
@@ -44,9 +44,9 @@ OPTIONS = (
         "learning_rate": opts.schedules.ExponentialDecay(0.1, 2, 0.5, staircase=True),
     },
 )
-# These have ways of their own within fit; all others only rules of their own.
+# Optimizers with special handling in fit; the others only differ in their update rules.
 IN_FIT = ("Adam", "LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW")
-# Names that keras.optimizers exports beside optimizers.
+# Names in keras.optimizers that are not optimizers.
 NO_OPTIMIZERS = {"Optimizer", "OptimizerMap"}
 
 
@@ -74,7 +74,7 @@ def examples():
 
 
 def local(array, rank=None, size=None):
-    """Return this rank's rows of every global batch, one after the other, and how many a batch has."""
+    """Return this rank's rows of every global batch, concatenated, and their number per batch."""
     rank, size = hk.rank() if rank is None else rank, hk.size() if size is None else size
     low, high = rank * BATCH // size, (rank + 1) * BATCH // size
     return np.concatenate([array[i + low : i + high] for i in range(0, len(array), BATCH)])
@@ -97,7 +97,7 @@ def fitted(optimizer, *, distributed, **compile_options):
 
 @pytest.fixture(scope="module")
 def fitted_alone():
-    """The weights after one process fitted on all examples, for each optimizer and options: a rank does its share."""
+    """Return the weights that one process fits on all examples, per optimizer and options; ranks divide the work."""
     names = sorted(exported().intersection(IN_FIT))
     made = [*((name, MAKERS[name]) for name in names), *((option_of(o), sgd_with(o)) for o in OPTIONS)]
     mine = {key: fitted(make(), distributed=False).get_weights() for key, make in made[hk.rank() :: hk.size()]}
@@ -139,7 +139,7 @@ def test_ways_to_run_a_step(options, fitted_alone):
 
 
 def looped(optimizer, accumulate=1, reduce_loss=tf.reduce_mean, micro=None):
-    """Train by hand on this rank's rows; ``micro`` cuts the rows of a step into that many calls of apply."""
+    """Train by hand on this rank's rows; ``micro`` splits a step's rows into that many calls of apply."""
     model = dense_model()
     micro = micro or accumulate
     x, y = (local(a).reshape(STEPS, BATCH // hk.size(), -1) for a in examples())
@@ -195,7 +195,7 @@ def test_global_norm_is_clipped_after_combining(make, accumulate):
 
 @pytest.mark.parametrize(("compression", "tolerance"), [("fp16", 2e-3), ("bf16", 2e-2)])
 def test_compressed_training_stays_close(compression, tolerance):
-    # 11 and 8 bits of mantissa: relative errors of 2**-11 and 2**-8 a step.
+    # 11 and 8 bits of mantissa: relative errors of 2**-11 and 2**-8 per step.
     model = looped(hk.DistributedOptimizer(opts.SGD(0.1), compression=compression))
     assert_equal(model, alone(opts.SGD(0.1)), rtol=tolerance, atol=tolerance)
 
@@ -242,7 +242,7 @@ def test_a_built_optimizer_keeps_its_slots():
 
 
 def test_saved_models_load_without_hvdkit(tmp_path):
-    """The file names Keras's class by its own module, so that Keras alone makes it."""
+    """The file names Keras's class by its own module, so that Keras can create it without hvdkit."""
     model = fitted(hk.DistributedOptimizer(opts.Adam(0.01)), distributed=True)
     if not hk.is_chief():
         return
@@ -251,7 +251,7 @@ def test_saved_models_load_without_hvdkit(tmp_path):
         text = archive.read("config.json").decode()
     saved = json.loads(text)["compile_config"]["optimizer"]
     assert (saved["module"], saved["class_name"]) == ("keras.optimizers", "Adam")
-    assert keras.saving.get_registered_object(saved["registered_name"]) is None  # else that object would be made
+    assert keras.saving.get_registered_object(saved["registered_name"]) is None  # or else Keras would use that class
     assert "hvdkit" not in text and "horovod" not in text
     loaded = keras.models.load_model(tmp_path / "model.keras").optimizer
     assert type(loaded) is opts.Adam and int(loaded.iterations) == int(model.optimizer.iterations)

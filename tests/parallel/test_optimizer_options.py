@@ -1,4 +1,4 @@
-"""Every optimizer of Keras with every option of Keras's: the same updates as in one process on the whole batch."""
+"""Every Keras optimizer with every Keras option: the same updates as in one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ opts = keras.optimizers
 STEPS = 4
 SHAPES = {"kernel": (4, 3), "embedding": (6, 2), "bias": (3,), "gain": ()}
 
-# Each class with options of its own, all unlike their defaults.
+# Each class with its specific options, all different from the defaults.
 CLASSES = {
     "Adadelta": lambda **k: opts.Adadelta(**{"learning_rate": 1.0, "rho": 0.9, "epsilon": 1e-6} | k),
     "Adafactor": lambda **k: opts.Adafactor(
@@ -43,7 +43,7 @@ CLASSES = {
     "SGD nesterov": lambda **k: opts.SGD(**{"learning_rate": 0.1, "momentum": 0.9, "nesterov": True} | k),
     "ScheduleFreeAdamW": lambda **k: opts.ScheduleFreeAdamW(**{"learning_rate": 0.05, "warmup_steps": 2} | k),
 }
-# Options of Keras's base class. Functions make those that hold state.
+# Options of Keras's base class. Functions create those with state.
 OPTIONS = {
     "none": dict,
     "weight decay": lambda: {"weight_decay": 0.05},
@@ -63,7 +63,7 @@ OPTIONS = {
     "schedule": lambda: {"learning_rate": opts.schedules.InverseTimeDecay(0.05, 1, 0.5)},
     "function": lambda: {"learning_rate": lambda: 0.05},
 }
-# Those that Keras allows together, for every class.
+# Options that Keras allows together, for every class.
 TOGETHER = {
     "none": dict,
     "clipnorm": lambda: OPTIONS["weight decay"]() | OPTIONS["clipnorm"]() | OPTIONS["overwritten by the average"](),
@@ -71,7 +71,7 @@ TOGETHER = {
     "clipvalue": lambda: OPTIONS["clipvalue"]() | OPTIONS["accumulation, weight decay, average"](),
     "function": lambda: OPTIONS["function"]() | OPTIONS["weight decay"]() | OPTIONS["overwritten by the average"](),
 }
-# What an optimizer with shard_states=True refuses.
+# Rejected by an optimizer with shard_states=True.
 NORMS = ("clipnorm", "global_clipnorm")
 
 
@@ -81,7 +81,7 @@ def variables():
 
 
 def gradients(step, rank):
-    """One rank's gradients: for the embedding rows that repeat."""
+    """Return one rank's gradients: for the embedding, rows that repeat."""
     rng = np.random.default_rng([step, rank])
     made = {name: tf.constant(rng.normal(size=shape), "float32") for name, shape in SHAPES.items()}
     rows = tf.constant(rng.normal(size=(5, 2)), tf.float32)
@@ -90,14 +90,14 @@ def gradients(step, rank):
 
 
 def combined(step, op):
-    """The gradients of all ranks, put together without any exchange."""
+    """Return the combined gradients of all ranks without any exchange."""
     everywhere = zip(*(gradients(step, rank) for rank in range(hk.size())), strict=True)
     divisor = hk.size() if op == hk.Average else 1
     return [tf.add_n([tf.convert_to_tensor(g) for g in grads]) / divisor for grads in everywhere]
 
 
 def scaled(grads, factor):
-    """Keras divides dense gradients alone by a loss scale."""
+    """Keras divides only dense gradients by a loss scale."""
     return grads if factor == 1.0 else [tf.convert_to_tensor(g) * factor for g in grads]
 
 
@@ -154,9 +154,9 @@ def test_every_class_updates_as_one_process_does(name, option, shard_states, op,
         return
     optimizer = hk.DistributedOptimizer(made, op=op, shard_states=shard_states)
     ours = stepped(optimizer, lambda step: gradients(step, hk.rank()), way)
-    # Muon's iterations multiply rounding errors.
+    # Muon's iterations amplify rounding errors.
     coarse = {"rtol": 2e-3, "atol": 2e-4} if name == "Muon" else {}
-    # A sum over ranks is one over steps, too; Keras takes the mean of these.
+    # A sum over ranks is also a sum over accumulated steps, of which Keras takes the mean.
     many = made.gradient_accumulation_steps or 1 if op == hk.Sum else 1
     assert_equal(ours, stepped(plain, lambda step: [many * g for g in combined(step, op)]), **coarse)
     assert int(optimizer.iterations) == int(plain.iterations)
@@ -183,7 +183,7 @@ def test_every_option_means_what_it_does_in_one_process(option, way, shard_state
     accumulate=[1, 2],
 )
 def test_loss_scales_around_all_options(inner, option, shard_states, accumulate, rank, size):
-    """The second step overflows on one rank alone: it is skipped everywhere."""
+    """The second step overflows on one rank only: all ranks skip it."""
     if shard_states and not can_divide(CLASSES[inner](), option):
         return
     scale = 8.0
@@ -226,7 +226,7 @@ def test_optimizers_by_variable(by, option):
 @pytest.mark.contract
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_variables_that_take_their_gradient_as_their_value(accumulate, rank, size):
-    """As the scales of Keras's float8 layers do: the maximum over ranks, unscaled and outside of the norm."""
+    """Like the scales of Keras's float8 layers: the maximum over ranks, unscaled and not part of the norm."""
     history, weight = keras.Variable([0.0, 0.0], name="amax"), keras.Variable([1.0, 1.0], name="weight")
     history.overwrite_with_gradient = True
     optimizer = hk.DistributedOptimizer(opts.SGD(1.0), clip_global_norm=1e6, accumulate_steps=accumulate)

@@ -1,4 +1,4 @@
-"""Where a distributed optimizer could go wrong without a word."""
+"""Cases in which a distributed optimizer could silently go wrong."""
 
 import keras
 import numpy as np
@@ -11,7 +11,7 @@ opts = keras.optimizers
 
 
 def stepped(optimizer, variables, times=3):
-    """``times`` updates with gradients that differ by rank and step; the average over ranks is ``step + 1``."""
+    """Apply ``times`` gradients that differ by rank and step; the average over ranks is ``step + 1``."""
     rank, size = hk.rank(), hk.size()
     for step in range(times):
         grads = [tf.fill(v.shape, 2.0 * (step + 1) * (rank + 1) / (size + 1)) for v in variables]
@@ -26,7 +26,7 @@ def variables():
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("make", [lambda: opts.Adam(0.1), lambda: opts.SGD(0.1, momentum=0.9, use_ema=True)])
 def test_slots_of_a_built_optimizer_are_kept(make, accumulate):
-    """With accumulation the copy has variables that the original lacks; the slots must come along all the same."""
+    """With accumulation the copy has variables that the original lacks; the slots must still be copied."""
     plain, vs = make(), variables()
     plain.apply([tf.fill(v.shape, 3.0) for v in vs], vs)
     copy = hk.DistributedOptimizer(plain, accumulate_steps=accumulate)
@@ -77,7 +77,7 @@ def test_gradients_that_are_none_stay_out(rank, size):
 
 
 def test_a_loss_scale_around_a_distributed_optimizer_is_refused_eagerly_too(size):
-    """Where one rank overflowed it would not call apply, and every later step would meet its peers' next one."""
+    """A rank that overflows would not call apply, so its next step would be matched with its peers' current one."""
     vs = variables()
     outer = opts.LossScaleOptimizer(hk.DistributedOptimizer(opts.SGD(1.0)))
     outer.build(vs)
@@ -88,7 +88,7 @@ def test_a_loss_scale_around_a_distributed_optimizer_is_refused_eagerly_too(size
 
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_a_loss_scale_around_a_distributed_optimizer_is_refused_in_fit(eagerly, rank, size):
-    """Also on a rank that overflows. Keras makes it if the policy is set after the optimizer is distributed."""
+    """Also on a rank that overflows. Keras adds it if the policy is set after the optimizer is distributed."""
     optimizer = hk.DistributedOptimizer(opts.SGD(1.0))
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -103,7 +103,7 @@ def test_a_loss_scale_around_a_distributed_optimizer_is_refused_in_fit(eagerly, 
 
 
 def test_two_optimizers_in_one_function(rank, size):
-    """As a GAN has them."""
+    """As in a GAN."""
     one, two = variables(), variables()
     first, second = hk.DistributedOptimizer(opts.Adam(0.1)), hk.DistributedOptimizer(opts.SGD(0.5))
     for optimizer, vs in ((first, one), (second, two)):
@@ -137,7 +137,7 @@ def test_the_config_is_keras_s_own():
 
 
 class Halving(opts.SGD):
-    """A person's own optimizer."""
+    """A user-defined optimizer."""
 
     def update_step(self, gradient, variable, learning_rate):
         super().update_step(gradient / 2, variable, learning_rate)
@@ -159,7 +159,7 @@ def test_a_schedule_counts_updates(size):
 
 @pytest.mark.parametrize("op", [hk.Average, hk.Sum])
 def test_accumulated_rows_and_dense_gradients(op, rank, size):
-    """Rows are added up over the steps before they are combined, and repeated ones count as often as they occur."""
+    """Rows are accumulated over the steps before they are combined; repeated rows count each time."""
     table, bias = keras.Variable(np.zeros((5, 2), "f4")), keras.Variable([0.0])
     optimizer = hk.DistributedOptimizer(opts.SGD(1.0), op=op, accumulate_steps=2)
     optimizer.build([table, bias])

@@ -83,7 +83,7 @@ def test_rows_are_assigned_wherever_they_are(partition, rank, size):
     variable.assign(np.arange(18).reshape(9, 2))
     expected[:] = np.arange(18).reshape(9, 2)
     variable.assign_rows([rank, rank, 8], [[1.0, 1.0], [2.0, rank], [3.0, rank]])
-    for r in range(size):  # the last of two, and the highest rank's
+    for r in range(size):  # the last of two values, and the highest rank's
         expected[[r, 8]] = [[2.0, r], [3.0, r]]
     np.testing.assert_array_equal(variable.gather(), expected)
     variable.assign_rows(*(([4], [[7.0, 7.0]]) if rank == size - 1 else ([], [])))
@@ -115,7 +115,7 @@ def test_an_id_out_of_range_is_an_error_on_every_rank(partition, bad, traced, ra
         lookup(ids)
     assert f"got {bad} in lookup of" in str(error.value) and f"on rank {size - 1}" in str(error.value)
     assert "expected 0 to 12" in str(error.value)
-    assert lookup(tf.constant([0, 12], tf.int64)).shape == (2, 3)  # nobody was left waiting
+    assert lookup(tf.constant([0, 12], tf.int64)).shape == (2, 3)  # every rank has returned
 
 
 def test_bad_arguments_name_themselves(rank, size):

@@ -1,4 +1,4 @@
-"""Plain model.fit on several ranks: what a user does by habit is made right, warned about, or an error."""
+"""Plain model.fit on several ranks: each mistake of habit is corrected, warned about, or an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model_of(optimizer, seed, built=True, **options):
 
 
 def own(rank):
-    """Return rows of this rank only."""
+    """Return rows that differ by rank."""
     return X[:8] + rank, Y[:8]
 
 
@@ -47,14 +47,14 @@ def test_weights_that_differ_at_the_end_of_fit_are_an_error(rank, size):
 
 
 class Stops(keras.callbacks.Callback):
-    """Stops on one rank only."""
+    """Stops training on one rank only."""
 
     def on_epoch_end(self, epoch, logs=None):
         self.model.stop_training = hk.rank() == 0
 
 
 class Slows(keras.callbacks.Callback):
-    """Lowers one rank's learning rate."""
+    """Lowers the learning rate on one rank only."""
 
     def on_epoch_end(self, epoch, logs=None):
         self.model.optimizer.learning_rate = 0.1 / (1 + hk.rank())
@@ -205,7 +205,7 @@ def test_one_file_written_by_every_rank_is_warned_about_once(which, rank, size, 
                 "TensorBoard": lambda: keras.callbacks.TensorBoard(path / "board"),
                 "BackupAndRestore": lambda: keras.callbacks.BackupAndRestore(path / "backup"),
             }[which]()
-            if which in ("ModelCheckpoint", "BackupAndRestore"):  # what they do is not the point: it may fail
+            if which in ("ModelCheckpoint", "BackupAndRestore"):  # their work is irrelevant here, and may fail
                 callback.on_epoch_end = callback.on_train_begin = callback.on_train_end = lambda *_, **__: None
             model.fit(*own(rank), batch_size=4, verbose=0, callbacks=[callback])
         return capfd.readouterr().err.count("at once")

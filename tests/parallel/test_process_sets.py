@@ -1,4 +1,4 @@
-"""Collectives among some ranks: sets that users name, axes of the mesh, sets that overlap, uneven and single ones."""
+"""Collectives in process sets: named by users, mesh axes, overlapping, uneven and of single ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL, LARGE = 3, 20_000
 
 @pytest.fixture(scope="module")
 def sets():
-    """All ranks but the last; the last two; each rank alone; all ranks, in another order."""
+    """Return all ranks but the last; the last two; each rank alone; all ranks in another order."""
     size = hk.size()
     if not OVER_MPI:
         pytest.skip("under Gloo sets need HOROVOD_DYNAMIC_PROCESS_SETS=1")
@@ -41,7 +41,7 @@ def test_what_a_set_knows(sets, rank, size):
 @pytest.mark.parametrize("n", [SMALL, LARGE])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_every_collective_within_each_set(sets, mode, n, rank, size):
-    """Sets overlap: ranks come to them one after the other, each with others."""
+    """Sets overlap: each rank reaches them in turn, with different peers."""
     for one in sets:
         if not one.included():
             continue
@@ -112,7 +112,7 @@ def test_unlike_sets_are_an_error_everywhere(rank, size):
 
 
 def test_a_set_made_between_steps_of_a_graph(sets, rank, size):
-    """Graphs made before keep working: their sets are the same ones."""
+    """Graphs traced before keep working: their sets do not change."""
     one = sets[0]
     step = tf.function(lambda x: hk.allreduce(x, hk.Sum, process_set=one if one.included() else None))
     everyone = tf.function(lambda x: hk.allreduce(x, hk.Sum))
@@ -131,11 +131,11 @@ def test_axes_of_the_mesh(size):
 
 
 class Interrupted(Exception):
-    """Raised by a signal's handler, as KeyboardInterrupt is."""
+    """Raised by a signal handler, like KeyboardInterrupt."""
 
 
 def test_an_exchange_that_was_interrupted_is_not_continued(rank, size):
-    """Its messages would meet those of the next one. Other exchanges go on."""
+    """Its messages could be matched with those of the next one. Other exchanges continue."""
     if size < 3 or not OVER_MPI:
         return
     pair = hk.ProcessSet([0, 1])
@@ -143,7 +143,7 @@ def test_an_exchange_that_was_interrupted_is_not_continued(rank, size):
     def interrupt(*_):
         raise Interrupted
 
-    if rank == 1:  # rank 0 never comes
+    if rank == 1:  # rank 0 never calls it
         before = signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(Interrupted):

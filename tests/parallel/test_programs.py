@@ -1,6 +1,6 @@
-"""Programs written for plain Keras: the port in three lines does on N ranks what one process does.
+"""Programs written for plain Keras: ported with three lines, they do on N ranks what they do in one process.
 
-Each file of tests/programs runs twice: as it is, with plain Keras in one process, and as its mechanical port
+Each file of tests/programs runs twice: unchanged, with plain Keras in one process, and as its mechanical port
 (tests/porting.py) on all ranks. History, weights, predictions, figures and files are compared.
 """
 
@@ -21,12 +21,12 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 import hvdkit as hk
 
 TOLERANCE = 1e-4
-# Rounding of other sums: half precision.
+# Half precision: sums in another order round differently.
 TOLERANCES = {"mixed_float16": 2e-2, "mixed_bfloat16": 2e-2}
-# These draw random numbers in the step, or normalise by a rank's own rows: equal on one rank, on several the History
-# comes close.
+# These draw random numbers in the step, or normalize by a rank's rows: on one rank the History is equal, on several
+# it is close.
 CLOSE = {"diffusion": 0.2, "dropout": 0.2, "local_batchnorm": 0.2, "vae": 0.2}
-# On 1 and 4 ranks, too.
+# Run on 1 and 4 ranks, too.
 CONTRACT = {
     "callbacks",
     "dropout",
@@ -37,8 +37,8 @@ CONTRACT = {
     "synchronized_batchnorm",
     "uneven_batches",
 }
-# The rows of a table repeat in a batch, and the optimizer is not linear in gradients. hvdkit sums a row's gradients
-# before the update, as for a dense gradient. Plain Keras squares them one by one; here it is made to sum them, too.
+# A table's rows repeat in a batch, and the optimizer is not linear in the gradients. hvdkit sums a row's gradients
+# before the update, as for a dense gradient; plain Keras squares them one by one, unless patched here to sum them.
 REPEATED_ROWS = {
     "language_model",
     "lora",
@@ -53,7 +53,7 @@ REPEATED_ROWS = {
 
 
 def programs() -> list[Any]:
-    """Return the programs as parameters of a test, with their marks."""
+    """Return the programs as test parameters with marks."""
     listed = []
     for name in porting.names():
         marks = [pytest.mark.contract] if name in CONTRACT else []
@@ -62,7 +62,7 @@ def programs() -> list[Any]:
 
 
 class Outcome(NamedTuple):
-    """What a program left, or the traceback of its failure."""
+    """A program's results, or the traceback of its failure."""
 
     result: dict[str, Any]
     error: str = ""
@@ -83,7 +83,7 @@ def run(name: str, script: Path, folder: Path) -> Outcome:
 
 @contextlib.contextmanager
 def summed_rows() -> Iterator[None]:
-    """Have plain Keras sum the gradients of rows that repeat."""
+    """Make plain Keras sum the gradients of repeated rows."""
     original = BaseOptimizer.apply
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
@@ -96,10 +96,10 @@ def summed_rows() -> Iterator[None]:
 
 
 class Plain:
-    """The plain forms of programs. When one is asked for, each rank runs one: that, and those that follow it.
+    """The plain programs. When one is requested, each rank runs one: the requested program and those after it.
 
     Attributes:
-        folder: of their files, each in one of its name.
+        folder: their files, in one subfolder per program.
     """
 
     def __init__(self, names: list[str], folder: Path) -> None:
@@ -107,7 +107,7 @@ class Plain:
         self._outcomes: dict[str, Outcome] = {}
 
     def of(self, name: str) -> Outcome:
-        """Return what a program left. Every rank calls it."""
+        """Return a program's outcome. Every rank must call it."""
         if name not in self._outcomes:
             first = self._left.index(name)
             group = self._left[first : first + hk.size()]
@@ -123,7 +123,7 @@ class Plain:
 
 @pytest.fixture(scope="module")
 def plain(request, tmp_path_factory) -> Plain:
-    """The plain forms of the selected programs."""
+    """Return the plain forms of the selected programs."""
     items = [item for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")]
     names = [item.callspec.params["name"] for item in items if "name" in item.callspec.params]
     return Plain(names, Path(hk.broadcast_object(str(tmp_path_factory.mktemp("plain")))))

@@ -1,4 +1,4 @@
-"""Sharded tables and their slots in checkpoints: bit for bit at the same plan, by rows at another number of ranks."""
+"""Sharded tables and their slots in checkpoints: bit for bit with the same plan, by rows on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_restored_model_trains_on_as_if_never_stopped(plan, gather, shared_pat
 
 
 def test_another_plan_takes_the_same_tables_and_slots(shared_path, rank, size):
-    """The same rows under other rules, as at another number of ranks: tables and slots equal, wherever they are."""
+    """The same rows under other rules, as on another number of ranks: equal tables and slots, wherever they are."""
     model, optimizer = trained("rows", range(2))
     path = hk.checkpoint.save(shared_path / "step-2", {"model": model, "optimizer": optimizer})
     again, fresh = trained("mixed", [], seed=2)
@@ -106,7 +106,7 @@ def test_another_plan_takes_the_same_tables_and_slots(shared_path, rank, size):
 
 
 def test_a_table_that_was_cut_is_restored_whole(shared_path):
-    """As on one machine that serves what many trained."""
+    """As on one machine that serves a model trained by many ranks."""
     cut = hk.layers.ShardedEmbedding(13, 3, seed=1, name="table")
     whole = hk.layers.ShardedEmbedding(13, 3, seed=2, partition="replicated", name="table")
     cut.build(), whole.build()

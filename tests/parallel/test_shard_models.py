@@ -1,4 +1,4 @@
-"""The scripts for sharded models: the tutorials' matrix equal to NumPy's, and a recommender that learns."""
+"""The scripts for sharded models: the tutorial's matrix equals NumPy's, and a recommender learns."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_recommender_learns_what_was_planted(capfd):
 
 
 def test_its_metrics_count_every_example_once():
-    """The AUC over all ranks is that of one process, whose examples are the same."""
+    """The AUC over all ranks equals that of one process on the same examples."""
     data = inputs.planted_clicks(3001, features=3, rows=50)
     model = recommender.Recommender(data.rows, 2, seed=1)
     given, labels = data.part(True)

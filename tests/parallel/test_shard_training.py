@@ -1,4 +1,4 @@
-"""The gradient contract for sharded tables: N ranks equal one process that holds the whole table."""
+"""The gradient contract of sharded tables: N ranks equal one process with the whole table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMBINERS = [None, "sum", "mean", "sqrtn"]
 
 
 def batch(step, rank, examples):
-    """Ids, many of them twice, and targets of one rank's step."""
+    """Return the ids, many of them repeated, and the targets of one rank's step."""
     rng = np.random.default_rng([step, rank])
     ids = np.minimum(rng.zipf(1.3, size=(examples, 3)) - 1, ROWS - 1)
     return ids, rng.normal(size=(examples, WIDTH))
@@ -49,7 +49,7 @@ def reference_lookup(table, ids, combiner):
 
 
 def reference(start, optimizer, combiner, batches, lazy, weights=None, clip=None):
-    """Train the whole table in one process; ``lazy`` puts rows back that no id named."""
+    """Train the whole table in one process; ``lazy`` restores rows without ids in the batch."""
     table = keras.Variable(start)
     optimizer.build([table])
     for ranks in batches:
@@ -85,7 +85,7 @@ def train(layer, optimizer, combiner, batches, rank, traced=False):
 
 
 def all_batches(size, uneven):
-    """Of every step each rank's batch; with ``uneven`` rank r has r examples, and so the first has none."""
+    """Return each rank's batch for every step; with ``uneven``, rank r has r examples, so rank 0 has none."""
     return [[batch(s, r, r if uneven and size > 1 else 5) for r in range(size)] for s in range(STEPS)]
 
 
@@ -98,7 +98,7 @@ def layer_of(partition, combiner, **options):
 
 
 PARTITIONS = ["mod", "div", "column", "replicated"]
-# Every rule and combiner with several optimizers; rows that were touched by nobody matter to all but the first four.
+# Every rule and combiner with several optimizers; only the first four ignore rows without ids in the batch.
 CASES = [(name, PARTITIONS[i % 4], COMBINERS[(i + i // 4) % 4]) for i, name in enumerate(OPTIMIZERS)]
 CASES += [("sgd", "column", "sqrtn"), ("adagrad", "mod", None), ("rmsprop", "column", "mean"), ("adam", "div", "sum")]
 
@@ -188,7 +188,7 @@ def test_sixteen_bits_on_the_way(rank, size):
 
 
 def test_mixed_precision_in_a_model(rank, size):
-    """Tables stay in float32, vectors are float16, and a loss scale goes through the exchange."""
+    """Tables stay in float32, vectors are float16, and the loss scale survives the exchange."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
         layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, combiner="sum", seed=1)
@@ -238,7 +238,7 @@ def test_numbers_are_clipped_after_rows_are_added_up(rank, size):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_plain_sgd_updates_rank_after_rank(traced, monkeypatch, rank, size):
-    """And does not add equal rows up first, which takes longer, unless the gradient is of more than one lookup."""
+    """Equal rows are only added up first, which takes longer, if the gradient is of more than one lookup."""
     updated = []
     split = rows.split_runs
     monkeypatch.setattr(rows, "split_runs", lambda *given: updated.append(len(split(*given))) or split(*given))
@@ -259,7 +259,7 @@ def test_plain_sgd_updates_rank_after_rank(traced, monkeypatch, rank, size):
     step(ids, 1)
     assert updated == ([size, size] if size > 1 else [])
     step(ids, 2)
-    assert len(updated) == (0 if size == 1 else 4 if traced else 2)  # a graph has both, and chooses when it runs
+    assert len(updated) == (0 if size == 1 else 4 if traced else 2)  # a graph has both, and selects one when it runs
     expected = np.zeros(8)
     for r in range(size):
         np.add.at(expected, [*range(8), r], -3.0)

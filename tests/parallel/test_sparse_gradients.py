@@ -1,4 +1,4 @@
-"""Sparse gradients against NumPy: duplicates, empty ranks, both index dtypes, and the cheaper way to send them."""
+"""Sparse gradients against NumPy: duplicates, empty ranks, both index dtypes, and the choice of the cheaper form."""
 
 from functools import partial
 
@@ -11,14 +11,14 @@ import hvdkit as hk
 
 pytestmark = pytest.mark.contract
 
-# (rows of the table, width): tiny tables travel dense with the other gradients; fewer rows than ranks; a width that
-# makes rows of some numbers; large tables, whose rows are sent or not, as it is cheaper.
+# (rows of the table, width): tiny tables are sent dense with the other gradients; fewer rows than ranks; a large
+# width; large tables, sent in the cheaper of both forms.
 TABLES = {"tiny": (10, 3), "two rows": (2, 4), "one row": (1, 40_000), "large": (20_000, 4), "wide": (300, 700)}
 USED = {"few": 20, "all": 1.0}
 
 
 def ids_of(rank, size, table, used, rng):
-    """The rows that a rank touches, repeated within the rank and over ranks; the last of several touches none."""
+    """Return the rows that a rank uses, repeated within and across ranks; the last of several ranks uses none."""
     rows = TABLES[table][0]
     if size > 1 and rank == size - 1:
         return np.zeros(0, np.int64)
@@ -28,7 +28,7 @@ def ids_of(rank, size, table, used, rng):
 
 
 def gradients(size, table, used, dtype="float64"):
-    """Indices and values of every rank."""
+    """Return indices and values of every rank."""
     rng = np.random.default_rng(3)
     ids = [ids_of(r, size, table, used, rng) for r in range(size)]
     width = TABLES[table][1]
@@ -36,7 +36,7 @@ def gradients(size, table, used, dtype="float64"):
 
 
 def slices(ids, values, table, index_dtype="int64", shape="known"):
-    """IndexedSlices whose dense shape is known, known only when the graph runs, or missing."""
+    """Return IndexedSlices whose dense shape is known, known only when the graph runs, or missing."""
     dense = {
         "known": tf.constant,
         "missing": lambda _: None,
@@ -106,7 +106,7 @@ def test_dtypes_and_shapes(dtype, index_dtype, shape, rank, size):
 
 
 def test_rows_travel_where_they_are_fewer_bytes(rank, size):
-    """Sent as rows the result holds the rows that some rank touched; sent dense it holds them all."""
+    """The result contains only the used rows if sent as rows, and all rows if sent dense."""
     if size == 1:
         return
     for used in USED:
@@ -114,7 +114,7 @@ def test_rows_travel_where_they_are_fewer_bytes(rank, size):
         mine = slices(by_rank[0][rank], by_rank[1][rank], "large")
         touched = len(np.unique(np.concatenate(by_rank[0])))
         for (result,) in both_ways(partial(hk.average_gradients, [mine])):
-            # With two ranks, one of them without rows, all rows of the other are still fewer bytes than two halves.
+            # With two ranks, one without rows, all rows of the other are still fewer bytes than two halves.
             dense = used == "all" and size > 2
             assert check(result, by_rank, "large", hk.Average) == (TABLES["large"][0] if dense else touched)
 
@@ -122,7 +122,7 @@ def test_rows_travel_where_they_are_fewer_bytes(rank, size):
 @pytest.mark.parametrize("used", USED)
 @pytest.mark.parametrize("table", ["tiny", "large"])
 def test_weights(table, used, rank, size):
-    """A rank with weight 0 does not count, not even its NaN."""
+    """A rank with weight 0 does not count, even if it has NaN."""
     ids, values = gradients(size, table, used)
     weights = [0.3 * (r + 1) for r in range(size)]
     if size > 1:

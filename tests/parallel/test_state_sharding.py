@@ -1,4 +1,4 @@
-"""shard_states=True: each rank keeps 1/N of the slots, and the weights are those of one process."""
+"""shard_states=True: each rank keeps 1/N of the slots, and the weights equal those of one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def variables(names=SINGLE):
 
 
 def gradients(step, rank):
-    """What one rank has: rows that repeat for the table, and nothing for one variable in every other step."""
+    """Return one rank's gradients: repeated rows for the table, and None for one variable in every other step."""
     rng = np.random.default_rng([step, rank])
     made = {name: tf.constant(rng.normal(size=shape), DTYPES.get(name, "float32")) for name, shape in SHAPES.items()}
     ids = rng.integers(0, 9, 4)
@@ -41,7 +41,7 @@ def gradients(step, rank):
 
 
 def combined(step, op=hk.Average):
-    """The gradients of all ranks, put together without any exchange."""
+    """Return the combined gradients of all ranks without any exchange."""
     everywhere = zip(*(gradients(step, rank) for rank in range(hk.size())), strict=True)
     divisor = hk.size() if op == hk.Average else 1
 
@@ -150,7 +150,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(rank, size):
 
 @pytest.mark.parametrize("op", [hk.Average, hk.Sum])
 def test_accumulation_combines_once_an_update(op):
-    def all_of(step, rank):  # no gradient is missing
+    def all_of(step, rank):  # without a missing gradient
         return gradients(2 * step, rank)
 
     optimizer = hk.DistributedOptimizer(opts.Adam(0.05, use_ema=True), accumulate_steps=2, op=op, shard_states=True)
@@ -166,7 +166,7 @@ def test_accumulation_combines_once_an_update(op):
 
 
 class Halving(opts.Optimizer):
-    """One that a person wrote: w -= lr (g + m / 2), m = g."""
+    """A user-defined optimizer: w -= lr (g + m / 2), m = g."""
 
     def build(self, variables):
         super().build(variables)
@@ -199,7 +199,7 @@ def test_an_optimizer_of_ones_own_with_constraints_and_excluded_variables():
 
 
 def test_beside_sharded_tables_with_one_norm():
-    """The table's rows stay as they are, everything else is divided, and the norm is of both."""
+    """The table's rows and slots are unchanged, all other slots are sharded, and the norm covers both."""
 
     def trained(shard_states):
         layer = hk.layers.ShardedEmbedding(11, 3, seed=1, name="ids")
@@ -279,7 +279,7 @@ def test_one_exchange_of_gradients_and_one_of_weights(size):
 
 
 def test_fit_with_the_chiefs_values(rank, size):
-    """Ranks begin with other weights, and end with those of one process that began with the chief's."""
+    """Ranks start with different weights, and end with those of one process that started with the chief's."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(48, 6)).astype("f4"), rng.normal(size=(48, 1)).astype("f4")
 

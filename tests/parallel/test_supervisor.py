@@ -1,4 +1,4 @@
-"""The Supervisor at 1 to 4 ranks: what continues equals what went through, and every rank acts at the same step."""
+"""The Supervisor at 1 to 4 ranks: a continued run equals an uninterrupted one, and all ranks act at the same step."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Run:
                 break
 
     def bits(self) -> list[bytes]:
-        """Everything that this rank has learnt, bit for bit."""
+        """Return the whole state of this rank, bit for bit."""
         variables = [*self.model.variables, *self.optimizer.variables, self.seen]
         state = json.dumps(self.noise.bit_generator.state, default=int).encode()
         return [*(tf.convert_to_tensor(v).numpy().tobytes() for v in variables), state]
@@ -85,7 +85,7 @@ def test_a_continued_run_equals_one_that_went_through(shared_path):
 
 
 def test_a_rank_that_made_more_layers_has_the_same_model(shared_path, rank):
-    """Keras numbers layers as a process makes them."""
+    """Keras numbers layers in the order of their creation in a process."""
     through = Run()
     with through.supervised(shared_path / "through") as sv:
         through.train(sv)
@@ -222,7 +222,7 @@ def test_a_failed_save_is_raised_on_all_ranks_at_the_next_step(shared_path, rank
 
 
 def limit(size: int | None) -> None:
-    """Let this process write no file beyond ``size`` bytes: the system call fails as on a full disk."""
+    """Limit the files of this process to ``size`` bytes: the system call fails as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
@@ -357,7 +357,7 @@ def test_summaries_hold_each_step_once_after_a_run_that_was_lost(shared_path, ra
                 sv.save()
             if sv.global_step == 10:
                 break
-        sv._saver.step = 10  # as if it had been killed: what came after step 4 is not saved
+        sv._saver.step = 10  # as if killed: steps after 4 are not saved
     hk.barrier()
     second = Run()
     with second.supervised(shared_path / "run") as sv:
@@ -449,7 +449,7 @@ def test_scalars_of_other_names_are_named(shared_path, rank, size):
 
 @pytest.fixture(autouse=True)
 def clean(shared_path):
-    """Forget the test's folder when every rank is done with it."""
+    """Remove the test's folder once every rank has finished."""
     yield
     hk.barrier()
     if hk.is_chief():

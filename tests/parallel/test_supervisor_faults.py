@@ -1,4 +1,4 @@
-"""Damage, full disks and lost locks under a Supervisor: what was saved stays, and the message names the file."""
+"""Damage, full disks and lost locks under a Supervisor: saved state stays, and the message names the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.contract
 
 
 def session(logdir: Path, **options) -> hk.Supervisor:
-    """A model of 400 kB whose weights tell the step, and a seed of each rank's own."""
+    """Return a session with a model of 400 kB whose weights encode the step, and a different seed on each rank."""
     model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(1000, use_bias=False), keras.layers.Dropout(0.1)])
     return hk.Supervisor(logdir, model=model, **{"save_model_secs": None, "summary_steps": None, **options})
 
@@ -90,14 +90,14 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(shared_path, what, c
 
 
 def test_retention_never_leaves_damaged_checkpoints_alone(shared_path):
-    """Step 30 is damaged: the run goes on from 20, and saves 25 with room for one checkpoint."""
+    """Step 30 is damaged: the run continues from 20, and saves 25 with room for one checkpoint."""
     folder = shared_path / "run" / "checkpoints"
     with session(shared_path / "run", save_steps=10, asynchronous=False) as sv:
         weights(sv).assign(np.zeros((100, 1000), np.float32))
         train(sv, 30)
     on_chief(shutil.rmtree, folder / "step-000000010")
     on_chief(flip, folder / "step-000000030" / "replicated.safetensors")
-    for _ in range(3):  # it restarts before it has saved
+    for _ in range(3):  # it restarts before its first save
         sv = session(shared_path / "run", max_to_keep=1).__enter__()
         assert sv.restored_from == folder / "step-000000020"
         train(sv, 2)
@@ -148,7 +148,7 @@ def test_a_run_that_lost_its_logdir_to_another_saves_no_more(shared_path):
 
 @pytest.fixture
 def small_disk(shared_path):
-    """A disk with room for two checkpoints of 400 kB."""
+    """Yield a disk with room for two checkpoints of 400 kB."""
     disk = shared_path / "disk"
     mounted = mount(disk)
     if not hk.broadcast_object(mounted):
@@ -159,7 +159,7 @@ def small_disk(shared_path):
 
 
 def mount(disk: Path) -> bool:
-    """Mount it on the chief's host, where all ranks of these tests are."""
+    """Mount it on the chief's host, which runs all ranks of these tests."""
     if not hk.is_chief():
         return False
     disk.mkdir()
@@ -180,7 +180,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_no_rubbish(shared_path, sm
     assert hk.checkpoint.latest(folder).name == "step-000000004"
     hk.barrier()
     on_chief(shutil.rmtree, folder / "step-000000002")
-    with session(small_disk / "run", max_to_keep=None) as sv:  # room again: it goes on from step 4
+    with session(small_disk / "run", max_to_keep=None) as sv:  # room again: it continues from step 4
         assert sv.global_step == 4
         train(sv, 1)
     assert hk.checkpoint.latest(folder).name == "step-000000005"
@@ -193,7 +193,7 @@ def test_a_read_only_disk_is_named_before_training_begins(shared_path, small_dis
     on_chief(lambda: subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True))
     with pytest.raises(hk.CheckpointError, match=r"run.*Read-only file system"):
         session(trained_path).__enter__()
-    # Reading needs no right to write.
+    # Reading must not need write permission.
     model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(1000, use_bias=False), keras.layers.Dropout(0.1)])
     hk.checkpoint.restore(hk.checkpoint.latest(trained_path), {"model": model})
     np.testing.assert_array_equal(model.trainable_variables[0].numpy(), np.full((100, 1000), 4.0))
@@ -212,7 +212,7 @@ def test_what_a_killed_run_left_half_written_is_removed(shared_path):
 
 @pytest.fixture(autouse=True)
 def clean(shared_path):
-    """Forget the test's folder when every rank is done with it."""
+    """Remove the test's folder once every rank has finished."""
     yield
     hk.barrier()
     on_chief(lambda: shutil.rmtree(shared_path, ignore_errors=True))

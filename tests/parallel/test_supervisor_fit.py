@@ -1,4 +1,4 @@
-"""``fit`` under SupervisorCallback: interrupted in an epoch and continued, it equals a ``fit`` that went through."""
+"""``fit`` under SupervisorCallback: interrupted in an epoch and continued, it equals an uninterrupted ``fit``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EPOCHS, STEPS = 3, 6
 
 
 class Interrupt(keras.callbacks.Callback):
-    """Ask for a stop after so many steps of this run, as a person or a cluster would."""
+    """Request a stop after some steps of this run, as a user or a cluster would."""
 
     def __init__(self, keep, after: int | None, number: signal.Signals | None = None):
         super().__init__()
@@ -44,7 +44,7 @@ class Interrupt(keras.callbacks.Callback):
 
 
 def fit(logdir, after=None, *, steps_per_execution=1, number=None, epochs=EPOCHS, ema=False, **options):
-    """Fit to the end, or to a stop; return what this rank has learnt, the callback, and the epochs that ended."""
+    """Fit to the end or to a stop; return this rank's state, the callback, and the epochs that ended."""
     keras.utils.set_random_seed(hk.rank())
     layers = [
         keras.layers.Dense(5),
@@ -54,7 +54,7 @@ def fit(logdir, after=None, *, steps_per_execution=1, number=None, epochs=EPOCHS
     ]
     model = keras.Sequential([keras.Input((6,)), *layers])
     optimizer = hk.DistributedOptimizer(keras.optimizers.Adam(0.002, use_ema=ema), accumulate_steps=4)
-    # Tracing costs more than these few steps; several in one execution have to be traced.
+    # Tracing costs more than these few steps; several steps per execution must be traced.
     how = {"run_eagerly": True} if steps_per_execution == 1 else {"steps_per_execution": steps_per_execution}
     model.compile(optimizer, "mse", metrics=["mae"], jit_compile=False, **how)
     batches = hk.data.GlobalBatches((X, Y), 16, shuffle_seed=1)
@@ -71,7 +71,7 @@ def fit(logdir, after=None, *, steps_per_execution=1, number=None, epochs=EPOCHS
 
 @pytest.fixture(scope="module")
 def whole():
-    """The folder of a fit that went through."""
+    """Yield the folder and the state of an uninterrupted fit."""
     folder = Path(hk.broadcast_object(tempfile.mkdtemp() if hk.is_chief() else ""))
     bits, session, epochs = fit(folder)
     assert session.global_step == EPOCHS * STEPS
@@ -89,7 +89,7 @@ def through(whole):
 
 @pytest.fixture(scope="module")
 def parts():
-    """The folder of a fit that was stopped three times, in epochs and at their ends; and how the last part ended."""
+    """Yield the folder of a fit stopped three times, in epochs and at their ends, and its final state and step."""
     folder = Path(hk.broadcast_object(tempfile.mkdtemp() if hk.is_chief() else ""))
     ended = []
     for after in (3, 1, 5, None):
@@ -107,13 +107,13 @@ def test_a_fit_stopped_in_epochs_and_at_their_ends_equals_one_that_went_through(
     folder, bits, step = parts
     assert step == EPOCHS * STEPS
     assert bits == through
-    # A fit that is done does nothing when it is started again.
+    # A finished fit does nothing when it is started again.
     again, session, epochs = fit(folder)
     assert (again, session.global_step, epochs) == (through, EPOCHS * STEPS, [])
 
 
 def test_several_steps_per_execution_continue_alike(shared_path):
-    whole, _, _ = fit(shared_path / "through", steps_per_execution=2)  # the warm-up moves once for two steps
+    whole, _, _ = fit(shared_path / "through", steps_per_execution=2)  # the warm-up advances once per two steps
     for after in (1, None):
         bits, session, _ = fit(shared_path / "parts", after, steps_per_execution=2)
     assert session.global_step == EPOCHS * STEPS
@@ -132,7 +132,7 @@ def test_steps_per_execution_that_do_not_divide_the_epoch_are_refused(shared_pat
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ValueError, match="steps_per_execution: got 4, expected a divisor of the epoch's 6 steps"):
         fit(shared_path / "run", steps_per_execution=4)
-    # Its session was left open, and is closed by the next one though nobody holds it any more.
+    # Its session was left open; the next one closes it although it is no longer referenced.
     gc.collect()
     assert signal.getsignal(signal.SIGTERM) != before
     with hk.Supervisor(shared_path / "run", variables=[tf.Variable(1.0)]):
@@ -186,7 +186,7 @@ def test_the_manifest_keeps_the_callbacks(parts):
 
 @pytest.fixture(autouse=True)
 def clean(shared_path):
-    """Forget the test's folder when every rank is done with it."""
+    """Remove the test's folder once every rank has finished."""
     yield
     hk.barrier()
     if hk.is_chief():

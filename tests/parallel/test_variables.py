@@ -75,7 +75,7 @@ def test_names_may_differ_and_order_may_not(rank, size):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_tape_equals_the_global_batch(weighted, rank, size):
-    """Uneven batches: rank r has r examples, the chief none, when weights say so; else two each."""
+    """Uneven batches: with weights rank r has r examples, the chief none; otherwise two each."""
     counts = [r if weighted and size > 1 else 2 for r in range(size)]
     rng = np.random.default_rng(5)
     x, y = rng.normal(size=(sum(counts), 3)), rng.normal(size=(sum(counts), 1))

@@ -1,4 +1,4 @@
-"""Whether a process gets on with its work, seen from outside: real child processes."""
+"""Detect from outside whether a process makes progress, with real child processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvdkit.watchdog.flight import FlightReader, FlightRecorder, State
 from hvdkit.watchdog.rank_process import RankProcess
 
 _PTRACE_ATTACH, _PTRACE_DETACH = 16, 17
-# Each writes the kernel's numbers of the threads that it has besides the first one, which sleeps.
+# Each prints the kernel's ids of its threads except the first, which sleeps.
 THREAD = """
 import hashlib, threading, time
 def compute():
@@ -57,7 +57,7 @@ class WatchedAlone(Sentinel):
 
 @pytest.fixture
 def start():
-    """Start a script; return its process and the numbers that it writes."""
+    """Return a function that starts a script, and returns its process and the numbers that it prints."""
     started = []
 
     def run(script: str, *arguments: str) -> tuple[subprocess.Popen, list[int]]:
@@ -74,7 +74,7 @@ def start():
 
 
 class Look:
-    """Looks at a process as its sentinel does. Busy machines only make it take longer."""
+    """Observes a process as its sentinel does. On a busy machine it only takes longer."""
 
     def __init__(self, pid: int, waiters: list[int], waiting: int = 0) -> None:
         self.began = time.monotonic()
@@ -82,12 +82,12 @@ class Look:
         self._state = State(thread=pid, step=None, number=0, count=0, waiting=waiting, since=self.began)
 
     def idle(self) -> float:
-        """Return for how many seconds nothing has moved."""
+        """Return the seconds since the last activity."""
         time.sleep(0.1)
         return self._activity.idle(self._state, time.monotonic())
 
     def moves(self) -> bool:
-        """Wait until it moves twice, half a second apart and more."""
+        """Wait until there is activity twice, at least half a second apart."""
         last = self.began
         for _ in range(2):
             wait_until(lambda: time.monotonic() - self.idle() > last + 0.5)  # noqa: B023
@@ -95,17 +95,17 @@ class Look:
         return True
 
     def rests(self) -> bool:
-        """Wait until it has not moved for some time."""
+        """Wait until there has been no activity for a while."""
         wait_until(lambda: self.idle() > 1.5)
         return True
 
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_rank_whose_other_threads_compute_does_not_hang(start, works):
-    """A graph that has the loop over all steps in it leaves the thread that called it asleep."""
+    """If the graph contains the loop over all steps, the thread that called it sleeps."""
     child, threads = start(THREAD % ("compute" if works else "look"))
     assert Look(child.pid, []).moves() if works else Look(child.pid, []).rests()
-    if works:  # as Horovod's own thread, which is never still
+    if works:  # like Horovod's own thread, which is always active
         assert Look(child.pid, threads).rests()
 
 
@@ -116,7 +116,7 @@ def test_a_rank_that_sleeps_in_a_collective_is_idle_since_it_began(start):
 
 @pytest.mark.parametrize("what", CHILDREN)
 def test_a_rank_whose_child_process_works_does_not_hang(start, what):
-    """The chief waits for `tar`, or an upload: its own threads all sleep."""
+    """The chief waits for `tar` or an upload, with all its threads asleep."""
     parent, _ = start(CHILD, CHILDREN[what])
     wait_until(lambda: len(processes.descendants(parent.pid)) == (2 if what == "its child computes" else 1))
     look = Look(parent.pid, [])
@@ -137,7 +137,7 @@ def test_busy_counts_as_work_until_it_ends():
 
 
 def test_what_is_seen_of_a_process(start):
-    """Its start is told by the kernel's clock, so that another process of the same number is not taken for it."""
+    """The start time is read from the kernel, to distinguish processes that reuse a pid."""
     child, _ = start("print(1, flush=True); import time; time.sleep(4000)")
     started = processes.stat(child.pid).started
     wait_until(lambda: processes.stat(child.pid).state == "S")
@@ -146,17 +146,17 @@ def test_what_is_seen_of_a_process(start):
     wait_until(lambda: is_stopped(child.pid))
     assert not processes.is_over(child.pid, started)
     child.kill()
-    wait_until(lambda: processes.is_over(child.pid, started))  # though its parent has not asked for its exit code yet
+    wait_until(lambda: processes.is_over(child.pid, started))  # although its parent has not collected the exit code yet
     assert child.wait() == -signal.SIGKILL and processes.stat(child.pid) is None
     assert processes.threads(child.pid) == set() and processes.descendants(child.pid) == []
 
 
-# ---- a rank as its sentinel sees it -------------------------------------------------------------------------------
+# ---- a rank as seen by its sentinel ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def watched(start):
-    """A process that sleeps in an eager collective, its RankProcess, recorder, and when it was first seen."""
+    """Return a process that sleeps in an eager collective, its RankProcess, its recorder, and the time it was seen."""
     child, _ = start("print(1, flush=True); import time; time.sleep(1000)")
     recorder, now = FlightRecorder(), time.monotonic()
     struct.pack_into("<q", recorder._memory, 0, child.pid)
@@ -173,7 +173,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def test_a_rank_that_was_stopped_has_not_been_idle(watched):
-    """A job that is suspended for longer than the limit for hangs goes on later."""
+    """A job suspended for longer than the hang limit continues later."""
     child, rank, _, now = watched
     child.send_signal(signal.SIGSTOP)
     wait_until(lambda: is_stopped(child.pid))
@@ -190,7 +190,7 @@ def test_a_rank_that_was_stopped_has_not_been_idle(watched):
 def test_a_rank_was_not_idle_while_its_sentinel_was_stopped_too(watched):
     _, rank, recorder, now = watched
     sentinel = WatchedAlone(rank)
-    struct.pack_into("<d", recorder._memory, 40, now - 1000.0)  # since when it waits
+    struct.pack_into("<d", recorder._memory, 40, now - 1000.0)  # start of the wait
     rank.trains(rank.training, now - 1000.0)
     assert rank.status(now).idle == pytest.approx(1000.0)
     sentinel._turned = now - 1000.0
@@ -232,7 +232,7 @@ def test_a_process_that_a_debugger_holds_does_not_hang(start):
 
 
 def test_only_processes_below_the_sentinel_are_taken_for_the_rank(start):
-    """A program in a container reports its PID there: here that may be any process."""
+    """A program in a container reports its PID there, which on this host may belong to any process."""
     child, _ = start("print(1, flush=True)\nimport time; time.sleep(1000)")
     rank = RankProcess(child.pid)
     rank.trains(Training(pid=os.getppid(), waiters=[]), time.monotonic())

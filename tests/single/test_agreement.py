@@ -1,4 +1,4 @@
-"""Agreements of ranks that are threads here: their exchange hands over what all have given."""
+"""Agreements of ranks simulated by threads, with an exchange that returns the values of all threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdkit.errors import CheckpointError, ClusterError, CollectiveMismatchError
 
 
 class Exchange:
-    """Of one rank, whose number in the world is ``ranks[index]``."""
+    """The exchange of one rank, whose number in the world is ``ranks[index]``."""
 
     def __init__(self, index, ranks, barrier, parts):
         self.index, self.ranks, self.size = index, ranks, len(ranks)
@@ -31,7 +31,7 @@ class Exchange:
 
 
 def everywhere(size, call, ranks=None):
-    """Return what ``call`` has returned or raised on each rank, given an exchange and the rank's index."""
+    """Return what ``call`` returned or raised on each rank, given an exchange and the rank's index."""
     ranks, barrier, parts = ranks or range(size), threading.Barrier(size), [b""] * size
 
     def run(index):
@@ -40,7 +40,7 @@ def everywhere(size, call, ranks=None):
             result = call(exchange, index)
         except Exception as error:
             result = error
-        assert exchange.count == (size > 1)  # one exchange serves
+        assert exchange.count == (size > 1)  # a single exchange suffices
         return result
 
     with ThreadPoolExecutor(size) as pool:
@@ -48,7 +48,7 @@ def everywhere(size, call, ranks=None):
 
 
 def same(outcomes, kind):
-    """Return the message that all ranks raise."""
+    """Return the message raised by all ranks."""
     assert {type(each) for each in outcomes} == {kind}
     (message,) = {str(each) for each in outcomes}
     return message
@@ -104,7 +104,7 @@ def test_values_need_no_hash_and_may_show_what_differs():
 
 
 def test_nan_equals_itself_and_arrays_are_compared_whole():
-    nan = pickle.loads(pickle.dumps([float("nan")]))  # as it comes from another rank: another object
+    nan = pickle.loads(pickle.dumps([float("nan")]))  # received from another rank, so a different object
     assert odd_one([nan, [float("nan")]]) is None
     assert odd_one([nan, [1.0], nan]) == (1, 0)
     assert odd_one([np.ones(2), np.ones(2), np.zeros(2)]) == (2, 0)

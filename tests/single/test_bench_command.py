@@ -83,8 +83,8 @@ def bench(folder, *options):
 
 @pytest.mark.parametrize("loop", [COUNTED, BARE], ids=["counted", "bare"])
 def test_the_profile_of_a_program_blames_the_slow_rank_and_its_input(tmp_path, loop):
-    """Whether a Supervisor counts the steps, or nobody does but the place where gradients are combined."""
-    pause = 0.5 * slowdown()  # long compared with what ranks lose to each other on shared cores
+    """Steps are counted by a Supervisor, or only at the combination of gradients."""
+    pause = 0.5 * slowdown()  # long compared with delays between ranks on shared cores
     (tmp_path / "train.py").write_text(SLOW.replace("LOOP", loop).replace("PAUSE", str(pause)))
     options = ["--profile", "profile", "--profile-steps", "4-8", "--json", "out.json", "-np", "2"]
     out, err = bench(tmp_path, *options, *(["--timeline"] if loop is BARE else []), "--", sys.executable, "train.py")
@@ -158,7 +158,7 @@ def test_steps_of_a_workload_learn_and_are_timed():
 
 
 def test_collectives_of_several_groups_at_once_have_names_of_their_own():
-    """As of a mesh: a profile finds the same collective on other ranks by its name."""
+    """As in a mesh: a profile matches collectives across ranks by name."""
     import tensorflow as tf
 
     from hvdkit.collectives.graphs import _op_name
@@ -171,7 +171,7 @@ def test_collectives_of_several_groups_at_once_have_names_of_their_own():
 
     step()
     assert [name.partition(".ranks_")[2] for name in names] == ["", "0_to_2_by_2", "1_to_3_by_2", "2_to_3_by_1"]
-    assert all(re.fullmatch(r"[A-Za-z0-9.][A-Za-z0-9_.]*", name) for name in names)  # TensorFlow takes no other
+    assert all(re.fullmatch(r"[A-Za-z0-9.][A-Za-z0-9_.]*", name) for name in names)  # the names that TensorFlow accepts
 
 
 # ---- options --------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_defaults():
     config = Bench(model="resnet50")
     assert (config.batch_size, config.optimizer_name) == (8, "momentum")
     assert config.launched(None).np == 2 and config.launched(1).np == 1
-    assert Bench(hosts="a:4,b:4").launched(None).np is None  # as many as they have slots
+    assert Bench(hosts="a:4,b:4").launched(None).np is None  # one per slot
 
 
 # ---- figures --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The benchmarks' harness: ratios within rounds, goals, ways that fail, and a report that is what the results say."""
+"""The benchmarks' harness: ratios within rounds, goals, failing contestants, and a report that matches the results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def record(*cases: Measured, **more) -> Record:
 
 
 def test_the_median_of_ratios_counts_and_not_the_ratio_of_medians():
-    """A slow minute that meets one round: ratios 2, 3, 4; the medians' would be 30 / 11."""
+    """A slow minute that hits one round: ratios 2, 3, 4; the ratio of medians would be 30 / 11."""
     goals = [Goal(upper="theirs", lower="ours", relation=">=", limit=limit) for limit in (3.0, 3.01)]
     case = measured(of(10, 30), of(11, 22), of(100, 400), goals=goals)
     met, missed = case.verdicts()
@@ -179,7 +179,7 @@ def test_processes_that_fail_take_too_long_or_have_children():
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path):
-    """What Ctrl-C does to the harness while a run's process, and a child of its own session, are at work."""
+    """Ctrl-C reaches the harness while a run's process, and its child in another session, are working."""
     script = f"""
 import sys
 sys.path.insert(0, {str(BENCHMARKS)!r})
@@ -201,7 +201,7 @@ sys.exit(main(Benchmark(name="a", title="a", about="a", cases=lambda _: [case]),
 
 
 def marked() -> list[int]:
-    """Return the processes of runs that this process, or its children, started."""
+    """Return the processes of runs started by this process or its children."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -219,19 +219,19 @@ def here() -> str:
 
 def test_a_peer_that_cannot_be_made_is_not_available(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(peers, "CACHE", tmp_path / "file")  # no folder can be made in it
+    monkeypatch.setattr(peers, "CACHE", tmp_path / "file")  # a file, so no folder can be created in it
     monkeypatch.setattr(peers, "_failed", {})
-    for _ in range(2):  # it is tried once
+    for _ in range(2):  # only the first call tries
         with pytest.raises(Unavailable, match=r"^the environment plots cannot be made: .*Not a directory"):
             peers.python("plots")
     assert peers.python("plots", Path("/some/python")) == Path("/some/python")
-    for pins in peers.PINS.glob("*.txt"):  # --no-deps: what is not pinned is not there
+    for pins in peers.PINS.glob("*.txt"):  # --no-deps: only pinned packages are installed
         lines = [line for line in pins.read_text().splitlines() if not line.startswith("#")]
         assert lines and all(re.match(r"[\w.-]+==[\w.]+(; python_version [<>=]+ \"3\.11\")?$", line) for line in lines)
 
 
 def test_the_report_is_what_the_results_say():
-    """Run `python benchmarks/report.py` where this fails."""
+    """If this fails, run `python benchmarks/report.py`."""
     found = report.records()
     assert found
     assert report.DOCUMENT.read_text(encoding="utf-8") == report.document(found)

@@ -1,4 +1,4 @@
-"""build-horovod on this machine's own compiler, Python and packages, and in environments that lack some."""
+"""build-horovod with this machine's compiler, Python and packages, and in environments that lack some of them."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ EVERY_TARGET = [
 
 @pytest.fixture(scope="session")
 def wheel() -> Path:
-    """The wheel for this environment: from the cache, or built now."""
+    """Return the wheel for this environment, from the cache or newly built."""
     return build_horovod(BuildHorovod(mpi=MPI, install=False))
 
 
 @pytest.fixture(scope="session")
 def archive(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Horovod's released archive: a build leaves it in the cache, or else it is fetched now."""
+    """Return Horovod's released archive, from the cache of a build or downloaded."""
     folder = wheel.parent.parent
     if not (folder / sdist.ARCHIVE).exists():
         tools = tmp_path_factory.mktemp("fetch") / "tools"
@@ -58,13 +58,13 @@ def archive(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pristine(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Horovod's source as it was released."""
+    """Return Horovod's source as released."""
     return sdist.unpack(archive, tmp_path_factory.mktemp("pristine"))
 
 
 @pytest.fixture
 def source(pristine: Path, tmp_path: Path) -> Path:
-    """A copy of those files of Horovod's source that patches change."""
+    """Return a copy of the files in Horovod's source that patches change."""
     for path in {patch.path for patch in patches.PATCHES}:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(pristine / path, tmp_path / path)
@@ -77,7 +77,7 @@ def source(pristine: Path, tmp_path: Path) -> Path:
 def test_a_cached_wheel_is_found_again(wheel: Path) -> None:
     stored = wheel.stat()
     assert build_horovod(BuildHorovod(mpi=MPI, install=False)) == wheel
-    assert wheel.stat().st_mtime_ns == stored.st_mtime_ns  # not built again
+    assert wheel.stat().st_mtime_ns == stored.st_mtime_ns  # not rebuilt
 
 
 def test_the_library_names_no_folder_of_the_machine_that_built_it(wheel: Path, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_an_archive_with_other_bytes_is_refused(archive: Path, tmp_path: Path) -
 
 
 def environment_without(folder: Path, *missing: str) -> Path:
-    """Make an environment with this one's packages but those that begin with ``missing``; return its Python."""
+    """Make an environment without the packages whose names begin with ``missing``; return its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = next(folder.glob("lib/python3*/site-packages"))
     for package in Path(sysconfig.get_path("purelib")).iterdir():
@@ -158,7 +158,7 @@ def environment_without(folder: Path, *missing: str) -> Path:
 
 
 def refusal(folder: Path, *options: str, python: Path | str = sys.executable, env: dict[str, str] | None = None) -> str:
-    """Run build-horovod, which must fail, and return what it says."""
+    """Run build-horovod, which must fail, and return its output."""
     command = [str(python), "-m", "hvdkit.build_horovod", "--cache-dir", str(folder / "cache"), *options]
     outcome = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
@@ -250,7 +250,7 @@ def test_options_are_validated(wrong: dict[str, object]) -> None:
         BuildHorovod(**wrong)  # type: ignore[arg-type]
 
 
-# --- steps, interruption, two at once ------------------------------------------------------------
+# --- steps, interruption, two builds at once ----------------------------------------------------
 
 
 def test_a_failed_step_quotes_the_compiler_and_names_the_log(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""--gpu nccl as far as a machine without a GPU goes: which toolkit and NCCL are taken, and how they are laid out.
+"""--gpu nccl as far as a machine without a GPU allows: the choice of toolkit and NCCL, and their layout.
 
-The build itself, its import and its run on CPU tensors are recorded, with commands, in docs/compatibility.md.
+The build itself, its import and a run on CPU tensors are recorded, with commands, in docs/compatibility.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def toolkit(tmp_path: Path) -> Path:
-    """A toolkit as pip lays it out: lib, not lib64, and shared libraries with versioned names alone."""
+    """Return a toolkit with pip's layout: lib instead of lib64, and shared libraries with versioned names only."""
     home = tmp_path / "cu13"
     files = ("bin/nvcc", "include/cuda.h", "nvvm/bin/cicc", "lib/libcudart.so.13", "lib/libcudart_static.a")
     for name in files:

@@ -1,4 +1,4 @@
-"""``hk.busy``: work of which nothing is seen from outside."""
+"""``hk.busy``: work that is invisible from outside the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdkit.watchdog.reporter import reporter
 
 @pytest.fixture
 def sentinel(monkeypatch):
-    """The sentinel's end of a connection to this process."""
+    """Return the sentinel's end of a connection to this process."""
     mine, theirs = socket.socketpair()
     monkeypatch.setattr(reporter(), "_socket", mine)
     theirs.settimeout(60)

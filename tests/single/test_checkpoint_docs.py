@@ -1,4 +1,4 @@
-"""The commands that docs/checkpoints.md shows, run as they stand there, on a run of two ranks."""
+"""Run the commands of docs/checkpoints.md verbatim on a run of two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retention, notes of damage, and files that were made to harm: a good checkpoint survives all of them."""
+"""Retention, records of damage, and malicious files: a good checkpoint survives all of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VERSION_1 = Path(__file__).parent / "recorded" / "checkpoint-version-1"
 
 
 def state_of(rank: int, size: int, rows: int) -> State:
-    """A weight, a table whose element tells its place, a mean and a seed."""
+    """Return a weight, a table whose elements encode their position, a mean and a seed."""
     own = rows_of("mod", rows, rank, size)
     table = np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)[own.start : own.stop : own.step]
     mean = np.full(3, float(rank), np.float32)
@@ -39,7 +39,7 @@ def state_of(rank: int, size: int, rows: int) -> State:
 
 
 def save(target: Path, size: int = 1, rows: int = 4) -> Path:
-    """Save as ``size`` ranks do, one after the other; the chief finds all reports there."""
+    """Save as ``size`` ranks one after the other; the chief then finds all reports."""
     for rank in reversed(range(size)):
         snapshot = Snapshot.of(state_of(rank, size, rows), rank)
         snapshot.rank_values = {"random/python": [rank, 5]}
@@ -63,7 +63,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("noted", [True, False])
 def test_retention_keeps_the_checkpoint_just_written_whatever_a_later_one_is(tmp_path, noted):
-    """A run that could not restore step 30 goes on from 20 and saves 25."""
+    """A run that could not restore step 30 continues from 20 and saves 25."""
     for step in (20, 30):
         save(tmp_path / step_name(step))
     flip(tmp_path / step_name(30) / "replicated.safetensors")
@@ -137,11 +137,11 @@ def test_tidying_one_name_leaves_saves_of_other_names_alone(tmp_path):
     assert names(tmp_path) == sorted([*others, "best"])
 
 
-# --- files that are not what they should be
+# --- files with wrong contents
 
 
 def edited(path: Path, change) -> None:
-    """Change a manifest, with the checksum that it would have been written with."""
+    """Change a manifest, and set the checksum that it would have been written with."""
     content = json.loads((path / "manifest.json").read_text())
     del content["checksum"]
     change(content)
@@ -217,7 +217,7 @@ def test_values_of_a_rank_that_are_missing_are_damage(tmp_path):
 
 @pytest.fixture
 def few_files():
-    """Let this process open few files, as 1,024 are for a checkpoint of 4,096 ranks."""
+    """Lower this process's limit of open files, to what 1,024 is for a checkpoint of 4,096 ranks."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES + 60, before[1]))
     yield
@@ -227,7 +227,7 @@ def few_files():
 def test_more_shards_than_a_process_may_open_files(tmp_path, few_files):
     size = 2 * OPEN_FILES + 71
     path = save(tmp_path / step_name(20), size=size, rows=size + 3)
-    assert (path / "manifest.json").stat().st_size < 1100 * size  # and nothing in it is of the size of a generator
+    assert (path / "manifest.json").stat().st_size < 1100 * size  # nothing in it has the size of a generator
     manifest = Manifest.load(path)
     expected = np.arange((size + 3) * 2, dtype=np.float32).reshape(size + 3, 2)
     with Reader(path, manifest) as reader:
@@ -285,7 +285,7 @@ def test_the_largest_numbers_are_finite():
 
 
 def test_the_tensor_and_its_rows_are_named(tmp_path):
-    rows = 40_000  # of 64 bytes: more than a block
+    rows = 40_000  # of 64 bytes: more than one block
     table = np.zeros((rows, 16), np.float32)
     table[rows - 5, 3] = np.inf
     tensors = [Outgoing.of("a", np.ones(3)), Outgoing.of("table", table, "finite")]

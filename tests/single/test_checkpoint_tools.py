@@ -1,4 +1,4 @@
-"""inspect, verify and export: right on what is whole, and telling all that is damaged. No ranks are started."""
+"""inspect, verify and export: correct for intact checkpoints, and reporting all damage. No ranks are started."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from jobs import environment
 from speed import WAIT
 
 SIZE = 3
-WIDE = 2500  # rows of 4 KiB: some 10 blocks of 1 MiB
+WIDE = 2500  # rows of 4 KiB: about 10 blocks of 1 MiB
 RNG = np.random.default_rng(5)
 GLOBAL = {
     "model/kernel": RNG.normal(size=(3, 5)).astype(np.float32),
@@ -68,7 +68,7 @@ def seed_of(rank: int) -> Entry:
 
 
 def write(target: Path, step: int) -> Path:
-    """Save as three ranks do, whose threads exchange nothing but files."""
+    """Save as three ranks do, in threads that exchange only files."""
     saves = []
     for rank in range(SIZE):
         state = State({e.name: e for e in [*(entry_of(name, rank) for name in GLOBAL), seed_of(rank)]})
@@ -83,7 +83,7 @@ def write(target: Path, step: int) -> Path:
 
 @pytest.fixture
 def logdir(tmp_path):
-    """A run with two checkpoints."""
+    """Return a run with two checkpoints."""
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     for step in (4, 12):
         write(tmp_path / "run" / "checkpoints" / f"step-{step:09d}", step)
@@ -102,7 +102,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def offset(path: Path, name: str, row: int) -> int:
-    """Where a tensor's row begins in a file."""
+    """Return the offset of a tensor's row in a file."""
     with TensorFile(path) as file:
         layout = file.layouts[name]
         return file._data + layout.start + row * layout.row_bytes
@@ -338,7 +338,7 @@ def test_a_damaged_tensor_leaves_no_file(one, tmp_path):
 
 
 def test_verify_and_export_take_bounded_memory(one, tmp_path):
-    """The two large tensors have 10 and 20 MB; no more than three pieces of 8 MiB are held."""
+    """The two large tensors have 10 and 20 MB; at most three pieces of 8 MiB are in memory."""
     tracemalloc.start()
     try:
         hk.checkpoint.verify(one)
@@ -418,7 +418,7 @@ def test_wrong_arguments_of_export(one, tmp_path, capsys, arguments, told):
 
 
 def test_the_tools_import_no_tensorflow(one, tmp_path):
-    """Nor Horovod, nor MPI: they run where only the files are."""
+    """Nor Horovod or MPI: the tools run on machines that only have the files."""
     code = """
 import sys
 class Missing:
@@ -438,7 +438,7 @@ for arguments in (["inspect", checkpoint], ["verify", checkpoint], ["export", ch
 
 
 def test_a_bar_is_shown_on_a_terminal_only(one):
-    """The bar goes to stderr, here a terminal of 80 columns; stdout has the result alone."""
+    """The bar goes to stderr, here a terminal of 80 columns; stdout has only the result."""
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "hvdkit", "checkpoint", "verify", str(one)]
     done = subprocess.run(command, env=environment(TERM="xterm"), stdout=subprocess.PIPE, stderr=follower, timeout=WAIT)

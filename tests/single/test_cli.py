@@ -23,10 +23,10 @@ HVDKIT = [sys.executable, "-m", "hvdkit"]
 
 @dataclass(frozen=True, kw_only=True)
 class Echo:
-    """A command of this test."""
+    """A command for this test."""
 
     outcome: str = "none"
-    """What the runner does."""
+    """What the runner returns or raises."""
 
 
 def echo(config: Echo) -> object:
@@ -89,7 +89,7 @@ def test_an_unknown_command_is_one_line_and_exit_code_2(capsys):
 def test_each_command_has_a_documented_config_and_a_runner(name, capsys):
     config = cli._load(cli.COMMANDS[name].config)
     assert callable(cli._load(cli.COMMANDS[name].runner))
-    # A config, or a union of those of subcommands: Annotated[Inspect, subcommand("inspect")] | ...
+    # A config, or a union of the configs of subcommands: Annotated[Inspect, subcommand("inspect")] | ...
     parts = [config] if isinstance(config, type) else [get_args(one)[0] for one in get_args(config)]
     for part in parts:
         assert part.__dataclass_params__.frozen

@@ -1,4 +1,4 @@
-"""Examples for recommenders: planted ones, and the files that people have."""
+"""Examples for recommenders: synthetic ones, and files in the formats that users have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator with made-up sentinels and a made-up clock: when a job has failed, who is blamed, who is ordered."""
+"""The coordinator with simulated sentinels and clock: when a job fails, which rank is blamed, which get orders."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from hvdkit.watchdog.settings import Settings
 from hvdkit.watchdog.verdict import DIED
 
 FEW, MANY = 64, 512
-STEP = 0.1  # of the clock
+STEP = 0.1  # seconds of the simulated clock
 TRAINS = Training(pid=1, waiters=[])
 FOLLOWS = Failed(cause="HorovodInternalError: a peer is gone", follows=True, text="what follows")
 
 
 class Job:
-    """A coordinator, and sentinels that report that all is well unless the test says otherwise."""
+    """A coordinator, and sentinels that report healthy ranks unless the test changes that."""
 
     def __init__(
         self, size: int, *, trains: bool = True, returns: bool = True, lines: Lines | None = None, **settings: float
@@ -63,7 +63,7 @@ class Job:
             lines=lines or SimpleNamespace(line=self.lines.append, finish=lambda seconds: True),
             returns=returns,
         )
-        self.asked: list[int] = []  # for their last collectives
+        self.asked: list[int] = []  # ranks asked for their last collectives
         self.silent: set[int] = set()
         self.status = [Status() for _ in range(size)]
         self.stopped: dict[int, float] = {}
@@ -79,7 +79,7 @@ class Job:
         return self.coordinator.join(joined, lambda order: self.obey(rank, order), peer)
 
     def obey(self, rank: int, order: Message) -> None:
-        """Note an order; ranks have no collectives to send."""
+        """Record an order; ranks have no collectives to send."""
         if isinstance(order, GiveFlight):
             self.asked.append(rank)
         else:
@@ -92,7 +92,7 @@ class Job:
         self.coordinator.take(self.member(rank), message, self.now)
 
     def lose(self, rank: int, number: int | None = None) -> None:
-        """Let the connection of its sentinel end, by an error of the kernel or not."""
+        """Close the connection of a rank's sentinel, with a kernel error if ``number`` is given."""
         self.silent.add(rank)
         self.coordinator._connection_ended(self.member(rank), self.now, number)
 
@@ -103,7 +103,7 @@ class Job:
         self.say(rank, status)
 
     def run(self, seconds: float) -> None:
-        """Let time pass; sentinels report as they do."""
+        """Advance the clock; sentinels report as usual."""
         until = self.now + seconds
         while self.now < until:
             self.now += STEP
@@ -117,7 +117,7 @@ class Job:
             self.coordinator.tick(self.now)
 
     def heard(self, rank: int, kind: type[Message]) -> int:
-        """Return how many orders of this kind the sentinel of ``rank`` was given."""
+        """Return the number of orders of this kind sent to the sentinel of ``rank``."""
         return Counter(type(order) for order in self.sent[rank])[kind]
 
     @property
@@ -128,7 +128,7 @@ class Job:
 
 @pytest.fixture(autouse=True)
 def real_clock(monkeypatch):
-    """Put the clock back that a :class:`Job` replaces."""
+    """Restore the clock that a :class:`Job` replaces."""
     for one in (module, job_end):
         monkeypatch.setattr(one, "time", one.time)
 
@@ -171,7 +171,7 @@ def test_only_the_first_tracebacks_of_many_are_written():
 @pytest.mark.parametrize("failure", ["an error", "a hang"])
 def test_a_reader_that_is_paused_does_not_hold_up_the_end_and_gets_all_lines_later(failure):
     reader, written = os.pipe()
-    earlier = b"." * (1 << 20)  # more than a pipe holds
+    earlier = b"." * (1 << 20)  # more than a pipe buffers
     lines = Writer(written)
     lines.write(earlier)
     job = Job(3, patience=60.0, lines=lines)
@@ -219,7 +219,7 @@ def test_victims_alone_end_the_job_without_blaming_a_rank():
 
 
 def test_a_rank_that_is_killed_is_named_and_the_others_end_at_once():
-    """Its process cannot take part in an orderly end, so collectives could block those that do."""
+    """A killed process cannot take part in an orderly end, so collectives could block the others."""
     job = Job(3)
     job.status[1] = Status(step=7)
     job.run(3)
@@ -309,7 +309,7 @@ def test_a_rank_that_others_still_needed_is_blamed():
     job.say(1, Leaving(step=20))
     job.run(0.5)
     job.say(0, FOLLOWS)
-    job.run(15)  # its exit code is waited for, and it does not come
+    job.run(15)  # the coordinator waits for its exit code, which does not come
     assert job.line.startswith("hvdkit: rank 1 on host-0 left the job at step 20: ended before the others: rank 0")
 
 
@@ -351,7 +351,7 @@ def test_os_exit_with_0_is_a_failure_unless_all_ranks_do_so():
     assert_goes_on(job)
 
 
-# ---- ranks that are stopped, or out of reach ----------------------------------------------------------------------
+# ---- ranks that are stopped or unreachable ------------------------------------------------------------------------
 
 
 def test_a_rank_that_is_stopped_is_blamed_after_the_heartbeats_limit():
@@ -368,7 +368,7 @@ def test_a_rank_that_is_stopped_is_blamed_after_the_heartbeats_limit():
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on_later():
-    """Its ranks are seen to go on one after the other."""
+    """Its ranks are seen to continue one after the other."""
     job = Job(3, heartbeat=10.0)
     for rank in range(3):
         job.stopped[rank] = job.now
@@ -449,7 +449,7 @@ def test_sentinels_report_well_within_the_limit():
 
 
 def hang(job: Job, *counts: int, idle: float) -> None:
-    """Let all ranks report that they have done so much, and nothing for ``idle`` seconds."""
+    """Have all ranks report these counts, and no activity for ``idle`` seconds."""
     for rank, count in enumerate(counts):
         job.status[rank] = Status(step=3, count=count, idle=idle)
 
@@ -555,7 +555,7 @@ def test_unlike_graphs_are_found_and_named_before_the_error_that_they_lead_to():
     assert f"rank 1 on host-0 failed: CollectiveMismatchError: {words}" in job.line
 
 
-# ---- many ranks: work is counted, not timed -----------------------------------------------------------------------
+# ---- many ranks: instructions are counted, time is not measured ---------------------------------------------------
 
 
 BEGUN = waits("a")._replace(key="sum")
@@ -584,7 +584,7 @@ def test_a_message_costs_the_same_whatever_the_number_of_ranks(name):
     costs = []
     for size in (FEW, MANY):
         job = Job(size)
-        for rank in range(size // 2):  # every second rank has sent the same already
+        for rank in range(size // 2):  # every second rank has already sent the same
             job.say(2 * rank, MESSAGES[name])
         costs.append(instructions(lambda: job.say(5, MESSAGES[name])))  # noqa: B023
     assert 0 < costs[1] <= 1.05 * costs[0], costs
@@ -613,7 +613,7 @@ def test_what_a_sentinel_asks_at_every_turn_costs_the_same_whatever_the_number_o
 
 
 def test_ranks_that_leave_cost_the_same_whatever_their_number():
-    """Each look at the clock is paid for by the first one to be released, not by all."""
+    """The cost of checking the clock is paid once, for the first rank released."""
 
     def cost(size: int) -> int:
         job = Job(size)

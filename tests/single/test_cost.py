@@ -1,4 +1,4 @@
-"""What a step is predicted to cost, the file it is predicted from, and the settings in it."""
+"""The predicted cost of a step, the file with the measurements, and its settings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_buckets_hide_what_passes_while_the_rank_computes():
     apart = step(MEASURED, 4, fast, bucket_bytes=8_000_000)
     assert together.hidden == pytest.approx(0) and apart.hidden > 0.6 * apart.exchange
     assert apart.total < together.total
-    # A slow link is busy from the first bucket on: what is left of the step is its time.
+    # A slow link is busy from the first bucket on, so the rest of the step is exchange time.
     late = step(MEASURED, 4, slow, bucket_bytes=8_000_000)
     assert late.total == pytest.approx(0.04 + late.exchange)
     for each in (together, apart, late):

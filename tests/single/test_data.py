@@ -1,4 +1,4 @@
-"""hvdkit.data: the global order of examples, its cut by rank, state, weights, sources."""
+"""hvdkit.data: the global order of examples, sharding by rank, state, weights, sources."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def ranks(data, batch_size, size, **options):
 
 
 def global_batches(data, batch_size, size, steps=None, **options):
-    """The ranks' local batches and masks, each concatenated in rank order, step by step."""
+    """Return the ranks' local batches and masks, concatenated in rank order, for each step."""
     iterators = ranks(data, batch_size, size, **options)
     result = []
     while steps is None or len(result) < steps:
@@ -102,7 +102,7 @@ def test_weight_is_exactly_one_in_a_full_batch_that_divides():
 
 
 def test_order_of_a_seed_is_the_one_written_down_here():
-    # A change here means that runs saved before cannot be continued: NumPy shuffles otherwise.
+    # If NumPy's shuffle changes this, runs saved before cannot be continued.
     assert order.epoch_order(12, 7, 0).tolist() == [4, 6, 10, 0, 1, 3, 8, 7, 2, 5, 9, 11]
     assert order.epoch_order(12, 7, 1).tolist() == [7, 10, 6, 11, 0, 8, 9, 1, 3, 4, 2, 5]
     assert order.epoch_order(12, 7, 0).dtype == np.uint32
@@ -192,7 +192,7 @@ def test_tensors_pandas_like_and_foreign_byte_order():
 
 
 class Recorder:
-    """Rows of an array, remembering what was asked for."""
+    """An array's rows, with a record of the requests."""
 
     def __init__(self, array):
         self.array, self.asked = array, []

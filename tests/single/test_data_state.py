@@ -1,4 +1,4 @@
-"""hvdkit.data: saving the position in the data and continuing from it, at another number of ranks too."""
+"""hvdkit.data: save the position in the data and continue from it, also with another number of ranks."""
 
 import json
 

@@ -20,7 +20,7 @@ def unknown_length(n):
 
 
 def run(dataset_of, batch_size, size, **options):
-    """Concatenated local batches and masks of every step, each rank with a dataset of its own."""
+    """Return each step's concatenated local batches and masks; each rank has a separate dataset."""
     iterators = [GlobalBatches(dataset_of(), batch_size, rank=r, size=size, **options) for r in range(size)]
     steps = [[(batch.numpy(), it.mask, it.epoch) for batch in it] for it in iterators]
     return [
@@ -175,7 +175,7 @@ def test_an_error_in_the_stream_is_not_the_end_of_an_epoch():
 
 
 class SGDByHand:
-    """Linear regression by the global batches, in NumPy."""
+    """Linear regression on the global batches, in NumPy."""
 
     def __init__(self, x, y, batches, steps, rate):
         self.w, self.losses = np.zeros((x.shape[1], 1)), []
@@ -196,14 +196,14 @@ def linear_data(n=37):
 def fitted(dataset, epochs):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
     model.compile(optimizer=keras.optimizers.SGD(0.05), loss="mse", jit_compile=False)
-    random.seed()  # whatever order fit's own shuffle takes, it must not matter
+    random.seed()  # the order of fit's own shuffle must not matter
     model.fit(dataset, epochs=epochs, verbose=0)
     return model.get_weights()[0]
 
 
 @pytest.mark.parametrize(("start", "most"), [(0, 16), (3, 16), (3, 3), (3, 1)])
 def test_fit_sees_the_batches_of_the_loop(start, most, monkeypatch):
-    """Also where TensorFlow gets several batches at once, fewer at an epoch's end, and one by one, as large ones."""
+    """Also if TensorFlow gets several batches at once, fewer at an epoch's end, or one at a time, as large ones."""
     monkeypatch.setattr(keras_dataset, "_MOST_AT_ONCE", most)
     x, y = linear_data()
     options = {"shuffle_seed": 1, "rank": 0, "size": 1}
@@ -220,7 +220,7 @@ def test_fit_sees_the_batches_of_the_loop(start, most, monkeypatch):
 
 
 def test_small_batches_are_read_several_at_once(monkeypatch):
-    """Python is asked once for up to 16 of them, and for each of those that are large."""
+    """Python is called once for up to 16 small batches, and once for each large one."""
     reads, read = [], ArraySource.read
     monkeypatch.setattr(ArraySource, "read", lambda self, indices: reads.append(len(indices)) or read(self, indices))
     x = np.zeros((40 * 8, 4), np.float32)
@@ -242,7 +242,7 @@ def test_strings_and_numbers_that_dlpack_lacks_reach_fit_and_the_loop():
 
 
 def test_tensors_are_made_without_a_copy(monkeypatch):
-    """TensorFlow has the very memory into which the rows were read, and the data are left alone."""
+    """TensorFlow uses the memory into which the rows were read, and the source data do not change."""
     made, make = [], arrays.aligned_empty
     monkeypatch.setattr(arrays, "aligned_empty", lambda *kind: made.append(make(*kind)) or made[-1])
     data = np.arange(60.0, dtype=np.float32).reshape(20, 3)
@@ -276,7 +276,7 @@ def test_as_keras_of_ranks_makes_the_global_batches():
 
 @pytest.mark.parametrize("most", [16, 3, 1])
 def test_passes_read_at_the_same_time_are_each_their_own(most, monkeypatch):
-    """More of them than readers are kept open; passes that are given up leave nothing behind but that."""
+    """More passes than readers kept open; the pass that is abandoned leaves no trace in the others."""
     monkeypatch.setattr(keras_dataset, "_MOST_AT_ONCE", most)
     monkeypatch.setattr(keras_dataset, "_OPEN_READERS", 2)
     x, y = linear_data()
@@ -291,7 +291,7 @@ def test_passes_read_at_the_same_time_are_each_their_own(most, monkeypatch):
 
 
 def test_as_keras_leaves_the_memory_allocator_alone():
-    """TensorFlow's generators have the C library return memory to the system at once, for good: slower steps."""
+    """TensorFlow's generators make the C library return memory to the system at once, permanently: steps get slower."""
     x, y = linear_data()
     dataset = GlobalBatches((x, y), 10, rank=0, size=1).as_keras()
     policy = tf.data.experimental.ExternalStatePolicy.IGNORE

@@ -46,7 +46,7 @@ def test_digits_lie_within_the_central_crop_and_keep_their_pixels():
     border[4:28, 4:28] = False
     assert not images[:, border].any()
     assert np.ptp(images, axis=-1).max() == 0, "the channels differ"
-    # Averaged over 3x3 blocks the pictures are, in some order, close to the originals.
+    # Averaged over 3x3 blocks, the images are close to the originals, in some order.
     blocks = images[:, 4:28, 4:28, 0].reshape(-1, 8, 3, 8, 3).mean(axis=(2, 4)) * 16 / 255
     assert abs(blocks.mean() - load().images.mean()) < 0.1
     distances = ((blocks[:50, None] - load().images[None]) ** 2).mean(axis=(2, 3)).min(axis=1)
@@ -89,7 +89,7 @@ def test_diabetes_is_standardised_by_its_training_part():
 
 @pytest.fixture
 def cifar(tmp_path):
-    """A folder of small files in CIFAR-10's format, and what is in them."""
+    """Return a folder of small files in CIFAR-10's format, and their contents."""
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -174,7 +174,7 @@ def test_distortion_does_not_depend_on_the_number_of_ranks(size):
 
 
 def reference(image, draws, distortion):
-    """One image by the tutorial's own operations."""
+    """Distort one image with the tutorial's own operations."""
     top, left = int(draws[0] * 9), int(draws[1] * 9)
     image = tf.cast(image[top : top + 24, left : left + 24], tf.float32)
     if distortion.flip and draws[2] < 0.5:

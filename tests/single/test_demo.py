@@ -1,4 +1,4 @@
-"""What a user sees of ``models/train.py``: training, in whole lines, with one tag each; a bar on a terminal only."""
+"""The output of ``models/train.py``: whole lines, each with one tag, and a progress bar only on a terminal."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from jobs import environment
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 900  # seconds after which a job counts as hanging
+LIMIT = 900  # seconds after which a job counts as hung
 TRAIN = (sys.executable, str(ROOT / "models" / "train.py"))
 SHORT = ("cifar10", "--steps", "20", "--batch-size", "16")
 ALONE, MPIRUN = (), ("mpirun", "-np", "2")
 HOROVODRUN, HVDKIT_RUN = ("horovodrun", "-np", "2"), (sys.executable, "-m", "hvdkit", "run", "-np", "2", "--")
-# How each launcher tags a line of rank 0. What has no tag is the launcher's own, such as the start-up lines of the
+# Each launcher's tag of a line of rank 0. Lines without a tag are the launcher's own, e.g. the startup lines of the
 # TensorFlow that horovodrun itself loads.
 TAG = {ALONE: "", MPIRUN: "", HOROVODRUN: r"\[1,0\]<std(?:out|err)>:", HVDKIT_RUN: r"\[rank 0\] "}
 NAMES = {ALONE: "alone", MPIRUN: "mpirun", HOROVODRUN: "horovodrun", HVDKIT_RUN: "hvdkit run"}
@@ -31,7 +31,7 @@ NOISE = re.compile(r"absl::InitializeLog|oneDNN|cpu_feature_guard|To enable the 
 
 
 def without_terminal(*command, **extra):
-    """Run ``command``; return its exit code and what it wrote."""
+    """Run ``command``; return its exit code and its output."""
     env = environment(PYTHONPATH=str(ROOT), **extra)
     done = subprocess.run(
         command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT
@@ -40,7 +40,7 @@ def without_terminal(*command, **extra):
 
 
 def on_terminal(*command, **extra):
-    """Run ``command`` on a terminal of 100 columns; return its exit code and what it wrote there."""
+    """Run ``command`` on a terminal of 100 columns; return its exit code and its output."""
     screen, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     env = environment(PYTHONPATH=str(ROOT), **{"TERM": "xterm-256color", **extra})
@@ -51,7 +51,7 @@ def on_terminal(*command, **extra):
         try:
             while data := os.read(screen, 65536):
                 written += data
-        except OSError:  # the last writer has ended
+        except OSError:  # the last writer has exited
             pass
         os.close(screen)
         return process.wait(timeout=LIMIT), written.decode(errors="replace")
@@ -64,7 +64,7 @@ def of_rank_0(launcher, output):
 
 
 def shown(written):
-    """Return the lines that stay on a terminal, without colours and cursor movements."""
+    """Return the lines that remain on a terminal, without colors and cursor movements."""
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in written.split("\n")]
     return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in lines]
 
@@ -85,7 +85,7 @@ def test_without_a_terminal_training_is_plain_lines_with_one_tag(launcher):
         "finished",
     ]
     assert len(lines) == len(expected), output
-    if launcher == HVDKIT_RUN:  # lines on two channels keep their order only within each
+    if launcher == HVDKIT_RUN:  # lines of two streams keep their order only within each stream
         assert len(output.splitlines()) == len(lines), output
     assert all(any(line.startswith(start) for line in lines) for start in expected), output
     assert lines[-1] == "finished"

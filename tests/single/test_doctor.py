@@ -1,4 +1,4 @@
-"""``hvdkit doctor``, run for real: here, and in environments that lack or break what it looks for."""
+"""Run ``hvdkit doctor`` here, and in environments with missing or broken parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ
 
 
 def make_environment(folder: Path, *absent: str) -> Path:
-    """Make a virtual environment with all that is installed here, save the packages whose names start so."""
+    """Make a virtual environment with all packages installed here except those whose names begin with ``absent``."""
     venv.create(folder, symlinks=True)
     purelib = Path(psutil.__file__).parents[1]
     target = next((folder / "lib").glob("python3*/site-packages"))
@@ -51,7 +51,7 @@ def run_doctor(python: Path, *arguments: str, **variables: str) -> tuple[int, di
     assert result.stdout.startswith("{"), result.stderr
     document = json.loads(result.stdout)
     assert document["exit_code"] == result.returncode
-    assert sum(document["counts"].values()) == len(document["findings"])  # no two of one name
+    assert sum(document["counts"].values()) == len(document["findings"])  # names are unique
     return result.returncode, document["findings"]
 
 
@@ -60,7 +60,7 @@ def run_doctor(python: Path, *arguments: str, **variables: str) -> tuple[int, di
 
 @pytest.fixture(scope="module")
 def whole() -> tuple[int, dict[str, dict]]:
-    """Exit code and findings of the whole command in the environment that runs the tests."""
+    """Return exit code and findings of the whole command in the environment that runs the tests."""
     return run_doctor(Path(sys.executable), "-np", "1", "--timeout", f"{WAIT:g}")
 
 
@@ -131,7 +131,7 @@ def test_every_finding_is_documented(whole):
         assert f"| `{name}` |" in document, name
 
 
-# --- what may crash or hang -------------------------------------------------------------------------------
+# --- checks that may crash or hang ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_start_that_hangs_is_reported(here, tmp_path):
 
 
 def test_a_launcher_of_another_mpi_makes_every_process_rank_0_of_1(here, tmp_path):
-    """Two processes that no MPI joins: what a foreign mpirun does."""
+    """Start two processes that MPI does not connect, as a foreign mpirun does."""
     prefix = facts.mpi_prefix(here.mpi4py["mpi4py"])
     body = f'export OPAL_PREFIX={prefix}; shift 3; "$@"; "$@"'
     found = live.run_mpirun(dataclasses.replace(here, mpirun=write_launcher(tmp_path, body)), timeout=WAIT)

@@ -1,4 +1,4 @@
-"""Each check of ``hvdkit doctor`` on its own: what it says of this machine's facts, and of changed ones."""
+"""Each check of ``hvdkit doctor`` separately: its findings for this machine's facts, and for modified facts."""
 
 from __future__ import annotations
 

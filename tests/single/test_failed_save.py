@@ -1,4 +1,4 @@
-"""One rank fails to write while another is still writing: the one that failed is named, and nothing is left."""
+"""One rank fails to write while another is still writing: the failed rank is named, and no file is left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE, SLOW, FULL = 3, 1, 2
 
 
 class Disk(Snapshot):
-    """What one rank writes, slowly on rank 1, and to a disk that is full on rank 2."""
+    """The writes of one rank: slow on rank 1, and to a full disk on rank 2."""
 
     rank: int
 

@@ -1,4 +1,4 @@
-"""Worlds that cannot begin end at once, and say why. What happens when a rank fails later: tests/cluster."""
+"""A world that cannot start ends at once with the reason. For ranks that fail later see tests/cluster."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ START = "import os, signal, sys, time\nimport hvdkit as hk, numpy as np\nc = hk.
 
 
 def untagged(output):
-    """The lines of a job without the tags of its launcher."""
+    """Return the lines of a job without its launcher's tags."""
     return [re.sub(r"^\[(?:1,)?\d+\]<std(?:out|err)>: ?", "", line) for line in output.splitlines()]
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 4), (2, 4)])
 def test_a_world_smaller_than_promised(rank, size):
-    """Variables of a launcher that is not there: the process must not run as 1 of 1, nor wait for the others."""
+    """Set variables of a launcher that does not run: the process must neither run as 1 of 1 nor wait for ranks."""
     place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
     extra = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
     job = run("import hvdkit as hk; hk.init(); print('began')", **extra)
@@ -45,7 +45,7 @@ def test_more_ranks_than_slots():
 
 
 def test_under_gloo_log_lines_are_whole_and_beginning_again_is_refused():
-    """The launcher tags every write. Its rendezvous remembers old addresses, and a rank that meets one aborts."""
+    """The launcher tags every write. Its rendezvous keeps old addresses, and a rank that connects to one aborts."""
     lines = "import logging\nfor i in range(200): logging.getLogger('hvdkit').warning('=%d %s=', i, 'x' * 300)\n"
     job = run(START + lines + "hk.barrier()\nhk.shutdown()\nhk.init()\nprint('began')", GLOO, 2)
     assert job.code != 0 and "began" not in job.output
@@ -56,7 +56,7 @@ def test_under_gloo_log_lines_are_whole_and_beginning_again_is_refused():
 
 
 def test_a_process_that_is_ended_flushes_files_opened_before_the_import(tmp_path):
-    """Importing TensorFlow freezes what is there: the garbage collector does not list it any more."""
+    """Importing TensorFlow freezes all objects: the garbage collector no longer lists them."""
     script = (
         f"import gc\nfile = open({str(tmp_path / 'log')!r}, 'w')\nfile.write('kept')\ngc.freeze()\n"
         "from hvdkit.watchdog.ending import end_process\nend_process(3)"

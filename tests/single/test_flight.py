@@ -1,4 +1,4 @@
-"""The flight recorder: what a rank writes into shared memory, and what its sentinel reads there."""
+"""The flight recorder: a rank writes it into shared memory, and its sentinel reads it there."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_any_process_set_is_read_as_it_was_written(pair, ranks):
 
 
 def test_a_large_process_set_is_sent_as_short_text(pair):
-    """The coordinator reads the records of all ranks within half a second."""
+    """The coordinator must read the records of all ranks within half a second."""
     recorder, reader = pair
     for _ in range(SLOTS):
         recorder.begin("key", "what", "a.py:1", range(0, 4096, 2), eager=False)
@@ -94,7 +94,7 @@ def test_the_end_of_a_collective_whose_slot_is_in_use_again_changes_nothing(pair
 
 
 def test_of_a_long_text_the_key_the_line_and_the_ranks_are_kept(pair):
-    """If ranks that take part were lost, a rank would seem to wait for all ranks."""
+    """If the ranks that take part were lost, a rank would seem to wait for all ranks."""
     recorder, reader = pair
     recorder.begin("key", "grouped_allreduce of " + "float32[3], " * 1000, "train.py:7", [0, 2], eager=False)
     recorder.begin("next", "é" * 1000, "train.py:8", [1], eager=False)
@@ -107,7 +107,7 @@ def test_of_a_long_text_the_key_the_line_and_the_ranks_are_kept(pair):
 
 @pytest.mark.parametrize("key", ["scope/" * 100 + "allreduce", "é" * 300, "x" * 455, "x" * 464, "x" * 1000])
 def test_a_long_key_is_shortened_and_leaves_room(pair, key):
-    """Ranks match collectives by it. So the end of a long one still counts, and all else must be there, too."""
+    """Ranks match collectives by key: the end of a long key must still count, and the other fields must fit, too."""
     recorder, reader = pair
     ranks, line = [*range(0, 4096, 2), 4095], "é" * 200
     for one in (key, key + "2", "eager 1 of " + key, key):
@@ -132,7 +132,7 @@ def test_one_collective_has_one_key():
 
 
 def test_ranks_are_compared_by_their_eager_collectives(pair):
-    """Those of graphs are recorded every two seconds, so that ranks that have done the same record other numbers."""
+    """Collectives of graphs are recorded every two seconds, so ranks with equal work may record different numbers."""
     recorder, reader = pair
     for eager in (True, False, False, True, False):
         recorder.end(recorder.begin("key", "what", eager=eager), eager=eager)
@@ -141,7 +141,7 @@ def test_ranks_are_compared_by_their_eager_collectives(pair):
 
 
 def test_a_second_world_counts_from_zero(pair):
-    """Ranks may have failed at different collectives of the first one."""
+    """Ranks may have failed at different collectives of the first world."""
     recorder, reader = pair
     recorder.begin("eager 1", "barrier()", eager=True)
     recorder.begin_world()
@@ -160,14 +160,14 @@ def test_the_training_thread_may_be_another_one(pair):
 
 
 def test_two_threads_may_record_at_once(pair):
-    """The thread that trains, and the one that records what graphs have noted: the latter is interrupted."""
+    """The training thread and the one that records the collectives of graphs; the latter is interrupted."""
     recorder, reader = pair
     counts, threads = [], []
 
     class Memory(mmap.mmap):
         def __setitem__(self, where, data):
             super().__setitem__(where, data)
-            if not threads:  # the first record is half written
+            if not threads:  # while the first record is half written
                 threads.append(threading.Thread(target=recorder.begin, args=["b", "what"], kwargs={"eager": True}))
                 threads[0].start()
                 threads[0].join(0.2)
@@ -180,12 +180,12 @@ def test_two_threads_may_record_at_once(pair):
     assert counts == [0], "a reader that has seen a number asks for no earlier one again"
 
 
-# ---- read while it is written -------------------------------------------------------------------------------------
+# ---- read during a write -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_slot_that_is_used_again_while_it_is_read_is_not_taken_for_a_record(pair, before):
-    """Before or after the reader copies it the rank may write all slots again."""
+    """The rank may overwrite all slots before or after the reader copies one."""
     recorder, reader = pair
 
     def write_all():
@@ -209,7 +209,7 @@ def test_a_slot_that_is_used_again_while_it_is_read_is_not_taken_for_a_record(pa
 
 
 def test_a_record_that_is_half_written_is_not_read(pair):
-    """The rank may be killed while it writes."""
+    """The rank may be killed during a write."""
     recorder, reader = pair
 
     class Memory(mmap.mmap):
@@ -275,7 +275,7 @@ def test_what_is_read_while_another_process_writes_is_whole(start):
         state = reader.state()
         assert state.number >= last and (state.waiting == 0 or abs(state.waiting - state.number) <= 1)
         last = state.number
-        # Those that the rank is about to write again are read last.
+        # The records that the rank will overwrite next are read last.
         for number in range(max(1, last - SLOTS + 1), last + 1)[::-1]:
             one = reader.record(number)
             if one is None:

@@ -1,4 +1,4 @@
-"""``hvdkit flight``: who waited for whom, from the records of all ranks."""
+"""``hvdkit flight``: which rank waited for which, from the records of all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def record(key, start, end, *, line="train.py:7", ranks=(), step=20):
 
 
 def flights(*ranks, clocks=None, size=None):
-    """A file of ranks, each a list of records; ``clocks`` are what to add to their times."""
+    """Return a file of ranks, each a list of records; ``clocks`` are the offsets to add to their times."""
     clocks = clocks or [0.0] * len(ranks)
     return FlightFile(
         line="rank 1 on b failed",
@@ -49,7 +49,7 @@ def test_the_rank_that_is_missing_is_named_and_where_it_is():
 
 
 def test_a_graphs_collective_has_one_name_at_every_step():
-    """Rank 1 was in it at the step before only; times of its host are 1,000 s behind."""
+    """Rank 1 last ran it one step earlier; its host's clock is 1,000 s behind."""
     found = explain(flights([record("g", 95.0, None)], [record("g", -910.0, -909.0)], clocks=[0.0, 1000.0]))
     assert found[0].startswith("rank 0 waits for rank 1 in sum of g") and "9.0 s ago" in found[1]
     found = explain(flights([record("g", 95.0, None)], [record("g", -905.5, -904.0)], clocks=[0.0, 1000.0]))
@@ -78,7 +78,7 @@ def test_ranks_that_wait_for_each_other():
 
 
 def test_ranks_without_records_are_named():
-    """A lost host cannot send its records: its ranks may be those that the others wait for."""
+    """A lost host cannot send its records: the other ranks may wait for its ranks."""
     waits = [record("a", 95.0, None)]
     found = explain(flights(waits, waits, size=3))
     assert found == [

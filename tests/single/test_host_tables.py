@@ -1,4 +1,4 @@
-"""Tables in the host's memory, beside a device that computes: here TensorFlow's second logical CPU."""
+"""Tables in host memory, with computation on another device: here TensorFlow's second logical CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Importing hvdkit: cheap if nothing is launched, and safe in any order if something is."""
+"""Importing hvdkit is cheap without a launcher, and safe in any order with one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHATTER = re.compile(r"^\[1,(\d+)\]<stderr>:.*(?:oneDNN|cpu_feature_guard|absl::
 
 
 def blocked(*modules):
-    """The start of a script in which ``modules`` are not installed."""
+    """Return the first lines of a script in which ``modules`` are not installed."""
     return f"""
 import sys
 class Missing:
@@ -65,7 +65,7 @@ def test_one_process_needs_no_mpi():
 
 
 def test_a_launcher_started_by_a_process_that_was_alone():
-    """What a world of one tells Horovod must not reach the ranks of another world."""
+    """Horovod's settings in a world of one rank must not reach the ranks of another world."""
     child = "import hvdkit as hk; c = hk.init(); print(f'rank {c.rank} of {c.size}')"
     code = (
         "import os, subprocess, sys, hvdkit as hk\nbefore = dict(os.environ)\nhk.init(); hk.allreduce(1.0)\n"
@@ -77,7 +77,7 @@ def test_a_launcher_started_by_a_process_that_was_alone():
     assert job.code == 0 and "rank 0 of 2" in job.output and "rank 1 of 2" in job.output, job.output
 
 
-# In a rank, after all imports: what the hwloc functions that each library calls lazily are bound to.
+# In a rank after all imports: the targets of the hwloc functions that each library binds lazily.
 CALLED = """
 import ctypes, os
 from pathlib import Path
@@ -115,8 +115,8 @@ for path in paths[:framework]:
 def test_three_ranks_end_well_whatever_was_imported_first(order):
     """Open MPI 4.1 and TensorFlow export the same functions of hwloc: each must call its own.
 
-    MPI crashes at exit if it calls TensorFlow's, with three ranks on a host or more; TensorFlow finds no NUMA nodes if
-    it calls MPI's, which it does for its first operation.
+    MPI crashes at exit if it calls TensorFlow's, with three or more ranks on a host; TensorFlow finds no NUMA nodes if
+    it calls MPI's, as it does for its first operation.
     """
     imports = "".join(f"import {name}\n" for name in order)
     work = "hk.init()\nassert hk.allreduce(tensorflow.constant([1.0]), hk.Sum).numpy() == 3\n"
@@ -149,7 +149,7 @@ def test_loading_and_reporting_need_no_standard_error(monkeypatch):
 def test_the_level_of_tensorflows_log_is_the_users(asked, seen):
     job = run(
         "import os, sys, hvdkit as hk\nhk.init()\n"
-        "sys.stdout.write(f'level {os.environ[\"TF_CPP_MIN_LOG_LEVEL\"]}\\n')",  # in one piece
+        "sys.stdout.write(f'level {os.environ[\"TF_CPP_MIN_LOG_LEVEL\"]}\\n')",  # in a single write
         MPI,
         2,
         **asked,

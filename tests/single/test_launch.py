@@ -1,4 +1,4 @@
-"""Every way to launch that the documents show ends well and says who trained."""
+"""Run every launch command of the docs: each exits normally and reports which ranks trained."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_script_runs_under(launcher, ranks):
 
 
 def chattering(output):
-    """Return the ranks, by the tag of their lines, that show TensorFlow's start-up lines (horovodrun shows its own)."""
+    """Return the ranks, by their lines' tags, that print TensorFlow's startup lines (horovodrun prints its own)."""
     return {tag[1] for line in output.splitlines() if "oneDNN" in line and (tag := RANK_TAG.match(line))}
 
 

@@ -23,7 +23,7 @@ from hvdkit.watchdog.running import read_private
 
 
 def here(host, command):
-    """Run the command of another host here."""
+    """Run another host's command on this one."""
     return command
 
 
@@ -51,7 +51,7 @@ def test_the_token_is_read_from_a_private_file_only(tmp_path):
 
 @pytest.mark.parametrize("made_by", ["nobody", "other user", "other token", "link", "this job"])
 def test_on_other_hosts_the_folder_has_to_be_new(monkeypatch, tmp_path, made_by):
-    """The script that ssh runs there, run here: hosts that share their /tmp see the same file."""
+    """Run here the script that ssh runs on other hosts: hosts that share their /tmp see the same file."""
     there = tmp_path / "there"
     text = "1 token 127.0.0.1"
     if made_by == "link":

@@ -1,4 +1,4 @@
-"""What ``hvdkit run`` makes from options and facts, without launching: command lines, hosts, verdicts, restarts."""
+"""How ``hvdkit run`` turns options and facts into command lines, hosts, verdicts and restarts, without launching."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def line(engine, **options):
 def test_within_slurm_no_engine_needs_ssh():
     assert " -launcher slurm -hosts " in line(MPICH, **SPREAD, slurm=True)
     assert " -bootstrap slurm " in line(INTEL, **SPREAD, slurm=True)
-    here = (Host(socket.gethostname(), 1),)  # the one that is left: without --host mpirun would take the lost ones, too
+    here = (Host(socket.gethostname(), 1),)  # the remaining host; without --host mpirun would use the lost ones, too
     job = Job(RunConfig(slurm=True), here, FOUR, (), {})
     assert job.by_slurm and not replace(job, engine=GLOO).by_slurm
     assert f"--host {socket.gethostname()}:1" in str(job.command_line(here, ("true",), None))
@@ -206,7 +206,7 @@ def test_ranks_take_slots_in_order_and_no_more_than_there_are():
 
 
 def found(built, mpi=None, plugins=(), horovodrun="/bin/horovodrun"):
-    """Facts as they would be on some machine."""
+    """Return simulated facts about a machine."""
     facts = EngineFacts()
     program = Program("/mpi/bin/mpirun", True, mpi) if mpi else None
     vars(facts).update(built_mpi="mpi" in built, built_gloo="gloo" in built, mpirun=program, srun_plugins=plugins)
@@ -245,7 +245,7 @@ def test_ssh_refusals_name_the_remedy():
 
 
 def test_the_check_compares_versions_of_hvdkit_too():
-    """The probe runs here, as on a host with this environment, and as on one with another version of hvdkit."""
+    """The probe runs here, with this environment and with another version of hvdkit."""
     (same,) = reach.check(["n1"], lambda host, command: list(command), WAIT)
     assert same.problem is None and "lo" in same.addresses
     older = ["sed", f"s/{re.escape(hvdkit.__version__)}/0.0.9/"]
@@ -256,7 +256,7 @@ def test_the_check_compares_versions_of_hvdkit_too():
 
 
 def test_a_host_may_write_what_is_not_utf_8():
-    """As the banner of an ssh server."""
+    """For example an ssh server's banner."""
     script = "printf 'out\\377'; printf 'Permission denied\\377' >&2; exit 255"
     ((output, problem),) = reach.run_on(["n1"], lambda host, command: list(command), ["sh", "-c", script], "", WAIT)
     assert output == "out\ufffd" and "ssh-copy-id n1" in problem
@@ -290,18 +290,18 @@ def test_hosts_that_fail_twice_in_a_row_are_left_out_and_others_come_back():
     book.failed("b")
     book.failed("c")
     book.failed("b")
-    assert book.next(everybody) == parse_hosts("a:2,b:2,c:2")  # twice, but not in a row
+    assert book.next(everybody) == parse_hosts("a:2,b:2,c:2")  # two failures, but not in a row
     book.failed("b")
     assert book.next(everybody) == parse_hosts("a:2,c:2")
     assert book.next({"a", "b"}) == parse_hosts("a:2")
-    assert book.next(everybody) == parse_hosts("a:2,c:2")  # c is taken in again
-    assert book.next({"b"}) == parse_hosts("b:2")  # nobody else is there
+    assert book.next(everybody) == parse_hosts("a:2,c:2")  # c is included again
+    assert book.next({"b"}) == parse_hosts("b:2")  # the other hosts are gone
     assert book.next(set()) is None
     assert restarts.Hosts(parse_hosts("a:2,b:2"), np=3, least=3).next({"a"}) is None
 
 
 def attempt(found, *members, code=1, last_line="", was_ended=False):
-    """An attempt of two ranks at its end: the coordinator's verdict, how the ranks that had begun and mpirun ended."""
+    """Return an attempt of two ranks at its end, given the verdict and how the ranks that began and mpirun ended."""
     made = Attempt(Job(RunConfig(), TWO, FOUR, (), {}), (Host("node1", 2),), reach.THIS_HOST, ["true"], None, None)
     exited = {rank: SimpleNamespace(exited=None if code is None else Exited(code=code)) for rank, code in members}
     made._coordinator = SimpleNamespace(judge=lambda: found, members=exited, notified=False, flight="", verdict=None)
@@ -349,7 +349,7 @@ def test_an_engine_that_fails_is_quoted():
 
 
 def test_the_lines_of_an_engine(tmp_path):
-    """After a failure they are held back; the last one that is not a ruler is kept to quote it."""
+    """After a failure they are held back; the last one that is not a ruler is kept to be quoted."""
     line = CommandLine(("sh", "-c", "echo before; echo; echo -----; printf rest; exit 7"))
     with (tmp_path / "out").open("wb") as file, selectors.DefaultSelector() as selector:
         output = OutputWriter({1: file, 2: file})
@@ -370,7 +370,7 @@ def test_the_lines_of_an_engine(tmp_path):
         while engine.code is None:
             assert time.monotonic() < until
         engine.tick(time.monotonic())
-    assert engine.code == 7 and not engine.was_ended  # it had ended before
+    assert engine.code == 7 and not engine.was_ended  # it had already ended
 
 
 @pytest.mark.parametrize("found", [UNKNOWN, Verdict(3, "failed: ValueError: bad", 1, "node1")])
@@ -419,7 +419,7 @@ def test_lines_are_whole_and_progress_bars_keep_what_is_left_of_them(tmp_path):
 
 
 def test_a_line_without_an_end_is_written_in_parts(tmp_path):
-    """As of a program that writes binary data: it would be kept in memory until the job ends."""
+    """As of a program that writes binary data, which otherwise would stay in memory until the job ends."""
     with (tmp_path / "out").open("wb") as out, selectors.DefaultSelector() as selector:
         output = OutputWriter({1: out, 2: out})
         for _ in range(40):
@@ -446,7 +446,7 @@ def test_on_a_terminal_rank_0s_progress_stays_below_the_lines():
         output.feed(1, 1, b"epoch 1\n")
         expected = CLEAR + b"[rank 0]  10%" + CLEAR + b"[rank 1] epoch 1\r\n" + CLEAR + b"[rank 0]  10%"
         shown = b""
-        while len(shown) < len(expected):  # a terminal hands out a line at a time
+        while len(shown) < len(expected):  # a terminal returns one line at a time
             shown += os.read(screen, 4096)
     os.close(screen)
     assert shown == expected

@@ -1,4 +1,4 @@
-"""What a launcher promised, read from the environment alone."""
+"""What a launcher promised, read from the environment only."""
 
 import pytest
 
@@ -31,7 +31,7 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0",
         (GLOO, "horovodrun --gloo", (2, 3, 2, 3), "gloo"),
         (MPICH, "mpiexec (MPICH)", (1, 2, 1, 2), "mpi"),
         (SLURM, "srun (Slurm)", (3, 4, 0, 2), "mpi"),
-        # srun starts Open MPI's ranks: the innermost speaks.
+        # srun starts Open MPI's ranks: the innermost launcher decides.
         (SLURM | OPEN_MPI, "mpirun (Open MPI)", (5, 8, 1, 4), "mpi"),
         # horovodrun --gloo inside a Slurm step.
         (SLURM | GLOO, "horovodrun --gloo", (2, 3, 2, 3), "gloo"),
@@ -48,7 +48,7 @@ def test_promises(environ, launcher, place, controller):
     "environ",
     [
         {},
-        # A batch script that calls python itself, inside an allocation of 4 tasks, is one process.
+        # A batch script that runs python directly, in an allocation of 4 tasks, is one process.
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"},
         {"OMPI_COMM_WORLD_SIZE": "4"},
         {"HOROVOD_RANK": "", "HOROVOD_SIZE": ""},
@@ -60,7 +60,7 @@ def test_alone(environ):
 
 
 def test_a_world_of_another_size_than_promised():
-    """As where mpirun belongs to another MPI than Horovod does: every process is rank 0 of 1."""
+    """This happens if mpirun and Horovod use different MPIs: every process is rank 0 of 1."""
     promise = promised(OPEN_MPI)
     _check_size(8, promise)
     with pytest.raises(ClusterError, match=r"world size: got 1 on rank 5 .*expected 8, as mpirun") as error:
@@ -75,7 +75,7 @@ def test_a_world_of_another_size_than_promised():
         (4, [{0, 1, 2, 3}] * 3, 1),
         (2, [{0, 1}] * 4, 1),
         (8, [set(range(8))], 8),
-        # The launcher bound each rank to cores of its own: nothing is divided.
+        # The launcher bound each rank to separate cores, so cores are not divided.
         (2, [{0, 1}, {2, 3}], 2),
         # A container's quota of 2 of 64 cores.
         (2, [set(range(64))] * 2, 1),
@@ -91,9 +91,9 @@ def test_core_share(cores, masks, expected):
     [
         (2, [{0, 1}] * 4, [0, 1, 0, 1]),
         (2, [{5, 3}] * 6, [3, 5, 3, 5, 3, 5]),
-        # Bound by sockets: those of one socket share its cores, whatever their numbers.
+        # Bound to sockets: the ranks of a socket share its cores, whatever their numbers.
         (2, [{0, 1}, {2, 3}] * 4, [0, 2, 1, 3, 0, 2, 1, 3]),
-        # As many cores as ranks, or more; an uneven number; one core; a quota; masks that overlap.
+        # At least as many ranks as cores; an uneven number; one core; a quota; masks that overlap.
         (4, [{0, 1, 2, 3}] * 4, [None] * 4),
         (2, [{0, 1}] * 3, [None] * 3),
         (1, [{0}] * 4, [None] * 4),

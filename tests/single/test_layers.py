@@ -1,4 +1,4 @@
-"""The architecture, read from the sources: imports go down only, files and functions stay short."""
+"""Check the architecture in the sources: imports only go down, files and functions stay short."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hvdkit"
 
-# From the top: a module imports from rows below its own only. What a person runs is above what trains.
+# From the top: a module may only import from rows below its own. Commands of users are above training code.
 LAYERS = [
     {"__main__", "__init__"},
     {"cli"},
@@ -34,7 +34,7 @@ LAYERS = [
     {"errors", "_version"},
 ]
 LEVEL = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
-# Modules that run before there is a Horovod: they know of nothing that trains.
+# Modules that run before Horovod is initialized: they import nothing that trains.
 STANDALONE = {
     "commands",
     "build_horovod",
@@ -59,12 +59,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def part_of(path: Path) -> str:
-    """The module or subpackage of hvdkit that a file belongs to."""
+    """Return the module or subpackage of hvdkit that a file belongs to."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every import, wherever it stands, ``if TYPE_CHECKING`` included."""
+    """Yield line and dotted name of every import at any level, ``if TYPE_CHECKING`` included."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -82,7 +82,7 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def breaches(path: Path) -> Iterator[str]:
-    """Every import of a file that does not go down."""
+    """Yield every import of a file that does not go down."""
     mine = part_of(path)
     for line, name in imports_of(path):
         words = name.split(".")
@@ -109,9 +109,9 @@ def test_imports_go_down_only():
 
 @functools.cache
 def state_of(path: Path) -> set[str]:
-    """Names of a module's mutable state: containers, objects of its own classes, and what ``global`` assigns.
+    """Return the names of a module's mutable state: containers, instances of its classes, and ``global`` variables.
 
-    A dict that is declared as a Mapping is a constant: mypy refuses to change it.
+    A dict that is declared as a Mapping is a constant: mypy rejects changes.
     """
     tree = ast.parse(path.read_text())
     classes = {c.name for c in tree.body if isinstance(c, ast.ClassDef) and "frozen=True" not in ast.unparse(c)}
@@ -139,7 +139,7 @@ def test_no_mutable_state_is_shared_between_layers():
 
 
 def test_the_check_sees_a_breach(tmp_path, monkeypatch):
-    """Upward, sideways, lazy, hidden in a function, and a third-party library in the pure part."""
+    """Upward, sideways, lazy, in a function, and a third-party library in the pure part."""
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     for module, line in (
@@ -163,7 +163,7 @@ def test_the_check_sees_a_breach(tmp_path, monkeypatch):
 
 
 def test_no_patches_of_other_packages():
-    """hvdkit assigns to no attribute of keras, tensorflow or horovod."""
+    """hvdkit does not assign to attributes of keras, tensorflow or horovod."""
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]

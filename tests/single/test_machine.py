@@ -1,4 +1,4 @@
-"""Facts about the host: each is read in one place, from a file system that tests make up."""
+"""Facts about the host: each is read in only one module, here from simulated file systems."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_init_and_doctor_see_the_same_cores(tmp_path, here, lines, files, quota)
     allowed = len(affinity())
     expected = allowed if quota is None else min(allowed, max(1, int(quota)))
     assert core_quota(made) == quota
-    assert available_cores(made) == expected  # what hk.init() divides among the ranks of a host
+    assert available_cores(made) == expected  # what hk.init() divides among a host's ranks
     found = host.cores(here, made)
     assert found.details["available"] == expected and found.details["cgroup_quota"] == quota
     assert found.what.startswith((f"{expected} core", f"{expected} hardware threads"))
@@ -91,7 +91,7 @@ def test_memory_is_that_of_the_container(tmp_path, lines, files):
     assert available_memory(made) == 24 * MEBIBYTE
 
 
-# Names and files by which a fact could be read past hvdkit.machine.
+# Names and files that would read a fact without hvdkit.machine.
 READERS = {"sched_getaffinity", "cpu_count", "virtual_memory", "net_if_addrs", "net_if_stats"}
 FILES = ("/sys/fs/cgroup", "sys/fs/cgroup", "/proc/self/maps", "/proc/sys/kernel/random/boot_id", "nvidia-smi")
 ELSEWHERE = {

@@ -1,4 +1,4 @@
-"""Marks on objects of other libraries: by identity, for as long as the object lives, on no copy."""
+"""Marks on objects of other libraries: by identity, for the object's lifetime, and not on copies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAKERS = {
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_value_belongs_to_one_object_and_goes_with_it(make):
     registry: WeakRegistry[str] = WeakRegistry()
-    first, second = make(), make()  # variables overload ==, and cannot be hashed
+    first, second = make(), make()  # variables overload ==, and are not hashable
     registry.set(first, "a")
     registry.set(first, "b")
     assert registry.get(first) == "b" and first in registry
@@ -46,7 +46,7 @@ def test_a_value_belongs_to_one_object_and_goes_with_it(make):
 
 def test_a_new_object_has_no_value_of_a_dead_one_with_its_id():
     registry: WeakRegistry[int] = WeakRegistry()
-    for number in range(200):  # CPython gives ids again soon
+    for number in range(200):  # CPython soon reuses ids
         owner = keras.callbacks.Callback()
         assert registry.get(owner) is None
         registry.set(owner, number)
@@ -85,7 +85,7 @@ def test_a_value_that_refers_to_its_object_is_freed_with_it():
 
 
 def test_models_that_hk_fit_trained_are_freed():
-    """A session refers to its model, and must not keep it."""
+    """A session refers to its model, but must not keep it alive."""
     hk.init()
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1), "mse")

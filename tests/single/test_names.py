@@ -1,4 +1,4 @@
-"""Public names: said in three places, for people, for type checkers and for the lazy import, and the same in all."""
+"""Public names are listed three times, for users, type checkers and the lazy import; the lists must be equal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOURCE = Path(hk.__file__)
 
 
 def imported(nodes, module):
-    """Name and home of what ``from <module>... import`` statements among ``nodes`` bring, under their public names."""
+    """Return public name and home of all ``from <module>... import`` statements among ``nodes``."""
     found = {}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == module:
@@ -28,7 +28,7 @@ def tree_of(path):
 
 
 def type_checkers_see(path=SOURCE):
-    """What stands under ``if TYPE_CHECKING:``."""
+    """Return the imports under ``if TYPE_CHECKING:``."""
     blocks = [
         node
         for node in tree_of(path).body
@@ -38,7 +38,7 @@ def type_checkers_see(path=SOURCE):
 
 
 def loaded_at_once():
-    """What the import of hvdkit itself brings, without what is private."""
+    """Return the public names that importing hvdkit itself loads."""
     found = imported(tree_of(SOURCE).body, "hvdkit")
     return {name: home for name, home in found.items() if not name.startswith("_") or name == "__version__"}
 

@@ -1,4 +1,4 @@
-"""A distributed optimizer is a copy of the one that it was made of: options, state, config, files, and errors."""
+"""A distributed optimizer is a copy of the original optimizer: options, state, config, files, and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import hvdkit as hk
 hk.init()
 opts = keras.optimizers
 
-# Each class with options unlike its defaults.
+# Each class with options that differ from its defaults.
 MAKERS = {
     "Adadelta": lambda: opts.Adadelta(0.5, rho=0.9, epsilon=1e-6, weight_decay=0.1),
     "Adafactor": lambda: opts.Adafactor(0.5, beta_2_decay=-0.7, clip_threshold=0.9, relative_step=False),
@@ -58,7 +58,7 @@ def assert_equal(ours, theirs):
 
 
 def without_registered_names(config):
-    """A config without the entry that Keras sets to None for classes of its own."""
+    """Return a config without the entry that Keras sets to None for its own classes."""
     if isinstance(config, dict):
         return {key: without_registered_names(item) for key, item in config.items() if key != "registered_name"}
     return config
@@ -103,7 +103,7 @@ def test_an_unbuilt_copy_updates_as_the_original_does(name):
     assert_equal(ours, theirs)
     assert_equal(optimizer.variables, plain.variables)
     numbered = [[v.path.rstrip("_0123456789") for v in o.variables] for o in (optimizer, plain)]
-    assert numbered[0] == numbered[1]  # Keras counts the variables that have no name
+    assert numbered[0] == numbered[1]  # Keras numbers variables without a name
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -140,7 +140,7 @@ def test_weights_move_between_plain_and_distributed_optimizers(name):
         optimizer.build(weights)
     by_store.load_own_variables(store)
     assert_equal(by_store.variables, plain.variables)
-    if name != "LossScaleOptimizer":  # Keras's sets the outer's alone
+    if name != "LossScaleOptimizer":  # Keras's sets only the outer variables
         by_list.set_weights([v.numpy() for v in plain.variables])
         assert_equal(by_list.variables, plain.variables)
     store = {}
@@ -236,11 +236,11 @@ def test_rates_are_set_on_the_copy():
     assert float(hk.DistributedOptimizer(plain).learning_rate) == 0.5
 
 
-# ---- optimizers of the user's own -----------------------------------------------------------------------------
+# ---- user-defined optimizers ----------------------------------------------------------------------------------
 
 
 class Tempered(opts.Optimizer):
-    """w -= lr temper f(g), with constructor arguments that its config lacks."""
+    """w -= lr temper f(g), with constructor arguments missing from its config."""
 
     def __init__(self, temper, transform, *, given=()):
         super().__init__(learning_rate=0.5, weight_decay=0.1)
@@ -272,7 +272,7 @@ def test_a_config_that_lacks_options_does_not_lose_them(steps_before):
 
 
 class Appending(opts.Optimizer):
-    """Slots in a list that the constructor made."""
+    """An optimizer with its slots in a list that the constructor creates."""
 
     def __init__(self, learning_rate=0.5):
         super().__init__(learning_rate)
@@ -313,7 +313,7 @@ def test_slots_that_build_cannot_make_again_stand_in_the_way(options):
 
 
 class Lookahead(opts.Optimizer):
-    """An optimizer around another one."""
+    """An optimizer that wraps another one."""
 
     def __init__(self, inner):
         super().__init__(0.0)
@@ -369,7 +369,7 @@ def test_an_optimizer_for_each_variable_by_a_function():
 
     optimizer = hk.DistributedOptimizer(opts.MultiOptimizer(choose))
     weights = stepped(optimizer)
-    assert optimizer.optimizers == [adam, sgd]  # those that the function returns
+    assert optimizer.optimizers == [adam, sgd]  # the ones that the function returns
     theirs = variables()
     stepped(opts.MultiOptimizer(lambda v: other[v.name]), theirs) if (
         other := {"kernel": opts.Adam(0.1), "bias": opts.SGD(0.5)}
@@ -494,7 +494,7 @@ def test_tensorflow_and_keras_variables_together():
 
 
 def test_weights_are_swapped_with_their_averages():
-    """Validation sees the averages, and training goes on with the weights: as with Keras's own optimizer."""
+    """As with Keras's own optimizer, validation uses the averages, and training continues with the weights."""
     x, y = np.ones((4, 2), "f4"), np.zeros((4, 1), "f4")
     found = []
     for wrapped in (lambda optimizer: optimizer, hk.DistributedOptimizer):
@@ -604,6 +604,6 @@ def test_wrong_gradients(name):
     with pytest.raises(kind, match=words):
         hk.average_gradients(grads)
     weight = [keras.Variable(np.zeros((5, 2), "f4"))]
-    if name != "whole numbers":  # which become numbers of the variable's dtype
+    if name != "whole numbers":  # these are cast to the variable's dtype
         with pytest.raises(kind, match=words):
             hk.DistributedOptimizer(opts.SGD(0.1)).apply(grads, weight)

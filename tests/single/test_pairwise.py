@@ -1,4 +1,4 @@
-"""Parameters in pairs: every pair of values is in some case, and cases are few."""
+"""Pairwise parameters: every pair of values is in a case, and there are few cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_pair_is_in_some_case(sizes):
 
 
 def test_cases_are_few():
-    """No fewer can hold the pairs of the two largest parameters."""
+    """The minimum is the number of pairs of the two largest parameters."""
     assert len(covering([3, 4])) == 12
     assert len(covering([13, 2, 3])) == 39
     assert len(covering([3, 3, 2, 2])) <= 10

@@ -1,4 +1,4 @@
-"""Who owns which rows: every row once, for every rule, number of rows and number of ranks."""
+"""Ownership of rows: every row has one owner, for every rule, number of rows and number of ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_ranks_own_equally_many_but_for_one(rule, rows, size):
 @given(ROWS, SIZES)
 def test_the_rules_are_those_of_embedding_lookup(rows, size):
     runs = [rows_of("div", rows, rank, size) for rank in range(size)]
-    assert [row for run in runs for row in run] == list(range(rows))  # runs follow one another
+    assert [row for run in runs for row in run] == list(range(rows))  # runs are consecutive
     for rank in range(size):
         assert list(rows_of("mod", rows, rank, size)) == [row for row in range(rows) if row % size == rank]
 
@@ -93,7 +93,7 @@ def test_positions_are_where_numbers_stand(whole, data):
 
 @given(RULES, RULES, ROWS, st.integers(1, 9), st.integers(1, 9), st.data())
 def test_rows_find_their_way_to_other_owners(before, after, rows, old, new, data):
-    """What a restore does: each new owner takes from each old one what is common to both."""
+    """As in a restore: each new owner reads from each old owner the rows that both own."""
     rank = data.draw(st.integers(0, new - 1))
     mine = rows_of(after, rows, rank, new)
     got = [None] * len(mine)

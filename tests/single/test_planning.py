@@ -1,4 +1,4 @@
-"""Where tables go, and what that costs: every row of every table once, keys that tell rows apart, bytes that add up."""
+"""Placement of tables and its cost: every row placed once, unique keys, and bytes that add up."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_rows_are_shared_out_evenly_and_tables_by_size():
 
 
 def test_keys_of_all_groups_fit_one_dtype():
-    """A table whose keys need 64 bits beside one whose do not: their ids travel in one message."""
+    """Of two tables only one needs keys of 64 bits, but their ids travel in one message."""
     layout = lay_out([Table("small", 9, 2), Table("huge", 2**31, 4)], {"small": "row", "huge": "row"}, 2)
     assert [key_dtype(group.keys) for group in layout.groups] == [tf.int32, tf.int64]
     assert key_dtype(layout.keys) == tf.int64

@@ -1,4 +1,4 @@
-"""The mechanical port of tests/programs, and the comparison that judges it."""
+"""The mechanical port of tests/programs, and the comparison of results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "keras.md"
 
 
 def test_the_comparison_notices_every_leaf():
-    """A result in which any one leaf is a little different is refused."""
+    """The comparison rejects a result in which any leaf differs slightly."""
     expected = porting.as_values(
         {"history": {"loss": [0.5, 0.25], "epochs": [0, 1]}, "weights": [np.ones((2, 2), "f4")], "name": "a"}
     )

@@ -1,7 +1,7 @@
-"""The step profile's parts, its trace and its sentence: by properties, and on what two ranks recorded once.
+"""The parts, trace and summary sentence of a step profile: by properties, and on a recording of two ranks.
 
-``recorded/`` holds a real run of 2 ranks, steps 4 to 6, of which rank 1 slept 0.12 s in each batch it read:
-TensorFlow's and Horovod's files as they were, and each rank's marks and spans.
+``recorded/`` holds a real run of 2 ranks, steps 4 to 6, in which rank 1 slept 0.12 s in each batch it read:
+TensorFlow's and Horovod's original files, and each rank's marks and spans.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RECORDED = Path(__file__).parent / "recorded"
 
 
 def recorded(folder):
-    """The two ranks' records, read from TensorFlow's and Horovod's files."""
+    """Return the two ranks' records, read from TensorFlow's and Horovod's files."""
     records = []
     for rank in range(2):
         document = json.loads((RECORDED / f"rank-{rank}.json").read_text())
@@ -52,7 +52,7 @@ def recorded(folder):
     return records
 
 
-# ---- what was recorded ----------------------------------------------------------------------------------------
+# ---- the recording --------------------------------------------------------------------------------------------
 
 
 def test_a_slow_rank_and_its_reason_are_found_in_what_two_ranks_recorded(tmp_path):
@@ -101,7 +101,7 @@ def test_horovods_timeline_is_read_also_where_it_was_cut_off(tmp_path):
 
 
 def test_collectives_are_known_by_their_names_without_scopes_and_also_where_their_end_is_missing(tmp_path):
-    """Ranks may number scopes differently; and a recording may stop before the last result has come."""
+    """Ranks may number scopes differently, and a recording may stop before the last result arrives."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     space = xplane_pb2.XSpace()
@@ -160,7 +160,7 @@ def a_record(draw, rank):
     record.marks = [Mark(number, at) for number, at in enumerate(times)]
     kinds = st.sampled_from(["input", "save", "op", "data"])
     for kind, start, length in draw(st.lists(st.tuples(kinds, st.integers(0, 400), st.integers(0, 90)), max_size=8)):
-        # A thread's ops lie within each other or follow one another: these are of threads of their own.
+        # A thread's ops are nested or disjoint, so each of these has its own thread.
         record.spans.append(Span(kind, f"x/{kind}:Mul", f"thread {len(record.spans)}", start, start + length))
     names = st.sampled_from(["gradients", "norm"])
     rows = st.lists(st.tuples(names, st.integers(0, 400), st.integers(0, 90), st.booleans()), max_size=6)
@@ -180,7 +180,7 @@ def test_parts_add_up_whatever_was_recorded(records):
             assert set(step.parts) == set(PARTS) and min(step.parts.values()) >= 0
             assert 0 <= step.hidden <= step.parts["compute"]
         every = [moment for name in PARTS for moment in one.moments[name]]
-        assert intervals.total(every) == intervals.total(intervals.union(every))  # no moment is in two parts
+        assert intervals.total(every) == intervals.total(intervals.union(every))  # the parts do not overlap
         for blamed, when in one.blames.items():
             assert blamed != record.rank and not intervals.without(when, one.moments["wait"])
     for found in meet(records).values():
@@ -196,13 +196,13 @@ def test_each_moment_goes_to_the_first_part_that_is_true_of_it():
     record = Record(0, "a", [Mark(0, 0), Mark(2, 100)])
     record.spans = [
         Span("input", "input", "training", 0, 10),
-        Span("op", "map/Mul:Mul", "pool", 5, 8),  # beside the input: TensorFlow prepares the next batch
+        Span("op", "map/Mul:Mul", "pool", 5, 8),  # outside the input time: TensorFlow prepares the next batch
         Span("op", "x/MatMul:MatMul", "pool", 15, 50),
         Span("op", "y/MatMul:MatMul", "pool", 80, 85),
     ]
     record.collectives = [Collective("gradients", 40, 90, False), Collective("agree", 92, 100, True)]
     (step,) = divide([record, late])[0].steps
-    assert step.steps == 2  # a program that counts two at once
+    assert step.steps == 2  # the program counts two steps at once
     assert step.parts == {"input": 10, "save": 0, "compute": 40, "wait": 13, "exchange": 30, "other": 7}
     assert step.hidden == 5
     (row, other) = report.rows(divide([record, late]))
@@ -238,7 +238,7 @@ def row(rank, waited_for, **parts):
             "rank 1 is waited for: 4.5 ms of 10.0 a step, for its Python (other) takes 5.0 ms, elsewhere 3.0, "
             "and its compute takes 4.9 ms, elsewhere 3.0; exchange takes 0.0",
         ),
-        (  # rank 0 waits for rank 1 of its group, which waits for rank 2 of its own other group
+        (  # rank 0 waits for rank 1 of its group, which waits for rank 2 of its other group
             [
                 row(0, 0.0, compute=1.0, wait=9.0),
                 row(1, 8.5, compute=2.0, wait=8.0),
@@ -256,7 +256,7 @@ def test_the_sentence_says_what_the_table_shows(rows, said):
 
 
 def test_clocks_of_other_hosts_are_known_within_their_error(monkeypatch):
-    """Three ranks, as threads, with clocks seconds apart; ranks 0 and 2 say that they are on one machine."""
+    """Three ranks, as threads, with clocks seconds apart; ranks 0 and 2 report the same machine."""
     ahead, result = [0, 5_000_000_000, 0], {}
     shared, place = threading.Barrier(3), threading.local()
     sent = [None] * 3
@@ -296,7 +296,7 @@ def test_what_the_variable_asks_for():
 
 def test_without_a_profile_a_step_costs_a_look_at_an_attribute():
     assert progress().profile is None
-    assert spending("input") is spending("save")  # one context that does nothing, made once
+    assert spending("input") is spending("save")  # one shared no-op context
 
 
 def test_short_ops_are_left_out_of_the_trace_and_counted():

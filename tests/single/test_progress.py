@@ -1,4 +1,4 @@
-"""Which source lines are the user's own: those are named in records and messages."""
+"""Which source lines are the user's: records and messages name these."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OURS = Path(hvdkit.__file__).parent
     ],
 )
 def test_lines_of_the_user(file):
-    """A folder of the user's may have the name of a library."""
+    """A folder of the user may have the name of a library."""
     assert is_users(file)
 
 
@@ -52,7 +52,7 @@ def test_the_line_is_that_of_the_caller():
 
 
 def test_a_folder_without_a_package_is_the_users(tmp_path, monkeypatch):
-    """If Horovod is not installed, Python finds a folder of the user's with that name as a namespace package."""
+    """If Horovod is not installed, Python takes the user's folder of that name for a namespace package."""
     (tmp_path / "not_installed").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert folder_of("not_installed") is None and folder_of("missing") is None

@@ -1,4 +1,4 @@
-"""Saved models with hvdkit's layers load in a new process that has imported hvdkit, before or after Keras."""
+"""Saved models with hvdkit's layers load in a new process that imports hvdkit, before or after Keras."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank's side of the watchdog, with a real sentinel, without TensorFlow: what may fail without ending a rank."""
+"""The rank's side of the watchdog, with a real sentinel and without TensorFlow: failures that must not end a rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ package = types.ModuleType("hvdkit")
 package.__path__ = [{str(Path(hvdkit.__file__).parent)!r}]
 sys.modules["hvdkit"] = package
 """
-# Joins a job of two ranks, the other of which does not come.
+# Joins a job of two ranks, whose other rank never joins.
 RANK = f"""{PACKAGE}
 import logging, os, resource, signal, tempfile, time
 from hvdkit.machine import processes
@@ -91,7 +91,7 @@ def test_a_stopped_sentinel_hears_that_its_rank_leaves():
 
 
 def test_a_sentinel_loads_only_what_it_needs():
-    """There is one for every rank. With these modules it would take half as much memory again."""
+    """One runs for every rank, and these modules would add half its memory again."""
     unwanted = {"coordinator", "pathlib", "subprocess", "tempfile", "ctypes", "logging"}
     script = f"import hvdkit.watchdog.watching\nprint({unwanted} & {{name.split('.')[-1] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-IS", "-c", PACKAGE + script], capture_output=True, text=True, check=True)

@@ -1,6 +1,6 @@
-"""What N ranks saved, M ranks restore: real jobs, each element compared with a formula of its global place.
+"""Restore on M ranks what N ranks saved: real jobs, each element compared with a formula of its global position.
 
-A job restores what the jobs before have saved, through the files and through the chief, and saves its own.
+A job restores what the jobs before it saved, through the files and through the chief, and saves its own state.
 """
 
 from __future__ import annotations
@@ -117,21 +117,20 @@ hk.barrier()
 if rank == 0:
     (folder / f"done-{size}.json").write_text(json.dumps(done))
 """
-# Up and down, to a number that divides the other and to one that does not, and the same number again. A job saves
-# before it restores.
+# More and fewer ranks, by an integer factor and not, and the same number again. A job saves before it restores.
 LAUNCHES = [(1, []), (2, [1, 2]), (4, [1, 2, 4]), (3, [1, 2, 3, 4]), (1, [4, 3, 2, 1])]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the jobs have saved, after the last."""
+    """Return the folder with the saves of all jobs."""
     folder = tmp_path_factory.mktemp("sizes")
     for size, sources in LAUNCHES:
         code = f"import sys; sys.argv[1:] = [{str(folder)!r}, {json.dumps(sources)!r}]\n{CODE}"
         if size == 1:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sys, "argv", [""])
-                exec(code, {"__name__": "job"})  # this process is a rank alone
+                exec(code, {"__name__": "job"})  # this process is the only rank
         else:
             job = run(code, MPI, size)
             assert job.code == 0, f"{sources} on {size} ranks: {job.output[-5000:]}"

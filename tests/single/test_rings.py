@@ -1,4 +1,4 @@
-"""Rules by which large messages go round a ring, and how the doctor sees what goes by which algorithm."""
+"""The rules for which messages use a ring, and how the doctor finds the algorithm of each message size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALLGATHERV, ALLREDUCE = 1, 2
 
 
 def of_file(size: int, nbytes: int) -> dict[int, int]:
-    """Read the file as Open MPI does: the last size of communicator, and of message, that is not larger."""
+    """Read the file like Open MPI: the last communicator size, then the last message size, that is not larger."""
     words = [word for line in rings.RULES.read_text().splitlines() for word in line.split("#")[0].split()]
     numbers = iter(map(int, words))
     found = {}
@@ -81,7 +81,7 @@ def test_the_order_of_additions_tells_the_algorithm():
     x = [np.random.default_rng(rank).normal(size=40_000).astype(np.float32) for rank in range(4)]
 
     def ring(parts: int) -> np.ndarray:
-        """Each part begins at another rank; a segmented ring goes round several times."""
+        """Sum in a ring's order: each part begins at another rank; a segmented ring goes round several times."""
         pieces = []
         for number, part in enumerate(itertools.pairwise(np.linspace(0, 40_000, parts + 1).astype(int))):
             order = [x[(number + 1 + step) % 4][slice(*part)] for step in range(4)]

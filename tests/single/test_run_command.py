@@ -23,12 +23,12 @@ from speed import WAIT, scaled
 ROOT = Path(__file__).resolve().parents[2]
 RUN = [sys.executable, "-m", "hvdkit", "run"]
 HOST = socket.gethostname()
-# Every process of a test's job has this in its environment, whoever its parent is: TF_... is passed on by itself.
+# In the environment of every process of a test's job, at any depth: TF_... variables are always passed on.
 MARK = "TF_HVDKIT_TEST_MARK"
 
 
 def start(*options, code, mark, **extra):
-    """Start ranks that run ``code``; each knows its number as RANK."""
+    """Start ranks that run ``code``; in it RANK is the rank."""
     place = "import os, signal, subprocess, sys, time\n"
     place += "RANK = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('HOROVOD_RANK', '0')))\n"
     env = environment(PYTHONPATH=str(ROOT), **{MARK: mark}, **extra)
@@ -49,7 +49,7 @@ def finish(process):
 
 
 def left(mark):
-    """Return the processes of a job that are still there, their commands."""
+    """Return the command lines of a job's remaining processes."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -97,7 +97,7 @@ def test_output_logs_and_environment(tmp_path):
     [
         ("sys.exit(3)", 3, "ended with exit code 3"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"was killed by SIGKILL \(out of memory\?\)"),
-        # The wrapper goes first: its program must not stay.
+        # The wrapper is killed first: its program must not stay.
         ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(4000)", None, "is out of reach"),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_signal_to_hvdkit_run_ends_all_ranks(tmp_path, number, code):
     process.send_signal(number)
     got, _, err, _ = finish(process)
     assert got == code and "starting again" not in err, err
-    if number != signal.SIGKILL:  # a rank that has saved does not end those that are still at it
+    if number != signal.SIGKILL:  # a rank that has saved must not end those still saving
         assert len(list(tmp_path.glob("saved-*"))) == 3
     until(lambda: not left(mark))
 
@@ -145,7 +145,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path):
 
 
 def start_first(folder, code):
-    """Start a job of two ranks. The second one never begins, as on a host whose file system does not answer."""
+    """Start a job of two ranks. The second never starts, as on a host with a file system that does not respond."""
     mpirun = folder / "mpirun"
     mpirun.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && echo "mpirun (Open MPI) 4.1.8" && exit\n'
@@ -169,7 +169,7 @@ def test_a_signal_ends_a_job_whose_other_ranks_have_not_begun(tmp_path):
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     code, _, err, _ = finish(process)
-    assert code == 143 and time.monotonic() - begin < 25, err  # not only after the 30 s that ranks have to save
+    assert code == 143 and time.monotonic() - begin < 25, err  # sooner than the 30 s that ranks have to save
     until(lambda: not left(str(tmp_path)))
 
 
@@ -185,7 +185,7 @@ def test_under_gloo_no_secret_is_on_a_command_line_and_the_exit_code_is_kept(tmp
 
 
 def writer(folder):
-    """Ranks of which 0 writes more than all buffers hold; 1 ends with the exit code in the file ``code``."""
+    """Ranks of which 0 writes more than all buffers hold; rank 1 exits with the exit code in the file ``code``."""
     return (
         f"from pathlib import Path; folder = Path({str(folder)!r})\n"
         "for number in range(30 if RANK else 40_000): print(number, 'x' * 1000, flush=True)\n"
@@ -202,17 +202,17 @@ def test_a_reader_that_is_paused_does_not_hold_up_the_end(tmp_path, end):
     until((tmp_path / "written-1").exists)
     if end == "signal":
         process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT) == 143  # though nobody has read its lines
+        assert process.wait(WAIT) == 143  # although its output has not been read
         process.communicate()
     else:
         (tmp_path / "new").write_text("3")
         (tmp_path / "new").rename(tmp_path / "code")
-        until(lambda: len(left(mark)) == 1)  # hvdkit run: it waits for its reader
+        until(lambda: len(left(mark)) == 1)  # hvdkit run, which waits for its reader
         code, out, err, last = finish(process)
         assert code == 3 and f"hvdkit run: rank 1 on {HOST} ended with exit code 3" in last, err
         lines = {rank: [line for line in out.splitlines() if line.startswith(f"[rank {rank}] ")] for rank in (0, 1)}
         assert lines[1] == [f"[rank 1] {number} {'x' * 1000}" for number in range(30)]
-        whole = lines[0][:-1]  # rank 0 was ended while it wrote the last one
+        whole = lines[0][:-1]  # rank 0 was ended while writing the last one
         assert whole == [f"[rank 0] {number} {'x' * 1000}" for number in range(len(whole))]
     until(lambda: not left(mark))
 
@@ -242,7 +242,7 @@ def test_it_starts_again_and_says_so(tmp_path):
     assert err.count("rank 1 on") == 2
     assert "starting again in 0.1 s (restart 1 of 2)" in err and "in 0.2 s (restart 2 of 2)" in err
     assert (tmp_path / "rank-1.log").read_text().count("--- hvdkit run: attempt") == 3
-    # Wrong usage is no failure: it would be wrong again.
+    # Wrong usage is not retried: it would fail again.
     code, _, err, _ = finish(start(*options, code="sys.exit(2)", mark=str(tmp_path)))
     assert (code, err.count("starting again")) == (2, 0)
 
@@ -309,7 +309,7 @@ def test_what_a_dry_run_prints_can_be_run_as_it_is(engine):
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_lines_that_look_like_failures_of_ranks_are_only_lines(tmp_path, code):
-    """An old log, or the output of a nested job: it makes no job fail, and blames no rank for another one's failure."""
+    """An old log, or the output of a nested job: it neither fails the job nor changes which rank is blamed."""
     line = f"hvdkit: rank 0 on {HOST} failed at step 7: ValueError: of another job"
     script = f"print({line!r}, flush=True)\nprint('[rank 0] ' + {line!r}, file=sys.stderr, flush=True)\n"
     script += f"time.sleep(0.5 * RANK)\nif RANK: sys.exit({code})\nif {code}: time.sleep(60)"
@@ -340,7 +340,7 @@ def test_rank_0_has_a_terminal_where_hvdkit_run_has_one(tmp_path):
         except OSError:
             pass
 
-    # Each rank goes on once what rank 0 has written is on the screen.
+    # Each rank continues once rank 0's output is on the screen.
     code = "import sys, time; from pathlib import Path; print(sys.stdout.isatty())\n"
     code += "for i in range(3):\n    print(f'\\r{i}/2', end='')\n"
     code += f"    while not Path({str(tmp_path)!r}, str(i)).exists(): time.sleep(0.01)\nprint()"

@@ -1,4 +1,4 @@
-"""The runner of these tests: a launch may take any time as long as its tests end; if none does, it is hung."""
+"""The runner of these tests: a launch may take any time while its tests end; if none ends, it is hung."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jobs import words
 from outcomes import VERDICT, Launch, reason, report
 from speed import WAIT, slowdown, wait_until
 
-# As a rank's recorder does: a test starts and ends every SECONDS[0] s, and the last one takes SECONDS[1] s more.
+# Like a rank's recorder: a test starts and ends every ``each`` seconds; the last one takes ``last`` seconds more.
 TESTS = """
 import json, os, pathlib, sys, time
 each, last = map(float, sys.argv[1:])
@@ -26,7 +26,7 @@ with (pathlib.Path(os.environ["HVDKIT_TEST_RECORDS"]) / "rank-0.jsonl").open("a"
 
 
 def launched(folder, each, last, stall):
-    """Return a launch of ten tests after it has ended; seconds are times the machine's slowdown."""
+    """Return a launch of ten tests after it has ended; seconds are multiplied by the machine's slowdown."""
     seconds = [str(slowdown() * value) for value in (each, last)]
     launch = Launch("here", 1, [sys.executable, "-c", TESTS, *seconds], folder / "records")
     runner.run(launch, slowdown() * stall)
@@ -63,12 +63,12 @@ def test_every_rank_has_to_pass_and_a_test_counts_once(tmp_path):
 
 
 def launches(pid):
-    """Return the launches of a run of tests."""
+    """Return the launches of a test run."""
     return [child for child in psutil.Process(pid).children() if "pytest" in words(child.pid)]
 
 
 def test_a_run_that_is_terminated_ends_its_launches(tmp_path):
-    """SIGTERM goes to the run alone, unlike Ctrl-C in a terminal."""
+    """SIGTERM reaches only the run, unlike Ctrl-C in a terminal."""
     command = [sys.executable, "tests/run.py", "--single-only", "-k", "test_a_launch_in_which_no_test_ends"]
     with subprocess.Popen(command, cwd=runner.ROOT, stdout=subprocess.PIPE, text=True) as run:
         wait_until(lambda: launches(run.pid))

@@ -1,4 +1,4 @@
-"""kill -9 at every system call of a save, of one rank, the chief and all, at 1 to 4 ranks: nothing saved is lost."""
+"""Kill -9 at every system call of a save, of one rank, the chief or all, at 1 to 4 ranks: no saved state is lost."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_no_rubbish_stays_and_the_next_save_works(cases):
 
 
 def test_the_chief_may_take_the_last_report_at_once(tmp_path, monkeypatch):
-    """As soon as it is there the folder may get its name, while the rank that wrote it is not back yet."""
+    """Once the report exists, the folder may be renamed while the rank that wrote it has not returned yet."""
     replace = Path.replace
 
     def taken(self, target):

@@ -25,14 +25,14 @@ X = np.random.default_rng(1).normal(size=(6, 4)).astype(np.float32)
 
 
 def build(units=3):
-    keras.utils.clear_session()  # the same names every time, as in every rank
+    keras.utils.clear_session()  # the same names every time, as on every rank
     layers = keras.layers
     body = [layers.Dense(8, activation="tanh"), layers.BatchNormalization(), layers.Dropout(0.5)]
     return keras.Sequential([keras.Input((4,)), *body, layers.Dense(units)])
 
 
 def save(target: Path, models: list[keras.Model]) -> Path:
-    """Save as ranks that hold ``models``; their threads exchange nothing but files."""
+    """Save as ranks that hold ``models``, in threads that exchange only files."""
     saves = []
     for rank, model in enumerate(models):
         snapshot = Snapshot.of(State(flatten({"model": model, "other": 1}).entries), rank)
@@ -44,7 +44,7 @@ def save(target: Path, models: list[keras.Model]) -> Path:
 
 @pytest.fixture
 def saved(tmp_path):
-    """A checkpoint of two ranks with moving statistics of their own, and the outputs of a model with their mean."""
+    """Return a checkpoint of two ranks with different moving statistics, and the outputs of a model with their mean."""
     models = [build() for _ in range(2)]
     for rank, model in enumerate(models):
         model.set_weights(models[0].get_weights())
@@ -57,7 +57,7 @@ def saved(tmp_path):
 
 
 def served(directory: Path) -> np.ndarray:
-    """Return the outputs in a fresh process that knows of no hvdkit or Horovod."""
+    """Return the outputs in a new process without hvdkit and Horovod."""
     code = """
 import sys
 import numpy as np, tensorflow as tf
@@ -79,7 +79,7 @@ def test_plain_tensorflow_serves_it_with_the_ranks_mean_statistics(saved, tmp_pa
     model = build()
     assert hk.checkpoint.export_saved_model(path, model, tmp_path / "served" / "1") == tmp_path / "served" / "1"
     np.testing.assert_array_equal(model(X, training=False), expected)
-    # Sums of terms as large as 6 in float32: what is left of them near 0 is only so exact.
+    # Sums in float32 of terms as large as 6: near 0 the error is absolute.
     np.testing.assert_allclose(served(tmp_path / "served" / "1"), expected, rtol=1e-6, atol=2e-6)
     assert [p.name for p in (tmp_path / "served").iterdir() if p.is_dir()] == ["1"]
 

@@ -1,4 +1,4 @@
-"""A model whose tables four ranks held, exported in one process, and served by plain TensorFlow."""
+"""A model with tables sharded over four ranks, exported in one process and served by plain TensorFlow."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_plain_tensorflow_predicts_what_the_ranks_did(tmp_path):
     (tmp_path / "mine.py").write_text(MODEL)
     (tmp_path / "train.py").write_text(TRAIN)
     rng = np.random.default_rng(5)
-    words = rng.integers(0, 70, 11) - 2**40  # some were never seen in training
+    words = rng.integers(0, 70, 11) - 2**40  # some did not occur in training
     np.savez(tmp_path / "x.npz", item=rng.integers(0, 21_000, 11), tags=rng.integers(0, 9, (11, 2)), words=words)
     run(tmp_path, str(Path(sys.executable).parent / "mpirun"), "-np", "2", sys.executable, "train.py")
     run(tmp_path, sys.executable, "-c", EXPORT)

@@ -1,4 +1,4 @@
-"""One run at a time on a logdir, with real processes."""
+"""Only one run at a time may use a logdir; with real processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print('holds', flush=True)
 
 @pytest.fixture
 def start():
-    """Start a process that holds the lock of a folder and runs some code; all are killed in the end."""
+    """Start processes that hold a folder's lock and run some code; kill all of them at the end."""
     processes = []
 
     def hold(logdir, code="time.sleep(4000)"):
@@ -50,7 +50,7 @@ def start():
 
 
 def in_a_child(action):
-    """Run ``action`` in a forked child; return what it returned, or its CheckpointError's text."""
+    """Run ``action`` in a forked child; return its result, or the text of its CheckpointError."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -146,7 +146,7 @@ def test_a_second_lock_in_one_process_is_refused(tmp_path, start):
 
 
 def test_it_is_kept_when_this_process_opens_and_closes_the_file(tmp_path):
-    """As a backup does: a POSIX record lock would be lost."""
+    """A backup does this: a POSIX record lock would be lost."""
     with LogdirLock(tmp_path / "run"):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         (tmp_path / "run" / NAME).read_text()
@@ -164,11 +164,11 @@ def test_it_describes_its_holder_without_the_arguments_of_the_command(tmp_path, 
 def test_verify_finds_it_held_or_takes_it_again(tmp_path):
     with LogdirLock(tmp_path) as lock:
         lock.verify()
-        (tmp_path / NAME).unlink()  # by hand
+        (tmp_path / NAME).unlink()  # as a user might
         lock.verify()
         assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
         shutil.copy(tmp_path / NAME, tmp_path / "copy")
-        (tmp_path / "copy").replace(tmp_path / NAME)  # another file of the same content
+        (tmp_path / "copy").replace(tmp_path / NAME)  # another file with the same content
         lock.verify()
         assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
     with pytest.raises(CheckpointError, match="given the lock back"):
@@ -178,7 +178,7 @@ def test_verify_finds_it_held_or_takes_it_again(tmp_path):
 @pytest.mark.parametrize("lost", ["removed", "replaced", "freed"])
 def test_verify_refuses_if_another_run_has_taken_the_logdir(tmp_path, start, lost):
     with LogdirLock(tmp_path) as lock:
-        if lost == "freed":  # as by a server of NFS that has restarted
+        if lost == "freed":  # as an NFS server does when it restarts
             fcntl.fcntl(lock._file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
         elif lost == "removed":
             (tmp_path / NAME).unlink()
@@ -205,7 +205,7 @@ def test_a_system_without_such_locks_gets_a_record_lock(tmp_path, monkeypatch, s
     monkeypatch.setattr(fcntl, "fcntl", old_kernel)
     with LogdirLock(tmp_path) as lock:
         assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
-        (tmp_path / NAME).read_text()  # which loses it
+        (tmp_path / NAME).read_text()  # loses the lock
         lock.verify()
         assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
 
@@ -217,7 +217,7 @@ def test_two_logdirs_at_once(tmp_path):
 
 
 def test_a_logdir_that_cannot_be_written():
-    """As another user, for root may write everywhere."""
+    """Run as another user, because root may write everywhere."""
     with tempfile.TemporaryDirectory() as folder:
         logdir = Path(folder)
         logdir.chmod(0o555)
@@ -247,7 +247,7 @@ def test_a_holder_that_has_not_said_who_it_is(tmp_path, start):
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
 def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, caplog, number):
-    # Linux has locks on every file system that a test could mount; only the answer of one without is made up.
+    # Every file system that a test can mount on Linux has locks, so simulate the error of one without.
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 

@@ -1,4 +1,4 @@
-"""The spacing of agreements, with a clock of the test's own."""
+"""The interval between agreements, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdkit.supervisor.pace import GROWTH, Pace
 
 
 class Run:
-    """A run whose step times are given; it notes the steps that ended in an agreement, and when."""
+    """A run with given step times; it records the steps that end in an agreement, and when."""
 
     def __init__(self, seconds=1.0, start=0):
         self.now, self.step = 100.0, start
@@ -26,7 +26,7 @@ class Run:
                 self.pace.settle(self.step, interval or self.pace.proposal(self.step))
 
     def gaps(self):
-        """Steps between agreements."""
+        """Return the numbers of steps between agreements."""
         steps = [step for step, _ in self.agreed]
         return [b - a for a, b in pairwise(steps)]
 
@@ -34,7 +34,7 @@ class Run:
 @pytest.mark.parametrize("start", [0, 1200])
 def test_the_first_two_steps_agree(start):
     run = Run(start=start)
-    run.steps(1, 60.0)  # it compiles
+    run.steps(1, 60.0)  # compilation
     run.steps(9, 0.001)
     assert [step - start for step, _ in run.agreed[:2]] == [1, 2]
 
@@ -82,7 +82,7 @@ def test_steps_that_become_slow_delay_one_agreement_only():
     before = len(run.agreed)
     run.steps(1200, 0.1)
     assert run.agreed[before][0] - run.agreed[before - 1][0] <= 1000
-    # The one that was due measured a mixture of both; from then on a second lies between.
+    # The agreement already due measured both step times; after it, agreements are one second apart.
     times = [now for _, now in run.agreed[before + 2 :]]
     assert len(times) > 5
     assert all(b - a <= 1.01 for a, b in pairwise(times))

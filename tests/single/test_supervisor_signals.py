@@ -1,4 +1,4 @@
-"""Signals that ask to stop, sent to real processes."""
+"""Stop signals, sent to real processes."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ with StopSignals() as stop:
             say('noted', stop.received.name)
             break
 """
-# Does not look at what was received until a line is sent.
+# Ignores received signals until it reads a line.
 STUBBORN = """
 with StopSignals() as stop:
     say('ready')
     sys.stdin.readline()
 say('went on')
 """
-# One call into native code, in which Python runs no handler: pthread_join of a thread that sleeps. (time.sleep and
-# reads come back for signals.)
+# One call into native code, during which Python runs no handler: pthread_join of a thread that sleeps. (time.sleep
+# and reads return for signals.)
 NATIVE = """
 import ctypes
 libc = ctypes.CDLL(None)
@@ -52,7 +52,7 @@ with StopSignals() as stop:
 
 
 class Process:
-    """A script of its own that has said ``ready``."""
+    """A script in another process that has printed ``ready``."""
 
     def __init__(self, code):
         self.process = subprocess.Popen(
@@ -99,7 +99,7 @@ def test_a_second_signal_ends_it(second):
     time.sleep(ECHO_SECONDS[second] + 0.3)
     process.send(second)
     code, out, err = process.end()
-    assert out == ""  # not after its loop
+    assert out == ""  # without the line after its loop
     assert code == -second
     assert ("KeyboardInterrupt" in err) == (second == signal.SIGINT)
 

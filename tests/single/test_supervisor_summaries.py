@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTH
 from hvdkit.errors import CheckpointError
 from hvdkit.supervisor.summaries import Summaries, remove_after
 
-# A run that saves every ten steps and is killed after some; what it wrote of step s says which run wrote it.
+# A run that saves every ten steps and is then killed; the value written at step s identifies the run.
 RUN = """
 import os, signal, sys
 from hvdkit.supervisor.summaries import Summaries
@@ -33,7 +33,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_until_killed(folder, resume_at, last, run):
-    """Return the step of the last checkpoint of a run that is killed with -9."""
+    """Return the step of the last checkpoint of a run that is killed with SIGKILL."""
     command = [sys.executable, "-c", RUN, *map(str, (folder, resume_at, last, run))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=WAIT)
     assert done.returncode == -signal.SIGKILL
@@ -54,7 +54,7 @@ def files(folder):
 
 
 def event_steps(path):
-    """Steps of a file's summaries, read by TensorFlow, which raises where a record is torn."""
+    """Return the steps of a file's summaries, read by TensorFlow, which raises an error for a truncated record."""
     records = (tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(str(path)))
     return [event.step for event in records if event.HasField("summary")]
 
@@ -68,7 +68,7 @@ def write(folder, steps, **options):
 def test_two_kills_and_continuations_leave_each_step_once(tmp_path):
     saved = run_until_killed(tmp_path, 0, 37, 1)
     assert saved == 30
-    assert [step for step, _ in scalars(tmp_path)][:30] == list(range(1, 31))  # what was flushed outlives the kill
+    assert [step for step, _ in scalars(tmp_path)][:30] == list(range(1, 31))  # flushed records survive the kill
     saved = run_until_killed(tmp_path, saved, 58, 2)
     assert saved == 50
     with Summaries(tmp_path, resume_at=saved) as summaries:
@@ -162,7 +162,7 @@ def test_files_sort_in_the_order_of_their_runs(tmp_path):
 
 
 def test_memory_stays_bounded(tmp_path):
-    """Writing and rewriting 100 MB takes some records' memory, not the file's."""
+    """Writing and rewriting 100 MB needs memory for some records, not for the file."""
     code = """
 import resource, sys
 import numpy as np
@@ -250,7 +250,7 @@ def test_what_is_no_image_is_refused(tmp_path, images):
 
 
 def test_a_disk_that_takes_no_more(tmp_path):
-    """A limit on the size of files stands for it. The next run reads all that was flushed."""
+    """Simulate a full disk with a limit on the size of files. The next run reads everything flushed."""
     code = """
 import resource, sys
 from hvdkit.errors import CheckpointError
@@ -294,7 +294,7 @@ def test_close_twice_and_write_after(tmp_path):
 
 
 def test_the_files_are_those_of_tensorboard(tmp_path):
-    """Its writer and this one may share a folder, and both are cleaned."""
+    """TensorBoard's writer and this one may share a folder, and both files are cleaned."""
     writer = tf.summary.create_file_writer(str(tmp_path))
     with writer.as_default():
         for step in range(1, 6):

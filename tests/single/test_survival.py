@@ -1,4 +1,4 @@
-"""The README's run that survives: killed with four ranks, stopped with Ctrl-C, continued with two, looked at."""
+"""The README's run that survives: killed with four ranks, stopped with Ctrl-C, continued with two, inspected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def start(launcher, ranks, *flags):
 
 
 def until_saved(process, logdir, step=1):
-    """Wait until a checkpoint beyond ``step`` is there."""
+    """Wait for a checkpoint after ``step``."""
     deadline = time.monotonic() + WAIT
     while not any(int(p.name[5:]) >= step for p in (logdir / "checkpoints").glob("step-*")):
         assert process.poll() is None, process.communicate()[0]

@@ -1,4 +1,4 @@
-"""The files of tensors: every dtype there and back, rows without the rest, and damage named to the row."""
+"""Tensor files: round trips of every dtype, reading some rows without the rest, and damage located to the row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RNG = np.random.default_rng(11)
 
 
 def some(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Random bytes as ``dtype``: NaNs, infinities and subnormals too."""
+    """Return random bytes as ``dtype``, with NaNs, infinities and subnormals."""
     raw = RNG.integers(0, 256, size=(*shape, dtype.itemsize), dtype=np.uint8)
     return (raw % 2 if dtype == np.bool_ else raw).view(dtype).reshape(shape)
 
@@ -73,7 +73,7 @@ def test_tensors_begin_at_multiples_of_their_items(tmp_path):
 
 @pytest.fixture(scope="module")
 def tall(tmp_path_factory):
-    """A tensor of some blocks whose rows do not fill them evenly, and one whose rows are longer than a block."""
+    """Return a tensor of several blocks that its rows do not fill evenly, and one with rows longer than a block."""
     path = tmp_path_factory.mktemp("tall") / "f"
     arrays = {"tall": some((9001, 129), np.dtype("f4")), "long": some((5, 2**19 + 3), np.dtype("f4"))}
     return path, arrays, write(path, **arrays)
@@ -101,7 +101,7 @@ def test_rows_longer_than_a_block(tall, rows):
 
 @pytest.mark.parametrize("megabytes", [30, 180])
 def test_a_quarter_of_the_rows_reads_a_quarter_of_the_bytes(tmp_path, megabytes):
-    """Of a ``div`` range: the blocks that it touches. From 40 MB on, that is within 5 % of the rows' own bytes."""
+    """For a ``div`` range: the blocks that overlap it. From 40 MB on, these are within 5 % of the rows' bytes."""
     array = np.arange(250_000 * megabytes, dtype=np.float32).reshape(-1, 100)
     record = write(tmp_path / "f", x=array)
     for quarter in range(4):
@@ -119,7 +119,7 @@ def test_a_quarter_of_the_rows_reads_a_quarter_of_the_bytes(tmp_path, megabytes)
 
 @pytest.fixture
 def file(tmp_path):
-    """A file of two tensors and its record; "x" has 1024 rows of 4 KiB, 256 in a block."""
+    """Return a file of two tensors and its record; "x" has 1024 rows of 4 KiB, 256 per block."""
     arrays = {"x": some((1024, 1024), np.dtype("f4")), "y": some((10,), np.dtype("i4"))}
     return tmp_path / "part.safetensors", write(tmp_path / "part.safetensors", **arrays), arrays
 

@@ -1,4 +1,4 @@
-"""``verdict()``: from what is known of the ranks to the one that failed first, its words, and the job's exit code."""
+"""``verdict()``: from the events of the ranks to the rank that failed first, the message, and the job's exit code."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ HOSTS = {rank: f"node{rank}" for rank in range(8)}
 TRAINS = Training(pid=1, waiters=[])
 
 
-# ---- true histories ---------------------------------------------------------------------------------------------
+# ---- complete histories -----------------------------------------------------------------------------------------
 
 
 def first_failure(draw, rank: int, began: float, step: int | None) -> tuple[list[Entry], int, float | None]:
-    """One rank fails: its entries, the exit code that the job must have, and when a launcher notices; None: never."""
+    """Draw a rank's failure: its entries, the job's expected exit code, and when a launcher notices (None: never)."""
     trains, gone = [Entry(rank, 0.0, TRAINS)], began + draw(st.floats(0.01, 4.0))
     verdict_is_later = draw(st.booleans())
 
     def ended(code: int | None) -> tuple[list[Entry], float | None]:
-        """The process ends after the failure was reported: before the verdict, or because of it."""
+        """Return the end of the process after the reported failure: before the verdict, or caused by it."""
         entry = Entry(rank, gone, Exited(code=code, step=step), ordered=not verdict_is_later)
         return [entry], gone if verdict_is_later else None
 
@@ -65,7 +65,7 @@ def first_failure(draw, rank: int, began: float, step: int | None) -> tuple[list
         return [*trains, Entry(rank, began, Leaving(step=step)), *rest], code, noticed
     if kind == "has no hvdkit":
         return [Entry(rank, began, Exited(code=code, step=step))], code, began
-    if kind == "exits early":  # the others must need it: see history()
+    if kind == "exits early":  # a failure only if the others need it: see history()
         rest, _ = ended(0)
         return [*trains, Entry(rank, began, Leaving(step=step)), *rest], 1, None
     if kind == "os._exit(0)":
@@ -84,15 +84,15 @@ def histories(draw, finished: bool = False) -> tuple[int, int, int, int | None, 
     """Return size, the rank that failed first, the job's exit code, the step, and all entries.
 
     Args:
-        draw: chooses.
-        finished: scripts of ranks may have ended well before.
+        draw: Hypothesis's draw function.
+        finished: if True, ranks' scripts may have ended well before the failure.
     """
     size = draw(st.integers(1, 8))
     first, began = draw(st.integers(0, size - 1)), draw(st.floats(1.0, 5.0))
     step = draw(st.none() | st.integers(0, 50))
     entries, code, noticed = first_failure(draw, first, began, step)
     is_early = code == 1 and any(isinstance(entry.event, Leaving) for entry in entries)
-    at = began + 6.0  # of the verdict
+    at = began + 6.0  # time of the verdict
     for rank in set(range(size)) - {first}:
         entries.append(Entry(rank, 0.0, TRAINS))
         after = draw(st.floats(0.01, 5.0))
@@ -128,7 +128,7 @@ def test_the_rank_that_failed_first_is_named(history):
         assert found == Verdict(0)
         return
     if size == 1 and not any(isinstance(entry.event, (Failed, Exited, Lost, Judged)) for entry in entries):
-        return  # its script has ended, and the rest is not known
+        return  # its script has ended, and the rest is unknown
     assert (found.rank, found.code, found.host) == (first, code, f"node{first}"), found
     lost = any(isinstance(entry.event, Lost) and entry.rank == first for entry in entries)
     known = max((entry.event.step for entry in entries if getattr(entry.event, "step", None) is not None), default=None)
@@ -148,7 +148,7 @@ def test_whatever_is_missing_no_other_rank_is_named(history, randoms, kept):
 
 @given(histories(finished=True), st.randoms(use_true_random=False))
 def test_the_order_of_what_is_known_does_not_matter(history, randoms):
-    """Nor does that of entries of the same time."""
+    """Nor does the order of entries with equal times."""
     size, _, _, _, entries = history
     entries = [replace(entry, time=round(entry.time)) for entry in entries]
     shuffled = randoms.sample(entries, len(entries))
@@ -158,7 +158,7 @@ def test_the_order_of_what_is_known_does_not_matter(history, randoms):
 @given(histories(finished=True), st.data())
 @settings(max_examples=300)
 def test_a_connection_that_breaks_loses_what_comes_last(history, data):
-    """Ranks that had finished before the failure are not taken for failed ones, whatever is lost of each rank."""
+    """Ranks that finished before the failure are not blamed, however many of each rank's last messages are lost."""
     size, first, _, _, entries = history
     some = []
     for rank in range(size):
@@ -183,7 +183,7 @@ def test_if_every_rank_ends_with_0_the_job_has_succeeded_whatever_was_reported(s
 
 
 def of(rank: int, *events: Message, at: float = 4.0, ordered: bool = False) -> list[Entry]:
-    """Entries of one rank, a tenth of a second apart."""
+    """Return entries of one rank, a tenth of a second apart."""
     return [Entry(rank, at + 0.1 * number, event, ordered) for number, event in enumerate(events)]
 
 
@@ -281,7 +281,7 @@ VICTIM = Failed(cause="HorovodInternalError: a peer is gone", follows=True, step
     ],
 )
 def test_the_last_line(entries, code, line):
-    size = 3 if "ValueError: bad" in line and "not known" in line else 2  # nothing is known of a third rank
+    size = 3 if "ValueError: bad" in line and "not known" in line else 2  # a third rank, without any entry
     found = verdict(entries, size, HOSTS)
     assert (found.code, found.line) == (code, line)
 
@@ -299,7 +299,7 @@ def test_a_rank_that_has_finished_is_not_blamed_for_what_another_one_fails_at_la
     left, raised = of(2, TRAINS, Leaving(step=9), Exited(code=0), at=1.0), of(0, Failed(cause="ValueError: x"), at=2.0)
     found = verdict([*left, *raised, *of(1, VICTIM, at=2.1)], 3, HOSTS)
     assert found.line == "rank 0 on node0 failed at step 20: ValueError: x"
-    # Of two that have left, the first one is named.
+    # Of two ranks that left, the first one is named.
     again = of(0, TRAINS, Leaving(step=9), Exited(code=0), at=1.2)
     assert verdict([*left, *again, *of(1, VICTIM, at=2.1)], 3, HOSTS).rank == 2
 
@@ -353,7 +353,7 @@ def test_what_a_program_sends_need_not_be_a_message():
         with pytest.raises(ValueError, match="not a message"):
             decode(one)
     randoms = random.Random(1)
-    for _ in range(500):  # half messages, and flipped bytes
+    for _ in range(500):  # truncated messages and flipped bytes
         cut = bytearray(whole[: randoms.randrange(len(whole))] or b"x")
         cut[randoms.randrange(len(cut))] ^= 1 << randoms.randrange(8)
         with pytest.raises(ValueError, match="not a message"):

@@ -1,4 +1,4 @@
-"""Which ranks wait for each other, and which run unlike graphs, from what they report; jobs: tests/cluster."""
+"""From the reports of ranks, find which wait for each other and which run different graphs. Jobs: tests/cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def record(key: str, what: str, line: str, ranks: list[int] | None = None) -> Re
 
 
 class Ranks:
-    """Waits, with a clock that the test moves; every rank is heard whenever it moves."""
+    """Waits, with a clock that the test advances; every rank reports at each advance."""
 
     def __init__(self, size: int) -> None:
         self.now, self.size = 1000.0, size
@@ -31,7 +31,7 @@ class Ranks:
         self.waits.begin(rank, record(key, what, line, ranks), self.now)
 
     def wait_in(self, rank: int, name: str, ranks: list[int] | None = None):
-        """Let ``rank`` report that it has waited in an eager collective for a while."""
+        """Report that ``rank`` has waited in an eager collective for a while."""
         self.waits.only(rank, record(f"eager {name}", name, "x.py:1", ranks), self.now)
 
     def end(self, rank: int, key: str) -> None:
@@ -42,7 +42,7 @@ class Ranks:
 
 
 def wait_in(*pending: str, seconds: float = SETTLED + 1):
-    """What keeps ranks apart that wait in "a", in "a01" if only ranks 0 and 1 take part, or in "a=x" as an x."""
+    """Return the difference of ranks that wait in "a"; in "a01" only ranks 0 and 1 take part; "a=x" is an x."""
     ranks = Ranks(len(pending))
     for rank, words in enumerate(pending):
         for key, _, what in (word.partition("=") for word in words.split()):
@@ -55,8 +55,8 @@ def wait_in(*pending: str, seconds: float = SETTLED + 1):
 
 
 def test_ranks_that_go_on_alone():
-    assert wait_in("a", "a", "a") is None  # under way
-    assert wait_in("a", "") is None  # one that computes will come
+    assert wait_in("a", "a", "a") is None  # in progress
+    assert wait_in("a", "") is None  # a rank that computes will come
     assert wait_in("a b", "b c") is None
     assert wait_in("a", "b", seconds=0) is None  # messages are on their way
     assert wait_in("a01", "a01", "b") is None
@@ -69,7 +69,7 @@ def test_ranks_that_go_on_alone():
         (("b", "a", "a"), 0, "waits in b (b.py:1), but rank 1 in a (a.py:1)"),
         (("a01", "b", "b"), 0, "waits in a (a.py:1), but rank 1 in b (b.py:1)"),
         (("a=x", "a=x", "a=y"), 2, "is in y (a.py:1), but rank 0 in x (a.py:1)"),
-        # The same dtypes and shapes, in another order: "b" on rank 1 has the name of "c" on rank 0.
+        # The same dtypes and shapes in another order: "b" on rank 1 has the name of "c" on rank 0.
         (("1=b 2=c", "1=c 2=b"), 1, "is in c (c.py:1), but rank 0 in b (b.py:1)"),
         (("1=b 2=c", "1=x 2=b 3=c", "1=b 2=c"), 1, "is in x (x.py:1), but rank 0 in b (b.py:1)"),
         (("a=y", "a=x", "a=x"), 0, "is in y (a.py:1), but rank 1 in x (a.py:1)"),
@@ -86,13 +86,13 @@ def test_ranks_that_cannot_go_on(pending, odd, words):
         (([0, 1], [1, 2], [0, 2]), True),
         (([0, 1, 2, 3], [0, 1], [0, 1, 2, 3], [2, 3]), True),
         (([0, 1], [1, 2, 0], None, [2, 3]), True),  # rank 2 computes, rank 3 waits for it; 0 and 1 are stuck
-        (([0, 1], [0, 1], [2, 3], [2, 3]), False),  # all under way
+        (([0, 1], [0, 1], [2, 3], [2, 3]), False),  # all in progress
         (([0, 1], None, [0, 1, 2]), False),  # rank 1 will come
         (([0, 1], [0, 1], [0, 1, 2]), False),  # 0 and 1 will come
     ],
 )
 def test_ranks_that_wait_for_each_other_eagerly_are_heard_again_first(places, stuck):
-    """A rank may have gone on since it reported: each must be heard after the last one began to wait."""
+    """A rank may have continued since its report: each must report after the last one began to wait."""
     ranks = Ranks(len(places))
     for rank, taking_part in enumerate(places):
         if taking_part is not None:
@@ -131,7 +131,7 @@ def test_reports_of_the_same_wait_change_nothing():
 
 
 def test_one_function_after_another_with_lines_in_common():
-    """Ranks train with the lines a and b, and evaluate with b alone, by a function of the same name, out of step."""
+    """Ranks train with the lines a and b, and evaluate with only b, in a function of the same name, out of step."""
     ranks = Ranks(2)
     for rank, key, line in ((0, "1", "a"), (1, "1", "a"), (0, "2", "b"), (1, "2", "b"), (0, "1", "b"), (1, "1", "b")):
         ranks.begin(rank, key, "x", line)
@@ -151,7 +151,7 @@ def test_one_more_is_found_whatever_comes_first(order):
 
 
 def test_comparing_collectives_costs_the_same_whatever_the_number_of_ranks():
-    """``HVDKIT_CHECK=1`` on ranks that run one graph; one that runs another is still found."""
+    """``HVDKIT_CHECK=1`` on ranks that run one graph; a rank that runs another is still found."""
     costs = []
     for size in (64, 512):
         ranks = Ranks(size)

@@ -1,4 +1,4 @@
-"""The connections between sentinels and the coordinator: real sockets over loopback, and strangers at the port."""
+"""The connections between sentinels and the coordinator: real sockets on loopback, and strangers at the port."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def joined(rank: int, size: int) -> Joined:
 
 
 class Job:
-    """A coordinator that listens, in its own thread while the context lasts."""
+    """A coordinator that listens in a separate thread while the context lasts."""
 
     def __init__(self, size: int, addresses: tuple[str, ...] = (LOCAL,), program: str = "", **limits: float) -> None:
         settings = Settings(**limits)
@@ -214,7 +214,7 @@ def test_a_proof_serves_on_its_own_connection_in_its_own_direction_only():
         assert is_closed(four)
         five, last = begin(job)
         send_now(five, channel._Proof(proof=channel._proof(token, "sentinel", "mine", last.nonce)))
-        send_now(five, Status())  # not who it is
+        send_now(five, Status())  # neither Joined nor a proof
         assert is_closed(five)
         assert not job.coordinator.members
         six, last = begin(job)
@@ -273,7 +273,7 @@ def test_a_sentinel_says_nothing_of_worth_to_a_process_that_is_not_the_coordinat
 
 
 def test_an_address_that_leads_elsewhere_is_passed_over():
-    """As that of a bridge, which is the same on every host."""
+    """For example a bridge's, which is the same on every host."""
     with Job(1) as job, socket.create_server(("127.0.0.9", job.port)) as other:
         thread = threading.Thread(target=lambda: other.accept()[0].close())
         thread.start()
@@ -391,7 +391,7 @@ time.sleep(1000)
 
 
 def test_without_a_file_left_the_coordinator_goes_on_and_lets_sentinels_in_later():
-    """A limit of 256 files, of which almost all are in use."""
+    """With a limit of 256 files, almost all in use."""
     with Job(1) as job:
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         files = []
@@ -455,7 +455,7 @@ def test_what_a_slow_reader_does_not_take_is_kept_and_sent_later():
     with pytest.raises(Closed):
         list(receiver.receive())
     receiver.close()
-    receiver.close()  # again: no harm
+    receiver.close()  # a second close is harmless
     reads.close()
     selector.close()
 
@@ -569,7 +569,7 @@ def test_a_sentinel_that_was_killed_is_replaced():
 
 @contextlib.contextmanager
 def running(program: str, **limits: float):
-    """Have a sentinel of ``hvdkit run`` run a shell's ``program`` as the only rank; yield the job and its member."""
+    """Run the shell code ``program`` as the only rank of an ``hvdkit run`` sentinel; yield the job and its member."""
     with Job(1, program=program, **limits) as job:
         variables = {**os.environ, RUN_VARIABLE: str(job.offer)}
         process = subprocess.Popen([sys.executable, "-IS", sentinel.PATH, "run"], env=variables)
@@ -605,7 +605,7 @@ def test_nothing_is_reported_of_a_process_that_has_ended():
         assert job.coordinator.messages == before
 
 
-# ---- where the coordinator listens --------------------------------------------------------------------------------
+# ---- addresses of the coordinator ---------------------------------------------------------------------------------
 
 NAMES = ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include", "HOROVOD_IFACE", "NCCL_SOCKET_IFNAME")
 
@@ -626,7 +626,7 @@ def listening(addresses):
 
 
 def accepts(sockets: list[socket.socket], address: str) -> bool:
-    """Whether the listeners get a connection to their port of ``address``, where another process may listen, too."""
+    """Return whether the listeners get a connection to ``address``; another process may listen at their port, too."""
     try:
         with socket.create_connection((address, sockets[0].getsockname()[1]), timeout=2) as mine:
             for server in select.select(sockets, [], [], 2)[0]:
@@ -708,7 +708,7 @@ def test_what_the_variables_say(environment, allowed):
 
 
 def test_a_reader_that_pauses_is_not_cut_off():
-    """The kernel asks it at growing intervals whether it reads again; in between nothing is acknowledged."""
+    """The kernel probes at growing intervals whether it reads again; no packets are acknowledged in between."""
     listener = listen(["127.0.0.1"])[0]
     ours, theirs = socket.create_connection(listener.getsockname()), listener.accept()[0]
     selector = selectors.DefaultSelector()

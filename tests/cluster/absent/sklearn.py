@@ -1,6 +1,6 @@
-"""Stands before scikit-learn for jobs that do without: Keras imports it wherever it finds it, for half a second.
+"""Hide scikit-learn from jobs that do not need it: Keras imports it if it is installed, which takes half a second.
 
-That is more than all else that such a job computes.
+That is longer than the rest of such a job's computation.
 """
 
 raise ImportError("not for this job")
