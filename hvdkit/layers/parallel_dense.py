@@ -46,7 +46,7 @@ class _ParallelDense(ShardedLayer):
         self._group = cluster.group(axis)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what ``from_config`` makes an equal layer of."""
+        """Return the layer's config for ``from_config``."""
         own = {
             "units": self.units,
             "activation": keras.activations.serialize(self.activation),
@@ -115,7 +115,7 @@ class ColumnParallelDense(_ParallelDense):
         self.gather_output = gather_output
 
     def get_config(self) -> dict[str, Any]:
-        """Return what ``from_config`` makes an equal layer of."""
+        """Return the layer's config for ``from_config``."""
         return {**super().get_config(), "gather_output": self.gather_output}
 
     def build(self, input_shape: Any) -> None:
@@ -166,7 +166,7 @@ class RowParallelDense(_ParallelDense):
         self.input_dim, self.input_is_parallel = input_dim, input_is_parallel
 
     def get_config(self) -> dict[str, Any]:
-        """Return what ``from_config`` makes an equal layer of."""
+        """Return the layer's config for ``from_config``."""
         own = {"input_dim": self.input_dim, "input_is_parallel": self.input_is_parallel}
         return {**super().get_config(), **own}
 

@@ -3,12 +3,12 @@
 All figures are for one rank, with V rows of D numbers of b bytes, S slots, N ranks, and k the rows that one example
 looks up in the table:
 
-    weights     (rows held) * (columns held) * b, and 17 a row of a table that evicts: id, last use, whether it is new
-    slots       S * (rows held) * (columns held) * b; S of a table with its own optimizer is that optimizer's
-    host        weights and slots of the tables that stay in the host's memory, and do not count above
+    weights     (rows held) * (columns held) * b, plus 17 per row of a table with eviction: id, last use, new or not
+    slots       S * (rows held) * (columns held) * b; with a per-table optimizer, S is that optimizer's
+    host        weights and slots of the tables in host memory, which are not included above
     gradients   the rows that one step updates at their owner, at most min(rows held, N * batch * k) * D * b; with an
-                optimizer that updates whole shards, the gradient of all rows held and as much again to compute with
-    exchange    what one step sends and receives: ids once and rows twice, batch * k * (i + 2 * D * b), i = 4 or 8
+                optimizer that updates entire shards, twice the rows held: their gradient and temporary memory
+    exchange    bytes sent and received per step: ids once and rows twice, batch * k * (i + 2 * D * b), i = 4 or 8
 
 ``batch`` is the batch size of one rank. The last two are upper bounds: repeated ids are sent once.
 """
