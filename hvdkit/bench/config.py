@@ -27,7 +27,7 @@ class Where:
     hosts: Annotated[str | None, arg(aliases=["-H"])] = None
     """Hosts and their slots, e.g. node1:4,node2:4; a host without a number has one slot."""
     engine: EngineKind = "auto"
-    """What starts the ranks, as for hvdkit run."""
+    """Launcher of the ranks, as for hvdkit run."""
     interface: str | None = None
     """Network interface between hosts, as for hvdkit run."""
     ssh_args: str = ""

@@ -24,8 +24,8 @@ from hvdkit.errors import CorruptCheckpointError, describe
 class Inspect:
     """Show the contents of a checkpoint, or list the checkpoints of a run.
 
-    Reads only the manifests: it is fast, but does not detect a flipped byte (`verify` does). Exit code: 0; 2 if there
-    is not a checkpoint.
+    Reads only the manifests: it is fast, but does not detect a flipped byte (`verify` does). Exit code: 0; 2 if no
+    checkpoint is found.
 
     For example:
         hvdkit checkpoint inspect runs/mnist          all of a run
@@ -43,8 +43,7 @@ class Inspect:
 class Verify:
     """Verify every byte against the checksums, and report all damage by file, tensor and rows.
 
-    Exit code: 0 if everything is intact; 1 if something is damaged; 2 if there is not a checkpoint, or it cannot be
-    read.
+    Exit code: 0 if everything is intact; 1 if something is damaged; 2 if no checkpoint is found or it cannot be read.
 
     For example:
         hvdkit checkpoint verify runs/mnist           all of a run
@@ -73,9 +72,9 @@ class Export:
     path: Positional[Path]
     """A checkpoint; or a folder of checkpoints or a logdir, in which case the newest intact one is exported."""
     to: Path
-    """The folder to write to."""
+    """Output folder."""
     format: Literal["npy", "saved-model"] = "npy"
-    """What to write."""
+    """Output format."""
     names: tuple[str, ...] = ()
     """For npy: tensor names, or patterns such as 'model/*'; all by default."""
     model: str | None = None

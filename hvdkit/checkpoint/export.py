@@ -52,7 +52,7 @@ def export_npy(
 
     Raises:
         ValueError: ``directory`` is not empty, or a name does not match any tensor.
-        CheckpointError: a checkpoint is not found, or a file cannot be written.
+        CheckpointError: no checkpoint is found, or a file cannot be written.
         CorruptCheckpointError: the bytes differ from those saved; the message names file, tensor and rows.
 
     Example::

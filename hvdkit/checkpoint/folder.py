@@ -117,7 +117,7 @@ def forget_damage(path: Path) -> None:
 
 
 def noted_damage(path: Path) -> str | None:
-    """Return what :func:`note_damage` wrote about ``path``, or None."""
+    """Return the note that :func:`note_damage` wrote for ``path``, or None."""
     try:
         note = _note(path).read_text(errors="replace").strip()
     except FileNotFoundError:

@@ -157,7 +157,7 @@ def inspect(path: str | Path) -> Inspection | Listing:
         ``as_dict()``.
 
     Raises:
-        CheckpointError: a checkpoint is not found.
+        CheckpointError: no checkpoint is found.
         CorruptCheckpointError: ``path`` is a checkpoint whose manifest cannot be read.
 
     Example::
@@ -177,7 +177,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     """Return ``[path]`` if it is a checkpoint, else the checkpoints of the folder or ``logdir``, oldest first.
 
     Raises:
-        CheckpointError: a checkpoint is not found.
+        CheckpointError: no checkpoint is found.
     """
     if (path / NAME).is_file():
         return [path]
@@ -192,7 +192,7 @@ def newest_at(path: Path) -> Path:
     """Return ``path`` if it is a checkpoint, else the newest intact one of the folder or ``logdir``.
 
     Raises:
-        CheckpointError: a checkpoint is not found.
+        CheckpointError: no checkpoint is found.
     """
     if (path / NAME).is_file():
         return path

@@ -189,7 +189,7 @@ def _write_tensor(file: Any, tensor: Outgoing, layout: Layout) -> Iterator[str]:
         if (value := not_allowed(rows, tensor.allowed)) is not None:
             expected = "finite numbers" if tensor.allowed == "finite" else "no NaN"
             raise NonFiniteTensor(f"{tensor.name}: got {value} in rows {first} to {last - 1}, expected {expected}")
-        block = _bytes_of(rows)  # still in the core's cache
+        block = _bytes_of(rows)  # still cached for the checksum and the write
         yield xxhash.xxh3_64_hexdigest(block)
         _write(file, block)
 
@@ -304,8 +304,8 @@ class TensorFile:
     ) -> Iterator[tuple[int, int, np.ndarray | None]]:
         """Yield ``(start, stop, array)`` in order: the verified rows for ``[start, stop)`` of the result.
 
-        If ``into`` is given, blocks that are needed completely are read directly into it, and ``array`` is None. Peak
-        memory is about 1 MiB, or one row.
+        If ``into`` is given, blocks that are needed completely are read directly into it, and None is yielded for
+        ``array``. Peak memory is about 1 MiB, or one row.
         """
         layout = self._layout(name)
         if not rows or not layout.blocks:

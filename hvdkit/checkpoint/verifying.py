@@ -59,7 +59,7 @@ def verify(path: str | Path, *, progress: Progress = lambda _: None) -> Verified
 
     Raises:
         CorruptCheckpointError: data is damaged; the message has a line per problem with its file, tensor and rows.
-        CheckpointError: a checkpoint is not found, or it cannot be read.
+        CheckpointError: no checkpoint is found, or it cannot be read.
 
     Example::
 

@@ -99,10 +99,10 @@ class GlobalBatches(Iterator[Any]):
             self._require_pairs("with_sample_weight=True")
         self._steps_per_epoch = self._known_steps_per_epoch()
         self._order_check = order.order_check(self._seed)
-        self._epoch = self._step = 0  # of the next batch
+        self._epoch = self._step = 0  # position of the next batch
         self._restores = self._epoch_yielded = 0
         self._count: int | None = None  # b of the batch just yielded
-        self._digest = 0  # of that batch, in a stream without filler
+        self._digest = 0  # digest of that batch, for a stream without filler
         self._reader: Iterator[tuple[Any, int, int]] | None = None
 
     def __iter__(self) -> GlobalBatches:

@@ -100,7 +100,7 @@ class Bag(NamedTuple):
         weights: ``[n]``, or None.
         shape: shape of the output without its last axis; None for a ragged output.
         like: a RaggedTensor whose axes are the output's without the last one; None for a dense output.
-        kept: if ids were dropped and there is not a combiner, the positions of the remaining ids, ``[n]``; else None.
+        kept: if ids were dropped, without a combiner, the positions of the remaining ids, ``[n]``; else None.
         matches: whether weights and ids have the same structure, a bool scalar; None without weights.
         whole: for ids given as floats, whether they are whole numbers, ``[n]`` bool; else None.
         mask: with ``mask_zero`` and without a combiner, False for ids equal to 0, in the form of the ids; else None.
