@@ -1,4 +1,4 @@
-"""``hvdkit bench``: how fast a training step is, and where its time goes.
+"""``hvdkit bench``: measure the speed of a training step, and show where its time goes.
 
-:mod:`hvdkit.bench.workloads` has the steps themselves, for whoever measures something else with them.
+:mod:`hvdkit.bench.workloads` provides the training steps for users' own benchmarks.
 """

@@ -1,4 +1,4 @@
-"""``hvdkit bench``, from its options to its table."""
+"""The implementation of ``hvdkit bench``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvdkit.commands.run.output import OutputWriter
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.profiling.settings import TIMELINE, VARIABLE, Settings
 
-# Steps of a built-in workload that are profiled, after those that are timed.
+# Number of steps of a built-in workload to profile, after the timed steps.
 PROFILED = 11
 
 
@@ -27,11 +27,11 @@ def bench(config: Bench, program: Sequence[str]) -> int:
     """Time a built-in workload, or profile ``program``.
 
     Returns:
-        The exit code: 0, or that of the job that failed; 1 where a program left no profile.
+        The exit code: 0, or that of the job that failed; 1 if a program did not write a profile.
 
     Raises:
-        ValueError: an option, a host or the program is wrong; nothing has been started.
-        ClusterError: a host is not as it must be, or an engine is missing; nothing has been started.
+        ValueError: an option, a host or the program is invalid; nothing has been started.
+        ClusterError: a host is misconfigured, or an engine is missing; nothing has been started.
     """
     _check_writable(config)
     if program:
@@ -48,7 +48,7 @@ def bench(config: Bench, program: Sequence[str]) -> int:
             if alone is None:
                 return code
         rounds.append(Round(run, alone))
-    if config.timeline:  # it slows a rank down for as long as the process lives
+    if config.timeline:  # in a separate job, because it slows down rank 0 for the lifetime of the process
         code, run = _time(replace(config, steps=1), config.np)
         if run is None:
             return code
@@ -59,7 +59,7 @@ def bench(config: Bench, program: Sequence[str]) -> int:
 
 
 def _check_writable(config: Bench) -> None:
-    """Refuse before hours of measuring what would fail after them; remove what an earlier profile left."""
+    """Fail early if outputs cannot be written, not after hours of measuring; remove an earlier profile."""
     try:
         if config.profile is not None:
             config.profile.mkdir(parents=True, exist_ok=True)
@@ -75,12 +75,12 @@ def _check_writable(config: Bench) -> None:
 
 
 def _time(config: Bench, np: int | None, threads: int | None = None) -> tuple[int, Run | None]:
-    """Run the workload on ``np`` ranks; return the exit code and the figures.
+    """Run the workload on ``np`` ranks; return the exit code and the results.
 
     Args:
-        config: what to run.
-        np: number of ranks; None as the options say.
-        threads: that each rank computes with; None: as hvdkit shares the cores out.
+        config: the options.
+        np: number of ranks; None for the default.
+        threads: compute threads per rank; None for hvdkit's default assignment of cores.
     """
     before = config.warm_up + config.steps
     told = Told(
@@ -95,7 +95,7 @@ def _time(config: Bench, np: int | None, threads: int | None = None) -> tuple[in
     if threads:
         extra |= {"TF_NUM_INTRAOP_THREADS": str(threads), "TF_NUM_INTEROP_THREADS": str(max(2, threads))}
     if config.profile is not None:
-        # Between the timed steps and the profiled ones the profiler starts.
+        # Leave one step between the timed and the profiled steps for the profiler to start.
         extra |= _asked(Settings(config.profile.resolve(), before + 2, before + 1 + PROFILED, config.timeline))
     program = [sys.executable, "-m", "hvdkit.bench.worker", json.dumps(asdict(told))]
     code, results = launch(config, np, program, extra)
@@ -123,7 +123,7 @@ def _profile_program(config: Bench, program: Sequence[str]) -> int:
 
 
 def _asked(settings: Settings) -> dict[str, str]:
-    """Return the variables that ask every rank for a profile."""
+    """Return the environment variables that enable profiling on every rank."""
     timeline = {TIMELINE: "1"} if settings.timeline else {}
     return {VARIABLE: f"{settings.folder}:{settings.first}-{settings.last}", **timeline}
 
@@ -131,7 +131,7 @@ def _asked(settings: Settings) -> dict[str, str]:
 def launch(
     config: Where, np: int | None, program: Sequence[str], extra: Mapping[str, str]
 ) -> tuple[int, list[dict[str, Any]] | None]:
-    """Start ``program`` on ``np`` ranks, see it to its end, and return its exit code and what the chief measured."""
+    """Run ``program`` on ``np`` ranks; return its exit code, and the results printed by the chief, if any."""
     job = with_variables(prepare(config.launched(np), program), extra)
     output = Listening({1: sys.stdout.buffer, 2: sys.stderr.buffer})
     code = restarts.run(job, program, output)
@@ -139,18 +139,18 @@ def launch(
 
 
 def with_variables(job: Job, extra: Mapping[str, str]) -> Job:
-    """Return ``job`` with further environment variables, which all its ranks get."""
+    """Return ``job`` with additional environment variables for all its ranks."""
     names = tuple(sorted({*job.names, *extra}))
     return replace(job, environment={**job.environment, **extra}, names=names)
 
 
 class Listening(OutputWriter):
-    """The output of all ranks; takes the chief's line of figures out of it."""
+    """Writer for the output of all ranks; extracts the chief's line of results."""
 
     results: list[dict[str, Any]] | None = None
 
     def write(self, channel: int, data: bytes) -> None:
-        """Write lines as they are, but for the figures."""
+        """Write lines unchanged, except the results and known noise."""
         lines = data.splitlines(keepends=True)
         for line in lines:
             _, found, figures = line.partition(MARK.encode())

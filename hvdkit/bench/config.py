@@ -27,14 +27,14 @@ class Where:
     hosts: Annotated[str | None, arg(aliases=["-H"])] = None
     """Hosts and their slots, e.g. node1:4,node2:4; a host without a number has one slot."""
     engine: EngineKind = "auto"
-    """What starts the ranks, as for hvdkit run."""
+    """Launcher of the ranks, as for hvdkit run."""
     interface: str | None = None
-    """Network interface by which hosts reach each other, as for hvdkit run."""
+    """Network interface between hosts, as for hvdkit run."""
     ssh_args: str = ""
     """Arguments for ssh, as for hvdkit run."""
 
     def launched(self, np: int | None) -> RunConfig:
-        """Return the options with which ``hvdkit run`` starts ``np`` ranks."""
+        """Return the ``hvdkit run`` options to start ``np`` ranks."""
         ranks = RANKS if np is None and self.hosts is None else np
         return RunConfig(
             np=ranks, hosts=self.hosts, engine=self.engine, interface=self.interface, ssh_args=self.ssh_args
@@ -43,13 +43,13 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(Where):
-    """Time a training step on many ranks, and say where its time goes.
+    """Time a training step on multiple ranks, and show where its time goes.
 
-    Without a program a built-in model is trained on made-up data; with one (hvdkit bench --profile runs/profile
-    -np 2 -- python train.py) that program's steps are profiled.
+    Without a program, a built-in model is trained on random data; with a program (hvdkit bench --profile runs/profile
+    -np 2 -- python train.py) the user's steps are profiled.
 
     Raises:
-        ValueError: an option is none of its choices, or contradicts another.
+        ValueError: an option has an invalid value, or contradicts another.
 
     Example:
         >>> Bench(model="mlp").batch_size
@@ -57,33 +57,33 @@ class Bench(Where):
     """
 
     model: ModelName = "cifar10"
-    """What to train: mlp (100 MB of gradients), cifar10 (the CIFAR-10 tutorial's network), resnet50 and vgg16 (on 32x32
-    images), or recommender (26 tables cut across the ranks)."""
+    """Model to train: mlp (100 MB of gradients), cifar10 (the CIFAR-10 tutorial's network), resnet50 and vgg16 (on
+    32x32 images), or recommender (26 sharded tables)."""
     batch: int | None = None
-    """Examples in a step on each rank; by default as many as suit the model."""
+    """Examples per step on each rank; the default depends on the model."""
     steps: int = 30
     """Steps to time, after the warm-up."""
     warm_up: int = 10
-    """Steps before."""
+    """Warm-up steps."""
     rounds: int = 1
-    """How often to do all that: on a machine with other work the rounds meet it alike, and medians count."""
+    """Number of repetitions; the medians over all rounds are reported, to reduce the effect of other load."""
     optimizer: OptimizerName | None = None
-    """How weights are updated; by default as is usual for the model."""
+    """Optimizer; the default depends on the model."""
     scaling: bool = True
-    """Time one rank alone as well, with as many threads as each of the others has."""
+    """Also time a single rank, with the same number of threads."""
     profile: Path | None = None
-    """Profile some steps, and write all ranks' trace into this folder (docs/profiling.md)."""
+    """Profile some steps, and write the trace of all ranks into this folder (docs/profiling.md)."""
     profile_steps: str | None = None
-    """Which steps of a program to profile, FIRST-LAST counted from 1; by default 10-20."""
+    """Steps of a program to profile, FIRST-LAST counted from 1; by default 10-20."""
     timeline: bool = False
-    """Have Horovod's own timeline in the profile, too: rank 0's phases of each tensor. It slows rank 0 down."""
+    """Add Horovod's own timeline to the profile: the phases of each tensor on rank 0. This slows down rank 0."""
     json: Path | None = None
-    """Write the figures into this file as well."""
+    """Also write the results into this file."""
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
             raise ValueError(describe("--model", self.model, " or ".join(MODELS), "pass one of them"))
-        self.launched(self.np)  # refuses what hvdkit run refuses
+        self.launched(self.np)  # validates the options of hvdkit run
         for name, least in (("batch", 1), ("steps", 1), ("warm_up", 1), ("rounds", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -96,7 +96,7 @@ class Bench(Where):
             self.profiled(self.profile)
 
     def profiled(self, folder: Path) -> Settings:
-        """Return what is to be recorded of a program."""
+        """Return the profiling settings for a program."""
         if self.profile_steps is None:
             return Settings(folder, FIRST, LAST, self.timeline)
         found = _STEPS.fullmatch(self.profile_steps)
@@ -106,10 +106,10 @@ class Bench(Where):
 
     @property
     def batch_size(self) -> int:
-        """Examples in a step on each rank."""
+        """Examples per step on each rank."""
         return BATCHES[self.model] if self.batch is None else self.batch
 
     @property
     def optimizer_name(self) -> str:
-        """How weights are updated."""
+        """The name of the optimizer."""
         return self.optimizer or USUAL_OPTIMIZERS[self.model]

@@ -1,4 +1,4 @@
-"""What ``hvdkit bench`` has measured, for people and for machines."""
+"""The results of ``hvdkit bench``, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from hvdkit.bench.worker import RankResult
 
 FORMAT_VERSION = 1
-# Quartiles whose ratio is larger do not come from the step itself.
+# If the ratio of the quartiles is larger, other load on the machine affects the result.
 UNSTEADY = 1.25
-# Columns that the table needs.
+# Width of the table in characters if the output is not a terminal.
 NARROWEST = 100
 
 
 @dataclass(frozen=True)
 class Run:
-    """The figures of one job.
+    """The results of one job.
 
     Attributes:
-        ranks: how many.
-        batch: examples of one rank's step.
-        each: every rank's figures, in rank order.
+        ranks: number of ranks.
+        batch: examples per step on each rank.
+        each: every rank's results, in rank order.
     """
 
     ranks: int
@@ -39,17 +39,17 @@ class Run:
 
     @property
     def milliseconds(self) -> list[float]:
-        """Each step's time on the rank where it took longest."""
+        """Each step's time on the slowest rank."""
         return [1000 * max(times) for times in zip(*(one.seconds for one in self.each), strict=True)]
 
     @property
     def median(self) -> float:
-        """The median of these."""
+        """The median of :attr:`milliseconds`."""
         return statistics.median(self.milliseconds)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """A quarter of the steps took less than the first, a quarter more than the second."""
+        """The first and third quartile of :attr:`milliseconds`."""
         times = self.milliseconds
         if len(times) < 2:
             return times[0], times[0]
@@ -58,38 +58,38 @@ class Run:
 
     @property
     def examples_per_second(self) -> float:
-        """Over all ranks."""
+        """Throughput over all ranks."""
         return 1000 * self.ranks * self.batch / self.median
 
     @property
     def threads(self) -> int:
-        """Threads that compute on each rank."""
+        """Compute threads per rank."""
         return self.each[0].threads
 
     @property
     def memory(self) -> int:
-        """Bytes of the rank that uses most."""
+        """The maximum memory of a rank, in bytes."""
         return max(one.memory for one in self.each)
 
 
 @dataclass(frozen=True)
 class Round:
-    """Jobs that ran one after the other: on all ranks, and on one alone, if it was wanted."""
+    """Consecutive jobs on all ranks and, optionally, on a single rank."""
 
     all: Run
     alone: Run | None = None
 
     @property
     def efficiency(self) -> float | None:
-        """Examples per second and rank beside those of one rank alone.
+        """Throughput per rank relative to a single rank.
 
-        Both have the same examples a rank and the same threads a rank ("weak scaling").
+        Both use the same number of examples and threads per rank ("weak scaling").
         """
         return None if self.alone is None else self.alone.median / self.all.median
 
 
 def joined(runs: Sequence[Run]) -> Run:
-    """Return all rounds' steps as those of one run."""
+    """Merge the steps of all rounds into one run."""
     each = [
         replace(
             ranks[0],
@@ -102,7 +102,7 @@ def joined(runs: Sequence[Run]) -> Run:
 
 
 def both(rounds: Sequence[Round]) -> tuple[list[Run], float | None]:
-    """Return the run on all ranks, the one of one alone, and the median of the rounds' efficiencies."""
+    """Return the runs on all ranks and on a single rank (if any), and the median of the rounds' efficiencies."""
     alone = [one.alone for one in rounds if one.alone is not None]
     shares = [one.efficiency for one in rounds if one.efficiency is not None]
     runs = [joined([one.all for one in rounds]), *([joined(alone)] if alone else [])]
@@ -144,7 +144,7 @@ def show(config: Bench, rounds: Sequence[Round], stream: TextIO) -> None:
 
 
 def as_json(config: Bench, rounds: Sequence[Round]) -> dict[str, Any]:
-    """Return the figures for machines; docs/profiling.md names the keys."""
+    """Return the results for JSON; docs/profiling.md documents the keys."""
     runs, share = both(rounds)
     return {
         "format_version": FORMAT_VERSION,

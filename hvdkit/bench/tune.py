@@ -1,4 +1,4 @@
-"""``hvdkit tune``: settings that make a model's step shortest on this cluster, and what its costs are made of."""
+"""``hvdkit tune``: find the fastest settings for a model on this cluster, and measure the costs of its step."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from hvdkit.planning.buckets import buckets
 from hvdkit.planning.measured import Exchange, Gradient, Measured
 
 CYCLE = "HOROVOD_CYCLE_TIME"
-_BUCKETS = tuple(n * 1024 * 1024 for n in (8, 32, 2, 4, 16, 1024))  # the default on one host, that between hosts, ...
-_CYCLES = ("0.2", "0.1", "1", "2.5")  # likewise
-# Horovod looks for fusion threshold and cycle time by itself; every gradient is handed to it as it comes.
+_BUCKETS = tuple(n * 1024 * 1024 for n in (8, 32, 2, 4, 16, 1024))  # the defaults on one host and between hosts, ...
+_CYCLES = ("0.2", "0.1", "1", "2.5")  # the default first
+# Horovod searches for its fusion threshold and cycle time; every gradient is submitted separately.
 _AUTOTUNE = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_DISABLE_GROUP_FUSION": "0", BUCKET: "1"}
 _AUTOTUNE_STEPS = 250  # its warm-up and 20 samples of 10 steps
-# What gains less may be chance, and the default is what everybody else runs.
+# A smaller gain may be noise; prefer the default.
 _WORTH = 0.98
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tune(Where):
-    """Find the settings that suit a model and this cluster, and save them with what was measured.
+    """Find the best settings for a model on this cluster, and save them with the measurements.
 
     For example:
         hvdkit tune -np 4 --model resnet50 --save resnet50.json
@@ -41,27 +41,27 @@ class Tune(Where):
         hvdkit plan --measured resnet50.json --ranks 8..4096
 
     Raises:
-        ValueError: an option is none of its choices, or contradicts another.
+        ValueError: an option has an invalid value, or contradicts another.
     """
 
     save: Path
-    """File for what was measured (JSON)."""
+    """Output file for the measurements (JSON)."""
     model: ModelName = "cifar10"
-    """The built-in model that is most like yours; see hvdkit bench --help."""
+    """The built-in model most similar to yours; see hvdkit bench --help."""
     batch: int | None = None
-    """Examples in a step on each rank; by default as many as suit the model."""
+    """Examples per step on each rank; the default depends on the model."""
     optimizer: OptimizerName | None = None
-    """How weights are updated; by default as is usual for the model."""
+    """Optimizer; the default depends on the model."""
     steps: int = 10
-    """Steps to time at once."""
+    """Steps per measurement."""
     rounds: int = 3
-    """How often every setting is timed, in turn."""
+    """Measurements per setting; settings alternate."""
     warm_up: int = 5
-    """Steps before."""
+    """Warm-up steps."""
     bucket: bool = True
-    """Try other bytes of gradients that travel together."""
+    """Try other bucket sizes for gradients."""
     cycle: bool = True
-    """Try other times between two looks of Horovod's thread, each in jobs of its own."""
+    """Try other values of HOROVOD_CYCLE_TIME, each in a separate job."""
     autotune: bool = True
     """Try Horovod's own search for settings (250 steps)."""
 
@@ -80,7 +80,7 @@ class Tune(Where):
             raise ValueError(describe("--save", got, "a file that can be written", "name another")) from None
 
     def wanted(self, **more: Any) -> Wanted:
-        """Return what a rank is told."""
+        """Return the request for a rank."""
         usual = {"steps": self.steps, "warm_up": self.warm_up, "rounds": self.rounds}
         return Wanted(
             model=self.model,
@@ -91,14 +91,14 @@ class Tune(Where):
 
 
 def tune(config: Tune) -> int:
-    """Measure, choose, save, and print what was chosen.
+    """Measure, choose and save the settings, and print them for the user.
 
     Returns:
         The exit code: 0, or that of the job that failed.
 
     Raises:
-        ValueError: an option or a host is wrong; nothing has been started.
-        ClusterError: a host is not as it must be, or an engine is missing; nothing has been started.
+        ValueError: an option or a host is invalid; nothing has been started.
+        ClusterError: a host is misconfigured, or an engine is missing; nothing has been started.
     """
     try:
         measured, lines = search(config)
@@ -119,7 +119,7 @@ class _JobFailed(Exception):
 
 
 def search(config: Tune) -> tuple[Measured, list[str]]:
-    """Return what was measured and chosen, and lines for people: each setting, and its step."""
+    """Return the measurements and the chosen settings, and lines to print: each setting with its step time."""
     alone = _run(config, config.wanted(compute=True), {}, "one rank alone", np=1)[0]
     limits = _distinct([nbytes for nbytes, _ in alone["gradients"]], several_hosts="," in (config.hosts or ""))
     limits = limits if config.bucket else limits[:1]
@@ -154,7 +154,7 @@ def search(config: Tune) -> tuple[Measured, list[str]]:
 
 
 def _distinct(nbytes: list[int], *, several_hosts: bool) -> tuple[int, ...]:
-    """Return the limits that cut gradients of these bytes into different buckets, the default first."""
+    """Return the limits that partition gradients of these sizes into different buckets, the default first."""
     cuts: dict[str, int] = {}
     for limit in (_BUCKETS[1], *_BUCKETS) if several_hosts else _BUCKETS:
         cuts.setdefault(str(buckets(nbytes, limit)), limit)
@@ -162,7 +162,7 @@ def _distinct(nbytes: list[int], *, several_hosts: bool) -> tuple[int, ...]:
 
 
 def _jobs(config: Tune, bucket: int) -> tuple[dict[str, str], list[str]]:
-    """Time settings that Horovod reads when it starts, each in jobs of its own, in turn; return the best, and lines."""
+    """Time settings that Horovod reads on startup, in separate jobs; return the best, and the lines to print."""
     candidates = [{CYCLE: cycle} for cycle in (_CYCLES if config.cycle else _CYCLES[:1])]
     if config.autotune:
         candidates.append(_AUTOTUNE)
@@ -185,7 +185,7 @@ def _jobs(config: Tune, bucket: int) -> tuple[dict[str, str], list[str]]:
 def _run(
     config: Tune, wanted: Wanted, extra: Mapping[str, str], doing: str, np: int | None = None
 ) -> list[dict[str, Any]]:
-    """Start the ranks; return what each of them has found. Raises _JobFailed where the job fails."""
+    """Run a job; return the results of each rank. Raises _JobFailed if the job fails."""
     print(f"hvdkit tune: {doing}", file=sys.stderr, flush=True)
     program = [sys.executable, "-m", "hvdkit.bench.tuner", json.dumps(asdict(wanted))]
     quiet = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
@@ -198,7 +198,7 @@ def _run(
 
 
 def _best(timed: Mapping[int, list[float]]) -> int:
-    """Return the setting with the shortest steps; the first, the default, unless another is better in every round."""
+    """Return the fastest setting, or the first (default) one if none of the others is faster in every round."""
     (default, usual), *others = timed.items()
     ratios = {setting: [a / b for a, b in zip(rounds, usual, strict=True)] for setting, rounds in others}
     better = {s: statistics.median(r) for s, r in ratios.items() if max(r) < 1 and statistics.median(r) < _WORTH}
@@ -206,7 +206,7 @@ def _best(timed: Mapping[int, list[float]]) -> int:
 
 
 def _rounds(by_rank: list[list[list[float]]]) -> list[float]:
-    """Return by round the median over steps of the slowest rank's seconds."""
+    """Return, for each round, the median over steps of the slowest rank's seconds."""
     return [
         statistics.median(max(times) for times in zip(*one_round, strict=True))
         for one_round in zip(*by_rank, strict=True)
@@ -220,13 +220,13 @@ def _line(setting: Mapping[str, str], rounds: list[float]) -> str:
 
 
 def _spread(times: list[float]) -> float:
-    """Return a standard deviation that single interruptions do not count in: half of what two thirds lie within."""
+    """Return a standard deviation that is robust to outliers: half the width of the central two thirds."""
     ordered = sorted(times)
     return (ordered[int(0.84 * (len(ordered) - 1))] - ordered[int(0.16 * (len(ordered) - 1))]) / 2
 
 
 def _exchanges(every: list[dict[str, Any]]) -> tuple[Exchange, ...]:
-    """Return the allreduces, each as long as on the rank where it took longest."""
+    """Return the allreduces, each with the time of the slowest rank."""
     sizes = zip(*(one["exchanges"] for one in every), strict=True)
     return tuple(Exchange(len(every), each[0][0], max(seconds for _, seconds in each)) for each in sizes)
 

@@ -1,8 +1,8 @@
-"""One rank of ``hvdkit tune``: times a model's computation, allreduces, and steps with several settings.
+"""One rank of ``hvdkit tune``: time a model's computation, allreduces, and steps with several settings.
 
     python -m hvdkit.bench.tuner '{"model": "cifar10", "batch": 64, ...}'
 
-The chief writes what was measured as one line, which ``hvdkit tune`` takes out of the output.
+The chief prints the results as one line, which ``hvdkit tune`` extracts from the output.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _REPEATS = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a rank is told to measure.
+    """A request to a rank: what to measure.
 
     Attributes:
-        model: a built-in workload's name.
-        batch: examples of one rank's step.
-        optimizer: its name.
-        steps: to time at once.
-        warm_up: steps before.
-        rounds: how often all settings are timed, in turn.
-        compute: time steps that exchange nothing, and copies.
+        model: name of a built-in workload.
+        batch: examples per step on each rank.
+        optimizer: name of the optimizer.
+        steps: steps per measurement.
+        warm_up: warm-up steps.
+        rounds: measurements per setting; settings alternate.
+        compute: time steps without communication, and copies.
         links: time allreduces.
-        buckets: settings of HVDKIT_BUCKET_BYTES to time steps with.
+        buckets: values of HVDKIT_BUCKET_BYTES with which to time steps.
     """
 
     model: str
@@ -55,16 +55,16 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What one rank has measured, in seconds.
+    """One rank's measurements; times in seconds.
 
     Attributes:
-        local_ranks: on this rank's host.
-        compute: of steps that exchange nothing.
-        copy: for one byte.
+        local_ranks: number of ranks on this rank's host.
+        compute: times of steps without communication.
+        copy: time to copy one byte.
         gradients: bytes and readiness of each dense gradient.
-        rows: bytes sent in alltoalls in a step, and their number.
+        rows: bytes sent in alltoalls per step, and number of alltoalls.
         exchanges: bytes and seconds of allreduces.
-        steps: by bucket, in the order asked for, and by round: of each step.
+        steps: times of each step, by bucket in the requested order, then by round.
     """
 
     local_ranks: int
@@ -77,7 +77,7 @@ class Found:
 
 
 def main() -> None:
-    """Measure, and say what was found."""
+    """Run the measurements and print the results."""
     told = json.loads(sys.argv[1])
     wanted = Wanted(**told | {"buckets": tuple(told["buckets"])})
     hk.init()
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def _matmul() -> Any:
-    """Return a step of nothing but computation: what other ranks take of this one's cores shows in its time."""
+    """Return a step that only computes: its time shows whether other ranks compete for this rank's cores."""
     import tensorflow as tf
 
     left = tf.Variable(tf.random.normal([1024, 1024]))
@@ -113,11 +113,11 @@ def _matmul() -> Any:
 
 
 def _steps(work: Workload, wanted: Wanted) -> tuple[list[list[list[float]]], tuple[int, int]]:
-    """Return the seconds of steps by bucket and round, and what rows a step exchanges: bytes and alltoalls."""
+    """Return the seconds of steps by bucket and round, and the rows that a step exchanges: bytes and alltoalls."""
     combining = hk.DistributedOptimizer(optimizer(wanted.optimizer))
     steps = []
     for nbytes in wanted.buckets:
-        os.environ[BUCKET] = str(nbytes)  # read where the step is traced
+        os.environ[BUCKET] = str(nbytes)  # read when the step is traced
         steps.append(train_step(work, combining))
         measure(steps[-1], work.batches(), 0, wanted.warm_up)
     found: list[list[list[float]]] = [[] for _ in steps]
@@ -133,16 +133,16 @@ def _steps(work: Workload, wanted: Wanted) -> tuple[list[list[list[float]]], tup
 
 
 def gradients(work: Workload) -> list[tuple[int, float]]:
-    """Return bytes of each dense gradient, and when it is computed, as a share of the step.
+    """Return the bytes of each dense gradient, and the time at which it is computed as a fraction of the step.
 
-    A forward pass computes a third of it. A layer's share of both passes is its multiplications: each weight
-    times the places where it is used.
+    The forward pass takes a third of the step. A layer's share of both passes is its number of multiplications: its
+    weights times the positions at which each is used.
     """
     from hvdkit.collectives.shards import shard_of
 
     places: dict[int, int] = {}
     for layer in work.model._flatten_layers():
-        # A model inside the model, or a layer that has not been called once, has no output of its own.
+        # A nested model, or a layer that is not called exactly once, lacks an output.
         shape = getattr(getattr(layer, "output", None), "shape", (None,))
         used = 1
         for extent in shape[1:-1]:
@@ -166,7 +166,7 @@ def _count(variable: Any) -> int:
 
 
 def _copy_seconds() -> float:
-    """Return the seconds that one byte takes to be copied."""
+    """Return the seconds to copy one byte."""
     import numpy as np
 
     source, target = np.ones(_COPIED, np.uint8), np.empty(_COPIED, np.uint8)
@@ -179,7 +179,7 @@ def _copy_seconds() -> float:
 
 
 def _allreduces(sizes: Sequence[int] = _SIZES) -> list[tuple[int, float]]:
-    """Return bytes and seconds of allreduces, each from within a graph, as gradients are."""
+    """Return bytes and seconds of allreduces, each inside a graph, like those of gradients."""
     import tensorflow as tf
 
     found = []

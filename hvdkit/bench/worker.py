@@ -1,8 +1,8 @@
-"""One rank of ``hvdkit bench``: times a built-in workload's steps.
+"""One rank of ``hvdkit bench``: time the steps of a built-in workload.
 
     python -m hvdkit.bench.worker '{"model": "cifar10", "batch": 64, ...}'
 
-The chief writes all ranks' figures as one line, which ``hvdkit bench`` takes out of the output.
+The chief prints all ranks' results as one line, which ``hvdkit bench`` extracts from the output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MARK = "hvdkit-bench: "
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What a rank is told: as for :class:`hvdkit.bench.config.Bench`; ``extra`` are steps for the profile."""
+    """The options of a rank, as in :class:`hvdkit.bench.config.Bench`; ``extra`` is the number of steps to profile."""
 
     model: str
     batch: int
@@ -34,14 +34,14 @@ class Told:
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """One rank's figures.
+    """One rank's results.
 
     Attributes:
-        seconds: of each step.
-        memory: the most bytes that the process has used.
-        threads: that compute on this rank.
-        collectives: Horovod's ops in a step.
-        sent: bytes that this rank gives to them in a step.
+        seconds: time of each step.
+        memory: peak memory of the process in bytes.
+        threads: compute threads of this rank.
+        collectives: Horovod ops per step.
+        sent: bytes that this rank passes to them per step.
         device: "GPU" or "CPU".
     """
 
@@ -54,7 +54,7 @@ class RankResult:
 
 
 def main() -> None:
-    """Train, and say what was measured."""
+    """Run the workload and print the results."""
     told = Told(**json.loads(sys.argv[1]))
     hk.init()
     import tensorflow as tf
@@ -79,9 +79,9 @@ def main() -> None:
 
 
 def traffic(step: Any, work: Workload, combining: Any) -> tuple[int, int]:
-    """Return how many collectives a step has, and the bytes that this rank gives to them. Every rank calls it.
+    """Return the number of collectives in a step, and the bytes that this rank passes to them. Every rank calls it.
 
-    Sizes that only a batch decides, as of the rows that ranks ask each other for, are those of one batch.
+    Sizes that depend on the batch, such as the number of rows that ranks request, are measured on one batch.
     """
     import tensorflow as tf
 

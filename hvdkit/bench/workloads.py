@@ -4,8 +4,8 @@
     step = train_step(work, hk.DistributedOptimizer(optimizer("sgd")))
     times = measure(step, work.batches(), steps=25, warm_up=8)
 
-Nothing is trained to be good: images and labels are random numbers, and only the time of a step counts. Importing this
-module loads neither TensorFlow nor Keras; :func:`workload` needs ``hk.init()`` before.
+Images and labels are random numbers: only the time of a step is meaningful, not the trained model. Importing this
+module loads neither TensorFlow nor Keras; call ``hk.init()`` before :func:`workload`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ModelName = Literal["mlp", "cifar10", "resnet50", "vgg16", "recommender"]
 OptimizerName = Literal["sgd", "momentum", "adagrad", "adam"]
 MODELS: tuple[str, ...] = get_args(ModelName)
 OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
-# Examples of one rank's step, and the optimizer, where the person says nothing.
+# Defaults: examples per step on each rank, and the optimizer.
 BATCHES = {"mlp": 32, "cifar10": 64, "resnet50": 8, "vgg16": 8, "recommender": 1024}
 USUAL_OPTIMIZERS = {
     "mlp": "sgd",
@@ -38,19 +38,19 @@ USUAL_OPTIMIZERS = {
 }
 _DIFFERENT_BATCHES = 8
 
-# The recommender: tables, their rows and width, numbers beside the ids, and how uneven ids are.
+# The recommender: number of tables, their rows and width, number of dense inputs, and skew of the ids.
 TABLES, ROWS, WIDTH, NUMBERS, ZIPF = 26, 40_000, 16, 13, 1.2
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a training step computes.
+    """The computation of a training step.
 
     Attributes:
         name: one of :data:`MODELS`.
-        batch: examples of one rank's step.
-        model: built; every rank has the same initial values.
-        loss: from a batch's inputs and labels to the mean loss over its examples, a scalar tensor.
+        batch: examples per step on each rank.
+        model: the built model, with the same initial values on every rank.
+        loss: a function from a batch's inputs and labels to the mean loss over its examples, a scalar tensor.
         data: some different batches of this rank, ``(inputs, labels)``.
     """
 
@@ -61,19 +61,19 @@ class Workload:
     data: tuple[tuple[Any, Any], ...]
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
-        """Yield this rank's batches, round and round."""
+        """Yield this rank's batches, repeated endlessly."""
         return itertools.cycle(self.data)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the dense gradients, which all ranks average at each step."""
+        """Bytes of the dense gradients, which are averaged over ranks in each step."""
         from hvdkit.collectives.shards import shard_of
 
         return sum(_bytes(v) for v in self.model.trainable_variables if shard_of(v) is None)
 
     @property
     def sharded_bytes(self) -> int:
-        """Bytes of this rank's shards of tables, whose gradients travel by rows."""
+        """Bytes of this rank's shards of tables, whose gradients are exchanged by rows."""
         from hvdkit.collectives.shards import shard_of
 
         return sum(_bytes(v) for v in self.model.trainable_variables if shard_of(v) is not None)
@@ -84,14 +84,14 @@ def workload(name: str, batch: int | None = None, seed: int = 0) -> Workload:
 
     Args:
         name: "mlp" (100 MB of float32 gradients), "cifar10" (the CIFAR-10 tutorial's network on 24x24 images),
-            "resnet50" (keras.applications, 32x32 images), "vgg16" (likewise), or "recommender" (26 sharded tables and
-            a small dense part).
-        batch: examples of one rank's step; by default :data:`BATCHES`.
-        seed: of weights and data; ranks have the same weights and different data.
+            "resnet50" and "vgg16" (keras.applications, 32x32 images), or "recommender" (26 sharded tables and a small
+            dense part).
+        batch: examples per step on each rank; by default :data:`BATCHES`.
+        seed: seed of weights and data; ranks have the same weights and different data.
 
     Raises:
-        ValueError: there is no such workload, or ``batch`` is not at least 1.
-        ClusterError: before ``hk.init()``.
+        ValueError: the workload does not exist, or ``batch`` is less than 1.
+        ClusterError: ``hk.init()`` was not called.
 
     Example::
 
@@ -116,7 +116,7 @@ def optimizer(name: str, learning_rate: float = 0.01) -> keras.optimizers.Optimi
     """Return a plain Keras optimizer: "sgd", "momentum", "adagrad" or "adam".
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: ``name`` is not one of these.
     """
     import keras
 
@@ -128,11 +128,11 @@ def optimizer(name: str, learning_rate: float = 0.01) -> keras.optimizers.Optimi
 
 
 def train_step(work: Workload, optimizer: keras.optimizers.Optimizer) -> Any:
-    """Return a compiled training step, a ``tf.function``: from inputs and labels to the loss.
+    """Return a compiled training step, a ``tf.function`` from inputs and labels to the loss.
 
     Args:
-        work: what to compute.
-        optimizer: updates the model: a ``hk.DistributedOptimizer``, or a plain one for a rank that trains by itself.
+        work: the workload.
+        optimizer: a ``hk.DistributedOptimizer``, or a plain Keras optimizer if the rank trains independently.
     """
     import tensorflow as tf
 
@@ -155,14 +155,14 @@ def measure(
     warm_up: int = 8,
     each: Callable[[int], None] = lambda number: None,
 ) -> list[float]:
-    """Return the seconds that each of ``steps`` steps takes, after ``warm_up`` more; the loss is read in each.
+    """Return the seconds of each of ``steps`` steps after ``warm_up`` steps; each step reads the loss.
 
     Args:
         step: called with a batch; returns the loss.
-        batches: at least ``warm_up + steps`` of them.
-        steps: to time.
-        warm_up: to do before: the first traces the graph, and memory and caches fill.
-        each: called after every step, with its number, from 1; its time does not count.
+        batches: at least ``warm_up + steps`` batches.
+        steps: number of steps to time.
+        warm_up: number of steps to run before: the first one traces the graph, and memory and caches fill.
+        each: called after every step with the step's number, from 1; its time is not included.
 
     Raises:
         ValueError: there are too few batches.
@@ -185,7 +185,7 @@ def measure(
 
 
 def _mlp(name: str, batch: int, rng: Any) -> Workload:
-    """Return 25 million weights in layers of 2048, which take little to compute for what they send."""
+    """Return a network with 25 million weights in layers of 2048: little computation relative to its gradients."""
     import keras
 
     layers = [keras.layers.Dense(2048, "relu") for _ in range(6)]
@@ -221,7 +221,7 @@ def _cifar10(name: str, batch: int, rng: Any) -> Workload:
 
 
 def _application(name: str, batch: int, rng: Any) -> Workload:
-    """Return ResNet-50 or VGG-16 as keras.applications has them, for small images and ten classes."""
+    """Return ResNet-50 or VGG-16 from keras.applications, for small images and ten classes."""
     import keras
 
     make = {"resnet50": keras.applications.ResNet50, "vgg16": keras.applications.VGG16}[name]
@@ -230,7 +230,7 @@ def _application(name: str, batch: int, rng: Any) -> Workload:
 
 
 def _classifier(name: str, batch: int, rng: Any, model: keras.Model) -> Workload:
-    """Return a workload of random numbers and ten classes."""
+    """Return a classification workload with random inputs and ten classes."""
     import tensorflow as tf
 
     inputs = tf.constant(rng.normal(size=(batch, *model.input_shape[1:])), tf.float32)
@@ -245,7 +245,7 @@ def _classifier(name: str, batch: int, rng: Any, model: keras.Model) -> Workload
 
 
 def _recommender(name: str, batch: int, rng: Any) -> Workload:
-    """Return a click model: an embedding for each of 26 ids, numbers beside them, and a small network above."""
+    """Return a click model: an embedding for each of 26 ids, dense inputs, and a small network on top."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -266,7 +266,7 @@ def _recommender(name: str, batch: int, rng: Any) -> Workload:
         return tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels=labels, logits=logits))
 
     def one() -> tuple[Any, Any]:
-        # Few ids are asked for often, in no order of rows, as in real logs.
+        # A few ids are frequent, spread over all rows, as in real logs.
         drawn = (rng.zipf(ZIPF, size=(TABLES, batch)) * 2_654_435_761) % ROWS
         inputs = {f"c{i}": tf.constant(column, tf.int64) for i, column in enumerate(drawn)}
         inputs["numbers"] = tf.constant(rng.normal(size=(batch, NUMBERS)), tf.float32)

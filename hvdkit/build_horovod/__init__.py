@@ -1,10 +1,9 @@
-"""Compile Horovod for the TensorFlow that is installed here.
+"""Compile Horovod for the installed TensorFlow.
 
-Horovod's last release is older than the TensorFlow it has to work with, so
-``pip install horovod`` fails. :func:`build_horovod` takes the same release, applies
-the few changes that the installed TensorFlow, Python and compiler need
-(:mod:`hvdkit.build_horovod.patches`), compiles it against one MPI, keeps the wheel
-in the person's cache folder, installs it and checks that it imports.
+Horovod's last release is older than the supported TensorFlow versions, so ``pip install horovod`` fails.
+:func:`build_horovod` downloads this release, applies the patches that the installed TensorFlow, Python and compiler
+need (:mod:`hvdkit.build_horovod.patches`), compiles it against one MPI, stores the wheel in the user's cache folder,
+installs it and checks that it imports.
 
 This package imports neither TensorFlow nor Horovod.
 

@@ -1,4 +1,4 @@
-"""``python -m hvdkit.build_horovod``: the command line of this package alone."""
+"""``python -m hvdkit.build_horovod``: the command line of this package."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The build itself, read from top to bottom by :func:`build_horovod`."""
+"""The build; start reading at :func:`build_horovod`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hvdkit.build_horovod.progress import BuildProgress
 from hvdkit.build_horovod.sdist import HOROVOD
 from hvdkit.errors import BuildError, describe
 
-# Put on PYTHONPATH for the build alone; the person's environment is left as it is.
-# Horovod's setup.py needs a setuptools that still has its legacy commands.
+# On PYTHONPATH only for the build; the user's environment is not modified.
+# Horovod's setup.py needs a setuptools version that still has the legacy commands.
 BUILD_TOOLS = ("setuptools>=68,<80", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
 CMAKE = "cmake>=3.26,<5"
 
-# Build settings of the person's that are respected, and are part of the cache key.
+# The user's build settings that are passed on, and are part of the cache key.
 RESPECTED = (
     "CXX",
     "CXXFLAGS",
@@ -37,7 +37,7 @@ RESPECTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is built, against what: everything that decides the wheel's content."""
+    """The inputs of a build: everything that determines the wheel's content."""
 
     tensorflow: toolchain.TensorFlow
     mpi: mpi.BuildMpi
@@ -45,7 +45,7 @@ class Plan:
     patches: list[patches.Patch]
 
     def facts(self) -> dict[str, str]:
-        """Return the facts that tell one wheel from another, as the cache key and the wheel's own record."""
+        """Return the facts that identify a wheel: the cache key, also recorded in the wheel."""
         return {
             "horovod": HOROVOD,
             "tensorflow": self.tensorflow.version,
@@ -63,20 +63,19 @@ class Plan:
         }
 
     def rpath(self) -> str | None:
-        """Return the library's run path as CMake takes it, or None to leave it to CMake."""
+        """Return the library's run path in CMake's format, or None for CMake's default."""
         entries = [self.mpi.rpath, self.cuda.rpath if self.cuda else None]
         return ";".join(entry for entry in entries if entry) or None
 
 
 def build_horovod(config: BuildHorovod) -> Path:
-    """Build Horovod as ``config`` says, install it, and return the wheel's path in the cache.
+    """Build Horovod according to ``config``, install it, and return the wheel's path in the cache.
 
-    A wheel that is in the cache is taken instead of built, and one that is already
-    installed is left alone. Interrupted or failed builds leave nothing but their log;
-    two builds of the same wheel at once share one result.
+    A cached wheel is reused, and an installed one is kept. Interrupted or failed builds leave only their log;
+    concurrent builds of the same wheel share one result.
 
     Raises:
-        BuildError: what is missing and how to get it, or what failed and where its log is.
+        BuildError: a requirement is missing, or a step failed; the message has the remedy or the path of the log.
 
     Example:
         >>> build_horovod(BuildHorovod(mpi="none", install=False))  # doctest: +SKIP
@@ -104,10 +103,10 @@ def build_horovod(config: BuildHorovod) -> Path:
 
 
 def make_plan(config: BuildHorovod) -> Plan:
-    """Look at what is installed and return what is to be built.
+    """Inspect the environment and return the plan of the build.
 
     Raises:
-        BuildError: if TensorFlow, the MPI, CUDA or NCCL is missing or of a wrong version.
+        BuildError: TensorFlow, the MPI, CUDA or NCCL is missing or has an unsupported version.
     """
     tensorflow = toolchain.find_tensorflow()
     cuda = gpu.find_cuda() if config.gpu == "nccl" else None
@@ -117,7 +116,7 @@ def make_plan(config: BuildHorovod) -> Plan:
 
 
 def installed_facts() -> dict[str, str] | None:
-    """Return what the installed Horovod was built for, or None if hvdkit did not build one."""
+    """Return the facts of the installed Horovod, or None if hvdkit did not build it."""
     record = Path(sysconfig.get_path("platlib"), "horovod", "hvdkit_build.json")
     try:
         return json.loads(record.read_text(encoding="utf-8"))
@@ -132,7 +131,7 @@ def _build(config: BuildHorovod, plan: Plan, entry: Path, log: Path, progress: B
     with tempfile.TemporaryDirectory(prefix="hvdkit-build-") as name:
         folder = Path(name)
         tools = folder / "tools"
-        (folder / "tmp").mkdir()  # a compiler that is killed leaves its files here, not in /tmp
+        (folder / "tmp").mkdir()  # for files left by a killed compiler, instead of /tmp
 
         progress.step("fetch the build tools")
         wanted = [*BUILD_TOOLS] if toolchain.has_cmake() else [*BUILD_TOOLS, CMAKE]
@@ -153,14 +152,14 @@ def _build(config: BuildHorovod, plan: Plan, entry: Path, log: Path, progress: B
 
 
 def _record_facts(source: Path, plan: Plan) -> None:
-    """Put ``hvdkit_build.json`` into the package: an installed Horovod tells what it was built for."""
+    """Add ``hvdkit_build.json`` to the package, so that the build facts of an installed Horovod are known."""
     (source / "horovod" / "hvdkit_build.json").write_text(json.dumps(plan.facts(), indent=2) + "\n")
     with (source / "setup.cfg").open("a", encoding="utf-8") as file:
         file.write("\n[options.package_data]\nhorovod = hvdkit_build.json\n")
 
 
 def build_environment(plan: Plan, tools: Path, jobs: int) -> dict[str, str]:
-    """Return the environment of Horovod's setup.py: what it reads, and no stray setting of the person's."""
+    """Return the environment for Horovod's setup.py, without conflicting settings of the user."""
     replaced = ("MAKEFLAGS", "MFLAGS", "CMAKE_GENERATOR")
     stray = [n for n in os.environ if n in replaced or (n.startswith("HOROVOD_") and n not in RESPECTED)]
     kept = {name: value for name, value in os.environ.items() if name not in stray}
@@ -171,7 +170,7 @@ def build_environment(plan: Plan, tools: Path, jobs: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(tools), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         "TMPDIR": str(tools.parent / "tmp"),
         "MAKEFLAGS": f"-j{jobs}",
-        # CMake 4 refuses what the bundled gloo asks for, a CMake older than 3.5.
+        # CMake 4 rejects the bundled gloo, which requests compatibility with CMake older than 3.5.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "HOROVOD_WITH_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_PYTORCH": "1",
@@ -191,7 +190,7 @@ def build_environment(plan: Plan, tools: Path, jobs: int) -> dict[str, str]:
 
 
 def _install(wheel: Path, log: Path, progress: BuildProgress) -> None:
-    """Install ``wheel``, and those of its few run-time dependencies that are not there."""
+    """Install ``wheel`` and its missing run-time dependencies."""
     progress.step(f"install {wheel.name}")
     install = [*pip_command(), "install"]
     failure, env = f"pip could not install {wheel}", pip_environment()
@@ -200,7 +199,7 @@ def _install(wheel: Path, log: Path, progress: BuildProgress) -> None:
 
 
 def _check(plan: Plan, wheel: Path, log: Path, progress: BuildProgress) -> None:
-    """Import Horovod in a fresh process and compare what it says of itself with what was asked for."""
+    """Import Horovod in a new process and check that it was built with the requested features."""
     progress.step("check that it imports")
     program = (
         "import json, horovod.tensorflow as hvd; print(json.dumps("
@@ -212,7 +211,7 @@ def _check(plan: Plan, wheel: Path, log: Path, progress: BuildProgress) -> None:
     wanted = [plan.mpi.kind != "none", True, plan.cuda is not None]
     last = outcome.stdout.strip().rpartition("\n")[2]
     if outcome.returncode or last != json.dumps(wanted):
-        wheel.unlink()  # a wheel that does not work must not be taken from the cache next time
+        wheel.unlink()  # do not reuse a broken wheel
         with log.open("a", encoding="utf-8") as file:
             file.write(outcome.stdout + outcome.stderr)
         got = last if outcome.returncode == 0 else outcome.stderr.strip().rpartition("\n")[2][:400]

@@ -1,4 +1,4 @@
-"""Where finished wheels are kept, under what name, and how they get there whole."""
+"""The cache of built wheels: folder, entry names, and atomic storage."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hvdkit.errors import BuildError, describe
 
 
 def cache_folder(chosen: Path | None) -> Path:
-    """Return the folder of all cached wheels, made if need be.
+    """Return the folder of cached wheels, creating it if necessary.
 
     Raises:
-        BuildError: if it cannot be made or written to.
+        BuildError: the folder cannot be created or written to.
     """
     folder = (chosen or platformdirs.user_cache_path("hvdkit") / "horovod").expanduser().absolute()
     try:
@@ -35,7 +35,7 @@ def cache_folder(chosen: Path | None) -> Path:
 
 
 def entry_name(facts: Mapping[str, str]) -> str:
-    """Return the cache entry's name: the facts that people look for, then a digest of all of them.
+    """Return the cache entry's name: the facts that matter to users, then a digest of all facts.
 
     Example:
         >>> facts = {"horovod": "0.28.1", "tensorflow": "2.21.0", "python": "cp311", "mpi": "none"}
@@ -53,7 +53,7 @@ def cached_wheel(entry: Path) -> Path | None:
 
 
 def store(file: Path, folder: Path) -> Path:
-    """Copy ``file`` into ``folder`` so that it appears there whole or not at all; return the copy."""
+    """Copy ``file`` into ``folder`` atomically; return the copy."""
     partial = folder / f"{file.name}.{os.getpid()}.partial"
     try:
         shutil.copyfile(file, partial)
@@ -64,7 +64,7 @@ def store(file: Path, folder: Path) -> Path:
 
 @contextmanager
 def locked(entry: Path, progress: BuildProgress) -> Iterator[None]:
-    """Hold ``entry`` alone; a second build of the same wheel waits here and then finds it."""
+    """Lock ``entry``; a concurrent build of the same wheel waits, and then finds the result."""
     entry.mkdir(exist_ok=True)
     lock = FileLock(entry / "lock")
     try:

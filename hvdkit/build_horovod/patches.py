@@ -1,8 +1,7 @@
-"""What Horovod 0.28.1 needs changed, why, and for which versions.
+"""Patches for Horovod 0.28.1, with their reasons and versions.
 
-A patch replaces one exact piece of text in one file of the source archive. A piece
-that is not there, or there more than once, is an error: the archive is not the one
-this table was written for, and a build of it would fail later or, worse, would not.
+A patch replaces one exact text in one file of the source archive. It is an error if the text is missing or occurs more
+than once: the archive is then not the expected one, and its build would fail later or, worse, succeed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What Horovod is built for: versions as (major, minor)."""
+    """The target of a build: versions as (major, minor)."""
 
     tensorflow: Version
     python: Version
@@ -28,7 +27,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """Replace ``old`` by ``new`` in ``path`` where ``needed`` says so."""
+    """Replace ``old`` with ``new`` in ``path`` for targets for which ``needed`` is true."""
 
     name: str
     why: str
@@ -158,7 +157,7 @@ def needed_patches(target: Target) -> list[Patch]:
 
 
 def revision(patches: Sequence[Patch]) -> str:
-    """Return a short digest of the changes, so that a cached wheel of other changes is not taken."""
+    """Return a short digest of the patches, so that a wheel cached with different patches is not reused."""
     digest = hashlib.sha256()
     for patch in patches:
         digest.update("\0".join((patch.path, patch.old, patch.new, "")).encode())
@@ -169,7 +168,7 @@ def apply_patches(source: Path, patches: Sequence[Patch]) -> None:
     """Apply ``patches`` to the unpacked archive at ``source``.
 
     Raises:
-        BuildError: if a file is missing or does not hold a patch's text exactly once.
+        BuildError: a file is missing or does not contain a patch's text exactly once.
     """
     for patch in patches:
         file = source / patch.path

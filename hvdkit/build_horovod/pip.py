@@ -1,4 +1,4 @@
-"""Call pip, the one that this Python has or the one that Python carries for ``ensurepip``."""
+"""Run pip, either this Python's or the one bundled with ``ensurepip``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hvdkit.errors import BuildError, describe
 def pip_command() -> list[str]:
     """Return the command that runs pip for this Python.
 
-    Environments made by ``uv`` or ``python -m venv --without-pip`` have no pip of their own;
-    Python's bundled wheel is a zip file that runs as it is.
+    Environments created by ``uv`` or ``python -m venv --without-pip`` lack pip; Python's bundled wheel is a zip file
+    that can be run directly.
 
     Raises:
-        BuildError: if there is neither.
+        BuildError: neither is available.
     """
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip"]
@@ -32,7 +32,7 @@ def pip_command() -> list[str]:
 
 
 def pip_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return this process's environment, without what would send pip's files elsewhere."""
+    """Return this process's environment, without variables that change what pip installs and to which folder."""
     dropped = ("PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_REQUIRE_HASHES", "PIP_NO_BINARY")
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**env, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **(extra or {})}

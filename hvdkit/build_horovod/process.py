@@ -1,4 +1,4 @@
-"""Run one step of the build: log every line, pass it on, and leave no process behind."""
+"""Run one step of the build: log and forward every line, and clean up child processes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def run(
     cwd: Path | None = None,
     on_line: Callable[[str], None] | None = None,
 ) -> str:
-    """Run ``command`` to its end and return its output, which is also appended to ``log``.
+    """Run ``command`` and return its output, which is also appended to ``log``.
 
-    The child and its children are ended if this process is interrupted on the way.
+    The child and its descendants are terminated if this process is interrupted.
 
     Raises:
-        BuildError: if the command cannot start or does not exit with 0; the message begins with
-            ``failure``, quotes the lines that name the cause and ends with the log's path.
+        BuildError: the command cannot start or does not exit with 0; the message starts with ``failure``, quotes the
+            lines that show the cause and ends with the log's path.
     """
     lines: list[str] = []
     with log.open("a", encoding="utf-8") as file:
@@ -67,7 +67,7 @@ def run(
 
 
 def _cause(lines: Sequence[str], count: int = 4) -> str:
-    """Return the first line that names an error and those after it, or the last lines if none does."""
+    """Return the first line with an error and the lines after it, or else the last lines."""
     stripped = [line.strip() for line in lines if line.strip()]
     named = [index for index, line in enumerate(stripped) if _CAUSE.search(line)]
     start = named[0] if named else max(0, len(stripped) - count)

@@ -1,4 +1,4 @@
-"""Show how far a build is: a bar on a terminal, one plain line for each step elsewhere."""
+"""Show the progress of a build: a bar on a terminal, otherwise one plain line per step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BuildProgress:
             self._bar.stop()
 
     def step(self, text: str) -> None:
-        """Begin the next step, whose length is not known until :meth:`line` meets a percentage."""
+        """Start the next step; its length is unknown until :meth:`line` receives a percentage."""
         self._percent = 0
         if self._bar:
             self._finish_step()
@@ -60,7 +60,7 @@ class BuildProgress:
             self._say(text)
 
     def line(self, text: str) -> None:
-        """Take one line of the build's output; make's ``[ 42%]`` moves the bar."""
+        """Process one line of the build's output; make's ``[ 42%]`` updates the bar."""
         if self._verbose:
             self._console.out(text, end="", highlight=False)
         found = _PERCENT.match(text)

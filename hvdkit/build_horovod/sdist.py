@@ -1,4 +1,4 @@
-"""Horovod's source archive: fetched once by pip, verified, kept in the cache, unpacked."""
+"""Horovod's source archive: download with pip, verify, cache and unpack."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
 
 def fetch(folder: Path, tools: Path, log: Path) -> Path:
-    """Return Horovod's archive in ``folder``, downloaded by pip unless a good one is there.
+    """Return Horovod's archive in ``folder``; download it with pip unless a valid copy is there.
 
-    ``tools`` is where setuptools was installed to: pip asks the archive for its metadata.
+    ``tools`` is where setuptools is installed, which pip needs to read the archive's metadata.
 
     Raises:
-        BuildError: if pip cannot download it, or its checksum is wrong (pip compares it too).
+        BuildError: pip cannot download it, or its checksum is wrong (pip checks it as well).
     """
     archive = folder / ARCHIVE
     if archive.is_file() and _digest(archive) == SHA256:
@@ -38,10 +38,10 @@ def fetch(folder: Path, tools: Path, log: Path) -> Path:
 
 
 def unpack(archive: Path, folder: Path) -> Path:
-    """Unpack ``archive`` under ``folder`` and return the source's folder.
+    """Unpack ``archive`` under ``folder`` and return the source folder.
 
     Raises:
-        BuildError: if there is no such file, or it is not Horovod's release byte for byte.
+        BuildError: the file does not exist, or is not byte for byte Horovod's release.
     """
     if not archive.is_file():
         raise BuildError(describe("--sdist", str(archive), "Horovod's source archive", "check the path"))
@@ -50,7 +50,7 @@ def unpack(archive: Path, folder: Path) -> Path:
         remedy = f"fetch it again: pip download --no-deps --no-binary :all: horovod=={HOROVOD}"
         raise BuildError(describe(f"sha256 of {archive}", digest, SHA256, remedy))
     with tarfile.open(archive) as tar:
-        # The "data" filter refuses paths outside the folder; Python before 3.10.12 has none.
+        # The "data" filter rejects paths outside the folder; Python before 3.10.12 lacks it.
         if hasattr(tarfile, "data_filter"):
             tar.extractall(folder, filter="data")
         else:

@@ -1,4 +1,4 @@
-"""What this machine and this Python have to build with, or what is missing and how to get it."""
+"""Find the build tools of this machine and Python, or report which are missing and how to get them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdkit.machine.memory import available_memory
 OLDEST_TENSORFLOW = Version("2.16")
 NEWEST_TENSORFLOW = Version("2.22.dev0")  # exclusive
 OLDEST_CMAKE = Version("3.13")
-MEMORY_PER_JOB = 1_500_000_000  # bytes; TensorFlow's headers cost one compiler a little over 1 GB
+MEMORY_PER_JOB = 1_500_000_000  # bytes; compiling TensorFlow's headers takes slightly more than 1 GB
 
 GET_COMPILER = (
     "install a C++ compiler and make, e.g. 'apt install g++ make', 'dnf install gcc-c++ make', "
@@ -43,10 +43,10 @@ class TensorFlow:
 
 
 def find_tensorflow() -> TensorFlow:
-    """Return the installed TensorFlow, found by its metadata and not imported.
+    """Return the installed TensorFlow, found by its metadata without importing it.
 
     Raises:
-        BuildError: if there is none, or its version is not supported.
+        BuildError: TensorFlow is not installed, or its version is not supported.
     """
     names = importlib.metadata.packages_distributions().get("tensorflow", [])
     expected = "TensorFlow 2.16 to 2.21"
@@ -61,10 +61,10 @@ def find_tensorflow() -> TensorFlow:
 
 
 def check_compiler() -> str:
-    """Compile a C++17 program and return the compiler's first version line.
+    """Compile a C++17 program and return the first line of the compiler's version.
 
     Raises:
-        BuildError: if there is no compiler, no make, or the compiler cannot build C++17.
+        BuildError: the compiler or make is missing, or the compiler does not support C++17.
     """
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     compiler = next((name for name in candidates if shutil.which(name.split()[0])), None)
@@ -87,7 +87,7 @@ def check_compiler() -> str:
 
 
 def has_cmake() -> bool:
-    """Say whether PATH has a CMake that works and is new enough."""
+    """Return whether PATH has a working CMake that is new enough."""
     try:
         text = subprocess.run(["cmake", "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -97,7 +97,7 @@ def has_cmake() -> bool:
 
 
 def choose_jobs(jobs: int) -> int:
-    """Return ``jobs``, or if it is 0 as many compilers as cores and free memory allow."""
+    """Return ``jobs``, or if it is 0, as many as cores and free memory allow."""
     if jobs:
         return jobs
     return max(1, min(available_cores(), available_memory() // MEMORY_PER_JOB))

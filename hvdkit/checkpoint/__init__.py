@@ -1,6 +1,6 @@
-"""Checkpoints of N ranks that restore at any number of ranks: whole or not there, verified to the byte.
+"""Atomic, checksummed checkpoints that can be restored at any number of ranks.
 
-Names are loaded when they are first used: looking at checkpoints needs neither TensorFlow nor Horovod.
+Names are imported lazily: inspecting checkpoints needs neither TensorFlow nor Horovod.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""``hvdkit checkpoint``: what checkpoints hold, whether they are whole, and their tensors for other programs.
+"""``hvdkit checkpoint``: inspect, verify and export checkpoints.
 
-Looking, verifying and .npy files need neither TensorFlow nor Horovod, nor the number of ranks that saved.
+Inspecting, verifying and exporting to .npy need neither TensorFlow nor Horovod, and run in one process regardless of
+the number of ranks that saved.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from hvdkit.errors import CorruptCheckpointError, describe
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Say what a checkpoint holds, or which checkpoints there are.
+    """Show the contents of a checkpoint, or list the checkpoints of a run.
 
-    Reads the manifests alone: it takes no time, and does not see a flipped byte (`verify` does). Exit code: 0; 2 where
-    there is no checkpoint.
+    Reads only the manifests: it is fast, but does not detect a flipped byte (`verify` does). Exit code: 0; 2 if no
+    checkpoint is found.
 
     For example:
         hvdkit checkpoint inspect runs/mnist          all of a run
@@ -33,16 +34,16 @@ class Inspect:
     """
 
     path: Positional[Path]
-    """A checkpoint; or a folder of checkpoints, or a logdir."""
+    """A checkpoint, a folder of checkpoints, or a logdir."""
     json: bool = False
-    """Print JSON in place of a table."""
+    """Print JSON instead of a table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Read every byte, compare it with the checksums, and tell all the damage: file, tensor and rows.
+    """Verify every byte against the checksums, and report all damage by file, tensor and rows.
 
-    Exit code: 0 where all is whole; 1 where something is damaged; 2 where there is no checkpoint, or it cannot be read.
+    Exit code: 0 if everything is intact; 1 if something is damaged; 2 if no checkpoint is found or it cannot be read.
 
     For example:
         hvdkit checkpoint verify runs/mnist           all of a run
@@ -50,16 +51,16 @@ class Verify:
     """
 
     path: Positional[Path]
-    """A checkpoint; or a folder of checkpoints, or a logdir."""
+    """A checkpoint, a folder of checkpoints, or a logdir."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
     """Write a checkpoint's tensors as .npy files, or its model as a SavedModel.
 
-    As npy: one file per tensor, sharded ones put together in global order, and values.json; bfloat16 and float8 become
-    float32. As saved-model: what the function of --model builds gets the weights, and plain TensorFlow serves it. One
-    process does it, whatever the number of ranks that saved.
+    npy: one file per tensor, with sharded tensors assembled in global order, plus values.json; bfloat16 and float8
+    are converted to float32. saved-model: the weights are loaded into the model that the --model function builds, and
+    plain TensorFlow can serve the result. Runs in one process, regardless of the number of ranks that saved.
 
     For example:
         hvdkit checkpoint export runs/mnist --to weights
@@ -69,15 +70,15 @@ class Export:
     """
 
     path: Positional[Path]
-    """A checkpoint; or a folder of checkpoints, or a logdir, of which the newest whole one is taken."""
+    """A checkpoint; or a folder of checkpoints or a logdir, in which case the newest intact one is exported."""
     to: Path
-    """The folder to write to."""
+    """Output folder."""
     format: Literal["npy", "saved-model"] = "npy"
-    """What to write."""
+    """Output format."""
     names: tuple[str, ...] = ()
-    """For npy: names of tensors, or patterns such as 'model/*'; all by default."""
+    """For npy: tensor names, or patterns such as 'model/*'; all by default."""
     model: str | None = None
-    """For saved-model: module:function that builds the model; modules of the current folder are found."""
+    """For saved-model: module:function that builds the model; the module may be in the current folder."""
     key: str = "model"
     """For saved-model: the model's name in the saved state."""
     overwrite: bool = False
@@ -150,7 +151,7 @@ def _export(config: Export) -> int:
 
 
 def _function(path: str) -> Callable[[], Any]:
-    """Return ``module:function``, with the current folder in reach as for ``python -m``."""
+    """Import and return ``module:function``; like ``python -m``, also search the current folder."""
     module, _, function = path.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     found = getattr(importlib.import_module(module), function, None)
@@ -161,7 +162,7 @@ def _function(path: str) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def _progress(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar of bytes on a terminal; nothing elsewhere."""
+    """Show a progress bar of bytes if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -1,11 +1,11 @@
-"""The tensors and values of a state on one rank, whatever library holds them.
+"""The tensors and values of a state on one rank, independent of the library that holds them.
 
-Three kinds of tensors, by how ranks hold them:
+There are three kinds of tensors:
 
-* ``replicated``: the same on every rank, written once, by the chief;
+* ``replicated``: identical on every rank; written once, by the chief;
 * ``sharded``: each rank holds, writes and reads its own part of one global array;
-* ``per_rank``: each rank has one of its own (states of random generators, moving statistics of BatchNormalization,
-  gradients added up so far). At another number of ranks a rule says what becomes of them.
+* ``per_rank``: each rank has its own (random generator states, BatchNormalization moving statistics, accumulated
+  gradients). ``Entry.resize`` defines how they are restored at a different number of ranks.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Entry:
         name: its key, such as ``model/dense/kernel``.
         kind: how ranks hold it.
         dtype: NumPy dtype.
-        shape: global shape; of a ``per_rank`` tensor, that of each rank's.
-        read: gives this rank's part as an array. On CPUs it shares the variable's memory until the variable's next
-            update, which then takes new memory.
-        assign: takes this rank's part.
-        index: of a sharded tensor, the global indices of this rank's part along each axis; where the rule is "flat",
+        shape: global shape; for a ``per_rank`` tensor, the shape on each rank.
+        read: returns this rank's part as an array. On CPUs it shares the variable's memory until the variable's next
+            update, which allocates new memory.
+        assign: sets this rank's part.
+        index: for a sharded tensor, the global indices of this rank's part along each axis; if the rule is "flat",
             those of its elements in row-major order.
-        partition: of a sharded tensor, its rule.
-        resize: of a ``per_rank`` tensor, what each rank takes when the number of ranks is another: what it has
-            ("keep"), the ranks' mean ("mean"), or an equal share of their sum ("share").
-        variable: the variable behind it, if there is one.
-        writes: False where another rank writes the same part.
-        allowed: the floating-point values that it may be saved with.
-        rows: gives rows ``[start, stop)`` of this rank's part as an array of its own; None where ``read`` is as cheap.
+        partition: for a sharded tensor, the partition rule.
+        resize: for a ``per_rank`` tensor, what each rank gets if the number of ranks has changed: its current value
+            ("keep"), the mean over ranks ("mean"), or an equal share of the sum ("share").
+        variable: the underlying variable, if there is one.
+        writes: False if another rank writes the same part.
+        allowed: the floating-point values that it may contain when saved.
+        rows: returns rows ``[start, stop)`` of this rank's part as a new array; None if ``read`` is as cheap.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Entry:
 
 @dataclass
 class Value:
-    """A small value that goes into the manifest as JSON: one for all ranks, or one for each."""
+    """A small value stored as JSON: one for all ranks, or one per rank."""
 
     read: Callable[[], Any]
     assign: Callable[[Any], None]
@@ -71,8 +71,8 @@ class Value:
 
 @dataclass
 class State:
-    """A state laid out flat; the first part of every name is its key in the given mapping."""
+    """A flattened state; the first component of every name is its key in the given mapping."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
-    found: dict[str, Any] = field(default_factory=dict)  # arrays and values that a restore brought
+    found: dict[str, Any] = field(default_factory=dict)  # restored arrays and values

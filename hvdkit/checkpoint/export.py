@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as .npy files, for whatever reads NumPy's. Needs no TensorFlow."""
+"""Export a checkpoint's tensors as .npy files. Does not need TensorFlow."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def export_npy(
 ) -> list[Path]:
     """Write each tensor of a checkpoint as a .npy file, and its plain values as ``values.json``.
 
-    ``model/dense/kernel`` goes to ``DIRECTORY/model/dense/kernel.npy``; in names of files and folders, what is no
-    ASCII letter, digit or one of ``_.-~`` is written as in web addresses (``%20``). A sharded tensor is put together in
-    its global order. Of a tensor that each rank has of its own, rank 0's is ``NAME.rank00000.npy``, and so on. Memory:
-    a few times 8 MiB (up to 64 MiB for tensors cut into very many parts), or one row.
+    ``model/dense/kernel`` is written to ``DIRECTORY/model/dense/kernel.npy``. Characters other than ASCII letters,
+    digits and ``_.-~`` are percent-encoded (``%20``). Sharded tensors are assembled in global order. Per-rank tensors
+    are written as ``NAME.rank00000.npy`` for rank 0, and so on. Peak memory is a few times 8 MiB (up to 64 MiB for
+    tensors with very many parts), or one row.
 
-    A .npy file has no bfloat16 and no float8: such tensors are written as float32, which holds each of their values.
+    The .npy format does not support bfloat16 and float8; such tensors are converted to float32, without loss.
 
     Args:
-        path: a checkpoint; or a folder of checkpoints or a ``logdir``, of which the newest whole one is taken.
-        directory: where to write; made if missing. Each file is there whole or not at all.
-        names: which tensors: names, or patterns such as ``model/*``; all by default.
-        overwrite: write into a folder that is not empty; files of the same names are replaced, others stay.
-        progress: called with the bytes of every piece that was written.
+        path: a checkpoint; or a folder of checkpoints or a ``logdir``, in which case the newest intact one is used.
+        directory: where to write; created if missing. Each file is written atomically.
+        names: tensor names, or patterns such as ``model/*``; all by default.
+        overwrite: write into a folder that is not empty; files with the same names are replaced, others are kept.
+        progress: called with the number of bytes of every piece written.
 
     Returns:
         The files that were written.
 
     Raises:
-        ValueError: ``directory`` is not empty, or a name matches no tensor.
-        CheckpointError: there is no checkpoint, or a file cannot be written.
-        CorruptCheckpointError: the bytes are not those that were saved; it names file, tensor and rows.
+        ValueError: ``directory`` is not empty, or a name does not match any tensor.
+        CheckpointError: no checkpoint is found, or a file cannot be written.
+        CorruptCheckpointError: the bytes differ from those saved; the message names file, tensor and rows.
 
     Example::
 
@@ -79,17 +79,17 @@ def export_npy(
 
 
 def exported_bytes(path: str | Path, names: Sequence[str] | None = None) -> int:
-    """Return how many bytes :func:`export_npy` will tell its ``progress`` of."""
+    """Return the number of bytes that :func:`export_npy` will report to ``progress``."""
     chosen = _chosen(Manifest.parse(newest_at(Path(path))), names)
     copies = {name: len(s.parts) if s.kind == "per_rank" else 1 for name, s in chosen.items()}
     return sum(math.prod(s.shape) * _portable(s).itemsize * copies[name] for name, s in chosen.items())
 
 
 def check_target(directory: Path, overwrite: bool) -> None:
-    """Refuse a folder that has something in it, unless it may be overwritten.
+    """Check that ``directory`` is missing or empty, or may be overwritten.
 
     Raises:
-        ValueError: it is not empty, or a file.
+        ValueError: it is not empty, or is a file.
     """
     if directory.exists() and not directory.is_dir():
         raise ValueError(describe("directory", f"{directory}, a file", "a folder", "give another"))
@@ -115,7 +115,7 @@ def _chosen(manifest: Manifest, names: Sequence[str] | None) -> dict[str, Saved]
 
 
 def _targets(chosen: dict[str, Saved], directory: Path) -> dict[tuple[str, int | None], Path]:
-    """Return the file of each tensor, or of each rank's."""
+    """Return the target file of each tensor; for per-rank tensors, of each (tensor, rank)."""
     targets: dict[tuple[str, int | None], Path] = {}
     for name, saved in chosen.items():
         base = directory.joinpath(*(_safe(word) for word in name.split("/")))
@@ -137,7 +137,7 @@ def _portable(saved: Saved) -> np.dtype:
 
 
 def _pieces(reader: Reader, name: str, saved: Saved, rank: int | None) -> Iterator[np.ndarray]:
-    """Yield the rows of a tensor in global order, some at a time."""
+    """Yield the rows of a tensor in global order, in pieces."""
     if saved.kind != "sharded" or not saved.shape:
         part = saved.parts[rank or 0]
         file = reader.open(part)
@@ -147,7 +147,7 @@ def _pieces(reader: Reader, name: str, saved: Saved, rank: int | None) -> Iterat
         return
     rows, *others = saved.shape
     row_bytes = max(1, math.prod(others) * np.dtype(saved.dtype).itemsize)
-    # Each part is read by whole checksum blocks: the more parts, the longer the run, lest most is read in vain.
+    # Each part is read in whole checksum blocks. Use a larger window for more parts, so that little is read twice.
     window = min(max(_LEAST_BYTES, len(saved.parts) * BLOCK_BYTES), _MOST_BYTES)
     step = max(1, window // row_bytes)
     for start in range(0, rows if math.prod(saved.shape) else 0, step):

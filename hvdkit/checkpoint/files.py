@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: sync, rename, and errors that name the file."""
+"""Atomic file writes: sync, rename, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def naming_file(path: Path, done: str) -> Iterator[None]:
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk; a file is not there for good before."""
+    """Sync a folder to disk; a new file is durable only after this."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -43,12 +43,12 @@ def sync_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, *, sync: bool = True) -> None:
-    """Write a small file so that it is either the old one or the new one, on the disk, whatever happens.
+    """Write a small file atomically and durably.
 
     Args:
         path: the file.
-        text: what it will hold.
-        sync: bring its name to the disk, too. Not where others may move the folder as soon as the file is there.
+        text: its content.
+        sync: also sync the parent folder. Pass False if another process may move the folder as soon as the file exists.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -69,5 +69,5 @@ def write_text(path: Path, text: str, *, sync: bool = True) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder and all in it; what is gone already is no error, and what cannot be removed stays."""
+    """Remove a folder and its contents; ignore files that are missing or cannot be removed."""
     shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""A folder of checkpoints: names, the newest good one, retention, and what a killed run left behind.
+"""A folder of checkpoints: naming, the latest good checkpoint, retention, and cleanup after a killed run.
 
-A checkpoint is *good* if its manifest is what was written, all its files have their lengths, and no damage to it is
-noted. Reading all of its bytes may still find some, which is then noted in a file next to it.
+A checkpoint is *good* if its manifest is intact, all its files have the recorded lengths, and damage has not been
+recorded for it. Reading all of its bytes may still reveal damage, which is then recorded in a file next to it.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def step_of(path: Path) -> int | None:
 
 
 def writing_name(target: Path, token: str) -> Path:
-    """Return where ``target`` is written before it is whole; a name that is never listed."""
+    """Return the temporary path where ``target`` is written until it is complete; it is never listed."""
     return target.with_name(f"{_WRITING}{target.name}-{token}")
 
 
 def commit(written: Path, target: Path) -> None:
-    """Give a whole checkpoint its name; one of that name before is replaced, and there is always one of them.
+    """Rename a complete checkpoint to its final name, replacing an existing one.
 
-    A kill between the two renames leaves the old one under another name: :func:`tidy` gives it its name back. One
-    with damage is not removed but renamed to ``step-....damaged``.
+    If the process is killed between the two renames, the old checkpoint has a temporary name; :func:`tidy` renames it
+    back. A damaged checkpoint is not removed but renamed to ``step-....damaged``.
 
     Raises:
-        CheckpointError: the file system refuses.
+        CheckpointError: the file system reports an error.
     """
     with naming_file(target, "written"):
         sync_folder(written)
@@ -56,14 +56,14 @@ def commit(written: Path, target: Path) -> None:
             target.rename(_free_name(target))
         elif target.exists():
             target.rename(before)
-        _note(target).unlink(missing_ok=True)  # even without a checkpoint: the user may have removed the damaged one
+        _note(target).unlink(missing_ok=True)  # even if the target does not exist: the user may have removed it
         written.rename(target)
         sync_folder(target.parent)
     remove_folder(before)
 
 
 def listed(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder by step, oldest first: those with a manifest, whole or damaged."""
+    """Return the checkpoints in a folder, intact or damaged, oldest first; a checkpoint must have a manifest."""
     if not folder.is_dir():
         return []
     with naming_file(folder, "read"):
@@ -72,7 +72,7 @@ def listed(folder: Path) -> list[Path]:
 
 
 def is_good(path: Path) -> bool:
-    """Return True if no damage to ``path`` is noted or shows in its manifest and the lengths of its files."""
+    """Return True if neither a damage note, nor the manifest, nor the file lengths show damage to ``path``."""
     if noted_damage(path) is not None:
         return False
     try:
@@ -85,11 +85,11 @@ def is_good(path: Path) -> bool:
 def latest(folder: Path) -> Path | None:
     """Return the newest good checkpoint of ``folder``, or None.
 
-    Reads no tensor, and so does not see a flipped byte. ``restore`` and ``verify`` see it and note it; from then on the
-    checkpoint is not returned.
+    Does not read tensors, so it does not detect a flipped byte. ``restore`` and ``verify`` detect and record it; from
+    then on the checkpoint is not returned.
 
     Args:
-        folder: a folder of ``step-...`` folders, or a ``logdir`` whose ``checkpoints`` folder holds them.
+        folder: a folder of ``step-...`` folders, or a ``logdir`` whose ``checkpoints`` folder contains them.
 
     Example::
 
@@ -104,20 +104,20 @@ def latest(folder: Path) -> Path | None:
 
 
 def note_damage(path: Path, damage: str) -> None:
-    """Note next to a checkpoint what is damaged, so that it is kept and neither used nor counted."""
+    """Record damage in a file next to a checkpoint, so that the checkpoint is kept but neither used nor counted."""
     if path.is_dir():
         with contextlib.suppress(CheckpointError):  # a read-only disk must not stop a restore
             write_text(_note(path), damage + "\n")
 
 
 def forget_damage(path: Path) -> None:
-    """Remove the note of damage to a checkpoint whose bytes were all found to be good, e.g. after a repair."""
+    """Remove the damage note of a checkpoint whose bytes were all verified, e.g. after a repair."""
     with contextlib.suppress(OSError):
         _note(path).unlink(missing_ok=True)
 
 
 def noted_damage(path: Path) -> str | None:
-    """Return what :func:`note_damage` wrote about ``path``, or None."""
+    """Return the note that :func:`note_damage` wrote for ``path``, or None."""
     try:
         note = _note(path).read_text(errors="replace").strip()
     except FileNotFoundError:
@@ -137,11 +137,11 @@ def _free_name(path: Path) -> Path:
 
 
 def prune(committed: Path, max_to_keep: int | None, keep_every: int | None) -> None:
-    """Remove good checkpoints that are older than ``committed`` until ``max_to_keep`` are left, with ``committed``.
+    """Remove good checkpoints older than ``committed`` until ``max_to_keep`` are left, including ``committed``.
 
-    Neither counted nor removed: damaged ones, which are for the user to look at; those whose step is a multiple of
-    ``keep_every``, beyond the newest ``max_to_keep``; and those of a later step, which another run has written or
-    which this run could not restore.
+    Neither counted nor removed: damaged checkpoints, which are left for the user to inspect; checkpoints older than
+    the newest ``max_to_keep`` whose step is a multiple of ``keep_every``; and checkpoints of a later step, which
+    another run wrote or this run could not restore.
     """
     if max_to_keep is None:
         return
@@ -149,27 +149,27 @@ def prune(committed: Path, max_to_keep: int | None, keep_every: int | None) -> N
     older = [path for path in listed(committed.parent) if (step_of(path) or 0) < step and is_good(path)]
     for path in older[: max(0, len(older) - (max_to_keep - 1))]:
         if keep_every is None or (step_of(path) or 0) % keep_every:
-            # First to a name that is not listed: a removal that is cut short must not look like a checkpoint.
+            # Rename first: a partially removed folder must not look like a checkpoint.
             removed = path.with_name(f"{_WRITING}{path.name}-old")
             path.rename(removed)
             remove_folder(removed)
 
 
 def tidy(folder: Path) -> None:
-    """Remove what a killed run was writing or removing, and give a checkpoint back its name that was being replaced.
+    """Remove temporary folders left by a killed run, and rename a checkpoint back that was being replaced.
 
-    No other run may be writing to the folder.
+    The caller ensures that another run is not writing to the folder.
     """
     _tidy(folder, "[^/]+")
 
 
 def tidy_one(path: Path) -> None:
-    """Do as :func:`tidy` for one checkpoint's name alone."""
+    """Like :func:`tidy`, for one checkpoint only."""
     _tidy(path.parent, re.escape(path.name))
 
 
 def _tidy(folder: Path, name: str) -> None:
-    """Tidy what belongs to checkpoints whose names match the pattern ``name``."""
+    """Tidy checkpoints whose names match the regular expression ``name``."""
     if not folder.is_dir():
         return
     with naming_file(folder, "written"):

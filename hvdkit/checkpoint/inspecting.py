@@ -1,4 +1,4 @@
-"""What a checkpoint holds, or a folder of checkpoints, without reading a tensor. Needs no TensorFlow."""
+"""Inspect a checkpoint or a folder of checkpoints without reading tensors. Does not need TensorFlow."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Variable:
     Attributes:
         name: its key.
         kind: "replicated", "sharded" or "per_rank".
-        shape: global shape; of a ``per_rank`` tensor, that of each rank's.
+        shape: global shape; for a ``per_rank`` tensor, the shape on each rank.
         dtype: name of the NumPy dtype.
-        partition: of a sharded tensor, its rule.
-        parts: how many ranks hold some of it.
-        bytes: of all parts together.
+        partition: for a sharded tensor, the partition rule.
+        parts: number of ranks that hold a part of it.
+        bytes: total over all parts.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Variable:
 
     @classmethod
     def of(cls, name: str, saved: Saved) -> Variable:
-        """Return what the manifest says of ``name``."""
+        """Return the description of ``name`` from its manifest entry."""
         copies = len(saved.parts) if saved.kind == "per_rank" else 1
         size = math.prod(saved.shape) * np.dtype(saved.dtype).itemsize * copies
         return cls(name, saved.kind, saved.shape, saved.dtype, saved.partition, len(saved.parts), size)
@@ -51,19 +51,19 @@ class Variable:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one checkpoint holds. Its ``str()`` is a table.
+    """The contents of one checkpoint. Its ``str()`` is a table.
 
     Attributes:
         path: the checkpoint's folder.
         step: steps trained.
-        ranks: how many saved it.
+        ranks: number of ranks that saved it.
         created: UTC, ISO 8601.
-        versions: of what wrote it.
-        bytes: of all its files.
-        damage: what is wrong, as far as that shows without reading tensors; None for nothing. See :func:`verify`.
+        versions: versions of the packages that wrote it.
+        bytes: total size of its files.
+        damage: damage that is detectable without reading tensors, or None. See :func:`verify`.
         variables: its tensors.
         values: its plain values, such as the position in the data.
-        rank_values: those of each rank, ``{name: [rank 0's, rank 1's, ...]}``.
+        rank_values: plain values of each rank, ``{name: [rank 0's, rank 1's, ...]}``.
     """
 
     path: Path
@@ -101,7 +101,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class Overview:
-    """One line about a checkpoint in a folder; attributes as in :class:`Inspection`, unknown ones None."""
+    """A summary of one checkpoint in a folder; attributes as in :class:`Inspection`, None if unknown."""
 
     path: Path
     step: int | None
@@ -144,20 +144,21 @@ class Listing:
 
 
 def inspect(path: str | Path) -> Inspection | Listing:
-    """Say what a checkpoint holds, or which checkpoints there are.
+    """Return the contents of a checkpoint, or a listing of the checkpoints in a folder.
 
-    Reads manifests, the lengths of files and, of one checkpoint, their headers; no tensor. Works anywhere: one process,
-    no ``hk.init()``, no Horovod.
+    Reads manifests, file lengths and, for a single checkpoint, file headers, but not tensors. Runs in one process
+    without ``hk.init()`` or Horovod.
 
     Args:
-        path: a checkpoint; or a folder of checkpoints, or a ``logdir`` whose ``checkpoints`` folder holds them.
+        path: a checkpoint, a folder of checkpoints, or a ``logdir`` whose ``checkpoints`` folder contains them.
 
     Returns:
-        An :class:`Inspection` of one, or a :class:`Listing` of all. Print it, use its attributes, or ``as_dict()``.
+        An :class:`Inspection` for a checkpoint, a :class:`Listing` for a folder. Print it, use its attributes, or
+        ``as_dict()``.
 
     Raises:
-        CheckpointError: there is none.
-        CorruptCheckpointError: the one's manifest cannot be read.
+        CheckpointError: no checkpoint is found.
+        CorruptCheckpointError: ``path`` is a checkpoint whose manifest cannot be read.
 
     Example::
 
@@ -173,10 +174,10 @@ def inspect(path: str | Path) -> Inspection | Listing:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return ``[path]`` for a checkpoint, else those of the folder or ``logdir``, oldest first.
+    """Return ``[path]`` if it is a checkpoint, else the checkpoints of the folder or ``logdir``, oldest first.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: no checkpoint is found.
     """
     if (path / NAME).is_file():
         return [path]
@@ -188,10 +189,10 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def newest_at(path: Path) -> Path:
-    """Return ``path`` for a checkpoint, else the newest whole one of the folder or ``logdir``.
+    """Return ``path`` if it is a checkpoint, else the newest intact one of the folder or ``logdir``.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: no checkpoint is found.
     """
     if (path / NAME).is_file():
         return path
@@ -256,7 +257,7 @@ def _row(variable: Variable) -> tuple[str, ...]:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield ``(name, value)`` for all that nested mappings hold, values cut to a line."""
+    """Yield ``(name, value)`` for every leaf of nested mappings, with values truncated to one line."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _flat(f"{name}/{key}" if name else str(key), part)
@@ -266,7 +267,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _table(rows: Sequence[tuple[str, ...]], right: Sequence[int] = ()) -> list[str]:
-    """Return lines with aligned columns; those in ``right`` end, and the others begin, at the same place."""
+    """Return lines with aligned columns; columns in ``right`` are right-aligned, the others left-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -280,7 +281,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def as_bytes(count: int) -> str:
-    """Return a number of bytes for people.
+    """Return a human-readable number of bytes.
 
     Example:
         >>> as_bytes(17), as_bytes(2_500_000)

@@ -1,7 +1,7 @@
-"""Saving and restoring where ranks do not share a file system: the chief has the files.
+"""Save and restore through the chief, if ranks do not share a file system.
 
-The chief leads. It tells all ranks what comes next, a small object; then one exchange moves the rows of about 1 MiB. So
-no rank holds more than its own part and one such piece.
+The chief drives the transfer. It broadcasts a small object that describes the next move; then one collective moves
+about 1 MiB of rows. A rank therefore holds at most its own part plus one such piece.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hvdkit.partition import FLAT
 
 
 class _Order(NamedTuple):
-    """What the chief wants moved: rows ``[start, stop)`` of ``name``, from ``source`` to ``target``."""
+    """A move requested by the chief: rows ``[start, stop)`` of ``name``, from rank ``source`` to rank ``target``."""
 
     name: str
     start: int
@@ -39,7 +39,7 @@ class _Order(NamedTuple):
 
 
 class _End(NamedTuple):
-    """The chief's last word: nothing more, or what went wrong."""
+    """The chief's final message: success, or the error."""
 
     error: Exception | None
 
@@ -52,11 +52,11 @@ def save_through_chief(
     permitted: Callable[[], None] = lambda: None,
     committed: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write all ranks' parts on the chief. Every rank calls it. ``permitted``, ``committed``: as for ``Save``.
+    """Write all ranks' parts on the chief. Every rank calls it. For ``permitted`` and ``committed`` see ``Save``.
 
     Raises:
-        CheckpointError: the chief cannot write; on every rank.
-        NonFiniteError: a tensor holds NaN or an infinity on some rank, which is named; on every rank.
+        CheckpointError: on every rank: the chief cannot write.
+        NonFiniteError: on every rank: a tensor contains NaN or an infinity; the message names the rank.
     """
     own = {tensor.name: tensor for tensor in snapshot.own()}
     described = {name: (t.dtype, t.shape, t.allowed) for name, t in own.items()}
@@ -98,7 +98,7 @@ def _write_all(folder: Path, snapshot: Snapshot, own: dict[str, Outgoing], words
 def _write(
     file: Path, tensors: list[Outgoing], rank: int, step: int, metadata: Mapping[str, str] | None = None
 ) -> FileRecord:
-    """Write a file of ``rank``'s tensors; name the rank if they are not finite."""
+    """Write a file of ``rank``'s tensors; an error about non-finite values names the rank."""
     try:
         return write_file(file, tensors, metadata=metadata)
     except NonFiniteTensor as error:
@@ -107,7 +107,7 @@ def _write(
 
 
 def _remote(rank: int, name: str, dtype: np.dtype, shape: tuple[int, ...], allowed: Allowed) -> Outgoing:
-    """Return a tensor whose rows are another rank's."""
+    """Return a tensor whose rows are fetched from another rank."""
 
     def rows(start: int, stop: int) -> np.ndarray:
         received = _move(_Order(name, start, stop, rank, 0), None)
@@ -123,10 +123,10 @@ def chief_reads(
     names: dict[str, str],
     assign: Callable[[Entry, np.ndarray | None], None],
 ) -> None:
-    """Give every rank its part of each of ``entries``, read by the chief. Every rank calls it.
+    """Read ``entries`` on the chief and send every rank its part. Every rank calls it.
 
     Raises:
-        CorruptCheckpointError, CheckpointError: the chief cannot read; on every rank.
+        CorruptCheckpointError, CheckpointError: on every rank: the chief cannot read.
     """
     mine = {e.name: (e.kind, e.index, e.partition == FLAT, e.resize) for e in entries}
     wanted = gather(cluster.exchange(), "a restore through the chief", lambda: mine)
@@ -167,7 +167,7 @@ def _hand_out(rank: int, name: str, part: np.ndarray) -> None:
 
 
 def _lead(work: Callable[[], None], give: Callable[[_Order], np.ndarray], take: Callable[[_Order, Any], None]) -> None:
-    """Do ``work`` on the chief, while the others do as it orders; an error of the chief's is raised by all."""
+    """Run ``work`` on the chief while other ranks execute its orders; all ranks raise an error of the chief."""
     if cluster.is_chief():
         error: Exception | None = None
         try:
@@ -193,13 +193,13 @@ def _refuse(*order: Any) -> Any:
 
 
 def _move(order: _Order, data: np.ndarray | None) -> np.ndarray:
-    """Announce a move and make it, on the chief; return what it received."""
+    """Broadcast an order and execute it, on the chief; return the bytes received."""
     cluster.exchange().broadcast(order, 0)
     return _exchange(order, data)
 
 
 def _exchange(order: _Order, data: np.ndarray | None) -> np.ndarray:
-    """Move bytes from one rank to another; every rank takes part."""
+    """Move bytes from one rank to another; a collective over all ranks."""
     flat = np.empty(0, np.uint8) if data is None else np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     splits = np.zeros(cluster.size(), np.int32)
     splits[order.target] = len(flat)

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, in which files, and by which checksums it is known to be whole."""
+"""The manifest: a checkpoint's tensors, values and files, with the checksums that verify them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ NAME = "manifest.json"
 REPLICATED = "replicated.safetensors"
 FORMAT, VERSION = "hvdkit checkpoint", 2
 RANK_VALUES = "rank_values"
-"""The entry of a shard file's metadata that holds, as JSON, the values that only its rank has.
+"""The key in a shard file's metadata that holds, as JSON, the values specific to its rank.
 
-Version 1 kept those of all ranks in the manifest, which every rank reads: some 10 kB for each rank's generators.
+Version 1 kept the values of all ranks in the manifest, which every rank reads: about 10 kB of generator states per
+rank.
 """
 
 
@@ -43,12 +44,12 @@ def shard_name(rank: int, size: int) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a tensor, or the whole of a replicated one.
+    """One rank's part of a tensor, or an entire replicated tensor.
 
     Attributes:
         file: the file's name in the checkpoint's folder.
-        checksum: of the bytes, by blocks (see ``tensorfile``).
-        index: of a sharded tensor, ``[start, stop, step]`` of the global indices along each axis; where the rule is
+        checksum: checksum of the bytes, computed by blocks (see ``tensorfile``).
+        index: for a sharded tensor, ``[start, stop, step]`` of the global indices along each axis; if the rule is
             "flat", of the elements in row-major order.
     """
 
@@ -63,14 +64,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Saved:
-    """What the manifest says of one tensor.
+    """The manifest entry of one tensor.
 
     Attributes:
         kind: "replicated", "sharded" or "per_rank".
-        shape: global shape; of a ``per_rank`` tensor, that of each rank's.
+        shape: global shape; for a ``per_rank`` tensor, the shape on each rank.
         dtype: name of the NumPy dtype.
-        parts: one; or one for each rank that has some, in rank order.
-        partition: of a sharded tensor, its rule.
+        parts: a single part; or one for each rank that holds a part, in rank order.
+        partition: for a sharded tensor, the partition rule.
     """
 
     kind: str
@@ -81,7 +82,7 @@ class Saved:
 
     @property
     def indexed(self) -> tuple[int, ...]:
-        """The lengths of the axes along which parts are indexed: where the rule is "flat", one axis of all elements."""
+        """Lengths of the axes along which parts are indexed: one axis of all elements if the rule is "flat"."""
         return (math.prod(self.shape),) if self.partition == FLAT else self.shape
 
     def __str__(self) -> str:
@@ -95,15 +96,15 @@ class Manifest:
 
     Attributes:
         step: steps trained.
-        size: ranks that saved it.
+        size: number of ranks that saved it.
         variables: its tensors by name, in the order of the state.
         values: its plain values by name.
-        rank_values: names of the values that differ between ranks; each rank's are in its own file, see
+        rank_values: names of the values that differ between ranks; each rank's values are in its own file, see
             :meth:`rank_values_in`.
         files: length and checksum of each file.
         created: UTC, ISO 8601.
-        versions: of hvdkit, TensorFlow and others that wrote it.
-        checksum: of all the above, as it is in the file; "" before it is written.
+        versions: versions of hvdkit, NumPy and Python that wrote it.
+        checksum: checksum of all the above, as stored in the file; "" until it is written.
     """
 
     step: int
@@ -118,11 +119,11 @@ class Manifest:
     _version_1_values: dict[str, list[Any]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write ``folder/manifest.json`` and bring it to the disk.
+        """Write ``folder/manifest.json`` and sync it to disk.
 
         Raises:
             CheckpointError: it cannot be written.
-            TypeError: a value is no JSON.
+            TypeError: a value cannot be represented as JSON.
         """
         self.created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.versions = {"hvdkit": __version__, "numpy": np.__version__, "python": platform.python_version()}
@@ -135,11 +136,11 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
-        """Read ``folder/manifest.json`` and look whether the files it names are there at their lengths.
+        """Read ``folder/manifest.json`` and check that its files exist and have the recorded lengths.
 
         Raises:
-            CheckpointError: ``folder`` is no checkpoint, or one of a newer hvdkit.
-            CorruptCheckpointError: the manifest was changed after it was written, or a file is missing or cut short.
+            CheckpointError: ``folder`` is not a checkpoint, or was written by a newer hvdkit.
+            CorruptCheckpointError: the manifest was modified, or a file is missing or truncated.
         """
         manifest = cls.parse(folder)
         for name, record in manifest.files.items():
@@ -154,7 +155,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, folder: Path) -> Manifest:
-        """Read ``folder/manifest.json`` alone. Raises as :meth:`load` does."""
+        """Read only ``folder/manifest.json``. Raises as :meth:`load` does."""
         file = folder / NAME
         if not file.is_file():
             raise CheckpointError(f"{folder}: is no checkpoint, it has no {NAME}; pass a folder such as step-000001200")
@@ -201,10 +202,10 @@ class Manifest:
         return manifest
 
     def rank_values_in(self, rank: int, file: TensorFile | None) -> Mapping[str, Any]:
-        """Return the values that only ``rank`` had, by name, from its open ``file`` (None if it wrote none).
+        """Return the values specific to ``rank``, by name, from its open ``file`` (None if it did not write one).
 
         Raises:
-            CorruptCheckpointError: they are not what was written.
+            CorruptCheckpointError: they differ from those written.
         """
         if self._version_1_values:
             return {name: values[rank] for name, values in self._version_1_values.items()}
@@ -218,13 +219,13 @@ class Manifest:
             raise CorruptCheckpointError(f"{where}: lacks values of rank {rank} ({error!r})") from error
 
     def files_with_rank_values(self) -> dict[str, int]:
-        """Return the files that hold values of one rank, with that rank; none in version 1."""
+        """Return the files that hold rank-specific values, mapped to the rank; empty in version 1."""
         ranks = range(self.size if self.rank_values and not self._version_1_values else 0)
         return {shard_name(rank, self.size): rank for rank in ranks}
 
     @cached_property
     def parts_in(self) -> dict[str, list[tuple[str, Part]]]:
-        """The tensors' parts in each file, as ``(name of the tensor, part)``."""
+        """The parts in each file, as ``(tensor name, part)``."""
         found: dict[str, list[tuple[str, Part]]] = {file: [] for file in self.files}
         for name, saved in self.variables.items():
             for part in saved.parts:
@@ -232,11 +233,11 @@ class Manifest:
         return found
 
     def open(self, folder: Path, file: str) -> TensorFile:
-        """Open one of the checkpoint's files, compared with what was written.
+        """Open one of the checkpoint's files and verify its header.
 
         Raises:
             CheckpointError: it cannot be read.
-            CorruptCheckpointError: its length, header or checksums are not those that were written.
+            CorruptCheckpointError: its length, header or checksums differ from those written.
         """
         if file not in self.files:
             raise CorruptCheckpointError(f"{folder / NAME}: {file} is not among its files")
@@ -248,9 +249,9 @@ class Manifest:
         return opened
 
 
-_PLAIN = ("step", "size", "values", "rank_values", "created", "versions")  # written as they are
+_PLAIN = ("step", "size", "values", "rank_values", "created", "versions")  # stored unchanged
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    """Return the checksum of everything in a manifest but this."""
+    """Return the checksum of a manifest's content, which excludes the checksum itself."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint belongs to which of the state: by name, or by place where Keras has numbered anew."""
+"""Match tensors of a checkpoint to tensors of the state: by name, or by position if Keras renumbered layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"_\d+(?=/|$|_)")
 
 
 def without_numbers(name: str) -> str:
-    """Return a name without the numbers that Keras gives to layers as a process makes them.
+    """Return a name without the numbers that Keras appends to layer names.
 
     Example:
         >>> without_numbers("model/sequential_3/dense_12/kernel")
@@ -26,13 +26,12 @@ def without_numbers(name: str) -> str:
 def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
     """Return the saved name of every tensor in ``state``.
 
-    A key of the state that was saved is compared as a whole; keys that were saved and are not asked for are left out.
-    Names that are equal, in any order, belong together. Keras numbers layers as they are made
-    (``dense``, ``dense_1``), so that the same model can get other names: then the order decides, and names have to be
-    equal but for numbers.
+    Each key of the state must match completely; saved keys that the state does not have are ignored. Equal names
+    match, in any order. Keras numbers layers in creation order (``dense``, ``dense_1``), so the same model may have
+    different names; then tensors are matched by position, and names must be equal except for numbers.
 
     Raises:
-        CheckpointError: the checkpoint is of another model; it names the first tensor that differs.
+        CheckpointError: the checkpoint is of another model; the message names the first tensor that differs.
     """
     pairs: dict[str, str] = {}
     for key in dict.fromkeys(_key(name) for name in state.entries):
@@ -54,7 +53,7 @@ def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
 
 
 def _by_name(wanted: Mapping[str, Entry], saved: Mapping[str, Saved]) -> dict[str, str]:
-    """Match names that are equal, or all different and equal without numbers; nothing where that does not do."""
+    """Match equal names, else names that are unique and equal without numbers; return {} if neither works."""
     if set(wanted) == set(saved):
         return {name: name for name in wanted}
     mine, theirs = ({without_numbers(name): name for name in names} for names in (wanted, saved))
@@ -83,7 +82,7 @@ def _by_place(wanted: Mapping[str, Entry], saved: Mapping[str, Saved], path: Pat
 
 def _check(entry: Entry, saved: Saved, name: str, path: Path) -> None:
     alike = (entry.shape, entry.dtype.name) == (saved.shape, saved.dtype)
-    # A table may be cut at one number of ranks and whole on every rank at another; both are one array.
+    # A table may be sharded at one number of ranks and replicated at another; both are one array.
     if not alike or (entry.kind != saved.kind and "per_rank" in (entry.kind, saved.kind)):
         raise CheckpointError(
             f"{path}: {name!r} was saved as {saved}, and is {entry.dtype.name}{list(entry.shape)} ({entry.kind}) here; "

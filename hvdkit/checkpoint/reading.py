@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tensors: the whole of a replicated one, this rank's part of a sharded one, at any N."""
+"""Read a checkpoint's tensors: entire replicated ones, and this rank's part of sharded ones at any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from hvdkit.errors import CorruptCheckpointError
 from hvdkit.memory import aligned_empty
 from hvdkit.partition import FLAT, boxes_of, intersect, positions
 
-# A process may often open 1024 files in all, and a checkpoint has one for each rank that saved.
+# Processes are often limited to 1024 open files, and a checkpoint has one file for each rank that saved.
 OPEN_FILES = 64
 
 
 class Reader(contextlib.AbstractContextManager["Reader"]):
-    """Reads verified tensors of one checkpoint. A file's header is read once, when it is first needed.
+    """Reads verified tensors of one checkpoint. Each file's header is read once, on first use.
 
-    At most :data:`OPEN_FILES` files are open at a time, however many ranks saved.
+    At most :data:`OPEN_FILES` files are open at a time, regardless of the number of ranks that saved.
 
     Attributes:
-        bytes_read: from all files so far, headers included.
+        bytes_read: bytes read from all files so far, including headers.
     """
 
     def __init__(self, path: Path, manifest: Manifest):
         self._path, self._manifest = path, manifest
         self._files: dict[str, TensorFile] = {}
-        self._open: dict[str, TensorFile] = {}  # the one used last at the end
+        self._open: dict[str, TensorFile] = {}  # least recently used first
         self._totals: dict[str, Any] = {}
 
     def __exit__(self, *error: object) -> None:
@@ -49,21 +49,21 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         """Return a replicated tensor.
 
         Raises:
-            CorruptCheckpointError: its bytes are not those that were saved; it names file, tensor and rows.
+            CorruptCheckpointError: its bytes differ from those saved; the message names file, tensor and rows.
         """
         saved = self._manifest.variables[name]
         out = aligned_empty(saved.shape, np.dtype(saved.dtype))
         return self.open(saved.parts[0]).read(name, out=out)
 
     def whole(self, name: str) -> np.ndarray:
-        """Return the whole of a replicated or a sharded tensor. Raises as :meth:`replicated` and :meth:`sharded`."""
+        """Return an entire replicated or sharded tensor. Raises as :meth:`replicated` and :meth:`sharded`."""
         saved = self._manifest.variables[name]
         if saved.kind == "replicated":
             return self.replicated(name)
         return self.sharded(name, tuple(map(range, saved.shape)))
 
     def per_rank(self, name: str, rank: int, size: int, resize: Resize) -> np.ndarray | None:
-        """Return what ``rank`` of ``size`` takes of a tensor that each rank had of its own; None: keep what it has.
+        """Return the value of a per-rank tensor for ``rank`` of ``size``, or None to keep the current value.
 
         Raises:
             CorruptCheckpointError: as above.
@@ -76,7 +76,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         return np.asarray(self._total(name) / (then if resize == "mean" else size)).astype(np.dtype(saved.dtype))
 
     def _total(self, name: str) -> np.ndarray:
-        """Return the sum over the ranks that saved, in float64; each file is read once for all such tensors."""
+        """Return the float64 sum over the ranks that saved; each file is read once for all such tensors."""
         if name not in self._totals:
             saved = self._manifest.variables
             names = {n for n, s in saved.items() if s.kind == "per_rank" and np.dtype(s.dtype).kind not in "iub"} | {
@@ -88,15 +88,15 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         return self._totals.pop(name)
 
     def sharded(self, name: str, index: tuple[range, ...], *, flat: bool = False) -> np.ndarray:
-        """Return the part of a sharded tensor at the global indices ``index``, reading only rows that are in it.
+        """Return the part of a sharded tensor at the global indices ``index``, reading only the rows needed.
 
         Args:
-            name: the tensor's.
-            index: along each axis.
-            flat: ``index`` is one range, of elements in row-major order.
+            name: the tensor's name.
+            index: global indices along each axis.
+            flat: ``index`` is one range of elements in row-major order.
 
         Raises:
-            CorruptCheckpointError: as above, or the saved parts do not cover it.
+            CorruptCheckpointError: as above, or the saved parts do not cover ``index``.
         """
         saved = self._manifest.variables[name]
         if flat:
@@ -114,13 +114,13 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
             )
 
     def _run(self, name: str, saved: Saved, run: range) -> np.ndarray:
-        """Return a run of elements of a tensor, however it was cut."""
+        """Return a contiguous run of elements of a tensor, for any saved partition."""
         if saved.kind == "replicated" and len(run) == math.prod(saved.shape):
             return self.replicated(name).reshape(-1)
         out = aligned_empty([len(run)], np.dtype(saved.dtype))
         boxes = [(run,)] if saved.partition == FLAT else boxes_of(saved.shape, run)
         filled = start = 0
-        for box in boxes:  # one after the other, as the elements are
+        for box in boxes:  # in element order
             lengths = [len(axis) for axis in box]
             into = out[start : start + math.prod(lengths)].reshape(lengths)
             filled += sum(self._copy_part(name, saved, part, box, into) for part in saved.parts)
@@ -129,7 +129,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         return out
 
     def _from_runs(self, name: str, saved: Saved, index: tuple[range, ...]) -> np.ndarray:
-        """Return a box of a tensor that was saved in runs of elements."""
+        """Return a box of a tensor that was saved as runs of elements."""
         if not index:
             return self._run(name, saved, range(1)).reshape(())
         rows, *others = index
@@ -146,8 +146,8 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         return out
 
     def _copy_part(self, name: str, saved: Saved, part: Part, index: tuple[range, ...], out: np.ndarray) -> int:
-        """Copy what is common to ``part`` and ``index`` into ``out``; return the number of values."""
-        theirs = part.ranges() or tuple(map(range, saved.indexed))  # of a replicated one all
+        """Copy the intersection of ``part`` and ``index`` into ``out``; return the number of values."""
+        theirs = part.ranges() or tuple(map(range, saved.indexed))  # a replicated part covers all
         common = [intersect(a, b) for a, b in zip(theirs, index, strict=True)]
         if not all(common):
             return 0
@@ -158,7 +158,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         into = out[target]
         whole = all(len(c) == len(a) for c, a in zip(common[1:], theirs[1:], strict=True))
         if whole and into.flags.c_contiguous and target[0].step == 1:
-            file.read(name, rows, into)  # rows that lie as they are wanted go straight to their place
+            file.read(name, rows, into)  # contiguous on both sides: read in place
         else:
             for start, stop, block in file.pieces(name, rows):
                 assert block is not None
@@ -166,10 +166,10 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         return into.size
 
     def rank_values(self, rank: int) -> Mapping[str, Any]:
-        """Return the plain values that only ``rank`` had, by name.
+        """Return the plain values specific to ``rank``, by name.
 
         Raises:
-            CorruptCheckpointError: they are not what was written.
+            CorruptCheckpointError: they differ from those written.
         """
         name = shard_name(rank, self._manifest.size)
         return self._manifest.rank_values_in(rank, self._file(name) if name in self._manifest.files else None)
@@ -181,7 +181,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         return {name: [values[name] for values in found] for name in self._manifest.rank_values}
 
     def open(self, part: Part) -> TensorFile:
-        """Return the file that holds ``part``; use it before the next one is opened."""
+        """Return the file that holds ``part``; use it before opening the next one."""
         return self._file(part.file)
 
     def _file(self, name: str) -> TensorFile:

@@ -1,4 +1,4 @@
-"""Restoring over all ranks, at any number of them. Every function that exchanges is called by every rank."""
+"""Restore a checkpoint at any number of ranks. Every rank calls every function that communicates."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from hvdkit.partition import FLAT
 
 
 def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) -> dict[str, Any]:
-    """Restore the checkpoint ``path``, at any number of ranks, and verify every byte that is read.
+    """Restore the checkpoint ``path`` at any number of ranks, verifying every byte read.
 
     Args:
         path: the checkpoint's folder.
-        into: what to restore: the state that was saved, or some of its keys. Variables, models, optimizers and
+        into: the state to restore: the one that was saved, or some of its keys. Variables, models, optimizers and
             generators are set in place.
         gather: as for :func:`save`; the chief reads everything.
 
     Returns:
-        ``into`` with arrays and plain values replaced by those that were saved.
+        ``into`` with arrays and plain values replaced by the saved ones.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is of another model; nothing has been changed then.
-        CorruptCheckpointError: bytes are not those that were saved; it names rank, file and rows. Some variables may
-            have been set by then.
+        CheckpointError: the checkpoint does not exist, or is of another model; the state is unchanged.
+        CorruptCheckpointError: bytes differ from those saved; the message names rank, file and rows. Some variables
+            may already have been set.
 
     Example::
 
@@ -51,14 +51,14 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
         manifest = agreed_manifest(path, gather=gather)
         names = together("names in a checkpoint", lambda: match(manifest, flat, path))
         own = _own_values(path, manifest, flat, gather)
-        # First: if they do not fit, no tensor has changed.
+        # Restore values first: if they do not fit, tensors are still unchanged.
         together("values of a checkpoint", lambda: _restore_values(path, manifest, flat, own))
         _restore_tensors(path, manifest, flat, names, gather)
     except CorruptCheckpointError as damage:
         if cluster.is_chief():
             note_damage(path, str(damage))
         raise
-    # Keys that are left out are not read, nor are per-rank parts of ranks that saved if fewer ranks restore.
+    # Keys missing from `into` are not read. If fewer ranks restore than saved, some per-rank parts are not read either.
     is_all_read = set(names.values()) == set(manifest.variables) and cluster.size() >= manifest.size
     if is_all_read and cluster.is_chief():
         forget_damage(path)
@@ -66,13 +66,13 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
 
 
 def agreed_manifest(path: Path, *, gather: bool = False) -> Manifest:
-    """Return the manifest of ``path``, the same on every rank.
+    """Return the manifest of ``path``, identical on every rank.
 
-    Every rank reads it and compares its checksum with the chief's: a manifest has an entry for each rank and tensor,
-    and may be large. With ``gather`` the chief sends it.
+    Every rank reads it and compares its checksum with the chief's, because a manifest has an entry for each rank and
+    tensor and may be large. With ``gather`` the chief sends it.
 
     Raises:
-        CheckpointError: on every rank: what is wrong with it, as ``Manifest.load`` says, or a rank reads another one.
+        CheckpointError: on every rank: ``Manifest.load`` fails or a rank reads a different manifest.
     """
     if gather:
         return of_chief("a manifest", lambda: Manifest.load(path))
@@ -87,7 +87,7 @@ def agreed_manifest(path: Path, *, gather: bool = False) -> Manifest:
     def read() -> Manifest:
         if not found:
             with contextlib.suppress(OSError):
-                list(path.parent.iterdir())  # has a network file system look again
+                list(path.parent.iterdir())  # makes a network file system refresh its cache
         manifest = found[0] if found else Manifest.parse(path)
         if manifest.checksum != checksum:
             here = cluster.cluster()
@@ -111,7 +111,7 @@ def _restore_values(path: Path, manifest: Manifest, flat: State, own: Mapping[st
 
 
 def _own_values(path: Path, manifest: Manifest, flat: State, gather: bool) -> Mapping[str, Any]:
-    """Return the plain values that were saved for this rank alone; with ``gather`` the chief reads those of all."""
+    """Return the plain values saved for this rank; with ``gather`` the chief reads those of all ranks."""
     if not any(value.per_rank for value in flat.values.values()):
         return {}
     wanted = range(cluster.size()) if gather else [cluster.rank()]
@@ -125,7 +125,7 @@ def _own_values(path: Path, manifest: Manifest, flat: State, gather: bool) -> Ma
 
 def _restore_tensors(path: Path, manifest: Manifest, flat: State, names: dict[str, str], gather: bool) -> None:
     rank, size = cluster.rank(), cluster.size()
-    # What is the same for every rank is read by the chief and sent; so is what is made of all ranks' parts.
+    # The chief reads and broadcasts replicated tensors, and those reduced over all saved ranks' parts.
     sent = [e for e in flat.entries.values() if e.kind == "replicated" or _is_mean(e, manifest, size)]
     own = [e for e in flat.entries.values() if e.kind != "replicated" and not _is_mean(e, manifest, size)]
 
@@ -150,12 +150,12 @@ def _restore_tensors(path: Path, manifest: Manifest, flat: State, names: dict[st
 
 
 def _is_mean(entry: Entry, manifest: Manifest, size: int) -> bool:
-    """Return True if every rank takes the same: a mean of what all ranks that saved had, or a share of their sum."""
+    """Return True if every rank gets the same value: the mean over the ranks that saved, or a share of their sum."""
     return entry.kind == "per_rank" and entry.resize != "keep" and size != manifest.size
 
 
 def own_part(reader: Reader, entry: Entry, name: str, rank: int, size: int) -> np.ndarray | None:
-    """Return the part of a sharded or per-rank tensor that ``rank`` of ``size`` takes; None: it keeps what it has."""
+    """Return the part of a sharded or per-rank tensor for ``rank`` of ``size``, or None to keep the current value."""
     if entry.kind == "per_rank":
         return reader.per_rank(name, rank, size, entry.resize)
     assert entry.index is not None
@@ -168,18 +168,18 @@ def _assign_own(entry: Entry, part: np.ndarray | None) -> None:
 
 
 def _taken_over(array: np.ndarray, entry: Entry) -> Any:
-    """Return ``array`` as a tensor over the same memory where that can be, so that it is not copied once more."""
+    """Return ``array`` as a tensor that shares its memory if possible, to avoid a copy."""
     on_host = entry.variable is not None and "CPU" in entry.variable.device.upper()
-    if not on_host or array.size == 0 or array.ctypes.data % ALIGNMENT:  # TensorFlow's kernels abort on others
+    if not on_host or array.size == 0 or array.ctypes.data % ALIGNMENT:  # TensorFlow's kernels require alignment
         return array
     try:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     except (TypeError, ValueError, RuntimeError, BufferError, tf.errors.OpError):
-        return array  # a dtype that DLPack does not know
+        return array  # a dtype that DLPack does not support
 
 
 def _filled(name: str, item: Any, found: Mapping[str, Any]) -> Any:
-    """Return ``item`` with what a restore found in the places of arrays and values."""
+    """Return ``item`` with arrays and values replaced by the restored ones."""
     if isinstance(item, Mapping):
         return {key: _filled(f"{name}/{key}", part, found) for key, part in item.items()}
     if type(item) in (list, tuple):

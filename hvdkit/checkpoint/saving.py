@@ -1,4 +1,4 @@
-"""Saving over all ranks, and what ranks agree on to save or restore. Every function here is called by every rank."""
+"""Save over all ranks, and agree between ranks on what to save or restore. Every rank calls every function."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ _POLL_SECONDS = 0.02
 
 
 def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None, gather: bool = False) -> Path:
-    """Save ``state`` as the checkpoint ``path``; return when it is whole and on the disk.
+    """Save ``state`` as the checkpoint ``path``; return when it is complete and on disk.
 
-    It is written under another name and renamed at the end: ``path`` is there whole, or not at all, whatever happens.
-    Replicated tensors are written by the chief, each rank's own by itself, at the same time.
+    The checkpoint is written under a temporary name and renamed at the end, so ``path`` is never incomplete. The chief
+    writes replicated tensors while each rank writes its own tensors.
 
     Args:
-        path: the checkpoint's folder, e.g. ``runs/mnist/checkpoints/step-000001200``. One of that name is replaced.
-        state: names of models, optimizers, variables, ... ; see :func:`hvdkit.checkpoint.state.flatten`.
+        path: the checkpoint's folder, e.g. ``runs/mnist/checkpoints/step-000001200``; replaced if it exists.
+        state: models, optimizers, variables, ... by name; see :func:`hvdkit.checkpoint.state.flatten`.
         step: steps trained, for the manifest; by default the number at the end of the path's name, or 0.
-        gather: True where ranks do not share a file system: the chief writes everything, and gets the others' parts
-            over the network in pieces of about 1 MiB.
+        gather: pass True if ranks do not share a file system: the chief writes everything, and receives the other
+            ranks' parts over the network in pieces of about 1 MiB.
 
     Returns:
         ``path``.
 
     Raises:
-        CheckpointError: a rank cannot write its part (it is named), or ranks do not see one file system. What was
-            there before is as it was.
-        NonFiniteError: a weight, a moving statistic or an optimizer slot is NaN or infinite; it names variable, rank
-            and step. What was there before is as it was.
-        CollectiveMismatchError: ranks have different states; it names rank and tensor.
-        TypeError: the state holds something that cannot be saved.
+        CheckpointError: a rank cannot write its part (the message names it), or ranks do not share a file system.
+            An existing checkpoint is unchanged.
+        NonFiniteError: a weight, a moving statistic or an optimizer slot is NaN or infinite; the message names
+            variable, rank and step. An existing checkpoint is unchanged.
+        CollectiveMismatchError: ranks have different states; the message names rank and tensor.
+        TypeError: the state contains an object that cannot be saved.
 
     Example::
 
@@ -82,10 +82,10 @@ def begin(
     committed: Callable[[], None] = lambda: None,
     in_place: bool = False,
 ) -> Save:
-    """Take a snapshot on this rank and begin to write it, behind the training. Exchanges nothing.
+    """Take a snapshot on this rank and start writing it in the background. Does not communicate.
 
-    With ``in_place`` the caller changes nothing until it is written, and less memory is needed. For the other
-    arguments see :class:`Save`.
+    With ``in_place`` the caller must not change the state until it is written, and less memory is needed. For the
+    other arguments see :class:`Save`.
     """
     snapshot = Snapshot.of(state, cluster.rank(), in_place=in_place)
     return Save(
@@ -102,22 +102,22 @@ def begin(
 
 
 def finish(save: Save) -> None:
-    """Wait until the checkpoint is whole, or has failed on some rank.
+    """Wait until the checkpoint is complete, or has failed on some rank.
 
     Raises:
-        CheckpointError: on every rank, naming the one that failed.
-        NonFiniteError: on every rank, naming variable, rank and step.
+        CheckpointError: on every rank; the message names the rank that failed.
+        NonFiniteError: on every rank; the message names variable, rank and step.
     """
     while not settled(save, gather(cluster.exchange(), "the end of a save", lambda: progress_of(save))):
         save.wait(_POLL_SECONDS)
 
 
 class Progress(NamedTuple):
-    """How far one rank is with a save, as ranks exchange it.
+    """The progress of a save on one rank, as exchanged between ranks.
 
     Attributes:
-        done: this rank has nothing left to do.
-        failure: what went wrong on it, or None.
+        done: True if this rank has finished its part.
+        failure: the failure on this rank, or None.
         newest: on the chief, if the save failed: the name of the checkpoint that a restart would use.
     """
 
@@ -127,19 +127,19 @@ class Progress(NamedTuple):
 
 
 def progress_of(save: Save) -> Progress:
-    """Return this rank's part for :func:`settled`."""
-    done = save.done  # read first: a thread that is alive has not failed for good
+    """Return this rank's progress, as input for :func:`settled`."""
+    done = save.done  # read before failure(), which is final only after the thread has ended
     failure = save.failure()
     newest = latest(save.target.parent) if failure is not None and save.rank == 0 else None
     return Progress(done, failure, newest.name if newest else None)
 
 
 def settled(save: Save, ranks: Sequence[Progress]) -> bool:
-    """Return True once every rank is done with ``save``, given every rank's :func:`progress_of`.
+    """Return True if every rank is done with ``save``, given every rank's :func:`progress_of`.
 
     Raises:
-        CheckpointError: on every rank once all are done, if one failed; it names the first that did.
-        NonFiniteError: the same, if a tensor held NaN or an infinity.
+        CheckpointError: on every rank once all are done, if a rank failed; the message names the first one.
+        NonFiniteError: the same, if a tensor contained NaN or an infinity.
     """
     failed = [(rank, each.failure) for rank, each in enumerate(ranks) if each.failure is not None]
     if failed:
@@ -158,13 +158,13 @@ def settled(save: Save, ranks: Sequence[Progress]) -> bool:
 
 
 def agreed_state(state: Mapping[str, Any]) -> State:
-    """Lay out ``state`` and compare it over ranks; all ranks then call its tensors by the chief's names.
+    """Flatten ``state`` and compare it across ranks; all ranks then use the chief's tensor names.
 
-    Keras numbers layers as a process makes them, so that a rank that made one more has other names for the same model.
+    Keras numbers layers per process, so a rank that created an additional layer has different names for the same model.
 
     Raises:
         TypeError: something in it cannot be saved.
-        CollectiveMismatchError: ranks differ; it names rank and tensor.
+        CollectiveMismatchError: ranks differ; the message names rank and tensor.
     """
     laid_out: list[State] = []
 
@@ -205,10 +205,10 @@ def _shown(signature: tuple[Any, ...]) -> str:
 
 
 def check_shared(folder: Path) -> None:
-    """Make ``folder`` and see that every rank finds there what the chief writes.
+    """Create ``folder`` and check that every rank sees a file that the chief writes there.
 
     Raises:
-        CheckpointError: on every rank: the folder cannot be written, or a rank does not see it.
+        CheckpointError: on every rank: the folder cannot be written, or a rank does not see the file.
     """
 
     def leave() -> str:
@@ -220,7 +220,7 @@ def check_shared(folder: Path) -> None:
 
     def look() -> None:
         with contextlib.suppress(OSError):
-            list(folder.iterdir())  # has a network file system look again
+            list(folder.iterdir())  # makes a network file system refresh its cache
         if not token.exists():
             here = cluster.cluster()
             raise CheckpointError(
@@ -242,15 +242,15 @@ def check_shared(folder: Path) -> None:
 
 
 def together(kind: str, action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank, and return its result here; an exception on one rank raises an error on all.
+    """Run ``action`` on every rank and return this rank's result; an exception on one rank raises an error on all.
 
     Args:
-        kind: names it in messages; the same on every rank.
-        action: may raise.
+        kind: a description for messages; the same on every rank.
+        action: the function to run; may raise.
 
     Raises:
-        Exception: what ``action`` has raised on this rank.
-        CheckpointError: on other ranks; it names the rank.
+        Exception: the exception that ``action`` raised on this rank.
+        CheckpointError: on other ranks; the message names the rank that failed.
     """
     results: list[T] = []
     gather(cluster.exchange(), kind, lambda: results.append(action()), error=CheckpointError)
@@ -258,7 +258,7 @@ def together(kind: str, action: Callable[[], T]) -> T:
 
 
 def of_chief(kind: str, action: Callable[[], T]) -> T:
-    """Run ``action`` on the chief, and return its result, which can be pickled, on every rank.
+    """Run ``action`` on the chief and return its result, which must be picklable, on every rank.
 
     Args and Raises as for :func:`together`.
     """

@@ -1,4 +1,4 @@
-"""A checkpoint's model as a SavedModel, which plain TensorFlow serves."""
+"""Export a checkpoint's model as a SavedModel for plain TensorFlow."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from hvdkit.errors import describe
 def export_saved_model(
     path: str | Path, model: Any, directory: str | Path, *, key: str = "model", overwrite: bool = False
 ) -> Path:
-    """Restore a checkpoint's model and write it as a SavedModel that plain TensorFlow serves.
+    """Restore a checkpoint's model and write it as a SavedModel that plain TensorFlow can serve.
 
-    Runs in one process, whatever the number of ranks that saved, without ``hk.init()``, Horovod or MPI. Moving
-    statistics of BatchNormalization, which each rank has of its own, become the ranks' mean.
+    Runs in one process, regardless of the number of ranks that saved, without ``hk.init()``, Horovod or MPI. The
+    per-rank BatchNormalization moving statistics are averaged over ranks.
 
     Args:
-        path: a checkpoint; or a folder of checkpoints or a ``logdir``, of which the newest whole one is taken.
-        model: a Keras model built like the one that was saved, whose variables are set; or a function that builds it,
-            which a model with sharded layers needs where ``hk.init()`` was not called: here its tables are whole.
-        directory: where to write; it is there whole or not at all.
-        key: the model's name in the state that was saved; ``hk.Supervisor`` saves it as "model".
-        overwrite: replace ``directory`` if it is there.
+        path: a checkpoint; or a folder of checkpoints or a ``logdir``, in which case the newest intact one is used.
+        model: a Keras model built like the saved one, whose variables are set; or a function that builds it. Pass a
+            function for a model with sharded layers if ``hk.init()`` was not called: it builds unsharded tables here.
+        directory: where to write; created atomically.
+        key: the model's name in the saved state; ``hk.Supervisor`` saves it as "model".
+        overwrite: replace ``directory`` if it exists.
 
     Returns:
         ``directory``.
 
     Raises:
-        ValueError: ``directory`` is not empty, the model is not built, or it is cut across ranks.
-        TypeError: ``model`` is neither.
-        CheckpointError: there is no checkpoint, it is of another model, or ``directory`` cannot be written.
-        CorruptCheckpointError: the bytes are not those that were saved; it names file, tensor and rows.
+        ValueError: ``directory`` is not empty, or the model is not built or is sharded across ranks.
+        TypeError: ``model`` is neither a model nor a function that returns one.
+        CheckpointError: no checkpoint is found, it is of another model, or ``directory`` cannot be written.
+        CorruptCheckpointError: the bytes differ from those saved; the message names file, tensor and rows.
 
     Example::
 
@@ -81,7 +81,7 @@ def _export(model: Any, directory: Path, overwrite: bool) -> None:
     try:
         with naming_file(directory, "written"):
             directory.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.redirect_stdout(io.StringIO()):  # it would tell of the temporary name
+            with contextlib.redirect_stdout(io.StringIO()):  # it would print the temporary name
                 model.export(beside)
             if directory.is_dir() and overwrite:
                 remove_folder(directory)
@@ -91,7 +91,7 @@ def _export(model: Any, directory: Path, overwrite: bool) -> None:
 
 
 def _restore(path: Path, into: dict[str, Any]) -> None:
-    """Set a state from a checkpoint in this process alone, as a world of one would."""
+    """Restore a state in this process only, as with a world size of 1."""
     manifest, flat = Manifest.load(path), flatten(into)
     names = match(manifest, flat, path)
     with Reader(path, manifest) as reader:

@@ -1,4 +1,4 @@
-"""What is saved: variables, models, optimizers, generators, arrays and plain values, laid out flat."""
+"""Flatten a state of variables, models, optimizers, generators, arrays and plain values for saving."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hvdkit.errors import describe
 
 @runtime_checkable
 class ShardedState(Protocol):
-    """What a variable cut across ranks offers, so that it is saved and restored at any number of ranks.
+    """Protocol of a sharded variable that can be saved and restored at any number of ranks.
 
     Attributes:
         shape: global shape.
         dtype: dtype, or its name.
-        partition: the rule's name, for people; "flat" says that ``local_index`` is one range of elements in row-major
-            order.
-        local_index: for every axis the global indices that this rank holds, in its order; empty ones are fine.
-            Over all ranks they cover the global array.
+        partition: the name of the partition rule; "flat" means that ``local_index`` is one range of elements in
+            row-major order.
+        local_index: the global indices that this rank holds along each axis, in local order; may be empty. Over all
+            ranks they cover the global array.
         local: this rank's part, a tensor or variable ``[len(i) for i in local_index]``.
     """
 
@@ -44,20 +44,20 @@ class ShardedState(Protocol):
         """This rank's part."""
 
     def assign_local(self, values: Any) -> None:
-        """Take ``values``, an array or a tensor, as this rank's part."""
+        """Set this rank's part to ``values``, an array or a tensor."""
 
 
 def flatten(state: Mapping[str, Any]) -> State:
-    """Lay out ``state``.
+    """Flatten a user-defined ``state``.
 
     Args:
-        state: a mapping of names to: Keras models, layers and optimizers; TensorFlow and Keras variables; whatever
-            satisfies :class:`ShardedState`; arrays and tensors; random generators (``random``, NumPy, TensorFlow,
+        state: a mapping of names to: Keras models, layers and optimizers; TensorFlow and Keras variables; objects that
+            satisfy :class:`ShardedState`; arrays and tensors; random generators (``random``, NumPy, TensorFlow,
             ``keras.random.SeedGenerator``); objects with ``state`` and ``restore``; objects whose
-            ``checkpoint_state()`` gives one of these; plain JSON values; mappings and sequences of all of these.
+            ``checkpoint_state()`` returns one of these; plain JSON values; mappings and sequences of all of these.
 
     Raises:
-        TypeError: something else is in it; it is named.
+        TypeError: it contains anything else; the message names it.
 
     Example:
         >>> sorted(flatten({"model": model, "step": 3}).values)  # doctest: +SKIP
@@ -110,7 +110,7 @@ def _walk(flat: State, name: str, item: Any) -> None:
 def _add_layer(flat: State, name: str, layer: Any) -> None:
     seeds, statistics = _own_variables(layer)
     elsewhere = _add_sharded_layers(flat, name, layer)
-    # A constant among the weights may be infinite, such as the mask of an attention layer; a metric may be NaN.
+    # A constant weight may be infinite, such as an attention mask; a metric may be NaN.
     allowed: dict[int, Allowed] = {id(v): "finite" if v.trainable else "infinite" for v in layer.weights}
     for variable in layer.variables:
         path = f"{name}/{variable_name(variable)}"
@@ -125,7 +125,7 @@ def _add_layer(flat: State, name: str, layer: Any) -> None:
 
 
 def _add_sharded_layers(flat: State, name: str, layer: Any) -> set[int]:
-    """Add the layers inside ``layer`` that say themselves what they save; return their variables' ids."""
+    """Add the sublayers of ``layer`` that define ``checkpoint_state()``; return their variables' ids."""
     done: set[int] = set()
     for part in layer._flatten_layers(include_self=False):
         if hasattr(part, "checkpoint_state"):
@@ -135,7 +135,7 @@ def _add_sharded_layers(flat: State, name: str, layer: Any) -> set[int]:
 
 
 def _own_variables(layer: Any) -> tuple[set[int], set[int]]:
-    """Return the variables that each rank has of its own: states of generators, and moving statistics."""
+    """Return the ids of the per-rank variables: generator states, and moving statistics."""
     seeds, statistics = set(), set()
     for part in layer._flatten_layers():
         if isinstance(part, keras.layers.BatchNormalization):
@@ -168,13 +168,13 @@ def _add_optimizer(flat: State, name: str, optimizer: Any) -> None:
 
 
 def _check_accumulation(steps: int, saved: int) -> None:
-    """Gradients that were added up for an update after so many steps are of no use for one after others."""
+    """Check the number of accumulation steps: accumulated gradients are valid only for the same number."""
     if steps != saved:
         raise ValueError(describe("accumulate_steps", steps, f"{saved}, as it was saved", "go on with the same number"))
 
 
 def _sums_rule(optimizer: Any) -> Resize:
-    """Keep sum_r a_r / N where gradients are averaged over ranks, and sum_r a_r where they are summed."""
+    """Preserve sum_r a_r / N if gradients are averaged over ranks, and sum_r a_r if they are summed."""
     how = getattr(optimizer, "_hvdkit", None)
     return "share" if how is not None and how.op.name == "Sum" else "mean"
 
@@ -189,7 +189,7 @@ def _add_variable(
     key: str | None = None,
     allowed: Allowed = "any",
 ) -> None:
-    """Add a variable; of a shard each of its tables, under ``key``, since the variable's own name may be any."""
+    """Add a variable; for a shard, add each of its tables under ``key``, as the shard's name is arbitrary."""
     if is_local(variable):
         kind, resize = "per_rank", "keep"
     if (run := run_of(variable)) is not None:
@@ -210,7 +210,7 @@ def _add_variable(
 
 
 def _array(tensor: tf.Tensor) -> np.ndarray:
-    """Return a tensor as an array over the same memory; TensorFlow has none of its own for a bfloat16 scalar."""
+    """Return a tensor as an array that shares its memory. TensorFlow cannot do this for a bfloat16 scalar."""
     return np.asarray(tf.reshape(tensor, [-1])).reshape(tensor.shape) if tensor.shape.rank == 0 else np.asarray(tensor)
 
 
@@ -245,12 +245,12 @@ def _add_array(flat: State, name: str, array: np.ndarray) -> None:
     def assign(values: np.ndarray) -> None:
         flat.found[name] = values
 
-    # A copy: unlike a variable's, an array's memory is written to in place.
+    # Copy: unlike a variable, an array is updated in place.
     _add(flat, Entry(name, "replicated", array.dtype, array.shape, array.copy, assign))
 
 
 def _add_generator(flat: State, name: str, item: Any) -> bool:
-    """Add a random generator's state, one for each rank; return False if ``item`` is none."""
+    """Add a random generator's per-rank state; return False if ``item`` is not a generator."""
     if isinstance(item, keras.random.SeedGenerator | tf.random.Generator):
         _add_variable(flat, f"{name}/state", item.state, "per_rank")
     elif isinstance(item, np.random.Generator):
@@ -272,7 +272,7 @@ def _add_generator(flat: State, name: str, item: Any) -> bool:
 
 
 def _plain(state: Any) -> Any:
-    """Return a generator's state with its arrays as lists, fit for JSON."""
+    """Return a generator's state with its arrays as lists, for JSON."""
     if isinstance(state, Mapping):
         return {key: _plain(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):
@@ -294,7 +294,7 @@ def _add(flat: State, entry: Entry) -> None:
             describe(f"state[{entry.name!r}]", f"dtype {entry.dtype}", "numbers or bool", "save it as numbers or JSON")
         )
     base, number = entry.name, 1
-    while entry.name in flat.entries:  # two variables of one name keep their order
+    while entry.name in flat.entries:  # variables with the same name are numbered in order
         number += 1
         entry.name = f"{base}~{number}"
     flat.entries[entry.name] = entry

@@ -1,12 +1,12 @@
-"""A safetensors file that is written in a stream and read by rows, with a checksum for every block of rows.
+"""Safetensors files that are written as a stream and read by rows, with a checksum for every block of rows.
 
-The ``safetensors`` package needs all bytes of all tensors at once to write a file, twice the memory of a large shard.
-The format is an 8-byte length, a JSON header and the tensors' bytes, so it is written here; any tool reads it.
-Source: the "Format" section of the safetensors project.
+The ``safetensors`` package needs the bytes of all tensors at once to write a file: twice the memory of a large shard.
+The format is an 8-byte length, a JSON header and the tensors' bytes, so this module writes it directly; any safetensors
+reader can read it. Source: the "Format" section of the safetensors project.
 
-Checksums are XXH3-64 of runs of about :data:`BLOCK_BYTES`, cut at whole rows, and stand in the header's
-``__metadata__``; the header's own checksum (XXH3-128) stands in the manifest. So a few rows can be read and verified
-without the rest of the file.
+Checksums are XXH3-64 of blocks of about :data:`BLOCK_BYTES`, aligned to whole rows, and are stored in the header's
+``__metadata__``; the checksum of the header (XXH3-128) is stored in the manifest. So a few rows can be read and
+verified without the rest of the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import xxhash
 from hvdkit.checkpoint.files import naming_file
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, describe
 
-# Also what moves by one call: with more, a block has left the core's cache between its checksum and its write.
+# Also the I/O size: a larger block would be evicted from the core's cache between its checksum and its write.
 BLOCK_BYTES = 2**20
 
 _DTYPES = {
@@ -48,28 +48,28 @@ _DTYPES = {
     "C64": np.dtype(np.complex64),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_HEADER_LIMIT = 100_000_000  # of the safetensors package
-_DIGESTS = "xxh3_64 "  # begins the key of a tensor's checksums in the header's metadata
-# Of 16-bit floats the bits of infinity; NaNs are above. NumPy's own tests of these dtypes are 20 times as slow.
+_HEADER_LIMIT = 100_000_000  # limit of the safetensors package
+_DIGESTS = "xxh3_64 "  # prefix of the metadata key of a tensor's checksums
+# Bit patterns of infinity for 16-bit floats; NaNs are larger. NumPy's checks for these dtypes are 20 times slower.
 _INFINITY_BITS = {np.dtype(np.float16): 0x7C00, np.dtype(ml_dtypes.bfloat16): 0x7F80}
 
 Allowed = Literal["finite", "infinite", "any"]
-"""Floating-point values that a tensor may hold: finite ones only, infinities too, or also NaN."""
+"""Floating-point values that a tensor may contain: finite only, also infinities, or also NaN."""
 
 
 class NonFiniteTensor(NonFiniteError):
-    """A tensor holds a value that it must not hold; the message names the tensor and the value."""
+    """A tensor contains a value that is not allowed; the message names the tensor and the value."""
 
 
 class Outgoing(NamedTuple):
-    """A tensor on its way into a file.
+    """A tensor to be written to a file.
 
     Attributes:
         name: its key.
         dtype: its NumPy dtype.
         shape: its shape; the first axis counts rows (a scalar is one row).
-        rows: gives rows ``[start, stop)`` as a C-contiguous array; asked once for each, in ascending order.
-        allowed: the floating-point values that it may hold; checked while it is written.
+        rows: returns rows ``[start, stop)`` as a C-contiguous array; called once for each block, in ascending order.
+        allowed: the floating-point values that it may contain; checked while it is written.
     """
 
     name: str
@@ -80,13 +80,13 @@ class Outgoing(NamedTuple):
 
     @classmethod
     def of(cls, name: str, array: np.ndarray, allowed: Allowed = "any") -> Outgoing:
-        """Return ``array`` under ``name``; its memory is read while the file is written, not copied."""
+        """Return ``array`` under ``name``; it is not copied, but read while the file is written."""
         whole = np.ascontiguousarray(array).reshape(array.shape or (1,))
         return cls(name, array.dtype, array.shape, lambda start, stop: whole[start:stop], allowed)
 
 
 class Layout(NamedTuple):
-    """Where a tensor's rows and their checksums stand."""
+    """The location of a tensor's rows in a file, and their checksums."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -105,7 +105,7 @@ class Layout(NamedTuple):
 
     @property
     def block_rows(self) -> int:
-        """Rows under one checksum; the last block may have fewer."""
+        """Rows per checksum; the last block may have fewer."""
         return max(1, BLOCK_BYTES // max(1, self.row_bytes))
 
     @property
@@ -114,12 +114,12 @@ class Layout(NamedTuple):
         return 0 if self.rows * self.row_bytes == 0 else -(-self.rows // self.block_rows)
 
     def checksum(self) -> str:
-        """Return the checksum of the whole tensor: that of its blocks' checksums."""
+        """Return the checksum of the whole tensor, computed over its blocks' checksums."""
         return xxhash.xxh3_128_hexdigest(self.digests.encode())
 
 
 class FileRecord(NamedTuple):
-    """What a manifest keeps of a file: its length, its header's checksum, and that of each tensor."""
+    """A manifest's record of a file: its length, its header's checksum, and each tensor's checksum."""
 
     bytes: int
     checksum: str
@@ -127,28 +127,28 @@ class FileRecord(NamedTuple):
 
 
 def storable(dtype: np.dtype) -> bool:
-    """Return True where safetensors has this dtype."""
+    """Return True if safetensors supports this dtype."""
     return np.dtype(dtype) in _NAMES
 
 
 def write_file(path: Path, tensors: Sequence[Outgoing], *, metadata: Mapping[str, str] | None = None) -> FileRecord:
-    """Write ``path`` and bring it to the disk.
+    """Write ``path`` and sync it to disk.
 
     Args:
         path: the file, which must not exist.
-        tensors: what it holds. Rows are taken when their turn comes, about 1 MiB at a time.
-        metadata: further entries of the header's ``__metadata__``; the header's checksum covers them.
+        tensors: its content. Rows are requested in order, about 1 MiB at a time.
+        metadata: additional entries of the header's ``__metadata__``; the header's checksum covers them.
 
     Raises:
-        CheckpointError: the disk is full, or the file cannot be written; it names the file.
-        NonFiniteTensor: a tensor holds a value that it must not hold.
+        CheckpointError: the disk is full, or the file cannot be written; the message names the file.
+        NonFiniteTensor: a tensor contains a value that is not allowed.
     """
-    # Wide items first, so that every tensor starts at a multiple of its item's size.
+    # Largest item size first, so that every tensor is aligned to its item size.
     ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)
     layouts = _place(ordered)
     header = _header(layouts, metadata or {})
     with naming_file(path, "written"), path.open("xb", buffering=0) as file:
-        _write(file, header)  # keeps the room: digests are of fixed length
+        _write(file, header)  # reserves the space: digests have a fixed length
         for tensor, layout in zip(ordered, layouts.values(), strict=True):
             layouts[tensor.name] = layout._replace(digests="".join(_write_tensor(file, tensor, layout)))
         header = _header(layouts, metadata or {})
@@ -189,15 +189,15 @@ def _write_tensor(file: Any, tensor: Outgoing, layout: Layout) -> Iterator[str]:
         if (value := not_allowed(rows, tensor.allowed)) is not None:
             expected = "finite numbers" if tensor.allowed == "finite" else "no NaN"
             raise NonFiniteTensor(f"{tensor.name}: got {value} in rows {first} to {last - 1}, expected {expected}")
-        block = _bytes_of(rows)  # still in the core's cache
+        block = _bytes_of(rows)  # still cached for the checksum and the write
         yield xxhash.xxh3_64_hexdigest(block)
         _write(file, block)
 
 
 def not_allowed(block: np.ndarray, allowed: Allowed) -> str | None:
-    """Return ``"nan"`` or ``"inf"`` if ``block`` holds a value that is not ``allowed``, else None.
+    """Return ``"nan"`` or ``"inf"`` if ``block`` contains a value that is not ``allowed``, else None.
 
-    Costs one or two reads of a block that is in the cache. Integers and bool hold neither.
+    Costs one or two passes over a block that is in the cache. Integers and bool never contain either.
 
     Example:
         >>> not_allowed(np.array([1.0, np.inf]), "finite"), not_allowed(np.array([1.0, np.inf]), "infinite")
@@ -223,7 +223,7 @@ def not_allowed(block: np.ndarray, allowed: Allowed) -> str | None:
 
 
 def _blocks(layout: Layout, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Give the rows ``[start, stop)`` of blocks ``first`` to ``last - 1``."""
+    """Yield the rows ``[start, stop)`` of blocks ``first`` to ``last - 1``."""
     for block in range(first, last):
         start = block * layout.block_rows
         yield start, min(start + layout.block_rows, layout.rows)
@@ -240,19 +240,19 @@ def _write(file: Any, data: Any) -> None:
 
 
 class TensorFile:
-    """A file of :func:`write_file`, to read. Use it as a context.
+    """A reader for a file written by :func:`write_file`. Use it as a context manager.
 
     Args:
         path: the file.
-        record: what the manifest says of it, if that is known: it is compared with what is there.
+        record: the manifest's record of it, if known; the file is checked against it.
 
     Attributes:
         layouts: its tensors by name.
-        metadata: what ``write_file`` was given as ``metadata``.
+        metadata: the ``metadata`` passed to ``write_file``.
 
     Raises:
         CheckpointError: the file is missing or cannot be read.
-        CorruptCheckpointError: its length or header is not what was written.
+        CorruptCheckpointError: its length or header differs from the record.
     """
 
     def __init__(self, path: Path, record: FileRecord | None = None):
@@ -273,21 +273,21 @@ class TensorFile:
         self.close()
 
     def close(self) -> None:
-        """Give the file descriptor back; the next read opens the file again, and verifies what it reads as ever."""
+        """Close the file descriptor; the next read reopens the file and still verifies what it reads."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def read(self, name: str, rows: range | None = None, out: np.ndarray | None = None) -> np.ndarray:
-        """Return the given rows of a tensor, verified.
+        """Return verified rows of a tensor.
 
         Args:
             name: the tensor's key.
-            rows: which rows, all by default; ascending.
-            out: where to put them: C-contiguous, ``[len(rows), ...]``, of the tensor's dtype.
+            rows: the rows to read, ascending; all by default.
+            out: the output array: C-contiguous, ``[len(rows), ...]``, of the tensor's dtype.
 
         Raises:
-            CorruptCheckpointError: bytes are not those that were written, or the tensor is missing.
+            CorruptCheckpointError: bytes differ from those written, or the tensor is missing.
         """
         layout = self._layout(name)
         rows = range(layout.rows) if rows is None else rows
@@ -302,10 +302,10 @@ class TensorFile:
     def pieces(
         self, name: str, rows: range, into: np.ndarray | None = None
     ) -> Iterator[tuple[int, int, np.ndarray | None]]:
-        """Yield ``(start, stop, array)``: the verified rows that belong at ``[start, stop)`` of the result, in turn.
+        """Yield ``(start, stop, array)`` in order: the verified rows for ``[start, stop)`` of the result.
 
-        Where ``into`` is given, runs of rows that are read as they lie go straight to their place in it, and ``array``
-        is None. Memory: about 1 MiB, or one row.
+        If ``into`` is given, blocks that are needed completely are read directly into it, and None is yielded for
+        ``array``. Peak memory is about 1 MiB, or one row.
         """
         layout = self._layout(name)
         if not rows or not layout.blocks:
@@ -330,7 +330,7 @@ class TensorFile:
         return self.layouts[name]
 
     def _fill(self, name: str, layout: Layout, first: int, block: np.ndarray) -> None:
-        """Read the checksum block that begins with row ``first``."""
+        """Read and verify the checksum block that starts at row ``first``."""
         view = _bytes_of(block)
         self._read_into(view, self._data + layout.start + first * layout.row_bytes)
         number = first // layout.block_rows

@@ -1,4 +1,4 @@
-"""Reading every byte of checkpoints against their checksums, and telling all the damage. Needs no TensorFlow."""
+"""Verify every byte of checkpoints against their checksums, and report all damage. Does not need TensorFlow."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Verified:
-    """What was read and found to be whole.
+    """Counts of the data that was read and verified.
 
     Attributes:
-        checkpoints: how many.
-        files: in them, manifests not counted.
-        tensors: parts of tensors in those files.
-        bytes: of tensors, all of them read.
+        checkpoints: number of checkpoints.
+        files: number of their files, excluding manifests.
+        tensors: number of tensor parts in those files.
+        bytes: tensor bytes read.
     """
 
     checkpoints: int = 0
@@ -43,23 +43,23 @@ class Verified:
 
 
 def verify(path: str | Path, *, progress: Progress = lambda _: None) -> Verified:
-    """Read every byte of a checkpoint, or of all in a folder, and compare it with the checksums.
+    """Read every byte of a checkpoint, or of all checkpoints in a folder, and compare it with the checksums.
 
-    Also sees that the manifest is what was written, that each tensor has the dtype and shape that the manifest says,
-    and that the parts of a sharded tensor cover it exactly once. Memory: about 1 MiB, or one row. Works anywhere, as
-    ``inspect`` does. Damage is noted next to the checkpoint, if that can be written, so that ``latest`` and retention
-    know it; the note of a checkpoint that is whole (again) is removed.
+    Also checks that the manifest is intact, that each tensor has the recorded dtype and shape, and that the parts of a
+    sharded tensor cover it exactly once. Peak memory is about 1 MiB, or one row. Like ``inspect``, it does not need
+    ``hk.init()`` or Horovod. Damage is recorded next to the checkpoint, if the folder is writable, for ``latest`` and
+    retention; the note of a checkpoint that is intact (again) is removed.
 
     Args:
-        path: a checkpoint; or a folder of checkpoints, or a ``logdir``.
-        progress: called with the bytes of every piece that was read.
+        path: a checkpoint, a folder of checkpoints, or a ``logdir``.
+        progress: called with the number of bytes of every piece read.
 
     Returns:
-        What was read.
+        Counts of what was read.
 
     Raises:
-        CorruptCheckpointError: with a line for everything that is damaged, and its file, tensor and rows.
-        CheckpointError: there is no checkpoint, or it cannot be read.
+        CorruptCheckpointError: data is damaged; the message has a line per problem with its file, tensor and rows.
+        CheckpointError: no checkpoint is found, or it cannot be read.
 
     Example::
 
@@ -92,13 +92,13 @@ def _counts(read: Verified) -> tuple[int, int, int, int]:
 
 
 def bytes_at(path: str | Path) -> int:
-    """Return how many bytes :func:`verify` will tell its ``progress`` of, if nothing is damaged."""
+    """Return the number of bytes that :func:`verify` will report to ``progress`` if nothing is damaged."""
     total = 0
     for one in checkpoints_at(Path(path)):
         try:
             total += sum(_part_bytes(s, p) for s in Manifest.parse(one).variables.values() for p in s.parts)
         except CheckpointError:
-            continue  # verify will tell
+            continue  # verify reports it
     return total
 
 
@@ -124,19 +124,19 @@ class _Check:
         return Verified(1, len(self._manifest.files), self._tensors, self._bytes)
 
     def problems(self) -> list[CheckpointError]:
-        """Return everything that is wrong."""
+        """Return all problems found."""
         found = [CorruptCheckpointError(text) for text in self._wrong_parts()]
         for file in self._with_values.keys() - self._manifest.files.keys():
             found.append(CorruptCheckpointError(f"{self._path / NAME}: {file} is not among its files"))
         return found + [problem for file in self._manifest.files for problem in self._of_file(file)]
 
     def _wrong_parts(self) -> Iterator[str]:
-        """Tell of tensors whose parts are not those that they should have."""
+        """Yield a message for each tensor with missing, extra or overlapping parts."""
         for name, saved in self._manifest.variables.items():
             wrong = None
             if saved.kind == "sharded":
                 key = (saved.indexed, tuple(part.index for part in saved.parts))
-                if key not in self._covered:  # slots are cut as their variable is
+                if key not in self._covered:  # slots are partitioned like their variable
                     self._covered[key] = uncovered(saved)
                 wrong = self._covered[key]
             elif len(saved.parts) != (expected := self._manifest.size if saved.kind == "per_rank" else 1):
@@ -156,7 +156,7 @@ class _Check:
         if there != record.bytes:
             yield CorruptCheckpointError(f"{path}: has {there} bytes, and {record.bytes} were written (cut short?)")
         try:
-            # The header of a file that was cut short tells which tensors were cut.
+            # The header of a truncated file shows which tensors are affected.
             file = TensorFile(path, FileRecord(there, record.checksum, {}))
         except CheckpointError as error:
             yield error
@@ -191,10 +191,10 @@ class _Check:
 def damaged_rows(
     file: TensorFile, name: str, layout: Layout, progress: Progress = lambda _: None
 ) -> list[tuple[int, int]]:
-    """Return the runs ``[start, stop)`` of a tensor's rows that are damaged, to the block of rows with one checksum.
+    """Return the damaged runs ``[start, stop)`` of a tensor's rows, at the granularity of checksum blocks.
 
     Raises:
-        CheckpointError: the disk does not give the bytes.
+        CheckpointError: the file cannot be read.
     """
     bad: list[tuple[int, int]] = []
     step = layout.block_rows
@@ -217,9 +217,9 @@ def _is_good(file: TensorFile, name: str, rows: range, out: np.ndarray) -> bool:
 
 
 def uncovered(saved: Saved) -> str | None:
-    """Return what is wrong with the parts of a sharded tensor; None if they cover it exactly once.
+    """Return a description of the problem if the parts of a sharded tensor do not cover it exactly once, else None.
 
-    Parts that do not overlap, lie inside and have as many elements as the whole cover it.
+    Parts cover the tensor if they are disjoint, within bounds, and have as many elements as the tensor.
     """
     boxes = [part.ranges() for part in saved.parts]
     for part, box in zip(saved.parts, boxes, strict=True):
@@ -234,10 +234,11 @@ def uncovered(saved: Saved) -> str | None:
 
 
 def _overlap(boxes: list[tuple[range, ...]]) -> tuple[int, int] | None:
-    """Return two of ``boxes`` that have an element in common, as (lower, higher) position, or None.
+    """Return the (lower, higher) positions of two of ``boxes`` that share an element, or None.
 
-    Tables are cut along one axis into runs, or dealt out in turn with one step. So boxes are sorted along the first
-    axis along which they differ, by remainder and start: each is compared with those before it that reach it.
+    Tables are partitioned along one axis into contiguous runs, or round-robin with a common step. So boxes are sorted
+    by remainder and start along the first axis on which they differ, and each is compared with the earlier boxes that
+    extend to its start.
     """
     if not boxes or not boxes[0]:
         return (0, 1) if len(boxes) > 1 else None  # scalars

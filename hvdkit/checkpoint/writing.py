@@ -1,7 +1,7 @@
-"""One save: a snapshot of this rank's part, and the thread that brings it to the disk.
+"""One save: a snapshot of this rank's part, and the thread that writes it to disk.
 
-The ranks' threads exchange nothing over the network, where the training may be in the middle of a collective. Each
-writes its file and then a small report beside it; the chief's thread waits for all reports and makes it whole.
+The threads do not use the network, because the training may be in the middle of a collective. Each rank's thread
+writes its file and then a small report next to it; the chief's thread waits for all reports and commits the checkpoint.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hvdkit.checkpoint.tensorfile import FileRecord, NonFiniteTensor, Outgoing, 
 from hvdkit.errors import CheckpointError, HvdkitError, NonFiniteError
 
 _FIRST_NAP, _LONGEST_NAP = 0.002, 0.01  # seconds
-_NICER = 10  # by which a save that nobody waits for gives way to the training where cores are short
+_NICER = 10  # niceness increment of a background save, so that training takes precedence if cores are scarce
 
 
 @dataclass
 class Snapshot:
-    """What one rank puts into a checkpoint, as it was at one step.
+    """One rank's contribution to a checkpoint at a given step.
 
     Attributes:
-        entries: the state's tensors, in order, with this rank's part of each; those of a replicated one on the chief
-            alone.
+        entries: the state's tensors, in order, with this rank's part of each; replicated tensors have a part only on
+            the chief.
         values: plain values, the same on all ranks.
-        rank_values: plain values of this rank's own.
+        rank_values: plain values specific to this rank.
     """
 
     entries: list[tuple[Entry, Outgoing | None]] = field(default_factory=list)
@@ -44,12 +44,12 @@ class Snapshot:
 
     @classmethod
     def of(cls, state: State, rank: int, *, in_place: bool = False) -> Snapshot:
-        """Take the state as it is now; ``in_place`` where nothing changes it until it is written.
+        """Take a snapshot of the current state; ``in_place`` if it does not change until it is written.
 
-        On CPUs this copies nothing: TensorFlow keeps a variable's memory for as long as somebody holds what
-        was read of it, and gives the variable new memory at its next update. So the most that a snapshot ever costs is
-        one copy of what is updated while it is written. Of variables that are updated by rows TensorFlow makes that
-        copy at once; in place, they are read some rows at a time.
+        On CPUs this does not copy: TensorFlow keeps a variable's memory as long as a value read from it is referenced,
+        and allocates new memory at the variable's next update. So a snapshot costs at most one copy of the variables
+        updated while it is written. TensorFlow copies variables that are updated by rows immediately; with
+        ``in_place`` they are read in blocks of rows instead.
         """
 
         def take(entry: Entry) -> Outgoing | None:
@@ -66,11 +66,11 @@ class Snapshot:
         return cls(entries, values, {name: v.read() for name, v in state.values.items() if v.per_rank})
 
     def replicated(self) -> list[Outgoing]:
-        """Return what goes into the chief's file of replicated tensors."""
+        """Return the tensors for the chief's file of replicated tensors."""
         return [tensor for e, tensor in self.entries if e.kind == "replicated" and tensor is not None]
 
     def own(self) -> list[Outgoing]:
-        """Return what goes into this rank's file; tensors without elements are left out."""
+        """Return the tensors for this rank's file; tensors without elements are omitted."""
         return [
             tensor
             for e, tensor in self.entries
@@ -78,21 +78,21 @@ class Snapshot:
         ]
 
     def metadata(self) -> dict[str, str]:
-        """Return this rank's own values as they go into the metadata of its file."""
+        """Return this rank's values as metadata for its file."""
         return {RANK_VALUES: json.dumps(self.rank_values)} if self.rank_values else {}
 
     def indices(self) -> dict[str, Any]:
-        """Return which part of each sharded tensor this rank has, fit for JSON."""
+        """Return the index of this rank's part of each sharded tensor, for JSON."""
         return {e.name: [(i.start, i.stop, i.step) for i in e.index] for e, _ in self.entries if e.index is not None}
 
 
 class Failure(NamedTuple):
-    """Why a save failed on one rank, in a form that ranks can exchange.
+    """The reason a save failed on one rank, in a picklable form.
 
     Attributes:
         words: the error's text.
-        non_finite: a tensor held NaN or an infinity.
-        given_up: the rank only stopped writing because another rank had failed.
+        non_finite: a tensor contained NaN or an infinity.
+        given_up: the rank stopped writing only because another rank had failed.
     """
 
     words: str
@@ -105,21 +105,21 @@ class GivenUpError(CheckpointError):
 
 
 class Save:
-    """A save that is under way on this rank.
+    """A save in progress on this rank.
 
     Args:
         target: the checkpoint's folder.
         snapshot: this rank's part.
         step: steps trained.
-        rank, size: this rank, and how many save.
-        token: makes the temporary name; the same on every rank, another for every save.
-        permitted: called on the chief before the checkpoint gets its name; raises if it must not.
-        committed: called on the chief once the checkpoint is whole.
-        behind: the training goes on meanwhile.
+        rank, size: this rank, and the number of ranks.
+        token: part of the temporary name; the same on every rank, unique for every save.
+        permitted: called on the chief before the final rename; raises to prevent it.
+        committed: called on the chief once the checkpoint is complete.
+        behind: training continues during the save.
 
     Attributes:
         target, step, rank: as given.
-        error: what went wrong on this rank, or None.
+        error: the error on this rank, or None.
     """
 
     def __init__(
@@ -142,35 +142,35 @@ class Save:
         self._folder = writing_name(target, token)
         self._permitted, self._committed, self._behind = permitted, committed, behind
         self._cancelled = threading.Event()
-        # A daemon: a job that ends by an error does not wait for reports that will never come.
+        # A daemon thread: a job that exits with an error must not wait for reports that will never arrive.
         self._thread = threading.Thread(target=self._run, name="hvdkit-save", daemon=True)
 
     def start(self) -> Save:
-        """Begin to write, and return at once."""
+        """Start writing, and return immediately."""
         self._thread.start()
         return self
 
     @property
     def done(self) -> bool:
-        """True when this rank has nothing left to do: its files are on the disk, or it failed."""
+        """True if this rank has finished: its files are on disk, or it failed."""
         return not self._thread.is_alive()
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long for :attr:`done`, and return it."""
+        """Wait at most ``seconds`` for :attr:`done`, and return it."""
         self._thread.join(seconds)
         return self.done
 
     def cancel(self) -> None:
-        """Give up, because another rank failed. What was written is removed."""
+        """Stop writing because another rank failed."""
         self._cancelled.set()
 
     def clean_up(self) -> None:
-        """Remove what a failed save has left; on the chief, when all ranks are done."""
+        """Remove the files of a failed save, on the chief, once all ranks are done."""
         if self.rank == 0:
             remove_folder(self._folder)
 
     def failure(self) -> Failure | None:
-        """Return what went wrong on this rank, for the other ranks."""
+        """Return the failure on this rank in a picklable form, or None."""
         if self.error is None:
             return None
         words = str(self.error) if isinstance(self.error, HvdkitError) else f"{type(self.error).__name__}: {self.error}"
@@ -178,17 +178,17 @@ class Save:
 
     def _run(self) -> None:
         if self._behind:
-            with contextlib.suppress(OSError):  # a system that will not have it
-                os.nice(_NICER)  # on Linux this thread's alone: nice(2), "C library/kernel differences"
+            with contextlib.suppress(OSError):  # not permitted on this system
+                os.nice(_NICER)  # on Linux only for this thread: nice(2), "C library/kernel differences"
         try:
             report = self._write_own()
             if self.rank == 0:
                 self._make_whole(report)
-        except Exception as error:  # kept for the training's thread, which raises it on all ranks
-            # The folder stays until all ranks are done: one that still writes there must not fail because it went.
+        except Exception as error:  # the training thread raises it on all ranks
+            # Keep the folder until all ranks are done, so that a rank still writing there does not fail as well.
             self.error = error
         finally:
-            self._snapshot = None  # its memory is the variables' again
+            self._snapshot = None  # release its memory
 
     def _write_own(self) -> dict[str, Any]:
         """Write this rank's file and its report."""
@@ -201,12 +201,12 @@ class Save:
             files[name] = write_file(self._folder / name, own, metadata=snapshot.metadata())
         report = {"files": files, "indices": snapshot.indices()}
         if self.rank != 0:
-            # With the last report the chief gives the folder its name, which may be before this returns.
+            # The chief renames the folder after the last report, possibly before this call returns.
             write_text(self._report(self.rank), json.dumps(report), sync=False)
         return report
 
     def _make_whole(self, own: dict[str, Any]) -> None:
-        """Write what is the chief's, wait for the others' reports, and give the checkpoint its name."""
+        """Write the chief's files, wait for the other ranks' reports, and commit the checkpoint."""
         snapshot = self._snapshot
         assert snapshot is not None
         replicated = snapshot.replicated()
@@ -244,8 +244,8 @@ def non_finite(words: str, rank: int, step: int, newest: str | None) -> NonFinit
     """Return the error for a save that found NaN or an infinity.
 
     Args:
-        words: of :class:`NonFiniteTensor`: tensor, value and rows.
-        rank: which one holds it.
+        words: message of :class:`NonFiniteTensor`: tensor, value and rows.
+        rank: the rank that holds the tensor.
         step: steps trained.
         newest: name of the checkpoint that a restart would use, or None.
     """
@@ -257,11 +257,11 @@ def non_finite(words: str, rank: int, step: int, newest: str | None) -> NonFinit
 
 
 def assemble(snapshot: Snapshot, reports: list[dict[str, Any]], files: dict[str, FileRecord], *, step: int) -> Manifest:
-    """Return the manifest of what all ranks have written.
+    """Return the manifest of the files that all ranks have written.
 
     Args:
-        snapshot: the chief's.
-        reports: of each rank: its files' records, its indices of sharded tensors.
+        snapshot: the chief's snapshot.
+        reports: for each rank, the records of its files and its indices of sharded tensors.
         files: records of the chief's files of replicated tensors.
         step: steps trained.
     """

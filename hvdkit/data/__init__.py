@@ -1,7 +1,7 @@
-"""Data whose global order does not depend on the number of ranks.
+"""Input data in a global order that does not depend on the number of ranks.
 
-:class:`GlobalBatches` cuts each global batch into the ranks' rows; :class:`Concatenated` joins several
-memory-mapped files into one array for it.
+:class:`GlobalBatches` partitions each global batch over the ranks; :class:`Concatenated` joins several memory-mapped
+files into one array for it.
 """
 
 from hvdkit.data.arrays import Concatenated

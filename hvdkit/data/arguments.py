@@ -15,20 +15,20 @@ from hvdkit.data.stream import StreamSource
 from hvdkit.errors import describe
 
 SHUFFLE_BUFFER = 10_000
-"""Examples in the shuffle buffer of a stream, unless told otherwise."""
+"""Default size of a stream's shuffle buffer, in examples."""
 
 
 def remainder(value: Any) -> Remainder:
-    """Return ``value`` if it names what to do with an epoch's last examples."""
+    """Return ``value`` if it is a valid ``remainder``, else raise ValueError."""
     if value not in get_args(Remainder):
         raise ValueError(describe("remainder", value, "'pad' or 'drop'", "choose one of the two"))
     return value
 
 
 def world(rank: int | None, size: int | None) -> tuple[int, int]:
-    """Return rank and size: the cluster's, or both of the caller's."""
+    """Return rank and size: those passed by the user, or the cluster's if both are None."""
     if rank is None and size is None:
-        along = cluster.group(cluster.DATA)  # ranks that differ along another axis work on one batch together
+        along = cluster.group(cluster.DATA)  # ranks that differ along another axis share a batch
         return along.index, along.size
     if rank is None or size is None:
         raise ValueError(describe("rank, size", (rank, size), "both or neither", "pass the two together"))
@@ -40,13 +40,13 @@ def world(rank: int | None, size: int | None) -> tuple[int, int]:
 
 
 def check_state(state: Any, own: dict[str, Any]) -> None:
-    """Raise ValueError unless ``state`` is of the run that ``own`` is of, so that its position means the same here."""
+    """Raise ValueError unless ``state`` is from the same data and settings as ``own``, so its position is valid."""
     missing = {"epoch", "step", *own} - set(state)
     if missing:
         raise ValueError(
             describe("state", f"no {sorted(missing)}", "what GlobalBatches.state returned", "pass it unchanged")
         )
-    learnt = {"examples", "steps_per_epoch"}  # a stream may not know them yet
+    learnt = {"examples", "steps_per_epoch"}  # may still be unknown for a stream
     for key, expected in own.items():
         if state[key] != expected and not (key in learnt and None in (state[key], expected)):
             raise ValueError(describe(f"state[{key!r}]", state[key], f"{expected!r}, as now", _REMEDIES[key]))
@@ -56,7 +56,7 @@ def source(data: Any, map_fn: Callable[..., Any] | None, shuffle_buffer: int | N
     """Return ``data`` as a source of examples."""
     if shuffle_buffer is not None:
         shuffle_buffer = integer("shuffle_buffer", shuffle_buffer, minimum=1)
-    tensorflow = sys.modules.get("tensorflow")  # whoever made a Dataset has imported it
+    tensorflow = sys.modules.get("tensorflow")  # already imported if data is a Dataset
     if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
         return StreamSource(data, map_fn=map_fn, shuffle_buffer=shuffle_buffer or SHUFFLE_BUFFER)
     for name, value in (("map_fn", map_fn), ("shuffle_buffer", shuffle_buffer)):
@@ -69,7 +69,7 @@ def source(data: Any, map_fn: Callable[..., Any] | None, shuffle_buffer: int | N
 
 
 def keras_parts(structure: Any) -> int:
-    """Return of how many parts data for Keras are: 1 (x), 2 (x, y) or 3 (x, y, sample_weight)."""
+    """Return the number of parts of data for Keras: 1 (x), 2 (x, y) or 3 (x, y, sample_weight)."""
     if isinstance(structure, list) or (isinstance(structure, tuple) and not 1 <= len(structure) <= 3):
         got = f"a {type(structure).__name__} of {len(structure)}"
         expected = "x, (x, y) or (x, y, sample_weight), as Keras takes them"
@@ -78,7 +78,7 @@ def keras_parts(structure: Any) -> int:
 
 
 def warn_of_filler(examples: int | None, batch_size: int) -> None:
-    """Say what a short last batch that is filled up does to Keras's metrics, if there may be one."""
+    """Warn the user about Keras's metrics if the last batch of an epoch may be short and is padded."""
     if examples is None:
         get_logger().warning(
             "remainder: got 'pad', for a stream of unknown length, whose last batch may be short; the gradients are "

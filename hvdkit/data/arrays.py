@@ -1,4 +1,4 @@
-"""Arrays, memory-mapped files and anything that is indexed like them, as a source of rows."""
+"""A source of rows from arrays, memory-mapped files and other array-like objects."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hvdkit.memory import aligned_empty
 
 
 class Concatenated:
-    """Several arrays, one after the other along their first axis, without copying them.
+    """Several arrays, concatenated along their first axis without copying.
 
-    For data that lies in several memory-mapped files. Rows are read when they are asked for.
+    For data in several memory-mapped files. Rows are read on demand.
 
     Args:
-        parts: Arrays ``[n_i, ...]`` of one dtype and one shape behind the first axis.
+        parts: Arrays ``[n_i, ...]`` with the same dtype, and the same shape except along the first axis.
 
     Raises:
         ValueError: ``parts`` is empty, or the shapes or dtypes differ.
@@ -66,9 +66,9 @@ class Concatenated:
 
 
 class ArraySource:
-    """A structure (tuple, list, dict, nested) of arrays whose first axes are the examples.
+    """A structure (tuple, list, dict, nested) of arrays ``[examples, ...]``.
 
-    Random access: each batch is a function of its epoch and step alone, and only the rows asked for are read.
+    Random access: each batch depends only on its epoch and step, and only the requested rows are read.
 
     Attributes:
         examples: The length of the arrays.
@@ -92,7 +92,7 @@ class ArraySource:
         self.structure = arrays
 
     def read(self, indices: np.ndarray) -> Any:
-        """Return the rows ``indices`` (int64) of every array, copied, in the structure given."""
+        """Return a copy of the rows ``indices`` (int64) of every array, in the original structure."""
         return optree.tree_unflatten(self._treedef, [column.read(indices) for column in self._columns])
 
     def open(
@@ -100,7 +100,7 @@ class ArraySource:
     ) -> Iterator[tuple[Any, int, int]]:  # fmt: skip
         """Yield the cut's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
 
-        The third is a digest of the batch for streams; 0.
+        The third value is 0; streams yield a digest of the batch instead.
         """
         examples, batch_size = self.examples, cut.batch_size
         shuffled = order.epoch_order(examples, seed, epoch)
@@ -111,10 +111,10 @@ class ArraySource:
     def open_several(
         self, epoch: int, step: int, most: int, cut: order.Cut, seed: int | None, remainder: order.Remainder
     ) -> Iterator[tuple[Any, list[int]]]:  # fmt: skip
-        """Yield the cut's rows of several global batches at once, without end, from a step of an epoch on.
+        """Yield the cut's rows of several global batches at once, endlessly, from a step of an epoch on.
 
-        Of an epoch up to ``most`` batches of equally many rows: arrays ``[batches, rows, ...]``, and the batches'
-        numbers of real examples.
+        Each item has up to ``most`` batches of one epoch with equal numbers of rows: arrays ``[batches, rows, ...]``,
+        and the batches' numbers of real examples.
         """
         examples, batch_size = self.examples, cut.batch_size
         steps = order.steps_per_epoch(examples, batch_size, remainder)
@@ -123,7 +123,7 @@ class ArraySource:
             while step < steps:
                 counts = [order.real_examples(i, examples, batch_size) for i in range(step, min(step + most, steps))]
                 if cut.rows(counts[-1]) != cut.rows(counts[0]):
-                    counts.pop()  # the last one, short: it comes alone
+                    counts.pop()  # the short last batch is yielded separately
                 indices = [
                     order.row_indices(step + i, examples, batch_size, cut.rows(count), shuffled)
                     for i, count in enumerate(counts)
@@ -134,18 +134,18 @@ class ArraySource:
 
     @staticmethod
     def _cut(structure: Any, parts: int) -> Any:
-        """Return the arrays ``[parts * n, ...]`` of a structure as ``[parts, n, ...]``."""
+        """Reshape the arrays ``[parts * n, ...]`` of a structure to ``[parts, n, ...]``."""
         return optree.tree_map(lambda array: array.reshape(parts, -1, *array.shape[1:]), structure)
 
     def batch_spec(self, rows: int | None) -> Any:
-        """Return the structure of ``tf.TensorSpec`` of a batch of so many rows; None: of any number."""
+        """Return the ``tf.TensorSpec`` structure of a batch of ``rows`` rows; None for any number."""
         import tensorflow as tf
 
         first = self.read(np.zeros(1, np.int64))
         return optree.tree_map(lambda array: tf.TensorSpec([rows, *array.shape[1:]], array.dtype), first)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return shapes, dtypes and a checksum of up to 8 rows spread over the arrays."""
+        """Return shapes, dtypes and a checksum of up to 8 evenly spaced rows."""
         sampled = np.unique(np.linspace(0, self.examples - 1, 8).astype(np.int64))
         checksum = 0
         kinds = {}
@@ -157,7 +157,7 @@ class ArraySource:
 
 
 class _Column:
-    """One array of an :class:`ArraySource`, checked once and then read by rows."""
+    """One array of an :class:`ArraySource`; validated on construction."""
 
     def __init__(self, name: str, array: Any):
         self.name = name
@@ -180,14 +180,14 @@ class _Column:
                 describe(name, "dtype object", "numbers, booleans or strings of one shape",
                          "convert it, e.g. np.asarray(x, dtype='float32'), or pad rows of unequal length")
             )  # fmt: skip
-        # np.take copies rows fastest, but would first copy the whole of an array that is not contiguous.
+        # np.take is the fastest way to copy rows, but first copies an entire non-contiguous array.
         self._contiguous = self._is_numpy and array.flags.c_contiguous
 
     def read(self, indices: np.ndarray) -> np.ndarray:
         """Return a copy of the rows ``indices``."""
         if self._contiguous:
             rows = aligned_empty((len(indices), *self._array.shape[1:]), self._array.dtype)
-            # "raise" would fill a second array first, to leave this one as it was; indices are within the epoch.
+            # mode="raise" would buffer the output in a second array; the indices are known to be in range.
             self._array.take(indices, axis=0, out=rows, mode="clip")
         elif self._is_numpy:
             rows = self._array[indices]
@@ -196,11 +196,11 @@ class _Column:
         return rows if rows.dtype.isnative else rows.astype(self._native)
 
     def _read_ascending(self, indices: np.ndarray) -> np.ndarray:
-        """Read through ascending unique indices: h5py takes no others, and files like them best."""
+        """Read with ascending unique indices: h5py requires them, and files are read fastest in order."""
         unique, inverse = np.unique(indices, return_inverse=True)
         first, last = int(unique[0]), int(unique[-1])
         if self._is_h5py and last - first + 1 == len(unique):
-            return np.asarray(self._array[first : last + 1])[inverse]  # one read instead of one a row
+            return np.asarray(self._array[first : last + 1])[inverse]  # one read instead of one per row
         return np.asarray(self._array[unique])[inverse]
 
 
@@ -215,7 +215,7 @@ def _length(name: str, array: Any) -> int:
 
 
 def _first_row(name: str, array: Any) -> np.ndarray:
-    """Read one row as every batch will be read, so that a wrong kind of source fails here and by name."""
+    """Read one row in the same way as batches, so that an unsupported source fails early and is named."""
     try:
         row = np.asarray(array[np.array([0])])
         if row.ndim == 0 or len(row) != 1:

@@ -1,4 +1,4 @@
-"""The global order of examples, cut for one rank."""
+"""This rank's rows of global batches."""
 
 from __future__ import annotations
 
@@ -23,38 +23,39 @@ class GlobalBatches(Iterator[Any]):
     """Iterate over this rank's rows of global batches whose content does not depend on the number of ranks.
 
     The order of examples is a function of ``shuffle_seed`` and the epoch. Rank r of N gets rows
-    ``[r*B//N, (r+1)*B//N)`` of each global batch of B examples: the ranks' local batches, concatenated in rank
-    order, are the batch that one process would see, and all ranks make the same number of steps. B need not be a
-    multiple of N.
+    ``[r*B//N, (r+1)*B//N)`` of each global batch of B examples: the ranks' local batches, concatenated in rank order,
+    equal the batch of a single process, and all ranks run the same number of steps. B need not be a multiple of N.
 
-    A short last batch of an epoch is dropped (``remainder="drop"``) or filled up to B (``"pad"``) with
-    examples from the start of the epoch's order, round and round if need be; a stream fills it with the batch's own
-    first examples. Filler has ``mask`` False and ``sample_weight`` 0.
+    A short last batch of an epoch is dropped (``remainder="drop"``) or padded to B (``"pad"``) with examples from the
+    start of the epoch's order, repeated if necessary; for a stream, with the first examples of the batch itself. Filler
+    has ``mask`` False and ``sample_weight`` 0.
 
     Args:
-        arrays_or_source: The whole data, the same on every rank: an array ``[n, ...]``, a nested tuple, list or dict
-            of arrays of one length (NumPy arrays, memory maps, TensorFlow tensors, h5py data sets, or any object with
-            ``len`` and indexing by an integer array), or a ``tf.data.Dataset`` of single examples. Of files, only
+        arrays_or_source: The entire data, the same on every rank: an array ``[n, ...]``, a nested tuple, list or dict
+            of arrays of equal length (NumPy arrays, memory maps, TensorFlow tensors, h5py data sets, or any object with
+            ``len`` and indexing by an integer array), or a ``tf.data.Dataset`` of single examples. From files, only
             the rows of this rank are read.
         global_batch_size: B, over all ranks; at least N.
-        shuffle_seed: Shuffle each epoch by this seed, an integer >= 0. None keeps the order of the data.
-        epochs: Stop after so many epochs. None goes on for ever: in a loop over epochs read :meth:`one_epoch`.
-        remainder: What becomes of an epoch's short last batch: "pad" or "drop".
+        shuffle_seed: Shuffle each epoch with this seed, an integer >= 0. None keeps the order of the data.
+        epochs: Number of epochs. None repeats endlessly: to loop over epochs use :meth:`one_epoch`.
+        remainder: How to handle an epoch's short last batch: "pad" or "drop".
         with_sample_weight: Yield ``(x, y, sample_weight)`` for data ``(x, y)``, as Keras expects it.
-        as_tensors: Yield TensorFlow tensors, made without a copy, which a ``tf.function`` takes faster than arrays.
-        map_fn: For a ``tf.data.Dataset``: a function from one example to another, run on this rank's rows only.
-        shuffle_buffer: For a ``tf.data.Dataset``: shuffle through a buffer of so many examples. The shuffle is
-            complete when it is at least the number of examples.
+        as_tensors: Yield TensorFlow tensors, created without a copy; a ``tf.function`` takes them faster than arrays.
+        map_fn: For a ``tf.data.Dataset``: a function that maps an example, run on this rank's rows only.
+        shuffle_buffer: For a ``tf.data.Dataset``: size of the shuffle buffer in examples. The shuffle is uniform if it
+            is at least the number of examples.
         rank: r, and
         size: N, to override the cluster's. For the data-parallel part of a larger mesh, and for use without a cluster.
 
     Yields:
-        What was given (array for array, tuple for tuple, dict for dict), each ``[local rows, ...]``, where local rows
-        = ``(r+1)*B//N - r*B//N``. NumPy arrays; TensorFlow tensors from a ``tf.data.Dataset`` or ``as_tensors``.
+        The structure of the data (array for array, tuple for tuple, dict for dict), each leaf ``[local rows, ...]``
+        with ``(r+1)*B//N - r*B//N`` local rows. NumPy arrays; TensorFlow tensors from a ``tf.data.Dataset`` or with
+        ``as_tensors``.
 
     Raises:
-        TypeError: The data is not made of arrays, or is made of object arrays; an argument has the wrong type.
-        ValueError: Arrays empty or of unequal length, B < N, no full batch under "drop", or an argument out of range.
+        TypeError: The data does not consist of arrays, or has object arrays; an argument has the wrong type.
+        ValueError: Arrays empty or of unequal length, B < N, less than one batch with "drop", or an argument out of
+            range.
 
     Example:
         >>> batches = GlobalBatches(np.arange(5), 2, epochs=1, rank=0, size=1)
@@ -93,15 +94,15 @@ class GlobalBatches(Iterator[Any]):
         self._cut = order.Cut(self._rank, self._size, self._batch_size)
         self._rows = self._cut.rows(self._batch_size)
         self._with_sample_weight, self._as_tensors = with_sample_weight, as_tensors
-        self._weights: tuple[int, Any] = (0, None)  # the last global_count asked for, and its sample_weight
+        self._weights: tuple[int, Any] = (0, None)  # cache: the last global_count, and its sample_weight
         if with_sample_weight:
             self._require_pairs("with_sample_weight=True")
         self._steps_per_epoch = self._known_steps_per_epoch()
         self._order_check = order.order_check(self._seed)
-        self._epoch = self._step = 0  # of the next batch
+        self._epoch = self._step = 0  # position of the next batch
         self._restores = self._epoch_yielded = 0
         self._count: int | None = None  # b of the batch just yielded
-        self._digest = 0  # of that batch, in a stream without filler
+        self._digest = 0  # digest of that batch, for a stream without filler
         self._reader: Iterator[tuple[Any, int, int]] | None = None
 
     def __iter__(self) -> GlobalBatches:
@@ -117,7 +118,7 @@ class GlobalBatches(Iterator[Any]):
         raise StopIteration
 
     def one_epoch(self) -> Iterator[Any]:
-        """Yield the rest of this epoch, or the next one if this has ended. It moves this iterator.
+        """Yield the rest of this epoch, or the next epoch if this one has ended. Advances this iterator.
 
         Example:
             >>> batches = GlobalBatches(np.arange(4), 2, rank=0, size=1)
@@ -137,7 +138,7 @@ class GlobalBatches(Iterator[Any]):
                 return
 
     def __repr__(self) -> str:
-        """Name the sizes; and, for Keras's error about data that it does not know, what Keras takes."""
+        """Show the sizes, and a hint for users: Keras's error about unsupported data contains this text."""
         return (
             f"GlobalBatches(examples={self._source.examples}, global_batch_size={self._batch_size}, "
             f"shuffle_seed={self._seed}, remainder={self._remainder!r}) [for Keras: hk.fit(model, batches), or "
@@ -160,16 +161,16 @@ class GlobalBatches(Iterator[Any]):
 
     @property
     def count(self) -> int:
-        """The number of real examples of this rank in the batch just yielded; 0 is possible."""
+        """The number of real examples of this rank in the batch just yielded; may be 0."""
         first, last = self._rows
         return min(max(self.global_count - first, 0), last - first)
 
     @property
     def sample_weight(self) -> Any:
-        """Float32 ``[local rows]``: ``mask * N * L / b``, with L local rows and b = ``global_count``.
+        """Float32 ``[local rows]``: ``mask * N * L / b``, where L is the number of local rows and b ``global_count``.
 
-        Each rank's ``mean(sample_weight * loss)``, averaged over the ranks, is the mean of the loss over the b real
-        examples of the global batch. So is the gradient.
+        ``mean(sample_weight * loss)``, averaged over the ranks, is the mean of the loss over the b real examples of
+        the global batch. The same holds for the gradient.
         """
         if self._as_tensors and self._weights[0] == self.global_count:
             return self._weights[1]
@@ -194,21 +195,21 @@ class GlobalBatches(Iterator[Any]):
 
     @property
     def local_rows(self) -> tuple[int, int]:
-        """The first, and one past the last, row of each global batch that are this rank's."""
+        """This rank's rows of each global batch, as (first, one past the last)."""
         return self._rows
 
     # ---- state ------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> dict[str, Any]:
-        """Where the next batch is: a small dict fit for JSON, the same on every rank and at every N."""
+        """The position of the next batch: a small JSON-compatible dict, the same on every rank and for every N."""
         return self.state_at(self.step)
 
     def state_at(self, global_step: int) -> dict[str, Any]:
-        """Return what :attr:`state` is after ``global_step`` batches since the start of training.
+        """Return the :attr:`state` after ``global_step`` batches since the start of training.
 
-        A pure function, for a training loop whose input runs ahead of it (Keras ``fit``): save
-        ``state_at(steps done)``, whatever has been prefetched.
+        A pure function, for a training loop that prefetches its input (Keras ``fit``): save ``state_at(steps done)``,
+        regardless of how much has been prefetched.
 
         Raises:
             ValueError: ``global_step`` is negative, or beyond what has been read of a stream of unknown length.
@@ -228,8 +229,8 @@ class GlobalBatches(Iterator[Any]):
         """Continue from a saved ``state``, at any number of ranks.
 
         Raises:
-            ValueError: The state is of another seed, data set size or batch size, so that its position means
-                nothing here; or it is not a state.
+            ValueError: The state is from a different seed, data set size or batch size, so that its position is
+                meaningless here; or it is not a state.
         """
         arguments.check_state(state, self._identity())
         if self._steps_per_epoch is None:
@@ -240,25 +241,25 @@ class GlobalBatches(Iterator[Any]):
         self._restores += 1
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what is equal on all ranks with the same data, for JSON: seed, sizes, dtypes, a few checksums."""
+        """Return a JSON-compatible fingerprint, equal on ranks with equal data: seed, sizes, dtypes, checksums."""
         return {**self._source.fingerprint(), "seed": self._seed, "batch_size": self._batch_size,
                 "remainder": self._remainder}  # fmt: skip
 
     def as_keras(self) -> Any:
-        """Return the same batches, from here on, as a ``tf.data.Dataset`` of ``(x, y, sample_weight)`` for ``fit``.
+        """Return the remaining batches as a ``tf.data.Dataset`` of ``(x, y, sample_weight)`` for ``fit``.
 
-        It has ``steps_per_epoch`` elements (those of a stream of unknown length are counted as they come), and each
-        pass over it goes on with the next ones, so ``fit(dataset, epochs=3)`` needs no other argument. It reads ahead
-        on its own: this iterator does not move. Save ``state_at(steps done)``. After :meth:`restore` the next pass
-        starts there.
+        It has ``steps_per_epoch`` elements (for a stream of unknown length, as many as the epoch has), and each pass
+        continues with the next ones, so ``fit(dataset, epochs=3)`` needs no other argument. It prefetches
+        independently, without advancing this iterator. Save ``state_at(steps done)``. After :meth:`restore` the next
+        pass starts there.
 
-        ``sample_weight`` has the rank of the labels, ``[rows, 1, ...]``, to be multiplied with losses of any shape.
-        Data ``(x, y, w)`` have it multiplied by w. Data without labels (an array, a dict, ``(x,)``) come as they are,
-        which is right only if all ranks have equally many rows, without filler.
+        ``sample_weight`` has the rank of the labels, ``[rows, 1, ...]``, to be multiplied with losses of any shape. For
+        data ``(x, y, w)`` it is multiplied by w. Data without labels (an array, a dict, ``(x,)``) are yielded without
+        weights, which is correct only if all ranks have the same number of rows, without filler.
 
-        Keras weighs its metrics as it weighs the loss. A short last batch needs a large weight in the loss, which
-        counts its few examples many times over in the metrics: leave it out with ``remainder="drop"`` (with a seed
-        the examples left out are others in every epoch). With ``"pad"`` a warning says so.
+        Keras applies the weights of the loss to its metrics as well. A short last batch needs a large weight in the
+        loss, which overcounts its examples in the metrics: drop it with ``remainder="drop"`` (with a seed, different
+        examples are dropped in every epoch). ``"pad"`` logs a warning to the user.
 
         Raises:
             TypeError: The data is a list, or a tuple of more than three.
@@ -296,17 +297,17 @@ class GlobalBatches(Iterator[Any]):
 
     @property
     def is_even(self) -> bool:
-        """True if all ranks are known to have equally many real examples of every batch, without filler."""
+        """True if all ranks are known to have the same number of real examples in every batch, without filler."""
         examples = self._source.examples
         whole = self._remainder == "drop" or (examples is not None and examples % self._batch_size == 0)
         return whole and self._batch_size % self._size == 0
 
     def as_shares(self) -> Any:
-        """Return each rank's share of the batches, from here on, as a ``tf.data.Dataset``, for ``hk.fit``.
+        """Return this rank's rows of the remaining batches as a ``tf.data.Dataset``, for ``hk.fit``.
 
         Its elements are ``(data, b, digest)``: rows ``[r*b//N, (r+1)*b//N)`` of the b real examples of a global batch,
-        or one of its rows if that is none; int32 b; and the int64 digest of a stream's batch, otherwise 0. There is no
-        filler and no weight. Passes go on as those of :meth:`as_keras`.
+        or one of its rows if that range is empty; int32 b; and the int64 digest of a stream's batch, otherwise 0. There
+        are neither filler nor weights. Each pass continues like those of :meth:`as_keras`.
         """
         import tensorflow as tf
 
@@ -333,7 +334,7 @@ class GlobalBatches(Iterator[Any]):
         )  # fmt: skip
 
     def copy_at(self, epoch: int, step: int) -> GlobalBatches:
-        """Return another iterator over the same data, at a step of an epoch."""
+        """Return another iterator over the same data, positioned at a step of an epoch."""
         other = copy.copy(self)
         other.move_to(epoch, step)
         return other
@@ -351,7 +352,7 @@ class GlobalBatches(Iterator[Any]):
         try:
             batch, count, self._digest = next(self._reader, _END)
         except BaseException:
-            self._reader = None  # a generator that raised looks exhausted: never take that for an epoch's end
+            self._reader = None  # a generator that raised looks exhausted, which is not the end of the epoch
             raise
         if count == 0:
             return None
@@ -382,7 +383,7 @@ class GlobalBatches(Iterator[Any]):
         return steps
 
     def _identity(self) -> dict[str, Any]:
-        """Return what a position in the global order depends on besides the data."""
+        """Return the settings that, with the data, determine the global order."""
         return {
             "seed": self._seed,
             "examples": self._source.examples,
@@ -399,10 +400,10 @@ class GlobalBatches(Iterator[Any]):
     def _several_at(
         self, epoch: int, step: int, most: int, made: Callable[[Any, list[int], int], Any], is_endless: bool
     ) -> Iterator[tuple[int, Any]]:
-        """Yield numbers of batches and what ``made`` makes of them, from a step of an epoch on; see keras_dataset.
+        """Yield (number of batches, result of ``made``), from a step of an epoch on; see keras_dataset.
 
-        ``made`` gets the batches, with an axis for them in front unless ``most`` is 1, their numbers of real examples,
-        and the digest. Unless ``is_endless``, it ends with the epoch.
+        ``made`` gets the batches (with a leading batch axis unless ``most`` is 1), their numbers of real examples, and
+        the digest. Unless ``is_endless``, iteration ends with the epoch.
         """
         if most == 1 or not isinstance(self._source, ArraySource):
             other = self.copy_at(epoch, step)

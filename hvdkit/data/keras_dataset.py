@@ -11,16 +11,16 @@ import numpy as np
 
 from hvdkit.errors import describe
 
-# TensorFlow takes 0.2 ms to get something from Python. So small batches come several at once, of about so many bytes,
-# and are cut apart by TensorFlow, without Python.
+# Each call from TensorFlow into Python takes 0.2 ms. So several small batches, up to this many bytes, are fetched at
+# once and split by TensorFlow.
 _BYTES_AT_ONCE, _MOST_AT_ONCE = 2**20, 16
-_OPEN_READERS = 4  # of passes under way; those of passes that were given up go first
+_OPEN_READERS = 4  # limit on open passes; the oldest, abandoned ones are closed first
 _TO_THE_END = -1  # batches left in a pass over an epoch of unknown length
-_NOWHERE = np.array([-1, -1, -1])  # where a pass is that has read nothing
+_NOWHERE = np.array([-1, -1, -1])  # position of a pass that has not started
 
 
 def batches_at_once(spec: Any) -> int:
-    """Return how many batches to hand over to TensorFlow at once, of a ``tf.TypeSpec`` structure of dense tensors."""
+    """Return how many batches to pass to TensorFlow at once, for a ``tf.TypeSpec`` structure of dense tensors."""
     import tensorflow as tf
 
     size = sum(s.shape.num_elements() * s.dtype.size for s in tf.nest.flatten(_lists_to_tuples(spec)))
@@ -35,26 +35,26 @@ def keras_dataset(
     *,
     at_once: int,
 ) -> Any:
-    """Return a ``tf.data.Dataset`` of an epoch's batches, each pass over which goes on where the one before ended.
+    """Return a ``tf.data.Dataset`` of an epoch's batches; each pass over it continues after the previous one.
 
-    Why not a ``keras.utils.PyDataset``: ``fit`` shuffles the order of its batches by default, with each process's own
-    random state, so that ranks would train on rows of different global batches; and it calls ``on_epoch_end``
-    before the first epoch as well as after each. It does neither to a ``tf.data.Dataset``. Where a pass starts
-    is settled when it is asked for its first batch: Keras creates iterators that it never reads.
+    Why not a ``keras.utils.PyDataset``: ``fit`` by default shuffles its batches with each process's random state, so
+    ranks would train on rows of different global batches; and it calls ``on_epoch_end`` before the first epoch as well
+    as after each. It does neither for a ``tf.data.Dataset``. The start of a pass is determined when its first batch is
+    requested, because Keras creates iterators that it never reads.
 
-    Why not ``Dataset.from_generator``: it has the C library give memory back to the system at once, in the whole
-    process and for good, so that every later step gets its memory anew (in a small network 1500 page faults and 2 ms
-    a step); and Keras makes two iterators in an epoch, of which each takes three times as long to make.
+    Why not ``Dataset.from_generator``: it permanently makes the process's C library return freed memory to the system
+    immediately, so that every later step has to allocate it again (for a small network 1500 page faults and 2 ms per
+    step); and Keras creates two iterators per epoch, each of which takes three times as long to create.
 
     Args:
-        open_at: Returns an iterator from a step of an epoch on over numbers of batches, at most ``at_once``, and the
-            batches, with an axis for them in front if ``at_once`` is not 1. It goes on with the next epoch if ``steps``
-            is known, and ends with the epoch if it is not.
-        position: Returns how often the data have been restored, and the epoch and step they are at. The first pass, and
-            the first after a restore, starts there.
-        steps: Batches in a pass; None: as many as the epoch turns out to have.
+        open_at: Returns an iterator, from a step of an epoch on, over (number of batches, at most ``at_once``;
+            batches, with a leading batch axis if ``at_once`` is not 1). It continues with the next epoch if ``steps``
+            is known, and ends with the epoch if not.
+        position: Returns the number of restores so far, and the current epoch and step. The first pass, and the first
+            after a restore, starts there.
+        steps: Batches in a pass; None for the length of the epoch, which is not known in advance.
         spec: The ``tf.TypeSpec`` structure of a batch.
-        at_once: How many batches may come at once; 1 if ``steps`` is not known.
+        at_once: Maximum number of batches to fetch at once; 1 if ``steps`` is not known.
     """
     import tensorflow as tf
 
@@ -74,15 +74,15 @@ def keras_dataset(
         batch = tf.nest.pack_sequence_as(spec, batches, expand_composites=True)
         return at, (at, batch) if steps is None else batch
 
-    # The state of a scan is its iterator's own: where the pass is.
+    # The state of a scan belongs to its iterator: the position of the pass.
     dataset = tf.data.Dataset.range(steps or np.iinfo(np.int64).max).scan(_NOWHERE, read)
     if steps is None:
         dataset = dataset.take_while(lambda at, _: at[2] != 0).map(lambda _, batch: batch)
     if at_once > 1:
         dataset = dataset.prefetch(1).unbatch().take(steps)
     options = tf.data.Options()
-    # There is nothing to tune, and an iterator that is dropped half read, when fit stops within an epoch, waits for
-    # the tuner's thread: 10 s, at times two minutes.
+    # Autotuning has nothing to tune here, and if fit stops within an epoch, deleting the iterator waits for the tuner's
+    # thread: 10 s, sometimes two minutes.
     options.autotune.enabled = False
     if steps is not None:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
@@ -92,7 +92,7 @@ def keras_dataset(
 
 
 class _Passes:
-    """Passes over data. Each of them keeps where it is: ``[epoch, step, batches left]``."""
+    """Passes over data. The state of a pass is its position: ``[epoch, step, batches left]``."""
 
     def __init__(
         self,
@@ -103,17 +103,17 @@ class _Passes:
     ) -> None:
         self._open_at, self._position, self._steps, self._nothing = open_at, position, steps, nothing
         self._origin, self._started = position(), itertools.count()
-        # By where they are. One that was dropped is opened anew.
+        # Readers by position. A reader that was dropped is reopened.
         self._readers: dict[tuple[int, int, int], Iterator[tuple[int, Any]]] = {}
         self._lock = threading.Lock()
 
     def read(self, state: np.ndarray) -> list[np.ndarray]:
-        """Return where a pass is after some more batches, and the arrays of these; no batches after its end."""
+        """Return a pass's position after some more batches, and the arrays of these; empty arrays after its end."""
         import tensorflow as tf
 
         begins = state[0] < 0
         epoch, step, left = self._begin() if begins else map(int, state)
-        if left == 0:  # asked ahead of time
+        if left == 0:  # prefetching past the end
             return [state, *self._nothing]
         with self._lock:
             reader = self._readers.pop((epoch, step, left), None)
@@ -151,12 +151,12 @@ class _Passes:
         return *self._after(epoch + passed, step), self._steps
 
     def _after(self, epoch: int, step: int) -> tuple[int, int]:
-        """Return a position with a step less than ``steps``, if that is known."""
+        """Normalize a position to a step less than ``steps``, if that is known."""
         return (epoch, step) if self._steps is None else (epoch + step // self._steps, step % self._steps)
 
 
 def _nothing(spec: Any) -> np.ndarray:
-    """Return an array that goes with a ``tf.TensorSpec``, of no elements if that is possible."""
+    """Return an array that matches a ``tf.TensorSpec``, empty if possible."""
     shape = [extent or 0 for extent in spec.shape]
     kind = spec.dtype.as_numpy_dtype
     return np.full(shape, b"", kind) if spec.dtype.name == "string" else np.zeros(shape, kind)
@@ -168,7 +168,7 @@ def _nothing(spec: Any) -> np.ndarray:
 def weighted(data: Any, weight: np.ndarray) -> tuple[Any, Any, Any]:
     """Return ``(x, y, sample_weight)`` for data ``(x, y)`` or ``(x, y, sample_weight)`` and a weight for each row.
 
-    Keras multiplies losses ``[rows, ...]`` by weights of the same rank. So labels ``[rows, T]`` get ``[rows, 1]``.
+    Keras multiplies losses ``[rows, ...]`` by weights of the same rank, so labels ``[rows, T]`` get ``[rows, 1]``.
 
     Args:
         data: arrays ``[..., rows, ...]``.
@@ -187,7 +187,7 @@ def weighted(data: Any, weight: np.ndarray) -> tuple[Any, Any, Any]:
 
 
 def weighted_spec(spec: Any) -> tuple[Any, Any, Any]:
-    """Return the ``tf.TypeSpec`` structure of what :func:`weighted` returns, for that of the data."""
+    """Return the ``tf.TypeSpec`` structure of :func:`weighted`'s result, given that of the data."""
     import tensorflow as tf
 
     def of(label: Any) -> Any:
@@ -208,18 +208,18 @@ def _float(dtype: Any) -> np.dtype:
 
 
 def _weight_axes(label: Any, axes: int) -> int:
-    """Return how many axes of extent 1 follow the weights' ``axes``; none for labels ``[rows, 1]``."""
+    """Return the number of size-1 axes to append to the weights' ``axes``; 0 for labels ``[rows, 1]``."""
     after = len(label.shape) - axes
     return 0 if after == 1 and label.shape[-1] == 1 else after
 
 
 def _like(weight: np.ndarray, label: Any) -> np.ndarray:
-    """Return weights with axes of extent 1 for those that the label has after its rows."""
+    """Return weights with size-1 axes appended to match the label's rank."""
     return weight.reshape(*weight.shape, *[1] * _weight_axes(label, weight.ndim))
 
 
 def _lists_to_tuples(structure: Any) -> Any:
-    """tf.data takes a list for one tensor."""
+    """Convert lists to tuples: tf.data interprets a list as one tensor."""
     if isinstance(structure, dict):
         return {key: _lists_to_tuples(value) for key, value in structure.items()}
     if isinstance(structure, (list, tuple)):

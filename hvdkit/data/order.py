@@ -1,4 +1,4 @@
-"""Index arithmetic: which example is in which row of which rank's batch.
+"""Index arithmetic: the example in each row of each rank's batch.
 
 Pure NumPy, without communication. Names used throughout:
 
@@ -6,9 +6,8 @@ Pure NumPy, without communication. Names used throughout:
     N   ranks                             r   this rank
     b   real (not filler) examples of a global batch, 1 <= b <= B
 
-An epoch's order is a permutation of ``range(n)``. Step ``i`` of the epoch takes its
-positions ``[i*B, (i+1)*B)``, and rank ``r`` takes rows ``[r*B//N, (r+1)*B//N)`` of those.
-Nothing but that last cut knows ``N``.
+An epoch's order is a permutation of ``range(n)``. Step ``i`` of the epoch takes positions ``[i*B, (i+1)*B)``, and rank
+``r`` takes rows ``[r*B//N, (r+1)*B//N)`` of those. Only this last partition depends on ``N``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Remainder = Literal["pad", "drop"]
 
 
 def local_rows(batch_size: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the first and one past the last row of a global batch that are this rank's.
+    """Return this rank's rows of a global batch, as (first, one past the last).
 
     Example:
         >>> [local_rows(10, rank, 4) for rank in range(4)]
@@ -40,8 +39,8 @@ class Cut:
         rank: r.
         size: N.
         batch_size: B.
-        with_filler: True: rows of B, of which a short batch has filler; always as many. False: rows of the b real
-            examples, at least one.
+        with_filler: True: partition B rows, padding a short batch; the number of rows is constant. False: partition
+            the b real examples, with at least one row per rank.
     """
 
     rank: int
@@ -54,7 +53,7 @@ class Cut:
         return self.rank * (self.batch_size if self.with_filler else count) // self.size
 
     def rows(self, count: int) -> tuple[int, int]:
-        """Return the first and one past the last row to read of a batch of ``count`` real examples.
+        """Return the rows to read of a batch of ``count`` real examples, as (first, one past the last).
 
         Example:
             >>> [Cut(rank, 4, 10, with_filler=False).rows(3) for rank in range(4)]  # rank 0 has none: one to work on
@@ -65,7 +64,7 @@ class Cut:
 
     @property
     def most(self) -> int:
-        """The most rows that a batch may have for this rank."""
+        """The maximum number of rows of a batch on this rank."""
         if self.with_filler:
             first, last = self.rows(self.batch_size)
             return last - first
@@ -73,21 +72,20 @@ class Cut:
 
 
 def steps_per_epoch(examples: int, batch_size: int, remainder: Remainder) -> int:
-    """Return how many global batches an epoch has: n/B rounded up ("pad") or down ("drop")."""
+    """Return the number of global batches in an epoch: n/B rounded up ("pad") or down ("drop")."""
     full, rest = divmod(examples, batch_size)
     return full + (remainder == "pad" and rest > 0)
 
 
 def real_examples(step: int, examples: int, batch_size: int) -> int:
-    """Return b, the number of examples of the global batch ``step`` that are not filler."""
+    """Return b, the number of real (not filler) examples of the global batch ``step``."""
     return min(batch_size, examples - step * batch_size)
 
 
 def epoch_order(examples: int, seed: int | None, epoch: int) -> np.ndarray | None:
-    """Return the order of the examples in an epoch, or None for their own order.
+    """Return the order of the examples in an epoch, or None for the order of the data.
 
-    A function of ``seed`` and ``epoch`` alone. Memory: 4 bytes an example (8 beyond 2**32),
-    thus 400 MB for 100 million.
+    Depends only on ``seed`` and ``epoch``. Takes 4 bytes per example (8 beyond 2**32): 400 MB for 100 million.
 
     Example:
         >>> epoch_order(6, seed=1, epoch=0)
@@ -101,10 +99,10 @@ def epoch_order(examples: int, seed: int | None, epoch: int) -> np.ndarray | Non
 
 
 def order_check(seed: int | None) -> int | None:
-    """Return a checksum of a small order, to notice a NumPy that shuffles another way.
+    """Return a checksum of a small order, to detect a NumPy that shuffles differently.
 
-    NumPy may change the algorithm of ``Generator.shuffle`` between releases. A run continued under such
-    a release would see some examples twice and others never; comparing this number tells.
+    NumPy may change the algorithm of ``Generator.shuffle`` between releases. A run resumed with such a release would
+    see some examples twice and others never; comparing this checksum detects it.
     """
     order = epoch_order(97, seed, 0)
     return None if order is None else zlib.crc32(order.astype("<u4").tobytes())
@@ -113,7 +111,7 @@ def order_check(seed: int | None) -> int | None:
 def row_indices(
     step: int, examples: int, batch_size: int, rows: tuple[int, int], order: np.ndarray | None
 ) -> np.ndarray:
-    """Return which examples fill ``rows`` of the global batch ``step``, int64 ``[rows]``.
+    """Return the indices of the examples in ``rows`` of the global batch ``step``, int64 ``[rows]``.
 
     Positions past the end of the epoch (filler) wrap around to its start.
     """
@@ -130,16 +128,16 @@ def real_rows(count: int, rows: tuple[int, int]) -> np.ndarray:
 
 
 def sample_weights(mask: np.ndarray, count: int, size: int) -> np.ndarray:
-    r"""Return the float32 weights ``[rows]`` that make a plain average over ranks the global mean.
+    r"""Return the float32 weights ``[rows]`` with which the unweighted average over ranks is the global mean.
 
     With :math:`L_r` local rows, the weight of a real row is
 
     .. math:: w = N \cdot L_r / b
 
-    and 0 for filler, because then, whatever the ranks' numbers of rows,
+    and 0 for filler, because then, for any numbers of rows per rank,
 
     .. math:: \frac1N \sum_r \frac1{L_r} \sum_{j \in r} w_j \, loss_j = \frac1b \sum_{real\ j} loss_j .
 
-    It is exactly 1 when N divides B and the batch is full.
+    It is exactly 1 if N divides B and the batch is full.
     """
     return mask.astype(np.float32) * np.float32(size * len(mask) / count)

@@ -1,7 +1,7 @@
 """A ``tf.data.Dataset`` of single examples as a source.
 
-Every rank reads the same stream and keeps its rows of each global batch; the costly part of the input
-(``map_fn``) runs on the kept rows only.
+Every rank reads the same stream and keeps its rows of each global batch; the expensive part of the input (``map_fn``)
+runs only on the rows kept.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from hvdkit.errors import describe
 
 
 class StreamSource:
-    """The examples of a deterministic ``tf.data.Dataset``, in their order or shuffled through a buffer.
+    """The examples of a deterministic ``tf.data.Dataset``, in order or shuffled through a buffer.
 
     Attributes:
-        examples: The dataset's cardinality, or None where it is unknown or infinite.
+        examples: The dataset's cardinality, or None if it is unknown or infinite.
     """
 
     def __init__(self, dataset: Any, *, map_fn: Callable[..., Any] | None, shuffle_buffer: int):
         import tensorflow as tf
 
         options = tf.data.Options()
-        options.deterministic = True  # parallel reads and maps of the caller keep their order
+        options.deterministic = True  # the user's parallel reads and maps keep their order
         self._dataset = dataset.with_options(options)
         self.map_fn = map_fn
         self.shuffle_buffer = shuffle_buffer
@@ -44,8 +44,8 @@ class StreamSource:
     ) -> Iterator[tuple[Any, int, int]]:  # fmt: skip
         """Yield the cut's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
 
-        Filler rows repeat the examples of the batch they complete, from its first. Without filler, the third is a
-        digest of the batch's first example, before ``map_fn``, by which ranks' streams are compared; 0 otherwise.
+        Filler rows repeat the examples of the same batch, starting with the first. Without filler, the third value is a
+        digest of the batch's first example before ``map_fn``, used to compare the ranks' streams; otherwise 0.
         """
         import tensorflow as tf
 
@@ -67,12 +67,12 @@ class StreamSource:
             yield _first_rows(batch, last - first, cut.most), count, int(digests[0])
 
     def batch_spec(self, rows: int | None) -> Any:
-        """Return the structure of ``tf.TypeSpec`` of a batch of so many rows; None: of any number."""
+        """Return the ``tf.TypeSpec`` structure of a batch of ``rows`` rows; None for any number."""
         dataset = self._dataset if self.map_fn is None else self._dataset.map(self.map_fn)
         return dataset.batch(rows or 1, drop_remainder=rows is not None).element_spec
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the examples' number and kind and a checksum of the first two."""
+        """Return the number and type of the examples, and a checksum of the first two."""
         import tensorflow as tf
 
         checksum = 0
@@ -89,8 +89,8 @@ class StreamSource:
         shuffle_seed = int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0] >> 1)
 
         def shuffled(_: Any) -> Any:
-            # tf.data mixes in the global seed, which a script may have set differently on each rank. In here it
-            # is the seed of this function's graph, and fixed.
+            # tf.data also uses the global seed, which a script may have set differently on each rank. Inside this
+            # function it is the seed of the function's graph, which is fixed here.
             tf.random.set_seed(0)
             return self._dataset.shuffle(self.shuffle_buffer, seed=shuffle_seed, reshuffle_each_iteration=False)
 

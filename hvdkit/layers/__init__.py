@@ -1,4 +1,4 @@
-"""Keras layers larger than one rank, and batch normalization over ranks."""
+"""Keras layers sharded across ranks, and batch normalization over ranks."""
 
 from hvdkit.layers.batch_norm import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.layers.collection import ShardedEmbeddingCollection

@@ -1,4 +1,4 @@
-"""What all layers share whose weights are cut across ranks."""
+"""The base class of layers whose weights are sharded across ranks."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from hvdkit.errors import HvdkitError, describe
 
 
 def memory(host: bool) -> Any:
-    """Return the context in which variables are made: the host's memory, or wherever they would be made anyway."""
+    """Return the context in which to create variables: host memory, or the default device."""
     return tf.device("CPU:0") if host else contextlib.nullcontext()
 
 
 class ShardedLayer(keras.layers.Layer):
-    """A layer whose weights are cut across ranks, in Keras's files: whole arrays by name, whatever the number of ranks.
+    """A layer with sharded weights. Keras files hold its unsharded arrays by name, for any number of ranks.
 
-    Files are written if this rank holds the whole, as it does in a world of one, and read at any number of ranks.
+    Files can be written only if this rank holds the entire weights, as with a world size of 1, but can be read at any
+    number of ranks.
     """
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
-        self.supports_jit = False  # Horovod's ops and tf.unique have no XLA kernels; Keras's "auto" asks for this
+        self.supports_jit = False  # Horovod's ops and tf.unique lack XLA kernels; read by Keras's jit_compile="auto"
 
     def save_own_variables(self, store: Any) -> None:
         """Save the weights for Keras.
 
         Raises:
-            HvdkitError: this rank holds a part of a weight only.
+            HvdkitError: this rank holds only a part of a weight.
         """
         if any(_is_cut(v) for v in self._own_variables()):
             got = f"{self.name}, whose weights are cut across {cluster.size()} ranks"
@@ -46,10 +47,10 @@ class ShardedLayer(keras.layers.Layer):
             store[name] = part.local if isinstance(part, PieceState) else part
 
     def load_own_variables(self, store: Any) -> None:
-        """Load what Keras saved; each rank reads its part.
+        """Load weights saved by Keras; each rank reads its part.
 
         Raises:
-            ValueError: the file has other weights, or of another shape.
+            ValueError: the file has different weights, or weights of a different shape.
         """
         parts = self._parts()
         if set(store.keys()) != set(parts):
@@ -69,7 +70,7 @@ class ShardedLayer(keras.layers.Layer):
         return [*self._trainable_variables, *self._non_trainable_variables]
 
     def _parts(self) -> dict[str, Any]:
-        """Return what this rank holds of each weight: variables, or parts of them, by names that all ranks share."""
+        """Return this rank's variables, or its parts of sharded ones, by names that are the same on all ranks."""
         pairs: list[tuple[str, Any]] = []
         for variable in self._own_variables():
             shard = shard_of(variable)
@@ -87,7 +88,7 @@ class ShardedLayer(keras.layers.Layer):
 
 
 def _is_cut(variable: Any) -> bool:
-    """Return whether this rank may hold a part of ``variable`` only."""
+    """Return whether this rank may hold only a part of ``variable``."""
     shard = shard_of(variable)
     if shard is None:
         return False

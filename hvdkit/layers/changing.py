@@ -1,4 +1,4 @@
-"""What a table whose ids come and go has beside its rows: variables that say whose each row is."""
+"""The variables that map ids to rows in a table with eviction."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _FIRST = {"ids": (NO_ID, "int64"), "used": (-1, "int64"), "fresh": (False, "bool
 
 
 class ChangingRows:
-    """Which id has which row, on this rank.
+    """The mapping from ids to rows on this rank.
 
     Args:
         layer: the Keras layer that owns the variables.
         table: the table.
-        rows: this rank's rows of it, the Keras variable.
-        seed: of first values.
+        rows: the Keras variable with this rank's rows of the table.
+        seed: seed of initial values.
     """
 
     def __init__(self, layer: Any, table: Table, rows: Any, seed: int):
@@ -55,7 +55,7 @@ class ChangingRows:
         )
 
     def _mark(self) -> None:
-        """Mark all variables as shards; Keras may have made the TensorFlow variables since the last time."""
+        """Mark all variables as shards, again if Keras has created the TensorFlow variables in the meantime."""
         whole = shard_of(self._rows)
         assert whole is not None
         shape, index = (self.table.buckets, BUCKET), (self._buckets, range(BUCKET))
@@ -69,7 +69,7 @@ class ChangingRows:
         return Uses(**{word: v._value for word, v in self._uses.items()}, clock=self._clock._value)
 
     def source(self, training: bool | None) -> Vocabulary:
-        """Return what lookups go through."""
+        """Return the source of rows for lookups."""
         self._mark()
         return Vocabulary(
             self._rows._value,
@@ -83,7 +83,7 @@ class ChangingRows:
         )
 
     def gather_ids(self) -> np.ndarray:
-        """Return the id of each row of the whole table, ``[input_dim]``, ``NO_ID`` for those that are free."""
+        """Return the id of each row of the entire table, ``[input_dim]``; ``NO_ID`` for free rows."""
         size, shape = cluster.size(), (self.table.buckets, BUCKET)
         indices = [(rows_of("div", self.table.buckets, rank, size), range(BUCKET)) for rank in range(size)]
         whole = gather_parts(self._uses["ids"]._value, indices, shape, None, "hvdkit.ids")

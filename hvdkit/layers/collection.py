@@ -1,4 +1,4 @@
-"""Any number of embedding tables, cut across ranks and looked up in one exchange."""
+"""A collection of embedding tables, sharded across ranks and looked up in one exchange."""
 
 from __future__ import annotations
 
@@ -35,41 +35,41 @@ from hvdkit.planning.table import check_tables
 
 @keras.saving.register_keras_serializable("hvdkit")
 class ShardedEmbeddingCollection(ShardedLayer):
-    """Embedding tables whose rows or columns are spread over the ranks: ``{feature: ids}`` to ``{feature: vectors}``.
+    """Embedding tables sharded by rows or columns: maps ``{feature: ids}`` to ``{feature: vectors}``.
 
-    A lookup of all features costs one exchange of ids and one of rows for each dtype, and its gradient one more,
-    whatever the number of tables; ids are made distinct before they travel. Train with ``hk.DistributedOptimizer``,
-    which knows shards by itself. Every rank calls the layer as often, with the same features; batches may differ in
-    size, and be empty.
+    A lookup of all features costs one exchange of ids and one of rows per dtype, and its gradient one more, regardless
+    of the number of tables; ids are deduplicated before they are sent. Train with ``hk.DistributedOptimizer``, which
+    handles shards automatically. Every rank calls the layer the same number of times, with the same features; batches
+    may differ in size, and be empty.
 
     Ids are dense tensors (with a combiner, their last axis is combined), RaggedTensors or SparseTensors; with a
-    combiner a feature may be a pair ``(ids, weights)``. Features may be in nested dicts, ``{"user": {"clicks": ids}}``
-    being feature ``"user/clicks"``; outputs are nested in the same way. A feature in several tables has an output for
-    each of them, ``"feature@table"``.
+    combiner a feature may be a pair ``(ids, weights)``. Features may be in nested dicts: ``{"user": {"clicks": ids}}``
+    is feature ``"user/clicks"``; outputs have the same nesting. A feature in several tables has an output for each of
+    them, ``"feature@table"``.
 
     Args:
         tables: the tables.
-        plan: "auto" (small tables on every rank, all others cut by rows); a :class:`hvdkit.planning.Plan`; or
-            placements by hand, ``{"items": "row" | "div" | "column" | "table" | "replicated"}``, the others' being
-            chosen.
-        seed: of random first values, which depend on it, the table's name and the row, not on the number of ranks.
-            None draws one for all ranks.
-        compression: "fp16" or "bf16": rows and their gradients travel in 16 bits.
-        out_of_range: what happens to an id that is not a row: "error" (on every rank, naming feature, value and table),
-            "wrap" (modulo the number of rows), or "drop" (it gives zeros, or nothing to a combiner).
-        dp_input: True: a rank passes its own examples' ids of all features. False: it passes the whole global batch's
-            ids of :attr:`local_features`, those of the tables that it holds; no ids travel. Of B examples rank r of N
-            then gets the vectors of its own, ``[r*B//N, (r+1)*B//N)``, as ``hk.data.GlobalBatches`` deals them out.
-            Tables are placed by "table" (which "auto" then chooses) or "column", and every example has one vector:
-            there is a combiner, or ids are ``[B]``.
-        **kwargs: of ``keras.layers.Layer``.
+        plan: "auto" (small tables replicated, all others sharded by rows); a :class:`hvdkit.planning.Plan`; or
+            explicit placements, ``{"items": "row" | "div" | "column" | "table" | "replicated"}``; the placements of
+            other tables are chosen automatically.
+        seed: seed of random initial values, which depend on the seed, the table's name and the row, but not on the
+            number of ranks. None draws one seed for all ranks.
+        compression: "fp16" or "bf16": send rows and their gradients in 16 bits.
+        out_of_range: how to handle ids out of range: "error" (on every rank, naming feature, value and table), "wrap"
+            (modulo the number of rows), or "drop" (zeros, or skipped by a combiner).
+        dp_input: True: a rank passes its examples' ids for all features. False: it passes the ids of the
+            entire global batch for :attr:`local_features`, those of the tables that it holds; ids are not exchanged. Of
+            B examples rank r of N then gets the vectors of examples ``[r*B//N, (r+1)*B//N)``, like
+            ``hk.data.GlobalBatches``. Tables must be placed by "table" (the choice of "auto") or "column", and every
+            example must have one vector: use a combiner, or ids ``[B]``.
+        **kwargs: arguments of ``keras.layers.Layer``.
 
     Attributes:
         features: the names of all features.
-        local_features: those of which this rank passes ids: all of them, but for ``dp_input=False``.
+        local_features: the features for which this rank passes ids: all of them, except with ``dp_input=False``.
 
     Raises:
-        ValueError, TypeError: an argument is none of the above; a feature is missing; ids are not integers.
+        ValueError, TypeError: an argument is invalid; a feature is missing; ids are not integers.
         CollectiveMismatchError: ranks have different tables or placements.
 
     Example::
@@ -79,7 +79,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         vectors = embed({"user": users, "tags": tf.ragged.constant([[3, 1], [], [7]])})  # [B, 32] and [B, 16]
     """
 
-    _floats = False  # whether ids may come as floats
+    _floats = False  # whether ids may be floats
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         return tuple(dict.fromkeys(self.lookups[name].feature for name, _, _ in held))
 
     def build(self, input_shape: Any = None) -> None:
-        """Make this rank's part of every table."""
+        """Create this rank's part of every table."""
         if self._store is not None:
             return
         self._store = TableStore(
@@ -138,15 +138,15 @@ class ShardedEmbeddingCollection(ShardedLayer):
 
     @graph_safe
     def call(self, inputs: Mapping[str, Any] | Asked, training: bool | None = None) -> dict[str, Any]:
-        """Look the features up.
+        """Look up the vectors of all features.
 
         Args:
-            inputs: every feature's ids, or ids and weights, maybe in nested dicts; or what :meth:`ask` returned.
-            training: True, as in ``fit``: new ids of tables that evict get rows. Otherwise they give zeros; with None,
-                a gradient of such a table is a LookupError.
+            inputs: every feature's ids, or ids and weights, optionally in nested dicts; or the result of :meth:`ask`.
+            training: True, as in ``fit``: new ids in tables with eviction are assigned rows. Otherwise they give zeros;
+                with None, a gradient of such a table raises a LookupError.
 
         Returns:
-            Of each feature ``[..., output_dim]`` in the layer's compute dtype, nested as ``inputs`` are.
+            ``[..., output_dim]`` for each feature, in the layer's compute dtype and with the nesting of ``inputs``.
         """
         store = self._tables_here()
         if self.dp_input:
@@ -162,16 +162,16 @@ class ShardedEmbeddingCollection(ShardedLayer):
 
     @graph_safe
     def ask(self, inputs: Mapping[str, Any]) -> Asked:
-        """Request the rows of the next call ahead of it: ids travel while something else is computed.
+        """Request the rows of the next call in advance, to overlap the exchange of ids with computation.
 
         Every rank calls it. Pass the result to the layer instead of ids, once, in the same step or a later one. Rows
-        are read then, so that results are the same.
+        are read in that call, so the results are the same.
 
         Args:
             inputs: as for a call.
 
         Raises:
-            ValueError: with ``dp_input=False``, with which no ids travel.
+            ValueError: ``dp_input=False``, where ids are not exchanged.
 
         Example::
 
@@ -189,7 +189,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         return Asked(outputs_like(inputs, asked.bags, self.lookups), asked.rows)
 
     def _bags(self, inputs: Any) -> dict[str, Bag]:
-        """Return each output's ids; if this rank cannot use its inputs, no rank waits for it."""
+        """Return each output's ids; on invalid inputs, notify the other ranks so that they do not wait."""
         try:
             given = self._check_features(inputs)
             return {
@@ -198,7 +198,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
                 if feature in given
             }
         except Exception:
-            if tf.executing_eagerly():  # a graph that cannot be traced ends the job; here others would wait
+            if tf.executing_eagerly():  # in a graph, a tracing error ends the job; here the other ranks would wait
                 (abandon if self.dp_input else abandon_owned)(self._tables_here())
             raise
 
@@ -207,7 +207,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         return bag if self.dp_input else one_vector_each(bag, feature)
 
     def _add_penalty(self, store: TableStore) -> None:
-        """Add the penalty on tables that are cut to the layer's losses, once for each step; Keras adds the others'."""
+        """Add the regularization of sharded tables to the losses, once per step; Keras adds that of replicated ones."""
         if not self._losses and (penalty := store.penalty()) is not None:
             self.add_loss(penalty)
 
@@ -224,7 +224,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         return outputs_like(inputs if self.dp_input else self._whole_structure(), specs, self.lookups)
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
-        """Return of each output a mask that is False for padding; None without ``mask_zero``, and with a combiner."""
+        """Return a mask for each output, False for padding; None without ``mask_zero`` or with a combiner."""
         if not self.supports_masking:
             return None
         if isinstance(inputs, Asked):
@@ -235,46 +235,45 @@ class ShardedEmbeddingCollection(ShardedLayer):
         return outputs_like(inputs, masks, self.lookups)
 
     def gather(self, table: str, root: int | None = None) -> np.ndarray | None:
-        """Return a whole table ``[input_dim, output_dim]``: on every rank, or on ``root`` and None elsewhere.
+        """Return an entire table ``[input_dim, output_dim]`` on every rank, or only on ``root`` and None elsewhere.
 
-        Every rank calls it. Raises ValueError if there is no such table or rank.
+        Every rank calls it. Raises ValueError if the table or rank does not exist.
         """
         return self._tables_here().gather(table, root)
 
     def ids(self, table: str) -> np.ndarray:
-        """Return the id of each row of a table that evicts, ``[input_dim]`` int64, -2**63 for free rows.
+        """Return the id of each row of a table with eviction, ``[input_dim]`` int64, -2**63 for free rows.
 
-        Every rank calls it. Raises ValueError if the table is none that evicts.
+        Every rank calls it. Raises ValueError if the table is without eviction.
         """
         return self._tables_here().ids(table)
 
     def assign(self, table: str, full_array: Any) -> None:
-        """Set a whole table from ``[input_dim, output_dim]``; each rank takes its part, and exchanges nothing."""
+        """Set an entire table from ``[input_dim, output_dim]``; each rank takes its part, without communication."""
         self._tables_here().assign(table, full_array)
 
     def get_weights(self) -> list[np.ndarray]:
-        """Return the whole tables, ``[input_dim, output_dim]`` each, in the order of ``tables``. Every rank calls it.
+        """Return the unsharded tables ``[input_dim, output_dim]``, in the order of ``tables``. Every rank calls it.
 
-        A table that does not fit into a rank's memory goes through a checkpoint: ``hk.checkpoint.save``, and
-        ``hk.checkpoint.export_npy``, which needs a few MiB. ``model.get_weights()`` does not call this: it returns the
-        rank's parts as they are.
+        For a table that does not fit into a rank's memory use ``hk.checkpoint.save`` and ``hk.checkpoint.export_npy``,
+        which needs a few MiB. ``model.get_weights()`` does not call this method: it returns the rank's parts.
 
         Raises:
-            ValueError: a table evicts, whose rows mean nothing without their ids.
+            ValueError: a table has eviction; its rows are meaningless without their ids.
         """
         self._check_no_evict("get_weights")
         return [self.gather(table.name) for table in self.tables]  # type: ignore[misc]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Set all tables from whole arrays, the same on every rank; each rank keeps its part. Every rank calls it.
+        """Set all tables from unsharded arrays, the same on every rank; each rank keeps its part. Every rank calls it.
 
         Args:
-            weights: ``[input_dim, output_dim]`` each, in the order of ``tables``. Of a file that
-                ``numpy.load(path, mmap_mode="r")`` maps, a rank reads its part alone.
+            weights: ``[input_dim, output_dim]`` each, in the order of ``tables``. From a file mapped with
+                ``numpy.load(path, mmap_mode="r")``, a rank reads only its part.
 
         Raises:
-            ValueError: on the rank that gave them, arrays of other shapes or another number; or a table evicts.
-            CollectiveMismatchError: on the others.
+            ValueError: a table has eviction; or the number or shapes of this rank's arrays are wrong.
+            CollectiveMismatchError: another rank's arrays are wrong.
         """
         self._check_no_evict("set_weights")
         store, names = self._tables_here(), [table.name for table in self.tables]
@@ -321,7 +320,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
             raise ValueError(describe("inputs", sorted(bags), f"a request for {sorted(self.lookups)}", remedy))
 
     def _whole_structure(self) -> dict[str, Any]:
-        """Return all features in nested dicts, as their names say."""
+        """Return all features in nested dicts, according to their names."""
         whole: dict[str, Any] = {}
         for feature in self.features:
             *outer, last = feature.split("/")
@@ -332,7 +331,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         return whole
 
     def get_config(self) -> dict[str, Any]:
-        """Return what :meth:`from_config` makes an equal layer of."""
+        """Return the layer's config for :meth:`from_config`."""
         tables = [table_config(table) for table in self.tables]
         names = ("seed", "compression", "out_of_range", "dp_input")
         own = {name: getattr(self, name) for name in names}
@@ -340,12 +339,12 @@ class ShardedEmbeddingCollection(ShardedLayer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ShardedEmbeddingCollection:
-        """Make a layer from :meth:`get_config`'s result."""
+        """Create a layer from the result of :meth:`get_config`."""
         return cls(**{**config, "tables": [table_of(table) for table in config["tables"]]})
 
 
 def table_config(table: Table) -> dict[str, Any]:
-    """Return what :func:`table_of` makes an equal table of; plain values but for arrays of first values."""
+    """Return a table's config for :func:`table_of`: plain values, except for arrays of initial values."""
     config = {field.name: getattr(table, field.name) for field in dataclasses.fields(table) if field.init}
     config["features"] = list(table.features)
     if isinstance(table.initializer, keras.initializers.Initializer):
@@ -358,13 +357,13 @@ def table_config(table: Table) -> dict[str, Any]:
 
 
 def table_of(config: Mapping[str, Any]) -> Table:
-    """Return the table of :func:`table_config`'s result."""
+    """Create a table from the result of :func:`table_config`."""
     made = deserialized(config, ("initializer", "optimizer", "regularizer"))
     return Table(**{**made, "features": tuple(made["features"])})
 
 
 def deserialized(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return ``config`` with the objects under ``names`` instead of their configurations."""
+    """Return ``config`` with the objects under ``names`` deserialized."""
     given = {name: config[name] for name in names if isinstance(config.get(name), Mapping)}
     return {**config, **{name: keras.saving.deserialize_keras_object(value) for name, value in given.items()}}
 
@@ -375,7 +374,7 @@ def output_spec(
     """Return the shape and dtype of one feature's vectors.
 
     Raises:
-        TypeError: ids are not integers; with ``floats``, floats that do not hold every row exactly.
+        TypeError: ids are not integers; with ``floats``, their dtype cannot represent every row exactly.
     """
     ids = inputs[0] if isinstance(inputs, tuple | list) else inputs
     given = tf.as_dtype(ids.dtype)
@@ -394,7 +393,7 @@ def output_spec(
 
 
 def _mask(inputs: Any, table: Table) -> Any:
-    """Return a mask that is False for padding; None if the table has none, or a combiner leaves it out."""
+    """Return a mask that is False for padding; None without ``mask_zero`` or with a combiner."""
     if not table.mask_zero or table.combiner is not None:
         return None
     return keras.ops.not_equal(inputs, 0) if isinstance(inputs, keras.KerasTensor) else tf.not_equal(inputs, 0)

@@ -1,4 +1,4 @@
-"""One embedding table, cut across ranks: ``keras.layers.Embedding`` for tables that outgrow a device."""
+"""A sharded embedding table: ``keras.layers.Embedding`` for tables larger than one device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdkit.planning.table import Combiner, Evict
 
 _PARTITIONS = {"mod": "row", "div": "div", "column": "column", "replicated": "replicated"}
 _TABLE = "embeddings"
-# Arguments of keras.layers.Embedding that this layer does not have, and what to do instead.
+# Unsupported arguments of keras.layers.Embedding, and alternatives.
 _REFUSED = {
     "embeddings_constraint": "it would need the whole table after every update; limit the rows that a lookup returns",
     "weights": "pass the array as embeddings_initializer, or call layer.set_weights([array])",
@@ -31,42 +31,41 @@ _REFUSED = {
 
 
 class _Lookup(ShardedEmbeddingCollection):
-    """The collection inside a layer of one table; Keras makes floats of ids for a layer without an ``Input``."""
+    """The collection inside a single-table layer; Keras converts ids to floats for a layer without an ``Input``."""
 
     _floats = True
 
 
 @keras.saving.register_keras_serializable("hvdkit")
 class ShardedEmbedding(ShardedLayer):
-    """``keras.layers.Embedding`` whose rows are spread over the ranks.
+    """A ``keras.layers.Embedding`` sharded across ranks.
 
     Each rank holds 1/N of the table; a lookup exchanges the distinct ids and their rows. See
-    :class:`ShardedEmbeddingCollection`, which looks any number of tables up in the same exchange, for ids, combiners
-    and what every rank has to do.
+    :class:`ShardedEmbeddingCollection`, which looks up any number of tables in one exchange, for ids, combiners and
+    the requirements on ranks.
 
-    Ids may be floats, which Keras makes of them in a ``Sequential`` without ``keras.Input``, if the dtype holds every
-    row exactly (float32: tables of up to 16,777,216 rows) and they are whole numbers.
+    Ids may be floats, as Keras passes them in a ``Sequential`` without ``keras.Input``, if they are whole numbers and
+    the dtype represents every row exactly (float32: tables of up to 16,777,216 rows).
 
     Args:
         input_dim: number of rows.
-        output_dim: numbers in a row.
-        combiner: "sum", "mean" or "sqrtn" over the last axis of ids; None keeps the rows apart.
+        output_dim: number of columns.
+        combiner: "sum", "mean" or "sqrtn" over the last axis of ids; None returns one row per id.
         partition: "mod" (rows round robin), "div" (contiguous rows), "column" (each rank some columns of all rows) or
             "replicated".
-        embeddings_initializer: a Keras initializer or its name, or the whole array.
-        embeddings_regularizer: ``L1``, ``L2`` or ``L1L2`` of ``keras.regularizers``, or a name: a penalty on the whole
-            table, in the layer's ``losses`` on every rank. Each step then reads and updates the whole table.
-        mask_zero: id 0 is padding. Without a combiner the output has a Keras mask; a combiner leaves it out.
-        optimizer: of this table, instead of the model's; see :class:`hvdkit.layers.Table`.
+        embeddings_initializer: a Keras initializer or its name, or the unsharded array.
+        embeddings_regularizer: ``L1``, ``L2`` or ``L1L2`` of ``keras.regularizers``, or a name: a penalty on the entire
+            table, in the layer's ``losses`` on every rank. Each step then reads and updates the entire table.
+        mask_zero: id 0 is padding. Without a combiner the output has a Keras mask; a combiner skips padding.
+        optimizer: optimizer of this table, instead of the model's; see :class:`hvdkit.layers.Table`.
         evict, host: as for :class:`hvdkit.layers.Table`.
-        seed: as for the collection.
-        compression, out_of_range: likewise.
-        **kwargs: of ``keras.layers.Layer``.
+        seed, compression, out_of_range: as for the collection.
+        **kwargs: arguments of ``keras.layers.Layer``.
 
     Raises:
-        TypeError: ids are floats that do not hold every row, or an argument is one of ``keras.layers.Embedding``'s that
-            this layer does not have.
-        ValueError: an id is not a whole number; and as the collection.
+        TypeError: ids are floats whose dtype cannot represent every row, or an argument of ``keras.layers.Embedding``
+            is not supported.
+        ValueError: an id is not a whole number; or as for the collection.
 
     Example::
 
@@ -128,7 +127,7 @@ class ShardedEmbedding(ShardedLayer):
         self.supports_masking = self._collection.supports_masking
 
     def build(self, input_shape: Any = None) -> None:
-        """Make this rank's part."""
+        """Create this rank's part."""
         self._collection.build()
         self.built = True
 
@@ -140,7 +139,7 @@ class ShardedEmbedding(ShardedLayer):
 
     @graph_safe
     def ask(self, inputs: Any) -> Asked:
-        """Request the rows of the next call ahead of it; see the collection's."""
+        """Request the rows of the next call in advance; see :meth:`ShardedEmbeddingCollection.ask`."""
         return self._collection.ask({_TABLE: inputs})
 
     def compute_output_spec(self, inputs: Any, **_: Any) -> Any:
@@ -153,32 +152,32 @@ class ShardedEmbedding(ShardedLayer):
         return (*(shape if self.combiner is None or len(shape) < 2 else shape[:-1]), self.output_dim)
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
-        """Return a mask that is False for padding; None without ``mask_zero``, and with a combiner."""
+        """Return a mask that is False for padding; None without ``mask_zero`` or with a combiner."""
         masks = self._collection.compute_mask(inputs if isinstance(inputs, Asked) else {_TABLE: inputs})
         return None if masks is None else masks[_TABLE]
 
     def gather(self, root: int | None = None) -> np.ndarray | None:
-        """Return the whole table: on every rank, or on ``root`` alone and None elsewhere. Every rank calls it."""
+        """Return the unsharded table on every rank, or only on ``root`` and None elsewhere. Every rank calls it."""
         return self._collection.gather(_TABLE, root)
 
     def ids(self) -> np.ndarray:
-        """Return the id of each row of a table that evicts; see the collection's."""
+        """Return the id of each row of a table with eviction; see :meth:`ShardedEmbeddingCollection.ids`."""
         return self._collection.ids(_TABLE)
 
     def assign(self, full_array: Any) -> None:
-        """Set the whole table from ``[input_dim, output_dim]``; each rank takes its part."""
+        """Set the table from an unsharded array ``[input_dim, output_dim]``; each rank takes its part."""
         self._collection.assign(_TABLE, full_array)
 
     def get_weights(self) -> list[np.ndarray]:
-        """Return ``[table]``, the whole one, as ``keras.layers.Embedding`` does. Every rank calls it."""
+        """Return ``[table]``, unsharded, as ``keras.layers.Embedding`` does. Every rank calls it."""
         return self._collection.get_weights()
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Set the table from ``[table]``, the whole one; each rank keeps its part. Every rank calls it."""
+        """Set the table from ``[table]``, unsharded; each rank keeps its part. Every rank calls it."""
         self._collection.set_weights(weights)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what ``from_config`` makes an equal layer of."""
+        """Return the layer's config for ``from_config``."""
         table = table_config(self.table)
         shared = ("input_dim", "output_dim", "combiner", "evict", "host", "optimizer", "mask_zero")
         own = {name: getattr(self._collection, name) for name in ("seed", "compression", "out_of_range")}
@@ -188,5 +187,5 @@ class ShardedEmbedding(ShardedLayer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ShardedEmbedding:
-        """Make a layer from :meth:`get_config`'s result."""
+        """Create a layer from the result of :meth:`get_config`."""
         return cls(**deserialized(config, ("embeddings_initializer", "embeddings_regularizer", "optimizer")))

@@ -1,4 +1,4 @@
-"""What a feature looks up, in whatever form it comes, and how the rows found become the layer's output."""
+"""Convert a feature's input to flat ids, and the rows found to the layer's output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdkit.variable.partitioned import as_ids
 from hvdkit.variable.routing import Found
 
 OutOfRange = Literal["error", "wrap", "drop"]
-# Whole numbers up to this one are exact in a floating-point dtype; beyond it, several ids become one.
+# Largest number up to which a floating-point dtype represents all integers exactly; beyond it, ids may collide.
 _EXACT = {tf.float16: 2**11, tf.bfloat16: 2**8, tf.float32: 2**24, tf.float64: 2**53}
 
 
@@ -27,12 +27,12 @@ class Lookup(NamedTuple):
 
 
 def lookups_of(tables: Iterable[Table]) -> dict[str, Lookup]:
-    """Return all lookups by the name of the output.
+    """Return all lookups by output name.
 
-    That is the feature's name; of a feature in several tables ``feature@table``, one for each of them.
+    The output name is the feature's name, or ``feature@table`` for each table of a feature in several tables.
 
     Raises:
-        ValueError: two outputs have one name.
+        ValueError: two outputs have the same name.
 
     Example:
         >>> list(lookups_of([Table("a", 9, 2, features=("x", "y")), Table("b", 9, 2, features=("y",))]))
@@ -64,7 +64,7 @@ def flattened(inputs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def outputs_like(inputs: Mapping[str, Any], outputs: Mapping[str, Any], lookups: Mapping[str, Lookup]) -> dict:
-    """Return ``outputs``, nested as ``inputs`` are; a feature in several tables has its outputs next to each other."""
+    """Return ``outputs`` with the nesting of ``inputs``; the outputs of a feature in several tables are siblings."""
     names: dict[str, list[str]] = {}
     for name, lookup in lookups.items():
         names.setdefault(lookup.feature, []).append(name)
@@ -83,7 +83,7 @@ def outputs_like(inputs: Mapping[str, Any], outputs: Mapping[str, Any], lookups:
 
 
 def values_like(structure: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``values``, given by path, nested as ``structure`` is: the reverse of :func:`flattened`."""
+    """Return ``values``, keyed by path, with the nesting of ``structure``: the inverse of :func:`flattened`."""
     return {
         key: values_like(part, values, f"{prefix}{key}/") if isinstance(part, Mapping) else values[f"{prefix}{key}"]
         for key, part in structure.items()
@@ -91,19 +91,19 @@ def values_like(structure: Mapping[str, Any], values: Mapping[str, Any], prefix:
 
 
 class Bag(NamedTuple):
-    """The ids of one feature, laid out flat.
+    """The flattened ids of one feature.
 
     Attributes:
         ids: ``[n]`` int32, int64 or uint64.
-        segments: of each id the example that it belongs to, ascending, ``[n]`` int32; None without a combiner.
-        examples: how many examples (or places) the output has, before it gets its shape.
+        segments: the example of each id, ascending, ``[n]`` int32; None without a combiner.
+        examples: number of examples (or positions) in the output, before it is reshaped.
         weights: ``[n]``, or None.
-        shape: of the output without its last axis; None for a ragged one.
+        shape: shape of the output without its last axis; None for a ragged output.
         like: a RaggedTensor whose axes are the output's without the last one; None for a dense output.
-        kept: with ids left out and no combiner, the places of those that are kept, ``[n]``; else None.
-        matches: whether weights stand where ids do, a bool scalar; None without weights.
-        whole: of ids that came as floats, whether they are whole numbers, ``[n]`` bool; else None.
-        mask: with ``mask_zero`` and no combiner, False for ids that are 0, in the form of the ids; else None.
+        kept: if ids were dropped, without a combiner, the positions of the remaining ids, ``[n]``; else None.
+        matches: whether weights and ids have the same structure, a bool scalar; None without weights.
+        whole: for ids given as floats, whether they are whole numbers, ``[n]`` bool; else None.
+        mask: with ``mask_zero`` and without a combiner, False for ids equal to 0, in the form of the ids; else None.
     """
 
     ids: tf.Tensor
@@ -119,20 +119,20 @@ class Bag(NamedTuple):
 
 
 def bag_of(value: Any, table: Table, name: str, *, floats: bool = False, how: OutOfRange = "error") -> Bag:
-    """Lay out a feature's input.
+    """Flatten a feature's input.
 
     Args:
         value: ids as a dense tensor (with a combiner, its last axis is combined), a RaggedTensor, or a SparseTensor;
             or a pair of ids and weights of the same form.
-        table: in which they are looked up.
-        name: the feature's, for messages.
-        floats: whether ids may be floats, as Keras makes of them for a layer without an ``Input``.
-        how: what happens to ids that are not rows.
+        table: the table in which they are looked up.
+        name: the feature's name, for messages.
+        floats: whether ids may be floats, as Keras passes them to a layer without an ``Input``.
+        how: how to handle ids out of range.
 
     Raises:
-        TypeError: ids are not integers, or floats that do not hold every row of the table exactly.
-        ValueError: weights without a combiner, or of another shape; a SparseTensor without a combiner; ids of an
-            unknown number of axes with one.
+        TypeError: ids are not integers, or floats whose dtype cannot represent every row of the table exactly.
+        ValueError: weights without a combiner, or of a different shape; a SparseTensor without a combiner; ids of
+            unknown rank with a combiner.
     """
     combiner = table.combiner
     ids, weights = value if _is_pair(value) else (value, None)
@@ -156,13 +156,13 @@ def bag_of(value: Any, table: Table, name: str, *, floats: bool = False, how: Ou
 
 
 def _floating(ids: Any) -> tf.DType | None:
-    """Return the dtype of ids that are floats; None for others, and for an empty list, which NumPy takes for floats."""
+    """Return the dtype of floating-point ids, else None; also None for an empty list, which NumPy treats as floats."""
     dtype = tf.as_dtype(ids.dtype) if hasattr(ids, "dtype") else tf.as_dtype(np.asarray(ids).dtype)
     return dtype if dtype.is_floating and (hasattr(ids, "dtype") or np.size(ids)) else None
 
 
 def check_exact(dtype: tf.DType, table: Table, how: OutOfRange, name: str) -> None:
-    """Raise TypeError if two ids of ``table`` can be the same number in a floating-point ``dtype``."""
+    """Raise TypeError if two ids of ``table`` may have the same value in a floating-point ``dtype``."""
     most = _EXACT.get(dtype, 0)
     if table.evict is None and how != "wrap" and table.input_dim <= most:
         return
@@ -173,7 +173,7 @@ def check_exact(dtype: tf.DType, table: Table, how: OutOfRange, name: str) -> No
 
 
 def _rounded(ids: Any) -> tuple[Any, tf.Tensor]:
-    """Return ids that came as floats as integers, and of each of them, laid out flat, whether it was a whole number."""
+    """Return floating-point ids as integers, and a flat bool tensor: whether each was a whole number."""
     if isinstance(ids, tf.RaggedTensor):
         flat, whole = _rounded(ids.flat_values)
         return ids.with_flat_values(flat), whole
@@ -182,7 +182,7 @@ def _rounded(ids: Any) -> tuple[Any, tf.Tensor]:
         flat, whole = _rounded(ids.values)
         return tf.SparseTensor(ids.indices, flat, ids.dense_shape), whole
     ids = tf.convert_to_tensor(ids)
-    whole = tf.equal(ids - tf.floor(ids), 0)  # neither of NaN nor of infinity
+    whole = tf.equal(ids - tf.floor(ids), 0)  # False for NaN and infinity
     return tf.cast(ids, tf.int64), tf.reshape(whole, [-1])
 
 
@@ -198,7 +198,7 @@ def _check_form(ids: Any, weights: Any, name: str) -> None:
 
 
 def _is_pair(value: Any) -> bool:
-    """Tell ids with weights from a plain list of two ids."""
+    """Return whether ``value`` is a pair (ids, weights), not a plain list of two ids."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         return False
     return any(tf.is_tensor(v) or isinstance(v, tf.RaggedTensor | tf.SparseTensor) or np.ndim(v) for v in value)
@@ -220,7 +220,7 @@ def _dense(ids: tf.Tensor, weights: Any, combiner: str | None, name: str) -> Bag
         if not weights.shape.is_compatible_with(ids.shape):
             expected = f"the ids' shape {ids.shape}"
             raise ValueError(describe(f"weights of {name!r}", f"shape {weights.shape}", expected, "one for each id"))
-    if _known_axes(ids, name) < 2:  # each id is an example of its own
+    if _known_axes(ids, name) < 2:  # each id is a separate example
         ids, weights = ids[..., None], None if weights is None else weights[..., None]
     return _over_last_axis(ids, weights)
 
@@ -265,7 +265,7 @@ def _without_last_axis(ragged: tf.RaggedTensor) -> Any:
 
 
 def _row_of_each(splits: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-    """Return the row of each of ``count`` values: how many rows have begun. Faster than TensorFlow's value_rowids."""
+    """Return the row of each of ``count`` values. Faster than TensorFlow's value_rowids."""
     begins = splits[1:-1]
     return tf.cumsum(tf.math.unsorted_segment_sum(tf.ones_like(begins), begins, count + 1))[:-1]
 
@@ -274,7 +274,7 @@ def _sparse(ids: tf.SparseTensor, weights: Any, combiner: str | None, name: str)
     if combiner is None or ids.shape.rank not in (2, None):
         remedy = "give the table a combiner, or pass dense or ragged ids"
         raise ValueError(describe(f"ids of {name!r}", "a SparseTensor", "[batch, k] with a combiner", remedy))
-    ids = tf.sparse.reorder(ids)  # segments have to ascend
+    ids = tf.sparse.reorder(ids)  # segments must be ascending
     weights = None if weights is None else tf.sparse.reorder(weights)
     examples = tf.cast(ids.dense_shape[0], tf.int32)
     segments = tf.cast(ids.indices[:, 0], tf.int32)
@@ -285,14 +285,15 @@ def _sparse(ids: tf.SparseTensor, weights: Any, combiner: str | None, name: str)
 
 
 def _same(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
-    """Return whether two tensors of one rank are equal, which may differ in shape."""
+    """Return whether two tensors of the same rank have equal shapes and values."""
     return tf.cond(tf.reduce_all(tf.shape(a) == tf.shape(b)), lambda: tf.reduce_all(a == b), lambda: tf.constant(False))
 
 
 def in_range(bag: Bag, table: Table, how: OutOfRange) -> Bag:
-    """Return a bag whose ids are rows: wrapped round, without those that are none, or (for "error") 0 in their place.
+    """Return a bag with valid row ids: ids out of range are wrapped, dropped, or (for "error") replaced by 0.
 
-    With "error" they have been noted before, and every rank raises before a row is used. Padding is left out, too.
+    With "error" they are already recorded as faults, and every rank raises before a row is used. Padding is dropped as
+    well.
     """
     ids, kept = bag.ids, None
     if table.mask_zero and table.combiner is not None:
@@ -311,7 +312,7 @@ def in_range(bag: Bag, table: Table, how: OutOfRange) -> Bag:
 
 
 def _only(bag: Bag, kept: tf.Tensor) -> Bag:
-    """Return a bag with the ids at the places ``kept`` alone."""
+    """Return a bag with only the ids at the positions ``kept``."""
     ids = tf.gather(bag.ids, kept)
     if bag.segments is None:
         return bag._replace(ids=ids, kept=kept)
@@ -320,15 +321,15 @@ def _only(bag: Bag, kept: tf.Tensor) -> Bag:
 
 
 def combined(found: Found, bag: Bag, combiner: str | None) -> Any:
-    """Turn the rows found for a bag into the feature's output ``[*shape, width]``.
+    """Combine the rows found for a bag into the feature's output ``[*shape, width]``.
 
-    With w_k the weights (1 where there are none) and e_k the rows of one example:
+    With w_k the weights (1 by default) and e_k the rows of one example:
 
         sum    sum_k w_k e_k
         mean   sum_k w_k e_k / sum_k w_k
         sqrtn  sum_k w_k e_k / sqrt(sum_k w_k^2)
 
-    An example without ids gives zeros. Rows of 16 bits are summed in 32. (As ``tf.nn.embedding_lookup_sparse``.)
+    An example without ids gives zeros. 16-bit rows are summed in 32 bits. Same as ``tf.nn.embedding_lookup_sparse``.
     """
     dtype = found.rows.dtype
     if dtype.size == 2:  # sums of many rows, and of their gradients, need more than 16 bits
@@ -347,7 +348,7 @@ def combined(found: Found, bag: Bag, combiner: str | None) -> Any:
 
 
 def _shaped(rows: tf.Tensor, bag: Bag) -> Any:
-    """Give the vectors of all examples ``[n, width]`` the form of the output."""
+    """Reshape the vectors of all examples ``[n, width]`` to the output."""
     width = rows.shape[1]
     if bag.like is None:
         return tf.reshape(rows, tf.concat([bag.shape, [width]], 0))

@@ -1,7 +1,7 @@
-"""Differentiable exchanges along one axis of the mesh, among ranks that work on one batch together.
+"""Differentiable collectives along one mesh axis, among ranks that process the same batch.
 
-Each is the other way round for gradients (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3): what every rank
-of the group holds alike has a gradient that is the sum of theirs.
+The gradient of each is its conjugate (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3): the gradient of a
+replicated tensor is the sum of the gradients over the group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hvdkit.partition import rows_of
 
 
 def shared_by(x: tf.Tensor, group: Group) -> tf.Tensor:
-    """Return ``x``, which all ranks of the group hold alike and use differently; its gradient is summed over them."""
+    """Return ``x``, which is replicated over the group but used differently by each rank; the gradient is summed."""
 
     @tf.custom_gradient
     def forward(x: tf.Tensor) -> Any:
@@ -27,7 +27,7 @@ def shared_by(x: tf.Tensor, group: Group) -> tf.Tensor:
 
 
 def added_up(x: tf.Tensor, group: Group) -> tf.Tensor:
-    """Return the sum of ``x`` over the group, which all of its ranks then use alike."""
+    """Return the sum of ``x`` over the group, which all of its ranks must use identically."""
 
     @tf.custom_gradient
     def forward(x: tf.Tensor) -> Any:
@@ -37,7 +37,7 @@ def added_up(x: tf.Tensor, group: Group) -> tf.Tensor:
 
 
 def beside(x: tf.Tensor, width: int, group: Group) -> tf.Tensor:
-    """Put the ranks' columns ``[..., local]`` beside each other, ``[..., width]``; all ranks then use them alike."""
+    """Concatenate the ranks' columns ``[..., local]`` to ``[..., width]``, which all ranks must use identically."""
     mine = rows_of("div", width, group.index, group.size)
 
     @tf.custom_gradient
@@ -51,9 +51,9 @@ def beside(x: tf.Tensor, width: int, group: Group) -> tf.Tensor:
 
 
 def sum_of_parts(x: tf.Tensor) -> tf.Tensor:
-    """Return the sum over all ranks of ``x``, which each rank computes from its own part of something larger.
+    """Return the sum over all ranks of ``x``, which each rank computes from its part of a sharded tensor.
 
-    Every rank's loss depends on every part, so that the gradient is the sum of theirs.
+    Every rank's loss depends on every part, so the gradient is summed over ranks.
     """
 
     @tf.custom_gradient

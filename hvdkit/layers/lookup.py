@@ -1,4 +1,4 @@
-"""The lookup of any number of features in a set of tables, in two halves: ask for rows, and get them."""
+"""The lookup of any number of features in a set of tables, in two phases: request rows, and read them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _NAME = "hvdkit.lookup"
 
 
 class Asked(NamedTuple):
-    """What a layer's ``ask`` returns, and its call takes in place of ids.
+    """A pending lookup: returned by a layer's ``ask``, and accepted by its call instead of ids.
 
     Attributes:
-        bags: of each output the ids that are looked up for it; nested as the layer's inputs are.
-        rows: what was asked of the ranks; None where nothing is cut across them.
+        bags: the ids of each output, with the nesting of the layer's inputs.
+        rows: the request to other ranks; None without sharded tables.
     """
 
     bags: dict[str, Any]
@@ -40,15 +40,15 @@ class Asked(NamedTuple):
 
 
 def ask(store: TableStore, bags: Mapping[str, Bag], fault: Fault | None = None) -> Asked:
-    """Tell every rank which rows this one needs. Every rank calls it, with the same outputs.
+    """Send every rank the ids of the rows that this rank needs. Every rank calls it, with the same outputs.
 
     Args:
         store: the tables.
-        bags: of each output the ids that are looked up for it.
-        fault: what is wrong on this rank, if that is known.
+        bags: the ids of each output.
+        fault: a fault that is already known on this rank.
 
     Raises:
-        ValueError: in eager mode, on every rank, where an id of any rank is out of range and that is an error;
+        ValueError: in eager mode, on every rank, if an id of any rank is out of range and that is an error;
             ``tf.errors.InvalidArgumentError`` in graphs.
     """
     fault = fault_of(store, bags) if fault is None else fault
@@ -69,8 +69,9 @@ def read(store: TableStore, asked: Asked, training: bool | None) -> dict[str, An
 
     Args:
         store: the tables.
-        asked: what :func:`ask` returned.
-        training: whether new ids of tables that evict get rows; see :class:`hvdkit.variable.vocabulary.Vocabulary`.
+        asked: the result of :func:`ask`.
+        training: whether to assign rows to new ids in tables with eviction; see
+            :class:`hvdkit.variable.vocabulary.Vocabulary`.
     """
     slices = {} if asked.rows is None else _slices(store, asked.bags, asked.rows, training)
     outputs = {}
@@ -88,16 +89,16 @@ def read(store: TableStore, asked: Asked, training: bool | None) -> dict[str, An
 
 
 def abandon(store: TableStore) -> None:
-    """Take part in a lookup whose inputs this rank could not make sense of: the others raise, too."""
+    """Participate in a lookup after this rank rejected its inputs, so that the other ranks raise as well."""
     nothing = Bag(tf.zeros([0], tf.int32), None, tf.constant(0))
     with contextlib.suppress(ValueError):
         ask(store, dict.fromkeys(store.lookups, nothing), refused())
 
 
 def fault_of(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
-    """Return the first id or weight of this rank that is wrong.
+    """Return the first invalid id or weight of this rank.
 
-    Every rank makes the same checks in the same order, with or without a bag and weights: faults travel by number.
+    Every rank runs the same checks in the same order, even without a bag or weights, because faults are sent by number.
     """
     checks = []
     for name, (feature, table) in store.lookups.items():
@@ -113,7 +114,7 @@ def fault_of(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
 
 
 def _after_check(store: TableStore, bags: dict[str, Bag], fault: Fault) -> dict[str, Bag]:
-    """Return the bags once no rank has a fault: with replicated tables alone nothing else would carry it."""
+    """Return the bags after exchanging faults: with only replicated tables, this is the only communication."""
     words = fault.words[None]
     if store.layout.size > 1 and (fault.texts or tf.executing_eagerly()):
         words = tensors.allgather(words, f"{_NAME}.faults")
@@ -122,7 +123,7 @@ def _after_check(store: TableStore, bags: dict[str, Bag], fault: Fault) -> dict[
 
 
 def _wanted(store: TableStore, bags: Mapping[str, Bag]) -> dict[int, dict[tuple[str, int], list[str]]]:
-    """Return, by group, which runs of columns of which tables are needed for which outputs."""
+    """Return, by group, the outputs that need each (table, column slice)."""
     wanted: dict[int, dict[tuple[str, int], list[str]]] = {}
     for name in bags:
         table = store.lookups[name].table.name
@@ -132,9 +133,9 @@ def _wanted(store: TableStore, bags: Mapping[str, Bag]) -> dict[int, dict[tuple[
 
 
 def _keys(store: TableStore, bags: Mapping[str, Bag], names: Sequence[str], number: int) -> tf.Tensor:
-    """Return the keys that outputs ask one run of columns for, one after another."""
+    """Return the concatenated keys that outputs request from one column slice."""
     table, size = store.lookups[names[0]].table, store.layout.size
-    dtype = key_dtype(store.layout.keys)  # one for all tables, which travel in one message
+    dtype = key_dtype(store.layout.keys)  # one dtype for all tables, which share a message
     ids = routing.joined([tf.cast(bags[name].ids, dtype) for name in names])
     _, part = store.layout.slices[table.name][number]
     return ids if table.evict else keys_of(ids, part.rule, table.input_dim, size, base=part.base, rank=part.rank)
@@ -143,7 +144,7 @@ def _keys(store: TableStore, bags: Mapping[str, Bag], names: Sequence[str], numb
 def _slices(
     store: TableStore, bags: Mapping[str, Bag], asked: routing.Asked, training: bool | None
 ) -> dict[str, list[Found]]:
-    """Return each output's rows, one part for each run of columns."""
+    """Return each output's rows, one part per column slice."""
     wanted = _wanted(store, bags)
     sources, parts = store.sources(list(wanted), training), [len(parts) for parts in wanted.values()]
     found = routing.fetch(sources, parts, asked, name=_NAME, wire=store.wire)
@@ -158,7 +159,7 @@ def _slices(
 
 
 def _beside(parts: Sequence[Any], width: int) -> Any:
-    """Put runs of columns beside each other; the last may have been filled up."""
+    """Concatenate column slices; the last one may be padded."""
     if isinstance(parts[0], tf.RaggedTensor):
         flat = tf.concat([p.flat_values for p in parts], -1)[..., :width]
         return parts[0].with_flat_values(flat)

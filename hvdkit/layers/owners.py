@@ -1,14 +1,14 @@
-"""The lookup of ids that are with the tables' owners already: vectors travel, ids do not.
+"""The lookup of ids that the tables' owners already have: only vectors are exchanged.
 
-Tables are whole on one rank, or cut by columns. A rank has the ids of the whole global batch for the tables that it
-holds something of. With N ranks, B examples, and W_o numbers in the vectors that rank o makes of an example:
+Each table is on one rank, or sharded by columns. A rank has the ids of the entire global batch for the tables of which
+it holds a part. With N ranks, B examples, and W_o numbers per example in the vectors that rank o computes:
 
-    1. every rank tells the others whether an id is wrong, and B;
-    2. each owner looks its features up, ``[B, W_o]``;
-    3. one alltoall (for each dtype) takes rank r its examples' rows of these matrices, ``[r*B//N, (r+1)*B//N)``, as
-       ``hk.data.GlobalBatches`` deals them out.
+    1. the ranks exchange whether an id is invalid, and B;
+    2. each owner looks up its features, ``[B, W_o]``;
+    3. one alltoall (per dtype) sends rank r the rows of its examples, ``[r*B//N, (r+1)*B//N)``, which are those of
+       ``hk.data.GlobalBatches``.
 
-Gradients come back by one alltoall. (``dp_input=False`` of NVIDIA's distributed-embeddings.)
+Gradients take one alltoall in the opposite direction. Same as ``dp_input=False`` of NVIDIA's distributed-embeddings.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _REMEDY = "pass the ids of the whole global batch on every rank"
 
 
 def held_by(layout: Layout, tables: Mapping[str, str], rank: int) -> list[tuple[str, int, Slice]]:
-    """Return what ``rank`` looks up: the output, the number of the variable, and the columns, in an order all share.
+    """Return the lookups of ``rank`` as (output, variable number, columns), in an order that all ranks share.
 
     Args:
-        layout: of the tables.
-        tables: of each output its table.
-        rank: any.
+        layout: the layout of the tables.
+        tables: the table of each output.
+        rank: any rank.
     """
     return [
         (name, group, part)
@@ -55,11 +55,11 @@ def read_owned(store: TableStore, bags: Mapping[str, Bag]) -> dict[str, Any]:
 
     Args:
         store: the tables.
-        bags: of each output of which this rank holds columns, the ids of all examples of the global batch.
+        bags: for each output of which this rank holds columns, the ids of all examples of the global batch.
 
     Raises:
-        ValueError: in eager mode, on every rank, if an id of any rank is out of range, or ranks have unlike numbers of
-            examples; ``tf.errors.InvalidArgumentError`` in graphs.
+        ValueError: in eager mode, on every rank, if an id of any rank is out of range, or the numbers of examples
+            differ; ``tf.errors.InvalidArgumentError`` in graphs.
     """
     checked, batch = _agreed(fault_of(store, bags), _examples(bags), bags)
     safe = {name: in_range(bag, store.lookups[name].table, store.out_of_range) for name, bag in checked.items()}
@@ -87,13 +87,13 @@ def read_owned(store: TableStore, bags: Mapping[str, Bag]) -> dict[str, Any]:
 
 
 def abandon_owned(store: TableStore) -> None:
-    """Take part in a lookup whose inputs this rank could not make sense of: the others raise, too."""
+    """Participate in a lookup after this rank rejected its inputs, so that the other ranks raise as well."""
     with contextlib.suppress(ValueError):
         _agreed(refused(), tf.constant(-1), {})
 
 
 def one_vector_each(bag: Bag, name: str) -> Bag:
-    """Return ``bag``, of which every example has one vector. Raises ValueError for another."""
+    """Return ``bag`` unchanged. Raises ValueError unless every example has exactly one vector."""
     if bag.like is None and bag.shape.shape[0] == 1:
         return bag
     expected, remedy = "one vector for each example with dp_input=False", "give the table a combiner, or pass [batch]"
@@ -106,13 +106,13 @@ def _examples(bags: Mapping[str, Bag]) -> tf.Tensor:
         return tf.constant(-1)
     every = tf.stack([tf.cast(bag.examples, tf.int32) for bag in bags.values()])
     known = sorted({int(n) for bag in bags.values() if (n := tf.get_static_value(bag.examples)) is not None})
-    if len(known) > 1 and not tf.executing_eagerly():  # a graph that cannot be traced ends the job
+    if len(known) > 1 and not tf.executing_eagerly():  # a tracing error ends the job
         raise ValueError(describe("inputs", f"{known} examples", _AS_MANY, _REMEDY))
     return tf.where(tf.reduce_all(every == every[0]), every[0], -2)
 
 
 def _agreed(fault: Fault, examples: tf.Tensor, bags: Mapping[str, Bag]) -> tuple[dict[str, Bag], tf.Tensor]:
-    """Return the bags and the global number of examples once no rank has a fault, and all ranks have as many."""
+    """Return the bags and the global number of examples, after checking all ranks' faults and numbers of examples."""
     words = tf.concat([fault.words, examples[None]], 0)[None]
     if cluster.size() > 1:
         words = tensors.allgather(words, f"{_NAME}.faults")
@@ -152,21 +152,21 @@ def _vectors(store: TableStore, bag: Bag, group: int, part: Slice) -> tf.Tensor:
 
 
 def _no_vectors(variable: Any, batch: tf.Tensor) -> tf.Tensor:
-    """Return ``[B, 0]`` of a variable in which this rank looks nothing up: the exchange of gradients needs it."""
+    """Return ``[B, 0]`` for a variable without lookups on this rank: the exchange of gradients needs it."""
     return tf.reshape(variable._value.sparse_read(tf.zeros([0], tf.int32)), [batch, 0])
 
 
 def _deal_out(
     whole: tf.Tensor, widths: Sequence[int], counts: tf.Tensor, batch: tf.Tensor, wire: tf.DType | None
 ) -> list[tf.Tensor]:
-    """Send each rank its examples' rows of ``whole``; return those that came from each rank, ``[local, widths[o]]``.
+    """Send each rank its examples' rows of ``whole``; return the rows received from each rank, ``[local, widths[o]]``.
 
     Args:
         whole: this rank's vectors of all examples, ``[B, widths[rank]]``.
-        widths: numbers in the vectors of each rank.
-        counts: examples of each rank, ``[N]`` int32.
+        widths: width of each rank's vectors.
+        counts: number of examples of each rank, ``[N]`` int32.
         batch: B.
-        wire: dtype in which vectors travel; None: their own.
+        wire: dtype in which vectors are sent; None for their dtype.
     """
     rank, size = cluster.rank(), cluster.size()
     if size == 1 or not any(widths):

@@ -1,4 +1,4 @@
-"""Dense layers of which every rank of a mesh axis holds some columns or rows."""
+"""Dense layers sharded by columns or rows along a mesh axis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdkit.variable.initial import common_seed
 
 
 class _ParallelDense(ShardedLayer):
-    """What both kinds share: their arguments, and weights that are parts of the unsharded layer's."""
+    """Base class: common arguments, and weights that are parts of the unsharded layer's weights."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class _ParallelDense(ShardedLayer):
         self._group = cluster.group(axis)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what ``from_config`` makes an equal layer of."""
+        """Return the layer's config for ``from_config``."""
         own = {
             "units": self.units,
             "activation": keras.activations.serialize(self.activation),
@@ -59,7 +59,7 @@ class _ParallelDense(ShardedLayer):
         return {**super().get_config(), **own}
 
     def _add(self, name: str, shape: tuple[int, ...], initializer: Any, cut: int | None) -> Any:
-        """Add a weight of which this rank holds its part along axis ``cut``, or the whole."""
+        """Add a weight that is sharded along axis ``cut``, or replicated if ``cut`` is None."""
         if cut is None:
             return self.add_weight(name=name, shape=shape, initializer=_seeded(initializer, self._seed_of(name)))
         group = self._group
@@ -77,7 +77,7 @@ class _ParallelDense(ShardedLayer):
         return weight
 
     def _seed_of(self, name: str) -> int:
-        """Return a seed that all ranks share: the layer's, the initializer's own, or one that the chief draws."""
+        """Return a seed common to all ranks: the layer's, the initializer's, or one drawn by the chief."""
         given = self.kernel_initializer if name == "kernel" else self.bias_initializer
         kind = f"{type(self).__name__}(units={self.units}, axis={self.axis!r}).{name}"
         return gather(cluster.exchange(), kind, lambda: common_seed(self.seed, given))[0] % 2**31
@@ -85,23 +85,23 @@ class _ParallelDense(ShardedLayer):
 
 @keras.saving.register_keras_serializable("hvdkit")
 class ColumnParallelDense(_ParallelDense):
-    """A dense layer of which each rank of a mesh axis holds some columns, and so computes some of the outputs.
+    """A dense layer whose kernel is sharded by columns: each rank of a mesh axis computes some of the outputs.
 
-    Rank r of the M along ``axis`` holds columns ``rows_of("div", units, r, M)``. Its inputs are the same on all of
-    them. Two in a row, the second one a :class:`RowParallelDense`, need one exchange forward and one backward.
+    Rank r of the M along ``axis`` holds columns ``rows_of("div", units, r, M)``. The inputs must be the same on all of
+    them. Followed by a :class:`RowParallelDense`, the two need one allreduce forward and one backward.
 
     Args:
         units: outputs over all ranks of the axis.
-        gather_output: put all ranks' outputs beside each other; False leaves each rank its own.
+        gather_output: concatenate all ranks' outputs; with False each rank returns only its own.
         activation, use_bias, kernel_initializer, bias_initializer: as for ``keras.layers.Dense``.
-        seed: of the initializers; None takes theirs, or draws one for all ranks. With one seed, weights are those of
-            ``keras.layers.Dense``.
-        axis: of the mesh given to ``hk.init``; without such an axis the layer is whole.
-        **kwargs: of ``keras.layers.Layer``.
+        seed: seed of the initializers; None uses theirs, or draws one for all ranks. With the same seed, weights equal
+            those of ``keras.layers.Dense``.
+        axis: an axis of the mesh passed to ``hk.init``; without such an axis the layer is not sharded.
+        **kwargs: arguments of ``keras.layers.Layer``.
 
     Raises:
-        ValueError, TypeError: an argument is none of the above.
-        CollectiveMismatchError: ranks made different layers.
+        ValueError, TypeError: an argument is invalid.
+        CollectiveMismatchError: ranks created different layers.
 
     Example::
 
@@ -115,11 +115,11 @@ class ColumnParallelDense(_ParallelDense):
         self.gather_output = gather_output
 
     def get_config(self) -> dict[str, Any]:
-        """Return what ``from_config`` makes an equal layer of."""
+        """Return the layer's config for ``from_config``."""
         return {**super().get_config(), "gather_output": self.gather_output}
 
     def build(self, input_shape: Any) -> None:
-        """Make this rank's columns."""
+        """Create this rank's columns."""
         self.kernel = self._add("kernel", (input_shape[-1], self.units), self.kernel_initializer, 1)
         self.bias = self._add("bias", (self.units,), self.bias_initializer, 0) if self.use_bias else None
         self.built = True
@@ -141,20 +141,20 @@ class ColumnParallelDense(_ParallelDense):
 
 @keras.saving.register_keras_serializable("hvdkit")
 class RowParallelDense(_ParallelDense):
-    """A dense layer of which each rank of a mesh axis holds some rows, for inputs of which it has some columns.
+    """A dense layer whose kernel is sharded by rows: each rank of a mesh axis multiplies some columns of the inputs.
 
-    Partial products are summed over the ranks; the bias, whole on every rank, is added after.
+    Partial products are summed over the ranks; the bias, replicated on every rank, is added afterwards.
 
     Args:
         units: outputs.
-        input_dim: inputs over all ranks of the axis; needed where the layer before cuts them unevenly, or where
-            ``input_is_parallel`` is True and their sum is not M times this rank's.
-        input_is_parallel: inputs are this rank's ``[..., local]``, as :class:`ColumnParallelDense` leaves them;
-            False takes this rank's columns of whole inputs.
+        input_dim: inputs over all ranks of the axis; needed if the previous layer partitions them unevenly, or if
+            ``input_is_parallel`` is True and their number is not M times this rank's.
+        input_is_parallel: inputs are this rank's ``[..., local]``, the output of :class:`ColumnParallelDense`; with
+            False, take this rank's columns of the full inputs.
         others: as for :class:`ColumnParallelDense`.
 
     Raises:
-        ValueError: inputs are not as many as this rank's rows.
+        ValueError: the number of inputs differs from the number of this rank's rows.
 
     Example::
 
@@ -166,12 +166,12 @@ class RowParallelDense(_ParallelDense):
         self.input_dim, self.input_is_parallel = input_dim, input_is_parallel
 
     def get_config(self) -> dict[str, Any]:
-        """Return what ``from_config`` makes an equal layer of."""
+        """Return the layer's config for ``from_config``."""
         own = {"input_dim": self.input_dim, "input_is_parallel": self.input_is_parallel}
         return {**super().get_config(), **own}
 
     def build(self, input_shape: Any) -> None:
-        """Make this rank's rows."""
+        """Create this rank's rows."""
         group, given = self._group, int(input_shape[-1])
         whole = given if not self.input_is_parallel else self.input_dim or self._all_inputs(given)
         held = rows_of("div", whole, group.index, group.size)
@@ -204,7 +204,7 @@ class RowParallelDense(_ParallelDense):
 
 
 def _seeded(initializer: Any, seed: int) -> Any:
-    """Return an initializer that draws the same numbers on every rank."""
+    """Return the initializer with ``seed``, so that it draws the same numbers on every rank."""
     if isinstance(initializer, keras.initializers.Initializer) and "seed" in initializer.get_config():
         return type(initializer).from_config({**initializer.get_config(), "seed": seed})
     return initializer

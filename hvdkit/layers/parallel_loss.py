@@ -1,4 +1,4 @@
-"""Softmax cross-entropy over a vocabulary of which every rank of a mesh axis has some columns."""
+"""Softmax cross-entropy over a vocabulary that is sharded along a mesh axis."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from hvdkit.partition import rows_of
 
 @graph_safe
 def vocabulary_parallel_cross_entropy(labels: Any, logits: Any, vocabulary: int, *, axis: str = "model") -> tf.Tensor:
-    """Return each example's softmax cross-entropy; the logits stay where they are.
+    """Return each example's softmax cross-entropy without gathering the logits.
 
     With z_v the logits of all ranks, m their maximum and y the label:
 
         loss = log sum_v exp(z_v - m) + m - z_y,      d loss / d z_v = exp(z_v - m) / sum - [v = y]
 
-    Three numbers an example are exchanged: the maximum, the sum, and the label's logit (Shoeybi et al., "Megatron-LM",
-    arXiv:1909.08053, section 3).
+    Ranks exchange three numbers per example: the maximum, the sum, and the label's logit (Shoeybi et al.,
+    "Megatron-LM", arXiv:1909.08053, section 3).
 
     Args:
         labels: ``[...]`` integers, the same on all ranks of the axis.
-        logits: ``[..., local]``, this rank's columns, as ``ColumnParallelDense(vocabulary)`` leaves them.
+        logits: ``[..., local]``, this rank's columns, the output of ``ColumnParallelDense(vocabulary)``.
         vocabulary: number of columns over all ranks.
-        axis: of the mesh.
+        axis: the mesh axis.
 
     Returns:
         ``[...]``, the same on all ranks of the axis. A label out of range gives NaN.
@@ -50,7 +50,7 @@ def vocabulary_parallel_cross_entropy(labels: Any, logits: Any, vocabulary: int,
         raise ValueError(describe("logits", f"shape {logits.shape}", expected, "pass ColumnParallelDense's outputs"))
     labels = tf.cast(labels, tf.int64)
     local = labels - mine.start
-    onehot = tf.one_hot(local, len(mine), dtype=logits.dtype)  # zeros where the label is another rank's
+    onehot = tf.one_hot(local, len(mine), dtype=logits.dtype)  # zeros if the label belongs to another rank
 
     @tf.custom_gradient
     def losses(logits: tf.Tensor) -> Any:

@@ -26,16 +26,16 @@ from hvdkit.variable.routing import Numbered, Source
 
 
 class TableStore:
-    """Tables of a layer, cut across ranks as a layout says.
+    """The tables of a layer, sharded across ranks according to a layout.
 
     Args:
         layer: the Keras layer that owns the variables.
         tables: the tables.
-        placements: where each goes.
-        seed: of random first values, or None.
-        out_of_range: what becomes of ids that are no rows.
-        wire: dtype in which rows travel, or None.
-        floats: whether ids may come as floats.
+        placements: the placement of each table.
+        seed: seed of random initial values, or None.
+        out_of_range: how to handle ids out of range.
+        wire: dtype in which rows are sent, or None.
+        floats: whether ids may be floats.
 
     Attributes:
         tables: the tables by name.
@@ -143,20 +143,20 @@ class TableStore:
                 autocast=False,
                 regularizer=regularizer,
             )
-        made_here = False  # where Keras infers shapes, it makes the variable later
+        made_here = False  # while inferring shapes, Keras defers creating the variable
         if weight._value is not None:
-            # A block at a time where it stands, so that the memory is there once.
+            # Write in place, one block at a time, to avoid a second copy in memory.
             write(lambda rows, columns, block: write_box(weight._value, (rows, columns), block))
         return weight
 
     @property
     def deferred(self) -> bool:
-        """Whether Keras infers shapes, and has not made the variables yet."""
+        """Whether Keras is inferring shapes, and has not created the variables yet."""
         return any(v._value is None for v in (*self.variables, *self.replicated.values()))
 
     def sources(self, groups: Sequence[int], training: bool | None) -> list[Source]:
-        """Return where the rows of some groups are; ``training`` as for a lookup."""
-        for variable in self.variables:  # Keras may have made the TensorFlow variable since
+        """Return the sources of rows for some groups; ``training`` as for a lookup."""
+        for variable in self.variables:  # Keras may have created the TensorFlow variable in the meantime
             mark(variable, shard_of(variable))
             set_own_optimizer(variable, own_optimizer(variable))
         return [self._changing[g].source(training) if g in self._changing else self._numbered(g) for g in groups]
@@ -168,7 +168,7 @@ class TableStore:
         return Numbered(variable._value, shard.lookup)
 
     def gather(self, name: str, root: int | None) -> np.ndarray | None:
-        """Return a whole table, on every rank or on ``root`` alone and None elsewhere. Every rank calls it."""
+        """Return an entire table on every rank, or only on ``root`` and None elsewhere. Every rank calls it."""
         size = cluster.size()
 
         def check() -> None:
@@ -187,7 +187,7 @@ class TableStore:
         return gather_parts(state.local, indices, shape, root, "hvdkit.gather")
 
     def ids(self, name: str) -> np.ndarray:
-        """Return the id of each row of a table that evicts, on every rank. Every rank calls it."""
+        """Return the id of each row of a table with eviction, on every rank. Every rank calls it."""
         found = [changing for changing in self._changing.values() if changing.table.name == name]
 
         def check() -> None:
@@ -200,7 +200,7 @@ class TableStore:
         return found[0].gather_ids()
 
     def assign(self, name: str, full_array: Any) -> None:
-        """Set a whole table; each rank takes its part of ``full_array``."""
+        """Set an entire table; each rank takes its part of ``full_array``."""
         array = self.check_whole(name, full_array)
         if name in self.replicated:
             self.replicated[name].assign(array)
@@ -210,7 +210,7 @@ class TableStore:
         state.assign_local(tf.cast(array[box], state.dtype))
 
     def check_whole(self, name: str, full_array: Any) -> np.ndarray:
-        """Return ``full_array`` as an array. Raises ValueError if there is no such table, or it has another shape."""
+        """Return ``full_array`` as an array. Raises ValueError if the table does not exist or has another shape."""
         table, array = self._table(name), np.asarray(full_array)
         if array.shape != (table.input_dim, table.output_dim):
             expected = f"[{table.input_dim}, {table.output_dim}]"
@@ -219,9 +219,9 @@ class TableStore:
         return array
 
     def penalty(self) -> tf.Tensor | None:
-        """Return the sum of the regularizers of all tables that are cut; None if none has one. Every rank calls it.
+        """Return the summed penalty of sharded tables with a regularizer; None without any. Every rank calls it.
 
-        Each rank computes its parts' share; the sum is the same on every rank, and so is its gradient of a row.
+        Each rank computes the penalty of its parts; the sum and its gradient are the same on every rank.
         """
         regularized = [self.tables[name] for name in self.layout.slices if self.tables[name].regularizer is not None]
         if not regularized or self.deferred:

@@ -1,4 +1,4 @@
-"""Where tables go: which rank holds which rows and columns, and whether that fits. No communication, no TensorFlow."""
+"""Table placement: the rows and columns of each rank, and their memory. Uses neither communication nor TensorFlow."""
 
 from hvdkit.planning.layout import Group, Layout, Slice, lay_out
 from hvdkit.planning.plan import Plan, plan_tables

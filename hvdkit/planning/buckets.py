@@ -1,4 +1,4 @@
-"""Which gradients travel together."""
+"""Gradient bucketing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def buckets(nbytes: Sequence[int], limit: int) -> list[list[int]]:
-    """Return the numbers of gradients that travel together, from the last one on; a bucket is full at ``limit`` bytes.
+    """Group gradients into buckets, from the last one on; return their indices. A bucket is full at ``limit`` bytes.
 
-    What would be a small rest rides with the bucket before.
+    A small remainder is added to the previous bucket.
 
     Example:
         >>> buckets([10, 60, 50, 70, 40], 100)

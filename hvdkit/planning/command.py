@@ -1,4 +1,4 @@
-"""``hvdkit plan``: where embedding tables go, and what steps will take, before anything is started."""
+"""``hvdkit plan``: plan the placement of embedding tables and predict step times without starting a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BYTES = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>|[KMGT]i?B?|B)", re.IGN
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Say where embedding tables go and how many bytes every rank needs; or what a model's steps will take.
+    """Plan the placement of embedding tables and each rank's memory; or predict the step time of a model.
 
     For example:
         hvdkit plan --tables items:10000000x64 users:2000000x32 --ranks 8 --optimizer adagrad
@@ -29,34 +29,34 @@ class PlanOptions:
     """
 
     tables: tuple[str, ...] = ()
-    """NAME:ROWSxWIDTH, e.g. items:10000000x64; NAME:ROWSxWIDTH=column places one by hand (row, div, column, table,
+    """NAME:ROWSxWIDTH, e.g. items:10000000x64; NAME:ROWSxWIDTH=column sets the placement (row, div, column, table,
     replicated)."""
     measured: Path | None = None
-    """A model on this cluster, as `hvdkit tune --save FILE` has measured it: predict its steps."""
+    """Predict the steps of a model on this cluster, measured with `hvdkit tune --save FILE`."""
     ranks: str = "4"
     """Number of ranks; for --measured also FIRST..LAST, doubling."""
     bandwidth: str | None = None
-    """For --measured: of a rank's link where it is another, e.g. 25Gbit."""
+    """For --measured: bandwidth of a rank's link, if it differs from the measured one, e.g. 25Gbit."""
     latency_us: float | None = None
-    """For --measured: of a small message where the link is another, microseconds."""
+    """For --measured: latency of a small message in microseconds, if it differs from the measured one."""
     memory: str | None = None
-    """What one rank may need in all, e.g. 16GiB; more is an error."""
+    """Memory limit of one rank, e.g. 16GiB; exceeding it is an error."""
     optimizer: str = "sgd"
-    """sgd, momentum, adagrad, adam, amsgrad, rmsprop or ftrl: decides the slots."""
+    """sgd, momentum, adagrad, adam, amsgrad, rmsprop or ftrl: determines the slots."""
     batch_size: int = 1024
-    """Examples of one rank's batch."""
+    """Examples per batch on each rank."""
     ids_per_example: int = 1
     """Rows that an example looks up in each table."""
     dtype: str = "float32"
-    """Of the tables."""
+    """Dtype of the tables."""
 
 
 def plan(config: PlanOptions) -> Plan | Scaling:
     """Return the plan for the command line's tables, or the predicted steps of the measured model.
 
     Raises:
-        PlanError: it does not fit.
-        ValueError: a table, a number or the measured file cannot be understood.
+        PlanError: the tables do not fit.
+        ValueError: a table, a number or the measured file cannot be parsed.
     """
     if bool(config.tables) == (config.measured is not None):
         got = "both" if config.tables else "neither"
@@ -92,7 +92,7 @@ def plan(config: PlanOptions) -> Plan | Scaling:
 
 
 def bits_of(text: str) -> float:
-    """Return a bandwidth in bits per second, as people write it.
+    """Parse a bandwidth as written by users; return bits per second.
 
     Example:
         >>> bits_of("200Mbit"), bits_of("1.5 Gbit/s")
@@ -105,7 +105,7 @@ def bits_of(text: str) -> float:
 
 
 def bytes_of(text: str) -> int:
-    """Return a number of bytes as people write it; KiB and K are 1024, KB is 1000.
+    """Parse a number of bytes as written by users; KiB and K are 1024, KB is 1000.
 
     Example:
         >>> bytes_of("1.5GiB"), bytes_of("2 GB")

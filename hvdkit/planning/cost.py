@@ -1,7 +1,7 @@
-"""What a training step costs on N ranks: latency, bandwidth, copies, computation, and the wait for the slowest.
+"""A cost model of a training step on N ranks: latency, bandwidth, copies, computation, and the wait for stragglers.
 
-With S bytes in a message, N ranks, a seconds for a message to arrive, b for a byte to cross a link, c for a byte to
-be copied and added up, and d until Horovod has found that every rank is ready:
+With S bytes in a message, N ranks, a seconds of latency per message, b seconds per byte on a link, c seconds to copy
+and add a byte, and d seconds until Horovod has negotiated that every rank is ready:
 
     ring                 d + 2 (N-1) a + 2 (N-1)/N S b + S c
     recursive doubling   d + log2(N) (a + S b) + S c                    small messages, and two ranks
@@ -9,13 +9,12 @@ be copied and added up, and d until Horovod has found that every rank is ready:
     alltoall of rows     d + (N-1) a + (N-1)/N S b + S c
 
 (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19, 2005.)
-Gradients travel in buckets while the backward pass goes on: a bucket goes out once its last gradient is there and
-the one before is through. Where all cores compute, what copies and adds takes its time from the computation. Ranks wait
-for the slowest of them: the largest of N normal variables (Blom, "Statistical Estimates and Transformed
-Beta-Variables", 1958).
+Gradients are sent in buckets during the backward pass: a bucket is sent once its last gradient is computed and the
+previous bucket is done. If all cores compute, copying and adding slow down the computation. Ranks wait for the slowest
+rank: the largest of N normal variables (Blom, "Statistical Estimates and Transformed Beta-Variables", 1958).
 
-Left out: input and saves, other traffic on the links, switches that carry less than all their links together, ranks
-numbered in another order than host by host, and MPIs and NCCL that choose other algorithms.
+Not modeled: input and saves, other traffic on the links, oversubscribed switches, ranks not numbered host by host, and
+MPI or NCCL versions that choose other algorithms.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from hvdkit import rings
 from hvdkit.planning.buckets import buckets
 from hvdkit.planning.measured import Exchange, Measured
 
-# Horovod's thread finds out in so many small collectives of its own what all ranks have ready.
+# Number of small collectives in which Horovod's thread negotiates what is ready on all ranks.
 _ROUNDS_TO_AGREE = 2
-# Partners far apart exchange halves, and take so many times as long as the bytes: 1.7 to 2.1 on four hosts.
+# Halving exchanges between distant ranks take this factor longer than their bytes: 1.7 to 2.1 on four hosts.
 _HALVING = 1.8
-# Gradients larger than this go by bandwidth; smaller messages tell the latency.
+# Messages up to _SMALL are bound by latency, messages from _LARGE on by bandwidth.
 _SMALL, _LARGE = 64 * 1024, 2 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Link:
-    """How messages travel.
+    """The communication costs between ranks.
 
     Attributes:
         latency: a, seconds for a small message.
-        byte: b, seconds for a byte to cross a link: 8e-9 for 1 Gbit/s.
-        copy: c, seconds for a byte to be copied and added up.
-        agreement: d without its messages: seconds until Horovod's thread looks.
+        byte: b, seconds per byte on a link: 8e-9 for 1 Gbit/s.
+        copy: c, seconds to copy and add a byte.
+        agreement: d without its messages: seconds until Horovod's thread wakes up.
     """
 
     latency: float
@@ -56,7 +55,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step on N ranks: ``total``, and what it is made of."""
+    """Seconds of a step on N ranks: ``total``, and its components."""
 
     ranks: int
     compute: float
@@ -66,12 +65,12 @@ class Step:
 
     @property
     def total(self) -> float:
-        """What a step takes: ``hidden`` is that part of the exchange that passes while the rank computes."""
+        """Seconds of a step; ``hidden`` is the part of the exchange that overlaps with computation."""
         return self.compute + self.exchange - self.hidden + self.wait
 
 
 def allreduce_seconds(nbytes: int, ranks: int, link: Link) -> float:
-    """Return the seconds of one allreduce of ``nbytes`` between ``ranks``, by the algorithm that hvdkit's rules choose.
+    """Return the seconds of an allreduce of ``nbytes`` over ``ranks``, with the algorithm that hvdkit's rules choose.
 
     Example:
         >>> link = Link(latency=50e-6, byte=8e-9, copy=1e-9, agreement=1e-4)
@@ -92,33 +91,33 @@ def allreduce_seconds(nbytes: int, ranks: int, link: Link) -> float:
 
 
 def alltoall_seconds(nbytes: int, ranks: int, link: Link) -> float:
-    """Return the seconds of an alltoall of which each rank sends ``nbytes``, its own part included."""
+    """Return the seconds of an alltoall in which each rank sends ``nbytes``, including the part for itself."""
     if ranks == 1:
         return 0.0
     doublings = math.ceil(math.log2(ranks))
     agree = link.agreement + _ROUNDS_TO_AGREE * doublings * link.latency
     pairs = (ranks - 1) * link.latency + (ranks - 1) / ranks * nbytes * link.byte
-    # Small parts go through others' hands (Bruck): more bytes in fewer messages.
+    # Small parts are relayed (Bruck's algorithm): more bytes in fewer messages.
     relayed = doublings * (link.latency + nbytes / 2 * link.byte)
     return agree + min(pairs, relayed) + nbytes * link.copy
 
 
 def fit(exchanges: Sequence[Exchange], copy: float, cycle: float) -> Link:
-    """Return the link that timed allreduces tell of.
+    """Estimate the link from timed allreduces.
 
     Args:
-        exchanges: some small ones and some large ones, between two ranks or more.
-        copy: seconds for one byte to be copied.
-        cycle: seconds between two looks of Horovod's thread.
+        exchanges: some small and some large allreduces, over two or more ranks.
+        copy: seconds to copy one byte.
+        cycle: Horovod's cycle time in seconds.
 
     Raises:
-        ValueError: there are too few of them.
+        ValueError: small or large allreduces are missing.
     """
     small = [e for e in exchanges if e.ranks > 1 and e.nbytes <= _SMALL]
     large = [e for e in exchanges if e.ranks > 1 and e.nbytes >= _LARGE]
     if not small or not large:
         raise ValueError(f"exchanges: got {len(small)} small and {len(large)} large ones, expected some of both")
-    # Copied in, added up, and copied out.
+    # Copy in, add, and copy out.
     moved, agreement = 3 * copy, cycle / 2
     rounds = [(_ROUNDS_TO_AGREE + 1) * math.ceil(math.log2(e.ranks)) for e in small]
     latency = max(1e-7, statistics.median([(e.seconds - agreement) / n for e, n in zip(small, rounds, strict=True)]))
@@ -131,14 +130,14 @@ def fit(exchanges: Sequence[Exchange], copy: float, cycle: float) -> Link:
 
 
 def step(measured: Measured, ranks: int, link: Link, *, crowd: float = 1.0, bucket_bytes: int) -> Step:
-    """Return what a step of ``measured`` costs on ``ranks`` ranks, each with as many examples as then.
+    """Return the cost of a step of ``measured`` on ``ranks`` ranks, with the measured number of examples per rank.
 
     Args:
-        measured: the model, and what one rank's computation takes.
-        ranks: how many.
-        link: how messages travel.
-        crowd: how many times as long a rank computes because others compute on the same cores; from 1 on.
-        bucket_bytes: that travel together at least.
+        measured: the model, and the time of one rank's computation.
+        ranks: number of ranks.
+        link: communication costs.
+        crowd: slowdown of the computation if ranks share cores; >= 1.
+        bucket_bytes: minimum size of a bucket.
     """
     compute = measured.compute_alone * crowd
     if ranks == 1:
@@ -148,10 +147,10 @@ def step(measured: Measured, ranks: int, link: Link, *, crowd: float = 1.0, buck
         seconds = allreduce_seconds(sum(measured.gradients[i].nbytes for i in places), ranks, link)
         ready = compute * max(measured.gradients[i].ready for i in places)
         exchange, through = exchange + seconds, max(through, ready) + seconds
-    # Cores that compute all the time do the copying as well.
+    # Fully used cores also do the copying.
     busy = compute + (measured.gradient_bytes * link.copy * crowd if crowd > 1 else 0.0)
     end = max(busy, through)
-    for _ in range(measured.row_exchanges):  # nothing computes that does not wait for rows
+    for _ in range(measured.row_exchanges):  # not hidden: the computation waits for rows
         seconds = alltoall_seconds(measured.row_bytes // measured.row_exchanges, ranks, link)
         exchange, end = exchange + seconds, end + seconds
     wait = measured.spread * crowd * statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))

@@ -1,14 +1,14 @@
-"""Where the rows of every table stand on every rank.
+"""The layout of tables in memory: the position of every table's rows on every rank.
 
-Tables of one width, dtype and optimizer share one variable, one below the other, so that any number of tables costs one
-lookup and one update for each width. A row is known to all ranks by a single number, its *key*:
+Tables with the same width, dtype and optimizer are stacked in one variable, so any number of tables costs one lookup
+and one update per width. All ranks identify a row by a single number, its *key*:
 
     key = local * N + rank            (rank = key mod N,  local = key div N)
 
-with ``local`` the row of that rank's variable. Looking up needs no more than the key, whatever rule placed the row.
+where ``local`` is the row in that rank's variable. A lookup needs only the key, regardless of the row's placement rule.
 
-A table that evicts has a variable of its own. Which row an id has changes; the bucket of rows in which it stands does
-not, nor the rank of the bucket. One more row, behind all others, is nobody's.
+A table with eviction has a separate variable. An id may move between rows, but its bucket of rows and the bucket's rank
+are fixed. The variable has one additional, unused row at the end.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hvdkit.planning.table import BUCKET, DTYPES, Table
 
 @dataclass(frozen=True)
 class Slice:
-    """Some columns of a table, all of its rows placed by one rule.
+    """Some columns of a table, with all rows placed by one rule.
 
     Attributes:
         table: the table.
-        columns: which of its columns.
-        rule: "mod", "div", "bucket" (as "div", but by whole buckets), or "whole": all rows on one rank.
-        rank: of "whole", that rank.
-        base: the first row of the variable that holds some of it: the same on all ranks that do.
+        columns: its columns.
+        rule: "mod", "div", "bucket" (like "div", but by whole buckets), or "whole": all rows on one rank.
+        rank: the rank, for rule "whole".
+        base: the slice's first row in the variable: the same on all ranks that hold a part of it.
     """
 
     table: Table
@@ -50,7 +50,7 @@ class Slice:
 
 
 class Held(NamedTuple):
-    """What one rank holds of a table in a group's variable."""
+    """One rank's part of a table in a group's variable."""
 
     table: Table
     rows: range
@@ -60,16 +60,16 @@ class Held(NamedTuple):
 
 @dataclass
 class Group:
-    """Slices of one width and dtype, which share a variable.
+    """Slices of the same width and dtype, which share a variable.
 
     Attributes:
-        width: numbers in a row.
-        dtype: their dtype.
-        rows: rows of each rank's variable.
-        slices: in the order in which they were placed.
-        host: whether it stays in the host's memory.
-        evicts: the table that evicts, whose alone it is then.
-        optimizer: its tables' own Keras optimizer, or None.
+        width: number of columns.
+        dtype: dtype of the variable.
+        rows: number of rows of each rank's variable.
+        slices: the slices, in order of placement.
+        host: whether the variable is in host memory.
+        evicts: the table with eviction if this is its group, or None.
+        optimizer: the tables' Keras optimizer, or None for the model's.
     """
 
     width: int
@@ -86,7 +86,7 @@ class Group:
         return 2**63 if self.evicts is not None else max(self.rows) * len(self.rows)
 
     def held(self, rank: int) -> list[Held]:
-        """Return what ``rank`` holds of each table, in an order that all ranks share; it may be nothing."""
+        """Return the part of each table on ``rank``, possibly empty, in an order that all ranks share."""
         found: dict[str, Held] = {}
         for part in self.slices:
             rows = part.rows(rank, len(self.rows))
@@ -97,13 +97,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Layout:
-    """All groups, and which slices make up each table.
+    """All groups, and the slices of each table.
 
     Attributes:
         size: number of ranks.
         groups: the sharded tables' variables.
-        slices: of each sharded table, its slices from left to right, each with its group's number.
-        replicated: tables that every rank holds whole.
+        slices: for each sharded table, its slices from left to right, each with its group's number.
+        replicated: tables that are replicated on every rank.
     """
 
     size: int
@@ -118,15 +118,15 @@ class Layout:
 
 
 def lay_out(tables: Sequence[Table], placements: Mapping[str, str], size: int) -> Layout:
-    """Place every table.
+    """Lay out every table.
 
-    Row-sharded tables come first, since their rows stand at the same place on every rank. Columns are cut into runs of
-    equal width (the last may be shorter, and its rows are filled up), run r for rank r. Whole tables then go to the
-    rank that has the fewest bytes so far, the largest first.
+    Row-sharded tables come first, because their rows have the same offset on every rank. Columns are split into ranges
+    of equal width (the last may be shorter, and is padded), range r for rank r. Unsharded tables are then assigned to
+    the rank with the fewest bytes so far, largest first.
 
     Args:
-        tables: in any order; all ranks pass the same.
-        placements: of each table "row" (round robin), "div" (contiguous rows), "column", "table" or "replicated".
+        tables: the tables, in any order that is the same on all ranks.
+        placements: for each table "row" (round robin), "div" (contiguous rows), "column", "table" or "replicated".
         size: number of ranks.
 
     Example:

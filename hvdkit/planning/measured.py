@@ -1,4 +1,4 @@
-"""What ``hvdkit tune`` has measured of a model on a cluster and keeps in a file: the ground of predictions."""
+"""The measurements of a model on a cluster that ``hvdkit tune`` saves, as input for predictions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Gradient(NamedTuple):
 
     Attributes:
         nbytes: its bytes on the wire.
-        ready: when it is computed, as a share of the step's computation, 0 to 1.
+        ready: the time at which it is computed, as a fraction of the step's computation, 0 to 1.
     """
 
     nbytes: int
@@ -25,7 +25,7 @@ class Gradient(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A timed allreduce: bytes, and the seconds that it took between ``ranks`` ranks that did nothing else."""
+    """A timed allreduce: bytes, and its seconds over ``ranks`` otherwise idle ranks."""
 
     ranks: int
     nbytes: int
@@ -34,23 +34,23 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A model on a cluster.
+    """The measurements of a model on a cluster.
 
     Attributes:
-        model: its name.
-        batch: examples of one rank's step.
-        ranks: that were measured together.
-        local_ranks: of them on one host.
-        compute_alone: seconds of a step of one rank by itself, nothing exchanged.
+        model: name of the model.
+        batch: examples per step on each rank.
+        ranks: number of ranks in the measurement.
+        local_ranks: number of these ranks on one host.
+        compute_alone: seconds of a step without communication if only one rank runs.
         compute_together: the same while all ranks compute.
         spread: standard deviation of a rank's step, seconds.
-        gradients: dense ones, in the order of variables.
-        row_bytes: that a rank sends in a step to look up and update rows of sharded tables, itself included.
-        row_exchanges: alltoalls in a step.
-        copy: seconds that copying one byte takes, as into Horovod's buffer and out of it.
+        gradients: the dense gradients, in the order of variables.
+        row_bytes: bytes that a rank sends per step to look up and update rows of sharded tables, including to itself.
+        row_exchanges: alltoalls per step.
+        copy: seconds to copy one byte, e.g. into or out of Horovod's buffer.
         exchanges: timed allreduces.
-        settings: environment variables that were best.
-        version: of hvdkit.
+        settings: the best environment variables.
+        version: version of hvdkit.
     """
 
     model: str
@@ -70,20 +70,20 @@ class Measured:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all dense gradients."""
+        """Total bytes of the dense gradients."""
         return sum(gradient.nbytes for gradient in self.gradients)
 
     def save(self, path: Path) -> None:
-        """Write it to a file."""
+        """Write the measurements to a file."""
         text = json.dumps({"format": FORMAT_VERSION, **asdict(self)}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Measured:
-        """Read what :meth:`save` wrote.
+        """Read a file written by :meth:`save`.
 
         Raises:
-            ValueError: there is no such file, or it is another one.
+            ValueError: the file does not exist, or is of another kind.
         """
         found = read(path)
         try:

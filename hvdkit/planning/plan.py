@@ -1,16 +1,16 @@
-"""How many bytes a set of tables needs on every rank, and a placement that fits.
+"""Plan a placement of tables that fits into memory, and count the bytes on every rank.
 
 All figures are for one rank, with V rows of D numbers of b bytes, S slots, N ranks, and k the rows that one example
 looks up in the table:
 
-    weights     (rows held) * (columns held) * b, and 17 a row of a table that evicts: id, last use, whether it is new
-    slots       S * (rows held) * (columns held) * b; S of a table with its own optimizer is that optimizer's
-    host        weights and slots of the tables that stay in the host's memory, and do not count above
+    weights     (rows held) * (columns held) * b, plus 17 per row of a table with eviction: id, last use, new or not
+    slots       S * (rows held) * (columns held) * b; with a per-table optimizer, S is that optimizer's
+    host        weights and slots of the tables in host memory, which are not included above
     gradients   the rows that one step updates at their owner, at most min(rows held, N * batch * k) * D * b; with an
-                optimizer that updates whole shards, the gradient of all rows held and as much again to compute with
-    exchange    what one step sends and receives: ids once and rows twice, batch * k * (i + 2 * D * b), i = 4 or 8
+                optimizer that updates entire shards, twice the rows held: their gradient and temporary memory
+    exchange    bytes sent and received per step: ids once and rows twice, batch * k * (i + 2 * D * b), i = 4 or 8
 
-``batch`` is that of one rank. The last two are upper limits: repeated ids are sent once.
+``batch`` is the batch size of one rank. The last two are upper bounds: repeated ids are sent once.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hvdkit.errors import PlanError, describe
 from hvdkit.planning.layout import Layout, lay_out
 from hvdkit.planning.table import DTYPES, PLACEMENTS, Table, check_tables
 
-# Update the whole shard, not the gradient's rows alone (``sparse_updates="auto"``).
+# Optimizers that update the entire shard, not only the gradient's rows (``sparse_updates="auto"``).
 WHOLE_SHARDS = ("momentum", "rmsprop", "ftrl")
-# Slots for each number of a table. FTRL has an accumulator and a linear term.
+# Slots per table element. FTRL has an accumulator and a linear term.
 SLOTS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "rmsprop": 1, "ftrl": 2, "amsgrad": 3}
 _EVICTING_BYTES = 8 + 8 + 1
-# A dense gradient below this size costs less to average than rows cost to route.
+# Averaging a dense gradient up to this size is cheaper than routing rows.
 REPLICATED_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank, by what they are for."""
+    """Bytes of one rank, by purpose."""
 
     weights: int
     slots: int
@@ -45,20 +45,20 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """All of them but ``host``: where there is a GPU, what it has to hold."""
+        """All of them except ``host``: the memory needed on the GPU, if there is one."""
         return self.weights + self.slots + self.gradients + self.exchange
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every table goes, and what that costs. Printed, it is a table.
+    """The placement of every table, and its memory. Its ``str()`` is a table.
 
     Attributes:
-        tables: what was planned.
+        tables: the tables.
         size: number of ranks.
-        placements: of each table "row", "div", "column", "table" or "replicated".
+        placements: for each table "row", "div", "column", "table" or "replicated".
         ranks: bytes of each rank.
-        memory_bytes: the limit, or None.
+        memory_bytes: the memory limit, or None.
     """
 
     tables: tuple[Table, ...]
@@ -87,7 +87,7 @@ class Plan:
 
 
 def shown(count: float) -> str:
-    """Return a number of bytes for people.
+    """Return a human-readable number of bytes.
 
     Example:
         >>> shown(1536)
@@ -110,26 +110,26 @@ def plan_tables(
     ids_per_example: int = 1,
     placements: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Choose where every table goes, count the bytes, and refuse what cannot fit before anything is allocated.
+    """Choose a placement for every table, and check before anything is allocated that it fits into memory.
 
-    A table whose whole is at most 64 KiB is replicated, since its gradient then travels with the dense ones. All others
-    are cut by rows, round robin: every rank holds the same share of each, however ids are spread. Where the limit asks
-    for it, replicated tables are cut, too, and tables of fewer rows than ranks by columns.
+    Tables of at most 64 KiB are replicated, so that their gradients are sent with the dense ones. All others are
+    sharded by rows, round robin: every rank holds an equal part of each, regardless of the distribution of ids. If the
+    memory limit requires it, replicated tables are sharded as well, and tables with fewer rows than ranks by columns.
 
     Args:
         tables: the tables.
         size: number of ranks.
-        memory_bytes: what one rank may need in all; None: no limit.
+        memory_bytes: memory limit of one rank; None for unlimited.
         optimizer: "sgd", "momentum", "adagrad", "adam", "amsgrad", "rmsprop" or "ftrl".
-        batch_size: examples of one rank's batch.
+        batch_size: examples per batch on each rank.
         ids_per_example: rows that an example looks up in each feature.
-        placements: placements of some tables by hand; the planner chooses the others'.
+        placements: explicit placements of some tables; the planner chooses the others.
 
     Returns:
         The plan; ``print`` it.
 
     Raises:
-        PlanError: no placement fits; it says how many bytes are missing on which rank.
+        PlanError: no placement fits; the message names the fullest rank and the bytes that it needs.
         ValueError, TypeError: an argument is out of range.
 
     Example::
@@ -143,7 +143,7 @@ def plan_tables(
     if memory_bytes is not None:
         memory_bytes = integer("memory_bytes", memory_bytes, minimum=1)
     by_hand = _checked_placements(placements or {}, listed)
-    for limit, few in ((REPLICATED_BYTES, 0), (0, 0), (0, size)):  # cut tiny tables only where memory asks for it
+    for limit, few in ((REPLICATED_BYTES, 0), (0, 0), (0, size)):  # shard tiny tables only if memory requires it
         chosen = {t.name: by_hand.get(t.name) or _chosen(t, limit, few) for t in listed}
         ranks = _count(lay_out(listed, chosen, size), optimizer, batch)
         plan = Plan(listed, size, chosen, ranks, memory_bytes)
@@ -202,7 +202,7 @@ def _count(layout: Layout, optimizer: str, batch: int) -> tuple[RankBytes, ...]:
 
 
 def _rule(own: Any, default: str) -> str:
-    """Return the name under which an optimizer's slots are counted; of a table without its own, the default."""
+    """Return the name under which an optimizer's slots are counted; ``default`` for a table without an optimizer."""
     if own is None:
         return default
     name = type(own).__name__.lower()
@@ -210,4 +210,4 @@ def _rule(own: Any, default: str) -> str:
         return "momentum" if own.momentum else "sgd"
     if name in ("adam", "adamw"):
         return "amsgrad" if own.amsgrad else "adam"
-    return name if name in SLOTS else "amsgrad"  # of others the most that any has
+    return name if name in SLOTS else "amsgrad"  # the maximum, for unknown optimizers

@@ -1,4 +1,4 @@
-"""``hvdkit plan --measured``: what a model's step will take on many more ranks than were measured."""
+"""``hvdkit plan --measured``: predict a model's step time on more ranks than were measured."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ CYCLE_SECONDS = 0.2e-3
 
 @dataclass(frozen=True)
 class Scaling:
-    """Predicted steps of one model; ``str()`` is a table for people.
+    """Predicted steps of one model. Its ``str()`` is a human-readable table.
 
     Attributes:
         measured: the model.
-        link: how messages travel.
+        link: communication costs.
         steps: one for each number of ranks, the first for one rank.
     """
 
@@ -27,7 +27,7 @@ class Scaling:
     steps: tuple[Step, ...]
 
     def efficiency(self, ranks: int) -> float:
-        """Return how many times as many examples ``ranks`` ranks train as one, over ``ranks``: 1 is ideal."""
+        """Return the scaling efficiency: throughput of ``ranks`` ranks over ``ranks`` times that of one; 1 is ideal."""
         return self.steps[0].total / next(each.total for each in self.steps if each.ranks == ranks)
 
     def __str__(self) -> str:
@@ -54,13 +54,13 @@ def scaling(
     """Predict a model's steps.
 
     Args:
-        measured: by ``hvdkit tune``.
+        measured: measurements from ``hvdkit tune``.
         ranks: numbers of ranks.
-        bandwidth: of a link that is not the measured one, bits per second.
-        latency: likewise, seconds.
+        bandwidth: bandwidth in bits per second, if the link is not the measured one.
+        latency: latency in seconds, if the link is not the measured one.
 
     Raises:
-        ValueError: nothing was measured between ranks, and a bandwidth or latency is missing.
+        ValueError: allreduces between ranks were not measured.
 
     Example::
 
@@ -74,7 +74,7 @@ def scaling(
     crowd = max(1.0, measured.compute_together / measured.compute_alone)
     limit = int(settings.get("HVDKIT_BUCKET_BYTES", BUCKET_BYTES))
     wanted = [1, *(n for n in sorted(set(ranks)) if n > 1)]
-    # One rank has its cores for itself only where it is alone on its host.
+    # A single rank does not share its cores.
     return Scaling(
         measured,
         link,
@@ -83,7 +83,7 @@ def scaling(
 
 
 def doublings(first: int, last: int) -> list[int]:
-    """Return numbers of ranks from ``first`` to ``last``, each twice the one before.
+    """Return numbers of ranks from ``first`` to ``last``, doubling each time.
 
     Example:
         >>> doublings(8, 100)

@@ -1,4 +1,4 @@
-"""What a person says of a table."""
+"""The user's description of a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Placement = Literal["row", "div", "column", "table", "replicated"]
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 Combiner = Literal["sum", "mean", "sqrtn"]
 Evict = Literal["lru", "lfu"]
-# Rows among which an id of a table that evicts can stand.
+# Rows per bucket: the rows that an id may occupy in a table with eviction.
 BUCKET = 32
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -22,28 +22,27 @@ class Table:
     """One embedding table.
 
     Attributes:
-        name: unique in its collection; also the name of its feature, unless ``features`` says otherwise.
+        name: unique in its collection; also the default name of its feature.
         input_dim: number of rows, >= 1.
-        output_dim: numbers in a row, >= 1.
-        combiner: how an example's rows become one: "sum", "mean" (by the sum of weights), "sqrtn" (by the root of the
-            sum of squared weights); None keeps them apart.
-        features: names of the features that look rows up in it. A feature may be in several tables; a name such as
-            ``"user/clicks"`` is that of a nested input, ``{"user": {"clicks": ids}}``.
+        output_dim: number of columns, >= 1.
+        combiner: how to combine an example's rows: "sum", "mean" (divide by the sum of weights), "sqrtn" (divide by the
+            root of the sum of squared weights); None returns all rows.
+        features: names of the features that are looked up in it. A feature may be in several tables; a name such as
+            ``"user/clicks"`` refers to a nested input, ``{"user": {"clicks": ids}}``.
         initializer: as for ``hk.PartitionedVariable``.
         dtype: "float32", "float64", "float16" or "bfloat16".
         evict: None: ids are rows, 0 to ``input_dim - 1``. "lru" or "lfu": ids are any 64-bit integers, such as hashes
             of names, of which ``input_dim`` (rounded up to a multiple of 32) have a row at a time. A new id gets a free
-            row; where there is none, the row of the id that was asked for least recently, or in the fewest steps.
-        host: keep the table and its slots in the host's memory where the rank has a GPU; rows travel as they are
-            asked for.
+            row, or evicts the id that was requested least recently ("lru") or in the fewest steps ("lfu").
+        host: keep the table and its slots in host memory if the rank has a GPU; only requested rows are transferred.
         optimizer: a Keras optimizer, or its name, that updates this table instead of the model's optimizer, with its
-            own learning rate. It works through ``hk.DistributedOptimizer``. None: the model's optimizer.
-        regularizer: a penalty on all of the table's numbers, which the layer adds to its losses: ``L1``, ``L2`` or
-            ``L1L2`` of ``keras.regularizers``, or a name.
-        mask_zero: id 0 is padding: a combiner leaves it out, and without a combiner the output has a Keras mask.
+            own learning rate. Requires ``hk.DistributedOptimizer``. None: the model's optimizer.
+        regularizer: a penalty on the entire table, which the layer adds to its losses: ``L1``, ``L2`` or ``L1L2`` of
+            ``keras.regularizers``, or a name.
+        mask_zero: id 0 is padding: a combiner skips it, and without a combiner the output has a Keras mask.
 
     Raises:
-        TypeError, ValueError: an attribute is none of the above.
+        TypeError, ValueError: an attribute is invalid.
 
     Example::
 
@@ -97,17 +96,17 @@ class Table:
 
     @property
     def buckets(self) -> int:
-        """Number of buckets of a table that evicts."""
+        """Number of buckets of a table with eviction."""
         return -(-self.input_dim // BUCKET)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole table."""
+        """Bytes of the unsharded table."""
         return self.input_dim * self.output_dim * DTYPES[self.dtype]
 
 
 def _optimizer(given: Any, where: str) -> Any:
-    """Return a Keras optimizer of one table."""
+    """Return the Keras optimizer of a table, or raise TypeError."""
     import keras
 
     try:
@@ -124,14 +123,14 @@ def _optimizer(given: Any, where: str) -> Any:
 
 
 def _key(optimizer: Any) -> str:
-    """Return what is equal for equal optimizers, on all ranks: class and configuration."""
+    """Return a key that is equal for equal optimizers on all ranks: class and configuration."""
     config = {name: value for name, value in optimizer.get_config().items() if name != "name"}
     shown = {name: getattr(value, "__qualname__", value) for name, value in config.items()}
     return f"{type(optimizer).__name__}({', '.join(f'{name}={value}' for name, value in sorted(shown.items()))})"
 
 
 def _regularizer(given: Any, where: str) -> Any:
-    """Return a Keras regularizer that is a sum over all numbers, so that ranks can add their parts up."""
+    """Return the Keras regularizer, or raise TypeError unless it is a sum over elements, which ranks can add up."""
     import keras
 
     kinds = keras.regularizers
@@ -150,8 +149,8 @@ def check_tables(tables: Any) -> tuple[Table, ...]:
     """Return ``tables`` as a tuple after checking that names are unique.
 
     Raises:
-        TypeError: an element is no Table.
-        ValueError: there is none, or a name is there twice.
+        TypeError: an element is not a Table.
+        ValueError: ``tables`` is empty, or a name occurs twice.
     """
     if isinstance(tables, Table):
         raise TypeError(describe("tables", "a single Table", "a list of them", "pass [table]"))

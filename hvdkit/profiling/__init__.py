@@ -1,5 +1,5 @@
-"""The step profile: what ranks record of some steps, and where the time of those steps went.
+"""The step profile: record some steps on all ranks, and break down their time.
 
-Recording (:mod:`recorder`) is begun by ``hk.init()`` where ``HVDKIT_PROFILE`` is set; everything else is pure: records
-in, a table, a sentence and one trace out.
+``hk.init()`` starts the recorder (:mod:`recorder`) if the user sets ``HVDKIT_PROFILE``. Everything else is pure: it
+turns records into a table, a summary sentence and a trace.
 """

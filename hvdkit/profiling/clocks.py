@@ -1,11 +1,12 @@
-"""By how much ranks' clocks differ, and how sure that is.
+"""Clock offsets between ranks, with error bounds.
 
-Ranks of one host read one monotonic clock. Between hosts the chief asks, and halves the time until the answer:
+Ranks on one host share a monotonic clock. Between hosts the chief assumes that a reply was sent halfway through the
+round trip:
 
     offset = clock of the other rank - (asked + answered) / 2,   wrong by at most (answered - asked) / 2
 
-Of many rounds the quickest counts. Source: F. Cristian, "Probabilistic clock synchronization", Distributed Computing
-3, 1989.
+The fastest of many rounds is used. Source: F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3,
+1989.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ROUNDS = 20
 
 
 class Offset(NamedTuple):
-    """What has to be taken from a rank's times, and by how much that may be wrong; nanoseconds."""
+    """The offset to subtract from a rank's times, and its maximum error; nanoseconds."""
 
     offset: int
     error: int
@@ -29,18 +30,18 @@ class Offset(NamedTuple):
 def offsets(
     allgather: Callable[[Any], list[Any]], clock: Callable[[], int] = time.monotonic_ns, rounds: int = ROUNDS
 ) -> list[Offset]:
-    """Return every rank's offset from rank 0's clock. All ranks call it; rank 0's result is the one that counts.
+    """Return every rank's offset from rank 0's clock. Every rank calls it; only rank 0's result is meaningful.
 
     Args:
         allgather: exchanges objects among all ranks.
-        clock: this rank's, in nanoseconds.
-        rounds: how often to ask.
+        clock: this rank's clock, in nanoseconds.
+        rounds: number of measurements.
     """
     machines = allgather(boot_id())
     best: list[Offset | None] = [None] * len(machines)
     for _ in range(rounds):
         asked = clock()
-        allgather(None)  # nobody comes out before rank 0 has gone in
+        allgather(None)  # a barrier: ends after rank 0 has entered it
         told = allgather(clock())
         answered = clock()
         for rank, value in enumerate(told):

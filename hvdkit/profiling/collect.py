@@ -1,4 +1,4 @@
-"""All ranks' records on the chief: by one clock, in one trace, one table and one sentence."""
+"""Collect all ranks' records on the chief, align their clocks, and write the trace and the report."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hvdkit.profiling import clocks, report, trace
 from hvdkit.profiling.parts import divide
 from hvdkit.profiling.record import Record
 
-# All ranks get what all ranks send, so that each may send so many spans.
+# Limit on the spans of all ranks together, because every rank receives all of them.
 _MOST_SPANS = 600_000
 
 
 def together(folder: Path, record: Record, raw: bytes, exchange: Any, say: Callable[[str], None]) -> None:
-    """Bring every rank's record to the chief, which writes the folder and says what it shows.
+    """Send every rank's record to the chief, which writes the output folder and prints the report.
 
     Args:
-        folder: gets ``trace.json.gz``, ``profile.json`` and, for TensorBoard, ``plugins/profile/``.
-        record: this rank's.
-        raw: what TensorFlow's profiler wrote on this rank.
-        exchange: of objects among all ranks.
-        say: tells people a line.
+        folder: output folder for ``trace.json.gz``, ``profile.json`` and, for TensorBoard, ``plugins/profile/``.
+        record: this rank's record.
+        raw: the output of TensorFlow's profiler on this rank.
+        exchange: exchanges objects among all ranks.
+        say: prints a line for the user.
     """
     ranks = len(exchange.allgather(None))
     found = clocks.offsets(exchange.allgather)
@@ -54,7 +54,7 @@ def _packed(record: Record, ranks: int) -> bytes:
 
 
 def _keep_raw(folder: Path, record: Record, raw: bytes, exchange: Any) -> None:
-    """Put TensorFlow's files where TensorBoard looks for them: one run, a host for each rank."""
+    """Write TensorFlow's files in TensorBoard's layout: one run, with each rank as a host."""
     run = exchange.broadcast(time.strftime("%Y_%m_%d_%H_%M_%S"), 0)
     target = folder / "plugins" / "profile" / run / f"{record.host}.rank-{record.rank}.xplane.pb"
     try:
@@ -65,10 +65,10 @@ def _keep_raw(folder: Path, record: Record, raw: bytes, exchange: Any) -> None:
         record.problems.append(f"{target} cannot be written ({error.strerror})")
     places = exchange.allgather(str(target) if raw else None)
     missing = exchange.broadcast([rank for rank, path in enumerate(places) if path and not Path(path).exists()], 0)
-    if missing:  # their hosts share no file system with the chief's
+    if missing:  # their hosts do not share a file system with the chief's
         sent = exchange.allgather_bytes(raw if record.rank in missing else b"")
         if record.rank == 0:
-            with contextlib.suppress(OSError):  # the trace itself does not need them
+            with contextlib.suppress(OSError):  # optional: the trace does not need them
                 for rank in missing:
                     Path(places[rank]).parent.mkdir(parents=True, exist_ok=True)
                     Path(places[rank]).write_bytes(sent[rank])

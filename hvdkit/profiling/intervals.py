@@ -1,4 +1,4 @@
-"""Sets of moments: sorted lists of ``(start, end)`` that do not touch. All times are whole nanoseconds."""
+"""Sets of time intervals: sorted, disjoint, non-adjacent lists of ``(start, end)``, in integer nanoseconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Intervals: TypeAlias = list[Interval]
 
 
 def union(spans: Iterable[Interval]) -> Intervals:
-    """Return all moments of ``spans``, which may overlap in any way and stand in any order.
+    """Return the union of ``spans``, which may overlap and be in any order.
 
     Example:
         >>> union([(5, 7), (0, 2), (1, 3), (7, 7)])
@@ -29,7 +29,7 @@ def union(spans: Iterable[Interval]) -> Intervals:
 
 
 def both(a: Intervals, b: Intervals) -> Intervals:
-    """Return the moments that are in ``a`` and in ``b``.
+    """Return the intersection of ``a`` and ``b``.
 
     Example:
         >>> both([(0, 3), (5, 7)], [(2, 6)])
@@ -48,7 +48,7 @@ def both(a: Intervals, b: Intervals) -> Intervals:
 
 
 def without(a: Intervals, b: Intervals) -> Intervals:
-    """Return the moments that are in ``a`` and not in ``b``.
+    """Return the difference of ``a`` and ``b``.
 
     Example:
         >>> without([(0, 3), (5, 7)], [(2, 6)])
@@ -70,7 +70,7 @@ def without(a: Intervals, b: Intervals) -> Intervals:
 
 
 def clip(a: Intervals, start: int, end: int) -> Intervals:
-    """Return the moments of ``a`` from ``start`` to ``end``.
+    """Return the part of ``a`` between ``start`` and ``end``.
 
     Example:
         >>> clip([(0, 3), (5, 7), (8, 9)], 2, 6)
@@ -87,5 +87,5 @@ def clip(a: Intervals, start: int, end: int) -> Intervals:
 
 
 def total(a: Intervals) -> int:
-    """Return the length of all of ``a``."""
+    """Return the total length of ``a``."""
     return sum(end - start for start, end in a)

@@ -1,17 +1,17 @@
-"""Where the time of a step went, on each rank: parts that add up to the step's time.
+"""Break down the time of a step on each rank into parts that add up to the step's time.
 
-Each moment of a step belongs to one part, the first of these that is true of it on that rank:
+Every point in time belongs to exactly one part, the first of these that applies on that rank:
 
-    wait      the training thread is in a collective (or save, or agreement) that some rank has not come to yet
-    exchange  ... that all ranks have come to
+    wait      the training thread is in a collective (or save, or agreement) that some rank has not entered yet
+    exchange  ... that all ranks have entered
     input     the training thread waits for the next batch
     save      the training thread saves
-    compute   an op of TensorFlow runs that is no part of the input
-    exchange  a collective of the graph is under way that all ranks have come to
-    wait      a collective of the graph waits for a rank that has not come to it yet
-    other     none of these: Python, starting ops, metrics, log lines
+    compute   a TensorFlow op runs that is not part of the input pipeline
+    exchange  a collective in the graph is running that all ranks have entered
+    wait      a collective in the graph waits for a rank that has not entered it yet
+    other     everything else: Python, launching ops, metrics, logging
 
-So an exchange beside which the rank computes counts as compute, and is shown as hidden.
+So an exchange that overlaps with computation counts as compute, and is reported as hidden.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Step:
     """The parts of one step on one rank, in nanoseconds.
 
     Attributes:
-        step: its number.
-        steps: how many steps it stands for, where the program counts several at once.
-        start, end: by rank 0's clock.
-        parts: from each of :data:`PARTS` to its time; they add up to ``end - start``.
-        hidden: time of exchanges beside which the rank computed; a part of compute.
+        step: number of the step.
+        steps: number of steps it represents, if the program counts several at once.
+        start, end: in rank 0's clock.
+        parts: the time of each of :data:`PARTS`; they add up to ``end - start``.
+        hidden: time of exchanges that overlapped with computation; included in compute.
     """
 
     step: int
@@ -52,11 +52,11 @@ class RankParts:
     """One rank's steps.
 
     Attributes:
-        rank, host: which.
-        steps: in their order.
-        moments: when each part was, over all steps.
-        blames: for each other rank: when this one did nothing but wait for it.
-        clock_error: nanoseconds by which its times may be wrong beside rank 0's.
+        rank, host: the rank and its host.
+        steps: the steps, in order.
+        moments: the intervals of each part, over all steps.
+        blames: for each other rank, the intervals in which this rank only waited for it.
+        clock_error: maximum error of its times relative to rank 0's clock, nanoseconds.
     """
 
     rank: int
@@ -69,12 +69,12 @@ class RankParts:
 
 @dataclass(frozen=True)
 class Met:
-    """A collective beside the same one on the other ranks.
+    """A collective, matched with the same one on other ranks.
 
     Attributes:
-        own: this rank's.
-        met_at: when the last rank came to it, by rank 0's clock; not after this rank's end of it.
-        last: that rank.
+        own: the collective on this rank.
+        met_at: the time at which the last rank entered it, in rank 0's clock; not after it ended on this rank.
+        last: the last rank to enter it.
     """
 
     own: Collective
@@ -83,16 +83,16 @@ class Met:
 
 
 def divide(records: Sequence[Record]) -> list[RankParts]:
-    """Return the parts of every step on every rank. The records' times are by one clock."""
+    """Return the parts of every step on every rank. The records' times must be in one clock."""
     met = meet(records)
     return [_of_rank(record, met[record.rank]) for record in records]
 
 
 def meet(records: Sequence[Record]) -> dict[int, list[Met]]:
-    """Find for every rank's collectives the same ones on other ranks, by their names and times.
+    """Match every rank's collectives with those of other ranks, by name and time.
 
-    A collective ends on no rank before it has begun on all, so the same one overlaps on all ranks, whereas the next
-    one of that name begins after this one's end. What overlaps most belongs together.
+    A collective cannot end on any rank before it has started on all, so it overlaps on all ranks, and the next one with
+    the same name starts after its end. The collectives with the largest overlap are matched.
     """
     by_name: dict[str, dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
@@ -111,7 +111,7 @@ def meet(records: Sequence[Record]) -> dict[int, list[Met]]:
 
 
 def _beside(anchors: list[Collective], own: list[Collective]) -> list[Collective | None]:
-    """Return for each of ``anchors`` the one of ``own`` that overlaps it most, or None."""
+    """Return, for each of ``anchors``, the collective in ``own`` with the largest overlap, or None."""
     starts = [one.start for one in own]
     found: list[Collective | None] = []
     for anchor in anchors:
@@ -152,7 +152,7 @@ def _of_rank(record: Record, met: list[Met]) -> RankParts:
 
 
 def _layers(record: Record, met: list[Met]) -> list[tuple[str, Intervals]]:
-    """Return the parts in the order in which they take their moments."""
+    """Return the parts with their intervals, in order of precedence."""
     blocking = [m for m in met if m.own.blocking]
     graph = [m for m in met if not m.own.blocking]
     kinds: dict[str, list[tuple[int, int]]] = defaultdict(list)

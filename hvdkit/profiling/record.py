@@ -1,4 +1,4 @@
-"""What one rank has recorded of some steps."""
+"""The data that one rank records during some steps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Mark(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Something that the training thread, or a thread of TensorFlow's, did from ``start`` to ``end``.
+    """An activity of the training thread or a TensorFlow thread, from ``start`` to ``end``.
 
-    ``kind`` is "input" or "save" for the training thread; "op" (computes) or "data" (a part of tf.data's pipeline)
-    for TensorFlow's; ``track`` names the thread.
+    ``kind`` is "input" or "save" for the training thread; "op" (computation) or "data" (part of tf.data's pipeline) for
+    TensorFlow threads; ``track`` names the thread.
     """
 
     kind: str
@@ -29,9 +29,9 @@ class Span(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective on this rank: from the moment when the rank was ready for it to the moment when it had the result.
+    """A collective on this rank, from when the rank was ready for it to when it had the result.
 
-    ``blocking``: the training thread itself waited, as for an eager collective; else it was a part of a graph.
+    ``blocking``: the training thread waited, as for an eager collective; otherwise it was part of a graph.
     """
 
     name: str
@@ -51,18 +51,18 @@ class Phase(NamedTuple):
 
 @dataclass
 class Record:
-    """What one rank has recorded; times in nanoseconds, by this rank's monotonic clock until :meth:`moved`.
+    """The record of one rank; times in nanoseconds, in this rank's monotonic clock until :meth:`moved`.
 
     Attributes:
-        rank: whose it is.
-        host: where it ran.
-        marks: the end of each step, the first one that of the step before the recording.
-        spans: what its threads did.
-        collectives: what it exchanged with other ranks.
-        phases: Horovod's own timeline, where it was recorded: on rank 0 alone.
-        problems: what could not be recorded, for people.
-        left_out: number of short ops that were counted and then left out, lest the trace become too large.
-        clock_error: nanoseconds by which its times may be wrong beside rank 0's.
+        rank: the rank.
+        host: its host.
+        marks: the end of each step, starting with the step before the recording.
+        spans: activities of its threads.
+        collectives: its collectives.
+        phases: Horovod's own timeline, if recorded; only on rank 0.
+        problems: messages to the user about data that could not be recorded.
+        left_out: number of short ops that were dropped to limit the size of the trace.
+        clock_error: maximum error of its times relative to rank 0's clock, nanoseconds.
     """
 
     rank: int
@@ -76,7 +76,7 @@ class Record:
     clock_error: int = 0
 
     def moved(self, offset: int, error: int) -> Record:
-        """Return the record with ``offset`` taken from all times, which are then right but for ``error``."""
+        """Return the record with ``offset`` subtracted from all times, which then have a maximum error of ``error``."""
         spans = [s._replace(start=s.start - offset, end=s.end - offset) for s in self.spans]
         collectives = [c._replace(start=c.start - offset, end=c.end - offset) for c in self.collectives]
         phases = [p._replace(start=p.start - offset, end=p.end - offset) for p in self.phases]
@@ -85,12 +85,12 @@ class Record:
         return replace(self, **moved)  # type: ignore[arg-type]
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as lists and numbers."""
+        """Return the record as a JSON-compatible dict."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Record:
-        """Return the record that :meth:`as_json` made the document of."""
+        """Create a record from the result of :meth:`as_json`."""
         kinds: dict[str, Callable[..., Any]] = {
             "marks": Mark,
             "spans": Span,

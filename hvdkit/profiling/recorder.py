@@ -1,10 +1,10 @@
-"""Records some steps of this rank, and puts all ranks' records together on the chief.
+"""Record some steps of this rank, and collect all ranks' records on the chief.
 
-A program's steps are counted by ``hk.Supervisor`` and hvdkit's callbacks. Where none of them is used, the place where
-gradients are combined serves: there the graph tells the recorder that it has come by.
+``hk.Supervisor`` and hvdkit's callbacks count the steps. If a program uses neither, the recorder counts how often the
+graph combines gradients.
 
-No failure here is one of the training: it is told in one line. Yet every rank takes part in what ranks exchange at the
-end, whatever failed before, lest the others wait for it.
+A failure here never fails the training; it is reported to the user in one line. After a failure a rank still
+participates in the final exchange, so that other ranks do not wait for it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SUPERVISOR = "hk.Supervisor"
 
 
 class Recorder:
-    """Records this rank's steps ``first`` to ``last``. What it is told comes from the training thread.
+    """Records this rank's steps ``first`` to ``last``. The training thread calls its methods.
 
     Args:
-        settings: what to record, and where it goes.
-        record: of this rank, empty.
-        exchange: of objects among all ranks: ``allgather``, ``broadcast`` and ``allgather_bytes``.
-        horovod: the running ``horovod.tensorflow``.
-        say: tells people a line.
+        settings: the steps to record, and the output folder.
+        record: an empty record of this rank.
+        exchange: exchanges objects among all ranks: ``allgather``, ``broadcast`` and ``allgather_bytes``.
+        horovod: the initialized ``horovod.tensorflow``.
+        say: prints a line for the user.
     """
 
     def __init__(self, settings: Settings, record: Record, exchange: Any, horovod: Any, say: Say) -> None:
@@ -47,22 +47,23 @@ class Recorder:
         )  # fmt: skip
         self._lock = threading.Lock()
         self._recording = self._tracing = self._due = False
-        self._source = ("", -1)  # who counts the steps, and how much that is worth
-        self._before: int | None = None  # steps before the first that this run counts
+        self._source = ("", -1)  # the source of step counts, and its priority
+        self._before: int | None = None  # steps before the first step counted in this run
         self._passed: dict[str, int] = {}
         self._begun: list[tuple[str, int]] = []
         self._clock = 0
         self._folder: Path | None = None
         self._main = threading.main_thread().ident
 
-    # ---- what it is told ----------------------------------------------------------------------------------------
+    # ---- events -------------------------------------------------------------------------------------------------
 
     def at_step(self, step: int, source: str = SUPERVISOR) -> None:
-        """Note that ``step`` has ended, as a Supervisor or a callback counts them; called twice, the first counts.
+        """Record the end of ``step``, as counted by a Supervisor or a callback; repeated calls are ignored.
 
         Args:
-            step: its number.
-            source: who counts. A Supervisor is believed before callbacks, and of those the first.
+            step: number of the step.
+            source: the source of the count. A Supervisor takes precedence over callbacks, and the first callback over
+                others.
         """
         with self._lock:
             if not self._due and self._believed(source, 2 if source == SUPERVISOR else 1, step):
@@ -71,7 +72,7 @@ class Recorder:
             self.finish()
 
     def passed(self, place: str) -> None:
-        """Note that this rank's gradients have been combined, at ``place``: a step, where nobody else counts them."""
+        """Record that gradients were combined at ``place``, which counts as a step without another source."""
         with self._lock:
             self._passed[place] = self._passed.get(place, 0) + 1
             if not self._due and self._believed(place, 0, self._passed[place]):
@@ -79,7 +80,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """Note that the training thread waits for input, or saves, within the context."""
+        """Record that the training thread waits for input, or saves, within the context."""
         start = time.monotonic_ns()
         try:
             yield
@@ -88,22 +89,22 @@ class Recorder:
                 self._record.spans.append(Span(kind, kind, "training", start, time.monotonic_ns()))
 
     def began(self, name: str) -> None:
-        """Note that the training thread begins an eager collective, or an exchange of objects."""
+        """Record the start of an eager collective or an exchange of objects on the training thread."""
         if self._recording and threading.get_ident() == self._main:
             self._begun.append((name, time.monotonic_ns()))
 
     def ended(self) -> None:
-        """Note that it is done."""
+        """Record the end of the collective or exchange."""
         if self._begun and threading.get_ident() == self._main:
             name, start = self._begun.pop()
             if self._recording:
                 self._record.collectives.append(Collective(name, start, time.monotonic_ns(), True))
 
     def _believed(self, source: str, worth: int, step: int) -> bool:
-        """Say whether ``source`` is the one that counts; a better one than before begins anew."""
+        """Return whether ``source`` counts the steps; a source with higher priority restarts the count."""
         if worth > self._source[1]:
             self._source, self._before = (source, worth), None
-            if self._recording:  # go on recording, by the new count
+            if self._recording:  # continue recording with the new count
                 self._before = step - self._settings.first + 1
                 self._record.marks = [Mark(step, time.monotonic_ns())]
         return self._source[0] == source
@@ -111,11 +112,11 @@ class Recorder:
     # ---- begin and end ------------------------------------------------------------------------------------------
 
     def _ended(self, step: int) -> None:
-        """Count a step. A failure ends the recording, and not the counting: all ranks finish at the same step."""
+        """Count a step. After a failure counting continues, so that all ranks finish at the same step."""
         if self._before is None:
             self._before = step - 1
         done, marks = step - self._before, self._record.marks
-        # The profiler takes its time to start, not the same on all ranks: that belongs to a step before.
+        # Start the profiler one step early: its startup takes time, which differs between ranks.
         if not self._recording and done >= self._settings.first - 2:
             self._recording = True
             self._start()
@@ -139,7 +140,7 @@ class Recorder:
                 if os.environ.get("HOROVOD_TIMELINE") != "DYNAMIC":
                     raise ValueError("HOROVOD_TIMELINE is set, so that Horovod's timeline goes there; unset it")
                 self._horovod.start_timeline(str(self._timeline), mark_cycles=False)
-        except Exception as error:  # whatever it is, the training goes on
+        except Exception as error:  # never fail the training
             self._problem("the profiler did not start", error)
 
     def _stop(self) -> None:
@@ -158,18 +159,18 @@ class Recorder:
 
     @property
     def _timeline(self) -> Path | None:
-        """Where Horovod's timeline goes on the rank that writes it."""
+        """The path of Horovod's timeline on the rank that writes it, else None."""
         wanted = self._settings.timeline and self._record.rank == 0 and self._folder is not None
         return self._folder / "timeline.json" if wanted and self._folder is not None else None
 
     def finish(self) -> None:
-        """Put all ranks' records together. Every rank calls it, at the same step or at the end of the run."""
+        """Collect all ranks' records. Every rank calls it, at the same step or at the end of the run."""
         if self.over:
             return
         self.over = True
         self._due = True
         self._stop()
-        from hvdkit.profiling import collect  # what draws tables is not for every start
+        from hvdkit.profiling import collect  # imported late: it loads rich, which is rarely needed
 
         try:
             raw = self._read()
@@ -181,7 +182,7 @@ class Recorder:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self) -> bytes:
-        """Take what TensorFlow and Horovod wrote into the record; return TensorFlow's file."""
+        """Read TensorFlow's and Horovod's output into the record; return TensorFlow's file."""
         if self._folder is None:
             return b""
         raw = b""

@@ -1,4 +1,4 @@
-"""A profile in words: a table with a row for each rank, and a sentence that says what it shows."""
+"""The text report of a profile: a table with a row per rank, and a summary sentence."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hvdkit.profiling.intervals import clip, total, union
 from hvdkit.profiling.parts import PARTS, RankParts
 
 FORMAT_VERSION = 1
-# Columns that the table needs.
+# Minimum width of the table in characters.
 NARROWEST = 100
-# Waiting that is less than this part of a step is not worth a word.
+# Waiting below this fraction of a step is not reported.
 WORTH_A_WORD = 0.05
 _NAMES = {"other": "Python (other)"}
 
@@ -27,13 +27,13 @@ class Row:
     """One rank's mean step, in milliseconds.
 
     Attributes:
-        rank, host: which.
-        steps: how many were recorded.
-        step: the time of one.
-        parts: from each of :data:`PARTS` to its time; they add up to ``step``.
-        hidden: exchange beside compute, in which it is contained.
-        waited_for: the longest time for which another rank did nothing but wait for this one.
-        clock_error: by how much its times may be wrong beside rank 0's.
+        rank, host: the rank and its host.
+        steps: number of steps recorded.
+        step: time of one step.
+        parts: the time of each of :data:`PARTS`; they add up to ``step``.
+        hidden: exchange that overlaps with compute; included in compute.
+        waited_for: the longest time that another rank spent only waiting for this one.
+        clock_error: maximum error of its times relative to rank 0's clock.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class Row:
 
 
 def rows(ranks: Sequence[RankParts]) -> list[Row]:
-    """Return each rank's mean over its steps; a rank that recorded none has no row."""
+    """Return each rank's mean over its steps; ranks without recorded steps are omitted."""
     return [_row(one, ranks) for one in ranks if one.steps]
 
 
@@ -70,7 +70,7 @@ def _row(one: RankParts, ranks: Sequence[RankParts]) -> Row:
 
 
 def verdict(found: Sequence[Row]) -> str:
-    """Say in one line who is waited for and why, and what else takes long.
+    """Return a one-line summary: the straggler and the reason, and other expensive parts.
 
     Example:
         >>> parts = {"compute": 50.0, "exchange": 4.0, "wait": 0.0, "input": 1.0, "save": 0.0, "other": 1.0}
@@ -81,7 +81,7 @@ def verdict(found: Sequence[Row]) -> str:
     if not found:
         return "no step was recorded"
     step = sum(row.step for row in found) / len(found)
-    # A rank that is late because it had to wait itself, for one of another group of the mesh, is not to blame.
+    # A rank that is late because it waited for a rank in another group of the mesh is not the straggler.
     slow = max(found, key=lambda row: row.waited_for - row.parts["wait"])
     exchange = sum(row.parts["exchange"] for row in found) / len(found)
     means = {name: sum(row.parts[name] for row in found) / len(found) for name in PARTS}
@@ -111,7 +111,7 @@ def verdict(found: Sequence[Row]) -> str:
 
 
 def show(found: Sequence[Row], stream: TextIO) -> None:
-    """Print the table and the sentence, without colours: a launcher may put a terminal before each rank's output."""
+    """Print the table and the summary, without colors: a launcher may run each rank in a pseudo-terminal."""
     console = Console(file=stream, highlight=False, color_system=None)
     console.width = max(console.width, NARROWEST)
     steps = found[0].steps if found else 0
@@ -129,7 +129,7 @@ def show(found: Sequence[Row], stream: TextIO) -> None:
 
 
 def write(path: Path, ranks: Sequence[RankParts], problems: Sequence[str]) -> None:
-    """Write every rank's mean and every step as JSON; docs/profiling.md names the keys."""
+    """Write every rank's mean and every step as JSON; docs/profiling.md documents the keys."""
     found = rows(ranks)
     document: dict[str, Any] = {
         "format_version": FORMAT_VERSION,

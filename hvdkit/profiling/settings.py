@@ -1,4 +1,4 @@
-"""What ``HVDKIT_PROFILE`` asks for."""
+"""Profiling settings from ``HVDKIT_PROFILE``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOLD = re.compile(r"(?P<folder>.+?)(:(?P<first>\d+)-(?P<last>\d+))?")
 
 @dataclass(frozen=True)
 class Settings:
-    """A profile of the steps ``first`` to ``last`` of a run, counted from 1, to be written into ``folder``.
+    """Settings to profile the steps ``first`` to ``last`` of a run, counted from 1, and write into ``folder``.
 
     Attributes:
         timeline: record Horovod's timeline as well.
@@ -35,10 +35,10 @@ class Settings:
 
     @classmethod
     def told(cls, environment: Mapping[str, str]) -> Settings | None:
-        """Return what the environment asks for; None: no profile.
+        """Return the settings in the environment, or None if profiling is off.
 
         Raises:
-            ValueError: the variable cannot be understood.
+            ValueError: the variable cannot be parsed.
 
         Example:
             >>> Settings.told({"HVDKIT_PROFILE": "runs/profile:50-60"})

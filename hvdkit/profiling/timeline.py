@@ -1,6 +1,6 @@
-"""Reads Horovod's own timeline: the phases of each tensor on its way (Horovod 0.28.1, ``common/timeline.cc``).
+"""Read Horovod's own timeline: the phases of each tensor (Horovod 0.28.1, ``common/timeline.cc``).
 
-Rank 0 alone writes it. Its file is JSON but for its end where the process was cut off.
+Only rank 0 writes it. The file is JSON, truncated if the process was killed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from hvdkit.profiling.record import Phase
 
 
 def read(path: Path, epoch_offset: int) -> list[Phase]:
-    """Return all phases in ``path`` that have ended.
+    """Return all completed phases in ``path``.
 
     Args:
-        path: of the timeline.
-        epoch_offset: what to take from nanoseconds since 1970 to get the monotonic clock.
+        path: path of the timeline.
+        epoch_offset: nanoseconds to subtract from the Unix time to get the monotonic clock.
 
     Raises:
-        ValueError: the file is no timeline.
+        ValueError: the file is not a timeline.
     """
     events = _events(path.read_text())
     names: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""All ranks' records as one trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Write all ranks' records as one trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Source: "Trace Event Format", Google. Times are microseconds; a rank is a process, a track is a thread.
 """
@@ -15,7 +15,7 @@ from hvdkit.profiling.parts import PARTS, Met, RankParts, meet
 from hvdkit.profiling.record import Record
 
 STEPS, WHERE, TRAINING, EXCHANGES, THREADS, TENSORS = 1, 2, 3, 10, 100, 1000
-# Ops shorter than this are counted and not drawn; those of more are drawn up to so many, the longest first.
+# Ops shorter than SHORTEST_NS are only counted; of the others, the MOST_OPS longest are drawn.
 SHORTEST_NS, MOST_OPS = 5_000, 60_000
 _COLOURS = {
     "compute": "thread_state_running",
@@ -28,14 +28,14 @@ _COLOURS = {
 
 
 def write(path: Path, records: Sequence[Record], ranks: Sequence[RankParts]) -> None:
-    """Write the trace of all ranks, compressed; times begin with 0."""
+    """Write the compressed trace of all ranks; times start at 0."""
     document = document_of(records, ranks)
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=6) as file:
         json.dump(document, file, separators=(",", ":"))
 
 
 def document_of(records: Sequence[Record], ranks: Sequence[RankParts]) -> dict[str, Any]:
-    """Return the trace as the format's object."""
+    """Return the trace as a Trace Event Format object."""
     zero = min((moment for record in records for moment in _beginnings(record)), default=0)
     met = meet(records)
     events: list[dict[str, Any]] = []
@@ -58,7 +58,7 @@ def _beginnings(record: Record) -> Iterator[int]:
 
 
 def shortened(record: Record, most: int = MOST_OPS) -> None:
-    """Leave out ops too short to be seen, and the shortest beyond ``most``, and note how many."""
+    """Drop ops that are too short to be visible, and the shortest beyond ``most``; record their number."""
     ops = [span for span in record.spans if span.kind in ("op", "data")]
     kept = [span for span in ops if span.end - span.start >= SHORTEST_NS]
     kept = sorted(kept, key=lambda span: span.start - span.end)[:most]
@@ -80,7 +80,7 @@ class _Drawn:
         self._metadata("process_sort_index", sort_index=self._rank)
 
     def slice(self, track: int, shown: str, name: str, span: tuple[int, int], **more: Any) -> None:
-        """Draw a slice on a track, named ``shown`` when it is new."""
+        """Draw a slice on a track; a new track is named ``shown``."""
         if track not in self._tracks:
             self._tracks.add(track)
             self._metadata("thread_name", tid=track, name=shown)
@@ -122,7 +122,7 @@ def _draw_record(drawn: _Drawn, record: Record, met: list[Met]) -> None:
             thread = threads[span.track]
             name, _, kind = span.name.replace(": ", ":").rpartition(":")
             shown = f"TensorFlow {span.track.partition('/')[0]} {thread + 1}"
-            # Perfetto gives a colour to each name, so that the kind tells more than the place in the model.
+            # Perfetto colors slices by name, so use the kind of op, not its path in the model.
             drawn.slice(THREADS + thread, shown, kind, (span.start, span.end), args={"op": name or kind})
     tensors = {name: number for number, name in enumerate(dict.fromkeys(p.tensor for p in record.phases))}
     for phase in record.phases:
@@ -130,7 +130,7 @@ def _draw_record(drawn: _Drawn, record: Record, met: list[Met]) -> None:
 
 
 def _lanes(spans: Iterable[tuple[int, int, Any]]) -> Iterator[tuple[int, Any]]:
-    """Yield each of ``spans`` with a lane in which it overlaps no other."""
+    """Assign ``spans`` to lanes such that spans in a lane do not overlap; yield (lane, object)."""
     ends: list[int] = []
     for start, end, one in sorted(spans, key=lambda span: span[:2]):
         lane = next((i for i, busy in enumerate(ends) if busy <= start), len(ends))

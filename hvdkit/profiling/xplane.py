@@ -1,8 +1,8 @@
-"""Reads what TensorFlow's profiler wrote: ops, collectives inside graphs, and the input pipeline.
+"""Read the output of TensorFlow's profiler: ops, collectives inside graphs, and the input pipeline.
 
-TensorFlow's executor notes for an op that ends later than it starts, as Horovod's all are, when it was started
-(``ExecutorState::ProcessAsync::Start``) and when its result came (``...::Done``): on every rank, whereas Horovod's own
-timeline is written by rank 0 alone.
+For asynchronous ops, such as all of Horovod's, TensorFlow's executor records the start
+(``ExecutorState::ProcessAsync::Start``) and the arrival of the result (``...::Done``) on every rank, whereas only rank
+0 writes Horovod's own timeline.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 from hvdkit.profiling.intervals import union
 from hvdkit.profiling.record import Collective, Span
 
-# The recorder notes this name at a moment that it knows by the monotonic clock.
+# The recorder traces an event with this name at a known time of the monotonic clock.
 CLOCK = "hvdkit.clock"
 _OP = re.compile(r"(?P<name>[\w./\-<>+]+):(?P<kind>_?[A-Z]\w*)")
 _EAGER = re.compile(r"EagerLocalExecute: (?P<kind>[A-Z]\w*)")
 _START, _DONE = "ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done"
-# Events around the ops that tf.data runs.
+# Events that enclose the ops of tf.data.
 _PIPELINE = ("Iterator::", "InstantiatedCapturedFunction::")
 _NEXT = ("IteratorGetNext", "OptionalIteratorGetNext", "MultiDeviceIteratorGetNext")
 
 
 class Traced(NamedTuple):
-    """What a file of TensorFlow's profiler holds; times by the monotonic clock, in nanoseconds."""
+    """The contents of a TensorFlow profiler file; times in the monotonic clock, in nanoseconds."""
 
     spans: list[Span]
     collectives: list[Collective]
@@ -46,12 +46,12 @@ def read(path: Path, clock: int) -> Traced:
     """Read the ``*.xplane.pb`` file ``path``.
 
     Args:
-        path: of the file.
+        path: path of the file.
         clock: the monotonic clock at the event named :data:`CLOCK`.
 
     Raises:
-        ImportError: this TensorFlow has no reader for the format.
-        ValueError: the file has no event of that name.
+        ImportError: this TensorFlow lacks a reader for the format.
+        ValueError: the file lacks an event with that name.
     """
     lines = list(_lines(path))
     marked = [event.start for _, _, events in lines for event in events if event.name == CLOCK]
@@ -74,16 +74,16 @@ def read(path: Path, clock: int) -> Traced:
                 eager.append(Collective(f"eager {found['kind']}", event.start, event.end, True))
     collectives = eager
     for (number, name), starts in begun.items():
-        # A run of a graph has each collective once, or one after the other where it stands in a loop. The last one's
-        # end is missing where the recording has stopped before it was written down.
+        # A run of a graph executes each collective once, or several times in sequence if it is in a loop. The last end
+        # is missing if the recording stopped before it.
         for start, end in zip_longest(sorted(starts), sorted(ended[number, name])[: len(starts)], fillvalue=over):
-            # Scopes before the name are numbered by how many layers a process has made so far, and ranks may differ.
+            # Strip scopes: they are numbered by the layers created in the process, which may differ between ranks.
             collectives.append(Collective(str(name).rpartition("/")[2], start, max(start, end), False))
     return Traced(spans, collectives)
 
 
 def _of_host(track: str, events: list[_Event]) -> Iterator[Span]:
-    """Yield the ops and the input of one thread."""
+    """Yield the op and input spans of one thread."""
     pipeline = union((e.start, e.end) for e in events if e.name.startswith(_PIPELINE))
     starts = [start for start, _ in pipeline]
     for event in events:
@@ -98,14 +98,14 @@ def _of_host(track: str, events: list[_Event]) -> Iterator[Span]:
 
 
 def _of_device(track: str, events: list[_Event]) -> Iterator[Span]:
-    """Yield a GPU's kernels and copies, without those of NCCL, which are an exchange."""
+    """Yield a GPU's kernels and copies, except NCCL's, which are communication."""
     for event in events:
         if "nccl" not in event.name.lower():
             yield Span("op", event.name, track, event.start, event.end)
 
 
 def _lines(path: Path) -> Iterator[tuple[bool, str, list[_Event]]]:
-    """Yield each thread, or stream of a GPU: whether it is one, its name, and its events."""
+    """Yield (is GPU stream, name, events) for each thread and GPU stream."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     space = xplane_pb2.XSpace()
@@ -118,7 +118,7 @@ def _lines(path: Path) -> Iterator[tuple[bool, str, list[_Event]]]:
         keys = {key: value.name for key, value in plane.stat_metadata.items()}
         for line in plane.lines:
             if on_device and not line.name.startswith("Stream"):
-                continue  # further lines show the same time by steps, modules and scopes
+                continue  # other lines show the same time by step, module or scope
             track = f"{plane.name.removeprefix('/device:')} {line.name}" if on_device else line.name
             yield on_device, f"{track}#{line.id & 0xFFFFFFFF:x}", [_event(e, line, names, keys) for e in line.events]
 

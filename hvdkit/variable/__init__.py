@@ -1,4 +1,4 @@
-"""Variables cut across ranks, and the exchange that looks their rows up."""
+"""Variables sharded across ranks, and the exchange that looks up their rows."""
 
 from hvdkit.variable.partitioned import PartitionedVariable
 

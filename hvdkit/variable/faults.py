@@ -1,7 +1,7 @@
-"""Bad ids and weights: found on one rank, raised on all, before anything is updated.
+"""Invalid ids and weights: detected on one rank, raised on all ranks before anything is updated.
 
-A rank that raised alone would leave the others waiting. So what is wrong travels with the ids, as a few words in front
-of them, and every rank raises the same error in the same step.
+If only one rank raised, the others would wait forever. So the fault is sent with the ids, as a header of a few words,
+and every rank raises the same error in the same step.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import tensorflow as tf
 
 from hvdkit.errors import describe
 
-# Number of the check, 1 for the first, 0 where all is well; and a value in two halves, as ids may travel in 32 bits.
+# Number of the check (1 for the first, 0 without a fault), and a value in two halves, as ids may be sent in 32 bits.
 FAULT_WORDS = 3
 _REFUSED = -1
 
 
 class Check(NamedTuple):
-    """Values of one feature, which of them are bad, and what to say then.
+    """A check of one feature's values, with the texts of its error message.
 
     Attributes:
-        values: ``[n]`` integers; None if there is nothing to check: ranks number their checks, and need the same ones.
+        values: ``[n]`` integers; None if there is nothing to check. Every rank needs the same numbered checks.
         bad: ``[n]`` bool, or None.
         what: the argument, "ids" or "weights".
-        where: whose, e.g. ``"feature 'user' of table 'users'"``.
-        expected: what was expected.
-        remedy: what to do.
+        where: its origin, e.g. ``"feature 'user' of table 'users'"``.
+        expected: the expected values.
+        remedy: the suggested fix.
     """
 
     values: tf.Tensor | None
@@ -39,11 +39,11 @@ class Check(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """The first thing that is wrong on this rank.
+    """The first invalid value on this rank.
 
     Attributes:
-        words: ``[3]`` int32: number of the check (0: none), low and high half of the value.
-        texts: of each check what, where, expected and remedy.
+        words: ``[3]`` int32: number of the failed check (0: valid), low and high half of the value.
+        texts: the ``what``, ``where``, ``expected`` and ``remedy`` of each check.
     """
 
     words: tf.Tensor
@@ -51,14 +51,14 @@ class Fault(NamedTuple):
 
 
 def rows_only(ids: tf.Tensor | None, rows: int, where: str) -> Check:
-    """Check that ids ``[n]`` are rows of a table of so many; None checks nothing."""
+    """Check that ids ``[n]`` are valid for a table with ``rows`` rows; None skips the check."""
     remedy = "check the data, or pass out_of_range='wrap' or 'drop'"
     bad = None if ids is None else is_out_of_range(ids, rows)
     return Check(ids, bad, "ids", where, f"0 to {rows - 1}", remedy)
 
 
 def weights_match(weights: tf.Tensor | None, matches: tf.Tensor | None, where: str) -> Check:
-    """Check that weights stand where ids do, as ``matches`` (bool scalar) says; None where there are none."""
+    """Check ``matches`` (bool scalar): weights and ids have the same structure; None skips the check."""
     expected, remedy = "one for each id, in the same places", "give both the same shape"
     if weights is None or matches is None:
         return Check(None, None, "weights", where, expected, remedy)
@@ -66,7 +66,7 @@ def weights_match(weights: tf.Tensor | None, matches: tf.Tensor | None, where: s
 
 
 def whole_numbers(ids: tf.Tensor | None, whole: tf.Tensor | None, where: str) -> Check:
-    """Check that ids ``[n]`` that came as floats were whole numbers, as ``whole`` ``[n]`` says; None for integers."""
+    """Check ``whole`` ``[n]``: ids ``[n]`` given as floats are whole numbers; None for integers."""
     what, expected, remedy = "ids, without their fraction", "whole numbers", "pass integers"
     if ids is None or whole is None:
         return Check(None, None, what, where, expected, remedy)
@@ -74,7 +74,7 @@ def whole_numbers(ids: tf.Tensor | None, whole: tf.Tensor | None, where: str) ->
 
 
 def find_fault(checks: Sequence[Check]) -> Fault:
-    """Return the first value that is bad on this rank."""
+    """Return the first invalid value on this rank."""
     texts = tuple(check[2:] for check in checks)
     made = [
         (number, c.values, c.bad) for number, c in enumerate(checks, 1) if c.values is not None and c.bad is not None
@@ -95,23 +95,23 @@ def find_fault(checks: Sequence[Check]) -> Fault:
 
 
 def refused() -> Fault:
-    """Return what a rank sends that could not make sense of its inputs, so that the others do not wait for it."""
+    """Return the fault that a rank sends if it rejects its inputs, so that other ranks do not wait."""
     return Fault(tf.constant([_REFUSED, 0, 0], tf.int32), ())
 
 
 def is_out_of_range(ids: tf.Tensor, rows: int) -> tf.Tensor:
-    """Return True for each id that is no row of a table of so many."""
-    if rows > ids.dtype.max:  # every id that is not negative is a row
+    """Return True for each id that is out of range for a table with ``rows`` rows."""
+    if rows > ids.dtype.max:  # all non-negative ids are in range
         return ids < 0
     return tf.logical_or(ids < 0, ids >= tf.constant(rows, ids.dtype))
 
 
 def raise_everywhere(words: tf.Tensor, fault: Fault) -> list[tf.Operation]:
-    """Raise if any rank has a fault; inside a graph, return the op that does.
+    """Raise if any rank has a fault; inside a graph, return the op that raises.
 
     Args:
-        words: of all ranks, ``[N, 3]``.
-        fault: this rank's own, for the texts.
+        words: the words of all ranks' faults, ``[N, 3]``.
+        fault: this rank's fault, for the texts.
     """
     if tf.executing_eagerly():
         for rank, (number, *halves) in enumerate(words.numpy()):
@@ -139,7 +139,7 @@ def _joined(halves: Sequence[int]) -> int:
 def _graph_message(words: tf.Tensor, fault: Fault) -> tf.Tensor:
     rank = tf.argmax(words[:, 0] > 0, output_type=tf.int32)
     number, value = words[rank, 0] - 1, tf.bitcast(words[rank, 1:], tf.int64)
-    # TensorFlow would print quotes with backslashes.
+    # TensorFlow would escape quotes with backslashes.
     texts = [tf.gather([text.replace("'", "") for text in column], number) for column in zip(*fault.texts, strict=True)]
     value, on = tf.strings.as_string(value), tf.strings.as_string(rank)
     what, where, expected, remedy = texts

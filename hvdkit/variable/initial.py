@@ -1,8 +1,9 @@
-"""First values of a sharded variable: a function of its seed and the global row, whatever the number of ranks.
+"""Initial values of a sharded variable: a function of the seed and the global row, independent of the number of ranks.
 
-Random numbers come from Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11), a generator that
-can start anywhere in its stream: row i begins at counter i * c, with c counters for a row. With contiguous rows a rank
-makes only its own numbers. Rows dealt round robin lie apart, so it makes the runs that they lie in and keeps its share.
+Random numbers come from Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11), a counter-based
+generator that can start anywhere in its stream: row i starts at counter i * c, with c counters per row. With contiguous
+rows a rank generates only its own numbers. With round-robin rows, it generates the rows between them as well, and
+discards those.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tensorflow as tf
 
 from hvdkit.errors import describe
 
-# A Philox counter gives four words of 64 bits, each of which makes two numbers.
+# A Philox counter yields four 64-bit words, two numbers each.
 _PER_COUNTER = 8
 _BLOCK_NUMBERS = 1 << 22
 
@@ -27,23 +28,23 @@ _BLOCK_NUMBERS = 1 << 22
 def initial_blocks(
     initializer: Any, shape: Sequence[int], dtype: str, seed: int, index: tuple[range, ...]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the first values of some rows, a bounded block at a time.
+    """Yield the initial values of some rows, in blocks of bounded size.
 
     Args:
-        initializer: a Keras initializer or its name, a number, or the whole array. Constants, RandomUniform,
-            RandomNormal, TruncatedNormal and the family of VarianceScaling make rows on their own; of any other
-            each rank makes the whole array, and keeps its part.
+        initializer: a Keras initializer or its name, a number, or the unsharded array. Constants, RandomUniform,
+            RandomNormal, TruncatedNormal and the VarianceScaling family are generated row by row; for any other
+            initializer each rank generates the entire array, and keeps its part.
         shape: global shape.
-        dtype: the variable's.
-        seed: of the random numbers; the same on all ranks.
-        index: along each axis the global indices wanted.
+        dtype: the variable's dtype.
+        seed: seed of the random numbers; the same on all ranks.
+        index: the requested global indices along each axis.
 
     Yields:
-        The place of a block's first row among the rows wanted, and its values.
+        The position of a block's first row among the requested rows, and its values.
 
     Raises:
-        ValueError: an array of another shape.
-        TypeError: no initializer.
+        ValueError: an array has the wrong shape.
+        TypeError: ``initializer`` is not an initializer.
     """
     rows, *others = index
     columns = tuple(slice(axis.start, axis.stop, axis.step) for axis in others)
@@ -62,7 +63,7 @@ def initial_blocks(
 
 
 def common_seed(seed: int | None, initializer: Any = None) -> int:
-    """Return ``seed``, or the initializer's own, or a new one; ranks must take the chief's."""
+    """Return ``seed``, else the initializer's seed, else a new one; all ranks must use the chief's."""
     own = getattr(initializer, "_init_seed", None)
     chosen = seed if seed is not None else own
     if chosen is None:
@@ -74,7 +75,7 @@ def common_seed(seed: int | None, initializer: Any = None) -> int:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Numbers between 0 and 1, turned into a distribution; arrays and tensors alike."""
+    """A distribution, computed from uniform numbers between 0 and 1; works on arrays and tensors."""
 
     from_unit: Callable[[Any], Any]
 
@@ -87,7 +88,7 @@ class Drawn:
 
 
 def rule_of(initializer: Any, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
-    """Return the whole array, or a function of seed, a run of rows and their width."""
+    """Return the entire array, or a function of the seed, a range of rows and their width."""
     if isinstance(initializer, (int, float)) and not isinstance(initializer, bool):
         return Constant(float(initializer))
     if isinstance(initializer, (np.ndarray, list, tuple, tf.Tensor)):
@@ -126,7 +127,7 @@ def _whole(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Constant:
-    """One number everywhere."""
+    """The same number everywhere."""
 
     value: float
 
@@ -143,7 +144,7 @@ def _normal(mean: float, deviation: float) -> Drawn:
 
 
 def _truncated(mean: float, deviation: float) -> Drawn:
-    """Within two standard deviations, as Keras cuts it."""
+    """A normal distribution truncated at two standard deviations, like Keras's."""
     below = 0.5 * math.erfc(2 / math.sqrt(2))
     return Drawn(lambda unit: mean + deviation * _inverse_normal(below + unit * (1 - 2 * below)))
 
@@ -156,7 +157,7 @@ def _inverse_normal(probability: Any) -> Any:
 
 
 def _variance_scaling(made: Any, shape: tuple[int, ...]) -> Drawn:
-    """Keras's formulas, with the fans of the whole variable: stddev = sqrt(scale / n), limit = sqrt(3 scale / n)."""
+    """Keras's formulas, with the fans of the global shape: stddev = sqrt(scale / n), limit = sqrt(3 scale / n)."""
     field = math.prod(shape[:-2])
     fan_in, fan_out = (shape[0], shape[0]) if len(shape) == 1 else (shape[-2] * field, shape[-1] * field)
     n = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[made.mode]
@@ -166,4 +167,4 @@ def _variance_scaling(made: Any, shape: tuple[int, ...]) -> Drawn:
         return _uniform(-limit, limit)
     if made.distribution == "untruncated_normal":
         return _normal(0.0, math.sqrt(scale))
-    return _truncated(0.0, math.sqrt(scale) / 0.87962566103423978)  # what the cut takes from the deviation
+    return _truncated(0.0, math.sqrt(scale) / 0.87962566103423978)  # the stddev of the truncated distribution

@@ -11,12 +11,12 @@ def keys_of(ids: tf.Tensor, rule: str, rows: int, size: int, *, base: int = 0, r
     The formulas are those of ``hvdkit.partition.owner`` and ``local_row``.
 
     Args:
-        ids: global rows, all in range, of a dtype that holds every key.
+        ids: global rows, all in range; their dtype must hold every key.
         rule: "mod", "div", or "whole": all rows on ``rank``.
         rows: global number of rows.
         size: number of ranks.
         base: the variable's first row that belongs to the table.
-        rank: of "whole".
+        rank: the owner, for rule "whole".
     """
     if rule == "mod":
         return ids + base * size if base else ids  # local * N + rank is the id itself
@@ -29,5 +29,5 @@ def keys_of(ids: tf.Tensor, rule: str, rows: int, size: int, *, base: int = 0, r
 
 
 def key_dtype(keys: int) -> tf.DType:
-    """Return the dtype for keys below ``keys``: 32 bits wherever they do, since every id sent costs its bytes."""
+    """Return the dtype for keys below ``keys``: int32 if possible, to halve the bytes sent."""
     return tf.int32 if keys < 2**31 else tf.int64

@@ -1,7 +1,7 @@
-"""Random-looking functions of an id: the bucket in which it stands, and the first values of its row.
+"""Hash functions of an id: its bucket, and the initial values of its row.
 
-Both have to be the same on every rank, at any number of ranks, and whenever the id comes first; so both are made of the
-id alone. The mixing is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+Both must be the same on every rank, at any number of ranks, and regardless of when the id first appears, so they depend
+only on the id. The hash is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
 generators", OOPSLA'14).
 """
 
@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvdkit.errors import describe
 from hvdkit.variable.initial import Constant, Drawn, rule_of
 
-_GOLDEN = 0x9E3779B97F4A7C15  # what SplitMix64 adds between numbers
+_GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment
 
 
 def bucket_of(ids: tf.Tensor, buckets: int) -> tf.Tensor:
@@ -25,7 +25,7 @@ def bucket_of(ids: tf.Tensor, buckets: int) -> tf.Tensor:
 
 
 def mixed(x: tf.Tensor) -> tf.Tensor:
-    """Return 64 bits, int64, each of which depends on every bit of ``x``, int64.
+    """Return a 64-bit hash of ``x``; both are int64.
 
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;  z ^ (z >> 31)
     """
@@ -35,17 +35,17 @@ def mixed(x: tf.Tensor) -> tf.Tensor:
 
 
 def first_rows(initializer: Any, shape: tuple[int, int], dtype: str, seed: int, table: str) -> Callable[..., tf.Tensor]:
-    """Return the function from ids ``[n]`` to the first values of their rows ``[n, shape[1]]``.
+    """Return the function from ids ``[n]`` to the initial values of their rows ``[n, shape[1]]``.
 
     Args:
-        initializer: a constant, or a Keras initializer that draws each number by itself.
-        shape: of the table.
-        dtype: of the table.
-        seed: the layer's.
-        table: its name.
+        initializer: a constant, or a Keras initializer that draws each number independently.
+        shape: the table's shape.
+        dtype: the table's dtype.
+        seed: the layer's seed.
+        table: the table's name.
 
     Raises:
-        ValueError: an initializer of another kind.
+        ValueError: the initializer is of another kind.
     """
     rule, width = rule_of(initializer, shape, dtype, seed), shape[1]
     if isinstance(rule, Constant):
@@ -66,7 +66,7 @@ def first_rows(initializer: Any, shape: tuple[int, int], dtype: str, seed: int, 
 
 
 def _shifted(x: tf.Tensor, bits: int) -> tf.Tensor:
-    """Shift right with zeros coming in, as for numbers without sign."""
+    """Shift right as an unsigned number."""
     unsigned = tf.bitcast(x, tf.uint64)
     return tf.bitcast(tf.bitwise.right_shift(unsigned, tf.constant(bits, tf.uint64)), tf.int64)
 

@@ -1,4 +1,4 @@
-"""Variables that have their own optimizer: ``hk.DistributedOptimizer`` leaves their updates to it."""
+"""Per-variable optimizers, to which ``hk.DistributedOptimizer`` delegates updates."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class OwnOptimizer(NamedTuple):
     """The optimizer of a variable.
 
     Attributes:
-        optimizer: a Keras optimizer, which is copied before it is used.
-        key: equal for equal optimizers: variables with one key are updated by one copy.
+        optimizer: a Keras optimizer; it is copied before use.
+        key: equal for equal optimizers: variables with the same key share a copy.
     """
 
     optimizer: Any
@@ -25,7 +25,7 @@ _OWN: WeakRegistry[OwnOptimizer] = WeakRegistry()
 
 
 def set_own_optimizer(variable: Any, own: OwnOptimizer | None) -> None:
-    """Note that ``variable``, a Keras variable, is updated by ``own``; None: by the model's optimizer."""
+    """Set ``own`` as the optimizer of ``variable``, a Keras variable; None keeps the model's optimizer."""
     if own is None:
         return
     _OWN.set(variable, own)
@@ -35,5 +35,5 @@ def set_own_optimizer(variable: Any, own: OwnOptimizer | None) -> None:
 
 
 def own_optimizer(variable: Any) -> OwnOptimizer | None:
-    """Return the optimizer that ``variable`` has; None for the model's."""
+    """Return the optimizer of ``variable``; None for the model's optimizer."""
     return _OWN.get(variable)

@@ -1,4 +1,4 @@
-"""A variable cut across ranks by rows: the successor of TensorFlow 1's ``PartitionedVariable``."""
+"""A variable sharded across ranks by rows: the successor of TensorFlow 1's ``PartitionedVariable``."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from hvdkit.variable.routing import Numbered, look_up
 
 
 class PartitionedVariable:
-    """A variable of which every rank holds some rows.
+    """A variable whose rows are sharded across ranks.
 
-    Rank r of N holds contiguous rows ("div") or every N-th row ("mod"); see :func:`hvdkit.partition.rows_of`. First
-    values depend on ``seed`` and the global row alone, not on N.
+    Rank r of N holds contiguous rows ("div") or every N-th row ("mod"); see :func:`hvdkit.partition.rows_of`. Initial
+    values depend only on ``seed`` and the global row, not on N.
 
-    Every rank makes it, with the same arguments, and every rank takes part in :meth:`lookup`, :meth:`gather` and
-    :meth:`assign_rows`; :meth:`assign` and :meth:`apply` exchange no values.
+    Every rank creates it, with the same arguments, and calls :meth:`lookup`, :meth:`gather` and :meth:`assign_rows`;
+    :meth:`assign` and :meth:`apply` do not exchange values.
 
     Args:
-        shape: global shape ``[rows, ...]``; zero rows and fewer rows than ranks are fine.
+        shape: global shape ``[rows, ...]``; may have zero rows, or fewer rows than ranks.
         dtype: a floating-point or integer dtype.
-        initializer: a Keras initializer or its name, a number, or the whole array.
+        initializer: a Keras initializer or its name, a number, or the unsharded array.
         partition: "div" or "mod".
-        seed: of random initializers; None draws one, the same for all ranks.
-        name: for checkpoints and messages.
+        seed: seed of random initializers; None draws one, the same for all ranks.
+        name: name in checkpoints and messages to the user.
         trainable: whether a ``tf.GradientTape`` watches it.
 
     Attributes:
@@ -48,11 +48,11 @@ class PartitionedVariable:
         partition: "div" or "mod".
         name: as given.
         local: this rank's rows, a ``tf.Variable`` ``[local rows, ...]``, for ``tape.gradient`` and optimizers.
-        local_rows: their global numbers, a ``range``.
+        local_rows: their global indices, a ``range``.
 
     Raises:
-        ValueError, TypeError: an argument is none of the above.
-        CollectiveMismatchError: ranks gave different arguments.
+        ValueError, TypeError: an argument is invalid.
+        CollectiveMismatchError: ranks passed different arguments.
 
     Example::
 
@@ -115,19 +115,19 @@ class PartitionedVariable:
 
     @graph_safe
     def lookup(self, ids: Any) -> tf.Tensor:
-        """Return rows by their global numbers, wherever they are. Differentiable; the same in graphs.
+        """Return rows by their global index, from any rank. Differentiable, in eager mode and in graphs.
 
-        Every rank calls it, each with its own ids. The gradient reaches ``local`` of the ranks that hold the rows, as
-        IndexedSlices, and is the sum over all ranks' losses: ``hk.DistributedOptimizer`` takes their mean.
+        Every rank calls it, each with its own ids. The gradient arrives at ``local`` of the ranks that hold the rows,
+        as IndexedSlices summed over all ranks' losses; ``hk.DistributedOptimizer`` converts it to a mean.
 
         Args:
-            ids: integers of any shape, this rank's; none at all is fine.
+            ids: this rank's ids, integers of any shape; may be empty.
 
         Returns:
             ``[*ids.shape, *shape[1:]]``.
 
         Raises:
-            TypeError: ids are no integers.
+            TypeError: ids are not integers.
             ValueError: on every rank, if an id of any rank is out of range (in a graph,
                 ``tf.errors.InvalidArgumentError``).
         """
@@ -135,7 +135,7 @@ class PartitionedVariable:
             ids = as_ids(ids, self.name)
         except (TypeError, ValueError):
             with contextlib.suppress(ValueError):
-                if tf.executing_eagerly():  # a graph that cannot be traced ends the job; here others would wait
+                if tf.executing_eagerly():  # in a graph, a tracing error ends the job; here others would wait
                     self._look_up(tf.zeros([0], tf.int32), refused())
             raise
         flat = tf.reshape(ids, [-1])
@@ -149,7 +149,7 @@ class PartitionedVariable:
         return look_up([Numbered(self.local, self._last)], [[keys]], fault, name="hvdkit.lookup")[0][0].spread()
 
     def gather(self, root: int | None = None) -> np.ndarray | None:
-        """Return the whole as an array: on every rank, or on ``root`` alone and None elsewhere. Every rank calls it."""
+        """Return the unsharded array on every rank, or only on ``root`` and None elsewhere. Every rank calls it."""
 
         def check() -> None:
             if root is not None and not 0 <= integer("root", root, minimum=0) < cluster.size():
@@ -161,10 +161,10 @@ class PartitionedVariable:
         return gather_parts(self.local, indices, self.shape, root, "hvdkit.gather")
 
     def assign(self, full_array: Any) -> None:
-        """Set the whole variable; each rank takes its rows of ``full_array``.
+        """Set the entire variable; each rank takes its rows of ``full_array``.
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: the array has the wrong shape.
         """
         array = np.asarray(full_array)
         if array.shape != self.shape:
@@ -177,17 +177,17 @@ class PartitionedVariable:
         self.local.assign(tf.cast(values, self.dtype))
 
     def assign_rows(self, ids: Any, rows: Any) -> None:
-        """Set single rows, wherever they are. Every rank calls it, each with its own ids (or none).
+        """Set individual rows on any rank. Every rank calls it, each with its own, possibly empty ids.
 
-        Where a row is given twice, the last value counts, and a higher rank's before a lower one's.
+        If a row is given more than once, the highest rank's value is used, and of one rank the last.
 
         Args:
             ids: global rows, ``[k]``.
             rows: their values, ``[k, *shape[1:]]``.
 
         Raises:
-            ValueError, TypeError: on the rank that gave them, an id out of range or values of another shape.
-            CollectiveMismatchError: on the others.
+            ValueError, TypeError: an id of this rank is out of range, or its values have the wrong shape.
+            CollectiveMismatchError: another rank's ids or values are invalid.
         """
         call = Call(f"PartitionedVariable({self.name!r}).assign_rows()")
         ids_given, rows_given = ids, rows
@@ -224,18 +224,18 @@ class PartitionedVariable:
         values = rows[order].astype(self.dtype.as_numpy_dtype)
         places = alltoall(local_row(self.partition, ids[order], total, size) if total else ids, splits)[0]
         received = alltoall(values, splits)[0]
-        _, last = np.unique(places[::-1], return_index=True)  # the last of those given twice
+        _, last = np.unique(places[::-1], return_index=True)  # the last of duplicates
         kept = len(places) - 1 - last
         self.local.scatter_update(tf.IndexedSlices(tf.constant(received[kept], self.dtype), places[kept]))
 
     def apply(self, fn: Callable[[tf.Tensor], Any]) -> None:
-        """Set this rank's rows to ``fn(local)``; all ranks at the same time, without an exchange.
+        """Set this rank's rows to ``fn(local)``, without communication.
 
         Args:
-            fn: takes and returns a tensor ``[local rows, ...]``.
+            fn: a function from a tensor ``[local rows, ...]`` to one of the same shape.
 
         Raises:
-            ValueError: it returns another shape.
+            ValueError: the result has a different shape.
 
         Example::
 
@@ -261,12 +261,12 @@ def as_ids(ids: Any, name: str) -> tf.Tensor:
 def gather_parts(
     local: Any, indices: Sequence[tuple[range, ...]], shape: tuple[int, ...], root: int | None, name: str
 ) -> np.ndarray | None:
-    """Put the ranks' parts together, on all ranks (``root`` None) or on ``root``, and return None elsewhere.
+    """Assemble the ranks' parts on all ranks (``root`` None), or only on ``root`` and return None elsewhere.
 
     Args:
         local: this rank's part.
-        indices: of each rank the global indices that it holds along each axis.
-        shape: of the whole.
+        indices: for each rank, the global indices that it holds along each axis.
+        shape: global shape.
     """
     if tf.inside_function():
         raise HvdkitError("gather: called inside tf.function; call it outside, it returns an array")

@@ -1,18 +1,19 @@
-"""Rows of sharded variables, from the ranks that hold them to the ranks that ask for them, and gradients back.
+"""Send rows of sharded variables from the owners to the ranks that request them, and gradients back.
 
 One lookup of any number of variables, with N ranks:
 
-    1. each rank makes its ids distinct and sorts them by owner;
-    2. one alltoall sends them, with how many there are of each variable, and whether an id was out of range;
-    3. each owner reads its rows, and one alltoall (for each dtype) sends them back;
-    4. the rows are spread over the places that asked for them.
+    1. each rank deduplicates its ids and sorts them by owner;
+    2. one alltoall sends them, with their number per variable, and whether an id was out of range;
+    3. each owner reads its rows, and one alltoall (per dtype) sends them back;
+    4. each requested position gathers its row.
 
-Backwards, 4 sums gradients that belong to one row, and one alltoall takes them to the owners, who add the ranks' rows
-up when they update. With one rank 1 to 3 are a plain gather. (The scheme of embedding layers since "Deep learning
-recommendation model for personalization and recommendation systems", Naumov et al., arXiv:1906.00091, section 3.)
+In the backward pass, step 4 sums the gradients of each row, and one alltoall sends them to the owners, which sum the
+ranks' gradients in the update. With one rank steps 1 to 3 are a local gather. This is the scheme of embedding layers
+since "Deep learning recommendation model for personalization and recommendation systems", Naumov et al.,
+arXiv:1906.00091, section 3.
 
-Rows are known by keys: ``key = local * N + rank``, see ``hvdkit.planning.layout``; those of tables that evict by ids,
-see ``hvdkit.variable.vocabulary``.
+Rows are identified by keys: ``key = local * N + rank``, see ``hvdkit.planning.layout``; rows of tables with eviction by
+ids, see ``hvdkit.variable.vocabulary``.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from hvdkit.variable.faults import FAULT_WORDS, Fault, raise_everywhere
 
 @dataclass(frozen=True)
 class Found:
-    """The rows that one variable gave for some keys.
+    """The rows of one variable for some keys.
 
     Attributes:
         rows: ``[u, width]``.
-        place: for each key the row that is its own, ``[n]``.
+        place: the index in ``rows`` of each key's row, ``[n]``.
     """
 
     rows: tf.Tensor
@@ -48,29 +49,29 @@ class Found:
 
 
 class Source(Protocol):
-    """Rows of one variable, on this rank and on the others."""
+    """Access to the rows of one variable, on this rank and on others."""
 
     def route(self, keys: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the rank of each key, int32, and what to send it."""
+        """Return the owner of each key, int32, and the values to send to it."""
 
     def read(self, sent: tf.Tensor) -> tf.Tensor:
-        """Return this rank's rows for what was sent."""
+        """Return this rank's rows for the values sent."""
 
 
 @dataclass(frozen=True)
 class Numbered:
-    """A variable whose rows are known by ``key = local * N + rank``.
+    """A variable whose rows are identified by ``key = local * N + rank``.
 
     Attributes:
         variable: this rank's rows.
-        lookup: gets what ranks read of them; None if their update need not know.
+        lookup: records which rows ranks read; None if the update does not need it.
     """
 
     variable: tf.Variable
     lookup: LastLookup | None = None
 
     def route(self, keys: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the rank of each key, and its local row."""
+        """Return the owner of each key, and its local row."""
         return tf.cast(keys % size, tf.int32), keys // size
 
     def read(self, sent: tf.Tensor) -> tf.Tensor:
@@ -79,15 +80,15 @@ class Numbered:
 
 
 class Asked(NamedTuple):
-    """What a lookup knows before any row is read. All of it tensors, so that it can go from one step to the next.
+    """The state of a lookup before rows are read. It holds only tensors, so it can be passed to the next step.
 
-    P parts are looked up: one for each table of each variable, those of a variable one after another.
+    P parts are looked up: one for each table of each variable, ordered by variable.
 
     Attributes:
-        ids: of each variable what this rank is asked for, ``[m]``; with one rank, what it asks itself.
-        places: of each part, for each key the place of its row among the part's that come, ``[n]``.
-        mine: how many rows of each part this rank asked of each rank, ``[N, P]`` int32.
-        theirs: how many of each variable each rank asked of this one, ``[N, variables]`` int32.
+        ids: for each variable, the ids requested from this rank, ``[m]``.
+        places: for each part, the position of each key's row among the rows received, ``[n]``.
+        mine: number of rows of each part that this rank requested from each rank, ``[N, P]`` int32.
+        theirs: number of rows of each variable that each rank requested from this one, ``[N, variables]`` int32.
     """
 
     ids: tuple[tf.Tensor, ...]
@@ -109,16 +110,16 @@ def look_up(
 
 
 def ask(sources: Sequence[Source], keys: Sequence[Sequence[tf.Tensor]], fault: Fault, *, name: str) -> Asked:
-    """Tell every rank which of its rows this one needs.
+    """Request from every rank the rows that this rank needs.
 
-    Every rank calls it with the same variables and parts; keys, and how many there are, differ.
+    Every rank calls it with the same variables and parts; the keys and their number may differ.
 
     Args:
-        sources: where each variable's rows are.
-        keys: for each variable the keys that each of its parts asks for, ``[n]`` each, all int32 or all int64, n >= 0.
-            No key is in two parts of a variable: each part's keys are made distinct by themselves.
-        fault: the first id of this rank that was out of range, if there is one.
-        name: makes the collectives' names.
+        sources: the source of each variable's rows.
+        keys: for each variable, the keys of each of its parts, ``[n]`` each, all int32 or all int64, n >= 0. A key must
+            not be in two parts of a variable: each part is deduplicated separately.
+        fault: the first invalid id of this rank, if any.
+        name: prefix of the collectives' names.
 
     Raises:
         ValueError: in eager mode, on every rank, if a rank had a fault. Inside graphs
@@ -139,14 +140,14 @@ def ask(sources: Sequence[Source], keys: Sequence[Sequence[tf.Tensor]], fault: F
 def fetch(
     sources: Sequence[Source], parts: Sequence[int], asked: Asked, *, name: str, wire: tf.DType | None = None
 ) -> list[list[Found]]:
-    """Return the rows that were asked for, of each part of each variable. Every rank calls it.
+    """Return the requested rows of each part of each variable. Every rank calls it.
 
     Args:
         sources: as for :func:`ask`.
-        parts: how many each variable has.
-        asked: what :func:`ask` returned.
-        name: makes the collectives' names.
-        wire: dtype in which rows travel; None: their own.
+        parts: number of parts of each variable.
+        asked: the result of :func:`ask`.
+        name: prefix of the collectives' names.
+        wire: dtype in which rows are sent; None for their dtype.
     """
     rows = [s.read(i) for s, i in zip(sources, asked.ids, strict=True)]
     if cluster.size() > 1:
@@ -171,20 +172,20 @@ def _split(x: tf.Tensor, sizes: tf.Tensor, number: int) -> list[tf.Tensor]:
 
 
 def read_distinct(source: Source, keys: tf.Tensor) -> Found:
-    """Read rows of this rank's own, each once however often it is asked for: its gradient then is one row, too."""
+    """Read local rows, each once even if requested repeatedly, so that its gradient is one row as well."""
     distinct, place = tf.unique(keys)
     return Found(source.read(distinct), place)
 
 
 @dataclass(frozen=True)
 class _Sorted:
-    """What this rank asks of every rank: distinct rows, sorted by part, and by rank within each.
+    """This rank's requests to every rank: distinct ids, sorted by part, and by rank within each part.
 
     Attributes:
-        blocks: of each variable, of each part, what asks each rank for its rows.
-        by_part: how many, ``[N, P]`` int32.
-        by_variable: likewise, ``[N, variables]``.
-        places: of each part, for each key the place of its row in ``concat(blocks of all ranks)``.
+        blocks: for each variable and part, the ids to send to each rank.
+        by_part: their number, ``[N, P]`` int32.
+        by_variable: their number, ``[N, variables]`` int32.
+        places: for each part, the position of each key's row in ``concat(blocks of all ranks)``.
     """
 
     blocks: list[list[list[tf.Tensor]]]
@@ -219,9 +220,9 @@ class _Sorted:
 
 
 def _swap_ids(asked: _Sorted, fault: Fault, name: str) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Send every rank the rows asked of it; return those asked of this one, by variable, and how many by whom.
+    """Send every rank its requests; return those received, by variable, and their number per rank and variable.
 
-    A message is a header (the fault's words, how many rows of each variable) and the rows.
+    A message is a header (the fault's words, and the number of rows of each variable) followed by the ids.
     """
     size, variables, dtype = cluster.size(), len(asked.blocks), asked.blocks[0][0][0].dtype
     header = tf.cast(tf.concat([tf.tile(fault.words[None], [size, 1]), asked.by_variable], 1), dtype)
@@ -244,7 +245,7 @@ def _swap_ids(asked: _Sorted, fault: Fault, name: str) -> tuple[list[tf.Tensor],
 def _swap_rows(
     rows: list[tf.Tensor], parts: Sequence[int], asked: Asked, wire: tf.DType | None, name: str
 ) -> list[tf.Tensor]:
-    """Send each variable's rows to the ranks that asked for them; return those of each part. Gradients go back."""
+    """Send each variable's rows to the ranks that requested them; return each part's rows. Differentiable."""
     variable = [v for v, number in enumerate(parts) for _ in range(number)]
     shapes = [(rows[v].shape[1:], rows[v].dtype) for v in variable]
     back = [(r.shape[1:], r.dtype) for r in rows]
@@ -269,14 +270,14 @@ def _exchange(
     wire: tf.DType | None,
     name: str,
 ) -> list[tf.Tensor]:
-    """Exchange rows, those of one dtype at once.
+    """Exchange rows, with one collective per dtype.
 
     Args:
-        sent: rows of variables or parts, sorted by the rank that gets them, and how many go to each, ``[N]``.
-        came: of what comes the shape of a row, the dtype, and how many come from each rank. What goes as one variable
-            may come as its parts, and the other way round: the order is the same.
-        wire: dtype in which rows travel; None: their own.
-        name: makes the collectives' names.
+        sent: rows of variables or parts, sorted by destination rank, and their number for each rank, ``[N]``.
+        came: the row shape, dtype, and number of rows from each rank of each tensor to receive. Rows sent as one
+            variable may be received as its parts, and vice versa: the order is the same.
+        wire: dtype in which rows are sent; None for their dtype.
+        name: prefix of the collectives' names.
     """
 
     def on_the_way(dtype: tf.DType) -> tf.DType:
@@ -295,7 +296,7 @@ def _exchange(
 def _exchange_one(
     sent: list[tuple[tf.Tensor, tf.Tensor]], came: list[tuple[tf.TensorShape, tf.Tensor]], name: str
 ) -> list[tf.Tensor]:
-    """Exchange rows of one dtype. Of several widths, they travel as one flat tensor."""
+    """Exchange rows of one dtype; rows of different widths are sent as one flat tensor."""
     size, flat = cluster.size(), len({tuple(shape) for shape, _ in came}) > 1
     units = [shape.num_elements() if flat else 1 for shape, _ in came]
     own = [rows.shape[1:].num_elements() if flat else 1 for rows, _ in sent]
@@ -317,7 +318,7 @@ def _exchange_one(
 
 @tf.custom_gradient
 def _spread(rows: tf.Tensor, place: tf.Tensor) -> Any:
-    """Gather whose gradient is dense: the sum over the places of each row."""
+    """Gather with a dense gradient: the sum over the positions of each row."""
 
     def gradient(upstream: tf.Tensor) -> Any:
         wide = tf.cast(upstream, tf.float32) if upstream.dtype.size == 2 else upstream

@@ -1,12 +1,12 @@
-"""Which id has which row of a table whose ids come and go.
+"""The mapping from ids to rows in a table with eviction.
 
-A rank's rows stand in buckets of W. An id belongs to one bucket, which follows from the id alone, and has any row of
-it: finding an id compares it with W others, and a new id takes a free row of its bucket, or the row of the id that was
-asked for least recently (lru) or in the fewest steps (lfu). That is a set-associative cache, as GPU hash tables for
-embeddings are (NVIDIA's HierarchicalKV). It needs no hash table op, runs on GPUs, and a bucket's rows go to another
-rank by arithmetic, so that checkpoints fit any number of ranks.
+A rank's rows are grouped in buckets of W. An id hashes to one bucket and may occupy any row of it: a lookup compares
+the id with W others, and a new id takes a free row of its bucket, or evicts the id that was requested least recently
+(lru) or in the fewest steps (lfu). This is a set-associative cache, like GPU hash tables for embeddings (NVIDIA's
+HierarchicalKV). It works without a hash table op, runs on GPUs, and a bucket's owner is computed arithmetically, so
+checkpoints can be restored at any number of ranks.
 
-Ids and steps decide everything: with equal global batches an id has the same row at any number of ranks.
+The mapping depends only on ids and steps: with equal global batches an id has the same row at any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from hvdkit.errors import describe
 from hvdkit.planning.table import BUCKET
 from hvdkit.variable.mixing import bucket_of
 
-# The one id that no row can have: it marks rows that are free.
+# A reserved id that marks free rows.
 NO_ID = -(2**63)
-# A row's last use: in how many steps it was asked for (lfu), times this, and the last of them.
+# `used` packs (number of steps that requested the row, for lfu) * _STEPS + the last of these steps.
 _STEPS = 2**40
 _MOST_STEPS = 2**22
-# Rows that were looked up since the last update wait for their gradients and stay, but for so many lookups only: who
-# never updates would fill the table.
+# Rows looked up since the last update await gradients and are not evicted, but for at most this many lookups: otherwise
+# a program that never updates would fill the table.
 _PATIENCE = 16
 
 
 @dataclass(frozen=True)
 class Uses:
-    """What is known of each row: variables ``[buckets of this rank, W]``, and the step.
+    """The usage of each row: variables ``[buckets of this rank, W]``, and the step.
 
     Attributes:
-        ids: int64, whose row it is.
-        used: int64, when it was asked for, -1 for never.
-        fresh: bool, whether it changed hands since the optimizer's last update.
-        clock: int64 ``[2]``, equal on all ranks: the number of lookups, and what it was at the last update.
+        ids: int64, the id that occupies the row.
+        used: int64, when it was requested, -1 for never.
+        fresh: bool, whether the row was assigned to a new id since the optimizer's last update.
+        clock: int64 ``[2]``, equal on all ranks: the number of lookups, now and at the last update.
     """
 
     ids: tf.Variable
@@ -49,17 +49,17 @@ class Uses:
 
 
 class Vocabulary:
-    """The rows of one table on this rank, by id: what ``hvdkit.variable.routing`` asks and reads.
+    """The rows of one table on this rank, by id: a source for ``hvdkit.variable.routing``.
 
     Args:
-        rows: this rank's rows, ``[buckets * W + 1, width]``; the last is nobody's and stays zero.
-        uses: what is known of them.
-        buckets: which of all buckets this rank has.
+        rows: this rank's rows, ``[buckets * W + 1, width]``; the last row is unused and stays zero.
+        uses: the usage of the rows.
+        buckets: the buckets of this rank.
         total: number of all buckets.
         evict: "lru" or "lfu".
-        first_rows: the function from ids to first values, see ``hvdkit.variable.mixing``.
-        table: its name, for messages.
-        training: True: new ids get rows. False: they do not. None: nobody said, and a gradient is refused.
+        first_rows: the function from ids to initial values, see ``hvdkit.variable.mixing``.
+        table: the table's name, for messages.
+        training: True: new ids are assigned rows. False: they are not. None: unspecified; gradients raise an error.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class Vocabulary:
         self._training = training
 
     def route(self, ids: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the rank of each id, int32, and what to send it."""
-        each, longer = divmod(self._total, size)  # as hvdkit.partition.owner has it for "div"
+        """Return the owner of each id, int32, and the ids to send to it."""
+        each, longer = divmod(self._total, size)  # same as hvdkit.partition.owner for "div"
         bucket = bucket_of(ids, self._total)
         rank = tf.maximum(bucket // (each + 1), (bucket - longer) // max(each, 1))
         return tf.cast(rank, tf.int32), ids
 
     def read(self, ids: tf.Tensor) -> tf.Tensor:
-        """Return the rows of ids ``[n]``, ``[n, width]``: zeros for those that have none."""
+        """Return the rows of ids ``[n]``, ``[n, width]``; zeros for ids without a row."""
         with tf.device(self.rows.device):
             distinct, place = tf.unique(ids)
             places = tf.gather(self._find(distinct), place)
@@ -96,7 +96,7 @@ class Vocabulary:
             return self._without_gradient(rows) if self._training is None else rows
 
     def _without_gradient(self, rows: tf.Tensor) -> tf.Tensor:
-        """Refuse to train by a lookup that nobody said is training: new ids would never learn, without a word."""
+        """Raise in the gradient if ``training`` was not specified: new ids would silently never learn."""
         remedy = "pass training=True on to the layer (a model's own call has to take it), or False to keep its ids"
         expected = f"True where table {self._table!r}, whose ids change, learns"
         return tf.raw_ops.PreventGradient(input=rows, message=describe("training", None, expected, remedy))
@@ -106,12 +106,12 @@ class Vocabulary:
         return len(self._buckets) * BUCKET
 
     def _find(self, ids: tf.Tensor) -> tf.Tensor:
-        """Return the place of each of the distinct ids; new ones may get one."""
+        """Return the row of each of the distinct ids; in training, assign rows to new ids."""
         clock = None
         if self._training:
-            with tf.control_dependencies([ids]):  # of a step that is refused nothing stays
+            with tf.control_dependencies([ids]):  # a rejected step must not change the state
                 clock = self._uses.clock.assign_add([1, 0])
-        if not self._buckets:  # fewer buckets than ranks: nobody asks this one
+        if not self._buckets:  # fewer buckets than ranks: this rank gets only empty requests
             return tf.fill([tf.size(ids)], tf.constant(self._nobody, tf.int64))
         bucket = bucket_of(ids, self._total) - self._buckets.start
         real = ids != tf.constant(NO_ID, tf.int64)
@@ -128,7 +128,7 @@ class Vocabulary:
         )
 
     def _touch(self, places: tf.Tensor, now: tf.Tensor) -> None:
-        """Note that rows ``[n, 2]`` (bucket, way) were asked for."""
+        """Record a request for rows ``[n, 2]`` (bucket, way)."""
         steps = tf.zeros_like(places[:, 0])
         if self._counts:
             steps = tf.minimum(self._uses.used.gather_nd(places) // _STEPS + 1, _MOST_STEPS)
@@ -137,11 +137,10 @@ class Vocabulary:
     def _take_in(
         self, ids: tf.Tensor, bucket: tf.Tensor, places: tf.Tensor, missing: tf.Tensor, now: tf.Tensor, floor: tf.Tensor
     ) -> tf.Tensor:
-        """Give rows to the ids at ``missing``; return all places.
+        """Assign rows to the ids at ``missing``; return the rows of all ids.
 
-        The new ids of one bucket take its rows in turn, the smallest id the row that was used least; rows that this
-        step uses stay, and those that were looked up since the last update. Where a bucket has no more, the others go
-        without in this step.
+        The new ids of a bucket, in ascending order, take its least used rows. Rows used in this step, or looked up
+        since the last update, are not evicted. If a bucket runs out of rows, the remaining ids get zeros in this step.
         """
         order = tf.argsort(tf.gather(ids, missing), stable=True)
         missing = tf.gather(missing, order)
@@ -159,7 +158,7 @@ class Vocabulary:
         return tf.tensor_scatter_nd_update(places, missing[:, None], place[:, 0] * BUCKET + place[:, 1])
 
     def _give(self, place: tf.Tensor, ids: tf.Tensor, now: tf.Tensor) -> None:
-        """Make the rows at ``place`` those of new ids."""
+        """Assign the rows at ``place`` to new ids, and initialize them."""
         uses, first = self._uses, _STEPS if self._counts else 0
         uses.ids.scatter_nd_update(place, ids)
         uses.used.scatter_nd_update(place, tf.fill([tf.size(ids)], first + now))
@@ -169,12 +168,12 @@ class Vocabulary:
 
 
 def take_fresh(uses: Uses, gradient: Any, whole: bool) -> tf.Tensor:
-    """Return the rows that changed hands since the last update, and note that they are known; an update follows.
+    """Return the rows assigned to new ids since the last update, and clear their flags; called before an update.
 
     Args:
-        uses: what is known of the rows.
-        gradient: of the table's rows.
-        whole: look through all rows, and not through the gradient's alone.
+        uses: the usage of the rows.
+        gradient: the gradient of the table's rows.
+        whole: check all rows, not only those in the gradient.
     """
     uses.clock.assign(tf.stack([uses.clock[0], uses.clock[0]]))
     if isinstance(gradient, tf.IndexedSlices) and not whole:
