@@ -75,8 +75,11 @@ def verdict(found: Sequence[Row]) -> str:
     Example:
         >>> parts = {"compute": 50.0, "exchange": 4.0, "wait": 0.0, "input": 1.0, "save": 0.0, "other": 1.0}
         >>> slow = Row(1, "b", 10, 66.0, {**parts, "input": 11.0}, 1.0, 10.0, 0.0)
-        >>> verdict([Row(0, "a", 10, 66.0, {**parts, "wait": 10.0}, 1.0, 0.0, 0.0), slow])
-        'rank 1 is waited for: 10.0 ms of 66.0 a step, for its input takes 11.0 ms, elsewhere 1.0; exchange takes 4.0'
+        >>> waiting = Row(0, "a", 10, 66.0, {**parts, "wait": 10.0}, 1.0, 0.0, 0.0)
+        >>> print(verdict([waiting, slow]).replace("; ", "\\n"))
+        rank 1 is the straggler: other ranks wait 10.0 of 66.0 ms per step
+        its input takes 11.0 ms (others: 1.0)
+        exchange: 4.0
     """
     if not found:
         return "no step was recorded"
@@ -91,23 +94,24 @@ def verdict(found: Sequence[Row]) -> str:
         more = {name: slow.parts[name] - usual[name] for name in PARTS if name != "wait"}
         why = sorted(more, key=lambda name: -more[name])
         reasons = [
-            f"{_NAMES.get(name, name)} takes {slow.parts[name]:.1f} ms, elsewhere {usual[name]:.1f}" for name in why
+            f"its {_NAMES.get(name, name)} takes {slow.parts[name]:.1f} ms (others: {usual[name]:.1f})" for name in why
         ]
         if more[why[0]] >= slow.waited_for / 2:
-            reason = f"for its {reasons[0]}"
+            reason = reasons[0]
         elif more[why[0]] + more[why[1]] >= slow.waited_for / 2:
-            reason = f"for its {reasons[0]}, and its {reasons[1]}"
+            reason = f"{reasons[0]}, {reasons[1]}"
         else:
-            turns = ", ".join(f"rank {row.rank} for {row.waited_for:.1f}" for row in others[:3])
-            reason = f"but its parts take no longer than elsewhere: ranks are late by turns ({turns})"
-        told = f"rank {slow.rank} is waited for: {slow.waited_for:.1f} ms of {step:.1f} a step, {reason}"
-        return f"{told}; exchange takes {exchange:.1f}" if why[0] != "exchange" else told
+            turns = ", ".join(f"rank {row.rank}: {row.waited_for:.1f}" for row in others[:3])
+            reason = f"its parts take no longer than those of other ranks, which are late in turns ({turns})"
+        summary = f"rank {slow.rank} is the straggler: other ranks wait {slow.waited_for:.1f} of {step:.1f} ms per step"
+        rest = "" if why[0] == "exchange" else f"; exchange: {exchange:.1f}"
+        return f"{summary}; {reason}{rest}"
     most = max(means, key=lambda name: means[name])
-    told = f"{most} takes most: {means[most]:.1f} ms of {step:.1f} a step"
+    summary = f"{most} takes longest: {means[most]:.1f} of {step:.1f} ms per step"
     if len(found) == 1:
-        return told
-    rest = "" if most == "exchange" else f"; exchange takes {exchange:.1f}"
-    return f"no rank is waited for long (at most {slow.waited_for:.1f} ms a step); {told}{rest}"
+        return summary
+    rest = "" if most == "exchange" else f"; exchange: {exchange:.1f}"
+    return f"no straggler (other ranks wait at most {slow.waited_for:.1f} ms per step); {summary}{rest}"
 
 
 def show(found: Sequence[Row], stream: TextIO) -> None:

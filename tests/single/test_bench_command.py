@@ -88,7 +88,7 @@ def test_the_profile_of_a_program_blames_the_slow_rank_and_its_input(tmp_path, l
     (tmp_path / "train.py").write_text(SLOW.replace("LOOP", loop).replace("PAUSE", str(pause)))
     options = ["--profile", "profile", "--profile-steps", "4-8", "--json", "out.json", "-np", "2"]
     out, err = bench(tmp_path, *options, *(["--timeline"] if loop is BARE else []), "--", sys.executable, "train.py")
-    assert "rank 1 is waited for: " in out and "for its input takes" in out
+    assert "rank 1 is the straggler: " in out and "; its input takes" in out
     assert "profile/trace.json.gz" in err and "[rank 0] rank  host" in out
     profile = json.loads((tmp_path / "profile" / "profile.json").read_text())
     assert profile == json.loads((tmp_path / "out.json").read_text())

@@ -66,8 +66,8 @@ def test_a_slow_rank_and_its_reason_are_found_in_what_two_ranks_recorded(tmp_pat
     assert slow.waited_for > 100 > 10 > fast.waited_for
     assert 1 < slow.parts["save"] < 10  # a checkpoint at step 4
     assert fast.parts["compute"] > 0 and fast.parts["exchange"] > 0
-    assert report.verdict(found).startswith("rank 1 is waited for: 1")
-    assert "for its input takes 120" in report.verdict(found)
+    assert report.verdict(found).startswith("rank 1 is the straggler: other ranks wait 1")
+    assert "; its input takes 120" in report.verdict(found)
 
 
 def test_the_trace_of_two_ranks_is_one_that_viewers_take(tmp_path):
@@ -219,24 +219,25 @@ def row(rank, waited_for, **parts):
     ("rows", "said"),
     [
         ([], "no step was recorded"),
-        ([row(0, 0.0, compute=9.0, other=1.0)], "compute takes most: 9.0 ms of 10.0 a step"),
+        ([row(0, 0.0, compute=9.0, other=1.0)], "compute takes longest: 9.0 of 10.0 ms per step"),
         (
             [row(0, 0.1, compute=3.0, exchange=7.0), row(1, 0.2, compute=4.0, exchange=6.0)],
-            "no rank is waited for long (at most 0.2 ms a step); exchange takes most: 6.5 ms of 10.0 a step",
+            "no straggler (other ranks wait at most 0.2 ms per step); exchange takes longest: 6.5 of 10.0 ms per step",
         ),
         (
             [row(0, 2.0, compute=7.9, wait=2.1), row(1, 3.0, compute=8.0, wait=2.0)],
-            "rank 1 is waited for: 3.0 ms of 10.0 a step, but its parts take no longer than elsewhere: "
-            "ranks are late by turns (rank 0 for 2.0); exchange takes 0.0",
+            "rank 1 is the straggler: other ranks wait 3.0 of 10.0 ms per step; its parts take no longer than those of "
+            "other ranks, which are late in turns (rank 0: 2.0); exchange: 0.0",
         ),
         (
             [row(0, 0.0, compute=3.0, wait=4.0, other=3.0), row(1, 4.0, compute=4.9, wait=0.1, other=5.0)],
-            "rank 1 is waited for: 4.0 ms of 10.0 a step, for its Python (other) takes 5.0 ms, elsewhere 3.0",
+            "rank 1 is the straggler: other ranks wait 4.0 of 10.0 ms per step; "
+            "its Python (other) takes 5.0 ms (others: 3.0)",
         ),
         (
             [row(0, 0.0, compute=3.0, wait=4.0, other=3.0), row(1, 4.5, compute=4.9, wait=0.1, other=5.0)],
-            "rank 1 is waited for: 4.5 ms of 10.0 a step, for its Python (other) takes 5.0 ms, elsewhere 3.0, "
-            "and its compute takes 4.9 ms, elsewhere 3.0; exchange takes 0.0",
+            "rank 1 is the straggler: other ranks wait 4.5 of 10.0 ms per step; its Python (other) takes 5.0 ms "
+            "(others: 3.0), its compute takes 4.9 ms (others: 3.0); exchange: 0.0",
         ),
         (  # rank 0 waits for rank 1 of its group, which waits for rank 2 of its other group
             [
@@ -244,7 +245,8 @@ def row(rank, waited_for, **parts):
                 row(1, 8.5, compute=2.0, wait=8.0),
                 row(2, 8.0, save=9.0, compute=1.0),
             ],
-            "rank 2 is waited for: 8.0 ms of 10.0 a step, for its save takes 9.0 ms, elsewhere 0.0; exchange takes 0.0",
+            "rank 2 is the straggler: other ranks wait 8.0 of 10.0 ms per step; "
+            "its save takes 9.0 ms (others: 0.0); exchange: 0.0",
         ),
     ],
 )
