@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hvdkit.machine import processes
 
 _FORCE_SECONDS = 0.5
-# Seconds for mpirun to notice itself that a host is lost: a signal at that moment can crash it.
+# Seconds for mpirun to detect itself that a host is lost.
 _ALONE_SECONDS = 2.0
 _MPIRUNS = ("mpirun", "orterun", "mpiexec")
 
@@ -100,29 +100,42 @@ def launcher_tags_lines(environ: Mapping[str, str] | None = None) -> bool:
     return promised(env).launcher == "horovodrun --gloo" or env.get("OMPI_MCA_orte_tag_output") == "1"
 
 
-def end_stuck_launcher(pid: int) -> None:
+def end_stuck_launcher(pid: int, *, ranks_run: bool) -> bool:
     """End launcher ``pid``, if it would wait for a host that is cut off or a rank that is stopped for hours.
 
-    On a first signal, Open MPI's mpirun makes its daemons end their ranks; on a second one soon after, it exits. With
-    Slurm, cancel the step, because srun would wait for a task that is stopped on another host.
+    Open MPI's mpirun exits with 1 on a second SIGTERM soon after a first one, but SIGTERM crashes it (4.1.8: in
+    PMIx's finalize) after it has noticed the end of a rank. So end it before the ranks. With Slurm, cancel the step
+    after the ranks, because srun would wait for a task that is stopped on another host.
+
+    Args:
+        pid: the launcher.
+        ranks_run: the ranks of this host have not been ended yet.
+
+    Returns:
+        False if this launcher must be ended after the ranks: call again then.
     """
     launcher = processes.stat(pid)
     if launcher is None:
-        return
-    if launcher.name.startswith(_MPIRUNS):
-        until = time.monotonic() + _ALONE_SECONDS
-        while time.monotonic() < until:
-            if processes.is_over(pid, launcher.started):
-                return
-            time.sleep(0.05)
+        return True
+    if launcher.name.startswith(_MPIRUNS) and ranks_run:
         processes.kill(pid, signal.SIGTERM)
         time.sleep(_FORCE_SECONDS)
         processes.kill(pid, signal.SIGTERM)
+    elif ranks_run:
+        return False
+    elif launcher.name.startswith(_MPIRUNS):
+        until = time.monotonic() + _ALONE_SECONDS
+        while time.monotonic() < until:
+            if processes.is_over(pid, launcher.started):
+                return True
+            time.sleep(0.05)
+        processes.kill(pid, signal.SIGKILL)
     elif launcher.name.startswith("slurmstepd"):
         step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
         nothing = [(os.POSIX_SPAWN_OPEN, file, os.devnull, os.O_RDWR, 0) for file in range(3)]
         with contextlib.suppress(OSError):  # importing subprocess would cost every sentinel a megabyte
             os.posix_spawnp("scancel", ["scancel", "--signal=KILL", step], os.environ, file_actions=nothing)
+    return True
 
 
 def _number(text: str | None, default: int) -> int:

@@ -90,6 +90,6 @@ class CoordinatingSentinel(WatchingSentinel):
         if self.coordinator is None:
             return
         if self.coordinator.keeps_launcher and self._launcher:
-            end_stuck_launcher(self._launcher)
-            self._launcher = 0
+            ended = end_stuck_launcher(self._launcher, ranks_run=not self.coordinator.has_ended)
+            self._launcher = 0 if ended else self._launcher
         self.coordinator.tick(now)

@@ -245,16 +245,15 @@ class Coordinator:
         self.notified = self.notified or bool(message.signals)
         follows_signal = bool(_ENDING & set(message.signals)) and message.code in _ENDED_BY_SIGNAL
         self._note(member, message, now, ordered=follows_signal)
-        if message.code == 0 and self.verdict is None and not self.ordered:
+        is_done = message.code == 0 and (member.leaving is not None or not member.trains)  # no os._exit(0)
+        if is_done and self.verdict is None and not self.ordered:
             member.send(Release())
         if member.released is not None and member.released.all_leave:
             return
         if message.code == PREEMPTED or follows_signal:
             wait = self.settings.grace
-        elif message.code == 0:
-            if member.leaving is not None or not member.trains:
-                return
-            wait = _LEAVE_SECONDS  # os._exit(0): other ranks may follow
+        elif is_done:
+            return
         else:
             wait = _GATHER_SECONDS if member.trains else _LAST_WORDS_SECONDS
         self._decide_at(now + wait)
@@ -486,15 +485,20 @@ class Coordinator:
 
     @property
     def keeps_launcher(self) -> bool:
-        """True if the job is over, but its launcher waits for a rank on another host that does not exit.
+        """True if the last line is written, but the launcher waits for a rank on another host that does not exit.
 
         A launcher detects that a host has died, but not that a host is cut off or that a rank is stopped.
         """
         found = self.verdict
-        if found is None or found.orderly or self._end.due is not None:
+        if found is None or found.orderly or not self._end.has_written:
             return False
         there = (one for one in self.members.values() if one.joined.place != processes.place() and one.exited is None)
-        return any(one.is_silent or (one.lost is None and one.rank == found.rank) for one in there)
+        return any(one.is_silent or (self.has_ended and one.lost is None and one.rank == found.rank) for one in there)
+
+    @property
+    def has_ended(self) -> bool:
+        """True once the job has been ended after a failure: every sentinel has the order to end its rank."""
+        return self.verdict is not None and self._end.due is None
 
     @property
     def all_ended(self) -> bool:

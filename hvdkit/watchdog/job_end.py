@@ -41,6 +41,7 @@ class JobEnd:
     Attributes:
         due: when the next step is due; None before the first step and after the last one.
         flight: the line about the flight recorder's file, or "".
+        has_written: the last line has been written, and the launcher has had time to forward it.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class JobEnd:
         self._steps: Iterator[float] = iter(())
         self.due: float | None = None
         self.flight = ""
+        self.has_written = False
 
     def begin(self, found: Verdict) -> None:
         """Begin to end the job with this verdict."""
@@ -80,8 +82,8 @@ class JobEnd:
             self._lines.line(text)
         unwind = self._settings.unwind if found.orderly else 0.0
         until = time.monotonic() + (unwind or _FLIGHT_SECONDS)
+        culprit = self._culprit(found)
         if unwind:
-            culprit = self._culprit(found)
             has_left = culprit is not None and culprit.leaving is not None
             order(self._members, End(code=found.code, unwind=unwind, finalize=has_left))
             yield from self._await_unwinding(found, until)
@@ -90,7 +92,10 @@ class JobEnd:
                 yield 0.01
         self._write_last_lines()
         code = self._judge().code
-        yield _FORWARD_SECONDS
+        if culprit is None or culprit.here:
+            yield _FORWARD_SECONDS
+        self.has_written = True
+        yield 0.0  # rank 0's sentinel ends a launcher that would wait for a lost host
         order(self._members, Release(code=code) if unwind else End(code=code))
 
     def _ask_for_flights(self, found: Verdict) -> list[Member]:

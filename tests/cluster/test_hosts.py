@@ -66,7 +66,7 @@ def test_a_host_is_cut_off(launcher):
     expected = r"has not answered for \d+ s: its host is (down, or the network is cut|cut off, or it was stopped)"
     assert ending.last.startswith("hvdkit: rank 1 on host-b failed at step "), ending.output
     assert re.search(expected, ending.last), ending.last
-    assert ending.code, ending.output
+    assert ending.code > 0, ending.output  # the launcher was ended, but did not crash
     # Only ssh's processes are left on the host that was cut off; its ranks have ended too.
     assert not [words for words in ending.left if "ssh" not in words.split()[0]], ending.left
     assert ending.seconds < 15 * slowdown()

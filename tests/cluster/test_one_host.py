@@ -25,6 +25,7 @@ FAULTS = [
     ("slow sys.exit(3)", "mpirun", 3, 12, "failed at step 20: sys.exit(3) while other ranks went on"),
     ("sys.exit(0)", "horovodrun --gloo", 1, 5, "left the job at step 20: ended before the others: rank 0 still needed"),
     ("os._exit(0)", "horovodrun --gloo", 1, 5, f"failed at step 20: {DIED}"),
+    ("os._exit(0)", "hvdkit run", 1, 5, f"failed at step 20: {DIED}"),
     ("kill -9", "mpirun", 137, 5, f"failed at step 20: {DIED}"),
     ("kill -9", "horovodrun", None, 5, f"failed at step 20: {DIED}"),
     ("out of memory", "hvdkit run", 137, 5, "was killed by SIGKILL (out of memory?) at step 20; the job ended after"),
@@ -66,6 +67,7 @@ def test_one_rank_fails(endings, job, code, seconds, words):
     assert not ending.left and ending.seconds < limit * slowdown(), (ending.left, ending.seconds)
     lines = re.findall(r"^(?:\[[\d,]+\]<\w+>: ?)?hvdkit(?: run)?: ", ending.output, re.MULTILINE)
     assert len(lines) == 1 and "has trained" not in ending.output, ending.output
+    assert ending.output.count("flight recorder: ") == 1, ending.output
     if job["fault"] == "hang":  # the stacks of all ranks, and the line at which the failed rank hangs
         stacks = re.findall(r"\[rank (\d)\] at step 20, .* its stacks", ending.output)
         assert sorted(stacks) == ["0", "1"] and "faulty.py" in ending.last

@@ -339,14 +339,14 @@ def test_after_exit_code_75_the_others_have_their_grace_to_save():
 def test_os_exit_with_0_is_a_failure_unless_all_ranks_do_so():
     job = Job(2)
     job.say(1, Exited(code=0))
-    job.run(1.5)
+    job.run(0.2)
     assert_goes_on(job)
-    job.run(1)
+    job.run(0.5)
     assert job.line == f"hvdkit: rank 1 on host-0 failed: {DIED}"
     job = Job(2)
     for rank in range(2):
         job.say(rank, Exited(code=0))
-        job.run(1)
+        job.run(0.2)
     job.run(5)
     assert_goes_on(job)
 
