@@ -72,6 +72,6 @@ $(VENV)/.packages: $(VENV)/.made requirements/lock.txt setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --editable .
 	@touch $@
 
-$(VENV)/.horovod: $(VENV)/.packages $(wildcard hvdkit/build_horovod/*.py)
+$(VENV)/.horovod: $(VENV)/.packages $(wildcard hvdkit/commands/build_horovod/*.py)
 	$(BIN)/hvdkit build-horovod --mpi $(MPI)
 	@touch $@

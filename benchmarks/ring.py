@@ -135,7 +135,7 @@ def server_processes(
 
 
 def _bits(rate: str) -> float:
-    from hvdkit.planning.command import bits_of
+    from hvdkit.commands.plan.command import bits_of
 
     return bits_of(rate)
 

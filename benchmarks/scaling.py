@@ -25,9 +25,9 @@ from hosts import Host, Hosts, missing  # noqa: E402
 from processes import BIN, environment, launch  # noqa: E402
 from ring import NAMES, RATES  # noqa: E402
 
-from hvdkit.planning.cost import Link, fit, step  # noqa: E402
-from hvdkit.planning.measured import Gradient, Measured  # noqa: E402
-from hvdkit.planning.scaling import CYCLE_SECONDS, doublings, scaling  # noqa: E402
+from hvdkit.commands.plan.cost import Link, fit, step  # noqa: E402
+from hvdkit.commands.plan.measured import Gradient, Measured  # noqa: E402
+from hvdkit.commands.plan.scaling import CYCLE_SECONDS, doublings, scaling  # noqa: E402
 
 LIMIT = 0.15
 BUCKET_BYTES = 32 * 1024 * 1024  # hvdkit's default between hosts

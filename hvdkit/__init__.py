@@ -45,8 +45,6 @@ if TYPE_CHECKING:
         broadcast,
         broadcast_async,
         broadcast_object,
-        broadcast_variables,
-        compare_variables,
         cross_set,
         grouped_allgather,
         grouped_allreduce,
@@ -62,17 +60,16 @@ if TYPE_CHECKING:
         size_op,
         wait,
     )
-    from hvdkit.gradients import (
-        DistributedGradientTape,
-        PartialDistributedGradientTape,
-        average_gradients,
-        register_local_variables,
-    )
-    from hvdkit.optimizer import DistributedOptimizer, load_model
-    from hvdkit.planning import plan_tables
+    from hvdkit.optimizer.average import average_gradients
+    from hvdkit.optimizer.distributed import DistributedOptimizer
+    from hvdkit.optimizer.loading import load_model
+    from hvdkit.optimizer.local_variables import register_local_variables
+    from hvdkit.optimizer.tape import DistributedGradientTape, PartialDistributedGradientTape
+    from hvdkit.sharding.partitioned import PartitionedVariable
+    from hvdkit.sharding.plan import plan_tables
+    from hvdkit.sharding.variables import broadcast_variables, compare_variables
     from hvdkit.supervisor import Supervisor
     from hvdkit.training import evaluate, fit, predict
-    from hvdkit.variable import PartitionedVariable
 
 _HOMES = {
     "hvdkit.cluster": ("Cluster", "busy", "init", "is_chief", "local_rank", "local_size", "rank", "shutdown", "size"),
@@ -96,8 +93,6 @@ _HOMES = {
         "broadcast",
         "broadcast_async",
         "broadcast_object",
-        "broadcast_variables",
-        "compare_variables",
         "cross_set",
         "grouped_allgather",
         "grouped_allreduce",
@@ -113,17 +108,16 @@ _HOMES = {
         "size_op",
         "wait",
     ),
-    "hvdkit.gradients": (
-        "DistributedGradientTape",
-        "PartialDistributedGradientTape",
-        "average_gradients",
-        "register_local_variables",
-    ),
-    "hvdkit.optimizer": ("DistributedOptimizer", "load_model"),
-    "hvdkit.planning": ("plan_tables",),
+    "hvdkit.optimizer.average": ("average_gradients",),
+    "hvdkit.optimizer.distributed": ("DistributedOptimizer",),
+    "hvdkit.optimizer.loading": ("load_model",),
+    "hvdkit.optimizer.local_variables": ("register_local_variables",),
+    "hvdkit.optimizer.tape": ("DistributedGradientTape", "PartialDistributedGradientTape"),
+    "hvdkit.sharding.partitioned": ("PartitionedVariable",),
+    "hvdkit.sharding.plan": ("plan_tables",),
+    "hvdkit.sharding.variables": ("broadcast_variables", "compare_variables"),
     "hvdkit.supervisor": ("Supervisor",),
     "hvdkit.training": ("evaluate", "fit", "predict"),
-    "hvdkit.variable": ("PartitionedVariable",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("callbacks", "checkpoint", "data", "layers", "schedules")

@@ -2,6 +2,6 @@
 
 import sys
 
-from hvdkit.cli import main
+from hvdkit.commands.cli import main
 
 sys.exit(main())

@@ -4,10 +4,13 @@ Invalid arguments raise ``ValueError`` or ``TypeError``. Errors of the job as a 
 so that user scripts can catch them in one place.
 
 Every message contains the argument, the actual value, the expected value and the remedy; if ranks differ, it names the
-rank. :func:`describe` formats such a message.
+rank. :func:`describe` formats such a message; :func:`integer` checks an argument.
 """
 
 from __future__ import annotations
+
+import numbers
+from typing import Any
 
 
 class HvdkitError(RuntimeError):
@@ -67,3 +70,18 @@ def describe(argument: str, got: object, expected: str, remedy: str) -> str:
     """
     shown = got if isinstance(got, str) else repr(got)
     return f"{argument}: got {shown}, expected {expected}; {remedy}"
+
+
+def integer(name: str, value: Any, *, minimum: int) -> int:
+    """Return ``value`` as an int. Raises TypeError if it is not an integer, ValueError if it is below ``minimum``.
+
+    Example:
+        >>> integer("size", 3, minimum=1)
+        3
+    """
+    expected = f"an integer of at least {minimum}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(describe(name, value, expected, "pass an int"))
+    if value < minimum:
+        raise ValueError(describe(name, value, expected, "raise it"))
+    return int(value)

@@ -15,7 +15,7 @@ import time
 from typing import Annotated
 
 import hvdkit as hk  # first: a launched rank must load TensorFlow and MPI in this order
-from hvdkit import terminal
+from hvdkit.commands import parsing
 from hvdkit.machine.launcher import promised
 
 # isort: split
@@ -79,7 +79,7 @@ def parse() -> Command:
     """Return the command line's config; if it has a mistake, one rank reports it and all end."""
     quiet = promised().rank > 0
     try:
-        return terminal.parse(Command, description=__doc__, quiet=quiet)
+        return parsing.parse(Command, description=__doc__, quiet=quiet)
     except SystemExit as end:
         if quiet and end.code:
             time.sleep(10)  # if this rank ended first, the chief would be ended before it could report

@@ -25,7 +25,7 @@ from hvdkit.checkpoint.folder import latest, prune, tidy
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.writing import Save, Snapshot
-from hvdkit.partition import rows_of
+from hvdkit.sharding.partition import rows_of
 
 CALLS = ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir")
 ROWS = 7

@@ -20,7 +20,7 @@ import tensorflow as tf
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.saving import agreed_state, begin, finish
-from hvdkit.partition import rows_of
+from hvdkit.sharding.partition import rows_of
 
 COLUMNS = 256
 CHUNK = 2**20

@@ -18,7 +18,7 @@ GENERATOR_STATE = 625  # numbers in the state of Python's or NumPy's generator
 def state_of(rank: int, size: int) -> Any:
     """Return a rank's state: replicated tensors, sharded tables, a generator's state as tensor and as plain value."""
     from hvdkit.checkpoint.entries import Entry, State, Value
-    from hvdkit.partition import rows_of
+    from hvdkit.sharding.partition import rows_of
 
     def entry(name: str, kind: Any, array: np.ndarray, shape: tuple[int, ...], index: Any = None) -> Entry:
         return Entry(name, kind, array.dtype, shape, lambda: array, lambda _: None, index=index, partition="div")

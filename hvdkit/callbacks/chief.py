@@ -7,8 +7,8 @@ from typing import Any
 import keras
 
 from hvdkit import cluster
+from hvdkit.collectives.marks import WeakRegistry
 from hvdkit.errors import describe
-from hvdkit.marks import WeakRegistry
 
 _ON_CHIEF: WeakRegistry[bool] = WeakRegistry()
 

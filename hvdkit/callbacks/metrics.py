@@ -8,9 +8,8 @@ import keras
 import numpy as np
 
 from hvdkit.collectives import Sum, grouped_allreduce
-from hvdkit.layers.batch_norm import average_for_now, synchronize_batch_normalization
-from hvdkit.optimizer import ranks_of
-from hvdkit.optimizer.mixins import is_supervised
+from hvdkit.optimizer.batch_norm import average_for_now, synchronize_batch_normalization
+from hvdkit.optimizer.mixins import is_supervised, ranks_of
 from hvdkit.optimizer.plain_fit import note_combined
 from hvdkit.supervisor.divergence import check_first_update
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import keras
 
-from hvdkit.collectives import broadcast_variables
-from hvdkit.collectives.variables import SEED_STATE
 from hvdkit.layers import synchronize_batch_normalization
-from hvdkit.optimizer import ranks_of
+from hvdkit.optimizer.mixins import ranks_of
+from hvdkit.sharding.variables import SEED_STATE, broadcast_variables
 from hvdkit.supervisor.divergence import check_first_update
 
 

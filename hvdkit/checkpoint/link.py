@@ -25,7 +25,7 @@ from hvdkit.checkpoint.writing import Snapshot, assemble, non_finite
 from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import tensors
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, NonFiniteError
-from hvdkit.partition import FLAT
+from hvdkit.sharding.partition import FLAT
 
 
 class _Order(NamedTuple):

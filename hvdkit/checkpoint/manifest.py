@@ -19,7 +19,7 @@ from hvdkit._version import __version__
 from hvdkit.checkpoint.files import naming_file, write_text
 from hvdkit.checkpoint.tensorfile import FileRecord, TensorFile
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
-from hvdkit.partition import FLAT
+from hvdkit.sharding.partition import FLAT
 
 NAME = "manifest.json"
 REPLICATED = "replicated.safetensors"

@@ -13,9 +13,9 @@ import numpy as np
 from hvdkit.checkpoint.entries import Resize
 from hvdkit.checkpoint.manifest import Manifest, Part, Saved, shard_name
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
+from hvdkit.collectives.aligned import aligned_empty
 from hvdkit.errors import CorruptCheckpointError
-from hvdkit.memory import aligned_empty
-from hvdkit.partition import FLAT, boxes_of, intersect, positions
+from hvdkit.sharding.partition import FLAT, boxes_of, intersect, positions
 
 # Processes are often limited to 1024 open files, and a checkpoint has one file for each rank that saved.
 OPEN_FILES = 64

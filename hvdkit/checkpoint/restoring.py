@@ -18,10 +18,11 @@ from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.saving import agreed_state, of_chief, together
-from hvdkit.collectives import broadcast, broadcast_variables
+from hvdkit.collectives import broadcast
+from hvdkit.collectives.aligned import ALIGNMENT
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, describe
-from hvdkit.memory import ALIGNMENT
-from hvdkit.partition import FLAT
+from hvdkit.sharding.partition import FLAT
+from hvdkit.sharding.variables import broadcast_variables
 
 
 def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) -> dict[str, Any]:

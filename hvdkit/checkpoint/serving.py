@@ -19,8 +19,8 @@ from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.restoring import own_part
 from hvdkit.checkpoint.state import flatten
-from hvdkit.collectives.shards import shard_of
 from hvdkit.errors import describe
+from hvdkit.sharding.shards import shard_of
 
 
 def export_saved_model(

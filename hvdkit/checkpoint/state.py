@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from hvdkit.checkpoint.entries import Entry, Kind, Resize, State, Value
 from hvdkit.checkpoint.tensorfile import Allowed, storable
-from hvdkit.collectives.shards import RunState, holding_of, is_local, piece_states, run_of, shard_of
-from hvdkit.collectives.variables import SEED_STATE, variable_name
 from hvdkit.errors import describe
+from hvdkit.sharding.shards import RunState, holding_of, is_local, piece_states, run_of, shard_of
+from hvdkit.sharding.variables import SEED_STATE, variable_name
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ from hvdkit.checkpoint.inspecting import as_bytes, checkpoints_at
 from hvdkit.checkpoint.manifest import NAME, Manifest, Part, Saved
 from hvdkit.checkpoint.tensorfile import FileRecord, Layout, TensorFile
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
-from hvdkit.partition import intersect
+from hvdkit.sharding.partition import intersect
 
 Progress = Callable[[int], None]
 

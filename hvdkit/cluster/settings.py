@@ -10,12 +10,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit import rings
+from hvdkit.cluster import rings
 from hvdkit.cluster.logs import get_logger
+from hvdkit.cluster.tuned import settings_of
 from hvdkit.errors import describe
 from hvdkit.machine.cores import affinity, available_cores
 from hvdkit.machine.launcher import Promise
-from hvdkit.tuned import settings_of
 from hvdkit.watchdog.settings import HEARTBEAT, PATIENCE, STALL, UNWIND, seconds
 
 _BEFORE_MPI = {

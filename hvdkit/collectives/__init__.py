@@ -23,7 +23,6 @@ from hvdkit.collectives.reducing import (
     grouped_reducescatter,
     reducescatter,
 )
-from hvdkit.collectives.variables import broadcast_variables, compare_variables
 
 __all__ = [
     "Adasum",
@@ -46,8 +45,6 @@ __all__ = [
     "broadcast",
     "broadcast_async",
     "broadcast_object",
-    "broadcast_variables",
-    "compare_variables",
     "cross_set",
     "grouped_allgather",
     "grouped_allreduce",

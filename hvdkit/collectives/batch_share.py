@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.marks import WeakRegistry
+from hvdkit.collectives.marks import WeakRegistry
 
 _SHARES: WeakRegistry[bool] = WeakRegistry()  # datasets
 

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 import hvdkit as hk
-from hvdkit import cluster, collectives, gradients, optimizer
+from hvdkit import cluster, collectives
 from hvdkit.cluster import init, local_rank, local_size, rank, shutdown, size
 from hvdkit.collectives import (
     Adasum,
@@ -137,7 +137,7 @@ def allreduce(
     if (prescale_factor, postscale_factor) != (1.0, 1.0):
         got, expected = (prescale_factor, postscale_factor), "1.0 with IndexedSlices or compression"
         raise ValueError(describe("prescale_factor, postscale_factor", got, expected, "multiply the tensor"))
-    return gradients.average_gradients([tensor], op=op, compression=compression, process_set=process_set)[0]
+    return hk.average_gradients([tensor], op=op, compression=compression, process_set=process_set)[0]
 
 
 def grouped_allreduce(
@@ -170,7 +170,7 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set:
 def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
     """Assign the values of ``root_rank`` to all variables. Also works inside a ``tf.function``."""
     if not tf.inside_function():
-        collectives.broadcast_variables(variables, root_rank)
+        hk.broadcast_variables(variables, root_rank)
         return
     for variable in variables:
         variable.assign(collectives.broadcast(tf.convert_to_tensor(variable), root_rank))
@@ -224,7 +224,7 @@ def DistributedGradientTape(
     process_set: Any = None,
 ) -> Any:
     """Wrap ``gradtape`` in a :class:`hvdkit.DistributedGradientTape`. Args as for it; other arguments are ignored."""
-    return gradients.DistributedGradientTape(gradtape, op=op, compression=compression, process_set=process_set)
+    return hk.DistributedGradientTape(gradtape, op=op, compression=compression, process_set=process_set)
 
 
 def load_model(
@@ -238,7 +238,7 @@ def load_model(
     """
     known = {cls.__name__: cls for cls in custom_optimizers or ()}
     options = {} if compression is None else {"compression": compression}
-    return optimizer.load_model(filepath, {**known, **(custom_objects or {})}, **options)
+    return hk.load_model(filepath, {**known, **(custom_objects or {})}, **options)
 
 
 def _op(average: bool | None, op: Any) -> Any:

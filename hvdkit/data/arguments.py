@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from hvdkit import cluster
-from hvdkit.arguments import integer
 from hvdkit.cluster.logs import get_logger
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.order import Remainder
 from hvdkit.data.stream import StreamSource
-from hvdkit.errors import describe
+from hvdkit.errors import describe, integer
 
 SHUFFLE_BUFFER = 10_000
 """Default size of a stream's shuffle buffer, in examples."""

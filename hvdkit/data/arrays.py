@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import optree
 
+from hvdkit.collectives.aligned import aligned_empty
 from hvdkit.data import order
 from hvdkit.errors import describe
-from hvdkit.memory import aligned_empty
 
 
 class Concatenated:

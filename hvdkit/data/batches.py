@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import optree
 
-from hvdkit.arguments import integer
 from hvdkit.cluster.progress import spending
+from hvdkit.collectives.aligned import tensor_of
 from hvdkit.data import arguments, order
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.keras_dataset import batches_at_once, keras_dataset, weighted, weighted_spec
-from hvdkit.errors import describe
-from hvdkit.memory import tensor_of
+from hvdkit.errors import describe, integer
 
 
 class GlobalBatches(Iterator[Any]):

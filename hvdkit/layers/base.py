@@ -9,8 +9,8 @@ import keras
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives.shards import PieceState, piece_states, shard_of
 from hvdkit.errors import HvdkitError, describe
+from hvdkit.sharding.shards import PieceState, piece_states, shard_of
 
 
 def memory(host: bool) -> Any:

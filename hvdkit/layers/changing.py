@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 
 from hvdkit import cluster
-from hvdkit.collectives.shards import Piece, Shard, mark, shard_of
 from hvdkit.layers.base import memory
-from hvdkit.partition import rows_of
-from hvdkit.planning import Table
-from hvdkit.planning.table import BUCKET
-from hvdkit.variable.mixing import first_rows
-from hvdkit.variable.partitioned import gather_parts
-from hvdkit.variable.vocabulary import NO_ID, Uses, Vocabulary
+from hvdkit.sharding.mixing import first_rows
+from hvdkit.sharding.partition import rows_of
+from hvdkit.sharding.partitioned import gather_parts
+from hvdkit.sharding.shards import Piece, Shard, mark, shard_of
+from hvdkit.sharding.table import BUCKET, Table
+from hvdkit.sharding.vocabulary import NO_ID, Uses, Vocabulary
 
 _FIRST = {"ids": (NO_ID, "int64"), "used": (-1, "int64"), "fresh": (False, "bool")}
 

@@ -14,7 +14,6 @@ from hvdkit import cluster
 from hvdkit.collectives.agreement import Call, agree_on_call, attempt
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import describe
-from hvdkit.gradients.compression import wire_dtype
 from hvdkit.layers.base import ShardedLayer
 from hvdkit.layers.features import (
     Bag,
@@ -29,8 +28,10 @@ from hvdkit.layers.features import (
 from hvdkit.layers.lookup import Asked, abandon, ask, read
 from hvdkit.layers.owners import abandon_owned, held_by, one_vector_each, read_owned
 from hvdkit.layers.store import TableStore
-from hvdkit.planning import Plan, Table, lay_out, plan_tables
-from hvdkit.planning.table import check_tables
+from hvdkit.optimizer.compression import wire_dtype
+from hvdkit.sharding.layout import lay_out
+from hvdkit.sharding.plan import Plan, plan_tables
+from hvdkit.sharding.table import Table, check_tables
 
 
 @keras.saving.register_keras_serializable("hvdkit")
@@ -49,7 +50,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
 
     Args:
         tables: the tables.
-        plan: "auto" (small tables replicated, all others sharded by rows); a :class:`hvdkit.planning.Plan`; or
+        plan: "auto" (small tables replicated, all others sharded by rows); a :class:`hvdkit.sharding.plan.Plan`; or
             explicit placements, ``{"items": "row" | "div" | "column" | "table" | "replicated"}``; the placements of
             other tables are chosen automatically.
         seed: seed of random initial values, which depend on the seed, the table's name and the row, but not on the

@@ -15,8 +15,7 @@ from hvdkit.layers.base import ShardedLayer
 from hvdkit.layers.collection import ShardedEmbeddingCollection, deserialized, table_config
 from hvdkit.layers.features import OutOfRange
 from hvdkit.layers.lookup import Asked
-from hvdkit.planning import Table
-from hvdkit.planning.table import Combiner, Evict
+from hvdkit.sharding.table import Combiner, Evict, Table
 
 _PARTITIONS = {"mod": "row", "div": "div", "column": "column", "replicated": "replicated"}
 _TABLE = "embeddings"

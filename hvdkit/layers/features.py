@@ -9,10 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.errors import describe
-from hvdkit.planning import Table
-from hvdkit.variable.faults import is_out_of_range
-from hvdkit.variable.partitioned import as_ids
-from hvdkit.variable.routing import Found
+from hvdkit.sharding.faults import is_out_of_range
+from hvdkit.sharding.partitioned import as_ids
+from hvdkit.sharding.routing import Found
+from hvdkit.sharding.table import Table
 
 OutOfRange = Literal["error", "wrap", "drop"]
 # Largest number up to which a floating-point dtype represents all integers exactly; beyond it, ids may collide.

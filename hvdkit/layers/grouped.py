@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdkit.cluster import Group
 from hvdkit.collectives import tensors
 from hvdkit.collectives.ops import ReduceOp
-from hvdkit.partition import rows_of
+from hvdkit.sharding.partition import rows_of
 
 
 def shared_by(x: tf.Tensor, group: Group) -> tf.Tensor:

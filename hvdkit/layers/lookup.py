@@ -11,8 +11,8 @@ import tensorflow as tf
 from hvdkit.collectives import tensors
 from hvdkit.layers.features import Bag, combined, in_range
 from hvdkit.layers.store import TableStore
-from hvdkit.variable import routing
-from hvdkit.variable.faults import (
+from hvdkit.sharding import routing
+from hvdkit.sharding.faults import (
     Fault,
     find_fault,
     raise_everywhere,
@@ -21,8 +21,8 @@ from hvdkit.variable.faults import (
     weights_match,
     whole_numbers,
 )
-from hvdkit.variable.keys import key_dtype, keys_of
-from hvdkit.variable.routing import Found, Numbered, read_distinct
+from hvdkit.sharding.keys import key_dtype, keys_of
+from hvdkit.sharding.routing import Found, Numbered, read_distinct
 
 _NAME = "hvdkit.lookup"
 
@@ -71,7 +71,7 @@ def read(store: TableStore, asked: Asked, training: bool | None) -> dict[str, An
         store: the tables.
         asked: the result of :func:`ask`.
         training: whether to assign rows to new ids in tables with eviction; see
-            :class:`hvdkit.variable.vocabulary.Vocabulary`.
+            :class:`hvdkit.sharding.vocabulary.Vocabulary`.
     """
     slices = {} if asked.rows is None else _slices(store, asked.bags, asked.rows, training)
     outputs = {}

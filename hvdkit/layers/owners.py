@@ -25,9 +25,9 @@ from hvdkit.errors import describe
 from hvdkit.layers.features import Bag, combined, in_range
 from hvdkit.layers.lookup import fault_of
 from hvdkit.layers.store import TableStore
-from hvdkit.planning import Layout, Slice
-from hvdkit.variable.faults import FAULT_WORDS, Fault, raise_everywhere, refused
-from hvdkit.variable.routing import Numbered, read_distinct
+from hvdkit.sharding.faults import FAULT_WORDS, Fault, raise_everywhere, refused
+from hvdkit.sharding.layout import Layout, Slice
+from hvdkit.sharding.routing import Numbered, read_distinct
 
 _NAME = "hvdkit.owners"
 _AS_MANY = "the same number of examples for all features"

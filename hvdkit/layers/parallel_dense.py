@@ -8,15 +8,14 @@ import keras
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.arguments import integer
 from hvdkit.cluster.agreement import gather
-from hvdkit.collectives.shards import Piece, Shard, mark
 from hvdkit.collectives.values import graph_safe
-from hvdkit.errors import describe
+from hvdkit.errors import describe, integer
 from hvdkit.layers.base import ShardedLayer
 from hvdkit.layers.grouped import added_up, beside, shared_by
-from hvdkit.partition import rows_of
-from hvdkit.variable.initial import common_seed
+from hvdkit.sharding.initial import common_seed
+from hvdkit.sharding.partition import rows_of
+from hvdkit.sharding.shards import Piece, Shard, mark
 
 
 class _ParallelDense(ShardedLayer):

@@ -7,11 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.arguments import integer
 from hvdkit.collectives.values import graph_safe
-from hvdkit.errors import describe
+from hvdkit.errors import describe, integer
 from hvdkit.layers.grouped import largest_over, sum_over
-from hvdkit.partition import rows_of
+from hvdkit.sharding.partition import rows_of
 
 
 @graph_safe

@@ -11,18 +11,19 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives.agreement import Call, agree_on_call, attempt
-from hvdkit.collectives.runs import LastLookup
-from hvdkit.collectives.shards import Piece, PieceState, Shard, mark, shard_of, write_box
 from hvdkit.errors import describe
 from hvdkit.layers.base import memory
 from hvdkit.layers.changing import ChangingRows
 from hvdkit.layers.features import OutOfRange, lookups_of
 from hvdkit.layers.grouped import sum_of_parts
-from hvdkit.planning import Group, Table, lay_out
-from hvdkit.variable.initial import common_seed, initial_blocks
-from hvdkit.variable.own_optimizer import OwnOptimizer, own_optimizer, set_own_optimizer
-from hvdkit.variable.partitioned import gather_parts
-from hvdkit.variable.routing import Numbered, Source
+from hvdkit.sharding.initial import common_seed, initial_blocks
+from hvdkit.sharding.layout import Group, lay_out
+from hvdkit.sharding.own_optimizer import OwnOptimizer, own_optimizer, set_own_optimizer
+from hvdkit.sharding.partitioned import gather_parts
+from hvdkit.sharding.routing import Numbered, Source
+from hvdkit.sharding.runs import LastLookup
+from hvdkit.sharding.shards import Piece, PieceState, Shard, mark, shard_of, write_box
+from hvdkit.sharding.table import Table
 
 
 class TableStore:

@@ -14,9 +14,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdkit.collectives.shards import assign_whole
+from hvdkit.collectives.marks import WeakRegistry
 from hvdkit.errors import describe
-from hvdkit.marks import WeakRegistry
+from hvdkit.sharding.shards import assign_whole
 
 _classes: dict[tuple[type, type], type] = {}
 _sharing_iterations: WeakRegistry[bool] = WeakRegistry()  # optimizers that share their iteration count with a copy

@@ -14,17 +14,17 @@ import keras
 from packaging import version
 
 from hvdkit import cluster
-from hvdkit.collectives import compare_variables
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op
 from hvdkit.collectives.process_sets import RankGroup, resolve
-from hvdkit.collectives.shards import holding_of, is_local
 from hvdkit.errors import describe
-from hvdkit.gradients.compression import wire_dtype
+from hvdkit.optimizer.compression import wire_dtype
 from hvdkit.optimizer.copies import copy_of, subclass
 from hvdkit.optimizer.mixins import Combining, CombiningScaled, Distributed, LossScale, check_inner
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.rows import SparseUpdates
 from hvdkit.optimizer.sharing import SharingStates, check_sharing
+from hvdkit.sharding.shards import holding_of, is_local
+from hvdkit.sharding.variables import compare_variables
 
 if version.parse(keras.__version__) < version.parse("3.5"):
     raise ImportError(

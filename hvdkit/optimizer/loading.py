@@ -12,10 +12,10 @@ import keras
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
-from hvdkit.collectives import broadcast_variables
 from hvdkit.errors import describe
 from hvdkit.optimizer.distributed import DistributedOptimizer
 from hvdkit.optimizer.mixins import Distributed
+from hvdkit.sharding.variables import broadcast_variables
 
 
 def load_model(

@@ -14,26 +14,26 @@ from hvdkit import cluster
 from hvdkit.collectives import allreduce
 from hvdkit.collectives.agreement import attempt
 from hvdkit.collectives.graphs import refuse_xla
+from hvdkit.collectives.marks import WeakRegistry
 from hvdkit.collectives.ops import Average, Min, ReduceOp
-from hvdkit.collectives.shards import Local, holding_of, is_local, mark, piece_states, shard_of
 from hvdkit.collectives.values import graph_safe
-from hvdkit.collectives.variables import variable_name
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.gradients import register_local_variables
-from hvdkit.gradients.coupled import check_coupled
-from hvdkit.gradients.given import Given, given
-from hvdkit.gradients.sparse import sum_duplicates
-from hvdkit.layers.batch_norm import average_moving_statistics, check_batch_normalization
-from hvdkit.marks import WeakRegistry
+from hvdkit.optimizer.batch_norm import average_moving_statistics, check_batch_normalization
 from hvdkit.optimizer.calling import calling_model, calling_object
 from hvdkit.optimizer.copies import Original, copy_of, subclass
+from hvdkit.optimizer.coupled import check_coupled
+from hvdkit.optimizer.given import Given, given
+from hvdkit.optimizer.local_variables import register_local_variables
 from hvdkit.optimizer.parts import Parts
 from hvdkit.optimizer.plain_fit import Watch, begin_equal, note_batch
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.rows import BY_ELEMENTS, rule_for, update_rows, updating_class
 from hvdkit.optimizer.slots import Slots, fill, renew
+from hvdkit.optimizer.sparse import sum_duplicates
 from hvdkit.optimizer.tables import TableOptimizers, check_for_tables
-from hvdkit.variable.own_optimizer import own_optimizer
+from hvdkit.sharding.own_optimizer import own_optimizer
+from hvdkit.sharding.shards import Local, holding_of, is_local, mark, piece_states, shard_of
+from hvdkit.sharding.variables import variable_name
 
 LossScale = keras.optimizers.LossScaleOptimizer
 _SUPERVISED: WeakRegistry[bool] = WeakRegistry()  # models

@@ -18,11 +18,11 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.ops import ReduceOp
-from hvdkit.collectives.shards import Run, holding_of
-from hvdkit.gradients.average import Averaging, combine_kinds
-from hvdkit.gradients.compression import reduce_scatter, wire_dtype
-from hvdkit.gradients.given import Given, Gradient
-from hvdkit.partition import runs_of, share_of
+from hvdkit.optimizer.average import Averaging, combine_kinds
+from hvdkit.optimizer.compression import reduce_scatter, wire_dtype
+from hvdkit.optimizer.given import Given, Gradient
+from hvdkit.sharding.partition import runs_of, share_of
+from hvdkit.sharding.shards import Run, holding_of
 
 # Each group is held in memory twice during its exchange; larger groups are not faster.
 _MOST_BYTES = 64 * 2**20

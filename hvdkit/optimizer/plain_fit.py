@@ -21,14 +21,13 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from hvdkit import cluster
 from hvdkit.cluster.agreement import agree, compare, gather
 from hvdkit.cluster.logs import get_logger
-from hvdkit.collectives import broadcast_variables
 from hvdkit.collectives.batch_share import is_share, within_share
 from hvdkit.collectives.digests import behind, digest, digest_of_batch
-from hvdkit.collectives.shards import is_part
+from hvdkit.collectives.marks import Attached
 from hvdkit.collectives.values import note_variable
-from hvdkit.collectives.variables import SEED_STATE
-from hvdkit.marks import Attached
 from hvdkit.optimizer.calling import locals_of
+from hvdkit.sharding.shards import is_part
+from hvdkit.sharding.variables import SEED_STATE, broadcast_variables
 
 _SAMPLED_ROWS = 64
 _REMEDY = "use hk.fit, or pass hk.callbacks.BroadcastInitial() and build the model before fit"

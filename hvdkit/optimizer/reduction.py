@@ -10,13 +10,13 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives.ops import ReduceOp
-from hvdkit.collectives.shards import shard_of
 from hvdkit.collectives.tensors import grouped_allreduce
-from hvdkit.gradients.average import Averaging, agree_on, agree_to_go_on, combine, mapped, shared
-from hvdkit.gradients.given import Given, Gradient, Kind
-from hvdkit.gradients.sparse import sum_duplicates
-from hvdkit.gradients.steps import tell_profile
+from hvdkit.optimizer.average import Averaging, agree_on, agree_to_go_on, combine, mapped, shared
+from hvdkit.optimizer.given import Given, Gradient, Kind
 from hvdkit.optimizer.rows import SparseUpdates
+from hvdkit.optimizer.sparse import sum_duplicates
+from hvdkit.optimizer.steps import tell_profile
+from hvdkit.sharding.shards import shard_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from hvdkit.collectives.runs import split_runs
-from hvdkit.collectives.shards import Shard
-from hvdkit.gradients.sparse import Share
+from hvdkit.optimizer.sparse import Share
+from hvdkit.sharding.runs import split_runs
+from hvdkit.sharding.shards import Shard
 
 SparseUpdates = Literal["auto", "lazy", "exact"]
 Rule = Callable[[Any, tf.Variable, tf.IndexedSlices, tf.Tensor], None]

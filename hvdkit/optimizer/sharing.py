@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from hvdkit import cluster
-from hvdkit.collectives.shards import assign_whole, mark
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.gradients.given import Given
+from hvdkit.optimizer.given import Given
 from hvdkit.optimizer.mixins import Combining, check_by_elements
 from hvdkit.optimizer.parts import Parts, StandIn
+from hvdkit.sharding.shards import assign_whole, mark
 
 
 class SharingStates(Combining):

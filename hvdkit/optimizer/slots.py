@@ -10,9 +10,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdkit.collectives.shards import shard_of, write_box
-from hvdkit.marks import WeakRegistry
-from hvdkit.variable.vocabulary import take_fresh
+from hvdkit.collectives.marks import WeakRegistry
+from hvdkit.sharding.shards import shard_of, write_box
+from hvdkit.sharding.vocabulary import take_fresh
 
 _BLOCK_NUMBERS = 1 << 22
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from hvdkit.errors import describe
-from hvdkit.variable.own_optimizer import own_optimizer
+from hvdkit.sharding.own_optimizer import own_optimizer
 
 
 @dataclass(frozen=True)

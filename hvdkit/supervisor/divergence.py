@@ -10,9 +10,9 @@ import xxhash
 from hvdkit import cluster
 from hvdkit.cluster.agreement import compare, gather, unlike_places
 from hvdkit.collectives.digests import digest
-from hvdkit.collectives.shards import is_part
-from hvdkit.collectives.variables import variable_name
 from hvdkit.errors import describe
+from hvdkit.sharding.shards import is_part
+from hvdkit.sharding.variables import variable_name
 
 
 class _Report(NamedTuple):

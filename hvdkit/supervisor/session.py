@@ -11,14 +11,13 @@ from types import TracebackType
 from typing import Any
 
 from hvdkit import cluster
-from hvdkit.arguments import integer
 from hvdkit.checkpoint.saving import agreed_state, of_chief, together
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import progress, spending
-from hvdkit.errors import CheckpointError, HvdkitError, describe
+from hvdkit.errors import CheckpointError, HvdkitError, describe, integer
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
-from hvdkit.optimizer import ranks_of
+from hvdkit.optimizer.mixins import ranks_of
 from hvdkit.supervisor.captured import Position, check_seconds, own_optimizer, own_rate, scalar, trained_state
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 from hvdkit.supervisor.lock import LogdirLock

@@ -11,8 +11,8 @@ from hvdkit.checkpoint.folder import listed, tidy
 from hvdkit.checkpoint.restoring import restore
 from hvdkit.checkpoint.saving import agreed_state, check_shared, of_chief
 from hvdkit.cluster.logs import get_logger
-from hvdkit.collectives import broadcast_variables
 from hvdkit.errors import CorruptCheckpointError
+from hvdkit.sharding.variables import broadcast_variables
 
 
 def prepare_folder(folder: Path, *, gather: bool) -> None:

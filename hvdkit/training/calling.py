@@ -14,9 +14,10 @@ from keras.src.utils import is_default
 from hvdkit import cluster
 from hvdkit.callbacks.chief import is_on_chief
 from hvdkit.cluster.agreement import agree, compare, gather
-from hvdkit.collectives import broadcast_object, compare_variables
+from hvdkit.collectives import broadcast_object
 from hvdkit.errors import CollectiveMismatchError, describe
-from hvdkit.terminal import on_terminal
+from hvdkit.machine.terminal import on_terminal
+from hvdkit.sharding.variables import compare_variables
 from hvdkit.training.hooks import Session
 from hvdkit.training.lockstep import at_end_of_data
 from hvdkit.training.losses import check_loss

@@ -11,8 +11,8 @@ import keras
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives import broadcast_object
+from hvdkit.collectives.marks import Attached
 from hvdkit.layers import synchronize_batch_normalization
-from hvdkit.marks import Attached
 from hvdkit.training.lockstep import at_end_of_data
 from hvdkit.training.metric_checks import MetricChecks
 from hvdkit.training.results import Results

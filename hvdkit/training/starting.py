@@ -19,14 +19,14 @@ from tensorflow.python.eager import context
 from hvdkit import cluster
 from hvdkit.cluster.agreement import compare, gather
 from hvdkit.cluster.logs import get_logger
-from hvdkit.collectives import broadcast_object, broadcast_variables
+from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.ops import ReduceOp
-from hvdkit.collectives.shards import is_part
-from hvdkit.collectives.variables import SEED_STATE
 from hvdkit.errors import describe
-from hvdkit.optimizer import DistributedOptimizer
 from hvdkit.optimizer.copies import Original
+from hvdkit.optimizer.distributed import DistributedOptimizer
 from hvdkit.optimizer.mixins import Distributed
+from hvdkit.sharding.shards import is_part
+from hvdkit.sharding.variables import SEED_STATE, broadcast_variables
 
 _GOLDEN = 0x9E3779B1  # odd, so its multiples differ for all ranks
 _MOST_OPTIMIZERS = 64  # longer lists are assumed to contain something else

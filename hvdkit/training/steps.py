@@ -16,10 +16,10 @@ from keras.src import tree
 
 from hvdkit import cluster
 from hvdkit.collectives.batch_share import share_of_batch
-from hvdkit.collectives.shards import is_part
 from hvdkit.collectives.values import graph_safe
-from hvdkit.collectives.variables import SEED_STATE
-from hvdkit.layers.batch_norm import synchronized_statistics
+from hvdkit.optimizer.batch_norm import synchronized_statistics
+from hvdkit.sharding.shards import is_part
+from hvdkit.sharding.variables import SEED_STATE
 from hvdkit.training.lockstep import when_all_have_a_batch
 from hvdkit.training.losses import corrected
 from hvdkit.training.shares import number_of_rows

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import hvdkit as hk
 from hvdkit.collectives.batch_share import share_of_batch
-from hvdkit.gradients import coupled
+from hvdkit.optimizer import coupled
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

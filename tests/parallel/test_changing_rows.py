@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 
 import hvdkit as hk
-from hvdkit.planning.table import BUCKET
-from hvdkit.variable.mixing import bucket_of, first_rows
-from hvdkit.variable.vocabulary import NO_ID
+from hvdkit.sharding.mixing import bucket_of, first_rows
+from hvdkit.sharding.table import BUCKET
+from hvdkit.sharding.vocabulary import NO_ID
 
 ROWS, WIDTH, STEPS = 3 * BUCKET, 4, 8
 WORDS = keras.initializers.RandomUniform(-1.0, 1.0)

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import hvdkit as hk
 from hvdkit.checkpoint.folder import note_damage
-from hvdkit.partition import rows_of
+from hvdkit.sharding.partition import rows_of
 
 pytestmark = pytest.mark.contract
 

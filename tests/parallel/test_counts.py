@@ -11,10 +11,10 @@ import pytest
 import tensorflow as tf
 
 import hvdkit as hk
+from hvdkit.sharding.faults import FAULT_WORDS
 from hvdkit.supervisor import session
 from hvdkit.supervisor.pace import Pace
 from hvdkit.training import results
-from hvdkit.variable.faults import FAULT_WORDS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from pairwise import pairwise
 
 import hvdkit as hk
-from hvdkit.planning import lay_out
+from hvdkit.sharding.layout import lay_out
 
 Table = hk.layers.Table
 BATCH = 11  # not a multiple of the number of ranks
@@ -404,7 +404,7 @@ def test_each_table_is_updated_by_its_own_optimizer(plan, traced, clip, default,
 
 
 def pieces(variable):
-    from hvdkit.collectives.shards import shard_of
+    from hvdkit.sharding.shards import shard_of
 
     shard = shard_of(variable)
     return variable.name if shard is None else " ".join(p.table for p in shard.pieces)

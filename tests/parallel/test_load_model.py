@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import hvdkit as hk
-from hvdkit.collectives.shards import piece_states
 from hvdkit.optimizer.mixins import Distributed
+from hvdkit.sharding.shards import piece_states
 
 opts = keras.optimizers
 X = np.random.default_rng(3).normal(size=(24, 4)).astype("f4")

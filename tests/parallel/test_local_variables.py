@@ -9,7 +9,7 @@ import tensorflow as tf
 from pairwise import pairwise
 
 import hvdkit as hk
-from hvdkit.collectives.shards import is_local, run_of
+from hvdkit.sharding.shards import is_local, run_of
 
 opts = keras.optimizers
 STEPS, BATCH, WIDTH = 3, 12, 3

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import hvdkit as hk
 from hvdkit import cluster
-from hvdkit.partition import rows_of
+from hvdkit.sharding.partition import rows_of
 
 BATCH, INPUTS, HIDDEN, WORDS, STEPS = 6, 5, 7, 11, 3
 MESHES = {

@@ -37,7 +37,7 @@ def test_its_parts_are_the_whole(partition, rows, tail, rank, size):
 
 
 def test_first_values_depend_on_the_seed_and_not_on_the_ranks(partition):
-    from hvdkit.variable.initial import initial_blocks
+    from hvdkit.sharding.initial import initial_blocks
 
     for initializer in ("uniform", "normal", "truncated_normal", "glorot_uniform", "ones", 3):
         made = hk.PartitionedVariable((40, 9), initializer=initializer, partition=partition, seed=11).gather()

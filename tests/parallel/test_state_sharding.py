@@ -11,9 +11,9 @@ import tensorflow as tf
 
 import hvdkit as hk
 from hvdkit.checkpoint.matching import without_numbers
-from hvdkit.collectives.shards import is_part, run_of
-from hvdkit.gradients.compression import reduce_scatter
+from hvdkit.optimizer.compression import reduce_scatter
 from hvdkit.optimizer.rows import BY_ELEMENTS
+from hvdkit.sharding.shards import is_part, run_of
 
 opts = keras.optimizers
 # Kernel, table with a sparse gradient, one without a gradient in some steps, scalar; two of other dtypes.

@@ -21,12 +21,12 @@ from jobs import environment
 from traces import check_trace
 
 import hvdkit as hk
-from hvdkit.bench.command import Listening, with_variables
-from hvdkit.bench.config import Bench
-from hvdkit.bench.figures import Round, Run, as_json, both, show
-from hvdkit.bench.worker import RankResult
-from hvdkit.bench.workloads import measure, optimizer, train_step, workload
-from hvdkit.cli import main
+from hvdkit.commands.bench.command import Listening, with_variables
+from hvdkit.commands.bench.config import Bench
+from hvdkit.commands.bench.figures import Round, Run, as_json, both, show
+from hvdkit.commands.bench.worker import RankResult
+from hvdkit.commands.bench.workloads import measure, optimizer, train_step, workload
+from hvdkit.commands.cli import main
 from hvdkit.commands.run.job import prepare
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,11 +21,11 @@ from jobs import words
 from rich.console import Console
 from speed import WAIT
 
-from hvdkit.build_horovod import BuildHorovod, build_horovod, cache, mpi, patches, sdist
-from hvdkit.build_horovod.build import BUILD_TOOLS, make_plan
-from hvdkit.build_horovod.pip import pip_command
-from hvdkit.build_horovod.process import run
-from hvdkit.build_horovod.progress import BuildProgress
+from hvdkit.commands.build_horovod import BuildHorovod, build_horovod, cache, mpi, patches, sdist
+from hvdkit.commands.build_horovod.build import BUILD_TOOLS, make_plan
+from hvdkit.commands.build_horovod.pip import pip_command
+from hvdkit.commands.build_horovod.process import run
+from hvdkit.commands.build_horovod.progress import BuildProgress
 from hvdkit.errors import BuildError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -159,7 +159,7 @@ def environment_without(folder: Path, *missing: str) -> Path:
 
 def refusal(folder: Path, *options: str, python: Path | str = sys.executable, env: dict[str, str] | None = None) -> str:
     """Run build-horovod, which must fail, and return its output."""
-    command = [str(python), "-m", "hvdkit.build_horovod", "--cache-dir", str(folder / "cache"), *options]
+    command = [str(python), "-m", "hvdkit.commands.build_horovod", "--cache-dir", str(folder / "cache"), *options]
     outcome = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
     assert "Traceback" not in outcome.stderr
@@ -236,7 +236,7 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_an_environment_without_pip_uses_the_one_python_carries(tmp_path: Path) -> None:
     python = environment_without(tmp_path / "venv", "tensorflow")
     program = (
-        "import subprocess; from hvdkit.build_horovod.pip import pip_command; "
+        "import subprocess; from hvdkit.commands.build_horovod.pip import pip_command; "
         "subprocess.run([*pip_command(), '--version'], check=True)"
     )
     outcome = subprocess.run([python, "-c", program], capture_output=True, text=True)
@@ -266,7 +266,7 @@ def test_an_interrupt_ends_the_build_and_leaves_nothing(wheel: Path, tmp_path: P
     env = {**os.environ, "TMPDIR": str(tmp_path), "PIP_CACHE_DIR": str(tmp_path / "pip")}
     options = ["--cache-dir", str(tmp_path / "cache"), "--mpi", MPI, "--no-install"]
     build = subprocess.Popen(
-        [sys.executable, "-m", "hvdkit.build_horovod", *options], env=env, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "hvdkit.commands.build_horovod", *options], env=env, stderr=subprocess.PIPE, text=True
     )
     assert build.stderr is not None
     assert "fetch the build tools" in build.stderr.readline()
@@ -295,7 +295,7 @@ def test_interrupting_a_step_kills_what_it_started(tmp_path: Path) -> None:
 
 def test_a_second_build_waits_for_the_first(tmp_path: Path) -> None:
     program = (
-        "import pathlib, sys; from hvdkit.build_horovod import cache, progress\n"
+        "import pathlib, sys; from hvdkit.commands.build_horovod import cache, progress\n"
         "entry = pathlib.Path(sys.argv[1])\n"
         "with cache.locked(entry, progress.BuildProgress()):\n"
         "    found = (entry / 'whole.whl').exists(); print(found, flush=True)\n"
@@ -339,7 +339,7 @@ def test_progress_shows_makes_percentage(terminal: bool) -> None:
 
 
 def test_the_help_shows_every_option() -> None:
-    command = [sys.executable, "-m", "hvdkit.build_horovod", "--help"]
+    command = [sys.executable, "-m", "hvdkit.commands.build_horovod", "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for field in dataclasses.fields(BuildHorovod):
         assert f"--{field.name.replace('_', '-')}" in text

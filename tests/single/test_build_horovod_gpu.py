@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.build_horovod import gpu, patches
+from hvdkit.commands.build_horovod import gpu, patches
 from hvdkit.errors import BuildError
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from hvdkit.checkpoint.reading import OPEN_FILES, Reader
 from hvdkit.checkpoint.tensorfile import NonFiniteTensor, Outgoing, not_allowed, write_file
 from hvdkit.checkpoint.verifying import uncovered
 from hvdkit.checkpoint.writing import Save, Snapshot
-from hvdkit.partition import rows_of
+from hvdkit.sharding.partition import rows_of
 
 VERSION_1 = Path(__file__).parent / "recorded" / "checkpoint-version-1"
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import hvdkit as hk
-from hvdkit import cli
 from hvdkit.checkpoint.entries import Entry, State
 from hvdkit.checkpoint.folder import note_damage
 from hvdkit.checkpoint.inspecting import Inspection, Listing
@@ -24,7 +23,8 @@ from hvdkit.checkpoint.manifest import Manifest, Part, Saved
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
 from hvdkit.checkpoint.verifying import bytes_at, uncovered
 from hvdkit.checkpoint.writing import Save, Snapshot
-from hvdkit.partition import rows_of
+from hvdkit.commands import cli
+from hvdkit.sharding.partition import rows_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -426,7 +426,7 @@ class Missing:
         if name.split(".")[0] in ("tensorflow", "keras", "horovod", "mpi4py"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
-from hvdkit.cli import main
+from hvdkit.commands.cli import main
 checkpoint, to = sys.argv[1:]
 for arguments in (["inspect", checkpoint], ["verify", checkpoint], ["export", checkpoint, "--to", to]):
     assert main(["checkpoint", *arguments]) == 0, arguments

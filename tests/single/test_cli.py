@@ -71,10 +71,10 @@ def test_version(capsys):
 
 
 def test_help_imports_nothing_heavy():
-    code = "import sys; from hvdkit.cli import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
+    code = "import sys; from hvdkit.commands.cli import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(result.stderr.split())
-    assert "hvdkit.cli" in loaded
+    assert "hvdkit.commands.cli" in loaded
     assert not loaded & {"tensorflow", "keras", "horovod", "mpi4py.MPI", "tyro", "rich"}
 
 

@@ -8,13 +8,13 @@ import json
 
 import pytest
 
-from hvdkit.cli import main
 from hvdkit.cluster import settings
-from hvdkit.planning.buckets import buckets
-from hvdkit.planning.cost import Link, allreduce_seconds, alltoall_seconds, fit, step
-from hvdkit.planning.measured import Exchange, Gradient, Measured
-from hvdkit.planning.scaling import scaling
-from hvdkit.tuned import settings_of
+from hvdkit.cluster.tuned import settings_of
+from hvdkit.commands.cli import main
+from hvdkit.commands.plan.cost import Link, allreduce_seconds, alltoall_seconds, fit, step
+from hvdkit.commands.plan.measured import Exchange, Gradient, Measured
+from hvdkit.commands.plan.scaling import scaling
+from hvdkit.optimizer.buckets import buckets
 
 LINK = Link(latency=50e-6, byte=8e-9, copy=0.3e-9, agreement=1e-4)
 MEASURED = Measured(

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from hvdkit import cli
+from hvdkit.commands import cli
 from hvdkit.commands.flight import explain, timeline, trace
 from hvdkit.watchdog import flight_file
 from hvdkit.watchdog.flight import Record, ranks_text

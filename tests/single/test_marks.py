@@ -13,8 +13,8 @@ import tensorflow as tf
 
 import hvdkit as hk
 from hvdkit.collectives.batch_share import is_share, mark_share
-from hvdkit.collectives.shards import Local, is_local, mark
-from hvdkit.marks import Attached, WeakRegistry
+from hvdkit.collectives.marks import Attached, WeakRegistry
+from hvdkit.sharding.shards import Local, is_local, mark
 
 MAKERS = {
     "tf.Variable": lambda: tf.Variable([1.0, 2.0]),

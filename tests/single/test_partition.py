@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdkit.partition import (
+from hvdkit.sharding.partition import (
     boxes_of,
     global_row,
     intersect,

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.errors import PlanError
-from hvdkit.partition import local_row, owner
-from hvdkit.planning import PLACEMENTS, Table, lay_out, plan_tables
-from hvdkit.variable.keys import key_dtype, keys_of
+from hvdkit.sharding.keys import key_dtype, keys_of
+from hvdkit.sharding.layout import lay_out
+from hvdkit.sharding.partition import local_row, owner
+from hvdkit.sharding.plan import plan_tables
+from hvdkit.sharding.table import PLACEMENTS, Table
 
 SIZES = st.integers(1, 9)
 PLACED = st.lists(
@@ -118,7 +120,7 @@ def test_bad_arguments_name_themselves():
 
 
 def test_the_command_plans_what_its_words_say():
-    from hvdkit.planning.command import PlanOptions, bytes_of, plan
+    from hvdkit.commands.plan.command import PlanOptions, bytes_of, plan
 
     made = plan(PlanOptions(tables=("items:1_000_000x64", "tags:500x8=column"), ranks="8", memory="1GiB"))
     assert made.placements == {"items": "row", "tags": "column"}

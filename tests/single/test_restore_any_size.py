@@ -24,8 +24,8 @@ CODE = """
 import json, pathlib, sys
 import hvdkit as hk
 import keras, numpy as np, tensorflow as tf
-from hvdkit.collectives.shards import assign_whole, run_of
-from hvdkit.partition import rows_of
+from hvdkit.sharding.shards import assign_whole, run_of
+from hvdkit.sharding.partition import rows_of
 
 folder, sources = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 hk.init()

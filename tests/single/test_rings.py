@@ -9,8 +9,7 @@ import os
 import numpy as np
 import pytest
 
-from hvdkit import rings
-from hvdkit.cluster import settings
+from hvdkit.cluster import rings, settings
 from hvdkit.commands.doctor import algorithm
 from hvdkit.machine.launcher import promised
 

@@ -264,7 +264,7 @@ def test_it_starts_again_and_says_so(tmp_path):
     ],
 )
 def test_wrong_usage_is_told_before_anything_starts(capsys, monkeypatch, arguments, words):
-    from hvdkit.cli import main
+    from hvdkit.commands.cli import main
 
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
@@ -273,7 +273,7 @@ def test_wrong_usage_is_told_before_anything_starts(capsys, monkeypatch, argumen
 
 
 def test_a_dry_run_starts_nothing(capsys, monkeypatch):
-    from hvdkit.cli import main
+    from hvdkit.commands.cli import main
 
     monkeypatch.setenv("MY_TOKEN", "s3cret")
     assert main(["run", "-np", "2", "--dry-run", "--engine", "mpirun", "--env", "MY_TOKEN", "--", "python", "a b"]) == 0

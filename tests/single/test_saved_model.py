@@ -94,7 +94,7 @@ class Missing:
         if name.split(".")[0] in ("horovod", "mpi4py"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
-from hvdkit.cli import main
+from hvdkit.commands.cli import main
 sys.exit(main(["checkpoint", "export", *sys.argv[1:]]))
 """
     logdir, to = path.parents[1], tmp_path / "served"

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from hvdkit import rings
+from hvdkit.cluster import rings
 from hvdkit.commands.doctor import algorithm
 from hvdkit.commands.doctor.facts import Facts
 from hvdkit.commands.doctor.finding import Finding

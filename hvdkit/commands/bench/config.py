@@ -1,0 +1,115 @@
+"""The options of ``hvdkit bench``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
+
+from hvdkit.commands.bench.workloads import BATCHES, MODELS, USUAL_OPTIMIZERS, ModelName, OptimizerName
+from hvdkit.commands.run.config import EngineKind, RunConfig
+from hvdkit.errors import describe
+from hvdkit.profiling.settings import FIRST, LAST, Settings
+
+RANKS = 2
+_STEPS = re.compile(r"(\d+)-(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """The ranks to start, as for ``hvdkit run``."""
+
+    np: Annotated[int | None, arg(aliases=["-np"])] = None
+    """Ranks to start; by default 2, or as many as the hosts of -H have slots."""
+    hosts: Annotated[str | None, arg(aliases=["-H"])] = None
+    """Hosts and their slots, e.g. node1:4,node2:4; a host without a number has one slot."""
+    engine: EngineKind = "auto"
+    """Launcher of the ranks, as for hvdkit run."""
+    interface: str | None = None
+    """Network interface between hosts, as for hvdkit run."""
+    ssh_args: str = ""
+    """Arguments for ssh, as for hvdkit run."""
+
+    def launched(self, np: int | None) -> RunConfig:
+        """Return the ``hvdkit run`` options to start ``np`` ranks."""
+        ranks = RANKS if np is None and self.hosts is None else np
+        return RunConfig(
+            np=ranks, hosts=self.hosts, engine=self.engine, interface=self.interface, ssh_args=self.ssh_args
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(Where):
+    """Time a training step on multiple ranks, and show where its time goes.
+
+    Without a program, a built-in model is trained on random data; with a program (hvdkit bench --profile runs/profile
+    -np 2 -- python train.py) the user's steps are profiled.
+
+    Raises:
+        ValueError: an option has an invalid value, or contradicts another.
+
+    Example:
+        >>> Bench(model="mlp").batch_size
+        32
+    """
+
+    model: ModelName = "cifar10"
+    """Model to train: mlp (100 MB of gradients), cifar10 (the CIFAR-10 tutorial's network), resnet50 and vgg16 (on
+    32x32 images), or recommender (26 sharded tables)."""
+    batch: int | None = None
+    """Examples per step on each rank; the default depends on the model."""
+    steps: int = 30
+    """Steps to time, after the warm-up."""
+    warm_up: int = 10
+    """Warm-up steps."""
+    rounds: int = 1
+    """Number of repetitions; the medians over all rounds are reported, to reduce the effect of other load."""
+    optimizer: OptimizerName | None = None
+    """Optimizer; the default depends on the model."""
+    scaling: bool = True
+    """Also time a single rank, with the same number of threads."""
+    profile: Path | None = None
+    """Profile some steps, and write the trace of all ranks into this folder (docs/profiling.md)."""
+    profile_steps: str | None = None
+    """Steps of a program to profile, FIRST-LAST counted from 1; by default 10-20."""
+    timeline: bool = False
+    """Add Horovod's own timeline to the profile: the phases of each tensor on rank 0. This slows down rank 0."""
+    json: Path | None = None
+    """Also write the results into this file."""
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(describe("--model", self.model, " or ".join(MODELS), "pass one of them"))
+        self.launched(self.np)  # validates the options of hvdkit run
+        for name, least in (("batch", 1), ("steps", 1), ("warm_up", 1), ("rounds", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(describe(flag, value, f"at least {least}", "pass another number"))
+        if self.profile is None and (self.timeline or self.profile_steps is not None):
+            flag = "--timeline" if self.timeline else "--profile-steps"
+            raise ValueError(describe("--profile", "none", f"a folder, for {flag}", "pass --profile FOLDER"))
+        if self.profile is not None:
+            self.profiled(self.profile)
+
+    def profiled(self, folder: Path) -> Settings:
+        """Return the profiling settings for a program."""
+        if self.profile_steps is None:
+            return Settings(folder, FIRST, LAST, self.timeline)
+        found = _STEPS.fullmatch(self.profile_steps)
+        if found is None:
+            raise ValueError(describe("--profile-steps", self.profile_steps, "FIRST-LAST", "write e.g. 50-60"))
+        return Settings(folder, int(found[1]), int(found[2]), self.timeline)
+
+    @property
+    def batch_size(self) -> int:
+        """Examples per step on each rank."""
+        return BATCHES[self.model] if self.batch is None else self.batch
+
+    @property
+    def optimizer_name(self) -> str:
+        """The name of the optimizer."""
+        return self.optimizer or USUAL_OPTIMIZERS[self.model]

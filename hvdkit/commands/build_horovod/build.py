@@ -1,0 +1,219 @@
+"""The build; start reading at :func:`build_horovod`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdkit.commands.build_horovod import cache, gpu, mpi, patches, sdist, toolchain
+from hvdkit.commands.build_horovod.config import BuildHorovod
+from hvdkit.commands.build_horovod.pip import pip_command, pip_environment
+from hvdkit.commands.build_horovod.process import run
+from hvdkit.commands.build_horovod.progress import BuildProgress
+from hvdkit.commands.build_horovod.sdist import HOROVOD
+from hvdkit.errors import BuildError, describe
+
+# On PYTHONPATH only for the build; the user's environment is not modified.
+# Horovod's setup.py needs a setuptools version that still has the legacy commands.
+BUILD_TOOLS = ("setuptools>=68,<80", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
+CMAKE = "cmake>=3.26,<5"
+
+# The user's build settings that are passed on, and are part of the cache key.
+RESPECTED = (
+    "CXX",
+    "CXXFLAGS",
+    "LDFLAGS",
+    "HOROVOD_BUILD_ARCH_FLAGS",
+    "HOROVOD_BUILD_CUDA_CC_LIST",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The inputs of a build: everything that determines the wheel's content."""
+
+    tensorflow: toolchain.TensorFlow
+    mpi: mpi.BuildMpi
+    cuda: gpu.Cuda | None
+    patches: list[patches.Patch]
+
+    def facts(self) -> dict[str, str]:
+        """Return the facts that identify a wheel: the cache key, also recorded in the wheel."""
+        return {
+            "horovod": HOROVOD,
+            "tensorflow": self.tensorflow.version,
+            "tensorflow_distribution": self.tensorflow.distribution,
+            "python": f"cp{sys.version_info.major}{sys.version_info.minor}",
+            "abi": f"{sysconfig.get_config_var('SOABI')} {'-'.join(platform.libc_ver())}",
+            "mpi": self.mpi.kind,
+            "mpi_version": self.mpi.version,
+            "gpu": "nccl" if self.cuda else "none",
+            "cuda_version": self.cuda.version if self.cuda else "",
+            "nccl_version": self.cuda.nccl_version if self.cuda else "",
+            "rpath": self.rpath() or "",
+            "settings": json.dumps({name: os.environ[name] for name in RESPECTED if name in os.environ}),
+            "patches": patches.revision(self.patches),
+        }
+
+    def rpath(self) -> str | None:
+        """Return the library's run path in CMake's format, or None for CMake's default."""
+        entries = [self.mpi.rpath, self.cuda.rpath if self.cuda else None]
+        return ";".join(entry for entry in entries if entry) or None
+
+
+def build_horovod(config: BuildHorovod) -> Path:
+    """Build Horovod according to ``config``, install it, and return the wheel's path in the cache.
+
+    A cached wheel is reused, and an installed one is kept. Interrupted or failed builds leave only their log;
+    concurrent builds of the same wheel share one result.
+
+    Raises:
+        BuildError: a requirement is missing, or a step failed; the message has the remedy or the path of the log.
+
+    Example:
+        >>> build_horovod(BuildHorovod(mpi="none", install=False))  # doctest: +SKIP
+        PosixPath('.../horovod-0.28.1-cp311-cp311-linux_x86_64.whl')
+    """
+    plan = make_plan(config)
+    folder = cache.cache_folder(config.cache_dir)
+    facts = plan.facts()
+    entry = folder / cache.entry_name(facts)
+    with BuildProgress(verbose=config.verbose) as progress, cache.locked(entry, progress):
+        wheel = None if config.rebuild else cache.cached_wheel(entry)
+        if wheel and config.install and installed_facts() == facts:
+            progress.step(f"Horovod {HOROVOD} for TensorFlow {plan.tensorflow.version} is installed already")
+            return wheel
+        log = entry / "build.log"
+        for caution in (plan.mpi.caution, plan.cuda.caution if plan.cuda else None):
+            if caution:
+                progress.step(caution)
+        if wheel is None:
+            wheel = _build(config, plan, entry, log, progress)
+        if config.install:
+            _install(wheel, log, progress)
+            _check(plan, wheel, log, progress)
+        return wheel
+
+
+def make_plan(config: BuildHorovod) -> Plan:
+    """Inspect the environment and return the plan of the build.
+
+    Raises:
+        BuildError: TensorFlow, the MPI, CUDA or NCCL is missing or has an unsupported version.
+    """
+    tensorflow = toolchain.find_tensorflow()
+    cuda = gpu.find_cuda() if config.gpu == "nccl" else None
+    python = sys.version_info[:2]
+    target = patches.Target(tensorflow=tensorflow.release, python=python, gpu=cuda is not None)
+    return Plan(tensorflow=tensorflow, mpi=mpi.find_mpi(config.mpi), cuda=cuda, patches=patches.needed_patches(target))
+
+
+def installed_facts() -> dict[str, str] | None:
+    """Return the facts of the installed Horovod, or None if hvdkit did not build it."""
+    record = Path(sysconfig.get_path("platlib"), "horovod", "hvdkit_build.json")
+    try:
+        return json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _build(config: BuildHorovod, plan: Plan, entry: Path, log: Path, progress: BuildProgress) -> Path:
+    """Build the wheel in a temporary folder and store it in ``entry``."""
+    compiler = toolchain.check_compiler()
+    log.write_text(f"compiler: {compiler}\n{json.dumps(plan.facts(), indent=2)}\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="hvdkit-build-") as name:
+        folder = Path(name)
+        tools = folder / "tools"
+        (folder / "tmp").mkdir()  # for files left by a killed compiler, instead of /tmp
+
+        progress.step("fetch the build tools")
+        wanted = [*BUILD_TOOLS] if toolchain.has_cmake() else [*BUILD_TOOLS, CMAKE]
+        command = [*pip_command(), "install", "--target", str(tools), *wanted]
+        run(command, log=log, failure="pip could not fetch the build tools", env=pip_environment())
+
+        progress.step(f"fetch Horovod {HOROVOD}")
+        source = sdist.unpack(config.sdist or sdist.fetch(entry.parent, tools, log), folder)
+        patches.apply_patches(source, plan.patches)
+        _record_facts(source, plan)
+
+        jobs = toolchain.choose_jobs(config.jobs)
+        progress.step(f"compile for TensorFlow {plan.tensorflow.version}, MPI {plan.mpi.kind}, {jobs} jobs")
+        command = [sys.executable, "setup.py", "bdist_wheel", "--dist-dir", str(folder / "dist")]
+        env = build_environment(plan, tools, jobs)
+        run(command, log=log, failure="Horovod did not compile", env=env, cwd=source, on_line=progress.line)
+        return cache.store(next((folder / "dist").glob("*.whl")), entry)
+
+
+def _record_facts(source: Path, plan: Plan) -> None:
+    """Add ``hvdkit_build.json`` to the package, so that the build facts of an installed Horovod are known."""
+    (source / "horovod" / "hvdkit_build.json").write_text(json.dumps(plan.facts(), indent=2) + "\n")
+    with (source / "setup.cfg").open("a", encoding="utf-8") as file:
+        file.write("\n[options.package_data]\nhorovod = hvdkit_build.json\n")
+
+
+def build_environment(plan: Plan, tools: Path, jobs: int) -> dict[str, str]:
+    """Return the environment for Horovod's setup.py, without conflicting settings of the user."""
+    replaced = ("MAKEFLAGS", "MFLAGS", "CMAKE_GENERATOR")
+    stray = [n for n in os.environ if n in replaced or (n.startswith("HOROVOD_") and n not in RESPECTED)]
+    kept = {name: value for name, value in os.environ.items() if name not in stray}
+    folders = [str(tools / "bin"), str(plan.mpi.bin or ""), os.environ.get("PATH", os.defpath)]
+    env = {
+        **kept,
+        "PATH": os.pathsep.join(folder for folder in folders if folder),
+        "PYTHONPATH": os.pathsep.join([str(tools), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "TMPDIR": str(tools.parent / "tmp"),
+        "MAKEFLAGS": f"-j{jobs}",
+        # CMake 4 rejects the bundled gloo, which requests compatibility with CMake older than 3.5.
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        "HOROVOD_WITH_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_PYTORCH": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITHOUT_MPI" if plan.mpi.kind == "none" else "HOROVOD_WITH_MPI": "1",
+    }
+    if plan.mpi.home:
+        env["MPI_HOME"] = str(plan.mpi.home)
+    if plan.cuda:
+        settings = plan.cuda.prepare(tools.parent)
+        env.update(settings, PATH=os.pathsep.join([settings["PATH"], env["PATH"]]))
+    rpath = plan.rpath()
+    if rpath:
+        env["HVDKIT_RPATH"] = rpath
+    return env
+
+
+def _install(wheel: Path, log: Path, progress: BuildProgress) -> None:
+    """Install ``wheel`` and its missing run-time dependencies."""
+    progress.step(f"install {wheel.name}")
+    install = [*pip_command(), "install"]
+    failure, env = f"pip could not install {wheel}", pip_environment()
+    run([*install, "--force-reinstall", "--no-deps", str(wheel)], log=log, failure=failure, env=env)
+    run([*install, str(wheel)], log=log, failure=failure, env=env)
+
+
+def _check(plan: Plan, wheel: Path, log: Path, progress: BuildProgress) -> None:
+    """Import Horovod in a new process and check that it was built with the requested features."""
+    progress.step("check that it imports")
+    program = (
+        "import json, horovod.tensorflow as hvd; print(json.dumps("
+        "[bool(hvd.mpi_built()), bool(hvd.gloo_built()), bool(hvd.nccl_built())]))"
+    )
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-c", program]
+    outcome = subprocess.run(command, capture_output=True, text=True, env=env, cwd=wheel.parent)
+    wanted = [plan.mpi.kind != "none", True, plan.cuda is not None]
+    last = outcome.stdout.strip().rpartition("\n")[2]
+    if outcome.returncode or last != json.dumps(wanted):
+        wheel.unlink()  # do not reuse a broken wheel
+        with log.open("a", encoding="utf-8") as file:
+            file.write(outcome.stdout + outcome.stderr)
+        got = last if outcome.returncode == 0 else outcome.stderr.strip().rpartition("\n")[2][:400]
+        remedy = f"see {log}; run again with --rebuild --verbose"
+        raise BuildError(describe("the built Horovod", got, f"[MPI, Gloo, NCCL] = {wanted}", remedy))

@@ -1,0 +1,78 @@
+"""The cache of built wheels: folder, entry names, and atomic storage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import platformdirs
+from filelock import FileLock, Timeout
+
+from hvdkit.commands.build_horovod.progress import BuildProgress
+from hvdkit.errors import BuildError, describe
+
+
+def cache_folder(chosen: Path | None) -> Path:
+    """Return the folder of cached wheels, creating it if necessary.
+
+    Raises:
+        BuildError: the folder cannot be created or written to.
+    """
+    folder = (chosen or platformdirs.user_cache_path("hvdkit") / "horovod").expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise BuildError(describe("cache folder", str(folder), "a writable folder", "pass --cache-dir FOLDER"))
+    return folder
+
+
+def entry_name(facts: Mapping[str, str]) -> str:
+    """Return the cache entry's name: the facts that matter to users, then a digest of all facts.
+
+    Example:
+        >>> facts = {"horovod": "0.28.1", "tensorflow": "2.21.0", "python": "cp311", "mpi": "none"}
+        >>> entry_name({**facts, "gpu": "none"})
+        'horovod-0.28.1-tf2.21.0-cp311-mpi_none-gpu_none-67cad13346'
+    """
+    digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:10]
+    shown = "horovod-{horovod}-tf{tensorflow}-{python}-mpi_{mpi}-gpu_{gpu}".format(**facts)
+    return f"{shown}-{digest}"
+
+
+def cached_wheel(entry: Path) -> Path | None:
+    """Return the wheel in ``entry``, or None."""
+    return next(iter(sorted(entry.glob("*.whl"))), None)
+
+
+def store(file: Path, folder: Path) -> Path:
+    """Copy ``file`` into ``folder`` atomically; return the copy."""
+    partial = folder / f"{file.name}.{os.getpid()}.partial"
+    try:
+        shutil.copyfile(file, partial)
+        return partial.replace(folder / file.name)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(entry: Path, progress: BuildProgress) -> Iterator[None]:
+    """Lock ``entry``; a concurrent build of the same wheel waits, and then finds the result."""
+    entry.mkdir(exist_ok=True)
+    lock = FileLock(entry / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        progress.step(f"wait for another build of {entry.name}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

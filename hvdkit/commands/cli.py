@@ -1,0 +1,196 @@
+"""The ``hvdkit`` command.
+
+Each subcommand is an entry in :data:`COMMANDS` with its name, a summary, an example, and the import paths of its
+config and runner. The config is a keyword-only frozen dataclass whose field docs are the help texts, or a union of such
+dataclasses, one per nested subcommand. Both are imported only when the command runs, so that ``hvdkit --help`` is fast
+and works without TensorFlow, Horovod or MPI.
+
+A runner is called with the config. It returns an exit code, None, or a result to print.
+
+Exit codes: 0 success; 1 the command found a problem; 2 invalid usage, or an error whose message contains the remedy;
+130 interrupted. Users can set ``HVDKIT_DEBUG=1`` to show tracebacks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import NamedTuple
+
+from hvdkit._version import __version__
+from hvdkit.commands.parsing import parse
+from hvdkit.errors import HvdkitError
+
+
+class Command(NamedTuple):
+    """A subcommand. ``config`` and ``runner`` are ``module:attribute`` paths, imported when it runs."""
+
+    summary: str
+    example: str
+    config: str
+    runner: str
+    takes_program: bool = False  # pass the arguments after the options or -- to the runner unchanged
+
+
+COMMANDS = {
+    "run": Command(
+        "Start a program on many ranks: on this machine, on several hosts, under Slurm or on Kubernetes",
+        "hvdkit run -np 4 -- python train.py",
+        config="hvdkit.commands.run.config:RunConfig",
+        runner="hvdkit.commands.run.command:run",
+        takes_program=True,
+    ),
+    "bench": Command(
+        "Benchmark a training step on many ranks, and profile it",
+        "hvdkit bench -np 2 --model cifar10 --profile runs/profile",
+        config="hvdkit.commands.bench.config:Bench",
+        runner="hvdkit.commands.bench.command:bench",
+        takes_program=True,
+    ),
+    "doctor": Command(
+        "Find problems with this machine's setup, and their remedies",
+        "hvdkit doctor -np 4",
+        config="hvdkit.commands.doctor:Doctor",
+        runner="hvdkit.commands.doctor:doctor",
+    ),
+    "flight": Command(
+        "Show which ranks waited for which when a job failed",
+        "hvdkit flight /tmp/hvdkit-flight-20261123-120000-4242.json --trace trace.json",
+        config="hvdkit.commands.flight:Flight",
+        runner="hvdkit.commands.flight:flight",
+    ),
+    "build-horovod": Command(
+        "Compile and install Horovod for the installed TensorFlow",
+        "hvdkit build-horovod",
+        config="hvdkit.commands.build_horovod:BuildHorovod",
+        runner="hvdkit.commands.build_horovod:build_horovod",
+    ),
+    "checkpoint": Command(
+        "Inspect, verify and export checkpoints",
+        "hvdkit checkpoint inspect runs/mnist",
+        config="hvdkit.commands.checkpoint:Checkpoint",
+        runner="hvdkit.commands.checkpoint:checkpoint",
+    ),
+    "tune": Command(
+        "Measure settings for a model on this cluster, and save the best",
+        "hvdkit tune -np 4 --model resnet50 --save resnet50.json",
+        config="hvdkit.commands.bench.tune:Tune",
+        runner="hvdkit.commands.bench.tune:tune",
+    ),
+    "plan": Command(
+        "Plan the placement of embedding tables, or predict step times on more ranks",
+        "hvdkit plan --tables items:10000000x64 users:2000000x32 --ranks 8 --optimizer adagrad",
+        config="hvdkit.commands.plan.command:PlanOptions",
+        runner="hvdkit.commands.plan.command:plan",
+    ),
+}
+
+OPENING = "hvdkit: train TensorFlow and Keras 3 models across GPUs and hosts with Horovod."
+CLOSING = "`hvdkit COMMAND --help` describes a command. HVDKIT_DEBUG=1 shows tracebacks."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the ``hvdkit`` command and return its exit code.
+
+    Args:
+        argv: The arguments after the program name; ``sys.argv[1:]`` by default.
+
+    Example:
+        >>> main(["--version"])
+        hvdkit 0.1.0
+        0
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"hvdkit {__version__}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        return _fail("hvdkit", f"no command {name!r}; the commands are {', '.join(COMMANDS)}")
+    return _run(name, rest)
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    """Parse ``arguments`` into the command's config, run the command, and convert exceptions to an exit code."""
+    try:
+        return _dispatch(name, arguments)
+    except SystemExit as stop:  # the parser has printed its help (0) or a usage error (2)
+        return _exit_code(stop)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # `hvdkit ... | head` closed the pipe. The interpreter's final flush must not fail as well.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (HvdkitError, ValueError, ImportError) as error:
+        if os.environ.get("HVDKIT_DEBUG") == "1":
+            raise
+        return _fail(f"hvdkit {name}", str(error))
+
+
+def _dispatch(name: str, arguments: list[str]) -> int:
+    command = COMMANDS[name]
+    kind = _load(command.config)
+    program: list[list[str]] = []
+    if command.takes_program:
+        arguments, *program = _split_off_program(arguments, kind)
+    described = None if isinstance(kind, type) else f"{command.summary}."  # a union has no docstring
+    config = parse(kind, prog=f"hvdkit {name}", description=described, args=arguments)
+    result = _load(command.runner)(config, *program)
+    if result is not None and not isinstance(result, int):
+        print(result)
+    sys.stdout.flush()
+    return result if isinstance(result, int) else 0
+
+
+def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], list[str]]:
+    """Split off the program: the arguments after ``--``, or those from the first word that doesn't belong to an option.
+
+    Example:
+        >>> from hvdkit.commands.run.config import RunConfig
+        >>> _split_off_program(["-np", "2", "--dry-run", "python", "train.py", "--lr", "1"], RunConfig)
+        (['-np', '2', '--dry-run'], ['python', 'train.py', '--lr', '1'])
+    """
+    names = [field.name.replace("_", "-") for field in fields(kind) if isinstance(field.default, bool)]
+    switches = {"-h", "--help", *(f"--{no}{name}" for name in names for no in ("", "no-"))}
+    place = 0
+    while place < len(arguments) and arguments[place].startswith("-") and arguments[place] != "--":
+        word = arguments[place]
+        alone = "=" in word or word.replace("_", "-") in switches
+        place += 1 if alone else 2
+    program = arguments[place:]
+    return arguments[:place], program[1:] if program[:1] == ["--"] else program
+
+
+def _exit_code(stop: SystemExit) -> int:
+    """Return the interpreter's exit code for ``stop``, and print its message if it has one."""
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def _load(path: str):
+    """Import and return ``module:attribute``."""
+    module, attribute = path.split(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _help() -> str:
+    width = max(len(name) for name in COMMANDS)
+    lines = [OPENING, "", "usage: hvdkit COMMAND [options]", "       hvdkit --version", "", "commands:"]
+    lines += [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    lines += ["", "examples:", *(f"  {command.example}" for command in COMMANDS.values()), "", CLOSING]
+    return "\n".join(lines)
+
+
+def _fail(program: str, message: str) -> int:
+    """Print one line on stderr and return the exit code of an error."""
+    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,120 @@
+"""``hvdkit plan``: plan the placement of embedding tables and predict step times without starting a job."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdkit.commands.plan.measured import Measured
+from hvdkit.commands.plan.scaling import Scaling, doublings, scaling
+from hvdkit.errors import describe
+from hvdkit.sharding.plan import Plan, plan_tables
+from hvdkit.sharding.table import Table
+
+_TABLE = re.compile(r"(?P<name>[^:=]+):(?P<rows>\d[\d_,]*)x(?P<width>\d+)(=(?P<placement>\w+))?")
+_RANKS = re.compile(r"(?P<first>\d+)(\.\.(?P<last>\d+))?")
+_BITS = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)bit(/s)?", re.IGNORECASE)
+_BYTES = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>|[KMGT]i?B?|B)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Plan the placement of embedding tables and each rank's memory; or predict the step time of a model.
+
+    For example:
+        hvdkit plan --tables items:10000000x64 users:2000000x32 --ranks 8 --optimizer adagrad
+        hvdkit tune -np 4 --model resnet50 --save resnet50.json
+        hvdkit plan --measured resnet50.json --ranks 8..4096 --bandwidth 25Gbit
+    """
+
+    tables: tuple[str, ...] = ()
+    """NAME:ROWSxWIDTH, e.g. items:10000000x64; NAME:ROWSxWIDTH=column sets the placement (row, div, column, table,
+    replicated)."""
+    measured: Path | None = None
+    """Predict the steps of a model on this cluster, measured with `hvdkit tune --save FILE`."""
+    ranks: str = "4"
+    """Number of ranks; for --measured also FIRST..LAST, doubling."""
+    bandwidth: str | None = None
+    """For --measured: bandwidth of a rank's link, if it differs from the measured one, e.g. 25Gbit."""
+    latency_us: float | None = None
+    """For --measured: latency of a small message in microseconds, if it differs from the measured one."""
+    memory: str | None = None
+    """Memory limit of one rank, e.g. 16GiB; exceeding it is an error."""
+    optimizer: str = "sgd"
+    """sgd, momentum, adagrad, adam, amsgrad, rmsprop or ftrl: determines the slots."""
+    batch_size: int = 1024
+    """Examples per batch on each rank."""
+    ids_per_example: int = 1
+    """Rows that an example looks up in each table."""
+    dtype: str = "float32"
+    """Dtype of the tables."""
+
+
+def plan(config: PlanOptions) -> Plan | Scaling:
+    """Return the plan for the command line's tables, or the predicted steps of the measured model.
+
+    Raises:
+        PlanError: the tables do not fit.
+        ValueError: a table, a number or the measured file cannot be parsed.
+    """
+    if bool(config.tables) == (config.measured is not None):
+        got = "both" if config.tables else "neither"
+        raise ValueError(describe("--tables, --measured", got, "one of them", "see hvdkit plan --help"))
+    found = _RANKS.fullmatch(str(config.ranks))
+    if found is None or int(found["first"]) < 1 or (found["last"] is not None and config.measured is None):
+        expected = "a number of ranks" if config.measured is None else "a number of ranks, or FIRST..LAST"
+        raise ValueError(describe("--ranks", config.ranks, expected, "write e.g. 8"))
+    first = int(found["first"])
+    if config.measured is not None:
+        bandwidth = None if config.bandwidth is None else bits_of(config.bandwidth)
+        latency = None if config.latency_us is None else config.latency_us * 1e-6
+        several = doublings(first, int(found["last"] or first))
+        return scaling(Measured.load(config.measured), several, bandwidth=bandwidth, latency=latency)
+    tables, placements = [], {}
+    for text in config.tables:
+        found = _TABLE.fullmatch(text)
+        if found is None:
+            raise ValueError(describe("--tables", text, "NAME:ROWSxWIDTH", "write e.g. items:10000000x64"))
+        rows = int(re.sub("[_,]", "", found["rows"]))
+        tables.append(Table(found["name"], rows, int(found["width"]), dtype=config.dtype))
+        if found["placement"]:
+            placements[found["name"]] = found["placement"]
+    return plan_tables(
+        tables,
+        first,
+        memory_bytes=None if config.memory is None else bytes_of(config.memory),
+        optimizer=config.optimizer,
+        batch_size=config.batch_size,
+        ids_per_example=config.ids_per_example,
+        placements=placements,
+    )
+
+
+def bits_of(text: str) -> float:
+    """Parse a bandwidth as written by users; return bits per second.
+
+    Example:
+        >>> bits_of("200Mbit"), bits_of("1.5 Gbit/s")
+        (200000000.0, 1500000000.0)
+    """
+    found = _BITS.fullmatch(text.strip())
+    if found is None or float(found["number"]) == 0:
+        raise ValueError(describe("--bandwidth", text, "a bandwidth", "write e.g. 25Gbit"))
+    return float(found["number"]) * {"": 1e0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found["unit"].upper()]
+
+
+def bytes_of(text: str) -> int:
+    """Parse a number of bytes as written by users; KiB and K are 1024, KB is 1000.
+
+    Example:
+        >>> bytes_of("1.5GiB"), bytes_of("2 GB")
+        (1610612736, 2000000000)
+    """
+    found = _BYTES.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(describe("--memory", text, "a number of bytes", "write e.g. 16GiB"))
+    unit = found["unit"].upper()
+    power = "BKMGT".index(unit[0]) if unit else 0
+    base = 1000 if unit.endswith("B") and "I" not in unit else 1024
+    return int(float(found["number"]) * base**power)

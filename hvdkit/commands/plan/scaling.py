@@ -1,0 +1,96 @@
+"""``hvdkit plan --measured``: predict a model's step time on more ranks than were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hvdkit.commands.plan.cost import Link, Step, fit, step
+from hvdkit.commands.plan.measured import Measured
+
+BUCKET_BYTES = 8 * 1024 * 1024
+CYCLE_SECONDS = 0.2e-3
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Predicted steps of one model. Its ``str()`` is a human-readable table.
+
+    Attributes:
+        measured: the model.
+        link: communication costs.
+        steps: one for each number of ranks, the first for one rank.
+    """
+
+    measured: Measured
+    link: Link
+    steps: tuple[Step, ...]
+
+    def efficiency(self, ranks: int) -> float:
+        """Return the scaling efficiency: throughput of ``ranks`` ranks over ``ranks`` times that of one; 1 is ideal."""
+        return self.steps[0].total / next(each.total for each in self.steps if each.ranks == ranks)
+
+    def __str__(self) -> str:
+        m, link = self.measured, self.link
+        rows = f", {m.row_bytes / 1e6:.1f} MB of rows" if m.row_exchanges else ""
+        head = [
+            f"{m.model}, {m.batch} examples a rank: {m.gradient_bytes / 1e6:.1f} MB of gradients{rows}; "
+            f"measured on {m.ranks} ranks",
+            f"link: {8e-9 / link.byte:.2f} Gbit/s, {link.latency * 1e6:.0f} us; copies: {1e-9 / link.copy:.1f} GB/s",
+            "",
+            f"{'ranks':>6} {'step ms':>9} {'compute':>9} {'exchange':>9} {'hidden':>9} {'wait':>7} {'efficiency':>11}",
+        ]
+        lines = [
+            f"{s.ranks:>6} {1e3 * s.total:>9.1f} {1e3 * s.compute:>9.1f} {1e3 * s.exchange:>9.1f} "
+            f"{1e3 * s.hidden:>9.1f} {1e3 * s.wait:>7.1f} {100 * self.efficiency(s.ranks):>10.0f} %"
+            for s in self.steps
+        ]
+        return "\n".join(head + lines)
+
+
+def scaling(
+    measured: Measured, ranks: Sequence[int], *, bandwidth: float | None = None, latency: float | None = None
+) -> Scaling:
+    """Predict a model's steps.
+
+    Args:
+        measured: measurements from ``hvdkit tune``.
+        ranks: numbers of ranks.
+        bandwidth: bandwidth in bits per second, if the link is not the measured one.
+        latency: latency in seconds, if the link is not the measured one.
+
+    Raises:
+        ValueError: allreduces between ranks were not measured.
+
+    Example::
+
+        print(scaling(Measured.load(Path("resnet50.json")), [8, 64, 512, 4096], bandwidth=25e9))
+    """
+    settings = measured.settings
+    cycle = float(settings.get("HOROVOD_CYCLE_TIME", 1e3 * CYCLE_SECONDS)) / 1e3
+    link = fit(measured.exchanges, measured.copy, cycle)
+    link = link if bandwidth is None else replace(link, byte=8 / bandwidth)
+    link = link if latency is None else replace(link, latency=latency)
+    crowd = max(1.0, measured.compute_together / measured.compute_alone)
+    limit = int(settings.get("HVDKIT_BUCKET_BYTES", BUCKET_BYTES))
+    wanted = [1, *(n for n in sorted(set(ranks)) if n > 1)]
+    # A single rank does not share its cores.
+    return Scaling(
+        measured,
+        link,
+        tuple(step(measured, n, link, crowd=crowd if n > 1 else 1.0, bucket_bytes=limit) for n in wanted),
+    )
+
+
+def doublings(first: int, last: int) -> list[int]:
+    """Return numbers of ranks from ``first`` to ``last``, doubling each time.
+
+    Example:
+        >>> doublings(8, 100)
+        [8, 16, 32, 64, 100]
+    """
+    found = []
+    while first < last:
+        found.append(first)
+        first *= 2
+    return [*found, last]

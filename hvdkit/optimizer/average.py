@@ -1,0 +1,348 @@
+"""Average gradients over ranks: dense tensors, IndexedSlices and None. Only this module distinguishes the three."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.collectives.agreement import Call, agree_on_call, attempt
+from hvdkit.collectives.batch_share import current_factor, times_share, within_share
+from hvdkit.collectives.ops import Average, ReduceOp, checked_op, op_label
+from hvdkit.collectives.process_sets import RankGroup, label, resolve
+from hvdkit.collectives.tensors import grouped_allreduce
+from hvdkit.collectives.values import as_tensor, graph_safe
+from hvdkit.errors import describe
+from hvdkit.optimizer import compression as wires
+from hvdkit.optimizer import sparse
+from hvdkit.optimizer.coupled import any_coupled
+from hvdkit.optimizer.given import Given, Gradient, Kind, given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging:
+    """How gradients are combined over ranks.
+
+    Attributes:
+        op, weight, compression: as for :func:`average_gradients`.
+        group: the ranks that combine them; None for all.
+    """
+
+    op: Any = Average
+    weight: Any = None
+    compression: Any = None
+    group: cluster.Group | None = None
+
+    @property
+    def batches(self) -> cluster.Group:
+        """The ranks with different batches: those along the mesh axis "data", or all of ``group``."""
+        return cluster.group(cluster.DATA) if self.group is None else self.group
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that share each batch."""
+        return cluster.size() // self.batches.size if self.group is None else 1
+
+
+@graph_safe
+def average_gradients(
+    grads: Sequence[Any],
+    *,
+    op: ReduceOp = Average,
+    weight: Any = None,
+    compression: str | None = None,
+    variables: Sequence[Any] | None = None,
+    process_set: RankGroup = None,
+) -> list[Gradient]:
+    """Combine gradients over all ranks; the results are bitwise identical on all ranks.
+
+    Each gradient is reduced to
+
+        Average   sum_r g_r / N,  or with weights  sum_r w_r g_r / sum_r w_r
+        Sum       sum_r g_r,      or with weights  sum_r w_r g_r
+
+    where g_r is the gradient and w_r the weight of rank r.
+
+    If each rank's loss is the mean over its local batch, users pass the number of local examples as ``weight`` to get
+    the gradient of the mean over the global batch, no matter how unevenly it is distributed. A rank without examples
+    passes 0; its gradients may then be NaN. Ranks that share a batch (along mesh axes other than "data") count once.
+
+    Args:
+        grads: one gradient per variable, in the same order on every rank: a dense tensor, NumPy array, or list or tuple
+            of numbers (same shape and dtype on every rank), IndexedSlices of any of these (rows may differ between
+            ranks; repeated rows are summed), or None.
+        op: ``hk.Average`` or ``hk.Sum``; ``hk.Min`` and ``hk.Max`` for dense gradients without weight.
+        weight: this rank's weight, a number or scalar tensor >= 0; passed on every rank or on none. Inside a graph, a
+            negative or NaN weight makes the result NaN on all ranks.
+        compression: ``"fp16"`` or ``"bf16"`` to send 32- and 64-bit floats in 16 bits.
+        variables: the variables of the gradients. Required if any of them is sharded or local. Gradients of sharded
+            variables have already been summed over ranks when they were sent to the owner, and are only divided by N
+            if ``op`` is Average. With these, or with synchronized BatchNormalization layers, pass ``weight`` to
+            ``hk.DistributedGradientTape`` instead, which applies it before gradients are sent. Gradients of local
+            variables (:func:`hvdkit.register_local_variables`) are only scaled. Variables that are overwritten with
+            their gradient (``overwrite_with_gradient``) get the maximum over ranks, without weight.
+        process_set: the N ranks that combine their gradients, each with its own batch: an ``hk.ProcessSet`` or an axis
+            of the mesh. Default: all ranks. Not supported for sharded variables, whose rows come from all ranks.
+
+    Returns:
+        The combined gradients in the order and dtypes of ``grads``: tensors, IndexedSlices with distinct rows, or None.
+
+    Raises:
+        TypeError: an element of ``grads`` is not a gradient.
+        ValueError: ``op``, ``weight`` or ``compression`` is invalid, the parts of an IndexedSlices are inconsistent,
+            the lists differ in length, or ``process_set`` does not contain this rank.
+        CollectiveMismatchError: in eager mode, another rank passed different gradients or an invalid argument; the
+            message names the rank and the tensor.
+
+    Example::
+
+        grads = tape.gradient(loss, model.trainable_variables)
+        grads = hk.average_gradients(grads, weight=len(images))
+    """
+    group = resolve(process_set)
+    how = Averaging(op=op, weight=weight, compression=compression, group=group)
+    return average(lambda: given(grads, variables), how)
+
+
+def average(prepare: Callable[[], Given], how: Averaging) -> list[Gradient]:
+    """Combine the gradients that ``prepare`` returns over all ranks, as :func:`average_gradients` does."""
+    found = agree_on(lambda: shared(prepare(), how), how)
+    return combine(found.map(lambda grad, kind: _distinct(grad) if kind == "rows" else grad), how)
+
+
+def shared(found: Given, how: Averaging) -> Given:
+    """Return gradients multiplied by this rank's share of the global batch in a step of ``hk.fit``, else unchanged.
+
+    Gradients of sharded rows were already multiplied when sent to the owner (:mod:`hvdkit.collectives.batch_share`).
+
+    Raises:
+        ValueError: in such a step, ``weight`` is set or ``op`` is not the average.
+    """
+    if not within_share():
+        return found
+    if how.weight is not None:
+        remedy = "leave it out: hk.fit weighs each rank's gradients by its rows"
+        raise ValueError(describe("weight", how.weight, "None inside hk.fit", remedy))
+    if checked_op(how.op) != ReduceOp.Average:
+        remedy = "use hk.Average: hk.fit takes care of losses that are sums"
+        raise ValueError(describe("op", op_label(how.op), "Average inside hk.fit", remedy))
+    if (factor := current_factor()) is None:
+        return found
+    return found.map(
+        lambda grad, kind: grad if kind in ("rows", "overwritten") else mapped(grad, lambda x: times_share(x, factor))
+    )
+
+
+def agree_on(prepare: Callable[[], Given], how: Averaging) -> Given:
+    """Check the result of ``prepare`` and return it; in eager mode, also compare it between ranks.
+
+    An error in ``prepare`` or the checks on one rank raises an error on every rank. Everything that can fail before
+    gradients are exchanged belongs in ``prepare``.
+
+    Raises:
+        Exception: this rank's gradients or arguments are invalid.
+        CollectiveMismatchError: in eager mode, ranks differ, or ``prepare`` or a check failed on another rank.
+    """
+    prepared: list[Given] = []
+
+    def check() -> None:
+        prepared.append(prepare())
+        _check(prepared[0], how)
+
+    problem = attempt(check)
+    _agree(_call(prepared[0] if problem is None else None, how, problem), prepared, how.group)
+    return prepared[0]
+
+
+def agree_to_go_on(prepare: Callable[[], Given], group: cluster.Group | None) -> Given:
+    """Return the result of ``prepare``; in eager mode, an error on one rank raises an error on every rank.
+
+    Used if gradients are not combined before the next exchange.
+    """
+    prepared: list[Given] = []
+    problem = attempt(lambda: prepared.append(prepare()))
+    _agree(Call("gradients", problem=problem), prepared, group)
+    return prepared[0]
+
+
+def _agree(call: Call, prepared: list[Given], group: cluster.Group | None) -> None:
+    if tf.executing_eagerly() and not any(found.is_symbolic for found in prepared):
+        agree_on_call(call, group)
+    elif call.problem is not None:
+        raise call.problem
+
+
+def combine(found: Given, how: Averaging) -> list[Gradient]:
+    """Combine gradients that all ranks have agreed on. Repeated rows of sharded tables stay repeated."""
+    if how.weight is not None:
+        factor, how = share(how), replace(how, op=ReduceOp.Sum, weight=None)
+        found = found.map(lambda grad, kind: grad if kind == "overwritten" else _weighted(grad, factor))
+    return combine_kinds(found, how, lambda replicated: _combine_replicated(replicated, how))
+
+
+def combine_kinds(
+    found: Given, how: Averaging, combine_replicated: Callable[[list[Gradient]], list[Gradient]]
+) -> list[Gradient]:
+    """Combine gradients by kind.
+
+    With N ranks, C of which share each batch: rows of a table are already sums over all N ranks; the average divides
+    them by N, the sum by C. A part of a layer along a mesh axis has the complete gradient of its batch and is combined
+    over the ranks with other batches. A local gradient is the complete gradient of one of N/C batches.
+    """
+    by_kind: dict[Kind, list[Gradient]] = {}
+    for grad, kind in zip(found.grads, found.kinds, strict=True):
+        by_kind.setdefault(kind, []).append(grad)
+    op, along = checked_op(how.op), how.batches
+    is_average = op == ReduceOp.Average
+
+    def reduce(grads: list[Gradient], op: ReduceOp, name: str, group: cluster.Group | None) -> list[Gradient]:
+        return _place(grads, grouped_allreduce(_dense(grads), op, name, group), [])
+
+    ways: dict[Kind, Callable[[list[Gradient]], list[Gradient]]] = {
+        "replicated": combine_replicated,
+        "rows": lambda grads: [_divided(g, cluster.size() if is_average else how.copies) for g in grads],
+        "part": lambda grads: reduce(grads, op, "hvdkit.gradients.parts", along),
+        "local": lambda grads: [_divided(_distinct(g), along.size if is_average else 1) for g in grads],
+        "overwritten": lambda grads: reduce(grads, ReduceOp.Max, "hvdkit.gradients.overwritten", how.group),
+    }
+    results = {kind: iter(way(by_kind[kind])) for kind, way in ways.items() if kind in by_kind}
+    return [next(results[kind]) for kind in found.kinds]
+
+
+def _distinct(grad: Gradient) -> Gradient:
+    return sparse.sum_duplicates(grad) if isinstance(grad, tf.IndexedSlices) else grad
+
+
+def _divided(grad: Gradient, divisor: int) -> Gradient:
+    if divisor == 1 or grad is None:
+        return grad
+    return sparse.Share(grad, divisor) if isinstance(grad, tf.IndexedSlices) else grad / divisor
+
+
+def mapped(grad: Gradient, fn: Callable[[tf.Tensor], tf.Tensor]) -> Gradient:
+    """Apply ``fn`` to the values of a gradient."""
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(fn(grad.values), grad.indices, grad.dense_shape)
+    return None if grad is None else fn(grad)
+
+
+def share(how: Averaging) -> tf.Tensor:
+    """Return the factor of this rank's gradients in a plain sum: w_r, or w_r / sum_r w_r for the average.
+
+    Weights are known before the gradients, so inside a graph their exchange overlaps with the step.
+    """
+    w = tf.cast(as_tensor(how.weight), tf.float64)
+    # Inside a graph it is too late to raise on every rank, so an invalid weight makes the result NaN on every rank.
+    w = tf.where(w >= 0, w, np.nan)
+    if checked_op(how.op) == ReduceOp.Sum:
+        return w
+    return tf.math.divide_no_nan(w, grouped_allreduce([w], ReduceOp.Sum, "hvdkit.weight", how.batches)[0])
+
+
+def _weighted(grad: Gradient, factor: tf.Tensor) -> Gradient:
+    return mapped(zero_without_weight(grad, factor), lambda x: x * tf.cast(factor, x.dtype))
+
+
+def zero_without_weight(grad: Gradient, factor: tf.Tensor) -> Gradient:
+    """Return zeros if this rank's weight is 0: without examples, its gradient is 0/0 and would propagate NaN."""
+    return mapped(grad, lambda x: tf.where(tf.equal(factor, 0), tf.zeros_like(x), x))
+
+
+def _combine_replicated(grads: list[Gradient], how: Averaging) -> list[Gradient]:
+    op = checked_op(how.op)
+    if op in (ReduceOp.Min, ReduceOp.Max):
+        return _place(grads, grouped_allreduce(_dense(grads), op, "hvdkit.gradients", how.group), [])
+    rows = [sparse.sum_duplicates(g) for g in grads if isinstance(g, tf.IndexedSlices)]
+    if (cluster.size() if how.group is None else how.group.size) == 1:
+        return _place(grads, _dense(grads), rows)
+    combined = _place(grads, *_combine(_dense(grads), rows, op, wires.wire_dtype(how.compression), how.group))
+    alike = how.copies if op == ReduceOp.Sum else 1
+    return combined if alike == 1 else [mapped(g, lambda x: x / alike) for g in combined]
+
+
+def _combine(
+    dense: list[tf.Tensor],
+    rows: list[tf.IndexedSlices],
+    op: ReduceOp,
+    wire: tf.DType | None,
+    group: cluster.Group | None,
+) -> tuple[list[tf.Tensor], list[tf.IndexedSlices]]:
+    """Combine dense gradients and rows by ``op``, Average or Sum; tiny tables are sent with the dense gradients."""
+    tiny = [i for i, g in enumerate(rows) if sparse.is_tiny(g)]
+    large = [i for i in range(len(rows)) if i not in tiny]
+    riders = [tf.convert_to_tensor(rows[i]) for i in tiny]
+    together = wires.reduce_dense(dense + riders, op, wire, "hvdkit.gradients", group)
+    combined = dict(zip(large, sparse.combine([rows[i] for i in large], op, wire, group), strict=True))
+    for i, y in zip(tiny, together[len(dense) :], strict=True):
+        every_row = tf.range(tf.shape(y)[0], dtype=rows[i].indices.dtype)
+        combined[i] = tf.IndexedSlices(y, every_row, rows[i].dense_shape)
+    return together[: len(dense)], [combined[i] for i in range(len(rows))]
+
+
+def _dense(grads: list[Gradient]) -> list[tf.Tensor]:
+    return [g for g in grads if g is not None and not isinstance(g, tf.IndexedSlices)]
+
+
+def _place(grads: list[Gradient], dense: list[tf.Tensor], rows: list[tf.IndexedSlices]) -> list[Gradient]:
+    """Put the results back in the order of ``grads``."""
+    next_dense, next_rows = iter(dense), iter(rows)
+    kinds = [None if g is None else (next_rows if isinstance(g, tf.IndexedSlices) else next_dense) for g in grads]
+    return [None if source is None else next(source) for source in kinds]
+
+
+def _check(found: Given, how: Averaging) -> None:
+    wires.wire_dtype(how.compression)
+    op, rows = checked_op(how.op), any(isinstance(g, tf.IndexedSlices) for g in found.grads)
+    plain = not (rows or how.weight is not None or how.compression) and set(found.kinds) <= {"replicated", "part"}
+    if op in (ReduceOp.Min, ReduceOp.Max) and not plain:
+        expected = "Average or Sum with sparse gradients, sharded or local variables, weight or compression"
+        raise ValueError(describe("op", op.name, expected, "use hk.Sum"))
+    if how.group is not None and {"rows", "part"} & set(found.kinds):
+        got, expected = f"ranks {list(how.group.ranks)}", "all ranks with gradients of sharded variables"
+        raise ValueError(describe("process_set", got, expected, "leave it out, or use variables that are not sharded"))
+    if how.weight is None:
+        return
+    if found.grads and any_coupled():
+        remedy = "give it to hk.DistributedGradientTape, which weighs the loss"
+        raise ValueError(describe("weight", how.weight, "None with synchronized batch normalization", remedy))
+    if {"rows", "part"} & set(found.kinds):
+        remedy = "give it to hk.DistributedGradientTape"
+        raise ValueError(describe("weight", how.weight, "None with gradients of sharded variables", remedy))
+    check_weight(how.weight)
+
+
+def check_weight(weight: Any) -> None:
+    """Raise if the static value of ``weight`` is known and not a number >= 0."""
+    known = tf.get_static_value(as_tensor(weight))
+    if known is not None and (known.ndim != 0 or not 0 <= known < np.inf):
+        raise ValueError(
+            describe("weight", weight, "one finite number >= 0", "pass the number of this rank's examples")
+        )
+
+
+def _call(found: Given | None, how: Averaging, problem: Exception | None) -> Call:
+    """Describe this rank's call, for comparison with other ranks."""
+    described = [] if found is None else [_described(*pair) for pair in zip(found.grads, found.kinds, strict=True)]
+    options = [f"op={op_label(how.op)}", f"compression={how.compression}", "weight" * (how.weight is not None)]
+    shown = ", ".join(option for option in (*options, label(how.group)) if option)
+    dtypes, shapes = tuple(d[0] for d in described), tuple(d[1] for d in described)
+    return Call(f"average_gradients({shown})", dtypes=dtypes, shapes=shapes, problem=problem)
+
+
+def _described(grad: Gradient, kind: Kind) -> tuple[str, tuple[int, ...]]:
+    """Return what must be equal on all ranks: everything that determines how a gradient is sent."""
+    if kind in ("rows", "local"):  # not exchanged here: may differ, or be missing on some ranks
+        return kind, ()
+    if grad is None:
+        return "none", ()
+    if kind == "part":  # shapes may differ along the other axes
+        return f"part {grad.dtype.name}", ()
+    if not isinstance(grad, tf.IndexedSlices):
+        return grad.dtype.name, tuple(grad.shape)
+    whole = sparse.dense_shape(grad)
+    table = "a table of unknown shape" if whole is None else f"a table {list(whole)}"
+    return f"sparse {grad.dtype.name} by {grad.indices.dtype.name} into {table}, rows ", tuple(grad.values.shape[1:])

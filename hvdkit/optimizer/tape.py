@@ -1,0 +1,145 @@
+"""GradientTape that combines gradients over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.collectives.ops import Average, ReduceOp, Sum
+from hvdkit.collectives.process_sets import RankGroup, resolve
+from hvdkit.collectives.values import graph_safe
+from hvdkit.errors import describe
+from hvdkit.optimizer.average import Averaging, agree_on, average, share, zero_without_weight
+from hvdkit.optimizer.coupled import check_coupled, was_coupled
+from hvdkit.optimizer.given import Given, given, kind_of
+from hvdkit.optimizer.local_variables import is_layer, register_local_variables
+from hvdkit.optimizer.steps import tell_profile
+
+
+class DistributedGradientTape:
+    """Wrap a ``tf.GradientTape`` so that :meth:`gradient` returns gradients combined over all ranks.
+
+    Supports TensorFlow and Keras variables. Use it as a context manager, or wrap a tape that has already recorded.
+    Apply the gradients with a plain Keras optimizer. With sharded or local variables, users need
+    ``hk.DistributedOptimizer(optimizer, op=None)``, which handles their slots; any other ``op`` would combine the
+    gradients twice.
+
+    Args:
+        tape: the recording tape.
+        op, weight, compression, process_set: as for :func:`hvdkit.average_gradients`.
+
+    Raises:
+        TypeError: ``tape`` is not a tape.
+        ValueError: ``process_set`` does not contain this rank.
+
+    Example::
+
+        with hk.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = loss_of(model(images), labels)
+        grads = tape.gradient(loss, model.trainable_variables)
+    """
+
+    _local_layers: tuple[Any, ...] = ()
+
+    def __init__(
+        self,
+        tape: tf.GradientTape,
+        *,
+        op: ReduceOp = Average,
+        weight: Any = None,
+        compression: str | None = None,
+        process_set: RankGroup = None,
+    ) -> None:
+        if not hasattr(tape, "gradient"):
+            raise TypeError(describe("tape", type(tape).__name__, "a tf.GradientTape", "pass tf.GradientTape()"))
+        self._tape = tape
+        self._how = Averaging(op=op, weight=weight, compression=compression, group=resolve(process_set))
+
+    def __enter__(self) -> DistributedGradientTape:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tape.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    def register_local_source(self, source: Any) -> None:
+        """Make the variable ``source`` local, as :func:`hvdkit.register_local_variables` does."""
+        register_local_variables([source])
+
+    @graph_safe
+    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the gradients of ``target`` with respect to ``sources``, combined over all ranks.
+
+        Args, Returns and Raises as for ``tf.GradientTape.gradient`` and :func:`hvdkit.average_gradients`; the
+        result has the structure of ``sources``.
+        """
+        for layer in self._local_layers:
+            if layer.built:
+                register_local_variables(layer)
+        variables = tf.nest.flatten(sources)
+        check_coupled(variables)
+        if self._how.weight is not None and (was_coupled() or any(kind_of(v) in ("rows", "part") for v in variables)):
+            return self._weighted(target, sources, *args, **kwargs)
+        structure: list[Any] = []
+
+        def prepare() -> Given:
+            structure.append(self._tape.gradient(target, sources, *args, **kwargs))
+            return given(tf.nest.flatten(structure[0]), variables)
+
+        return self._packed(average(prepare, self._how), structure)
+
+    def _weighted(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
+        """Weight the loss instead of its gradients: some are exchanged during the backward pass."""
+        agree_on(lambda: given([]), self._how)  # check the weight before it is exchanged
+        factor = share(self._how)
+        structure: list[Any] = []
+
+        def prepare() -> Given:
+            upstream = tf.nest.map_structure(tf.ones_like, target) if output_gradients is None else output_gradients
+            weighed = tf.nest.map_structure(lambda g: g * tf.cast(factor, g.dtype), upstream)
+            structure.append(self._tape.gradient(target, sources, output_gradients=weighed, **kwargs))
+            found = given(tf.nest.flatten(structure[0]), tf.nest.flatten(sources))
+            # Keep rows: they come from all ranks.
+            return found.map(lambda grad, kind: grad if kind == "rows" else zero_without_weight(grad, factor))
+
+        return self._packed(average(prepare, Averaging(op=Sum, compression=self._how.compression)), structure)
+
+    @staticmethod
+    def _packed(combined: list[Any], structure: list[Any]) -> Any:
+        tell_profile(combined, "tape")
+        return tf.nest.pack_sequence_as(structure[0], combined)
+
+
+def PartialDistributedGradientTape(
+    tape: tf.GradientTape, *, local_layers: Any = (), **options: Any
+) -> DistributedGradientTape:
+    """Return a :class:`DistributedGradientTape` that makes the weights of some layers local.
+
+    Args:
+        tape: the recording tape.
+        local_layers: a Keras layer or several. Their weights become local
+            (:func:`hvdkit.register_local_variables`) at the first gradient after they are built.
+        options: ``op``, ``weight``, ``compression`` and ``process_set``, as for :class:`DistributedGradientTape`.
+
+    Raises:
+        TypeError: ``local_layers`` contains something else, or ``tape`` is not a tape.
+
+    Example::
+
+        with hk.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[head]) as tape:
+            loss = loss_of(head(body(images)), labels)
+        grads = tape.gradient(loss, body.trainable_variables + head.trainable_variables)
+    """
+    layers = list(local_layers) if isinstance(local_layers, Iterable) else [local_layers]
+    for layer in layers:
+        if not is_layer(layer):
+            remedy = "pass e.g. [model.layers[-1]]"
+            raise TypeError(describe("local_layers", type(layer).__name__, "Keras layers", remedy))
+    partial = DistributedGradientTape(tape, **options)
+    partial._local_layers = tuple(layers)
+    return partial

@@ -1,0 +1,33 @@
+"""Keys of rows inside a graph: ``key = local * N + rank``, see ``hvdkit.sharding.layout``."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+def keys_of(ids: tf.Tensor, rule: str, rows: int, size: int, *, base: int = 0, rank: int = 0) -> tf.Tensor:
+    """Return the key of each global row.
+
+    The formulas are those of ``hvdkit.sharding.partition.owner`` and ``local_row``.
+
+    Args:
+        ids: global rows, all in range; their dtype must hold every key.
+        rule: "mod", "div", or "whole": all rows on ``rank``.
+        rows: global number of rows.
+        size: number of ranks.
+        base: the variable's first row that belongs to the table.
+        rank: the owner, for rule "whole".
+    """
+    if rule == "mod":
+        return ids + base * size if base else ids  # local * N + rank is the id itself
+    if rule == "whole":
+        return (ids + base) * size + rank
+    each, longer = divmod(rows, size)
+    owner = tf.maximum(ids // (each + 1), (ids - longer) // max(each, 1))
+    local = ids - (owner * each + tf.minimum(owner, tf.constant(longer, ids.dtype)))
+    return (local + base) * size + owner
+
+
+def key_dtype(keys: int) -> tf.DType:
+    """Return the dtype for keys below ``keys``: int32 if possible, to halve the bytes sent."""
+    return tf.int32 if keys < 2**31 else tf.int64

@@ -1,0 +1,166 @@
+"""The layout of tables in memory: the position of every table's rows on every rank.
+
+Tables with the same width, dtype and optimizer are stacked in one variable, so any number of tables costs one lookup
+and one update per width. All ranks identify a row by a single number, its *key*:
+
+    key = local * N + rank            (rank = key mod N,  local = key div N)
+
+where ``local`` is the row in that rank's variable. A lookup needs only the key, regardless of the row's placement rule.
+
+A table with eviction has a separate variable. An id may move between rows, but its bucket of rows and the bucket's rank
+are fixed. The variable has one additional, unused row at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hvdkit.sharding.partition import rows_of
+from hvdkit.sharding.table import BUCKET, DTYPES, Table
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Some columns of a table, with all rows placed by one rule.
+
+    Attributes:
+        table: the table.
+        columns: its columns.
+        rule: "mod", "div", "bucket" (like "div", but by whole buckets), or "whole": all rows on one rank.
+        rank: the rank, for rule "whole".
+        base: the slice's first row in the variable: the same on all ranks that hold a part of it.
+    """
+
+    table: Table
+    columns: range
+    rule: str
+    base: int
+    rank: int = 0
+
+    def rows(self, rank: int, size: int) -> range:
+        """Return the table's rows that ``rank`` of ``size`` holds."""
+        if self.rule == "whole":
+            return range(self.table.input_dim if rank == self.rank else 0)
+        if self.rule == "bucket":
+            held = rows_of("div", self.table.buckets, rank, size)
+            return range(held.start * BUCKET, held.stop * BUCKET)
+        return rows_of(self.rule, self.table.input_dim, rank, size)
+
+
+class Held(NamedTuple):
+    """One rank's part of a table in a group's variable."""
+
+    table: Table
+    rows: range
+    columns: range
+    base: int
+
+
+@dataclass
+class Group:
+    """Slices of the same width and dtype, which share a variable.
+
+    Attributes:
+        width: number of columns.
+        dtype: dtype of the variable.
+        rows: number of rows of each rank's variable.
+        slices: the slices, in order of placement.
+        host: whether the variable is in host memory.
+        evicts: the table with eviction if this is its group, or None.
+        optimizer: the tables' Keras optimizer, or None for the model's.
+    """
+
+    width: int
+    dtype: str
+    rows: list[int]
+    slices: list[Slice] = field(default_factory=list)
+    host: bool = False
+    evicts: Table | None = None
+    optimizer: Any = None
+
+    @property
+    def keys(self) -> int:
+        """One more than the largest key."""
+        return 2**63 if self.evicts is not None else max(self.rows) * len(self.rows)
+
+    def held(self, rank: int) -> list[Held]:
+        """Return the part of each table on ``rank``, possibly empty, in an order that all ranks share."""
+        found: dict[str, Held] = {}
+        for part in self.slices:
+            rows = part.rows(rank, len(self.rows))
+            if rows or part.table.name not in found:
+                found[part.table.name] = Held(part.table, rows, part.columns if rows else range(0), part.base)
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All groups, and the slices of each table.
+
+    Attributes:
+        size: number of ranks.
+        groups: the sharded tables' variables.
+        slices: for each sharded table, its slices from left to right, each with its group's number.
+        replicated: tables that are replicated on every rank.
+    """
+
+    size: int
+    groups: tuple[Group, ...]
+    slices: Mapping[str, tuple[tuple[int, Slice], ...]]
+    replicated: tuple[Table, ...]
+
+    @property
+    def keys(self) -> int:
+        """One more than the largest key of any group."""
+        return max((group.keys for group in self.groups), default=0)
+
+
+def lay_out(tables: Sequence[Table], placements: Mapping[str, str], size: int) -> Layout:
+    """Lay out every table.
+
+    Row-sharded tables come first, because their rows have the same offset on every rank. Columns are split into ranges
+    of equal width (the last may be shorter, and is padded), range r for rank r. Unsharded tables are then assigned to
+    the rank with the fewest bytes so far, largest first.
+
+    Args:
+        tables: the tables, in any order that is the same on all ranks.
+        placements: for each table "row" (round robin), "div" (contiguous rows), "column", "table" or "replicated".
+        size: number of ranks.
+
+    Example:
+        >>> layout = lay_out([Table("a", 5, 2), Table("b", 3, 2)], {"a": "row", "b": "table"}, 2)
+        >>> layout.groups[0].rows, [s.base for s in layout.groups[0].slices]
+        ([3, 5], [0, 2])
+    """
+    groups: dict[tuple[int, str, bool, str, str], Group] = {}
+    placed: dict[str, list[tuple[int, Slice]]] = {}
+
+    def add(table: Table, width: int, columns: range, rule: str, rank: int = 0) -> None:
+        alone = table if table.evict else None
+        key = (width, table.dtype, table.host, table.name if alone else "", table.optimizer_key)
+        group = groups.setdefault(key, Group(width, table.dtype, [0] * size, [], table.host, alone, table.optimizer))
+        part = Slice(table, columns, rule, group.rows[rank] if rule == "whole" else max(group.rows), rank)
+        for r in range(size):
+            if rows := len(part.rows(r, size)):
+                group.rows[r] = part.base + rows
+            group.rows[r] += alone is not None
+        group.slices.append(part)
+        placed.setdefault(table.name, []).append((list(groups).index(key), part))
+
+    for table in tables:
+        if (how := placements[table.name]) in ("row", "div"):
+            rule = "bucket" if table.evict else "mod" if how == "row" else "div"
+            add(table, table.output_dim, range(table.output_dim), rule)
+    for table in tables:
+        if placements[table.name] == "column":
+            width = -(-table.output_dim // size)
+            for rank, first in enumerate(range(0, table.output_dim, width)):
+                add(table, width, range(first, min(first + width, table.output_dim)), "whole", rank)
+    for table in sorted(tables, key=lambda t: -t.bytes):
+        if placements[table.name] == "table":
+            held = [sum(g.rows[rank] * g.width * DTYPES[g.dtype] for g in groups.values()) for rank in range(size)]
+            add(table, table.output_dim, range(table.output_dim), "whole", held.index(min(held)))
+    replicated = tuple(t for t in tables if placements[t.name] == "replicated")
+    return Layout(size, tuple(groups.values()), {n: tuple(parts) for n, parts in placed.items()}, replicated)

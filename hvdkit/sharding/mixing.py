@@ -1,0 +1,80 @@
+"""Hash functions of an id: its bucket, and the initial values of its row.
+
+Both must be the same on every rank, at any number of ranks, and regardless of when the id first appears, so they depend
+only on the id. The hash is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", OOPSLA'14).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.errors import describe
+from hvdkit.sharding.initial import Constant, Drawn, rule_of
+
+_GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment
+
+
+def bucket_of(ids: tf.Tensor, buckets: int) -> tf.Tensor:
+    """Return the bucket of each id, 0 to ``buckets - 1``, int64."""
+    return tf.math.floormod(mixed(ids), tf.constant(buckets, tf.int64))
+
+
+def mixed(x: tf.Tensor) -> tf.Tensor:
+    """Return a 64-bit hash of ``x``; both are int64.
+
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;  z ^ (z >> 31)
+    """
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def first_rows(initializer: Any, shape: tuple[int, int], dtype: str, seed: int, table: str) -> Callable[..., tf.Tensor]:
+    """Return the function from ids ``[n]`` to the initial values of their rows ``[n, shape[1]]``.
+
+    Args:
+        initializer: a constant, or a Keras initializer that draws each number independently.
+        shape: the table's shape.
+        dtype: the table's dtype.
+        seed: the layer's seed.
+        table: the table's name.
+
+    Raises:
+        ValueError: the initializer is of another kind.
+    """
+    rule, width = rule_of(initializer, shape, dtype, seed), shape[1]
+    if isinstance(rule, Constant):
+        return lambda ids: tf.fill([tf.size(ids), width], tf.constant(rule.value, dtype))
+    if not isinstance(rule, Drawn):
+        expected = "a number, or Keras's uniform, normal, truncated normal or variance scaling"
+        remedy = "rows of new ids are made one by one"
+        raise ValueError(describe(f"initializer of table {table!r}", initializer, expected, remedy))
+    start = (seed * _GOLDEN + zlib.crc32(table.encode())) % 2**64
+    columns = tf.constant([_int64((c + 1) * _GOLDEN) for c in range(width)], tf.int64)
+
+    def drawn(ids: tf.Tensor) -> tf.Tensor:
+        words = mixed(mixed(ids ^ _signed(start))[:, None] + columns)
+        unit = (tf.cast(_shifted(words, 32), tf.float64) + 0.5) / 2.0**32
+        return tf.cast(rule.from_unit(unit), dtype)
+
+    return drawn
+
+
+def _shifted(x: tf.Tensor, bits: int) -> tf.Tensor:
+    """Shift right as an unsigned number."""
+    unsigned = tf.bitcast(x, tf.uint64)
+    return tf.bitcast(tf.bitwise.right_shift(unsigned, tf.constant(bits, tf.uint64)), tf.int64)
+
+
+def _signed(bits: int) -> tf.Tensor:
+    return tf.constant(_int64(bits), tf.int64)
+
+
+def _int64(bits: int) -> int:
+    bits %= 2**64
+    return bits - 2**64 if bits >= 2**63 else bits

@@ -1,0 +1,286 @@
+"""A variable sharded across ranks by rows: the successor of TensorFlow 1's ``PartitionedVariable``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.collectives import alltoall, tensors
+from hvdkit.collectives.agreement import Call, agree_on_call, attempt
+from hvdkit.collectives.values import graph_safe
+from hvdkit.errors import HvdkitError, describe, integer
+from hvdkit.sharding.faults import Fault, find_fault, is_out_of_range, refused, rows_only
+from hvdkit.sharding.initial import common_seed, initial_blocks
+from hvdkit.sharding.keys import key_dtype, keys_of
+from hvdkit.sharding.partition import Partition, local_row, owner, rows_of
+from hvdkit.sharding.routing import Numbered, look_up
+from hvdkit.sharding.runs import LastLookup
+from hvdkit.sharding.shards import Piece, Shard, mark, write_box
+
+
+class PartitionedVariable:
+    """A variable whose rows are sharded across ranks.
+
+    Rank r of N holds contiguous rows ("div") or every N-th row ("mod"); see :func:`hvdkit.sharding.partition.rows_of`.
+    Initial values depend only on ``seed`` and the global row, not on N.
+
+    Every rank creates it, with the same arguments, and calls :meth:`lookup`, :meth:`gather` and :meth:`assign_rows`;
+    :meth:`assign` and :meth:`apply` do not exchange values.
+
+    Args:
+        shape: global shape ``[rows, ...]``; may have zero rows, or fewer rows than ranks.
+        dtype: a floating-point or integer dtype.
+        initializer: a Keras initializer or its name, a number, or the unsharded array.
+        partition: "div" or "mod".
+        seed: seed of random initializers; None draws one, the same for all ranks.
+        name: name in checkpoints and messages to the user.
+        trainable: whether a ``tf.GradientTape`` watches it.
+
+    Attributes:
+        shape: global shape, a tuple.
+        dtype: a ``tf.DType``.
+        partition: "div" or "mod".
+        name: as given.
+        local: this rank's rows, a ``tf.Variable`` ``[local rows, ...]``, for ``tape.gradient`` and optimizers.
+        local_rows: their global indices, a ``range``.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid.
+        CollectiveMismatchError: ranks passed different arguments.
+
+    Example::
+
+        table = hk.PartitionedVariable((1_000_000, 64), initializer="uniform", partition="mod", seed=1)
+        with tf.GradientTape() as tape:
+            loss = loss_of(table.lookup(ids))
+        optimizer = hk.DistributedOptimizer(keras.optimizers.Adagrad(0.1))
+        optimizer.apply([tape.gradient(loss, table.local)], [table.local])
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: Any = "float32",
+        initializer: Any = "zeros",
+        *,
+        partition: Partition = "div",
+        seed: int | None = None,
+        name: str | None = None,
+        trainable: bool = True,
+    ):
+        self.name = name or "partitioned"
+        call = Call(f"PartitionedVariable(shape={shape}, dtype={dtype}, partition={partition!r}, name={self.name!r})")
+
+        def check() -> None:
+            self.shape = tuple(integer("shape", n, minimum=0) for n in shape)
+            if not self.shape:
+                raise ValueError(describe("shape", shape, "at least one axis", "a scalar cannot be cut"))
+            self.dtype = tf.as_dtype(dtype)
+            if not (self.dtype.is_floating or self.dtype.is_integer):
+                raise TypeError(describe("dtype", self.dtype.name, "numbers", "pass e.g. 'float32'"))
+            if partition not in get_args(Partition):
+                raise ValueError(describe("partition", partition, "'div' or 'mod'", "pass one of them"))
+            call.payload = common_seed(seed, initializer)
+
+        call.problem = attempt(check)
+        common = agree_on_call(call)[0].payload
+        self.partition = partition
+        self.local_rows = rows_of(partition, self.shape[0], cluster.rank(), cluster.size())
+        self.local_index = (self.local_rows, *map(range, self.shape[1:]))
+        self._key_dtype = key_dtype(-(-self.shape[0] // cluster.size()) * cluster.size())
+        with tf.init_scope():
+            self.local = self._make(initializer, common, trainable)
+        piece = Piece("", self.shape, self.local_index, 0, partition)
+        self._last = LastLookup()
+        mark(self.local, Shard(self.name, (piece,), lookup=self._last))
+
+    def _make(self, initializer: Any, seed: int, trainable: bool) -> tf.Variable:
+        zeros = tf.zeros([len(axis) for axis in self.local_index], self.dtype)
+        local = tf.Variable(zeros, trainable=trainable, name=self.name)
+        for start, block in initial_blocks(initializer, self.shape, self.dtype.name, seed, self.local_index):
+            write_box(local, (slice(start, start + len(block)),), block)
+        return local
+
+    def __repr__(self) -> str:
+        held = f"{len(self.local_rows)} of {self.shape[0]} rows on rank {cluster.rank()} of {cluster.size()}"
+        return (
+            f"<hvdkit.PartitionedVariable {self.name!r} {self.dtype.name}{list(self.shape)} {self.partition}: {held}>"
+        )
+
+    @graph_safe
+    def lookup(self, ids: Any) -> tf.Tensor:
+        """Return rows by their global index, from any rank. Differentiable, in eager mode and in graphs.
+
+        Every rank calls it, each with its own ids. The gradient arrives at ``local`` of the ranks that hold the rows,
+        as IndexedSlices summed over all ranks' losses; ``hk.DistributedOptimizer`` converts it to a mean.
+
+        Args:
+            ids: this rank's ids, integers of any shape; may be empty.
+
+        Returns:
+            ``[*ids.shape, *shape[1:]]``.
+
+        Raises:
+            TypeError: ids are not integers.
+            ValueError: on every rank, if an id of any rank is out of range (in a graph,
+                ``tf.errors.InvalidArgumentError``).
+        """
+        try:
+            ids = as_ids(ids, self.name)
+        except (TypeError, ValueError):
+            with contextlib.suppress(ValueError):
+                if tf.executing_eagerly():  # in a graph, a tracing error ends the job; here others would wait
+                    self._look_up(tf.zeros([0], tf.int32), refused())
+            raise
+        flat = tf.reshape(ids, [-1])
+        found = self._look_up(flat, find_fault([rows_only(flat, self.shape[0], f"lookup of {self.name!r}")]))
+        return tf.reshape(found, tf.concat([tf.shape(ids), self.shape[1:]], 0))
+
+    def _look_up(self, flat: tf.Tensor, fault: Fault) -> tf.Tensor:
+        rows = self.shape[0]
+        safe = tf.cast(tf.where(is_out_of_range(flat, rows), tf.zeros_like(flat), flat), self._key_dtype)
+        keys = keys_of(safe, self.partition, rows, cluster.size())
+        return look_up([Numbered(self.local, self._last)], [[keys]], fault, name="hvdkit.lookup")[0][0].spread()
+
+    def gather(self, root: int | None = None) -> np.ndarray | None:
+        """Return the unsharded array on every rank, or only on ``root`` and None elsewhere. Every rank calls it."""
+
+        def check() -> None:
+            if root is not None and not 0 <= integer("root", root, minimum=0) < cluster.size():
+                raise ValueError(describe("root", root, f"a rank, 0 to {cluster.size() - 1}", "pass one"))
+
+        agree_on_call(Call(f"PartitionedVariable({self.name!r}).gather(root={root})", problem=attempt(check)))
+        size, others = cluster.size(), tuple(map(range, self.shape[1:]))
+        indices = [(rows_of(self.partition, self.shape[0], rank, size), *others) for rank in range(size)]
+        return gather_parts(self.local, indices, self.shape, root, "hvdkit.gather")
+
+    def assign(self, full_array: Any) -> None:
+        """Set the entire variable; each rank takes its rows of ``full_array``.
+
+        Raises:
+            ValueError: the array has the wrong shape.
+        """
+        array = np.asarray(full_array)
+        if array.shape != self.shape:
+            raise ValueError(describe("full_array", list(array.shape), f"{list(self.shape)}", "pass the whole array"))
+        rows = self.local_rows
+        self.local.assign(tf.cast(array[rows.start : rows.stop : rows.step], self.dtype))
+
+    def assign_local(self, values: Any) -> None:
+        """Set this rank's rows."""
+        self.local.assign(tf.cast(values, self.dtype))
+
+    def assign_rows(self, ids: Any, rows: Any) -> None:
+        """Set individual rows on any rank. Every rank calls it, each with its own, possibly empty ids.
+
+        If a row is given more than once, the highest rank's value is used, and of one rank the last.
+
+        Args:
+            ids: global rows, ``[k]``.
+            rows: their values, ``[k, *shape[1:]]``.
+
+        Raises:
+            ValueError, TypeError: an id of this rank is out of range, or its values have the wrong shape.
+            CollectiveMismatchError: another rank's ids or values are invalid.
+        """
+        call = Call(f"PartitionedVariable({self.name!r}).assign_rows()")
+        ids_given, rows_given = ids, rows
+        given: list[np.ndarray] = []
+
+        def check() -> None:
+            ids = np.asarray(ids_given)
+            values = np.asarray(rows_given, self.dtype.as_numpy_dtype)
+            if not ids.size and not values.size:
+                ids, values = np.zeros(0, np.int64), np.zeros((0, *self.shape[1:]), values.dtype)
+            given.extend((ids, values))
+            if ids.dtype.kind not in "iu" or ids.ndim != 1:
+                raise TypeError(
+                    describe("ids", f"{ids.dtype}{list(ids.shape)}", "integers [k]", "flatten or cast them")
+                )
+            if values.shape != (len(ids), *self.shape[1:]):
+                expected = f"{[len(ids), *self.shape[1:]]}, one row for each id"
+                raise ValueError(describe("rows", list(values.shape), expected, "pass as many rows as ids"))
+            if len(ids) and not 0 <= ids.min() <= ids.max() < self.shape[0]:
+                raise ValueError(
+                    describe("ids", f"{ids.min()} to {ids.max()}", f"0 to {self.shape[0] - 1}", "check them")
+                )
+
+        call.problem = attempt(check)
+        agree_on_call(call)
+        self._scatter(given[0].astype(np.int64), given[1])
+
+    def _scatter(self, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Send rows to their owners, who write them."""
+        total, size = self.shape[0], cluster.size()
+        owners = owner(self.partition, ids, total, size) if total else ids
+        order = np.argsort(owners, kind="stable")
+        splits = np.bincount(owners, minlength=size)[:size].astype(np.int32)
+        values = rows[order].astype(self.dtype.as_numpy_dtype)
+        places = alltoall(local_row(self.partition, ids[order], total, size) if total else ids, splits)[0]
+        received = alltoall(values, splits)[0]
+        _, last = np.unique(places[::-1], return_index=True)  # the last of duplicates
+        kept = len(places) - 1 - last
+        self.local.scatter_update(tf.IndexedSlices(tf.constant(received[kept], self.dtype), places[kept]))
+
+    def apply(self, fn: Callable[[tf.Tensor], Any]) -> None:
+        """Set this rank's rows to ``fn(local)``, without communication.
+
+        Args:
+            fn: a function from a tensor ``[local rows, ...]`` to one of the same shape.
+
+        Raises:
+            ValueError: the result has a different shape.
+
+        Example::
+
+            variable.apply(lambda rows: rows * 2 + 1)
+        """
+        result = tf.cast(fn(self.local.read_value()), self.dtype)
+        if result.shape != self.local.shape:
+            expected = f"{list(self.local.shape)}, as it was given"
+            raise ValueError(describe("fn", f"a result of shape {list(result.shape)}", expected, "keep the shape"))
+        self.local.assign(result)
+
+
+def as_ids(ids: Any, name: str) -> tf.Tensor:
+    """Return ``ids`` as a tensor of int32, int64 or uint64. Raises TypeError if they are not integers."""
+    tensor = tf.convert_to_tensor(ids) if tf.is_tensor(ids) or np.size(ids) else tf.zeros(np.shape(ids), tf.int64)
+    if not tensor.dtype.is_integer:
+        raise TypeError(
+            describe(f"ids of {name!r}", tensor.dtype.name, "integers", "cast them with tf.cast(ids, 'int64')")
+        )
+    return tensor if tensor.dtype in (tf.int32, tf.int64, tf.uint64) else tf.cast(tensor, tf.int64)
+
+
+def gather_parts(
+    local: Any, indices: Sequence[tuple[range, ...]], shape: tuple[int, ...], root: int | None, name: str
+) -> np.ndarray | None:
+    """Assemble the ranks' parts on all ranks (``root`` None), or only on ``root`` and return None elsewhere.
+
+    Args:
+        local: this rank's part.
+        indices: for each rank, the global indices that it holds along each axis.
+        shape: global shape.
+    """
+    if tf.inside_function():
+        raise HvdkitError("gather: called inside tf.function; call it outside, it returns an array")
+    size, mine = cluster.size(), tf.reshape(tf.convert_to_tensor(local), [-1])
+    if size > 1 and root is None:
+        mine = tensors.allgather(mine, name)
+    elif size > 1:
+        splits = [int(mine.shape[0]) * (rank == root) for rank in range(size)]
+        mine = tensors.alltoall(mine, tf.constant(splits, tf.int32), name)[0]
+        if cluster.rank() != root:
+            return None
+    received, result, start = mine.numpy(), np.empty(shape, mine.dtype.as_numpy_dtype), 0
+    for index in indices:
+        extents = [len(axis) for axis in index]
+        end = start + int(np.prod(extents))
+        result[tuple(slice(i.start, i.stop, i.step) for i in index)] = received[start:end].reshape(extents)
+        start = end
+    return result

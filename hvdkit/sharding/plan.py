@@ -1,0 +1,212 @@
+"""Plan a placement of tables that fits into memory, and count the bytes on every rank.
+
+All figures are for one rank, with V rows of D numbers of b bytes, S slots, N ranks, and k the rows that one example
+looks up in the table:
+
+    weights     (rows held) * (columns held) * b, plus 17 per row of a table with eviction: id, last use, new or not
+    slots       S * (rows held) * (columns held) * b; with a per-table optimizer, S is that optimizer's
+    host        weights and slots of the tables in host memory, which are not included above
+    gradients   the rows that one step updates at their owner, at most min(rows held, N * batch * k) * D * b; with an
+                optimizer that updates entire shards, twice the rows held: their gradient and temporary memory
+    exchange    bytes sent and received per step: ids once and rows twice, batch * k * (i + 2 * D * b), i = 4 or 8
+
+``batch`` is the batch size of one rank. The last two are upper bounds: repeated ids are sent once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdkit.errors import PlanError, describe, integer
+from hvdkit.sharding.layout import Layout, lay_out
+from hvdkit.sharding.table import DTYPES, PLACEMENTS, Table, check_tables
+
+# Optimizers that update the entire shard, not only the gradient's rows (``sparse_updates="auto"``).
+WHOLE_SHARDS = ("momentum", "rmsprop", "ftrl")
+# Slots per table element. FTRL has an accumulator and a linear term.
+SLOTS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "rmsprop": 1, "ftrl": 2, "amsgrad": 3}
+_EVICTING_BYTES = 8 + 8 + 1
+# Averaging a dense gradient up to this size is cheaper than routing rows.
+REPLICATED_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank, by purpose."""
+
+    weights: int
+    slots: int
+    gradients: int
+    exchange: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them except ``host``: the memory needed on the GPU, if there is one."""
+        return self.weights + self.slots + self.gradients + self.exchange
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The placement of every table, and its memory. Its ``str()`` is a table.
+
+    Attributes:
+        tables: the tables.
+        size: number of ranks.
+        placements: for each table "row", "div", "column", "table" or "replicated".
+        ranks: bytes of each rank.
+        memory_bytes: the memory limit, or None.
+    """
+
+    tables: tuple[Table, ...]
+    size: int
+    placements: Mapping[str, str]
+    ranks: tuple[RankBytes, ...]
+    memory_bytes: int | None = None
+
+    def __str__(self) -> str:
+        head = f"{'table':20} {'rows':>14} {'width':>6} {'whole':>10}  placement"
+        lines = [head] + [
+            f"{t.name:20} {t.input_dim:14,} {t.output_dim:6} {shown(t.bytes):>10}  {self.placements[t.name]}"
+            for t in self.tables
+        ]
+        hosts = any(b.host for b in self.ranks)
+        head = f"{'rank':>4} {'weights':>10} {'slots':>10} {'gradients':>10} {'exchange':>10} {'total':>10}"
+        lines += ["", head + (f" {'host':>10}" if hosts else "")]
+        lines += [
+            f"{rank:4} {shown(b.weights):>10} {shown(b.slots):>10} {shown(b.gradients):>10} {shown(b.exchange):>10} "
+            f"{shown(b.total):>10}" + (f" {shown(b.host):>10}" if hosts else "")
+            for rank, b in enumerate(self.ranks)
+        ]
+        if self.memory_bytes is not None:
+            lines.append(f"limit {shown(self.memory_bytes)} a rank")
+        return "\n".join(lines)
+
+
+def shown(count: float) -> str:
+    """Return a human-readable number of bytes.
+
+    Example:
+        >>> shown(1536)
+        '1.5 KiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def plan_tables(
+    tables: Sequence[Table],
+    size: int,
+    *,
+    memory_bytes: int | None = None,
+    optimizer: str = "sgd",
+    batch_size: int = 1024,
+    ids_per_example: int = 1,
+    placements: Mapping[str, str] | None = None,
+) -> Plan:
+    """Choose a placement for every table, and check before anything is allocated that it fits into memory.
+
+    Tables of at most 64 KiB are replicated, so that their gradients are sent with the dense ones. All others are
+    sharded by rows, round robin: every rank holds an equal part of each, regardless of the distribution of ids. If the
+    memory limit requires it, replicated tables are sharded as well, and tables with fewer rows than ranks by columns.
+
+    Args:
+        tables: the tables.
+        size: number of ranks.
+        memory_bytes: memory limit of one rank; None for unlimited.
+        optimizer: "sgd", "momentum", "adagrad", "adam", "amsgrad", "rmsprop" or "ftrl".
+        batch_size: examples per batch on each rank.
+        ids_per_example: rows that an example looks up in each feature.
+        placements: explicit placements of some tables; the planner chooses the others.
+
+    Returns:
+        The plan; ``print`` it.
+
+    Raises:
+        PlanError: no placement fits; the message names the fullest rank and the bytes that it needs.
+        ValueError, TypeError: an argument is out of range.
+
+    Example::
+
+        print(hk.plan_tables([hk.layers.Table("items", 10_000_000, 64)], 4, optimizer="adagrad", batch_size=4096))
+    """
+    listed, size = check_tables(tables), integer("size", size, minimum=1)
+    batch = integer("batch_size", batch_size, minimum=1) * integer("ids_per_example", ids_per_example, minimum=1)
+    if optimizer not in SLOTS:
+        raise ValueError(describe("optimizer", optimizer, f"one of {sorted(SLOTS)}", "pass its name"))
+    if memory_bytes is not None:
+        memory_bytes = integer("memory_bytes", memory_bytes, minimum=1)
+    by_hand = _checked_placements(placements or {}, listed)
+    for limit, few in ((REPLICATED_BYTES, 0), (0, 0), (0, size)):  # shard tiny tables only if memory requires it
+        chosen = {t.name: by_hand.get(t.name) or _chosen(t, limit, few) for t in listed}
+        ranks = _count(lay_out(listed, chosen, size), optimizer, batch)
+        plan = Plan(listed, size, chosen, ranks, memory_bytes)
+        if memory_bytes is None or max(b.total for b in ranks) <= memory_bytes:
+            return plan
+    fullest = max(range(size), key=lambda rank: ranks[rank].total)
+    raise PlanError(
+        describe(
+            "memory_bytes",
+            f"{memory_bytes:,} ({shown(memory_bytes or 0)})",
+            f"at least {ranks[fullest].total:,} ({shown(ranks[fullest].total)}), which rank {fullest} of {size} needs",
+            "start more ranks, take a smaller batch or an optimizer with fewer slots, or tables with host=True",
+        )
+    )
+
+
+def _chosen(table: Table, limit: int, few: int) -> str:
+    if table.evict:
+        return "row"
+    return "replicated" if table.bytes <= limit else "column" if table.input_dim < few else "row"
+
+
+def _checked_placements(placements: Mapping[str, str], tables: Sequence[Table]) -> Mapping[str, str]:
+    names, evicting = [table.name for table in tables], [table.name for table in tables if table.evict]
+    for name, placement in placements.items():
+        if name not in names:
+            raise ValueError(describe("placements", f"table {name!r}", f"one of {names}", "check its name"))
+        if placement not in PLACEMENTS:
+            expected = "one of " + ", ".join(PLACEMENTS)
+            raise ValueError(describe(f"placements[{name!r}]", placement, expected, "pass one of them"))
+        if name in evicting and placement != "row":
+            raise ValueError(describe(f"placements[{name!r}]", placement, "'row' for a table that evicts", "pass it"))
+    return placements
+
+
+def _count(layout: Layout, optimizer: str, batch: int) -> tuple[RankBytes, ...]:
+    found = []
+    for rank in range(layout.size):
+        held = [(t.bytes, 0, SLOTS[_rule(t.optimizer, optimizer)], t.host) for t in layout.replicated]
+        gradients, exchange = sum(t.bytes for t in layout.replicated), 0
+        for group in layout.groups:
+            row, rule = group.width * DTYPES[group.dtype], _rule(group.optimizer, optimizer)
+            more = _EVICTING_BYTES * group.rows[rank] * (group.evicts is not None)
+            held.append((group.rows[rank] * row, more, SLOTS[rule], group.host))
+            for part in group.slices:
+                looked_up = batch * len(part.table.features)
+                rows = len(part.rows(rank, layout.size))
+                gradients += (2 * rows if rule in WHOLE_SHARDS else min(rows, looked_up * layout.size)) * row
+                if layout.size > 1:
+                    exchange += looked_up * ((4 if layout.keys < 2**31 else 8) + 2 * row)
+        host = sum(weights * (1 + slots) + more for weights, more, slots, host in held if host)
+        own_slots = sum(slots * weights for weights, _, slots, host in held if not host)
+        weights = sum(weights + more for weights, more, _, host in held if not host)
+        found.append(RankBytes(weights, own_slots, gradients, exchange, host))
+    return tuple(found)
+
+
+def _rule(own: Any, default: str) -> str:
+    """Return the name under which an optimizer's slots are counted; ``default`` for a table without an optimizer."""
+    if own is None:
+        return default
+    name = type(own).__name__.lower()
+    if name == "sgd":
+        return "momentum" if own.momentum else "sgd"
+    if name in ("adam", "adamw"):
+        return "amsgrad" if own.amsgrad else "adam"
+    return name if name in SLOTS else "amsgrad"  # the maximum, for unknown optimizers

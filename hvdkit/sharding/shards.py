@@ -1,0 +1,231 @@
+"""Registry of variables that are not replicated: shards, parts of sharded optimizer slots, and local variables.
+
+All other variables are replicated: equal on all ranks, with averaged gradients and the chief's initial values.
+Optimizers, checkpoints and comparisons read the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.cluster.mesh import coordinates
+from hvdkit.collectives.marks import WeakRegistry
+from hvdkit.sharding.partition import FLAT
+from hvdkit.sharding.runs import LastLookup
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a table that a variable of this rank holds.
+
+    Attributes:
+        table: the table's name.
+        shape: its global shape.
+        index: the global indices that this rank holds along each axis, in local order.
+        start: first row of the part in the variable.
+        partition: name of the partitioning rule, for messages.
+    """
+
+    table: str
+    shape: tuple[int, ...]
+    index: tuple[range, ...]
+    start: int
+    partition: str
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The region of the variable that holds the part. Columns beyond it are padding."""
+        rows, *others = self.index
+        return (slice(self.start, self.start + len(rows)), *(slice(0, len(axis)) for axis in others))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Contents of a sharded variable: parts of one or more tables of equal width, stacked by rows.
+
+    Attributes:
+        owner: name of the layer or variable that the tables belong to.
+        pieces: the tables' parts. Rows outside of them are unused.
+        slot: name of the optimizer's slot ("momentum"); None for the weights.
+        uses: a ``hvdkit.sharding.vocabulary.Uses`` if rows can be reassigned to other ids; else None.
+        axis: axis of the mesh along which ranks hold different parts; along other axes they hold the same part. None if
+            every rank holds its own part.
+        lookup: the last lookup of its rows across ranks, for their update; None if rows are not read by lookups.
+    """
+
+    owner: str
+    pieces: tuple[Piece, ...]
+    slot: str | None = None
+    axis: str | None = None
+    uses: Any = None
+    lookup: LastLookup | None = field(default=None, compare=False, repr=False)
+
+    def of_slot(self, slot: str) -> Shard:
+        """Return the contents of a slot of this variable."""
+        return replace(self, slot=slot, uses=None, lookup=None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Contents of a sharded slot of a replicated variable.
+
+    Attributes:
+        shape: global shape of the slot, equal to that of its variable.
+        elements: the elements that this rank holds, in row-major order; may be empty.
+    """
+
+    shape: tuple[int, ...]
+    elements: range
+
+
+@dataclass(frozen=True)
+class Local:
+    """Contents of a local variable and its slots: values of this rank, unrelated to those of other ranks."""
+
+
+Holding: TypeAlias = Shard | Run | Local
+
+_HOLDINGS: WeakRegistry[Holding] = WeakRegistry()
+
+
+def mark(variable: Any, holding: Holding | None) -> None:
+    """Register what a TensorFlow or Keras ``variable`` holds; None: replicated values."""
+    inner = getattr(variable, "_value", None)
+    for each in (variable, inner) if isinstance(inner, tf.Variable) else (variable,):
+        if holding is None:
+            _HOLDINGS.discard(each)
+        else:
+            _HOLDINGS.set(each, holding)
+
+
+def holding_of(variable: Any) -> Holding | None:
+    """Return what ``variable`` holds, or None if it is replicated."""
+    return _HOLDINGS.get(variable) or _HOLDINGS.get(getattr(variable, "_value", None))
+
+
+def shard_of(variable: Any) -> Shard | None:
+    """Return the shard that ``variable`` holds, or None."""
+    holding = holding_of(variable)
+    return holding if isinstance(holding, Shard) else None
+
+
+def run_of(variable: Any) -> Run | None:
+    """Return the elements that ``variable`` holds, or None if it is not a sharded slot."""
+    holding = holding_of(variable)
+    return holding if isinstance(holding, Run) else None
+
+
+def is_local(variable: Any) -> bool:
+    """Return True if ``variable`` is a local variable, or a slot of one."""
+    return isinstance(holding_of(variable), Local)
+
+
+def is_part(variable: Any) -> bool:
+    """Return True if ranks hold different values in ``variable``: a shard, a sharded slot, or local values."""
+    return holding_of(variable) is not None
+
+
+def assign_whole(variable: Any, whole: Any) -> None:
+    """Set ``variable`` to ``whole``, or a sharded slot to its elements of ``whole``."""
+    if (run := run_of(variable)) is not None:
+        whole = tf.reshape(whole, [-1])[run.elements.start : run.elements.stop]
+        whole = tf.reshape(whole, variable.shape)
+    variable.assign(whole)
+
+
+class RunState:
+    """A rank's part of a sharded slot, as a ``hvdkit.checkpoint.state.ShardedState`` for checkpoints.
+
+    Attributes:
+        shape: global shape.
+        dtype: the variable's dtype.
+        partition: "flat": the index counts the elements in row-major order.
+        local_index: this rank's elements.
+    """
+
+    partition = FLAT
+
+    def __init__(self, variable: Any, run: Run):
+        self._variable = getattr(variable, "_value", variable)
+        self.shape, self.dtype, self.local_index = run.shape, self._variable.dtype, (run.elements,)
+
+    @property
+    def local(self) -> Any:
+        """This rank's elements, ``[len(local_index[0])]``."""
+        return self._variable if self._variable.shape.rank == 1 else tf.reshape(self._variable, [-1])
+
+    def assign_local(self, values: Any) -> None:
+        """Set this rank's elements to ``values``."""
+        self._variable.assign(tf.reshape(values, self._variable.shape))
+
+
+def write_box(variable: tf.Variable, box: Sequence[slice], values: Any) -> None:
+    """Write a part of ``variable`` in place; ``variable[box].assign`` would first read and copy it."""
+    begin, end = [axis.start for axis in box], [axis.stop for axis in box]
+    value = tf.convert_to_tensor(values, variable.dtype)
+    tf.raw_ops.ResourceStridedSliceAssign(
+        ref=variable.handle, begin=begin, end=end, strides=[1] * len(begin), value=value
+    )
+
+
+class PieceState:
+    """One table's part of a variable, as a ``hvdkit.checkpoint.state.ShardedState`` for checkpoints.
+
+    Attributes:
+        name: owner and name of the table and, for a slot, the slot's name.
+        shape: global shape.
+        dtype: the variable's dtype.
+        partition: name of the partitioning rule.
+        local_index: the global indices that this rank holds along each axis.
+    """
+
+    def __init__(self, variable: Any, shard: Shard, piece: Piece):
+        self._variable = getattr(variable, "_value", variable)
+        self._box = piece.box
+        words = (shard.owner, piece.table, shard.slot)
+        self.name = "/".join(word for word in words if word)
+        self.shape, self.dtype, self.partition = piece.shape, self._variable.dtype, piece.partition
+        self.local_index = piece.index
+        # Ranks along the mesh's other axes hold the same part: one of them writes it.
+        self.is_writer = shard.axis is None or cluster.rank() == min(_holders(shard.axis))
+
+    @property
+    def local(self) -> Any:
+        """This rank's part, ``[len(i) for i in local_index]``."""
+        if self._is_whole():
+            return self._variable
+        return tf.constant(self.read_rows(0, len(self.local_index[0])))
+
+    def read_rows(self, start: int, stop: int) -> np.ndarray:
+        """Return rows ``[start, stop)`` of this rank's part. For a variable updated by rows, this copies the least."""
+        first, *columns = self._box
+        rows = self._variable.sparse_read(tf.range(first.start + start, first.start + stop))
+        return np.ascontiguousarray(rows.numpy()[(slice(None), *columns)])
+
+    def assign_local(self, values: Any) -> None:
+        """Set this rank's part to ``values``."""
+        if self._is_whole():
+            self._variable.assign(values)
+        else:
+            write_box(self._variable, self._box, values)
+
+    def _is_whole(self) -> bool:
+        return tuple(len(i) for i in self.local_index) == tuple(self._variable.shape)
+
+
+def _holders(axis: str) -> list[int]:
+    """Return the ranks that hold the same part as this rank if tables are sharded along ``axis``."""
+    mesh, mine = cluster.cluster().mesh, cluster.group(axis).index
+    return [rank for rank in range(cluster.size()) if coordinates(rank, mesh).get(axis, 0) == mine]
+
+
+def piece_states(variable: Any) -> list[PieceState]:
+    """Return the tables' parts of a sharded variable; empty for other variables."""
+    shard = shard_of(variable)
+    return [] if shard is None else [PieceState(variable, shard, piece) for piece in shard.pieces]

@@ -1,0 +1,187 @@
+"""The mapping from ids to rows in a table with eviction.
+
+A rank's rows are grouped in buckets of W. An id hashes to one bucket and may occupy any row of it: a lookup compares
+the id with W others, and a new id takes a free row of its bucket, or evicts the id that was requested least recently
+(lru) or in the fewest steps (lfu). This is a set-associative cache, like GPU hash tables for embeddings (NVIDIA's
+HierarchicalKV). It works without a hash table op, runs on GPUs, and a bucket's owner is computed arithmetically, so
+checkpoints can be restored at any number of ranks.
+
+The mapping depends only on ids and steps: with equal global batches an id has the same row at any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.errors import describe
+from hvdkit.sharding.mixing import bucket_of
+from hvdkit.sharding.table import BUCKET
+
+# A reserved id that marks free rows.
+NO_ID = -(2**63)
+# `used` packs (number of steps that requested the row, for lfu) * _STEPS + the last of these steps.
+_STEPS = 2**40
+_MOST_STEPS = 2**22
+# Rows looked up since the last update await gradients and are not evicted, but for at most this many lookups: otherwise
+# a program that never updates would fill the table.
+_PATIENCE = 16
+
+
+@dataclass(frozen=True)
+class Uses:
+    """The usage of each row: variables ``[buckets of this rank, W]``, and the step.
+
+    Attributes:
+        ids: int64, the id that occupies the row.
+        used: int64, when it was requested, -1 for never.
+        fresh: bool, whether the row was assigned to a new id since the optimizer's last update.
+        clock: int64 ``[2]``, equal on all ranks: the number of lookups, now and at the last update.
+    """
+
+    ids: tf.Variable
+    used: tf.Variable
+    fresh: tf.Variable
+    clock: tf.Variable
+
+
+class Vocabulary:
+    """The rows of one table on this rank, by id: a source for ``hvdkit.sharding.routing``.
+
+    Args:
+        rows: this rank's rows, ``[buckets * W + 1, width]``; the last row is unused and stays zero.
+        uses: the usage of the rows.
+        buckets: the buckets of this rank.
+        total: number of all buckets.
+        evict: "lru" or "lfu".
+        first_rows: the function from ids to initial values, see ``hvdkit.sharding.mixing``.
+        table: the table's name, for messages.
+        training: True: new ids are assigned rows. False: they are not. None: unspecified; gradients raise an error.
+    """
+
+    def __init__(
+        self,
+        rows: tf.Variable,
+        uses: Uses,
+        *,
+        buckets: range,
+        total: int,
+        evict: str,
+        first_rows: Callable[[tf.Tensor], tf.Tensor],
+        table: str,
+        training: bool | None,
+    ):
+        self.rows, self._uses, self._buckets, self._total = rows, uses, buckets, total
+        self._counts, self._first_rows, self._table = evict == "lfu", first_rows, table
+        self._training = training
+
+    def route(self, ids: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the owner of each id, int32, and the ids to send to it."""
+        each, longer = divmod(self._total, size)  # same as hvdkit.sharding.partition.owner for "div"
+        bucket = bucket_of(ids, self._total)
+        rank = tf.maximum(bucket // (each + 1), (bucket - longer) // max(each, 1))
+        return tf.cast(rank, tf.int32), ids
+
+    def read(self, ids: tf.Tensor) -> tf.Tensor:
+        """Return the rows of ids ``[n]``, ``[n, width]``; zeros for ids without a row."""
+        with tf.device(self.rows.device):
+            distinct, place = tf.unique(ids)
+            places = tf.gather(self._find(distinct), place)
+            nobody = tf.equal(places, self._nobody)
+            rows = self.rows.sparse_read(places)
+            rows = tf.where(nobody[:, None], tf.zeros_like(rows), rows)
+            return self._without_gradient(rows) if self._training is None else rows
+
+    def _without_gradient(self, rows: tf.Tensor) -> tf.Tensor:
+        """Raise in the gradient if ``training`` was not specified: new ids would silently never learn."""
+        remedy = "pass training=True on to the layer (a model's own call has to take it), or False to keep its ids"
+        expected = f"True where table {self._table!r}, whose ids change, learns"
+        return tf.raw_ops.PreventGradient(input=rows, message=describe("training", None, expected, remedy))
+
+    @property
+    def _nobody(self) -> int:
+        return len(self._buckets) * BUCKET
+
+    def _find(self, ids: tf.Tensor) -> tf.Tensor:
+        """Return the row of each of the distinct ids; in training, assign rows to new ids."""
+        clock = None
+        if self._training:
+            with tf.control_dependencies([ids]):  # a rejected step must not change the state
+                clock = self._uses.clock.assign_add([1, 0])
+        if not self._buckets:  # fewer buckets than ranks: this rank gets only empty requests
+            return tf.fill([tf.size(ids)], tf.constant(self._nobody, tf.int64))
+        bucket = bucket_of(ids, self._total) - self._buckets.start
+        real = ids != tf.constant(NO_ID, tf.int64)
+        hits = tf.logical_and(self._uses.ids.sparse_read(bucket) == ids[:, None], real[:, None])
+        found, way = tf.reduce_any(hits, 1), tf.argmax(tf.cast(hits, tf.int8), 1)
+        places = tf.where(found, bucket * BUCKET + way, self._nobody)
+        if clock is None:
+            return places
+        now, floor = clock[0], tf.maximum(clock[1], clock[0] - _PATIENCE)
+        self._touch(tf.boolean_mask(tf.stack([bucket, way], 1), found), now)
+        missing = tf.where(tf.logical_and(tf.logical_not(found), real))[:, 0]
+        return tf.cond(
+            tf.size(missing) > 0, lambda: self._take_in(ids, bucket, places, missing, now, floor), lambda: places
+        )
+
+    def _touch(self, places: tf.Tensor, now: tf.Tensor) -> None:
+        """Record a request for rows ``[n, 2]`` (bucket, way)."""
+        steps = tf.zeros_like(places[:, 0])
+        if self._counts:
+            steps = tf.minimum(self._uses.used.gather_nd(places) // _STEPS + 1, _MOST_STEPS)
+        self._uses.used.scatter_nd_update(places, steps * _STEPS + now)
+
+    def _take_in(
+        self, ids: tf.Tensor, bucket: tf.Tensor, places: tf.Tensor, missing: tf.Tensor, now: tf.Tensor, floor: tf.Tensor
+    ) -> tf.Tensor:
+        """Assign rows to the ids at ``missing``; return the rows of all ids.
+
+        The new ids of a bucket, in ascending order, take its least used rows. Rows used in this step, or looked up
+        since the last update, are not evicted. If a bucket runs out of rows, the remaining ids get zeros in this step.
+        """
+        order = tf.argsort(tf.gather(ids, missing), stable=True)
+        missing = tf.gather(missing, order)
+        missing = tf.gather(missing, tf.argsort(tf.gather(bucket, missing), stable=True))
+        bucket = tf.gather(bucket, missing)
+        turn = tf.range(tf.size(bucket)) - tf.searchsorted(bucket, bucket, side="left")
+        used = self._uses.used.sparse_read(bucket)
+        busy = tf.logical_and(used >= 0, used % _STEPS > floor)
+        ways = tf.argsort(tf.where(busy, tf.int64.max, used), axis=1, stable=True)
+        fits = turn < BUCKET - tf.reduce_sum(tf.cast(busy, tf.int32), 1)
+        way = tf.gather(ways, tf.minimum(turn, BUCKET - 1), batch_dims=1)
+        missing, bucket = tf.boolean_mask(missing, fits), tf.boolean_mask(bucket, fits)
+        place = tf.stack([bucket, tf.cast(tf.boolean_mask(way, fits), tf.int64)], 1)
+        self._give(place, tf.gather(ids, missing), now)
+        return tf.tensor_scatter_nd_update(places, missing[:, None], place[:, 0] * BUCKET + place[:, 1])
+
+    def _give(self, place: tf.Tensor, ids: tf.Tensor, now: tf.Tensor) -> None:
+        """Assign the rows at ``place`` to new ids, and initialize them."""
+        uses, first = self._uses, _STEPS if self._counts else 0
+        uses.ids.scatter_nd_update(place, ids)
+        uses.used.scatter_nd_update(place, tf.fill([tf.size(ids)], first + now))
+        uses.fresh.scatter_nd_update(place, tf.fill([tf.size(ids)], True))
+        rows = place[:, 0] * BUCKET + place[:, 1]
+        self.rows.scatter_update(tf.IndexedSlices(self._first_rows(ids), rows))
+
+
+def take_fresh(uses: Uses, gradient: Any, whole: bool) -> tf.Tensor:
+    """Return the rows assigned to new ids since the last update, and clear their flags; called before an update.
+
+    Args:
+        uses: the usage of the rows.
+        gradient: the gradient of the table's rows.
+        whole: check all rows, not only those in the gradient.
+    """
+    uses.clock.assign(tf.stack([uses.clock[0], uses.clock[0]]))
+    if isinstance(gradient, tf.IndexedSlices) and not whole:
+        rows = tf.cast(gradient.indices, tf.int64)
+        rows = tf.boolean_mask(rows, rows < uses.fresh.shape[0] * BUCKET)
+        places = tf.stack([rows // BUCKET, rows % BUCKET], 1)
+        places = tf.boolean_mask(places, uses.fresh.gather_nd(places))
+    else:
+        places = tf.where(uses.fresh)
+    uses.fresh.scatter_nd_update(places, tf.fill([tf.shape(places)[0]], False))
+    return places[:, 0] * BUCKET + places[:, 1]
