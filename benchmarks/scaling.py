@@ -26,7 +26,7 @@ from processes import BIN, environment, launch  # noqa: E402
 from ring import NAMES, RATES  # noqa: E402
 
 from hvdkit.commands.plan.cost import Link, fit, step  # noqa: E402
-from hvdkit.commands.plan.measured import Gradient, Measured  # noqa: E402
+from hvdkit.commands.plan.measured import Gradient, Measurements  # noqa: E402
 from hvdkit.commands.plan.scaling import CYCLE_SECONDS, doublings, scaling  # noqa: E402
 
 LIMIT = 0.15
@@ -75,7 +75,7 @@ def inside(host: Host, *words: object) -> list[str]:
     return [*host.enter, str(BIN / words[0]), *map(str, words[1:])]
 
 
-def tuned(hosts: Sequence[Host], model: str, folder: Path) -> Measured:
+def tuned(hosts: Sequence[Host], model: str, folder: Path) -> Measurements:
     """Measure a model on two hosts."""
     file = folder / f"{model}.json"
     listed = ",".join(f"{host.address}:1" for host in hosts[:2])
@@ -83,7 +83,7 @@ def tuned(hosts: Sequence[Host], model: str, folder: Path) -> Measured:
     env = environment(PYTHONPATH=str(ROOT))
     tune = inside(hosts[0], "hvdkit", "tune", "-H", listed, "--model", model, "--save", file, *quick)
     launch([tune], env=env, timeout=900)
-    return Measured.load(file)
+    return Measurements.load(file)
 
 
 def timed(hosts: Sequence[Host], model: str, size: int, folder: Path, steps: int) -> float:
@@ -96,14 +96,14 @@ def timed(hosts: Sequence[Host], model: str, size: int, folder: Path, steps: int
     return float(json.loads(file.read_text())["runs"][0]["ms_per_step"]) / 1000
 
 
-def predicted(measured: Measured, size: int) -> float:
+def predicted(measured: Measurements, size: int) -> float:
     """Return the predicted seconds of a step on ``size`` hosts that share this machine's cores."""
     link = fit(measured.exchanges, measured.copy, CYCLE_SECONDS)
     crowd = math.ceil(size / CORES) * max(1.0, measured.compute_together / measured.compute_alone)
     return step(measured, size, link, crowd=crowd if size > 1 else 1.0, bucket_bytes=BUCKET_BYTES).total
 
 
-def compare(hosts: Sequence[Host], model: str, rate: str, config: Config) -> tuple[Measured, list[list[object]]]:
+def compare(hosts: Sequence[Host], model: str, rate: str, config: Config) -> tuple[Measurements, list[list[object]]]:
     """Return the last measurement of a model, and a row for each number of hosts with predicted and measured steps."""
     expected: dict[int, list[float]] = {size: [] for size in SIZES}
     found: dict[int, list[float]] = {size: [] for size in SIZES}
@@ -128,9 +128,9 @@ def _spread(seconds: Sequence[float]) -> str:
     return f"{1e3 * statistics.median(seconds):.0f} ({1e3 * min(seconds):.0f}-{1e3 * max(seconds):.0f})"
 
 
-def measure(hosts: Hosts, config: Config) -> tuple[dict[str, Measured], list[list[object]]]:
+def measure(hosts: Hosts, config: Config) -> tuple[dict[str, Measurements], list[list[object]]]:
     """Return each model's measurement on two hosts with links of the first rate, and the rows of all rates."""
-    every: dict[str, Measured] = {}
+    every: dict[str, Measurements] = {}
     rows: list[list[object]] = []
     for rate in config.rates:
         for host in hosts:
@@ -145,7 +145,7 @@ def measure(hosts: Hosts, config: Config) -> tuple[dict[str, Measured], list[lis
     return every, rows
 
 
-def extrapolated(every: dict[str, Measured]) -> tuple[Sheet, Picture]:
+def extrapolated(every: dict[str, Measurements]) -> tuple[Sheet, Picture]:
     """Return the predicted efficiency of all models on many ranks, by link."""
     rows: list[list[object]] = []
     curves: dict[str, list[list[float]]] = {}
@@ -169,7 +169,7 @@ def published() -> Sheet:
         early = [Gradient(int(4e6 * (weights - late) / 40), 1 - i / 60) for i in range(40)]
         gradients = (*early, Gradient(int(4e6 * late), 0.35))
         compute = 64 / speed
-        measured = Measured(
+        measured = Measurements(
             model=name, batch=64, ranks=1, local_ranks=4, compute_alone=compute, compute_together=compute,
             spread=0.01 * compute, gradients=gradients, copy=0.0, exchanges=(),
         )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import hvdkit as hk  # first: a launched rank must load TensorFlow and MPI in this order
 from hvdkit.commands import parsing
-from hvdkit.machine.launcher import promised
+from hvdkit.machine.launcher import launched_rank
 
 # isort: split
 from console import say  # before keras: it loads TensorFlow without its startup lines
@@ -77,7 +77,7 @@ def train_classifier(config: cifar10.Config) -> None:
 
 def parse() -> Command:
     """Return the command line's config; if it has a mistake, one rank reports it and all end."""
-    quiet = promised().rank > 0
+    quiet = launched_rank().rank > 0
     try:
         return parsing.parse(Command, description=__doc__, quiet=quiet)
     except SystemExit as end:

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for speed.py, jobs.py etc.
 
-from hvdkit.machine.launcher import promised
+from hvdkit.machine.launcher import launched_rank
 
 RECORDS = os.environ.get("HVDKIT_TEST_RECORDS")
 # Make AutoGraph raise an error, instead of a warning, for a function that it cannot convert.
@@ -81,7 +81,7 @@ def report_text(report: pytest.TestReport) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     if RECORDS:
-        config.pluginmanager.register(Recorder(Path(RECORDS), promised().rank), "hvdkit-recorder")
+        config.pluginmanager.register(Recorder(Path(RECORDS), launched_rank().rank), "hvdkit-recorder")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -34,11 +34,11 @@ from hvdkit.watchdog.events import (
     Training,
     Unwound,
 )
-from hvdkit.watchdog.flight import FlightRecorder, Record
+from hvdkit.watchdog.flight import CollectiveRecord, FlightRecorder
 
 TRACEBACK = "\n".join(f"  File train.py, line {line}, in step" for line in range(100))
 CONNECTING = 16  # simulated sentinels per process that connect at the same time
-RECORD = Record(
+RECORD = CollectiveRecord(
     number=1234, key="eager 1234", what="allreduce(float32[4096, 64])", line="/home/me/train.py:123",
     ranks="", nbytes=1 << 20, step=1233, start=1234.5678901, end=1234.5789012,
 )  # fmt: skip

@@ -21,7 +21,7 @@ _package.__path__ = [str(Path(__file__).resolve().parents[2] / "hvdkit")]
 sys.modules["hvdkit"] = _package
 
 from hvdkit.machine import processes  # noqa: E402
-from hvdkit.machine.launcher import Promise  # noqa: E402
+from hvdkit.machine.launcher import LaunchedRank  # noqa: E402
 from hvdkit.watchdog.flight import recorder  # noqa: E402
 from hvdkit.watchdog.reporter import reporter  # noqa: E402
 
@@ -90,7 +90,9 @@ def stress() -> None:
 def main() -> None:
     """Run the steps of a job without training."""
     world = reporter()
-    launched = Promise(launcher="simulated", rank=RANK, size=SIZE, local_rank=RANK, local_size=SIZE, controller="gloo")
+    launched = LaunchedRank(
+        launcher="simulated", rank=RANK, size=SIZE, local_rank=RANK, local_size=SIZE, controller="gloo"
+    )
     offer = world.begin(launched)
     if RANK == 0:
         (FOLDER / "offer.part").write_text(offer)

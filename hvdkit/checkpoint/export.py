@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdkit.checkpoint.files import naming_file, write_text
 from hvdkit.checkpoint.inspecting import newest_at
-from hvdkit.checkpoint.manifest import Manifest, Saved
+from hvdkit.checkpoint.manifest import Manifest, TensorEntry
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES
 from hvdkit.errors import describe
@@ -98,7 +98,7 @@ def check_target(directory: Path, overwrite: bool) -> None:
         raise ValueError(describe("directory", f"{directory}, which is not empty", "a new or empty folder", remedy))
 
 
-def _chosen(manifest: Manifest, names: Sequence[str] | None) -> dict[str, Saved]:
+def _chosen(manifest: Manifest, names: Sequence[str] | None) -> dict[str, TensorEntry]:
     if names is None:
         return manifest.variables
     if isinstance(names, str):
@@ -114,7 +114,7 @@ def _chosen(manifest: Manifest, names: Sequence[str] | None) -> dict[str, Saved]
     return {name: saved for name, saved in manifest.variables.items() if name in chosen}
 
 
-def _targets(chosen: dict[str, Saved], directory: Path) -> dict[tuple[str, int | None], Path]:
+def _targets(chosen: dict[str, TensorEntry], directory: Path) -> dict[tuple[str, int | None], Path]:
     """Return the target file of each tensor; for per-rank tensors, of each (tensor, rank)."""
     targets: dict[tuple[str, int | None], Path] = {}
     for name, saved in chosen.items():
@@ -131,12 +131,12 @@ def _safe(word: str) -> str:
     return quote(word, safe="") if word.strip(".") else word.replace(".", "%2E") or "%"
 
 
-def _portable(saved: Saved) -> np.dtype:
+def _portable(saved: TensorEntry) -> np.dtype:
     dtype = np.dtype(saved.dtype)
     return np.dtype(np.float32) if dtype.name.startswith(("bfloat16", "float8")) else dtype
 
 
-def _pieces(reader: Reader, name: str, saved: Saved, rank: int | None) -> Iterator[np.ndarray]:
+def _pieces(reader: Reader, name: str, saved: TensorEntry, rank: int | None) -> Iterator[np.ndarray]:
     """Yield the rows of a tensor in global order, in pieces."""
     if saved.kind != "sharded" or not saved.shape:
         part = saved.parts[rank or 0]

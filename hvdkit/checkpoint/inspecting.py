@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.checkpoint.folder import latest, listed, noted_damage
-from hvdkit.checkpoint.manifest import NAME, Manifest, Saved
+from hvdkit.checkpoint.manifest import NAME, Manifest, TensorEntry
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.errors import CheckpointError, describe
 
@@ -42,7 +42,7 @@ class Variable:
     bytes: int
 
     @classmethod
-    def of(cls, name: str, saved: Saved) -> Variable:
+    def of(cls, name: str, saved: TensorEntry) -> Variable:
         """Return the description of ``name`` from its manifest entry."""
         copies = len(saved.parts) if saved.kind == "per_rank" else 1
         size = math.prod(saved.shape) * np.dtype(saved.dtype).itemsize * copies

@@ -20,7 +20,7 @@ from hvdkit.checkpoint.files import naming_file, remove_folder
 from hvdkit.checkpoint.folder import commit, latest, tidy_one, writing_name
 from hvdkit.checkpoint.manifest import REPLICATED, Manifest, shard_name
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, Allowed, FileRecord, NonFiniteTensor, Outgoing, write_file
+from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, Allowed, FileRecord, NonFiniteTensor, OutgoingTensor, write_file
 from hvdkit.checkpoint.writing import Snapshot, assemble, non_finite
 from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import tensors
@@ -78,7 +78,7 @@ def save_through_chief(
     _lead(write, lambda order: own[order.name].rows(order.start, order.stop), _refuse)
 
 
-def _write_all(folder: Path, snapshot: Snapshot, own: dict[str, Outgoing], words: list[Any], step: int) -> None:
+def _write_all(folder: Path, snapshot: Snapshot, own: dict[str, OutgoingTensor], words: list[Any], step: int) -> None:
     size = cluster.size()
     with naming_file(folder, "written"):
         folder.mkdir(parents=True)
@@ -96,7 +96,7 @@ def _write_all(folder: Path, snapshot: Snapshot, own: dict[str, Outgoing], words
 
 
 def _write(
-    file: Path, tensors: list[Outgoing], rank: int, step: int, metadata: Mapping[str, str] | None = None
+    file: Path, tensors: list[OutgoingTensor], rank: int, step: int, metadata: Mapping[str, str] | None = None
 ) -> FileRecord:
     """Write a file of ``rank``'s tensors; an error about non-finite values names the rank."""
     try:
@@ -106,14 +106,14 @@ def _write(
         raise non_finite(str(error), rank, step, newest.name if newest else None) from None
 
 
-def _remote(rank: int, name: str, dtype: np.dtype, shape: tuple[int, ...], allowed: Allowed) -> Outgoing:
+def _remote(rank: int, name: str, dtype: np.dtype, shape: tuple[int, ...], allowed: Allowed) -> OutgoingTensor:
     """Return a tensor whose rows are fetched from another rank."""
 
     def rows(start: int, stop: int) -> np.ndarray:
         received = _move(_Order(name, start, stop, rank, 0), None)
         return received.view(dtype).reshape(stop - start, *shape[1:])
 
-    return Outgoing(name, dtype, shape, rows, allowed)
+    return OutgoingTensor(name, dtype, shape, rows, allowed)
 
 
 def chief_reads(

@@ -63,7 +63,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Saved:
+class TensorEntry:
     """The manifest entry of one tensor.
 
     Attributes:
@@ -109,7 +109,7 @@ class Manifest:
 
     step: int
     size: int
-    variables: dict[str, Saved] = field(default_factory=dict)
+    variables: dict[str, TensorEntry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     rank_values: list[str] = field(default_factory=list)
     files: dict[str, FileRecord] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class Manifest:
                 Part(p["file"], p["checksum"], p["index"] and tuple(tuple(axis) for axis in p["index"]))
                 for p in saved["parts"]
             ]
-            variables[name] = Saved(
+            variables[name] = TensorEntry(
                 saved["kind"], tuple(saved["shape"]), saved["dtype"], tuple(parts), saved["partition"]
             )
         files = {name: FileRecord(f["bytes"], f["checksum"], {}) for name, f in content["files"].items()}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdkit.checkpoint.entries import Entry, State
-from hvdkit.checkpoint.manifest import Manifest, Saved
+from hvdkit.checkpoint.manifest import Manifest, TensorEntry
 from hvdkit.errors import CheckpointError
 
 _NUMBER = re.compile(r"_\d+(?=/|$|_)")
@@ -52,7 +52,7 @@ def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
     return pairs
 
 
-def _by_name(wanted: Mapping[str, Entry], saved: Mapping[str, Saved]) -> dict[str, str]:
+def _by_name(wanted: Mapping[str, Entry], saved: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Match equal names, else names that are unique and equal without numbers; return {} if neither works."""
     if set(wanted) == set(saved):
         return {name: name for name in wanted}
@@ -62,7 +62,7 @@ def _by_name(wanted: Mapping[str, Entry], saved: Mapping[str, Saved]) -> dict[st
     return {name: theirs[bare] for bare, name in mine.items()}
 
 
-def _by_place(wanted: Mapping[str, Entry], saved: Mapping[str, Saved], path: Path) -> dict[str, str]:
+def _by_place(wanted: Mapping[str, Entry], saved: Mapping[str, TensorEntry], path: Path) -> dict[str, str]:
     for mine, theirs in zip(wanted, saved, strict=False):
         if without_numbers(mine) != without_numbers(theirs):
             raise CheckpointError(
@@ -80,7 +80,7 @@ def _by_place(wanted: Mapping[str, Entry], saved: Mapping[str, Saved], path: Pat
     return dict(zip(wanted, saved, strict=True))
 
 
-def _check(entry: Entry, saved: Saved, name: str, path: Path) -> None:
+def _check(entry: Entry, saved: TensorEntry, name: str, path: Path) -> None:
     alike = (entry.shape, entry.dtype.name) == (saved.shape, saved.dtype)
     # A table may be sharded at one number of ranks and replicated at another; both are one array.
     if not alike or (entry.kind != saved.kind and "per_rank" in (entry.kind, saved.kind)):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.checkpoint.entries import Resize
-from hvdkit.checkpoint.manifest import Manifest, Part, Saved, shard_name
+from hvdkit.checkpoint.manifest import Manifest, Part, TensorEntry, shard_name
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
 from hvdkit.collectives.aligned import aligned_empty
 from hvdkit.errors import CorruptCheckpointError
@@ -107,13 +107,13 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         self._check_filled(name, saved, out.size, sum(self._copy_part(name, saved, p, index, out) for p in saved.parts))
         return out
 
-    def _check_filled(self, name: str, saved: Saved, asked: int, filled: int) -> None:
+    def _check_filled(self, name: str, saved: TensorEntry, asked: int, filled: int) -> None:
         if filled != asked:
             raise CorruptCheckpointError(
                 f"{self._path}: {name!r} is {saved}, and of {asked} values asked for {asked - filled} are in no shard"
             )
 
-    def _run(self, name: str, saved: Saved, run: range) -> np.ndarray:
+    def _run(self, name: str, saved: TensorEntry, run: range) -> np.ndarray:
         """Return a contiguous run of elements of a tensor, for any saved partition."""
         if saved.kind == "replicated" and len(run) == math.prod(saved.shape):
             return self.replicated(name).reshape(-1)
@@ -128,7 +128,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         self._check_filled(name, saved, out.size, filled)
         return out
 
-    def _from_runs(self, name: str, saved: Saved, index: tuple[range, ...]) -> np.ndarray:
+    def _from_runs(self, name: str, saved: TensorEntry, index: tuple[range, ...]) -> np.ndarray:
         """Return a box of a tensor that was saved as runs of elements."""
         if not index:
             return self._run(name, saved, range(1)).reshape(())
@@ -145,7 +145,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
             out[first : first + many] = block.reshape(-1, *saved.shape[1:])[:: rows.step][(slice(None), *columns)]
         return out
 
-    def _copy_part(self, name: str, saved: Saved, part: Part, index: tuple[range, ...], out: np.ndarray) -> int:
+    def _copy_part(self, name: str, saved: TensorEntry, part: Part, index: tuple[range, ...], out: np.ndarray) -> int:
         """Copy the intersection of ``part`` and ``index`` into ``out``; return the number of values."""
         theirs = part.ranges() or tuple(map(range, saved.indexed))  # a replicated part covers all
         common = [intersect(a, b) for a, b in zip(theirs, index, strict=True)]

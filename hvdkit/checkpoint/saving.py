@@ -112,7 +112,7 @@ def finish(save: Save) -> None:
         save.wait(_POLL_SECONDS)
 
 
-class Progress(NamedTuple):
+class SaveProgress(NamedTuple):
     """The progress of a save on one rank, as exchanged between ranks.
 
     Attributes:
@@ -126,15 +126,15 @@ class Progress(NamedTuple):
     newest: str | None = None
 
 
-def progress_of(save: Save) -> Progress:
+def progress_of(save: Save) -> SaveProgress:
     """Return this rank's progress, as input for :func:`settled`."""
     done = save.done  # read before failure(), which is final only after the thread has ended
     failure = save.failure()
     newest = latest(save.target.parent) if failure is not None and save.rank == 0 else None
-    return Progress(done, failure, newest.name if newest else None)
+    return SaveProgress(done, failure, newest.name if newest else None)
 
 
-def settled(save: Save, ranks: Sequence[Progress]) -> bool:
+def settled(save: Save, ranks: Sequence[SaveProgress]) -> bool:
     """Return True if every rank is done with ``save``, given every rank's :func:`progress_of`.
 
     Raises:

@@ -61,7 +61,7 @@ class NonFiniteTensor(NonFiniteError):
     """A tensor contains a value that is not allowed; the message names the tensor and the value."""
 
 
-class Outgoing(NamedTuple):
+class OutgoingTensor(NamedTuple):
     """A tensor to be written to a file.
 
     Attributes:
@@ -79,13 +79,13 @@ class Outgoing(NamedTuple):
     allowed: Allowed = "any"
 
     @classmethod
-    def of(cls, name: str, array: np.ndarray, allowed: Allowed = "any") -> Outgoing:
+    def of(cls, name: str, array: np.ndarray, allowed: Allowed = "any") -> OutgoingTensor:
         """Return ``array`` under ``name``; it is not copied, but read while the file is written."""
         whole = np.ascontiguousarray(array).reshape(array.shape or (1,))
         return cls(name, array.dtype, array.shape, lambda start, stop: whole[start:stop], allowed)
 
 
-class Layout(NamedTuple):
+class TensorLocation(NamedTuple):
     """The location of a tensor's rows in a file, and their checksums."""
 
     dtype: np.dtype
@@ -131,7 +131,9 @@ def storable(dtype: np.dtype) -> bool:
     return np.dtype(dtype) in _NAMES
 
 
-def write_file(path: Path, tensors: Sequence[Outgoing], *, metadata: Mapping[str, str] | None = None) -> FileRecord:
+def write_file(
+    path: Path, tensors: Sequence[OutgoingTensor], *, metadata: Mapping[str, str] | None = None
+) -> FileRecord:
     """Write ``path`` and sync it to disk.
 
     Args:
@@ -159,20 +161,20 @@ def write_file(path: Path, tensors: Sequence[Outgoing], *, metadata: Mapping[str
     return FileRecord(size, xxhash.xxh3_128_hexdigest(header), {n: x.checksum() for n, x in layouts.items()})
 
 
-def _place(tensors: Sequence[Outgoing]) -> dict[str, Layout]:
+def _place(tensors: Sequence[OutgoingTensor]) -> dict[str, TensorLocation]:
     layouts, start = {}, 0
     for tensor in tensors:
         if not storable(tensor.dtype):
             raise TypeError(
                 describe(tensor.name, f"dtype {tensor.dtype}", "a dtype of the safetensors format", "convert it first")
             )
-        layout = Layout(tensor.dtype, tensor.shape, start, "")
+        layout = TensorLocation(tensor.dtype, tensor.shape, start, "")
         layouts[tensor.name] = layout._replace(digests="0" * (16 * layout.blocks))
         start += layout.rows * layout.row_bytes
     return layouts
 
 
-def _header(layouts: dict[str, Layout], metadata: Mapping[str, str]) -> bytes:
+def _header(layouts: dict[str, TensorLocation], metadata: Mapping[str, str]) -> bytes:
     digests = {f"{_DIGESTS}{name}": x.digests for name, x in layouts.items()}
     entries: dict[str, Any] = {"__metadata__": {**metadata, **digests}}
     for name, x in layouts.items():
@@ -183,7 +185,7 @@ def _header(layouts: dict[str, Layout], metadata: Mapping[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_tensor(file: Any, tensor: Outgoing, layout: Layout) -> Iterator[str]:
+def _write_tensor(file: Any, tensor: OutgoingTensor, layout: TensorLocation) -> Iterator[str]:
     for first, last in _blocks(layout, 0, layout.blocks):
         rows = tensor.rows(first, last)
         if (value := not_allowed(rows, tensor.allowed)) is not None:
@@ -222,7 +224,7 @@ def not_allowed(block: np.ndarray, allowed: Allowed) -> str | None:
     return "inf" if has_infinity and allowed == "finite" else None
 
 
-def _blocks(layout: Layout, first: int, last: int) -> Iterator[tuple[int, int]]:
+def _blocks(layout: TensorLocation, first: int, last: int) -> Iterator[tuple[int, int]]:
     """Yield the rows ``[start, stop)`` of blocks ``first`` to ``last - 1``."""
     for block in range(first, last):
         start = block * layout.block_rows
@@ -324,12 +326,12 @@ class TensorFile:
             chosen = block[wanted[0] - first : wanted[-1] - first + 1 : rows.step]
             yield start, stop, chosen if direct is None else None
 
-    def _layout(self, name: str) -> Layout:
+    def _layout(self, name: str) -> TensorLocation:
         if name not in self.layouts:
             raise CorruptCheckpointError(f"{self.path}: holds no {name!r}, though the manifest says so")
         return self.layouts[name]
 
-    def _fill(self, name: str, layout: Layout, first: int, block: np.ndarray) -> None:
+    def _fill(self, name: str, layout: TensorLocation, first: int, block: np.ndarray) -> None:
         """Read and verify the checksum block that starts at row ``first``."""
         view = _bytes_of(block)
         self._read_into(view, self._data + layout.start + first * layout.row_bytes)
@@ -350,7 +352,7 @@ class TensorFile:
                 self.bytes_read += got
                 view, offset = view[got:], offset + got
 
-    def _read_header(self, record: FileRecord | None) -> dict[str, Layout]:
+    def _read_header(self, record: FileRecord | None) -> dict[str, TensorLocation]:
         with naming_file(self.path, "read"):
             size = self.path.stat().st_size
         if record is not None and size != record.bytes:
@@ -370,7 +372,7 @@ class TensorFile:
             metadata = entries.pop("__metadata__")
             self.metadata = {key: value for key, value in metadata.items() if not key.startswith(_DIGESTS)}
             return {
-                name: Layout(
+                name: TensorLocation(
                     _DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"][0], metadata[f"{_DIGESTS}{name}"]
                 )
                 for name, e in entries.items()

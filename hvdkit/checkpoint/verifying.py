@@ -11,8 +11,8 @@ import numpy as np
 
 from hvdkit.checkpoint.folder import forget_damage, note_damage
 from hvdkit.checkpoint.inspecting import as_bytes, checkpoints_at
-from hvdkit.checkpoint.manifest import NAME, Manifest, Part, Saved
-from hvdkit.checkpoint.tensorfile import FileRecord, Layout, TensorFile
+from hvdkit.checkpoint.manifest import NAME, Manifest, Part, TensorEntry
+from hvdkit.checkpoint.tensorfile import FileRecord, TensorFile, TensorLocation
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
 from hvdkit.sharding.partition import intersect
 
@@ -20,7 +20,7 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedCounts:
     """Counts of the data that was read and verified.
 
     Attributes:
@@ -42,7 +42,7 @@ class Verified:
         )
 
 
-def verify(path: str | Path, *, progress: Progress = lambda _: None) -> Verified:
+def verify(path: str | Path, *, progress: Progress = lambda _: None) -> VerifiedCounts:
     """Read every byte of a checkpoint, or of all checkpoints in a folder, and compare it with the checksums.
 
     Also checks that the manifest is intact, that each tensor has the recorded dtype and shape, and that the parts of a
@@ -67,7 +67,7 @@ def verify(path: str | Path, *, progress: Progress = lambda _: None) -> Verified
     """
     found = checkpoints_at(Path(path))
     problems: list[CheckpointError] = []
-    total = Verified()
+    total = VerifiedCounts()
     for one in found:
         try:
             check = _Check(one, Manifest.parse(one), progress)
@@ -80,14 +80,14 @@ def verify(path: str | Path, *, progress: Progress = lambda _: None) -> Verified
         elif not found_here:
             forget_damage(one)
         problems += found_here
-        total = Verified(*(a + b for a, b in zip(_counts(total), _counts(check.read), strict=True)))
+        total = VerifiedCounts(*(a + b for a, b in zip(_counts(total), _counts(check.read), strict=True)))
     if not problems:
         return total
     kind = CorruptCheckpointError if any(isinstance(p, CorruptCheckpointError) for p in problems) else CheckpointError
     raise kind("\n".join(str(problem) for problem in problems))
 
 
-def _counts(read: Verified) -> tuple[int, int, int, int]:
+def _counts(read: VerifiedCounts) -> tuple[int, int, int, int]:
     return read.checkpoints, read.files, read.tensors, read.bytes
 
 
@@ -102,11 +102,11 @@ def bytes_at(path: str | Path) -> int:
     return total
 
 
-def _part_shape(saved: Saved, part: Part) -> tuple[int, ...]:
+def _part_shape(saved: TensorEntry, part: Part) -> tuple[int, ...]:
     return saved.shape if part.index is None else tuple(len(axis) for axis in part.ranges())
 
 
-def _part_bytes(saved: Saved, part: Part) -> int:
+def _part_bytes(saved: TensorEntry, part: Part) -> int:
     return math.prod(_part_shape(saved, part)) * np.dtype(saved.dtype).itemsize
 
 
@@ -120,8 +120,8 @@ class _Check:
         self._tensors, self._bytes = 0, 0
 
     @property
-    def read(self) -> Verified:
-        return Verified(1, len(self._manifest.files), self._tensors, self._bytes)
+    def read(self) -> VerifiedCounts:
+        return VerifiedCounts(1, len(self._manifest.files), self._tensors, self._bytes)
 
     def problems(self) -> list[CheckpointError]:
         """Return all problems found."""
@@ -170,7 +170,7 @@ class _Check:
             for tensor, part in self._manifest.parts_in[name]:
                 yield from self._of_part(file, tensor, self._manifest.variables[tensor], part)
 
-    def _of_part(self, file: TensorFile, name: str, saved: Saved, part: Part) -> Iterator[CheckpointError]:
+    def _of_part(self, file: TensorFile, name: str, saved: TensorEntry, part: Part) -> Iterator[CheckpointError]:
         layout = file.layouts.get(name)
         expected = (_part_shape(saved, part), np.dtype(saved.dtype), part.checksum)
         if layout is None or (layout.shape, layout.dtype, layout.checksum()) != expected:
@@ -189,7 +189,7 @@ class _Check:
 
 
 def damaged_rows(
-    file: TensorFile, name: str, layout: Layout, progress: Progress = lambda _: None
+    file: TensorFile, name: str, layout: TensorLocation, progress: Progress = lambda _: None
 ) -> list[tuple[int, int]]:
     """Return the damaged runs ``[start, stop)`` of a tensor's rows, at the granularity of checksum blocks.
 
@@ -216,7 +216,7 @@ def _is_good(file: TensorFile, name: str, rows: range, out: np.ndarray) -> bool:
     return True
 
 
-def uncovered(saved: Saved) -> str | None:
+def uncovered(saved: TensorEntry) -> str | None:
     """Return a description of the problem if the parts of a sharded tensor do not cover it exactly once, else None.
 
     Parts cover the tensor if they are disjoint, within bounds, and have as many elements as the tensor.

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from hvdkit.checkpoint.entries import Entry, State
 from hvdkit.checkpoint.files import naming_file, remove_folder, write_text
 from hvdkit.checkpoint.folder import commit, writing_name
-from hvdkit.checkpoint.manifest import RANK_VALUES, REPLICATED, Manifest, Part, Saved, shard_name
-from hvdkit.checkpoint.tensorfile import FileRecord, NonFiniteTensor, Outgoing, write_file
+from hvdkit.checkpoint.manifest import RANK_VALUES, REPLICATED, Manifest, Part, TensorEntry, shard_name
+from hvdkit.checkpoint.tensorfile import FileRecord, NonFiniteTensor, OutgoingTensor, write_file
 from hvdkit.errors import CheckpointError, HvdkitError, NonFiniteError
 
 _FIRST_NAP, _LONGEST_NAP = 0.002, 0.01  # seconds
@@ -38,7 +38,7 @@ class Snapshot:
         rank_values: plain values specific to this rank.
     """
 
-    entries: list[tuple[Entry, Outgoing | None]] = field(default_factory=list)
+    entries: list[tuple[Entry, OutgoingTensor | None]] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     rank_values: dict[str, Any] = field(default_factory=dict)
 
@@ -52,24 +52,24 @@ class Snapshot:
         ``in_place`` they are read in blocks of rows instead.
         """
 
-        def take(entry: Entry) -> Outgoing | None:
+        def take(entry: Entry) -> OutgoingTensor | None:
             if (entry.kind == "replicated" and rank != 0) or not entry.writes:
                 return None
             if in_place and entry.rows is not None:
                 assert entry.index is not None
                 shape = tuple(len(axis) for axis in entry.index)
-                return Outgoing(entry.name, entry.dtype, shape, entry.rows, entry.allowed)
-            return Outgoing.of(entry.name, entry.read(), entry.allowed)
+                return OutgoingTensor(entry.name, entry.dtype, shape, entry.rows, entry.allowed)
+            return OutgoingTensor.of(entry.name, entry.read(), entry.allowed)
 
         entries = [(entry, take(entry)) for entry in state.entries.values()]
         values = {name: v.read() for name, v in state.values.items() if not v.per_rank}
         return cls(entries, values, {name: v.read() for name, v in state.values.items() if v.per_rank})
 
-    def replicated(self) -> list[Outgoing]:
+    def replicated(self) -> list[OutgoingTensor]:
         """Return the tensors for the chief's file of replicated tensors."""
         return [tensor for e, tensor in self.entries if e.kind == "replicated" and tensor is not None]
 
-    def own(self) -> list[Outgoing]:
+    def own(self) -> list[OutgoingTensor]:
         """Return the tensors for this rank's file; tensors without elements are omitted."""
         return [
             tensor
@@ -280,7 +280,9 @@ def assemble(snapshot: Snapshot, reports: list[dict[str, Any]], files: dict[str,
                 for name, record in report["files"].items()
                 if entry.name in record.tensors
             ]
-        manifest.variables[entry.name] = Saved(entry.kind, entry.shape, entry.dtype.name, tuple(parts), entry.partition)
+        manifest.variables[entry.name] = TensorEntry(
+            entry.kind, entry.shape, entry.dtype.name, tuple(parts), entry.partition
+        )
     return manifest
 
 

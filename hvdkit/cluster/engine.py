@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdkit.cluster.loading import load_tensorflow
 from hvdkit.errors import ClusterError, describe
-from hvdkit.machine.launcher import ALONE, Promise
+from hvdkit.machine.launcher import ALONE, LaunchedRank
 from hvdkit.machine.mpi import loaded_libraries
 
 
@@ -44,7 +44,7 @@ def load_horovod() -> ModuleType:
 
 
 def start_horovod(
-    promise: Promise, sets: Sequence[tuple[int, ...]] = ()
+    launched: LaunchedRank, sets: Sequence[tuple[int, ...]] = ()
 ) -> tuple[ModuleType, Any, dict[tuple[int, ...], Any]]:
     """Start Horovod, under an MPI launcher after MPI.
 
@@ -52,7 +52,7 @@ def start_horovod(
     started again in the same process.
 
     Args:
-        promise: the rank and size set by the launcher.
+        launched: the rank and size set by the launcher.
         sets: process sets to create, the same on every rank. Under MPI they are compared first, and not created if
             ranks differ, because Horovod would wait forever.
 
@@ -64,30 +64,30 @@ def start_horovod(
         ClusterError: mpi4py and Horovod load different MPI libraries, Horovod lacks the launcher's controller, or the
             world size differs from the launcher's.
     """
-    _check_launcher_is_there(promise)
+    _check_launcher_is_there(launched)
     hvd = load_horovod()
     communicator = None
-    if promise.controller == "mpi":
+    if launched.controller == "mpi":
         if not hvd.mpi_built():
             raise ClusterError(
                 describe(
                     "launcher",
-                    promise.launcher,
+                    launched.launcher,
                     "a Horovod built with MPI",
                     "run `hvdkit build-horovod --mpi wheel`, or start with `horovodrun --gloo`",
                 )
             )
-        _check_plugin_of_srun(promise)
+        _check_plugin_of_srun(launched)
         communicator = _mpi_communicator()
     if communicator is not None and any(other != list(sets) for other in communicator.allgather(list(sets))):
         sets = ()
     made = {ranks: hvd.ProcessSet(list(ranks)) for ranks in sets}
     try:
-        with _world_of_one() if promise is ALONE else nullcontext():
+        with _world_of_one() if launched is ALONE else nullcontext():
             hvd.init(process_sets=list(made.values()) or None)
     except Exception as error:
         raise ClusterError(f"Horovod did not start: {error}; run `hvdkit doctor`") from error
-    _check_size(hvd.size(), promise)
+    _check_size(hvd.size(), launched)
     return hvd, communicator, made
 
 
@@ -128,24 +128,24 @@ def add_sets(
     sets.update(made)
 
 
-def _check_launcher_is_there(promise: Promise) -> None:
+def _check_launcher_is_there(launched: LaunchedRank) -> None:
     """Raise ClusterError if Open MPI's variables were inherited without its daemon; MPI's own message is unclear."""
-    if promise.launcher != "mpirun (Open MPI)" or promise.size == 1 or "PMIX_RANK" in os.environ:
+    if launched.launcher != "mpirun (Open MPI)" or launched.size == 1 or "PMIX_RANK" in os.environ:
         return
     raise ClusterError(
         describe(
             "launcher",
-            f"OMPI_COMM_WORLD_RANK={promise.rank} and OMPI_COMM_WORLD_SIZE={promise.size} without an mpirun around "
+            f"OMPI_COMM_WORLD_RANK={launched.rank} and OMPI_COMM_WORLD_SIZE={launched.size} without an mpirun around "
             "this process (PMIX_RANK is not set)",
-            f"a rank that mpirun started, one of {promise.size}",
-            f"start with `mpirun -np {promise.size} python ...`, or unset the OMPI_COMM_WORLD variables",
+            f"a rank that mpirun started, one of {launched.size}",
+            f"start with `mpirun -np {launched.size} python ...`, or unset the OMPI_COMM_WORLD variables",
         )
     )
 
 
-def _check_plugin_of_srun(promise: Promise) -> None:
+def _check_plugin_of_srun(launched: LaunchedRank) -> None:
     """Raise ClusterError if srun does not provide PMIx, without which Open MPI aborts. Other MPIs do not need PMIx."""
-    if promise.launcher != "srun (Slurm)" or promise.size == 1 or "PMIX_RANK" in os.environ:
+    if launched.launcher != "srun (Slurm)" or launched.size == 1 or "PMIX_RANK" in os.environ:
         return
     if any(".so.40" in path for path in loaded_libraries()):
         raise ClusterError(
@@ -196,14 +196,14 @@ def _world_of_one() -> Iterator[None]:
             del os.environ[name]
 
 
-def _check_size(size: int, promise: Promise) -> None:
-    if size == promise.size:
+def _check_size(size: int, launched: LaunchedRank) -> None:
+    if size == launched.size:
         return
     raise ClusterError(
         describe(
             "world size",
-            f"{size} on rank {promise.rank} ({socket.gethostname()})",
-            f"{promise.size}, as {promise.launcher} promised ({asdict(promise)})",
+            f"{size} on rank {launched.rank} ({socket.gethostname()})",
+            f"{launched.size}, as {launched.launcher} promised ({asdict(launched)})",
             "the launcher and Horovod use different MPIs: start with the mpirun of the MPI that Horovod was built "
             f"against (`hvdkit doctor` names it; this Python is {sys.executable})",
         )

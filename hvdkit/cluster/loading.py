@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 from hvdkit.cluster import chatter
 from hvdkit.cluster.bindings import bind_hwloc
-from hvdkit.machine.launcher import ALONE, promised
+from hvdkit.machine.launcher import ALONE, launched_rank
 
 
 def prepare_import() -> None:
@@ -23,8 +23,8 @@ def prepare_import() -> None:
     """
     if "mpi4py.MPI" in sys.modules:
         bind_hwloc()
-    promise = promised()
-    if promise is not ALONE and promise.size > 1:
+    launched = launched_rank()
+    if launched is not ALONE and launched.size > 1:
         load_tensorflow()
 
 
@@ -41,7 +41,7 @@ def load_tensorflow() -> None:
         return
     if "mpi4py.MPI" in sys.modules:
         bind_hwloc()
-    level = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1" if promised().rank == 0 else "2")
+    level = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1" if launched_rank().rank == 0 else "2")
     try:
         with _collector_at_rest(), _without_chatter() if level != "0" else nullcontext():
             import tensorflow  # noqa: F401

@@ -14,7 +14,7 @@ from hvdkit.errors import ClusterError, describe
 from hvdkit.machine import processes
 
 
-class Place(NamedTuple):
+class RankFacts(NamedTuple):
     """A rank's properties, as sent to all ranks in ``hk.init()``."""
 
     host: str
@@ -26,12 +26,12 @@ class Place(NamedTuple):
 
 def agreed_places(
     mesh: Mapping[str, int] | None, exchange: ObjectExchange, size: int, offer: str
-) -> tuple[list[Place], dict[str, int]]:
+) -> tuple[list[RankFacts], dict[str, int]]:
     """Return every rank's place, and the mesh. Raises on every rank if a mesh is invalid, or ranks' settings differ."""
 
-    def place() -> Place:
+    def place() -> RankFacts:
         axes, bucket_bytes = checked_mesh(mesh, size), settings.bucket_bytes()
-        return Place(socket.gethostname(), list(axes.items()), processes.place(), offer, bucket_bytes)
+        return RankFacts(socket.gethostname(), list(axes.items()), processes.place(), offer, bucket_bytes)
 
     places = gather(exchange, "hk.init()", place, error=ClusterError)
     remedy = "set it to one number everywhere"

@@ -8,24 +8,24 @@ from types import ModuleType
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import progress
-from hvdkit.profiling.settings import Settings
+from hvdkit.profiling.settings import ProfileSettings
 
 
-def asked() -> Settings | None:
+def asked() -> ProfileSettings | None:
     """Return the profile's settings from the environment, or None if it is not set.
 
     Raises:
         ValueError: the variable is invalid.
     """
-    return Settings.told(os.environ)
+    return ProfileSettings.told(os.environ)
 
 
-def begin(settings: Settings, rank: int, host: str, exchange: ObjectExchange, horovod: ModuleType) -> None:
+def begin(settings: ProfileSettings, rank: int, host: str, exchange: ObjectExchange, horovod: ModuleType) -> None:
     """Start counting this rank's steps, to record some of them."""
-    from hvdkit.profiling.record import Record
+    from hvdkit.profiling.record import RankProfile
     from hvdkit.profiling.recorder import Recorder
 
-    progress().profile = Recorder(settings, Record(rank, host), exchange, horovod, get_logger().warning)
+    progress().profile = Recorder(settings, RankProfile(rank, host), exchange, horovod, get_logger().warning)
 
 
 def is_recorded() -> bool:

@@ -15,7 +15,7 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.tuned import settings_of
 from hvdkit.errors import describe
 from hvdkit.machine.cores import affinity, available_cores
-from hvdkit.machine.launcher import Promise
+from hvdkit.machine.launcher import LaunchedRank
 from hvdkit.watchdog.settings import HEARTBEAT, PATIENCE, STALL, UNWIND, seconds
 
 _BEFORE_MPI = {
@@ -40,20 +40,20 @@ _LATER_SECONDS, _MUCH_LATER_SECONDS = 60, 86_400
 _THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 
-def set_environment(promise: Promise, *, timeline: bool = False) -> None:
+def set_environment(launched: LaunchedRank, *, timeline: bool = False) -> None:
     """Set the variables that MPI and Horovod read when they start, unless the user has set them.
 
     Args:
-        promise: the rank and size set by the launcher.
+        launched: the rank and size set by the launcher.
         timeline: allow Horovod's timeline to be started later.
     """
-    cycle = _CYCLE if promise.local_size <= available_cores() else _CYCLE_ON_SHARED_CORES
+    cycle = _CYCLE if launched.local_size <= available_cores() else _CYCLE_ON_SHARED_CORES
     wanted = _BEFORE_MPI | {"HOROVOD_CYCLE_TIME": cycle}
     if timeline:
         wanted["HOROVOD_TIMELINE"] = "DYNAMIC"
-    if promise.on_several_hosts:
+    if launched.on_several_hosts:
         wanted[_BUCKET] = str(_BUCKET_BYTES_BETWEEN_HOSTS)
-        if promise.controller == "mpi" and not rings.chosen(os.environ):
+        if launched.controller == "mpi" and not rings.chosen(os.environ):
             wanted |= rings.variables()
     for name, value in (wanted | tuned()).items():
         os.environ.setdefault(name, value)

@@ -20,7 +20,7 @@ from hvdkit.cluster.progress import progress
 from hvdkit.errors import ClusterError, describe
 from hvdkit.machine import processes
 from hvdkit.machine.cores import affinity
-from hvdkit.machine.launcher import promised
+from hvdkit.machine.launcher import launched_rank
 from hvdkit.watchdog.ending import EngineEnd, ending
 from hvdkit.watchdog.reporter import reporter
 
@@ -102,21 +102,21 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
 
 
 def _start(mesh: Mapping[str, int] | None) -> _World:
-    promise = promised()
-    if _ended and promise.size > 1 and promise.controller == "gloo":
+    launched = launched_rank()
+    if _ended and launched.size > 1 and launched.controller == "gloo":
         # The rendezvous server of Horovod 0.28.1 does not drop outdated addresses, and a rank that gets one aborts.
         raise ClusterError(
             "hk.init(): called after hk.shutdown() under horovodrun --gloo, where Horovod cannot begin a second time; "
             "call hk.shutdown() at the end only, or start under MPI"
         )
     asked = profile.asked()
-    settings.set_environment(promise, timeline=asked is not None and asked.timeline)
+    settings.set_environment(launched, timeline=asked is not None and asked.timeline)
     settings.set_stall_limit()
     progress().begin_world()
     watched = reporter()
-    offer = watched.begin(promise)
+    offer = watched.begin(launched)
     before = processes.threads(os.getpid())
-    hvd, communicator, sets = engine.start_horovod(promise, _sets(mesh, promise.size))
+    hvd, communicator, sets = engine.start_horovod(launched, _sets(mesh, launched.size))
     waiters = processes.threads(os.getpid()) - before
     rank, size = hvd.rank(), hvd.size()
     logs.configure(rank, size)
@@ -178,7 +178,7 @@ def _neighbours(exchange: ObjectExchange, local_size: int) -> list[frozenset[int
     return [mask for host, mask in exchange.allgather((here, affinity())) if host == here]
 
 
-class _Nobody:
+class _NoHorovod:
     """Replaces Horovod in a world of one rank that has not started it."""
 
     @staticmethod
@@ -202,7 +202,7 @@ def alone() -> Iterator[None]:
         return
     host = socket.gethostname()
     one = Cluster(rank=0, size=1, local_rank=0, local_size=1, hosts=(host,), is_chief=True, mesh={"data": 1})
-    _world = _World(one, _Nobody, ObjectExchange(_Nobody))
+    _world = _World(one, _NoHorovod, ObjectExchange(_NoHorovod))
     try:
         yield
     finally:

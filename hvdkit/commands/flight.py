@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from hvdkit.errors import describe
-from hvdkit.watchdog.flight import Record
+from hvdkit.watchdog.flight import CollectiveRecord
 from hvdkit.watchdog.flight_file import FlightFile, read
 
 _MOST_NAMED, _MOST_DRAWN = 8, 16
@@ -21,7 +21,7 @@ _COLUMNS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flight:
+class FlightConfig:
     """Show which ranks waited for which when a job failed: hvdkit flight FILE.
 
     The job prints the file's path after its last line.
@@ -36,7 +36,7 @@ class Flight:
     """Also write a trace for ui.perfetto.dev or chrome://tracing."""
 
 
-def flight(config: Flight) -> str:
+def flight(config: FlightConfig) -> str:
     """Return the text; also write the trace, if requested."""
     try:
         found = read(config.file.read_text())
@@ -64,7 +64,7 @@ def explain(found: FlightFile) -> list[str]:
     cause is in the missing ranks. A rank without records, e.g. on a lost host, may be one of them.
     """
     last = {one.rank: one.collectives() for one in found.ranks}
-    waiting: dict[str, dict[int, Record]] = defaultdict(dict)
+    waiting: dict[str, dict[int, CollectiveRecord]] = defaultdict(dict)
     ended: dict[str, dict[int, float]] = defaultdict(dict)  # when each rank last left each collective
     for rank, records in last.items():
         for record in records:
@@ -94,7 +94,7 @@ def explain(found: FlightFile) -> list[str]:
     return [*lines, f"no records of {_ranks(unknown)}"] if unknown else lines
 
 
-def _where(rank: int, records: Sequence[Record], ended: float) -> str:
+def _where(rank: int, records: Sequence[CollectiveRecord], ended: float) -> str:
     """Describe the collective that a rank is in, or has left last."""
     if not records:
         return f"rank {rank} has not entered a collective"

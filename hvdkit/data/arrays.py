@@ -96,7 +96,7 @@ class ArraySource:
         return optree.tree_unflatten(self._treedef, [column.read(indices) for column in self._columns])
 
     def open(
-        self, epoch: int, step: int, cut: order.Cut, seed: int | None, remainder: order.Remainder
+        self, epoch: int, step: int, cut: order.RankRows, seed: int | None, remainder: order.Remainder
     ) -> Iterator[tuple[Any, int, int]]:  # fmt: skip
         """Yield the cut's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
 
@@ -109,7 +109,7 @@ class ArraySource:
             yield self.read(order.row_indices(i, examples, batch_size, cut.rows(count), shuffled)), count, 0
 
     def open_several(
-        self, epoch: int, step: int, most: int, cut: order.Cut, seed: int | None, remainder: order.Remainder
+        self, epoch: int, step: int, most: int, cut: order.RankRows, seed: int | None, remainder: order.Remainder
     ) -> Iterator[tuple[Any, list[int]]]:  # fmt: skip
         """Yield the cut's rows of several global batches at once, endlessly, from a step of an epoch on.
 

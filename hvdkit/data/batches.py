@@ -90,7 +90,7 @@ class GlobalBatches(Iterator[Any]):
                          "raise it, or start fewer ranks: each needs an example in every batch")
             )  # fmt: skip
         self._source = arguments.source(arrays_or_source, map_fn, shuffle_buffer)
-        self._cut = order.Cut(self._rank, self._size, self._batch_size)
+        self._cut = order.RankRows(self._rank, self._size, self._batch_size)
         self._rows = self._cut.rows(self._batch_size)
         self._with_sample_weight, self._as_tensors = with_sample_weight, as_tensors
         self._weights: tuple[int, Any] = (0, None)  # cache: the last global_count, and its sample_weight
@@ -311,7 +311,7 @@ class GlobalBatches(Iterator[Any]):
         import tensorflow as tf
 
         other = copy.copy(self)
-        other._cut = order.Cut(self._rank, self._size, self._batch_size, with_filler=False)
+        other._cut = order.RankRows(self._rank, self._size, self._batch_size, with_filler=False)
         at_once = 1
         if isinstance(self._source, ArraySource):
             at_once = batches_at_once(self._source.batch_spec(other._cut.most))

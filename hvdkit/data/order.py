@@ -32,7 +32,7 @@ def local_rows(batch_size: int, rank: int, size: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Cut:
+class RankRows:
     """The rows of each global batch that are read for one rank.
 
     Attributes:
@@ -56,7 +56,7 @@ class Cut:
         """Return the rows to read of a batch of ``count`` real examples, as (first, one past the last).
 
         Example:
-            >>> [Cut(rank, 4, 10, with_filler=False).rows(3) for rank in range(4)]  # rank 0 has none: one to work on
+            >>> [RankRows(rank, 4, 10, with_filler=False).rows(3) for rank in range(4)]  # rank 0 has no row
             [(0, 1), (0, 1), (1, 2), (2, 3)]
         """
         first, last = local_rows(self.batch_size if self.with_filler else count, self.rank, self.size)

@@ -40,7 +40,7 @@ class StreamSource:
         self.examples = cardinality if cardinality > 0 else None
 
     def open(
-        self, epoch: int, step: int, cut: order.Cut, seed: int | None, remainder: order.Remainder
+        self, epoch: int, step: int, cut: order.RankRows, seed: int | None, remainder: order.Remainder
     ) -> Iterator[tuple[Any, int, int]]:  # fmt: skip
         """Yield the cut's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
 

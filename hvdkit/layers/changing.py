@@ -13,7 +13,7 @@ from hvdkit.sharding.partition import rows_of
 from hvdkit.sharding.partitioned import gather_parts
 from hvdkit.sharding.shards import Piece, Shard, mark, shard_of
 from hvdkit.sharding.table import BUCKET, Table
-from hvdkit.sharding.vocabulary import NO_ID, Uses, Vocabulary
+from hvdkit.sharding.vocabulary import NO_ID, RowUsage, Vocabulary
 
 _FIRST = {"ids": (NO_ID, "int64"), "used": (-1, "int64"), "fresh": (False, "bool")}
 
@@ -64,8 +64,8 @@ class ChangingRows:
         if self._clock._value is not None:
             mark(self._rows, Shard(whole.owner, whole.pieces, uses=self._inner()))
 
-    def _inner(self) -> Uses:
-        return Uses(**{word: v._value for word, v in self._uses.items()}, clock=self._clock._value)
+    def _inner(self) -> RowUsage:
+        return RowUsage(**{word: v._value for word, v in self._uses.items()}, clock=self._clock._value)
 
     def source(self, training: bool | None) -> Vocabulary:
         """Return the source of rows for lookups."""

@@ -25,7 +25,7 @@ from hvdkit.layers.features import (
     outputs_like,
     values_like,
 )
-from hvdkit.layers.lookup import Asked, abandon, ask, read
+from hvdkit.layers.lookup import PendingLookup, abandon, ask, read
 from hvdkit.layers.owners import abandon_owned, held_by, one_vector_each, read_owned
 from hvdkit.layers.store import TableStore
 from hvdkit.optimizer.compression import wire_dtype
@@ -138,7 +138,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         self.built = True
 
     @graph_safe
-    def call(self, inputs: Mapping[str, Any] | Asked, training: bool | None = None) -> dict[str, Any]:
+    def call(self, inputs: Mapping[str, Any] | PendingLookup, training: bool | None = None) -> dict[str, Any]:
         """Look up the vectors of all features.
 
         Args:
@@ -151,10 +151,10 @@ class ShardedEmbeddingCollection(ShardedLayer):
         """
         store = self._tables_here()
         if self.dp_input:
-            asked = inputs if isinstance(inputs, Asked) else self.ask(inputs)
+            asked = inputs if isinstance(inputs, PendingLookup) else self.ask(inputs)
             structure, bags = asked.bags, flattened(asked.bags)
             self._check_outputs(bags)
-            found = read(store, Asked({name: bags[name] for name in self.lookups}, asked.rows), training)
+            found = read(store, PendingLookup({name: bags[name] for name in self.lookups}, asked.rows), training)
         else:
             found = read_owned(store, self._bags(inputs))
             structure = outputs_like(self._whole_structure(), found, self.lookups)
@@ -162,7 +162,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         return values_like(structure, {name: tf.cast(rows, self.compute_dtype) for name, rows in found.items()})
 
     @graph_safe
-    def ask(self, inputs: Mapping[str, Any]) -> Asked:
+    def ask(self, inputs: Mapping[str, Any]) -> PendingLookup:
         """Request the rows of the next call in advance, to overlap the exchange of ids with computation.
 
         Every rank calls it. Pass the result to the layer instead of ids, once, in the same step or a later one. Rows
@@ -187,7 +187,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         if not self.dp_input:
             raise ValueError(describe("ask", "dp_input=False", "dp_input=True", "call the layer: no ids travel"))
         asked = ask(self._tables_here(), self._bags(inputs))
-        return Asked(outputs_like(inputs, asked.bags, self.lookups), asked.rows)
+        return PendingLookup(outputs_like(inputs, asked.bags, self.lookups), asked.rows)
 
     def _bags(self, inputs: Any) -> dict[str, Bag]:
         """Return each output's ids; on invalid inputs, notify the other ranks so that they do not wait."""
@@ -228,7 +228,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         """Return a mask for each output, False for padding; None without ``mask_zero`` or with a combiner."""
         if not self.supports_masking:
             return None
-        if isinstance(inputs, Asked):
+        if isinstance(inputs, PendingLookup):
             bags = flattened(inputs.bags)
             return values_like(inputs.bags, {name: bag.mask for name, bag in bags.items()})
         given = flattened(inputs)

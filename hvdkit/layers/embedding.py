@@ -14,7 +14,7 @@ from hvdkit.errors import describe
 from hvdkit.layers.base import ShardedLayer
 from hvdkit.layers.collection import ShardedEmbeddingCollection, deserialized, table_config
 from hvdkit.layers.features import OutOfRange
-from hvdkit.layers.lookup import Asked
+from hvdkit.layers.lookup import PendingLookup
 from hvdkit.sharding.table import Combiner, Evict, Table
 
 _PARTITIONS = {"mod": "row", "div": "div", "column": "column", "replicated": "replicated"}
@@ -133,11 +133,11 @@ class ShardedEmbedding(ShardedLayer):
     @graph_safe
     def call(self, inputs: Any, training: bool | None = None) -> tf.Tensor:
         """Return vectors ``[*ids.shape, output_dim]``, or with a combiner ``[*ids.shape[:-1], output_dim]``."""
-        given = inputs if isinstance(inputs, Asked) else {_TABLE: inputs}
+        given = inputs if isinstance(inputs, PendingLookup) else {_TABLE: inputs}
         return self._collection(given, training=training)[_TABLE]
 
     @graph_safe
-    def ask(self, inputs: Any) -> Asked:
+    def ask(self, inputs: Any) -> PendingLookup:
         """Request the rows of the next call in advance; see :meth:`ShardedEmbeddingCollection.ask`."""
         return self._collection.ask({_TABLE: inputs})
 
@@ -152,7 +152,7 @@ class ShardedEmbedding(ShardedLayer):
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
         """Return a mask that is False for padding; None without ``mask_zero`` or with a combiner."""
-        masks = self._collection.compute_mask(inputs if isinstance(inputs, Asked) else {_TABLE: inputs})
+        masks = self._collection.compute_mask(inputs if isinstance(inputs, PendingLookup) else {_TABLE: inputs})
         return None if masks is None else masks[_TABLE]
 
     def gather(self, root: int | None = None) -> np.ndarray | None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdkit.errors import describe
 from hvdkit.sharding.faults import is_out_of_range
 from hvdkit.sharding.partitioned import as_ids
-from hvdkit.sharding.routing import Found
+from hvdkit.sharding.routing import LookupRows
 from hvdkit.sharding.table import Table
 
 OutOfRange = Literal["error", "wrap", "drop"]
@@ -320,7 +320,7 @@ def _only(bag: Bag, kept: tf.Tensor) -> Bag:
     return bag._replace(ids=ids, segments=tf.gather(bag.segments, kept), weights=weights)
 
 
-def combined(found: Found, bag: Bag, combiner: str | None) -> Any:
+def combined(found: LookupRows, bag: Bag, combiner: str | None) -> Any:
     """Combine the rows found for a bag into the feature's output ``[*shape, width]``.
 
     With w_k the weights (1 by default) and e_k the rows of one example:
@@ -333,7 +333,7 @@ def combined(found: Found, bag: Bag, combiner: str | None) -> Any:
     """
     dtype = found.rows.dtype
     if dtype.size == 2:  # sums of many rows, and of their gradients, need more than 16 bits
-        return tf.cast(combined(Found(tf.cast(found.rows, tf.float32), found.place), bag, combiner), dtype)
+        return tf.cast(combined(LookupRows(tf.cast(found.rows, tf.float32), found.place), bag, combiner), dtype)
     if combiner is None:
         rows = found.spread()
         if bag.kept is not None:
@@ -358,7 +358,7 @@ def _shaped(rows: tf.Tensor, bag: Bag) -> Any:
     return bag.like.with_flat_values(rows)
 
 
-def _sums(found: Found, bag: Bag) -> tf.Tensor:
+def _sums(found: LookupRows, bag: Bag) -> tf.Tensor:
     """Return the weighted sum of each example's rows, ``[examples, width]``."""
     if bag.weights is None:
         total = tf.raw_ops.SparseSegmentSumWithNumSegments(

@@ -22,12 +22,12 @@ from hvdkit.sharding.faults import (
     whole_numbers,
 )
 from hvdkit.sharding.keys import key_dtype, keys_of
-from hvdkit.sharding.routing import Found, Numbered, read_distinct
+from hvdkit.sharding.routing import KeyedVariable, LookupRows, read_distinct
 
 _NAME = "hvdkit.lookup"
 
 
-class Asked(NamedTuple):
+class PendingLookup(NamedTuple):
     """A pending lookup: returned by a layer's ``ask``, and accepted by its call instead of ids.
 
     Attributes:
@@ -36,10 +36,10 @@ class Asked(NamedTuple):
     """
 
     bags: dict[str, Any]
-    rows: routing.Asked | None
+    rows: routing.RoutedLookup | None
 
 
-def ask(store: TableStore, bags: Mapping[str, Bag], fault: Fault | None = None) -> Asked:
+def ask(store: TableStore, bags: Mapping[str, Bag], fault: Fault | None = None) -> PendingLookup:
     """Send every rank the ids of the rows that this rank needs. Every rank calls it, with the same outputs.
 
     Args:
@@ -54,17 +54,17 @@ def ask(store: TableStore, bags: Mapping[str, Bag], fault: Fault | None = None) 
     fault = fault_of(store, bags) if fault is None else fault
     safe = {name: in_range(bag, store.lookups[name].table, store.out_of_range) for name, bag in bags.items()}
     if store.deferred:
-        return Asked(safe, None)
+        return PendingLookup(safe, None)
     wanted = _wanted(store, safe)
     if not wanted:
-        return Asked(_after_check(store, safe, fault), None)
+        return PendingLookup(_after_check(store, safe, fault), None)
     keys = [
         [_keys(store, safe, features, number) for (_, number), features in parts.items()] for parts in wanted.values()
     ]
-    return Asked(safe, routing.ask(store.sources(list(wanted), None), keys, fault, name=_NAME))
+    return PendingLookup(safe, routing.ask(store.sources(list(wanted), None), keys, fault, name=_NAME))
 
 
-def read(store: TableStore, asked: Asked, training: bool | None) -> dict[str, Any]:
+def read(store: TableStore, asked: PendingLookup, training: bool | None) -> dict[str, Any]:
     """Return each output ``[*shape, output_dim]``, in its table's dtype. Every rank calls it.
 
     Args:
@@ -78,11 +78,11 @@ def read(store: TableStore, asked: Asked, training: bool | None) -> dict[str, An
     for name, bag in asked.bags.items():
         table = store.lookups[name].table
         if table.name in store.replicated and not store.deferred:
-            parts = [read_distinct(Numbered(store.replicated[table.name]._value), bag.ids)]
+            parts = [read_distinct(KeyedVariable(store.replicated[table.name]._value), bag.ids)]
         elif name in slices:
             parts = slices[name]
         else:  # Keras infers shapes
-            parts = [Found(tf.zeros([1, table.output_dim], table.dtype), tf.zeros_like(bag.ids))]
+            parts = [LookupRows(tf.zeros([1, table.output_dim], table.dtype), tf.zeros_like(bag.ids))]
         made = [combined(found, bag, table.combiner) for found in parts]
         outputs[name] = made[0] if len(made) == 1 else _beside(made, table.output_dim)
     return outputs
@@ -142,19 +142,19 @@ def _keys(store: TableStore, bags: Mapping[str, Bag], names: Sequence[str], numb
 
 
 def _slices(
-    store: TableStore, bags: Mapping[str, Bag], asked: routing.Asked, training: bool | None
-) -> dict[str, list[Found]]:
+    store: TableStore, bags: Mapping[str, Bag], asked: routing.RoutedLookup, training: bool | None
+) -> dict[str, list[LookupRows]]:
     """Return each output's rows, one part per column slice."""
     wanted = _wanted(store, bags)
     sources, parts = store.sources(list(wanted), training), [len(parts) for parts in wanted.values()]
     found = routing.fetch(sources, parts, asked, name=_NAME, wire=store.wire)
-    results: dict[str, dict[int, Found]] = {}
+    results: dict[str, dict[int, LookupRows]] = {}
     for runs, rows_of_runs in zip(wanted.values(), found, strict=True):
         for ((_, number), features), rows in zip(runs.items(), rows_of_runs, strict=True):
             sizes = [tf.size(bags[name].ids) for name in features]
             places = [rows.place] if len(sizes) == 1 else tf.split(rows.place, tf.stack(sizes), num=len(sizes))
             for name, place in zip(features, places, strict=True):
-                results.setdefault(name, {})[number] = Found(rows.rows, place)
+                results.setdefault(name, {})[number] = LookupRows(rows.rows, place)
     return {name: [parts[i] for i in sorted(parts)] for name, parts in results.items()}
 
 

@@ -27,7 +27,7 @@ from hvdkit.layers.lookup import fault_of
 from hvdkit.layers.store import TableStore
 from hvdkit.sharding.faults import FAULT_WORDS, Fault, raise_everywhere, refused
 from hvdkit.sharding.layout import Layout, Slice
-from hvdkit.sharding.routing import Numbered, read_distinct
+from hvdkit.sharding.routing import KeyedVariable, read_distinct
 
 _NAME = "hvdkit.owners"
 _AS_MANY = "the same number of examples for all features"
@@ -145,7 +145,7 @@ def _raise_unlike(batches: tf.Tensor, wrong: tf.Tensor) -> list[tf.Operation]:
 
 def _vectors(store: TableStore, bag: Bag, group: int, part: Slice) -> tf.Tensor:
     """Return some columns of one output for all examples, ``[B, columns]``."""
-    source = Numbered(store.variables[group]._value)
+    source = KeyedVariable(store.variables[group]._value)
     found = read_distinct(source, tf.cast(bag.ids, tf.int64) + part.base)
     vectors = combined(found, bag, part.table.combiner)
     return tf.ensure_shape(vectors[:, : len(part.columns)], [None, len(part.columns)])

@@ -17,10 +17,10 @@ from hvdkit.layers.changing import ChangingRows
 from hvdkit.layers.features import OutOfRange, lookups_of
 from hvdkit.layers.grouped import sum_of_parts
 from hvdkit.sharding.initial import common_seed, initial_blocks
-from hvdkit.sharding.layout import Group, lay_out
+from hvdkit.sharding.layout import TableGroup, lay_out
 from hvdkit.sharding.own_optimizer import OwnOptimizer, own_optimizer, set_own_optimizer
 from hvdkit.sharding.partitioned import gather_parts
-from hvdkit.sharding.routing import Numbered, Source
+from hvdkit.sharding.routing import KeyedVariable, Source
 from hvdkit.sharding.runs import LastLookup
 from hvdkit.sharding.shards import Piece, PieceState, Shard, mark, shard_of, write_box
 from hvdkit.sharding.table import Table
@@ -81,7 +81,7 @@ class TableStore:
                 if group.evicts is not None
             }
 
-    def _make(self, layer: Any, number: int, group: Group) -> Any:
+    def _make(self, layer: Any, number: int, group: TableGroup) -> Any:
         rank = cluster.rank()
         pieces = []
         for held in group.held(rank):
@@ -162,11 +162,11 @@ class TableStore:
             set_own_optimizer(variable, own_optimizer(variable))
         return [self._changing[g].source(training) if g in self._changing else self._numbered(g) for g in groups]
 
-    def _numbered(self, group: int) -> Numbered:
+    def _numbered(self, group: int) -> KeyedVariable:
         variable = self.variables[group]
         shard = shard_of(variable)
         assert shard is not None
-        return Numbered(variable._value, shard.lookup)
+        return KeyedVariable(variable._value, shard.lookup)
 
     def gather(self, name: str, root: int | None) -> np.ndarray | None:
         """Return an entire table on every rank, or only on ``root`` and None elsewhere. Every rank calls it."""

@@ -49,7 +49,7 @@ class Address(NamedTuple):
         return bool(_BRIDGES.match(self.interface)) or ipaddress.ip_address(self.address).is_loopback
 
 
-class Choice(NamedTuple):
+class NetworkChoice(NamedTuple):
     """The networks that the user has selected with variables.
 
     Attributes:
@@ -69,7 +69,7 @@ class Choice(NamedTuple):
         return one.is_routable and not any(_matches(word, one) for word in self.excluded)
 
 
-def choice(environment: Mapping[str, str]) -> Choice:
+def choice(environment: Mapping[str, str]) -> NetworkChoice:
     """Return the networks selected by the job's variables.
 
     Args:
@@ -87,7 +87,7 @@ def choice(environment: Mapping[str, str]) -> Choice:
     found[_NCCL] = [] if excluded else prefixes
     named = tuple(word for words in found.values() for word in _words(words))
     source = ", ".join(f"{name}={environment[name]}" for name in (*_VARIABLES, _NCCL) if environment.get(name))
-    return Choice(named, excluded, source)
+    return NetworkChoice(named, excluded, source)
 
 
 def own_addresses(*families: socket.AddressFamily) -> list[Address]:

@@ -21,7 +21,7 @@ _MPIRUNS = ("mpirun", "orterun", "mpiexec")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Promise:
+class LaunchedRank:
     """The rank that a launcher assigned to this process.
 
     Attributes:
@@ -48,7 +48,7 @@ class Promise:
         return self.size > self.local_size if self.hosts is None else self.hosts > 1
 
 
-ALONE = Promise(launcher="none", rank=0, size=1, local_rank=0, local_size=1, controller="gloo")
+ALONE = LaunchedRank(launcher="none", rank=0, size=1, local_rank=0, local_size=1, controller="gloo")
 
 # The launchers, and their variables for rank, size, local rank and local size. The first one with both rank and size
 # set started this process: horovodrun --gloo starts processes itself, and srun may have started mpirun.
@@ -67,17 +67,17 @@ _LAUNCHERS = (
 )
 
 
-def promised(environ: Mapping[str, str] | None = None) -> Promise:
+def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank:
     """Return the rank that the launcher assigned, or :data:`ALONE` without a launcher.
 
     Example:
-        >>> promised({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}).size
+        >>> launched_rank({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}).size
         4
     """
     env = os.environ if environ is None else environ
     for name, rank, size, local_rank, local_size in _LAUNCHERS:
         if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
-            return Promise(
+            return LaunchedRank(
                 launcher=name,
                 rank=int(env[rank]),
                 size=int(env[size]),
@@ -97,7 +97,7 @@ def launcher_tags_lines(environ: Mapping[str, str] | None = None) -> bool:
         False
     """
     env = os.environ if environ is None else environ
-    return promised(env).launcher == "horovodrun --gloo" or env.get("OMPI_MCA_orte_tag_output") == "1"
+    return launched_rank(env).launcher == "horovodrun --gloo" or env.get("OMPI_MCA_orte_tag_output") == "1"
 
 
 def end_stuck_launcher(pid: int, *, ranks_run: bool) -> bool:

@@ -40,7 +40,7 @@ class Mpi:
 
 
 @dataclass(frozen=True)
-class Program:
+class MpiLauncher:
     """A launcher: its path, whether it is on PATH, and the MPI that it belongs to."""
 
     path: str
@@ -48,21 +48,21 @@ class Program:
     mpi: Mpi | None = None
 
 
-def find_program(name: str) -> Program | None:
+def find_program(name: str) -> MpiLauncher | None:
     """Find a program on PATH, or otherwise next to this interpreter (for an environment that is not activated)."""
     if path := shutil.which(name):
-        return Program(path, on_path=True)
+        return MpiLauncher(path, on_path=True)
     neighbour = Path(sys.executable).parent / name
-    return Program(str(neighbour), on_path=False) if os.access(neighbour, os.X_OK) else None
+    return MpiLauncher(str(neighbour), on_path=False) if os.access(neighbour, os.X_OK) else None
 
 
-def find_mpirun() -> Program | None:
+def find_mpirun() -> MpiLauncher | None:
     """Find ``mpirun`` (or ``mpiexec``) and the MPI that it belongs to."""
     program = find_program("mpirun") or find_program("mpiexec")
     if program is None:
         return None
     outcome = run([program.path, "--version"], timeout=20)
-    return Program(program.path, program.on_path, identify(outcome.stdout + outcome.stderr))
+    return MpiLauncher(program.path, program.on_path, identify(outcome.stdout + outcome.stderr))
 
 
 def identify(text: str) -> Mpi | None:

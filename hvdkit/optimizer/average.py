@@ -20,7 +20,7 @@ from hvdkit.errors import describe
 from hvdkit.optimizer import compression as wires
 from hvdkit.optimizer import sparse
 from hvdkit.optimizer.coupled import any_coupled
-from hvdkit.optimizer.given import Given, Gradient, Kind, given
+from hvdkit.optimizer.given import Gradient, Kind, PlacedGradients, given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +108,13 @@ def average_gradients(
     return average(lambda: given(grads, variables), how)
 
 
-def average(prepare: Callable[[], Given], how: Averaging) -> list[Gradient]:
+def average(prepare: Callable[[], PlacedGradients], how: Averaging) -> list[Gradient]:
     """Combine the gradients that ``prepare`` returns over all ranks, as :func:`average_gradients` does."""
     found = agree_on(lambda: shared(prepare(), how), how)
     return combine(found.map(lambda grad, kind: _distinct(grad) if kind == "rows" else grad), how)
 
 
-def shared(found: Given, how: Averaging) -> Given:
+def shared(found: PlacedGradients, how: Averaging) -> PlacedGradients:
     """Return gradients multiplied by this rank's share of the global batch in a step of ``hk.fit``, else unchanged.
 
     Gradients of sharded rows were already multiplied when sent to the owner (:mod:`hvdkit.collectives.batch_share`).
@@ -137,7 +137,7 @@ def shared(found: Given, how: Averaging) -> Given:
     )
 
 
-def agree_on(prepare: Callable[[], Given], how: Averaging) -> Given:
+def agree_on(prepare: Callable[[], PlacedGradients], how: Averaging) -> PlacedGradients:
     """Check the result of ``prepare`` and return it; in eager mode, also compare it between ranks.
 
     An error in ``prepare`` or the checks on one rank raises an error on every rank. Everything that can fail before
@@ -147,7 +147,7 @@ def agree_on(prepare: Callable[[], Given], how: Averaging) -> Given:
         Exception: this rank's gradients or arguments are invalid.
         CollectiveMismatchError: in eager mode, ranks differ, or ``prepare`` or a check failed on another rank.
     """
-    prepared: list[Given] = []
+    prepared: list[PlacedGradients] = []
 
     def check() -> None:
         prepared.append(prepare())
@@ -158,25 +158,25 @@ def agree_on(prepare: Callable[[], Given], how: Averaging) -> Given:
     return prepared[0]
 
 
-def agree_to_go_on(prepare: Callable[[], Given], group: cluster.Group | None) -> Given:
+def agree_to_go_on(prepare: Callable[[], PlacedGradients], group: cluster.Group | None) -> PlacedGradients:
     """Return the result of ``prepare``; in eager mode, an error on one rank raises an error on every rank.
 
     Used if gradients are not combined before the next exchange.
     """
-    prepared: list[Given] = []
+    prepared: list[PlacedGradients] = []
     problem = attempt(lambda: prepared.append(prepare()))
     _agree(Call("gradients", problem=problem), prepared, group)
     return prepared[0]
 
 
-def _agree(call: Call, prepared: list[Given], group: cluster.Group | None) -> None:
+def _agree(call: Call, prepared: list[PlacedGradients], group: cluster.Group | None) -> None:
     if tf.executing_eagerly() and not any(found.is_symbolic for found in prepared):
         agree_on_call(call, group)
     elif call.problem is not None:
         raise call.problem
 
 
-def combine(found: Given, how: Averaging) -> list[Gradient]:
+def combine(found: PlacedGradients, how: Averaging) -> list[Gradient]:
     """Combine gradients that all ranks have agreed on. Repeated rows of sharded tables stay repeated."""
     if how.weight is not None:
         factor, how = share(how), replace(how, op=ReduceOp.Sum, weight=None)
@@ -185,7 +185,7 @@ def combine(found: Given, how: Averaging) -> list[Gradient]:
 
 
 def combine_kinds(
-    found: Given, how: Averaging, combine_replicated: Callable[[list[Gradient]], list[Gradient]]
+    found: PlacedGradients, how: Averaging, combine_replicated: Callable[[list[Gradient]], list[Gradient]]
 ) -> list[Gradient]:
     """Combine gradients by kind.
 
@@ -294,7 +294,7 @@ def _place(grads: list[Gradient], dense: list[tf.Tensor], rows: list[tf.IndexedS
     return [None if source is None else next(source) for source in kinds]
 
 
-def _check(found: Given, how: Averaging) -> None:
+def _check(found: PlacedGradients, how: Averaging) -> None:
     wires.wire_dtype(how.compression)
     op, rows = checked_op(how.op), any(isinstance(g, tf.IndexedSlices) for g in found.grads)
     plain = not (rows or how.weight is not None or how.compression) and set(found.kinds) <= {"replicated", "part"}
@@ -324,7 +324,7 @@ def check_weight(weight: Any) -> None:
         )
 
 
-def _call(found: Given | None, how: Averaging, problem: Exception | None) -> Call:
+def _call(found: PlacedGradients | None, how: Averaging, problem: Exception | None) -> Call:
     """Describe this rank's call, for comparison with other ranks."""
     described = [] if found is None else [_described(*pair) for pair in zip(found.grads, found.kinds, strict=True)]
     options = [f"op={op_label(how.op)}", f"compression={how.compression}", "weight" * (how.weight is not None)]

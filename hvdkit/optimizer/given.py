@@ -19,7 +19,7 @@ Kind: TypeAlias = Literal["replicated", "rows", "part", "local", "overwritten"]
 
 
 @dataclass(frozen=True)
-class Given:
+class PlacedGradients:
     """Gradients with their variables and how these are placed on ranks.
 
     Attributes:
@@ -34,11 +34,11 @@ class Given:
     variables: list[Any]
     kinds: list[Kind]
 
-    def with_grads(self, grads: list[Gradient]) -> Given:
+    def with_grads(self, grads: list[Gradient]) -> PlacedGradients:
         """Return a copy with other gradients of the same variables."""
-        return Given(grads, self.variables, self.kinds)
+        return PlacedGradients(grads, self.variables, self.kinds)
 
-    def map(self, fn: Callable[[Gradient, Kind], Gradient]) -> Given:
+    def map(self, fn: Callable[[Gradient, Kind], Gradient]) -> PlacedGradients:
         """Apply ``fn`` to each gradient and its kind."""
         return self.with_grads([fn(g, kind) for g, kind in zip(self.grads, self.kinds, strict=True)])
 
@@ -59,7 +59,7 @@ def kind_of(variable: Any) -> Kind:
     return "overwritten" if getattr(variable, "overwrite_with_gradient", False) else "replicated"
 
 
-def given(grads: Any, variables: Any = None) -> Given:
+def given(grads: Any, variables: Any = None) -> PlacedGradients:
     """Return ``grads`` as tensors, after all checks that don't involve other ranks.
 
     Args:
@@ -78,7 +78,7 @@ def given(grads: Any, variables: Any = None) -> Given:
         expected = f"{len(listed)}, one for each gradient"
         raise ValueError(describe("variables", f"{len(owners)} of them", expected, "pass both in the same order"))
     made = [_gradient(f"grads[{i}]", g, v) for i, (g, v) in enumerate(zip(listed, owners, strict=True))]
-    return Given(made, owners, ["replicated" if v is None else kind_of(v) for v in owners])
+    return PlacedGradients(made, owners, ["replicated" if v is None else kind_of(v) for v in owners])
 
 
 def _listed(name: str, items: Any) -> list[Any]:

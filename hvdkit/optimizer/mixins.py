@@ -22,7 +22,7 @@ from hvdkit.optimizer.batch_norm import average_moving_statistics, check_batch_n
 from hvdkit.optimizer.calling import calling_model, calling_object
 from hvdkit.optimizer.copies import Original, copy_of, subclass
 from hvdkit.optimizer.coupled import check_coupled
-from hvdkit.optimizer.given import Given, given
+from hvdkit.optimizer.given import PlacedGradients, given
 from hvdkit.optimizer.local_variables import register_local_variables
 from hvdkit.optimizer.parts import Parts
 from hvdkit.optimizer.plain_fit import Watch, begin_equal, note_batch
@@ -206,7 +206,7 @@ class Combining(Distributed):
         how = self._hvdkit
         refuse_what_breaks(self._hvdkit_wrapped)
 
-        def prepare() -> Given:
+        def prepare() -> PlacedGradients:
             found = given_to(self, grads, trainable_variables)
             self._hvdkit_check_model(found.variables)
             return how.shared(found)
@@ -240,13 +240,13 @@ class Combining(Distributed):
         else:
             check_coupled(variables)
 
-    def _hvdkit_combine(self, prepare: Callable[[], Given], loss_scale: Any = None) -> Given:
+    def _hvdkit_combine(self, prepare: Callable[[], PlacedGradients], loss_scale: Any = None) -> PlacedGradients:
         """Return the combined and clipped gradients, with their variables."""
         how = self._hvdkit
         found = how.agreed(prepare, exchanges=how.clip_global_norm is not None and not how.reduced)
         return found.with_grads(how.clip(found.with_grads(how.combine(found)), loss_scale))
 
-    def _hvdkit_update(self, found: Given) -> Any:
+    def _hvdkit_update(self, found: PlacedGradients) -> Any:
         """Update the variables, using a table's own optimizer if it has one."""
         grads, variables = found.grads, found.variables
         if self._hvdkit_tables is not None:
@@ -338,7 +338,7 @@ def check_by_elements(optimizer: Any, where: str) -> None:
         raise ValueError(describe("optimizer", kind.__name__, expected, remedy))
 
 
-def given_to(optimizer: Any, grads: Any, trainable_variables: Any) -> Given:
+def given_to(optimizer: Any, grads: Any, trainable_variables: Any) -> PlacedGradients:
     """Check the arguments of ``apply`` and build the optimizer. All errors before an exchange are raised here."""
     if trainable_variables is None and not optimizer.built:
         expected = "the variables, as the optimizer must already be built without them"

@@ -20,15 +20,15 @@ from hvdkit.collectives import tensors
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.optimizer.average import Averaging, combine_kinds
 from hvdkit.optimizer.compression import reduce_scatter, wire_dtype
-from hvdkit.optimizer.given import Given, Gradient
+from hvdkit.optimizer.given import Gradient, PlacedGradients
 from hvdkit.sharding.partition import runs_of, share_of
-from hvdkit.sharding.shards import Run, holding_of
+from hvdkit.sharding.shards import FlatShard, holding_of
 
 # Each group is held in memory twice during its exchange; larger groups are not faster.
 _MOST_BYTES = 64 * 2**20
 
 
-class StandIn(keras.Variable):
+class PartProxy(keras.Variable):
     """Proxy for the elements of a variable that this rank updates: shape ``[k]``, where k may be 0.
 
     Keras creates slots of this shape, under the name of the variable.
@@ -71,17 +71,17 @@ class Parts:
 
     Attributes:
         variables: the same.
-        listed: for each variable, the variable itself if this rank updates all of it, otherwise a :class:`StandIn`.
+        listed: for each variable, the variable itself if this rank updates all of it, otherwise a :class:`PartProxy`.
     """
 
     def __init__(self, variables: Sequence[Any]):
         self.variables = tuple(variables)
         self._groups = tuple(_groups(self.variables))
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, FlatShard] = {}
         for group in self._groups:
             runs = runs_of(group.counts, cluster.rank(), cluster.size())
             for place, run in zip(group.places, runs, strict=True):
-                self._runs[place] = Run(tuple(self.variables[place].shape), run)
+                self._runs[place] = FlatShard(tuple(self.variables[place].shape), run)
         self.listed = tuple(self._stand_in(place) for place in range(len(self.variables)))
         self._places: dict[int, int] = {}
         for place, pair in enumerate(zip(self.variables, self.listed, strict=True)):
@@ -93,13 +93,13 @@ class Parts:
         if run is None or len(run.elements) == math.prod(run.shape):
             return variable
         with tf.device(_inner(variable).device):
-            return StandIn(variable, len(run.elements))
+            return PartProxy(variable, len(run.elements))
 
     def place(self, variable: Any) -> int | None:
         """Return the position of a variable or its proxy in the list; None if it is not in the list."""
         return self._places.get(id(_inner(variable)))
 
-    def run(self, place: int) -> Run | None:
+    def run(self, place: int) -> FlatShard | None:
         """Return the elements of variable ``place`` that this rank updates; None for a shard or local variable."""
         return self._runs.get(place)
 
@@ -114,9 +114,9 @@ class Parts:
             # The length must not be known statically, or TensorFlow rejects the change of shape.
             part.set_elements(tf.zeros(tf.cast(tf.timestamp(), tf.int32)[None] * 0, part.dtype))
 
-    def _cut(self) -> Iterator[tuple[int, StandIn]]:
+    def _cut(self) -> Iterator[tuple[int, PartProxy]]:
         for place, part in enumerate(self.listed):
-            if isinstance(part, StandIn) and 0 not in part.shape:
+            if isinstance(part, PartProxy) and 0 not in part.shape:
                 yield place, part
 
     def take(self, grads: Sequence[Any], places: Sequence[int]) -> list[Any]:
@@ -137,7 +137,7 @@ class Parts:
             grad = tf.math.unsorted_segment_sum(grad.values, grad.indices, variable.shape[0])
         return tf.cast(grad, variable.dtype)
 
-    def combine(self, found: Given, how: Averaging) -> list[Gradient]:
+    def combine(self, found: PlacedGradients, how: Averaging) -> list[Gradient]:
         """Combine the gradients over ranks (Average or Sum) and return this rank's elements. Ranks must have agreed.
 
         There is one exchange per group, in which each rank sends and receives (N-1)/N of the gradients' bytes.

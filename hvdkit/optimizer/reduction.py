@@ -12,7 +12,7 @@ from hvdkit import cluster
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.optimizer.average import Averaging, agree_on, agree_to_go_on, combine, mapped, shared
-from hvdkit.optimizer.given import Given, Gradient, Kind
+from hvdkit.optimizer.given import Gradient, Kind, PlacedGradients
 from hvdkit.optimizer.rows import SparseUpdates
 from hvdkit.optimizer.sparse import sum_duplicates
 from hvdkit.optimizer.steps import tell_profile
@@ -45,7 +45,7 @@ class Reduction:
         """How gradients are combined over ranks."""
         return Averaging(op=self.op, compression=self.compression, group=self.group)
 
-    def agreed(self, prepare: Callable[[], Given], *, exchanges: bool = False) -> Given:
+    def agreed(self, prepare: Callable[[], PlacedGradients], *, exchanges: bool = False) -> PlacedGradients:
         """Return the result of ``prepare``, compared between ranks if they will combine it.
 
         Args:
@@ -56,11 +56,11 @@ class Reduction:
             return agree_on(prepare, self.averaging)
         return agree_to_go_on(prepare, self.group) if exchanges else prepare()
 
-    def shared(self, found: Given) -> Given:
+    def shared(self, found: PlacedGradients) -> PlacedGradients:
         """Return gradients multiplied by this rank's share of the global batch, if they will be combined here."""
         return shared(found, self.averaging) if self.combines else found
 
-    def combine(self, found: Given) -> list[Gradient]:
+    def combine(self, found: PlacedGradients) -> list[Gradient]:
         """Combine gradients over all ranks, after :meth:`agreed`.
 
         Rows of shards may repeat; the update sums duplicates where necessary.
@@ -71,7 +71,7 @@ class Reduction:
         tell_profile(combined, f"optimizer {id(self)}")
         return combined
 
-    def share(self, found: Given, *, undo: bool = False) -> Given:
+    def share(self, found: PlacedGradients, *, undo: bool = False) -> PlacedGradients:
         """Divide gradients of shards by N before accumulation, so that their sums don't depend on N."""
         divisor = cluster.size() if self.op == ReduceOp.Average else self.averaging.copies
         factor = divisor if undo else 1 / divisor
@@ -79,7 +79,7 @@ class Reduction:
             return found
         return found.map(lambda grad, kind: mapped(grad, lambda x: x * factor) if kind == "rows" else grad)
 
-    def clip(self, found: Given, loss_scale: float | None = None, *, divided: bool = False) -> list[Gradient]:
+    def clip(self, found: PlacedGradients, loss_scale: float | None = None, *, divided: bool = False) -> list[Gradient]:
         """Scale all gradients so that their global norm is at most the limit.
 
         A replicated gradient counts once. The squares of sharded and local gradients are summed over ranks, as are
@@ -98,7 +98,7 @@ class Reduction:
 
         return distinct.map(clipped).grads
 
-    def _squares_by_place(self, found: Given, divided: bool) -> list[tf.Tensor]:
+    def _squares_by_place(self, found: PlacedGradients, divided: bool) -> list[tf.Tensor]:
         """Return sums of squares: of replicated gradients, of shards and local gradients, and of parts by mesh axis."""
         everywhere: list[Gradient] = []
         apart: dict[str | None, list[Gradient]] = {}

@@ -15,9 +15,9 @@ from typing import Any
 from hvdkit import cluster
 from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.optimizer.given import Given
+from hvdkit.optimizer.given import PlacedGradients
 from hvdkit.optimizer.mixins import Combining, check_by_elements
-from hvdkit.optimizer.parts import Parts, StandIn
+from hvdkit.optimizer.parts import PartProxy, Parts
 from hvdkit.sharding.shards import assign_whole, mark
 
 
@@ -56,7 +56,7 @@ class SharingStates(Combining):
         mark(slot, run)
         return slot
 
-    def _hvdkit_update(self, found: Given) -> Any:
+    def _hvdkit_update(self, found: PlacedGradients) -> Any:
         """Update this rank's part of the variables and gather them."""
         if (parts := self._hvdkit_parts) is None or not found.grads:
             return super()._hvdkit_update(found)
@@ -66,7 +66,7 @@ class SharingStates(Combining):
         parts.release()
         for grad, variable, place in zip(found.grads, found.variables, places, strict=True):
             # For variables that this rank updates completely, Keras has already applied the constraint.
-            if grad is not None and variable.constraint is not None and isinstance(parts.listed[place], StandIn):
+            if grad is not None and variable.constraint is not None and isinstance(parts.listed[place], PartProxy):
                 variable.assign(variable.constraint(variable))
         return result
 
@@ -75,7 +75,7 @@ class SharingStates(Combining):
         others = [v for v in variables if parts is None or parts.place(v) is None]
         super()._check_variables_are_known(others)  # type: ignore[misc]
 
-    def _hvdkit_combine(self, prepare: Callable[[], Given], loss_scale: Any = None) -> Given:
+    def _hvdkit_combine(self, prepare: Callable[[], PlacedGradients], loss_scale: Any = None) -> PlacedGradients:
         how = self._hvdkit
         found = how.agreed(prepare, exchanges=not how.reduced)
         if (parts := self._hvdkit_parts) is None:  # single rank, or no variables

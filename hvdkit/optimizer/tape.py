@@ -13,7 +13,7 @@ from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import describe
 from hvdkit.optimizer.average import Averaging, agree_on, average, share, zero_without_weight
 from hvdkit.optimizer.coupled import check_coupled, was_coupled
-from hvdkit.optimizer.given import Given, given, kind_of
+from hvdkit.optimizer.given import PlacedGradients, given, kind_of
 from hvdkit.optimizer.local_variables import is_layer, register_local_variables
 from hvdkit.optimizer.steps import tell_profile
 
@@ -87,7 +87,7 @@ class DistributedGradientTape:
             return self._weighted(target, sources, *args, **kwargs)
         structure: list[Any] = []
 
-        def prepare() -> Given:
+        def prepare() -> PlacedGradients:
             structure.append(self._tape.gradient(target, sources, *args, **kwargs))
             return given(tf.nest.flatten(structure[0]), variables)
 
@@ -99,7 +99,7 @@ class DistributedGradientTape:
         factor = share(self._how)
         structure: list[Any] = []
 
-        def prepare() -> Given:
+        def prepare() -> PlacedGradients:
             upstream = tf.nest.map_structure(tf.ones_like, target) if output_gradients is None else output_gradients
             weighed = tf.nest.map_structure(lambda g: g * tf.cast(factor, g.dtype), upstream)
             structure.append(self._tape.gradient(target, sources, output_gradients=weighed, **kwargs))

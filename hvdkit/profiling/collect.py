@@ -13,13 +13,13 @@ from typing import Any
 
 from hvdkit.profiling import clocks, report, trace
 from hvdkit.profiling.parts import divide
-from hvdkit.profiling.record import Record
+from hvdkit.profiling.record import RankProfile
 
 # Limit on the spans of all ranks together, because every rank receives all of them.
 _MOST_SPANS = 600_000
 
 
-def together(folder: Path, record: Record, raw: bytes, exchange: Any, say: Callable[[str], None]) -> None:
+def together(folder: Path, record: RankProfile, raw: bytes, exchange: Any, say: Callable[[str], None]) -> None:
     """Send every rank's record to the chief, which writes the output folder and prints the report.
 
     Args:
@@ -38,12 +38,13 @@ def together(folder: Path, record: Record, raw: bytes, exchange: Any, say: Calla
     if record.rank:
         return
     records = [
-        Record.from_json(json.loads(zlib.decompress(part))).moved(*one) for part, one in zip(parts, found, strict=True)
+        RankProfile.from_json(json.loads(zlib.decompress(part))).moved(*one)
+        for part, one in zip(parts, found, strict=True)
     ]
     _write(folder, records, say)
 
 
-def _packed(record: Record, ranks: int) -> bytes:
+def _packed(record: RankProfile, ranks: int) -> bytes:
     most = _MOST_SPANS // ranks
     spans = [span for span in record.spans if span.kind in ("op", "data")]
     if len(spans) > most:
@@ -53,7 +54,7 @@ def _packed(record: Record, ranks: int) -> bytes:
     return zlib.compress(json.dumps(record.as_json()).encode(), 1)
 
 
-def _keep_raw(folder: Path, record: Record, raw: bytes, exchange: Any) -> None:
+def _keep_raw(folder: Path, record: RankProfile, raw: bytes, exchange: Any) -> None:
     """Write TensorFlow's files in TensorBoard's layout: one run, with each rank as a host."""
     run = exchange.broadcast(time.strftime("%Y_%m_%d_%H_%M_%S"), 0)
     target = folder / "plugins" / "profile" / run / f"{record.host}.rank-{record.rank}.xplane.pb"
@@ -74,7 +75,7 @@ def _keep_raw(folder: Path, record: Record, raw: bytes, exchange: Any) -> None:
                     Path(places[rank]).write_bytes(sent[rank])
 
 
-def _write(folder: Path, records: Sequence[Record], say: Callable[[str], None]) -> None:
+def _write(folder: Path, records: Sequence[RankProfile], say: Callable[[str], None]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     ranks = divide(records)
     found = report.rows(ranks)

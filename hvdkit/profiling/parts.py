@@ -22,13 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvdkit.profiling.intervals import Intervals, both, clip, total, union, without
-from hvdkit.profiling.record import Collective, Record
+from hvdkit.profiling.record import RankProfile, TimedCollective
 
 PARTS = ("compute", "exchange", "wait", "input", "save", "other")
 
 
 @dataclass(frozen=True)
-class Step:
+class StepParts:
     """The parts of one step on one rank, in nanoseconds.
 
     Attributes:
@@ -61,14 +61,14 @@ class RankParts:
 
     rank: int
     host: str
-    steps: list[Step]
+    steps: list[StepParts]
     moments: dict[str, Intervals]
     blames: dict[int, Intervals] = field(default_factory=dict)
     clock_error: int = 0
 
 
 @dataclass(frozen=True)
-class Met:
+class MatchedCollective:
     """A collective, matched with the same one on other ranks.
 
     Attributes:
@@ -77,28 +77,28 @@ class Met:
         last: the last rank to enter it.
     """
 
-    own: Collective
+    own: TimedCollective
     met_at: int
     last: int
 
 
-def divide(records: Sequence[Record]) -> list[RankParts]:
+def divide(records: Sequence[RankProfile]) -> list[RankParts]:
     """Return the parts of every step on every rank. The records' times must be in one clock."""
     met = meet(records)
     return [_of_rank(record, met[record.rank]) for record in records]
 
 
-def meet(records: Sequence[Record]) -> dict[int, list[Met]]:
+def meet(records: Sequence[RankProfile]) -> dict[int, list[MatchedCollective]]:
     """Match every rank's collectives with those of other ranks, by name and time.
 
     A collective cannot end on any rank before it has started on all, so it overlaps on all ranks, and the next one with
     the same name starts after its end. The collectives with the largest overlap are matched.
     """
-    by_name: dict[str, dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
+    by_name: dict[str, dict[int, list[TimedCollective]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         for one in sorted(record.collectives, key=lambda c: c.start):
             by_name[one.name][record.rank].append(one)
-    result: dict[int, list[Met]] = {record.rank: [] for record in records}
+    result: dict[int, list[MatchedCollective]] = {record.rank: [] for record in records}
     for ranks in by_name.values():
         anchor = next(iter(ranks))
         rows = {rank: _beside(ranks[anchor], own) for rank, own in ranks.items()}
@@ -106,14 +106,14 @@ def meet(records: Sequence[Record]) -> dict[int, list[Met]]:
             there = {rank: own for rank, row in rows.items() if (own := row[index]) is not None}
             last = max(there, key=lambda rank: there[rank].start)
             for rank, own in there.items():
-                result[rank].append(Met(own, min(own.end, max(own.start, there[last].start)), last))
+                result[rank].append(MatchedCollective(own, min(own.end, max(own.start, there[last].start)), last))
     return {rank: sorted(found, key=lambda m: m.own.start) for rank, found in result.items()}
 
 
-def _beside(anchors: list[Collective], own: list[Collective]) -> list[Collective | None]:
+def _beside(anchors: list[TimedCollective], own: list[TimedCollective]) -> list[TimedCollective | None]:
     """Return, for each of ``anchors``, the collective in ``own`` with the largest overlap, or None."""
     starts = [one.start for one in own]
-    found: list[Collective | None] = []
+    found: list[TimedCollective | None] = []
     for anchor in anchors:
         first = bisect_left(starts, anchor.start)
         near = own[max(0, first - 1) : bisect_left(starts, anchor.end) + 1]
@@ -123,7 +123,7 @@ def _beside(anchors: list[Collective], own: list[Collective]) -> list[Collective
     return found
 
 
-def _of_rank(record: Record, met: list[Met]) -> RankParts:
+def _of_rank(record: RankProfile, met: list[MatchedCollective]) -> RankParts:
     layers = _layers(record, met)
     moments: dict[str, Intervals] = {name: [] for name in PARTS}
     steps = []
@@ -141,7 +141,7 @@ def _of_rank(record: Record, met: list[Met]) -> RankParts:
             left = without(left, taken)
         parts["other"] = total(left)
         moments["other"] += left
-        steps.append(Step(mark.step, mark.step - before.step, before.at, mark.at, parts, hidden))
+        steps.append(StepParts(mark.step, mark.step - before.step, before.at, mark.at, parts, hidden))
     moments = {name: union(spans) for name, spans in moments.items()}
     waits: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for one in met:
@@ -151,7 +151,7 @@ def _of_rank(record: Record, met: list[Met]) -> RankParts:
     return RankParts(record.rank, record.host, steps, moments, blames, record.clock_error)
 
 
-def _layers(record: Record, met: list[Met]) -> list[tuple[str, Intervals]]:
+def _layers(record: RankProfile, met: list[MatchedCollective]) -> list[tuple[str, Intervals]]:
     """Return the parts with their intervals, in order of precedence."""
     blocking = [m for m in met if m.own.blocking]
     graph = [m for m in met if not m.own.blocking]

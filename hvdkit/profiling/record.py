@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 
-class Mark(NamedTuple):
+class StepEnd(NamedTuple):
     """The end of a step."""
 
     step: int
@@ -28,7 +28,7 @@ class Span(NamedTuple):
     end: int
 
 
-class Collective(NamedTuple):
+class TimedCollective(NamedTuple):
     """A collective on this rank, from when the rank was ready for it to when it had the result.
 
     ``blocking``: the training thread waited, as for an eager collective; otherwise it was part of a graph.
@@ -50,7 +50,7 @@ class Phase(NamedTuple):
 
 
 @dataclass
-class Record:
+class RankProfile:
     """The record of one rank; times in nanoseconds, in this rank's monotonic clock until :meth:`moved`.
 
     Attributes:
@@ -67,15 +67,15 @@ class Record:
 
     rank: int
     host: str
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[StepEnd] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[TimedCollective] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     left_out: int = 0
     clock_error: int = 0
 
-    def moved(self, offset: int, error: int) -> Record:
+    def moved(self, offset: int, error: int) -> RankProfile:
         """Return the record with ``offset`` subtracted from all times, which then have a maximum error of ``error``."""
         spans = [s._replace(start=s.start - offset, end=s.end - offset) for s in self.spans]
         collectives = [c._replace(start=c.start - offset, end=c.end - offset) for c in self.collectives]
@@ -89,12 +89,12 @@ class Record:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Record:
+    def from_json(cls, document: dict[str, Any]) -> RankProfile:
         """Create a record from the result of :meth:`as_json`."""
         kinds: dict[str, Callable[..., Any]] = {
-            "marks": Mark,
+            "marks": StepEnd,
             "spans": Span,
-            "collectives": Collective,
+            "collectives": TimedCollective,
             "phases": Phase,
         }
         read = {name: [kind(*row) for row in document[name]] for name, kind in kinds.items()}

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.profiling import timeline, xplane
-from hvdkit.profiling.record import Collective, Mark, Record, Span
-from hvdkit.profiling.settings import Settings
+from hvdkit.profiling.record import RankProfile, Span, StepEnd, TimedCollective
+from hvdkit.profiling.settings import ProfileSettings
 
 Say = Callable[[str], None]
 SUPERVISOR = "hk.Supervisor"
@@ -40,7 +40,7 @@ class Recorder:
         say: prints a line for the user.
     """
 
-    def __init__(self, settings: Settings, record: Record, exchange: Any, horovod: Any, say: Say) -> None:
+    def __init__(self, settings: ProfileSettings, record: RankProfile, exchange: Any, horovod: Any, say: Say) -> None:
         self.over = False
         self._settings, self._record, self._exchange, self._horovod, self._say = (
             settings, record, exchange, horovod, say,
@@ -98,7 +98,7 @@ class Recorder:
         if self._begun and threading.get_ident() == self._main:
             name, start = self._begun.pop()
             if self._recording:
-                self._record.collectives.append(Collective(name, start, time.monotonic_ns(), True))
+                self._record.collectives.append(TimedCollective(name, start, time.monotonic_ns(), True))
 
     def _believed(self, source: str, worth: int, step: int) -> bool:
         """Return whether ``source`` counts the steps; a source with higher priority restarts the count."""
@@ -106,7 +106,7 @@ class Recorder:
             self._source, self._before = (source, worth), None
             if self._recording:  # continue recording with the new count
                 self._before = step - self._settings.first + 1
-                self._record.marks = [Mark(step, time.monotonic_ns())]
+                self._record.marks = [StepEnd(step, time.monotonic_ns())]
         return self._source[0] == source
 
     # ---- begin and end ------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Recorder:
             self._recording = True
             self._start()
         if done >= self._settings.first - 1 and (not marks or step > marks[-1].step):
-            marks.append(Mark(step, time.monotonic_ns()))
+            marks.append(StepEnd(step, time.monotonic_ns()))
         if done >= self._settings.last:
             self._due = True
             self._stop()

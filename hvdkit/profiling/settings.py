@@ -16,7 +16,7 @@ _TOLD = re.compile(r"(?P<folder>.+?)(:(?P<first>\d+)-(?P<last>\d+))?")
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProfileSettings:
     """Settings to profile the steps ``first`` to ``last`` of a run, counted from 1, and write into ``folder``.
 
     Attributes:
@@ -34,7 +34,7 @@ class Settings:
             raise ValueError(describe("steps to profile", f"{self.first}-{self.last}", expected, "name others"))
 
     @classmethod
-    def told(cls, environment: Mapping[str, str]) -> Settings | None:
+    def told(cls, environment: Mapping[str, str]) -> ProfileSettings | None:
         """Return the settings in the environment, or None if profiling is off.
 
         Raises:
@@ -42,7 +42,7 @@ class Settings:
 
         Example:
             >>> Settings.told({"HVDKIT_PROFILE": "runs/profile:50-60"})
-            Settings(folder=PosixPath('runs/profile'), first=50, last=60, timeline=False)
+            ProfileSettings(folder=PosixPath('runs/profile'), first=50, last=60, timeline=False)
         """
         text = environment.get(VARIABLE, "")
         if not text:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdkit.profiling.parts import PARTS, Met, RankParts, meet
-from hvdkit.profiling.record import Record
+from hvdkit.profiling.parts import PARTS, MatchedCollective, RankParts, meet
+from hvdkit.profiling.record import RankProfile
 
 STEPS, WHERE, TRAINING, EXCHANGES, THREADS, TENSORS = 1, 2, 3, 10, 100, 1000
 # Ops shorter than SHORTEST_NS are only counted; of the others, the MOST_OPS longest are drawn.
@@ -27,20 +27,20 @@ _COLOURS = {
 }
 
 
-def write(path: Path, records: Sequence[Record], ranks: Sequence[RankParts]) -> None:
+def write(path: Path, records: Sequence[RankProfile], ranks: Sequence[RankParts]) -> None:
     """Write the compressed trace of all ranks; times start at 0."""
     document = document_of(records, ranks)
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=6) as file:
         json.dump(document, file, separators=(",", ":"))
 
 
-def document_of(records: Sequence[Record], ranks: Sequence[RankParts]) -> dict[str, Any]:
+def document_of(records: Sequence[RankProfile], ranks: Sequence[RankParts]) -> dict[str, Any]:
     """Return the trace as a Trace Event Format object."""
     zero = min((moment for record in records for moment in _beginnings(record)), default=0)
     met = meet(records)
     events: list[dict[str, Any]] = []
     for record, parts in zip(records, ranks, strict=True):
-        drawn = _Drawn(record.rank, zero)
+        drawn = _RankEvents(record.rank, zero)
         drawn.process(f"rank {record.rank} on {record.host}")
         _draw_parts(drawn, parts)
         _draw_record(drawn, record, met[record.rank])
@@ -51,13 +51,13 @@ def document_of(records: Sequence[Record], ranks: Sequence[RankParts]) -> dict[s
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
-def _beginnings(record: Record) -> Iterator[int]:
+def _beginnings(record: RankProfile) -> Iterator[int]:
     yield from (mark.at for mark in record.marks)
     for listed in (record.spans, record.collectives, record.phases):
         yield from (one.start for one in listed)
 
 
-def shortened(record: Record, most: int = MOST_OPS) -> None:
+def shortened(record: RankProfile, most: int = MOST_OPS) -> None:
     """Drop ops that are too short to be visible, and the shortest beyond ``most``; record their number."""
     ops = [span for span in record.spans if span.kind in ("op", "data")]
     kept = [span for span in ops if span.end - span.start >= SHORTEST_NS]
@@ -66,7 +66,7 @@ def shortened(record: Record, most: int = MOST_OPS) -> None:
     record.spans = [span for span in record.spans if span.kind not in ("op", "data")] + kept
 
 
-class _Drawn:
+class _RankEvents:
     """The events of one rank."""
 
     def __init__(self, rank: int, zero: int) -> None:
@@ -93,7 +93,7 @@ class _Drawn:
         self.events.append({"ph": "M", "name": what, "pid": self._rank, "tid": tid, "args": arguments})
 
 
-def _draw_parts(drawn: _Drawn, parts: RankParts) -> None:
+def _draw_parts(drawn: _RankEvents, parts: RankParts) -> None:
     for step in parts.steps:
         times = {name: step.parts[name] / 1e6 for name in PARTS} | {"hidden": step.hidden / 1e6}
         shown = {f"{name} ms": round(value, 3) for name, value in times.items()}
@@ -105,7 +105,7 @@ def _draw_parts(drawn: _Drawn, parts: RankParts) -> None:
             drawn.slice(WHERE, "where the time goes", name, span, cname=_COLOURS[name])
 
 
-def _draw_record(drawn: _Drawn, record: Record, met: list[Met]) -> None:
+def _draw_record(drawn: _RankEvents, record: RankProfile, met: list[MatchedCollective]) -> None:
     spans = [s for s in record.spans if s.kind in ("input", "save")]
     for lane, span in _lanes((s.start, s.end, s) for s in spans):
         drawn.slice(TRAINING + lane, "input and saves", span.name, (span.start, span.end), cat=span.kind)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdkit.profiling.intervals import union
-from hvdkit.profiling.record import Collective, Span
+from hvdkit.profiling.record import Span, TimedCollective
 
 # The recorder traces an event with this name at a known time of the monotonic clock.
 CLOCK = "hvdkit.clock"
@@ -32,7 +32,7 @@ class Traced(NamedTuple):
     """The contents of a TensorFlow profiler file; times in the monotonic clock, in nanoseconds."""
 
     spans: list[Span]
-    collectives: list[Collective]
+    collectives: list[TimedCollective]
 
 
 class _Event(NamedTuple):
@@ -60,7 +60,7 @@ def read(path: Path, clock: int) -> Traced:
     shift = clock - min(marked)
     over = max(event.end for _, _, events in lines for event in events) + shift
     spans: list[Span] = []
-    eager: list[Collective] = []
+    eager: list[TimedCollective] = []
     begun: dict[tuple[Any, Any], list[int]] = defaultdict(list)
     ended: dict[tuple[Any, Any], list[int]] = defaultdict(list)
     for on_device, track, events in lines:
@@ -71,14 +71,14 @@ def read(path: Path, clock: int) -> Traced:
                 pairs = begun if event.name == _START else ended
                 pairs[event.details.get("step_id"), event.details.get("name")].append(event.start)
             elif (found := _EAGER.fullmatch(event.name)) and found["kind"].startswith("Horovod"):
-                eager.append(Collective(f"eager {found['kind']}", event.start, event.end, True))
+                eager.append(TimedCollective(f"eager {found['kind']}", event.start, event.end, True))
     collectives = eager
     for (number, name), starts in begun.items():
         # A run of a graph executes each collective once, or several times in sequence if it is in a loop. The last end
         # is missing if the recording stopped before it.
         for start, end in zip_longest(sorted(starts), sorted(ended[number, name])[: len(starts)], fillvalue=over):
             # Strip scopes: they are numbered by the layers created in the process, which may differ between ranks.
-            collectives.append(Collective(str(name).rpartition("/")[2], start, max(start, end), False))
+            collectives.append(TimedCollective(str(name).rpartition("/")[2], start, max(start, end), False))
     return Traced(spans, collectives)
 
 

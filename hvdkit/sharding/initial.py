@@ -74,7 +74,7 @@ def common_seed(seed: int | None, initializer: Any = None) -> int:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Distribution:
     """A distribution, computed from uniform numbers between 0 and 1; works on arrays and tensors."""
 
     from_unit: Callable[[Any], Any]
@@ -135,18 +135,18 @@ class Constant:
         return np.broadcast_to(self.value, (len(rows), width))
 
 
-def _uniform(low: float, high: float) -> Drawn:
-    return Drawn(lambda unit: low + (high - low) * unit)
+def _uniform(low: float, high: float) -> Distribution:
+    return Distribution(lambda unit: low + (high - low) * unit)
 
 
-def _normal(mean: float, deviation: float) -> Drawn:
-    return Drawn(lambda unit: mean + deviation * _inverse_normal(unit))
+def _normal(mean: float, deviation: float) -> Distribution:
+    return Distribution(lambda unit: mean + deviation * _inverse_normal(unit))
 
 
-def _truncated(mean: float, deviation: float) -> Drawn:
+def _truncated(mean: float, deviation: float) -> Distribution:
     """A normal distribution truncated at two standard deviations, like Keras's."""
     below = 0.5 * math.erfc(2 / math.sqrt(2))
-    return Drawn(lambda unit: mean + deviation * _inverse_normal(below + unit * (1 - 2 * below)))
+    return Distribution(lambda unit: mean + deviation * _inverse_normal(below + unit * (1 - 2 * below)))
 
 
 def _inverse_normal(probability: Any) -> Any:
@@ -156,7 +156,7 @@ def _inverse_normal(probability: Any) -> Any:
         return tf.math.ndtri(tf.constant(probability, tf.float64)).numpy()
 
 
-def _variance_scaling(made: Any, shape: tuple[int, ...]) -> Drawn:
+def _variance_scaling(made: Any, shape: tuple[int, ...]) -> Distribution:
     """Keras's formulas, with the fans of the global shape: stddev = sqrt(scale / n), limit = sqrt(3 scale / n)."""
     field = math.prod(shape[:-2])
     fan_in, fan_out = (shape[0], shape[0]) if len(shape) == 1 else (shape[-2] * field, shape[-1] * field)

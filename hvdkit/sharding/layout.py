@@ -49,7 +49,7 @@ class Slice:
         return rows_of(self.rule, self.table.input_dim, rank, size)
 
 
-class Held(NamedTuple):
+class TablePart(NamedTuple):
     """One rank's part of a table in a group's variable."""
 
     table: Table
@@ -59,7 +59,7 @@ class Held(NamedTuple):
 
 
 @dataclass
-class Group:
+class TableGroup:
     """Slices of the same width and dtype, which share a variable.
 
     Attributes:
@@ -85,13 +85,13 @@ class Group:
         """One more than the largest key."""
         return 2**63 if self.evicts is not None else max(self.rows) * len(self.rows)
 
-    def held(self, rank: int) -> list[Held]:
+    def held(self, rank: int) -> list[TablePart]:
         """Return the part of each table on ``rank``, possibly empty, in an order that all ranks share."""
-        found: dict[str, Held] = {}
+        found: dict[str, TablePart] = {}
         for part in self.slices:
             rows = part.rows(rank, len(self.rows))
             if rows or part.table.name not in found:
-                found[part.table.name] = Held(part.table, rows, part.columns if rows else range(0), part.base)
+                found[part.table.name] = TablePart(part.table, rows, part.columns if rows else range(0), part.base)
         return list(found.values())
 
 
@@ -107,7 +107,7 @@ class Layout:
     """
 
     size: int
-    groups: tuple[Group, ...]
+    groups: tuple[TableGroup, ...]
     slices: Mapping[str, tuple[tuple[int, Slice], ...]]
     replicated: tuple[Table, ...]
 
@@ -134,13 +134,15 @@ def lay_out(tables: Sequence[Table], placements: Mapping[str, str], size: int) -
         >>> layout.groups[0].rows, [s.base for s in layout.groups[0].slices]
         ([3, 5], [0, 2])
     """
-    groups: dict[tuple[int, str, bool, str, str], Group] = {}
+    groups: dict[tuple[int, str, bool, str, str], TableGroup] = {}
     placed: dict[str, list[tuple[int, Slice]]] = {}
 
     def add(table: Table, width: int, columns: range, rule: str, rank: int = 0) -> None:
         alone = table if table.evict else None
         key = (width, table.dtype, table.host, table.name if alone else "", table.optimizer_key)
-        group = groups.setdefault(key, Group(width, table.dtype, [0] * size, [], table.host, alone, table.optimizer))
+        group = groups.setdefault(
+            key, TableGroup(width, table.dtype, [0] * size, [], table.host, alone, table.optimizer)
+        )
         part = Slice(table, columns, rule, group.rows[rank] if rule == "whole" else max(group.rows), rank)
         for r in range(size):
             if rows := len(part.rows(r, size)):

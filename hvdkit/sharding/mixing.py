@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.errors import describe
-from hvdkit.sharding.initial import Constant, Drawn, rule_of
+from hvdkit.sharding.initial import Constant, Distribution, rule_of
 
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment
 
@@ -50,7 +50,7 @@ def first_rows(initializer: Any, shape: tuple[int, int], dtype: str, seed: int, 
     rule, width = rule_of(initializer, shape, dtype, seed), shape[1]
     if isinstance(rule, Constant):
         return lambda ids: tf.fill([tf.size(ids), width], tf.constant(rule.value, dtype))
-    if not isinstance(rule, Drawn):
+    if not isinstance(rule, Distribution):
         expected = "a number, or Keras's uniform, normal, truncated normal or variance scaling"
         remedy = "rows of new ids are made one by one"
         raise ValueError(describe(f"initializer of table {table!r}", initializer, expected, remedy))

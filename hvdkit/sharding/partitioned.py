@@ -18,7 +18,7 @@ from hvdkit.sharding.faults import Fault, find_fault, is_out_of_range, refused, 
 from hvdkit.sharding.initial import common_seed, initial_blocks
 from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.partition import Partition, local_row, owner, rows_of
-from hvdkit.sharding.routing import Numbered, look_up
+from hvdkit.sharding.routing import KeyedVariable, look_up
 from hvdkit.sharding.runs import LastLookup
 from hvdkit.sharding.shards import Piece, Shard, mark, write_box
 
@@ -145,7 +145,7 @@ class PartitionedVariable:
         rows = self.shape[0]
         safe = tf.cast(tf.where(is_out_of_range(flat, rows), tf.zeros_like(flat), flat), self._key_dtype)
         keys = keys_of(safe, self.partition, rows, cluster.size())
-        return look_up([Numbered(self.local, self._last)], [[keys]], fault, name="hvdkit.lookup")[0][0].spread()
+        return look_up([KeyedVariable(self.local, self._last)], [[keys]], fault, name="hvdkit.lookup")[0][0].spread()
 
     def gather(self, root: int | None = None) -> np.ndarray | None:
         """Return the unsharded array on every rank, or only on ``root`` and None elsewhere. Every rank calls it."""

@@ -32,7 +32,7 @@ from hvdkit.sharding.runs import LastLookup, Runs
 
 
 @dataclass(frozen=True)
-class Found:
+class LookupRows:
     """The rows of one variable for some keys.
 
     Attributes:
@@ -59,7 +59,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Numbered:
+class KeyedVariable:
     """A variable whose rows are identified by ``key = local * N + rank``.
 
     Attributes:
@@ -79,7 +79,7 @@ class Numbered:
         return self.variable.sparse_read(sent)
 
 
-class Asked(NamedTuple):
+class RoutedLookup(NamedTuple):
     """The state of a lookup before rows are read. It holds only tensors, so it can be passed to the next step.
 
     P parts are looked up: one for each table of each variable, ordered by variable.
@@ -104,12 +104,12 @@ def look_up(
     *,
     name: str,
     wire: tf.DType | None = None,
-) -> list[list[Found]]:
+) -> list[list[LookupRows]]:
     """Return the rows of each part of each variable for its keys: :func:`ask`, then :func:`fetch`."""
     return fetch(sources, [len(k) for k in keys], ask(sources, keys, fault, name=name), name=name, wire=wire)
 
 
-def ask(sources: Sequence[Source], keys: Sequence[Sequence[tf.Tensor]], fault: Fault, *, name: str) -> Asked:
+def ask(sources: Sequence[Source], keys: Sequence[Sequence[tf.Tensor]], fault: Fault, *, name: str) -> RoutedLookup:
     """Request from every rank the rows that this rank needs.
 
     Every rank calls it with the same variables and parts; the keys and their number may differ.
@@ -131,15 +131,15 @@ def ask(sources: Sequence[Source], keys: Sequence[Sequence[tf.Tensor]], fault: F
             found = [[tf.unique(tf.identity(k)) for k in parts] for parts in keys]
         ids = tuple(joined([distinct for distinct, _ in parts]) for parts in found)
         counts = tf.stack([tf.size(distinct) for parts in found for distinct, _ in parts])[None]
-        return Asked(ids, tuple(place for parts in found for _, place in parts), counts, counts)
+        return RoutedLookup(ids, tuple(place for parts in found for _, place in parts), counts, counts)
     asked = _Sorted.of(sources, keys, size)
     wanted, theirs = _swap_ids(asked, fault, name)
-    return Asked(tuple(wanted), asked.places, asked.by_part, theirs)
+    return RoutedLookup(tuple(wanted), asked.places, asked.by_part, theirs)
 
 
 def fetch(
-    sources: Sequence[Source], parts: Sequence[int], asked: Asked, *, name: str, wire: tf.DType | None = None
-) -> list[list[Found]]:
+    sources: Sequence[Source], parts: Sequence[int], asked: RoutedLookup, *, name: str, wire: tf.DType | None = None
+) -> list[list[LookupRows]]:
     """Return the requested rows of each part of each variable. Every rank calls it.
 
     Args:
@@ -152,14 +152,14 @@ def fetch(
     rows = [s.read(i) for s, i in zip(sources, asked.ids, strict=True)]
     if cluster.size() > 1:
         for v, source in enumerate(sources):
-            if isinstance(source, Numbered) and source.lookup is not None:
+            if isinstance(source, KeyedVariable) and source.lookup is not None:
                 source.lookup.note(Runs(asked.ids[v], asked.theirs[:, v]))
         received = iter(_swap_rows(rows, parts, asked, wire, name))
     else:
         counts = tf.split(asked.mine[0], list(parts))
         received = iter([part for r, c, n in zip(rows, counts, parts, strict=True) for part in _split(r, c, n)])
     places = iter(asked.places)
-    return [[Found(with_shared_gradient(next(received)), next(places)) for _ in range(n)] for n in parts]
+    return [[LookupRows(with_shared_gradient(next(received)), next(places)) for _ in range(n)] for n in parts]
 
 
 def joined(parts: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -171,10 +171,10 @@ def _split(x: tf.Tensor, sizes: tf.Tensor, number: int) -> list[tf.Tensor]:
     return [x] if number == 1 else tf.split(x, sizes, num=number)
 
 
-def read_distinct(source: Source, keys: tf.Tensor) -> Found:
+def read_distinct(source: Source, keys: tf.Tensor) -> LookupRows:
     """Read local rows, each once even if requested repeatedly, so that its gradient is one row as well."""
     distinct, place = tf.unique(keys)
-    return Found(source.read(distinct), place)
+    return LookupRows(source.read(distinct), place)
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def _swap_ids(asked: _Sorted, fault: Fault, name: str) -> tuple[list[tf.Tensor],
 
 
 def _swap_rows(
-    rows: list[tf.Tensor], parts: Sequence[int], asked: Asked, wire: tf.DType | None, name: str
+    rows: list[tf.Tensor], parts: Sequence[int], asked: RoutedLookup, wire: tf.DType | None, name: str
 ) -> list[tf.Tensor]:
     """Send each variable's rows to the ranks that requested them; return each part's rows. Differentiable."""
     variable = [v for v, number in enumerate(parts) for _ in range(number)]

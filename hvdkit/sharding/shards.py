@@ -53,7 +53,7 @@ class Shard:
         owner: name of the layer or variable that the tables belong to.
         pieces: the tables' parts. Rows outside of them are unused.
         slot: name of the optimizer's slot ("momentum"); None for the weights.
-        uses: a ``hvdkit.sharding.vocabulary.Uses`` if rows can be reassigned to other ids; else None.
+        uses: a ``hvdkit.sharding.vocabulary.RowUsage`` if rows can be reassigned to other ids; else None.
         axis: axis of the mesh along which ranks hold different parts; along other axes they hold the same part. None if
             every rank holds its own part.
         lookup: the last lookup of its rows across ranks, for their update; None if rows are not read by lookups.
@@ -72,7 +72,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Run:
+class FlatShard:
     """Contents of a sharded slot of a replicated variable.
 
     Attributes:
@@ -89,7 +89,7 @@ class Local:
     """Contents of a local variable and its slots: values of this rank, unrelated to those of other ranks."""
 
 
-Holding: TypeAlias = Shard | Run | Local
+Holding: TypeAlias = Shard | FlatShard | Local
 
 _HOLDINGS: WeakRegistry[Holding] = WeakRegistry()
 
@@ -115,10 +115,10 @@ def shard_of(variable: Any) -> Shard | None:
     return holding if isinstance(holding, Shard) else None
 
 
-def run_of(variable: Any) -> Run | None:
+def run_of(variable: Any) -> FlatShard | None:
     """Return the elements that ``variable`` holds, or None if it is not a sharded slot."""
     holding = holding_of(variable)
-    return holding if isinstance(holding, Run) else None
+    return holding if isinstance(holding, FlatShard) else None
 
 
 def is_local(variable: Any) -> bool:
@@ -139,7 +139,7 @@ def assign_whole(variable: Any, whole: Any) -> None:
     variable.assign(whole)
 
 
-class RunState:
+class FlatShardState:
     """A rank's part of a sharded slot, as a ``hvdkit.checkpoint.state.ShardedState`` for checkpoints.
 
     Attributes:
@@ -151,7 +151,7 @@ class RunState:
 
     partition = FLAT
 
-    def __init__(self, variable: Any, run: Run):
+    def __init__(self, variable: Any, run: FlatShard):
         self._variable = getattr(variable, "_value", variable)
         self.shape, self.dtype, self.local_index = run.shape, self._variable.dtype, (run.elements,)
 

@@ -32,7 +32,7 @@ _PATIENCE = 16
 
 
 @dataclass(frozen=True)
-class Uses:
+class RowUsage:
     """The usage of each row: variables ``[buckets of this rank, W]``, and the step.
 
     Attributes:
@@ -65,7 +65,7 @@ class Vocabulary:
     def __init__(
         self,
         rows: tf.Variable,
-        uses: Uses,
+        uses: RowUsage,
         *,
         buckets: range,
         total: int,
@@ -167,7 +167,7 @@ class Vocabulary:
         self.rows.scatter_update(tf.IndexedSlices(self._first_rows(ids), rows))
 
 
-def take_fresh(uses: Uses, gradient: Any, whole: bool) -> tf.Tensor:
+def take_fresh(uses: RowUsage, gradient: Any, whole: bool) -> tf.Tensor:
     """Return the rows assigned to new ids since the last update, and clear their flags; called before an update.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 from hvdkit import cluster
 from hvdkit.checkpoint.folder import prune, step_name
 from hvdkit.checkpoint.link import save_through_chief
-from hvdkit.checkpoint.saving import Progress, agreed_state, begin, finish, of_chief, progress_of, settled
+from hvdkit.checkpoint.saving import SaveProgress, agreed_state, begin, finish, of_chief, progress_of, settled
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import spending
@@ -91,11 +91,11 @@ class Saver:
         self.step, self.when = step, time.monotonic()
         return target
 
-    def progress(self) -> Progress:
+    def progress(self) -> SaveProgress:
         """Return this rank's progress with the current save, for :meth:`hear`."""
-        return Progress() if self._save is None else progress_of(self._save)
+        return SaveProgress() if self._save is None else progress_of(self._save)
 
-    def hear(self, ranks: Sequence[Progress]) -> None:
+    def hear(self, ranks: Sequence[SaveProgress]) -> None:
         """Determine from the progress of all ranks whether the save is complete.
 
         Raises:

@@ -27,7 +27,7 @@ from hvdkit.supervisor.saver import Saver
 from hvdkit.supervisor.signals import PREEMPTED, StopSignals
 from hvdkit.supervisor.start import prepare_folder, restore_or_initialise
 from hvdkit.supervisor.summaries import Summaries
-from hvdkit.supervisor.words import Word, agree_on_arguments, agree_on_scalars, check_words
+from hvdkit.supervisor.words import SessionMessage, agree_on_arguments, agree_on_scalars, check_words
 
 # An agreement takes about 50 microseconds; mpirun gives ranks 1 s from SIGTERM to SIGKILL, including the save.
 _AGREE_SECONDS = 0.25
@@ -335,7 +335,7 @@ class Supervisor:
         words = gather(
             cluster.exchange(),
             "Supervisor.step()",
-            lambda: Word(
+            lambda: SessionMessage(
                 step=step,
                 stop=self._wants_stop,
                 signal=None if signal is None else signal.name,

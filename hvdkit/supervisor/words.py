@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvdkit import cluster
-from hvdkit.checkpoint.saving import Progress
+from hvdkit.checkpoint.saving import SaveProgress
 from hvdkit.cluster.agreement import agree, compare, gather
 from hvdkit.errors import NonFiniteError, describe
 
 
-class Word(NamedTuple):
+class SessionMessage(NamedTuple):
     """The message of one rank at an agreement. The last two attributes only matter on the chief.
 
     Attributes:
@@ -29,12 +29,12 @@ class Word(NamedTuple):
     stop: bool
     signal: str | None
     loss: float
-    saving: Progress
+    saving: SaveProgress
     save_now: bool
     interval: int
 
 
-def check_words(words: Sequence[Word], *, stop_on_nonfinite: bool) -> None:
+def check_words(words: Sequence[SessionMessage], *, stop_on_nonfinite: bool) -> None:
     """Check that all ranks are at the same step and their losses are finite.
 
     Raises:

@@ -15,7 +15,7 @@ from keras.src import tree
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from hvdkit.training.shares import Element, Place, Shares, untuned
+from hvdkit.training.shares import DataRank, Element, Shares, untuned
 
 
 class ArrayShares(Shares):
@@ -32,7 +32,7 @@ class ArrayShares(Shares):
 
     inner: ArrayDataAdapter
 
-    def __init__(self, inner: ArrayDataAdapter, place: Place, seed: int | None = None) -> None:
+    def __init__(self, inner: ArrayDataAdapter, place: DataRank, seed: int | None = None) -> None:
         super().__init__(inner, place)
         self.seed = seed
         self.digest = _digest(inner._inputs, inner._num_samples)

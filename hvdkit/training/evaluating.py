@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdkit.training.calling import Callbacks, checked_model
 from hvdkit.training.hooks import Session
-from hvdkit.training.inputs import Given, prepare
+from hvdkit.training.inputs import FitData, prepare
 from hvdkit.training.shares import Shares
 
 
@@ -44,7 +44,7 @@ def evaluate(
 
     def build() -> list[Shares | None]:
         checked_model(model)
-        given = Given(x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, steps=steps)
+        given = FitData(x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, steps=steps)
         return [given.shares()]
 
     own = prepare(f"hk.evaluate(batch_size={batch_size}, steps={steps})", build)[0]

@@ -14,7 +14,7 @@ from hvdkit.errors import describe
 from hvdkit.training.calling import Callbacks, checked_model
 from hvdkit.training.global_batches import GlobalBatchShares
 from hvdkit.training.hooks import Session
-from hvdkit.training.inputs import Given, prepare, split
+from hvdkit.training.inputs import FitData, prepare, split
 from hvdkit.training.shares import Shares
 from hvdkit.training.starting import warn_of_repeated_rows
 
@@ -91,7 +91,7 @@ def fit(
         training, validation = (x, y, sample_weight), validation_data
         if validation_split and validation is None:
             training, validation = split(x, y, sample_weight, validation_split)
-        own = Given(
+        own = FitData(
             x=training[0],
             y=training[1],
             sample_weight=training[2],
@@ -109,7 +109,7 @@ def fit(
         if validation is None:
             return [own, None]
         val_x, val_y, val_weight = data_adapter_utils.unpack_x_y_sample_weight(validation)
-        others = Given(
+        others = FitData(
             x=val_x,
             y=val_y,
             sample_weight=val_weight,

@@ -11,7 +11,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from hvdkit.data import GlobalBatches
 from hvdkit.data.arguments import keras_parts
 from hvdkit.errors import describe
-from hvdkit.training.shares import Place, Shares
+from hvdkit.training.shares import DataRank, Shares
 
 
 class GlobalBatchShares(Shares):
@@ -40,7 +40,7 @@ class GlobalBatchShares(Shares):
     def __init__(
         self,
         batches: GlobalBatches,
-        place: Place,
+        place: DataRank,
         *,
         argument: str = "x",
         steps: int | None = None,

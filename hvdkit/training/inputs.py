@@ -23,11 +23,11 @@ from hvdkit.data import GlobalBatches
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.training.arrays import ArrayShares
 from hvdkit.training.global_batches import GlobalBatchShares
-from hvdkit.training.shares import Place, Shares, first_tensor
+from hvdkit.training.shares import DataRank, Shares, first_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class FitData:
     """Data in the form that Keras's methods accept.
 
     Attributes:
@@ -64,7 +64,7 @@ class Given:
             shuffle=False if isinstance(self.x, tf.data.Dataset) else self.shuffle,  # Keras would warn
             class_weight=self.class_weight,
         )
-        place = Place.here()
+        place = DataRank.here()
         if isinstance(inner, ArrayDataAdapter):
             self._check_rows(inner.batch_size, place)
             return ArrayShares(inner, place)
@@ -88,19 +88,19 @@ class Given:
                 raise ValueError(describe(name, f"{got}, with GlobalBatches as {self.argument}", "None", remedy))
         return GlobalBatchShares(
             batches,
-            Place.here(),
+            DataRank.here(),
             argument=self.argument,
             steps=self.steps,
             class_weight=self.class_weight,
             initial_epoch=self.initial_epoch,
         )
 
-    def _check_rows(self, batch_size: int, place: Place) -> None:
+    def _check_rows(self, batch_size: int, place: DataRank) -> None:
         if batch_size < place.size:
             expected = f"at least one row for each of the {place.size} ranks"
             raise ValueError(describe("batch_size", batch_size, expected, "pass a larger batch_size, which is global"))
 
-    def _check_batched(self, spec: Any, place: Place) -> None:
+    def _check_batched(self, spec: Any, place: DataRank) -> None:
         first = first_tensor(spec)
         if first is None:
             remedy = "call dataset.batch(batch_size) with the global batch size"

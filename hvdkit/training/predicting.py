@@ -13,8 +13,8 @@ from hvdkit.collectives.agreement import Call, agree_on_call, attempt
 from hvdkit.errors import describe
 from hvdkit.training.calling import Callbacks
 from hvdkit.training.hooks import Session
-from hvdkit.training.inputs import Given, prepare
-from hvdkit.training.shares import Place, Shares
+from hvdkit.training.inputs import FitData, prepare
+from hvdkit.training.shares import DataRank, Shares
 
 _PIECE_BYTES = 64 * 2**20
 """Bytes of each rank's predictions per exchange."""
@@ -57,7 +57,7 @@ def predict(
     def build() -> list[Shares | None]:
         if gather not in ("all", "chief"):
             raise ValueError(describe("gather", gather, "'all' or 'chief'", "pass one of the two"))
-        return [Given(x=x, batch_size=batch_size, steps=steps).shares()]
+        return [FitData(x=x, batch_size=batch_size, steps=steps).shares()]
 
     own = prepare(f"hk.predict(batch_size={batch_size}, steps={steps}, gather={gather!r})", build)[0]
     assert own is not None
@@ -65,7 +65,7 @@ def predict(
     with session.running():
         listed = Callbacks(callbacks, session, own, verbose=verbose, epochs=1, steps=steps, trains=False)
         outputs, rows = model.predict(own, verbose=verbose, steps=steps, callbacks=listed)
-    order = _order(rows, Place.here().size)
+    order = _order(rows, DataRank.here().size)
     _check(outputs, rows)
     keep = gather == "all" or cluster.is_chief()
     return (
@@ -80,7 +80,7 @@ def _help(outputs: Any) -> None:
 
 def _check(outputs: Any, rows: np.ndarray) -> None:
     """Compare the outputs between ranks; they must be dense, with one row per example."""
-    place = Place.here()
+    place = DataRank.here()
     expected = sum(int(np.subtract(*place.bounds(int(b))[::-1])) for b in rows)
     call = Call("hk.predict's outputs")
 
@@ -124,7 +124,7 @@ def _order(rows: np.ndarray, size: int) -> list[list[tuple[int, int]]]:
     starts = np.cumsum(rows) - rows
     bounds = []
     for index in range(size):
-        pairs = [Place(index, size).bounds(int(b)) for b in rows]
+        pairs = [DataRank(index, size).bounds(int(b)) for b in rows]
         bounds.append([(int(s) + first, int(s) + last) for s, (first, last) in zip(starts, pairs, strict=True)])
     return bounds
 

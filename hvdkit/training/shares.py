@@ -28,14 +28,14 @@ Element = tuple[Any, dict[str, tf.Tensor]]
 
 
 @dataclass(frozen=True)
-class Place:
+class DataRank:
     """Rank ``index`` of ``size`` ranks with different rows."""
 
     index: int
     size: int
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> DataRank:
         """Return this rank's place along the mesh axis "data"."""
         along = cluster.group(cluster.DATA)
         return cls(along.index, along.size)
@@ -117,7 +117,7 @@ class Shares(DataAdapter):
         may_be_empty: False if no share can be empty.
     """
 
-    def __init__(self, inner: DataAdapter, place: Place, *, goes_on: bool = False) -> None:
+    def __init__(self, inner: DataAdapter, place: DataRank, *, goes_on: bool = False) -> None:
         self.inner, self.place, self._goes_on = inner, place, goes_on
         self._dataset: tf.data.Dataset | None = None
 

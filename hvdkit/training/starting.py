@@ -259,7 +259,7 @@ def spread_seeds(states: list[Any], *shared: Any, broadcast: Callable[[Any], Any
         variable.assign(value)
 
 
-class _OfRank:
+class _RankGenerator:
     """Wrapper of Keras's global random generator: equal state on all ranks, but different seeds on each."""
 
     def __init__(self, generator: Any) -> None:
@@ -287,7 +287,7 @@ def seeds_of_rank() -> Iterator[None]:
     before, generator = getattr(owner, name), _global_generator()
     if before is not None:
         setattr(owner, name, (int(before) + step) % 2**31)
-    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, _OfRank(generator))
+    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, _RankGenerator(generator))
     try:
         yield
     finally:

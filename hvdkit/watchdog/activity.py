@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdkit.machine import processes
-from hvdkit.watchdog.flight import State
+from hvdkit.watchdog.flight import RecorderState
 
 # Threads that together use less than this fraction of a core are only polling, and count as idle.
 _WORKING = 0.02
@@ -37,7 +37,7 @@ class Activity:
         """Record progress that is not visible from outside."""
         self._moved = now
 
-    def idle(self, state: State, now: float) -> float:
+    def idle(self, state: RecorderState, now: float) -> float:
         """Return the seconds since the last progress."""
         spent, seconds = processes.cpu_nanoseconds(self._pid, state.thread), now - self._looked
         works = [self._others_work(seconds), self._children_work(seconds)]

@@ -14,7 +14,7 @@ from hvdkit.watchdog.channel import Offer, Peer
 from hvdkit.watchdog.coordinator import Coordinator, Member
 from hvdkit.watchdog.events import Connect, Joined, Message
 from hvdkit.watchdog.output import Writer
-from hvdkit.watchdog.settings import Settings
+from hvdkit.watchdog.settings import WatchdogSettings
 from hvdkit.watchdog.watching import WatchingSentinel
 
 # Seconds after the end of rank 0 during which others may still connect; seconds after the deadline for ranks to end.
@@ -44,7 +44,7 @@ class CoordinatingSentinel(WatchingSentinel):
 
     def join(self, connect_to: Connect, joined: Joined) -> None:
         """Become the coordinator of the job."""
-        settings, token = Settings.from_environment(), Offer.parse(connect_to.offer).token
+        settings, token = WatchdogSettings.from_environment(), Offer.parse(connect_to.offer).token
         allow_files(joined.size)
         self.coordinator = Coordinator(joined.size, settings, self.selector, self._listeners, token, lines=self._lines)
         self._member = self.coordinator.join(joined, self.obey)

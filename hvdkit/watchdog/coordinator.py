@@ -39,8 +39,8 @@ from hvdkit.watchdog.events import (
 from hvdkit.watchdog.job_end import TEXTS, JobEnd
 from hvdkit.watchdog.member import Member, order
 from hvdkit.watchdog.output import Lines
-from hvdkit.watchdog.settings import Settings
-from hvdkit.watchdog.verdict import PREEMPTED, Alive, Entry, Judged, Lost, Verdict, verdict
+from hvdkit.watchdog.settings import WatchdogSettings
+from hvdkit.watchdog.verdict import PREEMPTED, Alive, Judged, Lost, RankEvent, Verdict, verdict
 from hvdkit.watchdog.waits import Waits
 
 # Seconds to collect failures before a verdict: nearly simultaneous ones are compared to find the first.
@@ -92,7 +92,7 @@ class Coordinator:
     def __init__(
         self,
         size: int,
-        settings: Settings,
+        settings: WatchdogSettings,
         selector: selectors.BaseSelector,
         listeners: Sequence[socket.socket],
         token: str,
@@ -118,7 +118,7 @@ class Coordinator:
         self._left: set[int] = set()  # ranks whose scripts have ended
         self._stopped: set[int] = set()
         self._suspended = 0.0  # when all ranks were last seen stopped
-        self._entries: dict[int, list[Entry]] = defaultdict(list)
+        self._entries: dict[int, list[RankEvent]] = defaultdict(list)
         self._due: float | None = None
         self._claim: int | None = None  # the rank that has been idle longest, and longer than allowed
         self._stacks_due: float | None = None
@@ -290,9 +290,9 @@ class Coordinator:
 
     def _note(self, member: Member, event: Message, at: float, *, ordered: bool = False) -> None:
         follows = ordered or self.ordered or self.verdict is not None
-        self._entries[member.rank].append(Entry(member.rank, at, event, follows))
+        self._entries[member.rank].append(RankEvent(member.rank, at, event, follows))
 
-    def _every_entry(self) -> Iterator[Entry]:
+    def _every_entry(self) -> Iterator[RankEvent]:
         return chain.from_iterable(self._entries.values())
 
     def _decide_at(self, at: float) -> None:
@@ -434,7 +434,7 @@ class Coordinator:
     def judge(self) -> Verdict:
         """Return the verdict on the events so far."""
         now = time.monotonic()
-        alive = [Entry(rank, now, Alive()) for rank in self._here]
+        alive = [RankEvent(rank, now, Alive()) for rank in self._here]
         hosts = {rank: member.joined.host for rank, member in self.members.items()}
         return verdict([*self._every_entry(), *alive], self._size, hosts)
 
@@ -455,7 +455,7 @@ class Coordinator:
         self._gone_at = now + self.settings.unwind + _GONE_SECONDS
         self._end.begin(found)
 
-    def _calls_for_an_end(self, entry: Entry) -> bool:
+    def _calls_for_an_end(self, entry: RankEvent) -> bool:
         """Return True for a failure, even if it is unknown which rank failed first."""
         event = entry.event
         if isinstance(event, Exited):  # after the script's end, an unknown exit code does not count as a failure

@@ -8,7 +8,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-from hvdkit.watchdog.flight import Record
+from hvdkit.watchdog.flight import CollectiveRecord
 
 VERSION = 1
 """Version of the whole set of messages. The coordinator checks it before it admits a sentinel."""
@@ -57,8 +57,8 @@ def _read(value: Any, kind: Any) -> Any:
         return None if value is None else _read(value, arguments[0])
     if origin is list:
         return [_read(one, arguments[0]) for one in value]
-    if kind is Record:
-        return Record.from_json(value)
+    if kind is CollectiveRecord:
+        return CollectiveRecord.from_json(value)
     if not isinstance(value, (int, float) if kind is float else origin or kind):
         raise TypeError(kind)
     return float(value) if kind is float else value
@@ -118,7 +118,7 @@ class Status(Message):
     count: int = 0
     stopped: float | None = None
     busy: str | None = None
-    waits: Record | None = None
+    waits: CollectiveRecord | None = None
     now: float = 0.0
 
 
@@ -132,7 +132,7 @@ class Collectives(Message):
     """
 
     ended: list[str]
-    begun: list[Record]
+    begun: list[CollectiveRecord]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ class Flight(Message):
         records: the collectives, in order.
     """
 
-    records: list[Record]
+    records: list[CollectiveRecord]
 
 
 # ---- from a rank to its own sentinel --------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ EAGER = "eager "
 """Prefix of the keys of eager collectives. The key of a graph's collective is the name of its op."""
 
 
-class Record(NamedTuple):
+class CollectiveRecord(NamedTuple):
     """One collective of a rank. In JSON it is a list of its fields.
 
     Attributes:
@@ -79,7 +79,7 @@ class Record(NamedTuple):
         return _participants(self.ranks)
 
     @staticmethod
-    def from_json(fields: object) -> Record:
+    def from_json(fields: object) -> CollectiveRecord:
         """Return the record with these fields, as decoded from JSON.
 
         Raises:
@@ -87,14 +87,14 @@ class Record(NamedTuple):
         """
         if not isinstance(fields, list) or tuple(map(type, fields)) not in _RECORD_TYPES:
             raise TypeError("not a record")
-        return Record._make(fields)
+        return CollectiveRecord._make(fields)
 
 
 _RECORD_TYPES = set(product([int], [str], [str], [str], [str], [int], [int, type(None)], [float], [float, type(None)]))
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class RecorderState:
     """Progress of a rank.
 
     Attributes:
@@ -292,13 +292,13 @@ class FlightReader:
     def __init__(self, file: int) -> None:
         self._memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
 
-    def state(self) -> State:
+    def state(self) -> RecorderState:
         """Return the rank's progress."""
         thread, step, number, count, waiting, since = _STATE.unpack_from(self._memory)
         step = None if step < 0 else step
-        return State(thread=thread, step=step, number=number, count=count, waiting=waiting, since=since)
+        return RecorderState(thread=thread, step=step, number=number, count=count, waiting=waiting, since=since)
 
-    def record(self, number: int) -> Record | None:
+    def record(self, number: int) -> CollectiveRecord | None:
         """Return collective ``number``, or None if its slot has been reused or is being written."""
         start = _BEGIN + (number - 1) % SLOTS * _SLOT_BYTES
         slot = self._memory[start : start + _SLOT_BYTES]
@@ -307,9 +307,9 @@ class FlightReader:
             return None
         text = slot[_SLOT.size : _SLOT.size + length].decode(errors="replace")
         key, ranks, line, what = (text.split("\0", 3) + [""] * 3)[:4]
-        return Record(number, key, what, line, ranks, nbytes, None if step < 0 else step, begin, end or None)
+        return CollectiveRecord(number, key, what, line, ranks, nbytes, None if step < 0 else step, begin, end or None)
 
-    def records(self, after: int = 0) -> list[Record]:
+    def records(self, after: int = 0) -> list[CollectiveRecord]:
         """Return the collectives after number ``after`` that are still available, in order."""
         last = self.state().number
         numbers = range(max(0, after, last - SLOTS) + 1, last + 1)

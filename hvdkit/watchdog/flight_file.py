@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hvdkit.watchdog.flight import Record
+from hvdkit.watchdog.flight import CollectiveRecord
 
 FOLDER = "HVDKIT_FLIGHT_DIR"
 _VERSION = 1
@@ -29,9 +29,9 @@ class RankFlight:
     rank: int
     host: str
     clock: float
-    records: list[Record] = field(default_factory=list)
+    records: list[CollectiveRecord] = field(default_factory=list)
 
-    def collectives(self) -> list[Record]:
+    def collectives(self) -> list[CollectiveRecord]:
         """Return the records, with times that are comparable across ranks."""
         return [
             one._replace(start=one.start + self.clock, end=None if one.end is None else one.end + self.clock)
@@ -59,7 +59,7 @@ def write(line: str, ranks: Sequence[RankFlight], size: int) -> str:
         "line": line,
         "ended": time.monotonic(),
         "size": size,
-        "fields": Record._fields,  # documents the records for other readers
+        "fields": CollectiveRecord._fields,  # documents the records for other readers
         "ranks": [vars(one) for one in ranks],
     }
     try:
@@ -103,7 +103,7 @@ def read(text: str) -> FlightFile:
         version = document["version"]
         if version == _VERSION:
             ranks = [
-                RankFlight(**{**one, "records": [Record.from_json(record) for record in one["records"]]})
+                RankFlight(**{**one, "records": [CollectiveRecord.from_json(record) for record in one["records"]]})
                 for one in sorted(document["ranks"], key=lambda one: one["rank"])
             ]
             for one in ranks:

@@ -11,7 +11,7 @@ from hvdkit.watchdog.events import End, GiveFlight, Release
 from hvdkit.watchdog.flight import SLOTS
 from hvdkit.watchdog.member import Member, order
 from hvdkit.watchdog.output import Lines
-from hvdkit.watchdog.settings import Settings
+from hvdkit.watchdog.settings import WatchdogSettings
 from hvdkit.watchdog.verdict import Verdict
 
 # Maximum number of tracebacks to print: those of a thousand ranks would hide the last line.
@@ -47,7 +47,7 @@ class JobEnd:
     def __init__(
         self,
         size: int,
-        settings: Settings,
+        settings: WatchdogSettings,
         members: Mapping[int, Member],
         judge: Callable[[], Verdict],
         lines: Lines,

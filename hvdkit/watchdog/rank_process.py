@@ -10,7 +10,7 @@ from hvdkit.machine import processes
 from hvdkit.watchdog.activity import Activity
 from hvdkit.watchdog.channel import Connection
 from hvdkit.watchdog.events import Collectives, Status, Training
-from hvdkit.watchdog.flight import FlightReader, Record
+from hvdkit.watchdog.flight import CollectiveRecord, FlightReader
 
 # Seconds in a collective after which it is reported: another rank may wait for this one in another collective.
 _WAITED_SECONDS = 3.0
@@ -136,7 +136,7 @@ class RankProcess:
             return None
         return data[0] if data else None
 
-    def records(self, most: int) -> list[Record]:
+    def records(self, most: int) -> list[CollectiveRecord]:
         """Return its last collectives, up to ``most``."""
         return [] if self._reader is None else self._reader.records(self._reader.state().number - most)
 

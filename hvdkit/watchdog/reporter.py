@@ -19,7 +19,7 @@ from functools import cache
 
 from hvdkit.machine import processes
 from hvdkit.machine.interfaces import chosen_addresses, reachable_addresses
-from hvdkit.machine.launcher import Promise
+from hvdkit.machine.launcher import LaunchedRank
 from hvdkit.watchdog import sentinel
 from hvdkit.watchdog.channel import Closed, Offer, listen, receive_now, send_now
 from hvdkit.watchdog.ending import end_process, ending, flush_files, report_exit_status
@@ -41,7 +41,7 @@ from hvdkit.watchdog.events import (
     Watching,
 )
 from hvdkit.watchdog.flight import FlightRecorder, memory_file, recorder
-from hvdkit.watchdog.settings import SOCKET_VARIABLE, Settings
+from hvdkit.watchdog.settings import SOCKET_VARIABLE, WatchdogSettings
 from hvdkit.watchdog.uncaught import UncaughtErrors
 
 _LOGGER = logging.getLogger("hvdkit")
@@ -88,7 +88,7 @@ class Reporter:
         self._must_finalize = False
         self._ident = threading.main_thread().ident or 0  # of the training thread
         self._rank = self._restarts = 0
-        self._look = Settings().look
+        self._look = WatchdogSettings().look
         self._status_reader = report_exit_status()
         os.register_at_fork(after_in_child=self._forget)
 
@@ -99,30 +99,30 @@ class Reporter:
         """True if this rank has a sentinel."""
         return self._socket is not None
 
-    def begin(self, promise: Promise) -> str:
+    def begin(self, launched: LaunchedRank) -> str:
         """Connect to a sentinel, or start one. Called before MPI starts.
 
         Args:
-            promise: what the launcher has set for this rank.
+            launched: what the launcher has set for this rank.
 
         Returns:
             In rank 0, the offer with which other ranks reach the coordinator, see :meth:`join`; otherwise "".
         """
-        self._rank = promise.rank
+        self._rank = launched.rank
         self._closed = self._leaving = self._all_leave = False
         self._answered.clear()
         self._released.clear()
-        settings = Settings.from_environment()
+        settings = WatchdogSettings.from_environment()
         self._look = settings.look
         self._under_run = self._under_run or self._take_sentinel()
-        if self._under_run or promise.size == 1 or not settings.heartbeat:
+        if self._under_run or launched.size == 1 or not settings.heartbeat:
             return ""
         if self.is_watched:  # hk.init() failed, and was called again
             return self._offer
-        if promise.rank != 0:
+        if launched.rank != 0:
             self._start_sentinel()
             return ""
-        addresses, warning = (["127.0.0.1"], None) if not promise.on_several_hosts else chosen_addresses()
+        addresses, warning = (["127.0.0.1"], None) if not launched.on_several_hosts else chosen_addresses()
         if warning is not None:
             _LOGGER.warning("watchdog: %s", warning)
         try:

@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from hvdkit.machine import processes
-from hvdkit.machine.launcher import promised
+from hvdkit.machine.launcher import launched_rank
 from hvdkit.watchdog.base import Sentinel
 from hvdkit.watchdog.channel import CROWDED, STDERR, STDOUT, Offer, Output, connect
 from hvdkit.watchdog.events import Exited, HoldOutput, Joined, Message
@@ -221,8 +221,8 @@ def run() -> int:
     """Run the rank's program; return its exit code."""
     host = socket.gethostname()
     processes.adopt_orphans()
-    promise = promised()
-    joined = Joined(rank=promise.rank, size=promise.size, host=host, place=processes.place())
+    launched = launched_rank()
+    joined = Joined(rank=launched.rank, size=launched.size, host=host, place=processes.place())
     try:
         sentinel = RunningSentinel(offered(), joined)
     except (OSError, ValueError) as error:

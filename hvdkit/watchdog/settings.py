@@ -28,7 +28,7 @@ _REPORTS, _FEW = 5, 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class WatchdogSettings:
     """The watchdog's settings.
 
     Attributes:
@@ -46,10 +46,10 @@ class Settings:
     check: bool = False
 
     @staticmethod
-    def from_environment(grace: float = 2.0) -> Settings:
+    def from_environment(grace: float = 2.0) -> WatchdogSettings:
         """Return the settings from the environment. Raises ValueError if one is invalid."""
         heartbeat = seconds(HEARTBEAT)
-        return Settings(
+        return WatchdogSettings(
             heartbeat=max(_SHORTEST_HEARTBEAT, heartbeat) if heartbeat else 0.0,
             patience=seconds(PATIENCE) if heartbeat else 0.0,
             unwind=seconds(UNWIND),
@@ -61,7 +61,7 @@ class Settings:
         """Return the seconds between a sentinel's reports: a fifth of the heartbeat, up to two fifths in large jobs.
 
         Example:
-            >>> [Settings().interval(size) for size in (4, 256, 4096)]
+            >>> [WatchdogSettings().interval(size) for size in (4, 256, 4096)]
             [2.0, 3.0, 4.0]
         """
         doublings = math.log2(max(size, _FEW) / _FEW)
@@ -72,7 +72,7 @@ class Settings:
         """Seconds between a rank's checks of its sentinel, so that a stopped one is resumed well within the heartbeat.
 
         Example:
-            >>> Settings().look, Settings(heartbeat=2.0).look
+            >>> WatchdogSettings().look, WatchdogSettings(heartbeat=2.0).look
             (2.0, 0.5)
         """
         return min(_LONGEST_LOOK, self.heartbeat / 4) if self.heartbeat else _LONGEST_LOOK

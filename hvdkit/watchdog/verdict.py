@@ -44,7 +44,7 @@ class Judged(Failed):
 
 
 @dataclass(frozen=True)
-class Entry:
+class RankEvent:
     """One event of a rank.
 
     Attributes:
@@ -92,7 +92,7 @@ class Verdict:
         return self.words if self.rank is None else f"rank {self.rank} on {self.host} {self.words}"
 
 
-def verdict(entries: Iterable[Entry], size: int, hosts: Mapping[int, str] = {}) -> Verdict:
+def verdict(entries: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = {}) -> Verdict:
     """Return the verdict: which rank failed first, and how.
 
     A rank is named only if all other ranks are known not to have failed earlier. Missing entries make the verdict
@@ -104,11 +104,11 @@ def verdict(entries: Iterable[Entry], size: int, hosts: Mapping[int, str] = {}) 
         hosts: the host of each rank.
 
     Example:
-        >>> one = Entry(1, 4.0, Failed(cause="ValueError: bad", step=7))
-        >>> verdict([one, Entry(0, 4.1, Alive())], size=2, hosts={1: "b"}).line
+        >>> one = RankEvent(1, 4.0, Failed(cause="ValueError: bad", step=7))
+        >>> verdict([one, RankEvent(0, 4.1, Alive())], size=2, hosts={1: "b"}).line
         'rank 1 on b failed at step 7: ValueError: bad'
     """
-    found: dict[int, list[Entry]] = {rank: [] for rank in range(size)}
+    found: dict[int, list[RankEvent]] = {rank: [] for rank in range(size)}
     for entry in entries:
         if entry.rank in found:
             found[entry.rank].append(entry)
@@ -180,7 +180,7 @@ class _History:
         is_dead: whether its process did not, or cannot, exit normally.
     """
 
-    def __init__(self, rank: int, entries: Iterable[Entry]) -> None:
+    def __init__(self, rank: int, entries: Iterable[RankEvent]) -> None:
         self.rank = rank
         self.entries = sorted(entries, key=lambda entry: entry.time)
         self.first = {type(entry.event): entry for entry in reversed(self.entries)}
@@ -229,7 +229,9 @@ class _History:
             return
         yield _Candidate(self.rank, time, Judged(cause=cause, verb=verb, code=code, step=end.step, busy=end.busy))
 
-    def _early_end(self, leaving: Entry, has_left: bool, let_down: Sequence[tuple[float, int]]) -> Iterator[_Candidate]:
+    def _early_end(
+        self, leaving: RankEvent, has_left: bool, let_down: Sequence[tuple[float, int]]
+    ) -> Iterator[_Candidate]:
         """Yield the failure of a rank whose script ended: its exit code, or that another rank still needed it."""
         time, since, code = leaving.time, 0.0, self.exited.code if self.exited is not None else 0
         if code and (code < 0 or has_left):

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Set
 from typing import NamedTuple
 
-from hvdkit.watchdog.flight import Record
+from hvdkit.watchdog.flight import CollectiveRecord
 
 SETTLED = 2.0
 """Seconds without a change after which no message of a rank about its collectives can still be in transit."""
@@ -39,15 +39,15 @@ class Waits:
 
     def __init__(self, heard: Callable[[int], float]) -> None:
         self._heard = heard
-        self._pending: dict[int, dict[str, Record]] = defaultdict(dict)
-        self._last: dict[int, dict[str, Record]] = defaultdict(dict)  # by key, whether still pending or not
+        self._pending: dict[int, dict[str, CollectiveRecord]] = defaultdict(dict)
+        self._last: dict[int, dict[str, CollectiveRecord]] = defaultdict(dict)  # by key, whether still pending or not
         self._lines: dict[str, set[str]] = defaultdict(set)  # source lines of each key, on any rank
         self._ambiguous: set[str] = set()  # keys with several lines
         self._shuffled: Difference | None = None
         self._changed: dict[int, float] = {}  # when each rank last reported about its collectives
         self._compared = 0.0
 
-    def begin(self, rank: int, record: Record, now: float) -> None:
+    def begin(self, rank: int, record: CollectiveRecord, now: float) -> None:
         """Record that a rank waits in a collective."""
         if record.participants == ():  # unknown: too many to record
             return
@@ -70,7 +70,7 @@ class Waits:
         if not self._pending[rank]:
             del self._pending[rank]
 
-    def only(self, rank: int, record: Record | None, now: float) -> None:
+    def only(self, rank: int, record: CollectiveRecord | None, now: float) -> None:
         """Record the single eager collective in which a rank has waited for a while, or None."""
         if list(self._pending.get(rank, ())) == ([] if record is None else [record.key]):
             return
@@ -112,7 +112,7 @@ class Waits:
 
     def mismatch(self, ranks: Set[int] | None = None) -> Difference | None:
         """Return the first of ``ranks`` whose collective differs from that with the same key on most other ranks."""
-        together: dict[str, dict[int, Record]] = defaultdict(dict)
+        together: dict[str, dict[int, CollectiveRecord]] = defaultdict(dict)
         for rank in sorted(self._pending if ranks is None else ranks):
             for key, record in self._pending[rank].items():
                 if not record.is_eager:
@@ -151,7 +151,7 @@ class Waits:
         return stuck
 
 
-def _difference(there: Mapping[int, Record], kind: Callable[[Record], str]) -> Difference | None:
+def _difference(there: Mapping[int, CollectiveRecord], kind: Callable[[CollectiveRecord], str]) -> Difference | None:
     """Return the first rank whose record differs from the majority's in ``kind``, or None.
 
     The majority is assumed to be right; on a tie, the group with the lowest rank.

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.contract
 
 def test_every_rank_knows_its_place(rank, size):
     cluster = hk.init()
-    promise = launcher.promised()
+    promise = launcher.launched_rank()
     assert (cluster.rank, cluster.size) == (promise.rank, promise.size) == (rank, size)
     assert (hk.rank(), hk.size(), hk.is_chief()) == (rank, size, rank == 0)
     assert (hk.local_rank(), hk.local_size()) == (promise.local_rank, promise.local_size) == (rank, size)
@@ -41,7 +41,7 @@ def test_another_mesh_is_refused_while_running(size):
         hk.init(mesh={"model": size})
 
 
-GLOO = launcher.promised().controller == "gloo" and hk.size() > 1
+GLOO = launcher.launched_rank().controller == "gloo" and hk.size() > 1
 
 
 @pytest.fixture

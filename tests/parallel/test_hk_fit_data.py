@@ -11,7 +11,7 @@ import tensorflow as tf
 from as_one import compare, plain, ported, same_logs, same_weights
 
 import hvdkit as hk
-from hvdkit.training.inputs import Given
+from hvdkit.training.inputs import FitData
 
 layers = keras.layers
 
@@ -302,11 +302,11 @@ def test_the_end_of_an_epoch_waits_for_no_tuner(kind, size):
     """The user's own dataset keeps its options."""
     rows = np.zeros((8, 2), "float32"), np.zeros((8, 1), "float32")
     given = {
-        "arrays": lambda: Given(x=rows[0], y=rows[1], batch_size=4),
-        "py_dataset": lambda: Given(x=TwoBatches()),
-        "generator": lambda: Given(x=(tuple(part[:4] for part in rows) for _ in range(2)), steps=2),
-        "global_batches": lambda: Given(x=hk.data.GlobalBatches(rows, 4)),
-        "dataset": lambda: Given(x=tf.data.Dataset.from_tensor_slices(rows).batch(4)),
+        "arrays": lambda: FitData(x=rows[0], y=rows[1], batch_size=4),
+        "py_dataset": lambda: FitData(x=TwoBatches()),
+        "generator": lambda: FitData(x=(tuple(part[:4] for part in rows) for _ in range(2)), steps=2),
+        "global_batches": lambda: FitData(x=hk.data.GlobalBatches(rows, 4)),
+        "dataset": lambda: FitData(x=tf.data.Dataset.from_tensor_slices(rows).batch(4)),
     }
     enabled = given[kind]().shares().get_tf_dataset().options().autotune.enabled
     assert enabled is (None if kind == "dataset" or (size == 1 and kind != "global_batches") else False)

@@ -18,7 +18,7 @@ from hvdkit.machine import processes
 from hvdkit.watchdog.activity import Activity
 from hvdkit.watchdog.base import Sentinel
 from hvdkit.watchdog.events import Training
-from hvdkit.watchdog.flight import FlightReader, FlightRecorder, State
+from hvdkit.watchdog.flight import FlightReader, FlightRecorder, RecorderState
 from hvdkit.watchdog.rank_process import RankProcess
 
 _PTRACE_ATTACH, _PTRACE_DETACH = 16, 17
@@ -79,7 +79,7 @@ class Look:
     def __init__(self, pid: int, waiters: list[int], waiting: int = 0) -> None:
         self.began = time.monotonic()
         self._activity = Activity(pid, waiters, self.began)
-        self._state = State(thread=pid, step=None, number=0, count=0, waiting=waiting, since=self.began)
+        self._state = RecorderState(thread=pid, step=None, number=0, count=0, waiting=waiting, since=self.began)
 
     def idle(self) -> float:
         """Return the seconds since the last activity."""
@@ -127,13 +127,19 @@ def test_a_rank_that_has_ended_is_not_idle():
     child = subprocess.Popen(["true"])
     child.wait()
     activity = Activity(child.pid, [], 10.0)
-    assert activity.idle(State(thread=child.pid, step=None, number=0, count=0, waiting=0, since=10.0), 500.0) == 0.0
+    assert (
+        activity.idle(RecorderState(thread=child.pid, step=None, number=0, count=0, waiting=0, since=10.0), 500.0)
+        == 0.0
+    )
 
 
 def test_busy_counts_as_work_until_it_ends():
     activity = Activity(os.getpid(), [], 10.0)
     activity.moved(90.0)
-    assert activity.idle(State(thread=os.getpid(), step=None, number=1, count=1, waiting=1, since=20.0), 100.0) == 10.0
+    assert (
+        activity.idle(RecorderState(thread=os.getpid(), step=None, number=1, count=1, waiting=1, since=20.0), 100.0)
+        == 10.0
+    )
 
 
 def test_what_is_seen_of_a_process(start):
@@ -225,7 +231,7 @@ def test_a_process_that_a_debugger_holds_does_not_hang(start):
     try:
         later = time.monotonic() + 1000.0
         rank.look(later)
-        state = State(thread=child.pid, step=1, number=1, count=1, waiting=0, since=0.0)
+        state = RecorderState(thread=child.pid, step=1, number=1, count=1, waiting=0, since=0.0)
         assert rank._activity.idle(state, later) < 1.0
     finally:
         libc.ptrace(_PTRACE_DETACH, child.pid, None, None)

@@ -23,7 +23,7 @@ from traces import check_trace
 import hvdkit as hk
 from hvdkit.commands.bench.command import Listening, with_variables
 from hvdkit.commands.bench.config import Bench
-from hvdkit.commands.bench.figures import Round, Run, as_json, both, show
+from hvdkit.commands.bench.figures import JobResult, Round, as_json, both, show
 from hvdkit.commands.bench.worker import RankResult
 from hvdkit.commands.bench.workloads import measure, optimizer, train_step, workload
 from hvdkit.commands.cli import main
@@ -213,8 +213,8 @@ def rank(*seconds, memory=100, sent=8):
     return RankResult(seconds=list(seconds), memory=memory, threads=1, collectives=3, sent=sent, device="CPU")
 
 
-MANY = Run(2, 10, (rank(0.010, 0.020, 0.030), rank(0.012, 0.018, 0.032, memory=300, sent=16)))
-ALONE = Run(1, 10, (rank(0.008, 0.008, 0.016),))
+MANY = JobResult(2, 10, (rank(0.010, 0.020, 0.030), rank(0.012, 0.018, 0.032, memory=300, sent=16)))
+ALONE = JobResult(1, 10, (rank(0.008, 0.008, 0.016),))
 
 
 def test_a_step_takes_as_long_as_on_the_rank_where_it_takes_longest():

@@ -17,7 +17,7 @@ from hvdkit.checkpoint.entries import Entry, State
 from hvdkit.checkpoint.folder import forget_damage, note_damage, noted_damage, prune, step_name, tidy_one
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OPEN_FILES, Reader
-from hvdkit.checkpoint.tensorfile import NonFiniteTensor, Outgoing, not_allowed, write_file
+from hvdkit.checkpoint.tensorfile import NonFiniteTensor, OutgoingTensor, not_allowed, write_file
 from hvdkit.checkpoint.verifying import uncovered
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.sharding.partition import rows_of
@@ -288,10 +288,10 @@ def test_the_tensor_and_its_rows_are_named(tmp_path):
     rows = 40_000  # of 64 bytes: more than one block
     table = np.zeros((rows, 16), np.float32)
     table[rows - 5, 3] = np.inf
-    tensors = [Outgoing.of("a", np.ones(3)), Outgoing.of("table", table, "finite")]
+    tensors = [OutgoingTensor.of("a", np.ones(3)), OutgoingTensor.of("table", table, "finite")]
     with pytest.raises(NonFiniteTensor, match=r"table: got inf in rows 32768 to 39999, expected finite numbers"):
         write_file(tmp_path / "file", tensors)
-    write_file(tmp_path / "other", [Outgoing.of("table", table, "infinite")])
+    write_file(tmp_path / "other", [OutgoingTensor.of("table", table, "infinite")])
 
 
 def test_verify_finds_ranks_whose_values_are_missing(tmp_path):

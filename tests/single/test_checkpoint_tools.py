@@ -19,7 +19,7 @@ import hvdkit as hk
 from hvdkit.checkpoint.entries import Entry, State
 from hvdkit.checkpoint.folder import note_damage
 from hvdkit.checkpoint.inspecting import Inspection, Listing
-from hvdkit.checkpoint.manifest import Manifest, Part, Saved
+from hvdkit.checkpoint.manifest import Manifest, Part, TensorEntry
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
 from hvdkit.checkpoint.verifying import bytes_at, uncovered
 from hvdkit.checkpoint.writing import Save, Snapshot
@@ -266,16 +266,20 @@ def test_a_manifest_and_a_file_of_two_saves_do_not_fit(one, tmp_path, monkeypatc
     ],
 )
 def test_parts_cover_a_tensor_exactly_once(parts, told):
-    saved = Saved("sharded", (6, 3), "float32", tuple(Part(f"f{i}", "", index) for i, index in enumerate(parts)), "x")
+    saved = TensorEntry(
+        "sharded", (6, 3), "float32", tuple(Part(f"f{i}", "", index) for i, index in enumerate(parts)), "x"
+    )
     assert (uncovered(saved) or "") == "" if told is None else told in uncovered(saved)
 
 
 def test_verify_tells_of_parts_that_do_not_cover(one):
     manifest = Manifest.parse(one)
     saved = manifest.variables["tables/div"]
-    manifest.variables["tables/div"] = Saved(saved.kind, saved.shape, saved.dtype, saved.parts[:2], saved.partition)
+    manifest.variables["tables/div"] = TensorEntry(
+        saved.kind, saved.shape, saved.dtype, saved.parts[:2], saved.partition
+    )
     seeds = manifest.variables["seed/a b"]
-    manifest.variables["seed/a b"] = Saved(seeds.kind, seeds.shape, seeds.dtype, seeds.parts[:2])
+    manifest.variables["seed/a b"] = TensorEntry(seeds.kind, seeds.shape, seeds.dtype, seeds.parts[:2])
     manifest.write(one)
     with pytest.raises(hk.CorruptCheckpointError) as caught:
         hk.checkpoint.verify(one)

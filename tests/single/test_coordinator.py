@@ -32,10 +32,10 @@ from hvdkit.watchdog.events import (
     Training,
     Unwound,
 )
-from hvdkit.watchdog.flight import Record, ranks_text
+from hvdkit.watchdog.flight import CollectiveRecord, ranks_text
 from hvdkit.watchdog.member import Member
 from hvdkit.watchdog.output import Lines, Writer
-from hvdkit.watchdog.settings import Settings
+from hvdkit.watchdog.settings import WatchdogSettings
 from hvdkit.watchdog.verdict import DIED
 
 FEW, MANY = 64, 512
@@ -56,7 +56,7 @@ class Job:
         self.sent: list[list[Message]] = [[] for _ in range(size)]
         self.coordinator = Coordinator(
             size,
-            Settings(**settings),
+            WatchdogSettings(**settings),
             selectors.DefaultSelector(),
             [],
             "token",
@@ -440,9 +440,9 @@ def test_a_lost_sentinel_of_hvdkit_run_does_not_come_back():
 
 
 def test_sentinels_report_well_within_the_limit():
-    spans = [Settings(heartbeat=10.0).interval(size) for size in (2, 64, 128, 256, 512, 1024, 4096, 100_000)]
+    spans = [WatchdogSettings(heartbeat=10.0).interval(size) for size in (2, 64, 128, 256, 512, 1024, 4096, 100_000)]
     assert spans == [2.0, 2.0, 2.5, 3.0, 3.5, 4.0, 4.0, 4.0]
-    assert Settings(heartbeat=10.0).welcome(256).interval == 3.0
+    assert WatchdogSettings(heartbeat=10.0).welcome(256).interval == 3.0
 
 
 # ---- hangs --------------------------------------------------------------------------------------------------------
@@ -521,8 +521,8 @@ def test_other_ranks_wait_six_times_as_long_for_one_that_works():
 # ---- ranks that wait for each other -------------------------------------------------------------------------------
 
 
-def waits(name: str, ranks: tuple[int, ...] = ()) -> Record:
-    return Record(1, f"eager {name}", f"{name}()", f"train.py:{name}", ranks_text(ranks), 0, None, 1.0, None)
+def waits(name: str, ranks: tuple[int, ...] = ()) -> CollectiveRecord:
+    return CollectiveRecord(1, f"eager {name}", f"{name}()", f"train.py:{name}", ranks_text(ranks), 0, None, 1.0, None)
 
 
 def test_two_eager_collectives_that_wait_for_each_other():

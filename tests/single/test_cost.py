@@ -12,12 +12,12 @@ from hvdkit.cluster import settings
 from hvdkit.cluster.tuned import settings_of
 from hvdkit.commands.cli import main
 from hvdkit.commands.plan.cost import Link, allreduce_seconds, alltoall_seconds, fit, step
-from hvdkit.commands.plan.measured import Exchange, Gradient, Measured
+from hvdkit.commands.plan.measured import Exchange, Gradient, Measurements
 from hvdkit.commands.plan.scaling import scaling
 from hvdkit.optimizer.buckets import buckets
 
 LINK = Link(latency=50e-6, byte=8e-9, copy=0.3e-9, agreement=1e-4)
-MEASURED = Measured(
+MEASURED = Measurements(
     model="made up",
     batch=8,
     ranks=4,
@@ -80,7 +80,7 @@ def test_every_gradient_travels_once(limit):
 def test_scaling_from_a_file(tmp_path, capsys):
     file = tmp_path / "measured.json"
     MEASURED.save(file)
-    assert Measured.load(file) == MEASURED
+    assert Measurements.load(file) == MEASURED
     made = scaling(MEASURED, [8, 64], bandwidth=25e9)
     assert 0.8 < made.efficiency(64) < made.efficiency(8) < made.efficiency(1) == 1
     assert scaling(MEASURED, [8]).efficiency(8) < 0.5
@@ -121,7 +121,9 @@ def test_tuned_settings_yield_to_the_environment(tmp_path, monkeypatch):
     dataclasses.replace(MEASURED, settings={"HVDKIT_BUCKET_BYTES": "77", "HOROVOD_CYCLE_TIME": "3"}).save(file)
     environ = {"HVDKIT_TUNED": str(file), "HOROVOD_CYCLE_TIME": "1"}
     monkeypatch.setattr("os.environ", environ)
-    settings.set_environment(settings.Promise(launcher="", rank=0, size=1, local_rank=0, local_size=1, controller=""))
+    settings.set_environment(
+        settings.LaunchedRank(launcher="", rank=0, size=1, local_rank=0, local_size=1, controller="")
+    )
     assert (environ["HVDKIT_BUCKET_BYTES"], environ["HOROVOD_CYCLE_TIME"]) == ("77", "1")
     assert settings.bucket_bytes() == 77
 

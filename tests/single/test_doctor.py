@@ -20,7 +20,7 @@ from speed import WAIT, slowdown
 from hvdkit.commands.doctor import examine, facts, live, report, software
 from hvdkit.commands.doctor.finding import Finding
 from hvdkit.machine import subprocesses
-from hvdkit.machine.mpi import Mpi, Program
+from hvdkit.machine.mpi import Mpi, MpiLauncher
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("tensorflow", "keras", "horovod", "mpi4py")
@@ -171,11 +171,11 @@ def test_a_command_that_does_not_exist_is_an_outcome():
 # --- live ------------------------------------------------------------------------------------------------
 
 
-def write_launcher(folder: Path, body: str) -> Program:
+def write_launcher(folder: Path, body: str) -> MpiLauncher:
     path = folder / "mpirun"
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
-    return Program(str(path), True, Mpi("Open MPI", "4.1.8"))
+    return MpiLauncher(str(path), True, Mpi("Open MPI", "4.1.8"))
 
 
 def test_a_failed_start_shows_its_last_lines_and_a_remedy(here, tmp_path):

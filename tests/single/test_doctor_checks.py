@@ -11,7 +11,7 @@ import pytest
 from hvdkit.commands.doctor import host, mpi, software
 from hvdkit.machine.environment import outside_a_job
 from hvdkit.machine.interfaces import Address
-from hvdkit.machine.mpi import ROOT_VARIABLES, Mpi, Program, identify
+from hvdkit.machine.mpi import ROOT_VARIABLES, Mpi, MpiLauncher, identify
 
 # --- MPI --------------------------------------------------------------------------------------------------
 
@@ -47,14 +47,14 @@ def test_two_mpi_libraries_are_a_problem(here):
 )
 def test_an_mpirun_of_another_mpi(here, of, status):
     assert mpi.mpirun(here).status == "ok"
-    foreign = dataclasses.replace(here, mpirun=Program("/opt/bin/mpirun", True, of))
+    foreign = dataclasses.replace(here, mpirun=MpiLauncher("/opt/bin/mpirun", True, of))
     found = mpi.mpirun(foreign)
     assert found.status == status
     assert "first on PATH" in found.remedy
 
 
 def test_horovodrun_with_open_mpi_5(here):
-    program = Program("/opt/bin/mpirun", True, Mpi("Open MPI", "5.0.6"))
+    program = MpiLauncher("/opt/bin/mpirun", True, Mpi("Open MPI", "5.0.6"))
     found = mpi.horovodrun(dataclasses.replace(here, mpirun=program))
     assert found.status == "warning"
     assert "--gloo" in found.remedy

@@ -12,7 +12,7 @@ from speed import WAIT
 
 import hvdkit as hk
 from hvdkit.checkpoint.saving import progress_of, settled
-from hvdkit.checkpoint.tensorfile import Outgoing
+from hvdkit.checkpoint.tensorfile import OutgoingTensor
 from hvdkit.checkpoint.writing import Save, Snapshot
 
 SIZE, SLOW, FULL = 3, 1, 2
@@ -23,14 +23,14 @@ class Disk(Snapshot):
 
     rank: int
 
-    def own(self) -> list[Outgoing]:
+    def own(self) -> list[OutgoingTensor]:
         def rows(start: int, stop: int) -> np.ndarray:
             if self.rank == FULL:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             time.sleep(0.5 if self.rank == SLOW else 0)
             return np.ones((stop - start, 2), np.float32)
 
-        return [Outgoing("own", np.dtype(np.float32), (4, 2), rows)]
+        return [OutgoingTensor("own", np.dtype(np.float32), (4, 2), rows)]
 
 
 def start(target: Path, rank: int) -> Save:

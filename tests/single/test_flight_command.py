@@ -10,14 +10,14 @@ import pytest
 from hvdkit.commands import cli
 from hvdkit.commands.flight import explain, timeline, trace
 from hvdkit.watchdog import flight_file
-from hvdkit.watchdog.flight import Record, ranks_text
+from hvdkit.watchdog.flight import CollectiveRecord, ranks_text
 from hvdkit.watchdog.flight_file import FlightFile, RankFlight
 
 ENDED = 100.0
 
 
 def record(key, start, end, *, line="train.py:7", ranks=(), step=20):
-    return Record(1, key, f"sum of {key}", line, ranks_text(ranks), 4000, step, start, end)
+    return CollectiveRecord(1, key, f"sum of {key}", line, ranks_text(ranks), 4000, step, start, end)
 
 
 def flights(*ranks, clocks=None, size=None):

@@ -32,7 +32,7 @@ from hvdkit.commands.run.output import CLEAR, OutputWriter
 from hvdkit.commands.run.reach import Answer
 from hvdkit.errors import ClusterError, NonFiniteError
 from hvdkit.machine.interfaces import Address
-from hvdkit.machine.mpi import Mpi, Program
+from hvdkit.machine.mpi import Mpi, MpiLauncher
 from hvdkit.watchdog.events import Exited
 from hvdkit.watchdog.verdict import Verdict
 
@@ -208,9 +208,9 @@ def test_ranks_take_slots_in_order_and_no_more_than_there_are():
 def found(built, mpi=None, plugins=(), horovodrun="/bin/horovodrun"):
     """Return simulated facts about a machine."""
     facts = EngineFacts()
-    program = Program("/mpi/bin/mpirun", True, mpi) if mpi else None
+    program = MpiLauncher("/mpi/bin/mpirun", True, mpi) if mpi else None
     vars(facts).update(built_mpi="mpi" in built, built_gloo="gloo" in built, mpirun=program, srun_plugins=plugins)
-    vars(facts)["horovodrun"] = Program(horovodrun, True) if horovodrun else None
+    vars(facts)["horovodrun"] = MpiLauncher(horovodrun, True) if horovodrun else None
     return facts
 
 

@@ -5,7 +5,7 @@ import pytest
 from hvdkit.cluster.engine import _check_size
 from hvdkit.cluster.settings import core_of, core_share
 from hvdkit.errors import ClusterError
-from hvdkit.machine.launcher import ALONE, promised
+from hvdkit.machine.launcher import ALONE, launched_rank
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -38,7 +38,7 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0",
     ],
 )
 def test_promises(environ, launcher, place, controller):
-    promise = promised(environ)
+    promise = launched_rank(environ)
     assert promise.launcher == launcher
     assert (promise.rank, promise.size, promise.local_rank, promise.local_size) == place
     assert promise.controller == controller
@@ -56,12 +56,12 @@ def test_promises(environ, launcher, place, controller):
     ],
 )
 def test_alone(environ):
-    assert promised(environ) is ALONE
+    assert launched_rank(environ) is ALONE
 
 
 def test_a_world_of_another_size_than_promised():
     """This happens if mpirun and Horovod use different MPIs: every process is rank 0 of 1."""
-    promise = promised(OPEN_MPI)
+    promise = launched_rank(OPEN_MPI)
     _check_size(8, promise)
     with pytest.raises(ClusterError, match=r"world size: got 1 on rank 5 .*expected 8, as mpirun") as error:
         _check_size(1, promise)

@@ -26,8 +26,8 @@ from traces import check_trace
 from hvdkit.cluster.progress import progress, spending
 from hvdkit.profiling import clocks, intervals, report, timeline, trace, xplane
 from hvdkit.profiling.parts import PARTS, divide, meet
-from hvdkit.profiling.record import Collective, Mark, Record, Span
-from hvdkit.profiling.settings import Settings
+from hvdkit.profiling.record import RankProfile, Span, StepEnd, TimedCollective
+from hvdkit.profiling.settings import ProfileSettings
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -38,7 +38,7 @@ def recorded(folder):
     for rank in range(2):
         document = json.loads((RECORDED / f"rank-{rank}.json").read_text())
         clock, offset = document.pop("clock"), document.pop("epoch_offset")
-        record = Record.from_json(document)
+        record = RankProfile.from_json(document)
         file = folder / f"rank-{rank}.xplane.pb"
         file.write_bytes(gzip.decompress((RECORDED / f"{file.name}.gz").read_bytes()))
         traced = xplane.read(file, clock)
@@ -121,8 +121,8 @@ def test_collectives_are_known_by_their_names_without_scopes_and_also_where_thei
     (tmp_path / "x.xplane.pb").write_bytes(space.SerializeToString())
     traced = xplane.read(tmp_path / "x.xplane.pb", 500)
     assert traced.collectives == [
-        Collective("hvdkit.sum.step.1", 510, 530, False),
-        Collective("hvdkit.sum.step.1", 540, 550, False),
+        TimedCollective("hvdkit.sum.step.1", 510, 530, False),
+        TimedCollective("hvdkit.sum.step.1", 540, 550, False),
     ]
     assert [(span.kind, span.start, span.end) for span in traced.spans] == [("op", 545, 550)]
 
@@ -155,9 +155,9 @@ def test_intervals_are_sets(a, b, start, end):
 
 @st.composite
 def a_record(draw, rank):
-    record = Record(rank, "host")
+    record = RankProfile(rank, "host")
     times = sorted(draw(st.lists(st.integers(0, 400), min_size=1, max_size=5, unique=True)))
-    record.marks = [Mark(number, at) for number, at in enumerate(times)]
+    record.marks = [StepEnd(number, at) for number, at in enumerate(times)]
     kinds = st.sampled_from(["input", "save", "op", "data"])
     for kind, start, length in draw(st.lists(st.tuples(kinds, st.integers(0, 400), st.integers(0, 90)), max_size=8)):
         # A thread's ops are nested or disjoint, so each of these has its own thread.
@@ -165,7 +165,7 @@ def a_record(draw, rank):
     names = st.sampled_from(["gradients", "norm"])
     rows = st.lists(st.tuples(names, st.integers(0, 400), st.integers(0, 90), st.booleans()), max_size=6)
     for name, start, length, blocking in draw(rows):
-        record.collectives.append(Collective(name, start, start + length, blocking))
+        record.collectives.append(TimedCollective(name, start, start + length, blocking))
     return record
 
 
@@ -191,16 +191,16 @@ def test_parts_add_up_whatever_was_recorded(records):
 
 
 def test_each_moment_goes_to_the_first_part_that_is_true_of_it():
-    late = Record(1, "b", [Mark(0, 0), Mark(1, 100)])
-    late.collectives = [Collective("gradients", 60, 90, False), Collective("agree", 95, 100, True)]
-    record = Record(0, "a", [Mark(0, 0), Mark(2, 100)])
+    late = RankProfile(1, "b", [StepEnd(0, 0), StepEnd(1, 100)])
+    late.collectives = [TimedCollective("gradients", 60, 90, False), TimedCollective("agree", 95, 100, True)]
+    record = RankProfile(0, "a", [StepEnd(0, 0), StepEnd(2, 100)])
     record.spans = [
         Span("input", "input", "training", 0, 10),
         Span("op", "map/Mul:Mul", "pool", 5, 8),  # outside the input time: TensorFlow prepares the next batch
         Span("op", "x/MatMul:MatMul", "pool", 15, 50),
         Span("op", "y/MatMul:MatMul", "pool", 80, 85),
     ]
-    record.collectives = [Collective("gradients", 40, 90, False), Collective("agree", 92, 100, True)]
+    record.collectives = [TimedCollective("gradients", 40, 90, False), TimedCollective("agree", 92, 100, True)]
     (step,) = divide([record, late])[0].steps
     assert step.steps == 2  # the program counts two steps at once
     assert step.parts == {"input": 10, "save": 0, "compute": 40, "wait": 13, "exchange": 30, "other": 7}
@@ -287,13 +287,13 @@ def test_clocks_of_other_hosts_are_known_within_their_error(monkeypatch):
 
 
 def test_what_the_variable_asks_for():
-    assert Settings.told({}) is None and Settings.told({"HVDKIT_PROFILE": ""}) is None
-    assert Settings.told({"HVDKIT_PROFILE": "a:b/c"}) == Settings(Path("a:b/c"))
-    told = Settings.told({"HVDKIT_PROFILE": "runs/x:30-40", "HVDKIT_PROFILE_TIMELINE": "1"})
-    assert told == Settings(Path("runs/x"), 30, 40, True)
+    assert ProfileSettings.told({}) is None and ProfileSettings.told({"HVDKIT_PROFILE": ""}) is None
+    assert ProfileSettings.told({"HVDKIT_PROFILE": "a:b/c"}) == ProfileSettings(Path("a:b/c"))
+    told = ProfileSettings.told({"HVDKIT_PROFILE": "runs/x:30-40", "HVDKIT_PROFILE_TIMELINE": "1"})
+    assert told == ProfileSettings(Path("runs/x"), 30, 40, True)
     for steps in ("2-9", "9-8"):
         with pytest.raises(ValueError, match=f"HVDKIT_PROFILE=x:{steps}: .*3 <= FIRST <= LAST"):
-            Settings.told({"HVDKIT_PROFILE": f"x:{steps}"})
+            ProfileSettings.told({"HVDKIT_PROFILE": f"x:{steps}"})
 
 
 def test_without_a_profile_a_step_costs_a_look_at_an_attribute():
@@ -302,7 +302,7 @@ def test_without_a_profile_a_step_costs_a_look_at_an_attribute():
 
 
 def test_short_ops_are_left_out_of_the_trace_and_counted():
-    record = Record(0, "host")
+    record = RankProfile(0, "host")
     record.spans = [Span("op", "a:Mul", "t", 0, length) for length in (10, 6_000, 9_000, 8_000)]
     record.spans.append(Span("input", "input", "training", 0, 1))
     trace.shortened(record, most=2)

@@ -18,12 +18,12 @@ sys.modules["hvdkit"] = package
 RANK = f"""{PACKAGE}
 import logging, os, resource, signal, tempfile, time
 from hvdkit.machine import processes
-from hvdkit.machine.launcher import Promise
+from hvdkit.machine.launcher import LaunchedRank
 from hvdkit.watchdog.events import GiveStacks
 from hvdkit.watchdog.reporter import reporter
 logging.basicConfig()
 rank = reporter()
-offer = rank.begin(Promise(launcher="x", rank=0, size=2, local_rank=0, local_size=2, controller="mpi"))
+offer = rank.begin(LaunchedRank(launcher="x", rank=0, size=2, local_rank=0, local_size=2, controller="mpi"))
 rank.uncaught.install(0, lambda: None, None)
 rank.join(0, ["h", "h"], ["p", "p"], offer, [], lambda: None)
 while not rank._sentinel:

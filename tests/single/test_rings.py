@@ -11,7 +11,7 @@ import pytest
 
 from hvdkit.cluster import rings, settings
 from hvdkit.commands.doctor import algorithm
-from hvdkit.machine.launcher import promised
+from hvdkit.machine.launcher import launched_rank
 
 TWO_HOSTS = {
     "OMPI_COMM_WORLD_RANK": "0",
@@ -52,7 +52,7 @@ def test_the_file_says_what_the_rule_says():
 
 def test_rules_are_for_several_hosts_whose_owner_has_not_chosen(monkeypatch, tmp_path):
     monkeypatch.setattr(rings, "_FILE", tmp_path / "mca-params.conf")
-    two = promised(TWO_HOSTS)
+    two = launched_rank(TWO_HOSTS)
 
     def chosen_for(promise, **environ: str) -> str | None:
         monkeypatch.setattr(os, "environ", environ)
@@ -73,7 +73,7 @@ def test_rules_are_for_several_hosts_whose_owner_has_not_chosen(monkeypatch, tmp
 @pytest.mark.parametrize(("nodes", "several"), [("1", False), ("2", True)])
 def test_srun_says_how_many_hosts_there_are(nodes, several):
     step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": nodes}
-    assert promised(step).on_several_hosts is several
+    assert launched_rank(step).on_several_hosts is several
 
 
 def test_the_order_of_additions_tells_the_algorithm():

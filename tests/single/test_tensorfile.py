@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from hvdkit.checkpoint.tensorfile import _DTYPES, BLOCK_BYTES, Outgoing, TensorFile, storable, write_file
+from hvdkit.checkpoint.tensorfile import _DTYPES, BLOCK_BYTES, OutgoingTensor, TensorFile, storable, write_file
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
 
 DTYPES = [np.dtype(d) for d in ("?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8")]
@@ -29,7 +29,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def write(path, **arrays):
-    return write_file(path, [Outgoing.of(name, array) for name, array in arrays.items()])
+    return write_file(path, [OutgoingTensor.of(name, array) for name, array in arrays.items()])
 
 
 def test_every_dtype_of_the_format_is_tested():

@@ -21,8 +21,8 @@ from hvdkit.watchdog.events import (
     Training,
     decode,
 )
-from hvdkit.watchdog.flight import Record
-from hvdkit.watchdog.verdict import DIED, Alive, Entry, Judged, Lost, Verdict, how, shell_code, verdict
+from hvdkit.watchdog.flight import CollectiveRecord
+from hvdkit.watchdog.verdict import DIED, Alive, Judged, Lost, RankEvent, Verdict, how, shell_code, verdict
 
 HOSTS = {rank: f"node{rank}" for rank in range(8)}
 TRAINS = Training(pid=1, waiters=[])
@@ -31,14 +31,14 @@ TRAINS = Training(pid=1, waiters=[])
 # ---- complete histories -----------------------------------------------------------------------------------------
 
 
-def first_failure(draw, rank: int, began: float, step: int | None) -> tuple[list[Entry], int, float | None]:
+def first_failure(draw, rank: int, began: float, step: int | None) -> tuple[list[RankEvent], int, float | None]:
     """Draw a rank's failure: its entries, the job's expected exit code, and when a launcher notices (None: never)."""
-    trains, gone = [Entry(rank, 0.0, TRAINS)], began + draw(st.floats(0.01, 4.0))
+    trains, gone = [RankEvent(rank, 0.0, TRAINS)], began + draw(st.floats(0.01, 4.0))
     verdict_is_later = draw(st.booleans())
 
-    def ended(code: int | None) -> tuple[list[Entry], float | None]:
+    def ended(code: int | None) -> tuple[list[RankEvent], float | None]:
         """Return the end of the process after the reported failure: before the verdict, or caused by it."""
-        entry = Entry(rank, gone, Exited(code=code, step=step), ordered=not verdict_is_later)
+        entry = RankEvent(rank, gone, Exited(code=code, step=step), ordered=not verdict_is_later)
         return [entry], gone if verdict_is_later else None
 
     kind = draw(
@@ -51,36 +51,36 @@ def first_failure(draw, rank: int, began: float, step: int | None) -> tuple[list
     if kind == "raises":
         rest, noticed = ended(code)
         return (
-            [*trains, Entry(rank, began, Failed(cause="ValueError: bad", code=code, step=step)), *rest],
+            [*trains, RankEvent(rank, began, Failed(cause="ValueError: bad", code=code, step=step)), *rest],
             code,
             noticed,
         )
     if kind == "is killed":
         number = draw(st.sampled_from([9, 11, 6, 15]))
-        return [*trains, Entry(rank, began, Exited(code=-number, step=step))], 128 + number, began
+        return [*trains, RankEvent(rank, began, Exited(code=-number, step=step))], 128 + number, began
     if kind == "dies":
-        return [*trains, Entry(rank, began, Exited(code=None, step=step))], 137, began
+        return [*trains, RankEvent(rank, began, Exited(code=None, step=step))], 137, began
     if kind == "exits":
         rest, noticed = ended(code)
-        return [*trains, Entry(rank, began, Leaving(step=step)), *rest], code, noticed
+        return [*trains, RankEvent(rank, began, Leaving(step=step)), *rest], code, noticed
     if kind == "has no hvdkit":
-        return [Entry(rank, began, Exited(code=code, step=step))], code, began
+        return [RankEvent(rank, began, Exited(code=code, step=step))], code, began
     if kind == "exits early":  # a failure only if the others need it: see history()
         rest, _ = ended(0)
-        return [*trains, Entry(rank, began, Leaving(step=step)), *rest], 1, None
+        return [*trains, RankEvent(rank, began, Leaving(step=step)), *rest], 1, None
     if kind == "os._exit(0)":
-        return [*trains, Entry(rank, began, Exited(code=0, step=step))], 1, None
+        return [*trains, RankEvent(rank, began, Exited(code=0, step=step))], 1, None
     if kind == "loses its host":
-        return [*trains, Entry(rank, began, Lost())], 1, None
+        return [*trains, RankEvent(rank, began, Lost())], 1, None
     stopped = kind == "is stopped"
     verb = "hangs" if kind == "hangs" else "failed"
     judged = Judged(cause="no progress", verb=verb, code=137 if stopped else 1, step=step, dead=True)
     killed = Exited(code=-9, step=step, stopped=13.0 if stopped else None)
-    return [*trains, Entry(rank, began, judged), Entry(rank, gone, killed, ordered=True)], judged.code, None
+    return [*trains, RankEvent(rank, began, judged), RankEvent(rank, gone, killed, ordered=True)], judged.code, None
 
 
 @st.composite
-def histories(draw, finished: bool = False) -> tuple[int, int, int, int | None, list[Entry]]:
+def histories(draw, finished: bool = False) -> tuple[int, int, int, int | None, list[RankEvent]]:
     """Return size, the rank that failed first, the job's exit code, the step, and all entries.
 
     Args:
@@ -94,7 +94,7 @@ def histories(draw, finished: bool = False) -> tuple[int, int, int, int | None, 
     is_early = code == 1 and any(isinstance(entry.event, Leaving) for entry in entries)
     at = began + 6.0  # time of the verdict
     for rank in set(range(size)) - {first}:
-        entries.append(Entry(rank, 0.0, TRAINS))
+        entries.append(RankEvent(rank, 0.0, TRAINS))
         after = draw(st.floats(0.01, 5.0))
         kinds = ["is well", "follows", "is ordered to end", "is lost after the verdict"]
         kinds += ["is killed by the launcher"] if noticed is not None else []
@@ -102,17 +102,17 @@ def histories(draw, finished: bool = False) -> tuple[int, int, int, int | None, 
         kind = draw(st.sampled_from(kinds)) if rank != (first + 1) % size or not is_early else "follows"
         if kind == "follows":
             cause = "HorovodInternalError: a peer is gone"
-            entries.append(Entry(rank, began + after, Failed(cause=cause, follows=True, step=step)))
+            entries.append(RankEvent(rank, began + after, Failed(cause=cause, follows=True, step=step)))
         if kind == "has finished":
-            entries += [Entry(rank, 0.5, Leaving(step=0)), Entry(rank, 0.6, Exited(code=0))]
+            entries += [RankEvent(rank, 0.5, Leaving(step=0)), RankEvent(rank, 0.6, Exited(code=0))]
         elif kind == "is killed by the launcher":
             killed = Exited(code=draw(st.sampled_from([-9, -15, None])), step=step)
-            entries.append(Entry(rank, max(noticed, began) + after, killed))
+            entries.append(RankEvent(rank, max(noticed, began) + after, killed))
         else:
-            entries.append(Entry(rank, at, Alive()))
+            entries.append(RankEvent(rank, at, Alive()))
             ended = [Exited(code=draw(st.sampled_from([0, 1, 3, -9, -15, None])), step=step)]
             ended = [Lost()] if kind == "is lost after the verdict" else ended
-            entries += [Entry(rank, at + after, event, ordered=True) for event in ended if draw(st.booleans())]
+            entries += [RankEvent(rank, at + after, event, ordered=True) for event in ended if draw(st.booleans())]
     last = {entry.rank: entry.event for entry in entries if isinstance(entry.event, Exited)}
     if size == len(last) and not any(event.code != 0 for event in last.values()):
         code = 0  # whatever else was reported
@@ -169,22 +169,22 @@ def test_a_connection_that_breaks_loses_what_comes_last(history, data):
 
 @given(st.integers(1, 8), st.randoms(use_true_random=False))
 def test_if_every_rank_ends_with_0_the_job_has_succeeded_whatever_was_reported(size, randoms):
-    entries = [Entry(rank, randoms.uniform(5, 9), Exited(code=0)) for rank in range(size)]
+    entries = [RankEvent(rank, randoms.uniform(5, 9), Exited(code=0)) for rank in range(size)]
     said: list[Message] = [
         Failed(cause="ValueError: caught"), Failed(cause="x", follows=True), Judged(cause="x"), Lost(), TRAINS,
         Leaving(), Alive(), Status(),
     ]  # fmt: skip
     for _ in range(randoms.randrange(10)):
-        entries.append(Entry(randoms.randrange(size), randoms.uniform(0, 9), randoms.choice(said)))
+        entries.append(RankEvent(randoms.randrange(size), randoms.uniform(0, 9), randoms.choice(said)))
     assert verdict(entries, size, HOSTS) == Verdict(0)
 
 
 # ---- examples -----------------------------------------------------------------------------------------------------
 
 
-def of(rank: int, *events: Message, at: float = 4.0, ordered: bool = False) -> list[Entry]:
+def of(rank: int, *events: Message, at: float = 4.0, ordered: bool = False) -> list[RankEvent]:
     """Return entries of one rank, a tenth of a second apart."""
-    return [Entry(rank, at + 0.1 * number, event, ordered) for number, event in enumerate(events)]
+    return [RankEvent(rank, at + 0.1 * number, event, ordered) for number, event in enumerate(events)]
 
 
 WELL = of(0, Alive(), at=9.0)
@@ -319,7 +319,7 @@ def test_how_programs_end():
 
 # ---- messages -----------------------------------------------------------------------------------------------------
 
-RECORD = Record(7, "eager 1", "sum", "a.py:1", "0:2:1", 12, None, 1.5, None)
+RECORD = CollectiveRecord(7, "eager 1", "sum", "a.py:1", "0:2:1", 12, None, 1.5, None)
 SAMPLES = [
     Joined(rank=1, size=2, host="a", place="a/b"),
     Training(pid=3, waiters=[4, 5], step=None),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from instructions import instructions
 
-from hvdkit.watchdog.flight import Record, ranks_text
+from hvdkit.watchdog.flight import CollectiveRecord, ranks_text
 from hvdkit.watchdog.waits import SETTLED, Waits
 
 
-def record(key: str, what: str, line: str, ranks: list[int] | None = None) -> Record:
-    return Record(1, key, what, line, ranks_text(tuple(ranks or ())), 0, None, 0.0, None)
+def record(key: str, what: str, line: str, ranks: list[int] | None = None) -> CollectiveRecord:
+    return CollectiveRecord(1, key, what, line, ranks_text(tuple(ranks or ())), 0, None, 0.0, None)
 
 
 class Ranks:

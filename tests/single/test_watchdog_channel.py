@@ -51,7 +51,7 @@ from hvdkit.watchdog.events import (
     Training,
     Unwound,
 )
-from hvdkit.watchdog.settings import RUN_VARIABLE, Settings
+from hvdkit.watchdog.settings import RUN_VARIABLE, WatchdogSettings
 
 LOCAL = "127.0.0.1"
 HEADER = channel._HEADER
@@ -65,7 +65,7 @@ class Job:
     """A coordinator that listens in a separate thread while the context lasts."""
 
     def __init__(self, size: int, addresses: tuple[str, ...] = (LOCAL,), program: str = "", **limits: float) -> None:
-        settings = Settings(**limits)
+        settings = WatchdogSettings(**limits)
         command = {"command": ["sh", "-c", program], "environment": {}, "terminal": None}
         self.selector = selectors.DefaultSelector()
         self.listeners = listen(addresses)

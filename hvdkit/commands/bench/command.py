@@ -10,14 +10,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hvdkit.cluster.chatter import CHATTER
-from hvdkit.commands.bench.config import Bench, Where
-from hvdkit.commands.bench.figures import Round, Run, as_json, show
-from hvdkit.commands.bench.worker import MARK, RankResult, Told
+from hvdkit.commands.bench.config import Bench, RankOptions
+from hvdkit.commands.bench.figures import JobResult, Round, as_json, show
+from hvdkit.commands.bench.worker import MARK, RankResult, WorkerOptions
 from hvdkit.commands.run import restarts
 from hvdkit.commands.run.job import Job, prepare
 from hvdkit.commands.run.output import OutputWriter
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.profiling.settings import TIMELINE, VARIABLE, Settings
+from hvdkit.profiling.settings import TIMELINE, VARIABLE, ProfileSettings
 
 # Number of steps of a built-in workload to profile, after the timed steps.
 PROFILED = 11
@@ -74,7 +74,7 @@ def _check_writable(config: Bench) -> None:
             raise ValueError(describe("--json", str(config.json), "a file that can be written", "name another"))
 
 
-def _time(config: Bench, np: int | None, threads: int | None = None) -> tuple[int, Run | None]:
+def _time(config: Bench, np: int | None, threads: int | None = None) -> tuple[int, JobResult | None]:
     """Run the workload on ``np`` ranks; return the exit code and the results.
 
     Args:
@@ -83,7 +83,7 @@ def _time(config: Bench, np: int | None, threads: int | None = None) -> tuple[in
         threads: compute threads per rank; None for hvdkit's default assignment of cores.
     """
     before = config.warm_up + config.steps
-    told = Told(
+    told = WorkerOptions(
         model=config.model,
         batch=config.batch_size,
         optimizer=config.optimizer_name,
@@ -96,14 +96,14 @@ def _time(config: Bench, np: int | None, threads: int | None = None) -> tuple[in
         extra |= {"TF_NUM_INTRAOP_THREADS": str(threads), "TF_NUM_INTEROP_THREADS": str(max(2, threads))}
     if config.profile is not None:
         # Leave one step between the timed and the profiled steps for the profiler to start.
-        extra |= _asked(Settings(config.profile.resolve(), before + 2, before + 1 + PROFILED, config.timeline))
+        extra |= _asked(ProfileSettings(config.profile.resolve(), before + 2, before + 1 + PROFILED, config.timeline))
     program = [sys.executable, "-m", "hvdkit.commands.bench.worker", json.dumps(asdict(told))]
     code, results = launch(config, np, program, extra)
     if code:
         return code, None
     if results is None:
         raise HvdkitError("hvdkit bench: the ranks ended without a word of what they measured; see their output above")
-    return 0, Run(len(results), config.batch_size, tuple(RankResult(**one) for one in results))
+    return 0, JobResult(len(results), config.batch_size, tuple(RankResult(**one) for one in results))
 
 
 def _profile_program(config: Bench, program: Sequence[str]) -> int:
@@ -122,14 +122,14 @@ def _profile_program(config: Bench, program: Sequence[str]) -> int:
     return code
 
 
-def _asked(settings: Settings) -> dict[str, str]:
+def _asked(settings: ProfileSettings) -> dict[str, str]:
     """Return the environment variables that enable profiling on every rank."""
     timeline = {TIMELINE: "1"} if settings.timeline else {}
     return {VARIABLE: f"{settings.folder}:{settings.first}-{settings.last}", **timeline}
 
 
 def launch(
-    config: Where, np: int | None, program: Sequence[str], extra: Mapping[str, str]
+    config: RankOptions, np: int | None, program: Sequence[str], extra: Mapping[str, str]
 ) -> tuple[int, list[dict[str, Any]] | None]:
     """Run ``program`` on ``np`` ranks; return its exit code, and the results printed by the chief, if any."""
     job = with_variables(prepare(config.launched(np), program), extra)

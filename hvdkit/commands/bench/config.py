@@ -12,14 +12,14 @@ from tyro.conf import arg
 from hvdkit.commands.bench.workloads import BATCHES, MODELS, USUAL_OPTIMIZERS, ModelName, OptimizerName
 from hvdkit.commands.run.config import EngineKind, RunConfig
 from hvdkit.errors import describe
-from hvdkit.profiling.settings import FIRST, LAST, Settings
+from hvdkit.profiling.settings import FIRST, LAST, ProfileSettings
 
 RANKS = 2
 _STEPS = re.compile(r"(\d+)-(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where:
+class RankOptions:
     """The ranks to start, as for ``hvdkit run``."""
 
     np: Annotated[int | None, arg(aliases=["-np"])] = None
@@ -42,7 +42,7 @@ class Where:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(Where):
+class Bench(RankOptions):
     """Time a training step on multiple ranks, and show where its time goes.
 
     Without a program, a built-in model is trained on random data; with a program (hvdkit bench --profile runs/profile
@@ -95,14 +95,14 @@ class Bench(Where):
         if self.profile is not None:
             self.profiled(self.profile)
 
-    def profiled(self, folder: Path) -> Settings:
+    def profiled(self, folder: Path) -> ProfileSettings:
         """Return the profiling settings for a program."""
         if self.profile_steps is None:
-            return Settings(folder, FIRST, LAST, self.timeline)
+            return ProfileSettings(folder, FIRST, LAST, self.timeline)
         found = _STEPS.fullmatch(self.profile_steps)
         if found is None:
             raise ValueError(describe("--profile-steps", self.profile_steps, "FIRST-LAST", "write e.g. 50-60"))
-        return Settings(folder, int(found[1]), int(found[2]), self.timeline)
+        return ProfileSettings(folder, int(found[1]), int(found[2]), self.timeline)
 
     @property
     def batch_size(self) -> int:

@@ -24,7 +24,7 @@ NARROWEST = 100
 
 
 @dataclass(frozen=True)
-class Run:
+class JobResult:
     """The results of one job.
 
     Attributes:
@@ -76,8 +76,8 @@ class Run:
 class Round:
     """Consecutive jobs on all ranks and, optionally, on a single rank."""
 
-    all: Run
-    alone: Run | None = None
+    all: JobResult
+    alone: JobResult | None = None
 
     @property
     def efficiency(self) -> float | None:
@@ -88,7 +88,7 @@ class Round:
         return None if self.alone is None else self.alone.median / self.all.median
 
 
-def joined(runs: Sequence[Run]) -> Run:
+def joined(runs: Sequence[JobResult]) -> JobResult:
     """Merge the steps of all rounds into one run."""
     each = [
         replace(
@@ -101,7 +101,7 @@ def joined(runs: Sequence[Run]) -> Run:
     return replace(runs[0], each=tuple(each))
 
 
-def both(rounds: Sequence[Round]) -> tuple[list[Run], float | None]:
+def both(rounds: Sequence[Round]) -> tuple[list[JobResult], float | None]:
     """Return the runs on all ranks and on a single rank (if any), and the median of the rounds' efficiencies."""
     alone = [one.alone for one in rounds if one.alone is not None]
     shares = [one.efficiency for one in rounds if one.efficiency is not None]

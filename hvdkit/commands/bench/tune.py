@@ -14,10 +14,10 @@ from typing import Any
 from rich.console import Console
 
 from hvdkit.commands.bench.command import launch
-from hvdkit.commands.bench.config import Where
-from hvdkit.commands.bench.tuner import BUCKET, Wanted
+from hvdkit.commands.bench.config import RankOptions
+from hvdkit.commands.bench.tuner import BUCKET, MeasurementRequest
 from hvdkit.commands.bench.workloads import BATCHES, MODELS, USUAL_OPTIMIZERS, ModelName, OptimizerName
-from hvdkit.commands.plan.measured import Exchange, Gradient, Measured
+from hvdkit.commands.plan.measured import Exchange, Gradient, Measurements
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.optimizer.buckets import buckets
 
@@ -32,7 +32,7 @@ _WORTH = 0.98
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tune(Where):
+class Tune(RankOptions):
     """Find the best settings for a model on this cluster, and save them with the measurements.
 
     For example:
@@ -79,10 +79,10 @@ class Tune(Where):
             got = f"{self.save} ({error.strerror})"
             raise ValueError(describe("--save", got, "a file that can be written", "name another")) from None
 
-    def wanted(self, **more: Any) -> Wanted:
+    def wanted(self, **more: Any) -> MeasurementRequest:
         """Return the request for a rank."""
         usual = {"steps": self.steps, "warm_up": self.warm_up, "rounds": self.rounds}
-        return Wanted(
+        return MeasurementRequest(
             model=self.model,
             batch=self.batch or BATCHES[self.model],
             optimizer=self.optimizer or USUAL_OPTIMIZERS[self.model],
@@ -118,7 +118,7 @@ class _JobFailed(Exception):
         self.code = code
 
 
-def search(config: Tune) -> tuple[Measured, list[str]]:
+def search(config: Tune) -> tuple[Measurements, list[str]]:
     """Return the measurements and the chosen settings, and lines to print: each setting with its step time."""
     alone = _run(config, config.wanted(compute=True), {}, "one rank alone", np=1)[0]
     limits = _distinct([nbytes for nbytes, _ in alone["gradients"]], several_hosts="," in (config.hosts or ""))
@@ -135,7 +135,7 @@ def search(config: Tune) -> tuple[Measured, list[str]]:
     crowd = 1.0
     if every[0]["rows"][1] == 0:
         crowd = max(1.0, statistics.median(statistics.median(one["compute"]) for one in every) / computing)
-    measured = Measured(
+    measured = Measurements(
         model=config.model,
         batch=config.batch or BATCHES[config.model],
         ranks=len(every),
@@ -183,7 +183,7 @@ def _jobs(config: Tune, bucket: int) -> tuple[dict[str, str], list[str]]:
 
 
 def _run(
-    config: Tune, wanted: Wanted, extra: Mapping[str, str], doing: str, np: int | None = None
+    config: Tune, wanted: MeasurementRequest, extra: Mapping[str, str], doing: str, np: int | None = None
 ) -> list[dict[str, Any]]:
     """Run a job; return the results of each rank. Raises _JobFailed if the job fails."""
     print(f"hvdkit tune: {doing}", file=sys.stderr, flush=True)

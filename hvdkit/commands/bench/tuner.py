@@ -27,7 +27,7 @@ _REPEATS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class MeasurementRequest:
     """A request to a rank: what to measure.
 
     Attributes:
@@ -54,7 +54,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class RankMeasurement:
     """One rank's measurements; times in seconds.
 
     Attributes:
@@ -79,7 +79,7 @@ class Found:
 def main() -> None:
     """Run the measurements and print the results."""
     told = json.loads(sys.argv[1])
-    wanted = Wanted(**told | {"buckets": tuple(told["buckets"])})
+    wanted = MeasurementRequest(**told | {"buckets": tuple(told["buckets"])})
     hk.init()
     work = workload(wanted.model, wanted.batch)
     dense = not work.sharded_bytes or hk.size() == 1
@@ -90,7 +90,7 @@ def main() -> None:
     elif wanted.compute:
         compute = measure(_matmul(), ((),) * 10**6, wanted.steps * wanted.rounds, wanted.warm_up)
     steps, rows = _steps(work, wanted)
-    mine = Found(
+    mine = RankMeasurement(
         local_ranks=hk.local_size(),
         compute=compute,
         copy=_copy_seconds() if wanted.compute else 0.0,
@@ -112,7 +112,7 @@ def _matmul() -> Any:
     return tf.function(lambda: tf.reduce_sum(tf.matmul(left, left)))
 
 
-def _steps(work: Workload, wanted: Wanted) -> tuple[list[list[list[float]]], tuple[int, int]]:
+def _steps(work: Workload, wanted: MeasurementRequest) -> tuple[list[list[list[float]]], tuple[int, int]]:
     """Return the seconds of steps by bucket and round, and the rows that a step exchanges: bytes and alltoalls."""
     combining = hk.DistributedOptimizer(optimizer(wanted.optimizer))
     steps = []

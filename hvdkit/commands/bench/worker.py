@@ -21,7 +21,7 @@ MARK = "hvdkit-bench: "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class WorkerOptions:
     """The options of a rank, as in :class:`config.Bench`; ``extra`` is the number of steps to profile."""
 
     model: str
@@ -55,7 +55,7 @@ class RankResult:
 
 def main() -> None:
     """Run the workload and print the results."""
-    told = Told(**json.loads(sys.argv[1]))
+    told = WorkerOptions(**json.loads(sys.argv[1]))
     hk.init()
     import tensorflow as tf
 

@@ -36,7 +36,7 @@ RESPECTED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class BuildInputs:
     """The inputs of a build: everything that determines the wheel's content."""
 
     tensorflow: toolchain.TensorFlow
@@ -102,7 +102,7 @@ def build_horovod(config: BuildHorovod) -> Path:
         return wheel
 
 
-def make_plan(config: BuildHorovod) -> Plan:
+def make_plan(config: BuildHorovod) -> BuildInputs:
     """Inspect the environment and return the plan of the build.
 
     Raises:
@@ -112,7 +112,9 @@ def make_plan(config: BuildHorovod) -> Plan:
     cuda = gpu.find_cuda() if config.gpu == "nccl" else None
     python = sys.version_info[:2]
     target = patches.Target(tensorflow=tensorflow.release, python=python, gpu=cuda is not None)
-    return Plan(tensorflow=tensorflow, mpi=mpi.find_mpi(config.mpi), cuda=cuda, patches=patches.needed_patches(target))
+    return BuildInputs(
+        tensorflow=tensorflow, mpi=mpi.find_mpi(config.mpi), cuda=cuda, patches=patches.needed_patches(target)
+    )
 
 
 def installed_facts() -> dict[str, str] | None:
@@ -124,7 +126,7 @@ def installed_facts() -> dict[str, str] | None:
         return None
 
 
-def _build(config: BuildHorovod, plan: Plan, entry: Path, log: Path, progress: BuildProgress) -> Path:
+def _build(config: BuildHorovod, plan: BuildInputs, entry: Path, log: Path, progress: BuildProgress) -> Path:
     """Build the wheel in a temporary folder and store it in ``entry``."""
     compiler = toolchain.check_compiler()
     log.write_text(f"compiler: {compiler}\n{json.dumps(plan.facts(), indent=2)}\n", encoding="utf-8")
@@ -151,14 +153,14 @@ def _build(config: BuildHorovod, plan: Plan, entry: Path, log: Path, progress: B
         return cache.store(next((folder / "dist").glob("*.whl")), entry)
 
 
-def _record_facts(source: Path, plan: Plan) -> None:
+def _record_facts(source: Path, plan: BuildInputs) -> None:
     """Add ``hvdkit_build.json`` to the package, so that the build facts of an installed Horovod are known."""
     (source / "horovod" / "hvdkit_build.json").write_text(json.dumps(plan.facts(), indent=2) + "\n")
     with (source / "setup.cfg").open("a", encoding="utf-8") as file:
         file.write("\n[options.package_data]\nhorovod = hvdkit_build.json\n")
 
 
-def build_environment(plan: Plan, tools: Path, jobs: int) -> dict[str, str]:
+def build_environment(plan: BuildInputs, tools: Path, jobs: int) -> dict[str, str]:
     """Return the environment for Horovod's setup.py, without conflicting settings of the user."""
     replaced = ("MAKEFLAGS", "MFLAGS", "CMAKE_GENERATOR")
     stray = [n for n in os.environ if n in replaced or (n.startswith("HOROVOD_") and n not in RESPECTED)]
@@ -198,7 +200,7 @@ def _install(wheel: Path, log: Path, progress: BuildProgress) -> None:
     run([*install, str(wheel)], log=log, failure=failure, env=env)
 
 
-def _check(plan: Plan, wheel: Path, log: Path, progress: BuildProgress) -> None:
+def _check(plan: BuildInputs, wheel: Path, log: Path, progress: BuildProgress) -> None:
     """Import Horovod in a new process and check that it was built with the requested features."""
     progress.step("check that it imports")
     program = (

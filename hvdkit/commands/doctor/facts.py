@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.machine.environment import outside_a_job
-from hvdkit.machine.mpi import Mpi, Program, find_mpirun, find_program, identify
+from hvdkit.machine.mpi import Mpi, MpiLauncher, find_mpirun, find_program, identify
 from hvdkit.machine.subprocesses import Outcome, end_all, run
 
 DISTRIBUTIONS = (
@@ -67,8 +67,8 @@ class Facts:
     mpi4py: Probe  # mpi4py in a separate process
     alone: Probe  # MPI started without a launcher
     alone_with_prefix: Probe | None  # the same with OPAL_PREFIX set, if `alone` failed
-    mpirun: Program | None
-    horovodrun: Program | None
+    mpirun: MpiLauncher | None
+    horovodrun: MpiLauncher | None
     environment: Mapping[str, str]
 
     @property

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdkit.commands.plan.measured import Measured
+from hvdkit.commands.plan.measured import Measurements
 from hvdkit.commands.plan.scaling import Scaling, doublings, scaling
 from hvdkit.errors import describe
 from hvdkit.sharding.plan import Plan, plan_tables
@@ -70,7 +70,7 @@ def plan(config: PlanOptions) -> Plan | Scaling:
         bandwidth = None if config.bandwidth is None else bits_of(config.bandwidth)
         latency = None if config.latency_us is None else config.latency_us * 1e-6
         several = doublings(first, int(found["last"] or first))
-        return scaling(Measured.load(config.measured), several, bandwidth=bandwidth, latency=latency)
+        return scaling(Measurements.load(config.measured), several, bandwidth=bandwidth, latency=latency)
     tables, placements = [], {}
     for text in config.tables:
         found = _TABLE.fullmatch(text)

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdkit.cluster import rings
-from hvdkit.commands.plan.measured import Exchange, Measured
+from hvdkit.commands.plan.measured import Exchange, Measurements
 from hvdkit.optimizer.buckets import buckets
 
 # Number of small collectives in which Horovod's thread negotiates what is ready on all ranks.
@@ -54,7 +54,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """Seconds of a step on N ranks: ``total``, and its components."""
 
     ranks: int
@@ -129,7 +129,7 @@ def fit(exchanges: Sequence[Exchange], copy: float, cycle: float) -> Link:
     return Link(latency, max(1e-12, statistics.median(bytes_seconds)), moved, agreement)
 
 
-def step(measured: Measured, ranks: int, link: Link, *, crowd: float = 1.0, bucket_bytes: int) -> Step:
+def step(measured: Measurements, ranks: int, link: Link, *, crowd: float = 1.0, bucket_bytes: int) -> StepCost:
     """Return the cost of a step of ``measured`` on ``ranks`` ranks, with the measured number of examples per rank.
 
     Args:
@@ -141,7 +141,7 @@ def step(measured: Measured, ranks: int, link: Link, *, crowd: float = 1.0, buck
     """
     compute = measured.compute_alone * crowd
     if ranks == 1:
-        return Step(1, compute, 0.0, 0.0, 0.0)
+        return StepCost(1, compute, 0.0, 0.0, 0.0)
     exchange = through = 0.0
     for places in buckets([gradient.nbytes for gradient in measured.gradients], bucket_bytes):
         seconds = allreduce_seconds(sum(measured.gradients[i].nbytes for i in places), ranks, link)
@@ -154,4 +154,4 @@ def step(measured: Measured, ranks: int, link: Link, *, crowd: float = 1.0, buck
         seconds = alltoall_seconds(measured.row_bytes // measured.row_exchanges, ranks, link)
         exchange, end = exchange + seconds, end + seconds
     wait = measured.spread * crowd * statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
-    return Step(ranks, compute, exchange, compute + exchange - end, wait)
+    return StepCost(ranks, compute, exchange, compute + exchange - end, wait)

@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measurements:
     """The measurements of a model on a cluster.
 
     Attributes:
@@ -79,7 +79,7 @@ class Measured:
         path.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> Measured:
+    def load(cls, path: Path) -> Measurements:
         """Read a file written by :meth:`save`.
 
         Raises:

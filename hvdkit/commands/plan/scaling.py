@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hvdkit.commands.plan.cost import Link, Step, fit, step
-from hvdkit.commands.plan.measured import Measured
+from hvdkit.commands.plan.cost import Link, StepCost, fit, step
+from hvdkit.commands.plan.measured import Measurements
 
 BUCKET_BYTES = 8 * 1024 * 1024
 CYCLE_SECONDS = 0.2e-3
@@ -22,9 +22,9 @@ class Scaling:
         steps: one for each number of ranks, the first for one rank.
     """
 
-    measured: Measured
+    measured: Measurements
     link: Link
-    steps: tuple[Step, ...]
+    steps: tuple[StepCost, ...]
 
     def efficiency(self, ranks: int) -> float:
         """Return the scaling efficiency: throughput of ``ranks`` ranks over ``ranks`` times that of one; 1 is ideal."""
@@ -49,7 +49,7 @@ class Scaling:
 
 
 def scaling(
-    measured: Measured, ranks: Sequence[int], *, bandwidth: float | None = None, latency: float | None = None
+    measured: Measurements, ranks: Sequence[int], *, bandwidth: float | None = None, latency: float | None = None
 ) -> Scaling:
     """Predict a model's steps.
 

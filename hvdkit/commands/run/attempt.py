@@ -25,7 +25,7 @@ from hvdkit.watchdog import sentinel
 from hvdkit.watchdog.channel import Offer, Output, listen
 from hvdkit.watchdog.coordinator import Coordinator
 from hvdkit.watchdog.events import HoldOutput
-from hvdkit.watchdog.settings import RUN_VARIABLE, Settings
+from hvdkit.watchdog.settings import RUN_VARIABLE, WatchdogSettings
 from hvdkit.watchdog.verdict import PREEMPTED, Verdict, shell_code
 
 # Seconds for the engine to end once all ranks have ended: after success; after a failure (or a signal before all ranks
@@ -163,7 +163,7 @@ class Attempt:
             at = ", ".join(addresses)
             raise ClusterError(f"hvdkit run cannot listen at {at} ({error}); name another --interface") from error
         offer = Offer(addresses, listeners[0].getsockname()[1], os.urandom(16).hex())
-        settings = Settings.from_environment(self._grace)
+        settings = WatchdogSettings.from_environment(self._grace)
         # Ranks fill one host after another, except that Slurm may place them differently.
         filled = () if self.job.engine.name == "srun" else self.hosts
         names = [host.name for host in filled for _ in range(host.slots)]

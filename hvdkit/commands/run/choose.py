@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hvdkit.commands.run.engines import Engine
 from hvdkit.errors import ClusterError, describe
-from hvdkit.machine.mpi import Mpi, Program, find_mpirun, find_program
+from hvdkit.machine.mpi import Mpi, MpiLauncher, find_mpirun, find_program
 from hvdkit.machine.subprocesses import run
 
 # The srun plugins from which ranks of each MPI get their numbers, in order of preference.
@@ -32,11 +32,11 @@ class EngineFacts:
         return _horovod_has(b"_ZN4gloo")
 
     @cached_property
-    def mpirun(self) -> Program | None:
+    def mpirun(self) -> MpiLauncher | None:
         return find_mpirun()
 
     @cached_property
-    def horovodrun(self) -> Program | None:
+    def horovodrun(self) -> MpiLauncher | None:
         return find_program("horovodrun")
 
     @cached_property
