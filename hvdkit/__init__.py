@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hvdkit._version import __version__
-from hvdkit.cluster.loading import prepare_import as _prepare_import
+from hvdkit.cluster.tensorflow_loading import prepare_import as _prepare_import
 from hvdkit.errors import (
     CheckpointError,
     ClusterError,

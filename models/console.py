@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import hvdkit as hk  # before TensorFlow: a launched rank must load it and MPI in this order
-from hvdkit.cluster.loading import load_tensorflow
+from hvdkit.cluster.tensorflow_loading import load_tensorflow
 from hvdkit.machine.terminal import on_terminal
 
 load_tensorflow()  # without its startup lines, also in a process without a launcher

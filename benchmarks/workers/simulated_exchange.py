@@ -118,7 +118,7 @@ def exchange_ranks(size: int, folder: Path, ranks: range) -> None:
 
 def exchange_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
     """Agree on the world, like ``hk.init()``, and on the end of a save, like each poll of it."""
-    from hvdkit.cluster import places
+    from hvdkit.cluster import rank_facts
     from hvdkit.cluster.agreement import gather
     from hvdkit.cluster.exchange import ObjectExchange
 
@@ -127,7 +127,7 @@ def exchange_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
         exchange = ObjectExchange(Sizes(size), communicator)
         found = {}
         for name, act in (
-            ("agreement", lambda: places.agreed_places(None, exchange, size, offer)),
+            ("agreement", lambda: rank_facts.agreed_places(None, exchange, size, offer)),
             ("look at a save", lambda: gather(exchange, "the end of a save", lambda: (True, None))),
         ):
             found[name] = measured(act, communicator)

@@ -30,7 +30,7 @@ def launcher_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
     from hvdkit.commands.run.hosts import Host
     from hvdkit.commands.run.job import Job
     from hvdkit.commands.run.output import OutputWriter
-    from hvdkit.commands.run.reach import THIS_HOST
+    from hvdkit.commands.run.preflight import THIS_HOST
 
     class SimulatedJob(Job):
         def command_line(self, *_: Any) -> CommandLine:

@@ -1,9 +1,9 @@
 """Callbacks for ``model.fit`` on several ranks. Pass hvdkit's callbacks on every rank, in the same order."""
 
+from hvdkit.callbacks.broadcast import BroadcastInitial
 from hvdkit.callbacks.chief import on_chief
 from hvdkit.callbacks.metrics import MetricAverage
-from hvdkit.callbacks.start import BroadcastInitial
-from hvdkit.callbacks.steps import LearningRateWarmup, StepLog, StopOnDivergence, StopOnNonFinite, check_finite
+from hvdkit.callbacks.step_callbacks import LearningRateWarmup, StepLog, StopOnDivergence, StopOnNonFinite, check_finite
 from hvdkit.callbacks.supervisor import SupervisorCallback
 
 __all__ = [

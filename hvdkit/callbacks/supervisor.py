@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from hvdkit import cluster
-from hvdkit.callbacks.steps import stateful_callbacks
+from hvdkit.callbacks.step_callbacks import stateful_callbacks
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.optimizer.mixins import set_supervised

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
-from hvdkit.cluster.loading import load_tensorflow
+from hvdkit.cluster.tensorflow_loading import load_tensorflow
 from hvdkit.errors import ClusterError, describe
 from hvdkit.machine.launcher import ALONE, LaunchedRank
 from hvdkit.machine.mpi import loaded_libraries

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit.cluster.call_order import CallOrder
 from hvdkit.cluster.mesh import Group
-from hvdkit.cluster.order import CallOrder
 from hvdkit.cluster.progress import collective
 from hvdkit.errors import ClusterError
 

@@ -10,7 +10,7 @@ import logging
 import os
 
 from hvdkit.machine.launcher import launcher_tags_lines
-from hvdkit.watchdog.output import write_line
+from hvdkit.watchdog.lines import write_line
 
 _LOGGER = logging.getLogger("hvdkit")
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from hvdkit.cluster import engine, logs, places, profile, settings
+from hvdkit.cluster import engine, logs, profile, rank_facts, settings
+from hvdkit.cluster.call_order import CallOrder
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.mesh import Group, group_of, sets_to_make
-from hvdkit.cluster.order import CallOrder
 from hvdkit.cluster.progress import progress
 from hvdkit.errors import ClusterError, describe
 from hvdkit.machine import processes
@@ -133,7 +133,7 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     neighbours = _neighbours(exchange, hvd.local_size())
     settings.share_cores(neighbours)
     settings.keep_to_core(hvd.local_rank(), hvd.local_size(), neighbours)
-    every, axes = places.agreed_places(mesh, exchange, size, offer)
+    every, axes = rank_facts.agreed_places(mesh, exchange, size, offer)
     hosts = tuple(place.host for place in every)
     watched.join(rank, hosts, [place.processes for place in every], every[0].offer, waiters, engine.end_mpi)
     cluster = Cluster(
@@ -161,7 +161,7 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
 def _sets(mesh: Mapping[str, int] | None, size: int) -> list[tuple[int, ...]]:
     """Return the process sets that a mesh needs; none for an invalid mesh, which raises later on all ranks."""
     try:
-        return sets_to_make(places.checked_mesh(mesh, size))
+        return sets_to_make(rank_facts.checked_mesh(mesh, size))
     except (TypeError, ValueError):
         return []
 

@@ -10,13 +10,13 @@ from hvdkit.collectives.asynchronous import (
     reducescatter_async,
     wait,
 )
+from hvdkit.collectives.gathers import allgather, alltoall, grouped_allgather
 from hvdkit.collectives.joining import join
-from hvdkit.collectives.moving import allgather, alltoall, grouped_allgather
 from hvdkit.collectives.objects import allgather_object, barrier, broadcast_object
 from hvdkit.collectives.ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from hvdkit.collectives.process_sets import ProcessSet, cross_set, local_set
 from hvdkit.collectives.rank_ops import local_rank_op, local_size_op, rank_op, size_op
-from hvdkit.collectives.reducing import (
+from hvdkit.collectives.reductions import (
     allreduce,
     broadcast,
     grouped_allreduce,

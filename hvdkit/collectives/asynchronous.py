@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives.moving import allgather, alltoall
-from hvdkit.collectives.reducing import allreduce, broadcast, grouped_allreduce, reducescatter
-from hvdkit.collectives.values import graph_safe
+from hvdkit.collectives.conversion import graph_safe
+from hvdkit.collectives.gathers import allgather, alltoall
+from hvdkit.collectives.reductions import allreduce, broadcast, grouped_allreduce, reducescatter
 from hvdkit.errors import describe
 
 

@@ -19,9 +19,9 @@ from hvdkit.cluster import Group
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.progress import collective
 from hvdkit.collectives import tensors
-from hvdkit.collectives.agreement import JOIN, SMALL_BYTES, Call, agree_on_call, attempt
 from hvdkit.collectives.batch_share import current_factor, times_share
-from hvdkit.collectives.values import as_tensor, is_symbolic, like
+from hvdkit.collectives.call_checks import JOIN, SMALL_BYTES, Call, agree_on_call, attempt
+from hvdkit.collectives.conversion import as_tensor, is_symbolic, like
 from hvdkit.errors import HvdkitError, describe
 
 Tensors = list[tf.Tensor]

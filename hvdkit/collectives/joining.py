@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.cluster.progress import collective
-from hvdkit.collectives.agreement import JOIN, Call
+from hvdkit.collectives.call_checks import JOIN, Call
 from hvdkit.errors import HvdkitError, describe
 
 

@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 from hvdkit import cluster
-from hvdkit.collectives.agreement import Call, agree_on_call, attempt, check_root
+from hvdkit.collectives.call_checks import Call, agree_on_call, attempt, check_root
 from hvdkit.collectives.process_sets import RankGroup, label, resolve
 from hvdkit.errors import describe
 

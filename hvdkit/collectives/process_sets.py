@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.cluster import Group
 from hvdkit.cluster.agreement import compare, gather
-from hvdkit.collectives.agreement import Call, agree_on_call, attempt
+from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.errors import describe
 
 

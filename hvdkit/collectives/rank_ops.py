@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives.values import graph_safe
+from hvdkit.collectives.conversion import graph_safe
 
 
 @graph_safe

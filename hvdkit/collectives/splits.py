@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.collectives.values import as_tensor
+from hvdkit.collectives.conversion import as_tensor
 from hvdkit.errors import describe
 
 SPLITS = "one non-negative row count for each rank, adding up to the rows of x"

@@ -11,10 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives.agreement import Call, agree_on_call, attempt
-from hvdkit.collectives.values import graph_safe
+from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
+from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe
-from hvdkit.layers.base import ShardedLayer
 from hvdkit.layers.features import (
     Bag,
     OutOfRange,
@@ -26,8 +25,9 @@ from hvdkit.layers.features import (
     values_like,
 )
 from hvdkit.layers.lookup import PendingLookup, abandon, ask, read
-from hvdkit.layers.owners import abandon_owned, held_by, one_vector_each, read_owned
-from hvdkit.layers.store import TableStore
+from hvdkit.layers.owner_lookup import abandon_owned, held_by, one_vector_each, read_owned
+from hvdkit.layers.sharded_layer import ShardedLayer
+from hvdkit.layers.table_store import TableStore
 from hvdkit.optimizer.compression import wire_dtype
 from hvdkit.sharding.layout import lay_out
 from hvdkit.sharding.plan import Plan, plan_tables

@@ -9,12 +9,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.collectives.values import graph_safe
+from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe
-from hvdkit.layers.base import ShardedLayer
 from hvdkit.layers.collection import ShardedEmbeddingCollection, deserialized, table_config
 from hvdkit.layers.features import OutOfRange
 from hvdkit.layers.lookup import PendingLookup
+from hvdkit.layers.sharded_layer import ShardedLayer
 from hvdkit.sharding.table import Combiner, Evict, Table
 
 _PARTITIONS = {"mod": "row", "div": "div", "column": "column", "replicated": "replicated"}

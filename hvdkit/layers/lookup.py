@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from hvdkit.collectives import tensors
 from hvdkit.layers.features import Bag, combined, in_range
-from hvdkit.layers.store import TableStore
+from hvdkit.layers.table_store import TableStore
 from hvdkit.sharding import routing
-from hvdkit.sharding.faults import (
+from hvdkit.sharding.id_checks import (
     Fault,
     find_fault,
     raise_everywhere,

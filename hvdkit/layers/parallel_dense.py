@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
-from hvdkit.collectives.values import graph_safe
+from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe, integer
-from hvdkit.layers.base import ShardedLayer
-from hvdkit.layers.grouped import added_up, beside, shared_by
+from hvdkit.layers.axis_collectives import added_up, beside, shared_by
+from hvdkit.layers.sharded_layer import ShardedLayer
 from hvdkit.sharding.initial import common_seed
 from hvdkit.sharding.partition import rows_of
 from hvdkit.sharding.shards import Piece, Shard, mark

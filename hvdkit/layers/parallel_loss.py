@@ -7,9 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives.values import graph_safe
+from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe, integer
-from hvdkit.layers.grouped import largest_over, sum_over
+from hvdkit.layers.axis_collectives import largest_over, sum_over
 from hvdkit.sharding.partition import rows_of
 
 

@@ -10,17 +10,17 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives.agreement import Call, agree_on_call, attempt
 from hvdkit.collectives.batch_share import current_factor, times_share, within_share
+from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
+from hvdkit.collectives.conversion import as_tensor, graph_safe
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op, op_label
 from hvdkit.collectives.process_sets import RankGroup, label, resolve
 from hvdkit.collectives.tensors import grouped_allreduce
-from hvdkit.collectives.values import as_tensor, graph_safe
 from hvdkit.errors import describe
 from hvdkit.optimizer import compression as wires
 from hvdkit.optimizer import sparse
-from hvdkit.optimizer.coupled import any_coupled
-from hvdkit.optimizer.given import Gradient, Kind, PlacedGradients, given
+from hvdkit.optimizer.coupled_layers import any_coupled
+from hvdkit.optimizer.gradients import Gradient, Kind, PlacedGradients, given
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from tensorflow.python.eager import record
 from hvdkit import cluster
 from hvdkit.collectives import Average, Sum, allreduce, grouped_allreduce
 from hvdkit.collectives.batch_share import current_factor, times_share
+from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.process_sets import RankGroup, resolve
-from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.optimizer.coupled import note_coupled, refuse_local
+from hvdkit.optimizer.coupled_layers import note_coupled, refuse_local
 
 _Layer = keras.layers.BatchNormalization
 

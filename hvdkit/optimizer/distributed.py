@@ -22,7 +22,7 @@ from hvdkit.optimizer.copies import copy_of, subclass
 from hvdkit.optimizer.mixins import Combining, CombiningScaled, Distributed, LossScale, check_inner
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.rows import SparseUpdates
-from hvdkit.optimizer.sharing import SharingStates, check_sharing
+from hvdkit.optimizer.sharded_state import SharingStates, check_sharing
 from hvdkit.sharding.shards import holding_of, is_local
 from hvdkit.sharding.variables import compare_variables
 

@@ -12,17 +12,17 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import allreduce
-from hvdkit.collectives.agreement import attempt
+from hvdkit.collectives.call_checks import attempt
+from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.graphs import refuse_xla
 from hvdkit.collectives.marks import WeakRegistry
 from hvdkit.collectives.ops import Average, Min, ReduceOp
-from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.optimizer.batch_norm import average_moving_statistics, check_batch_normalization
-from hvdkit.optimizer.calling import calling_model, calling_object
+from hvdkit.optimizer.caller import calling_model, calling_object
 from hvdkit.optimizer.copies import Original, copy_of, subclass
-from hvdkit.optimizer.coupled import check_coupled
-from hvdkit.optimizer.given import PlacedGradients, given
+from hvdkit.optimizer.coupled_layers import check_coupled
+from hvdkit.optimizer.gradients import PlacedGradients, given
 from hvdkit.optimizer.local_variables import register_local_variables
 from hvdkit.optimizer.parts import Parts
 from hvdkit.optimizer.plain_fit import Watch, begin_equal, note_batch

@@ -20,7 +20,7 @@ from hvdkit.collectives import tensors
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.optimizer.average import Averaging, combine_kinds
 from hvdkit.optimizer.compression import reduce_scatter, wire_dtype
-from hvdkit.optimizer.given import Gradient, PlacedGradients
+from hvdkit.optimizer.gradients import Gradient, PlacedGradients
 from hvdkit.sharding.partition import runs_of, share_of
 from hvdkit.sharding.shards import FlatShard, holding_of
 

@@ -22,10 +22,10 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import agree, compare, gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.batch_share import is_share, within_share
+from hvdkit.collectives.conversion import note_variable
 from hvdkit.collectives.digests import behind, digest, digest_of_batch
 from hvdkit.collectives.marks import Attached
-from hvdkit.collectives.values import note_variable
-from hvdkit.optimizer.calling import locals_of
+from hvdkit.optimizer.caller import locals_of
 from hvdkit.sharding.shards import is_part
 from hvdkit.sharding.variables import SEED_STATE, broadcast_variables
 

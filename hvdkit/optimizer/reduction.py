@@ -12,10 +12,10 @@ from hvdkit import cluster
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.optimizer.average import Averaging, agree_on, agree_to_go_on, combine, mapped, shared
-from hvdkit.optimizer.given import Gradient, Kind, PlacedGradients
+from hvdkit.optimizer.gradients import Gradient, Kind, PlacedGradients
 from hvdkit.optimizer.rows import SparseUpdates
 from hvdkit.optimizer.sparse import sum_duplicates
-from hvdkit.optimizer.steps import tell_profile
+from hvdkit.optimizer.step_reports import tell_profile
 from hvdkit.sharding.shards import shard_of
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.ops import Average, ReduceOp, Sum
 from hvdkit.collectives.process_sets import RankGroup, resolve
-from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import describe
 from hvdkit.optimizer.average import Averaging, agree_on, average, share, zero_without_weight
-from hvdkit.optimizer.coupled import check_coupled, was_coupled
-from hvdkit.optimizer.given import PlacedGradients, given, kind_of
+from hvdkit.optimizer.coupled_layers import check_coupled, was_coupled
+from hvdkit.optimizer.gradients import PlacedGradients, given, kind_of
 from hvdkit.optimizer.local_variables import is_layer, register_local_variables
-from hvdkit.optimizer.steps import tell_profile
+from hvdkit.optimizer.step_reports import tell_profile
 
 
 class DistributedGradientTape:

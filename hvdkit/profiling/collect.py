@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdkit.profiling import clocks, report, trace
-from hvdkit.profiling.parts import divide
+from hvdkit.profiling import clocks, profile_report, trace
 from hvdkit.profiling.record import RankProfile
+from hvdkit.profiling.step_parts import divide
 
 # Limit on the spans of all ranks together, because every rank receives all of them.
 _MOST_SPANS = 600_000
@@ -78,17 +78,17 @@ def _keep_raw(folder: Path, record: RankProfile, raw: bytes, exchange: Any) -> N
 def _write(folder: Path, records: Sequence[RankProfile], say: Callable[[str], None]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     ranks = divide(records)
-    found = report.rows(ranks)
+    found = profile_report.rows(ranks)
     problems = [f"rank {record.rank}: {problem}" for record in records for problem in record.problems]
     for record in records:
         trace.shortened(record)
     path = folder / "trace.json.gz"
     trace.write(path, records, ranks)
-    report.write(folder / "profile.json", ranks, problems)
+    profile_report.write(folder / "profile.json", ranks, problems)
     if not found:
         say("profile: no step was recorded; the run was too short, or nothing counts its steps: see docs/profiling.md")
         return
-    report.show(found, sys.stdout)
+    profile_report.show(found, sys.stdout)
     sys.stdout.flush()
     if partly := [str(record.rank) for record in records if record.problems]:
         say(f"profile: not all was recorded on rank {', '.join(partly)}: do not rely on its row, or on the sentence")

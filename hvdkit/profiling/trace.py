@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdkit.profiling.parts import PARTS, MatchedCollective, RankParts, meet
 from hvdkit.profiling.record import RankProfile
+from hvdkit.profiling.step_parts import PARTS, MatchedCollective, RankParts, meet
 
 STEPS, WHERE, TRAINING, EXCHANGES, THREADS, TENSORS = 1, 2, 3, 10, 100, 1000
 # Ops shorter than SHORTEST_NS are only counted; of the others, the MOST_OPS longest are drawn.

@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import alltoall, tensors
-from hvdkit.collectives.agreement import Call, agree_on_call, attempt
-from hvdkit.collectives.values import graph_safe
+from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
+from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import HvdkitError, describe, integer
-from hvdkit.sharding.faults import Fault, find_fault, is_out_of_range, refused, rows_only
+from hvdkit.sharding.id_checks import Fault, find_fault, is_out_of_range, refused, rows_only
 from hvdkit.sharding.initial import common_seed, initial_blocks
 from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.partition import Partition, local_row, owner, rows_of

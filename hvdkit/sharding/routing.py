@@ -27,7 +27,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.batch_share import with_shared_gradient
-from hvdkit.sharding.faults import FAULT_WORDS, Fault, raise_everywhere
+from hvdkit.sharding.id_checks import FAULT_WORDS, Fault, raise_everywhere
 from hvdkit.sharding.runs import LastLookup, Runs
 
 

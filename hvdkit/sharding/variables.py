@@ -11,7 +11,7 @@ import xxhash
 from hvdkit import cluster
 from hvdkit.cluster.agreement import agree, compare, gather, unlike_places
 from hvdkit.collectives import tensors
-from hvdkit.collectives.agreement import check_root
+from hvdkit.collectives.call_checks import check_root
 from hvdkit.collectives.digests import behind, digest
 from hvdkit.sharding.shards import is_part
 

@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.errors import describe
-from hvdkit.sharding.mixing import bucket_of
+from hvdkit.sharding.hashing import bucket_of
 from hvdkit.sharding.table import BUCKET
 
 # A reserved id that marks free rows.
@@ -57,7 +57,7 @@ class Vocabulary:
         buckets: the buckets of this rank.
         total: number of all buckets.
         evict: "lru" or "lfu".
-        first_rows: the function from ids to initial values, see ``hvdkit.sharding.mixing``.
+        first_rows: the function from ids to initial values, see ``hvdkit.sharding.hashing``.
         table: the table's name, for messages.
         training: True: new ids are assigned rows. False: they are not. None: unspecified; gradients raise an error.
     """

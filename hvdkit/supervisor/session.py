@@ -22,12 +22,12 @@ from hvdkit.supervisor.captured import Position, check_seconds, own_optimizer, o
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 from hvdkit.supervisor.lock import LogdirLock
 from hvdkit.supervisor.lockstep import lockstep
+from hvdkit.supervisor.messages import SessionMessage, agree_on_arguments, agree_on_scalars, check_words
 from hvdkit.supervisor.pace import Pace
 from hvdkit.supervisor.saver import Saver
 from hvdkit.supervisor.signals import PREEMPTED, StopSignals
 from hvdkit.supervisor.start import prepare_folder, restore_or_initialise
 from hvdkit.supervisor.summaries import Summaries
-from hvdkit.supervisor.words import SessionMessage, agree_on_arguments, agree_on_scalars, check_words
 
 # An agreement takes about 50 microseconds; mpirun gives ranks 1 s from SIGTERM to SIGKILL, including the save.
 _AGREE_SECONDS = 0.25

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
-from hvdkit.watchdog.output import write_line
+from hvdkit.watchdog.lines import write_line
 
 # EX_TEMPFAIL of sysexits.h, "the user is invited to retry": the run was requested to stop, has saved, and resumes when
 # the same command is started again. Distinct from 0 (training finished), 1 (error) and 128 + n (killed by a signal).

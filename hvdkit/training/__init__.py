@@ -1,8 +1,8 @@
 """Keras training for the whole job: ``hk.fit``, ``hk.evaluate`` and ``hk.predict``.
 
 Each rank runs Keras's own ``fit`` on its share of every global batch. :mod:`hvdkit.training.shares` splits the batches,
-:mod:`hvdkit.training.steps` runs the model's step on a share, :mod:`hvdkit.training.results` combines metrics, and
-:mod:`hvdkit.training.hooks` installs these in the model and removes them afterwards.
+:mod:`hvdkit.training.train_steps` runs the model's step on a share, :mod:`hvdkit.training.results` combines metrics,
+and :mod:`hvdkit.training.session` installs these in the model and removes them afterwards.
 """
 
 from hvdkit.training.evaluating import evaluate

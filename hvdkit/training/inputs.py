@@ -21,7 +21,7 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import compare, gather
 from hvdkit.data import GlobalBatches
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.training.arrays import ArrayShares
+from hvdkit.training.array_shares import ArrayShares
 from hvdkit.training.global_batches import GlobalBatchShares
 from hvdkit.training.shares import DataRank, Shares, first_tensor
 

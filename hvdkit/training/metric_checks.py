@@ -20,7 +20,7 @@ import tensorflow as tf
 from keras.src import tree
 
 from hvdkit import cluster
-from hvdkit.collectives.values import note_variable
+from hvdkit.collectives.conversion import note_variable
 from hvdkit.errors import describe
 from hvdkit.training.swapping import swapped
 

@@ -8,7 +8,7 @@ shares are empty: these ranks process the first row of the batch with weight 0. 
     digest   int64, digest of the first and last rows of the global batch, to compare the ranks' data; 0 after the
              first batch, if every epoch starts with that batch
     rows     int32, b; used to restore the order of the global batch in predictions
-    is_counted  present if the length of the data is unknown (see :mod:`hvdkit.training.lockstep`)
+    is_counted  present if the length of the data is unknown (see :mod:`hvdkit.training.data_end`)
 """
 
 from __future__ import annotations

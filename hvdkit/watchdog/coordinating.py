@@ -13,7 +13,7 @@ from hvdkit.machine.limits import allow_files
 from hvdkit.watchdog.channel import Offer, Peer
 from hvdkit.watchdog.coordinator import Coordinator, Member
 from hvdkit.watchdog.events import Connect, Joined, Message
-from hvdkit.watchdog.output import Writer
+from hvdkit.watchdog.lines import Writer
 from hvdkit.watchdog.settings import WatchdogSettings
 from hvdkit.watchdog.watching import WatchingSentinel
 

@@ -37,8 +37,8 @@ from hvdkit.watchdog.events import (
     Welcome,
 )
 from hvdkit.watchdog.job_end import TEXTS, JobEnd
+from hvdkit.watchdog.lines import Lines
 from hvdkit.watchdog.member import Member, order
-from hvdkit.watchdog.output import Lines
 from hvdkit.watchdog.settings import WatchdogSettings
 from hvdkit.watchdog.verdict import PREEMPTED, Alive, Judged, Lost, RankEvent, Verdict, verdict
 from hvdkit.watchdog.waits import Waits

@@ -206,7 +206,7 @@ class EngineEnd:
 
 def end_process(code: int) -> None:
     """End this process with ``code`` even if its main thread is blocked. Flush files first, for a limited time."""
-    gc.unfreeze()  # to find files opened before hvdkit imported TensorFlow: see loading.py
+    gc.unfreeze()  # to find files opened before hvdkit imported TensorFlow: see tensorflow_loading.py
     # Another thread may hold a file's lock while it is blocked on a full pipe.
     flusher = threading.Thread(target=flush_files, daemon=True)
     with contextlib.suppress(RuntimeError):  # Python 3.12+ cannot start threads in atexit handlers

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hvdkit.errors import HvdkitError
 from hvdkit.watchdog.ending import Exit, end_process, ending
 from hvdkit.watchdog.events import Failed
-from hvdkit.watchdog.output import write_line
+from hvdkit.watchdog.lines import write_line
 
 if TYPE_CHECKING:
     from hvdkit.watchdog.reporter import Reporter

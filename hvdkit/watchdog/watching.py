@@ -13,7 +13,7 @@ from hvdkit.machine import processes
 from hvdkit.watchdog.base import Sentinel
 from hvdkit.watchdog.channel import Offer, connect
 from hvdkit.watchdog.events import Connect, End, Exited, Joined, Leaving, Left, Message
-from hvdkit.watchdog.output import write_line
+from hvdkit.watchdog.lines import write_line
 from hvdkit.watchdog.rank_process import RankProcess
 
 _RECONNECT_SECONDS, _RETRY_SECONDS, _LAST_SECONDS = 5.0, 0.2, 3.0

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import hvdkit as hk
 from hvdkit.collectives.batch_share import share_of_batch
-from hvdkit.optimizer import coupled
+from hvdkit.optimizer import coupled_layers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -27,8 +27,8 @@ CHANNELS = 3
 
 @pytest.fixture(autouse=True)
 def _no_layers_of_other_tests(monkeypatch):
-    monkeypatch.setattr(coupled, "_coupled", weakref.WeakSet())
-    monkeypatch.setattr(coupled, "_was_coupled", False)
+    monkeypatch.setattr(coupled_layers, "_coupled", weakref.WeakSet())
+    monkeypatch.setattr(coupled_layers, "_was_coupled", False)
 
 
 def rows_of(how, size):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hvdkit as hk
-from hvdkit.callbacks.steps import stateful_callbacks
+from hvdkit.callbacks.step_callbacks import stateful_callbacks
 
 
 def model_of(rate=0.0, **compile_options):
@@ -244,14 +244,14 @@ def test_a_fit_sees_its_own_callbacks_only():
 
 
 def test_nobody_is_kept_alive_for_having_a_state():
-    from hvdkit.callbacks import steps
+    from hvdkit.callbacks import step_callbacks
 
     gc.collect()
-    before = len(steps._stateful)
+    before = len(step_callbacks._stateful)
     for _ in range(3):
         train(ROWS[:2], hk.callbacks.StepLog(8))
     gc.collect()
-    assert len(steps._stateful) <= before + 1  # Keras may keep a reference to the last one
+    assert len(step_callbacks._stateful) <= before + 1  # Keras may keep a reference to the last one
 
 
 @pytest.mark.contract

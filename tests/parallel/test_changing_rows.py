@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvdkit as hk
-from hvdkit.sharding.mixing import bucket_of, first_rows
+from hvdkit.sharding.hashing import bucket_of, first_rows
 from hvdkit.sharding.table import BUCKET
 from hvdkit.sharding.vocabulary import NO_ID
 

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvdkit as hk
-from hvdkit.sharding.faults import FAULT_WORDS
+from hvdkit.sharding.id_checks import FAULT_WORDS
 from hvdkit.supervisor import session
 from hvdkit.supervisor.pace import Pace
 from hvdkit.training import results

@@ -21,11 +21,11 @@ from jobs import words
 from rich.console import Console
 from speed import WAIT
 
-from hvdkit.commands.build_horovod import BuildHorovod, build_horovod, cache, mpi, patches, sdist
+from hvdkit.commands.build_horovod import BuildHorovod, build_horovod, build_mpi, cache, patches, sdist
 from hvdkit.commands.build_horovod.build import BUILD_TOOLS, make_plan
+from hvdkit.commands.build_horovod.build_progress import BuildProgress
 from hvdkit.commands.build_horovod.pip import pip_command
 from hvdkit.commands.build_horovod.process import run
-from hvdkit.commands.build_horovod.progress import BuildProgress
 from hvdkit.errors import BuildError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -92,7 +92,7 @@ def test_the_library_names_no_folder_of_the_machine_that_built_it(wheel: Path, t
 
 
 def test_the_run_path_leads_to_libmpi() -> None:
-    found = mpi.find_mpi(MPI)
+    found = build_mpi.find_mpi(MPI)
     if MPI == "none":
         assert found.rpath is None
         return

@@ -33,8 +33,8 @@ from hvdkit.watchdog.events import (
     Unwound,
 )
 from hvdkit.watchdog.flight import CollectiveRecord, ranks_text
+from hvdkit.watchdog.lines import Lines, Writer
 from hvdkit.watchdog.member import Member
-from hvdkit.watchdog.output import Lines, Writer
 from hvdkit.watchdog.settings import WatchdogSettings
 from hvdkit.watchdog.verdict import DIED
 

@@ -18,7 +18,7 @@ from hvdkit.commands.run import secret
 from hvdkit.commands.run.attempt import Signals
 from hvdkit.commands.run.output import OutputWriter
 from hvdkit.errors import ClusterError
-from hvdkit.watchdog.output import write_line
+from hvdkit.watchdog.lines import write_line
 from hvdkit.watchdog.running import read_private
 
 

@@ -18,18 +18,18 @@ import yaml
 from speed import WAIT
 
 import hvdkit
-from hvdkit.commands.run import engines, hosts, reach, restarts
+from hvdkit.commands.run import engines, hosts, preflight, restarts
 from hvdkit.commands.run.attempt import Attempt
-from hvdkit.commands.run.choose import EngineFacts, choose
 from hvdkit.commands.run.config import RunConfig
+from hvdkit.commands.run.engine_choice import EngineFacts, choose
 from hvdkit.commands.run.engine_process import EngineProcess
 from hvdkit.commands.run.engines import CommandLine, Engine, Start
 from hvdkit.commands.run.hosts import Host, parse_hosts
 from hvdkit.commands.run.job import Job
 from hvdkit.commands.run.job import _hosts as job_hosts
-from hvdkit.commands.run.manifest import manifest
+from hvdkit.commands.run.kubernetes import manifest
 from hvdkit.commands.run.output import CLEAR, OutputWriter
-from hvdkit.commands.run.reach import Answer
+from hvdkit.commands.run.preflight import Answer
 from hvdkit.errors import ClusterError, NonFiniteError
 from hvdkit.machine.interfaces import Address
 from hvdkit.machine.mpi import Mpi, MpiLauncher
@@ -239,17 +239,17 @@ def test_ssh_refusals_name_the_remedy():
         ("ssh: connect to host n1 port 22: Connection refused", "sshd"),
         ("ssh: connect to host n1 port 22: Connection timed out", "firewall"),
     ):
-        assert remedy in reach.refusal("n1", 255, said)
-    assert "install the same environment" in reach.refusal("n1", 127, "bash: /env/bin/python: No such file")
-    assert "kaputt" in reach.refusal("n1", 1, "kaputt")
+        assert remedy in preflight.refusal("n1", 255, said)
+    assert "install the same environment" in preflight.refusal("n1", 127, "bash: /env/bin/python: No such file")
+    assert "kaputt" in preflight.refusal("n1", 1, "kaputt")
 
 
 def test_the_check_compares_versions_of_hvdkit_too():
     """The probe runs here, with this environment and with another version of hvdkit."""
-    (same,) = reach.check(["n1"], lambda host, command: list(command), WAIT)
+    (same,) = preflight.check(["n1"], lambda host, command: list(command), WAIT)
     assert same.problem is None and "lo" in same.addresses
     older = ["sed", f"s/{re.escape(hvdkit.__version__)}/0.0.9/"]
-    (answer,) = reach.check(
+    (answer,) = preflight.check(
         ["n1"], lambda host, command: ["sh", "-c", f"{shlex.join(command)} | {shlex.join(older)}"], WAIT
     )
     assert answer.problem.startswith(f"it has hvdkit 0.0.9 (this host: {hvdkit.__version__})")
@@ -258,7 +258,7 @@ def test_the_check_compares_versions_of_hvdkit_too():
 def test_a_host_may_write_what_is_not_utf_8():
     """For example an ssh server's banner."""
     script = "printf 'out\\377'; printf 'Permission denied\\377' >&2; exit 255"
-    ((output, problem),) = reach.run_on(["n1"], lambda host, command: list(command), ["sh", "-c", script], "", WAIT)
+    ((output, problem),) = preflight.run_on(["n1"], lambda host, command: list(command), ["sh", "-c", script], "", WAIT)
     assert output == "out\ufffd" and "ssh-copy-id n1" in problem
 
 
@@ -269,9 +269,9 @@ def answer(host, server, name="eth0", client="10.0.0.1", mask="255.255.255.0"):
 def test_the_interface_between_hosts():
     mine = [Address("eth0", "10.0.0.1"), Address("docker0", "172.17.0.1"), Address("lo", "127.0.0.1")]
     one, two = answer("a", "10.0.0.2"), answer("b", "10.0.0.3")
-    assert reach.network([one, two], None, mine) == reach.Network("eth0", ("10.0.0.1",))
-    assert reach.network([one, answer("b", "10.0.0.3", "ens3")], None, mine).interface == "10.0.0.0/24"
-    assert reach.network([one, two], "eth0", mine).addresses == ("10.0.0.1",)
+    assert preflight.network([one, two], None, mine) == preflight.Network("eth0", ("10.0.0.1",))
+    assert preflight.network([one, answer("b", "10.0.0.3", "ens3")], None, mine).interface == "10.0.0.0/24"
+    assert preflight.network([one, two], "eth0", mine).addresses == ("10.0.0.1",)
     for named, answers, message in (
         (None, [answer("a", "172.17.0.2", client="172.17.0.1")], "got docker0, by which a is reached"),
         (None, [answer("a", "10.0.0.2", client="192.168.7.7")], "got 192.168.7.7"),
@@ -281,7 +281,7 @@ def test_the_interface_between_hosts():
         ("eth0", [one, answer("b", "10.0.0.3", "ens3")], "eth0, which is missing on b"),
     ):
         with pytest.raises(ClusterError, match=f"--interface: .*{message}"):
-            reach.network(answers, named, mine)
+            preflight.network(answers, named, mine)
 
 
 def test_hosts_that_fail_twice_in_a_row_are_left_out_and_others_come_back():
@@ -302,7 +302,7 @@ def test_hosts_that_fail_twice_in_a_row_are_left_out_and_others_come_back():
 
 def attempt(found, *members, code=1, last_line="", was_ended=False):
     """Return an attempt of two ranks at its end, given the verdict and how the ranks that began and mpirun ended."""
-    made = Attempt(Job(RunConfig(), TWO, FOUR, (), {}), (Host("node1", 2),), reach.THIS_HOST, ["true"], None, None)
+    made = Attempt(Job(RunConfig(), TWO, FOUR, (), {}), (Host("node1", 2),), preflight.THIS_HOST, ["true"], None, None)
     exited = {rank: SimpleNamespace(exited=None if code is None else Exited(code=code)) for rank, code in members}
     made._coordinator = SimpleNamespace(judge=lambda: found, members=exited, notified=False, flight="", verdict=None)
     made._engine = SimpleNamespace(code=code, last_line=last_line, was_ended=was_ended)

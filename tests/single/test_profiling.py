@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from traces import check_trace
 
 from hvdkit.cluster.progress import progress, spending
-from hvdkit.profiling import clocks, intervals, report, timeline, trace, xplane
-from hvdkit.profiling.parts import PARTS, divide, meet
+from hvdkit.profiling import clocks, intervals, profile_report, timeline, trace, xplane
 from hvdkit.profiling.record import RankProfile, Span, StepEnd, TimedCollective
 from hvdkit.profiling.settings import ProfileSettings
+from hvdkit.profiling.step_parts import PARTS, divide, meet
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -56,7 +56,7 @@ def recorded(folder):
 
 
 def test_a_slow_rank_and_its_reason_are_found_in_what_two_ranks_recorded(tmp_path):
-    found = report.rows(divide(recorded(tmp_path)))
+    found = profile_report.rows(divide(recorded(tmp_path)))
     assert [row.steps for row in found] == [3, 3]
     for row in found:
         assert sum(row.parts.values()) == pytest.approx(row.step, abs=1e-9)
@@ -66,8 +66,8 @@ def test_a_slow_rank_and_its_reason_are_found_in_what_two_ranks_recorded(tmp_pat
     assert slow.waited_for > 100 > 10 > fast.waited_for
     assert 1 < slow.parts["save"] < 10  # a checkpoint at step 4
     assert fast.parts["compute"] > 0 and fast.parts["exchange"] > 0
-    assert report.verdict(found).startswith("rank 1 is the straggler: other ranks wait 1")
-    assert "; its input takes 120" in report.verdict(found)
+    assert profile_report.verdict(found).startswith("rank 1 is the straggler: other ranks wait 1")
+    assert "; its input takes 120" in profile_report.verdict(found)
 
 
 def test_the_trace_of_two_ranks_is_one_that_viewers_take(tmp_path):
@@ -185,8 +185,8 @@ def test_parts_add_up_whatever_was_recorded(records):
             assert blamed != record.rank and not intervals.without(when, one.moments["wait"])
     for found in meet(records).values():
         assert all(m.own.start <= m.met_at <= m.own.end for m in found)
-    found = report.rows(ranks)
-    assert all(row.waited_for >= 0 for row in found) and report.verdict(found)
+    found = profile_report.rows(ranks)
+    assert all(row.waited_for >= 0 for row in found) and profile_report.verdict(found)
     check_trace(trace.document_of(records, ranks))
 
 
@@ -205,14 +205,14 @@ def test_each_moment_goes_to_the_first_part_that_is_true_of_it():
     assert step.steps == 2  # the program counts two steps at once
     assert step.parts == {"input": 10, "save": 0, "compute": 40, "wait": 13, "exchange": 30, "other": 7}
     assert step.hidden == 5
-    (row, other) = report.rows(divide([record, late]))
+    (row, other) = profile_report.rows(divide([record, late]))
     assert (row.steps, row.step) == (2, 50e-6)
     assert other.waited_for == 13e-6 and row.waited_for == 0
 
 
 def row(rank, waited_for, **parts):
     every = {**dict.fromkeys(PARTS, 0.0), **parts}
-    return report.Row(rank, "host", 10, sum(every.values()), every, 0.0, waited_for, 0.0)
+    return profile_report.Row(rank, "host", 10, sum(every.values()), every, 0.0, waited_for, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def row(rank, waited_for, **parts):
     ],
 )
 def test_the_sentence_says_what_the_table_shows(rows, said):
-    assert report.verdict(rows).startswith(said)
+    assert profile_report.verdict(rows).startswith(said)
 
 
 # ---- clocks, settings, and no profile --------------------------------------------------------------------------

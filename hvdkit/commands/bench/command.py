@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from hvdkit.cluster.chatter import CHATTER
+from hvdkit.cluster.log_filter import CHATTER
 from hvdkit.commands.bench.config import Bench, RankOptions
 from hvdkit.commands.bench.figures import JobResult, Round, as_json, show
 from hvdkit.commands.bench.worker import MARK, RankResult, WorkerOptions

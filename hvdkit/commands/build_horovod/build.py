@@ -12,11 +12,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdkit.commands.build_horovod import cache, gpu, mpi, patches, sdist, toolchain
+from hvdkit.commands.build_horovod import build_mpi, cache, gpu, patches, sdist, toolchain
+from hvdkit.commands.build_horovod.build_progress import BuildProgress
 from hvdkit.commands.build_horovod.config import BuildHorovod
 from hvdkit.commands.build_horovod.pip import pip_command, pip_environment
 from hvdkit.commands.build_horovod.process import run
-from hvdkit.commands.build_horovod.progress import BuildProgress
 from hvdkit.commands.build_horovod.sdist import HOROVOD
 from hvdkit.errors import BuildError, describe
 
@@ -40,7 +40,7 @@ class BuildInputs:
     """The inputs of a build: everything that determines the wheel's content."""
 
     tensorflow: toolchain.TensorFlow
-    mpi: mpi.BuildMpi
+    mpi: build_mpi.BuildMpi
     cuda: gpu.Cuda | None
     patches: list[patches.Patch]
 
@@ -113,7 +113,7 @@ def make_plan(config: BuildHorovod) -> BuildInputs:
     python = sys.version_info[:2]
     target = patches.Target(tensorflow=tensorflow.release, python=python, gpu=cuda is not None)
     return BuildInputs(
-        tensorflow=tensorflow, mpi=mpi.find_mpi(config.mpi), cuda=cuda, patches=patches.needed_patches(target)
+        tensorflow=tensorflow, mpi=build_mpi.find_mpi(config.mpi), cuda=cuda, patches=patches.needed_patches(target)
     )
 
 

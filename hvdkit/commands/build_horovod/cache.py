@@ -13,7 +13,7 @@ from pathlib import Path
 import platformdirs
 from filelock import FileLock, Timeout
 
-from hvdkit.commands.build_horovod.progress import BuildProgress
+from hvdkit.commands.build_horovod.build_progress import BuildProgress
 from hvdkit.errors import BuildError, describe
 
 

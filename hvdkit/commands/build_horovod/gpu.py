@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdkit.commands.build_horovod.mpi import relative_rpath
+from hvdkit.commands.build_horovod.build_mpi import relative_rpath
 from hvdkit.errors import BuildError, describe
 
 GET_TENSORFLOW = "pip install 'tensorflow[and-cuda]' (tensorflow-cpu has no GPU devices)"

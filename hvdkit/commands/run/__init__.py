@@ -6,9 +6,9 @@ to ``hvdkit run``, and transfer output, exit codes and signals over these connec
     config.py          the options
     command.py         runs the command
     hosts.py           hosts and slots: -H, hostfile, Slurm, PBS; placement of ranks
-    reach.py           the check before the start, over ssh or srun, and the network between hosts
-    probe.py           the script that the check runs on each host
-    choose.py          chooses the engine, depending on Horovod's build and on the installed MPI and Slurm
+    preflight.py       the check before the start, over ssh or srun, and the network between hosts
+    host_probe.py      the script that the check runs on each host
+    engine_choice.py   chooses the engine, depending on Horovod's build and on the installed MPI and Slurm
     engines.py         pure: the command line of each engine
     job.py             options, hosts, engine and environment of a job that is ready to start
     attempt.py         one start of the job, to its end: signals, failures, no orphans
@@ -16,5 +16,5 @@ to ``hvdkit run``, and transfer output, exit codes and signals over these connec
     secret.py          under Gloo, a private file on each host by which sentinels find ``hvdkit run``
     output.py          whole lines of all ranks in one stream, and one log per rank
     restarts.py        repeated attempts: the hosts of the next one, and when it starts
-    manifest.py        pure: an MPIJob for Kubernetes
+    kubernetes.py      pure: an MPIJob for Kubernetes
 """

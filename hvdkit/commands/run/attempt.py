@@ -16,7 +16,7 @@ from hvdkit.commands.run.engines import engine_environment
 from hvdkit.commands.run.hosts import Host, slots_of
 from hvdkit.commands.run.job import Job
 from hvdkit.commands.run.output import OutputWriter
-from hvdkit.commands.run.reach import Network
+from hvdkit.commands.run.preflight import Network
 from hvdkit.commands.run.secret import PrivateFile
 from hvdkit.errors import ClusterError
 from hvdkit.machine import processes

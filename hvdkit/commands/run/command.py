@@ -10,7 +10,7 @@ from hvdkit.commands.run import restarts
 from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.job import prepare
 from hvdkit.commands.run.output import OutputWriter
-from hvdkit.commands.run.reach import refuse
+from hvdkit.commands.run.preflight import refuse
 from hvdkit.errors import describe
 
 # Arguments that engines interpret themselves: the separator of programs, and the end of options.
@@ -30,7 +30,7 @@ def run(config: RunConfig, program: Sequence[str]) -> int | str:
         ClusterError: a host fails the check, or an engine is missing; nothing has been started.
     """
     if config.k8s:
-        from hvdkit.commands.run.manifest import kubernetes
+        from hvdkit.commands.run.kubernetes import kubernetes
 
         return kubernetes(config, program)
     job = prepare(config, program)

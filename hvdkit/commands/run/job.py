@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdkit.commands.run.choose import EngineFacts, choose
 from hvdkit.commands.run.config import RunConfig
+from hvdkit.commands.run.engine_choice import EngineFacts, choose
 from hvdkit.commands.run.engines import CommandLine, Engine, Start, command_line, passed_on
 from hvdkit.commands.run.hosts import Host, parse_hosts, placed, read_hostfile, slots_of, slurm_hosts
-from hvdkit.commands.run.reach import THIS_HOST, Answer, Network, Remote, check, network, srun_command, ssh_command
+from hvdkit.commands.run.preflight import THIS_HOST, Answer, Network, Remote, check, network, srun_command, ssh_command
 from hvdkit.errors import describe
 from hvdkit.machine.environment import outside_a_job
 from hvdkit.watchdog.settings import HEARTBEAT, seconds

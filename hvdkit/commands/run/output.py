@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdkit.watchdog.output import Writer, write_all
+from hvdkit.watchdog.lines import Writer, write_all
 
 CLEAR = b"\r\x1b[K"
 # Bytes above which a line is written in parts.

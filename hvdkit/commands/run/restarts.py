@@ -10,7 +10,7 @@ from hvdkit.commands.run.attempt import Attempt, Signals
 from hvdkit.commands.run.hosts import Host, placed, slots_of
 from hvdkit.commands.run.job import Job
 from hvdkit.commands.run.output import OutputWriter
-from hvdkit.commands.run.reach import Network, refuse
+from hvdkit.commands.run.preflight import Network, refuse
 from hvdkit.errors import NonFiniteError
 from hvdkit.watchdog.verdict import Verdict, shell_code
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from hvdkit.commands.run.reach import Remote, run_on
+from hvdkit.commands.run.preflight import Remote, run_on
 from hvdkit.errors import ClusterError
 
 # Exists on every host, unlike this host's TMPDIR.

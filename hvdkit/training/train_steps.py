@@ -16,11 +16,11 @@ from keras.src import tree
 
 from hvdkit import cluster
 from hvdkit.collectives.batch_share import share_of_batch
-from hvdkit.collectives.values import graph_safe
+from hvdkit.collectives.conversion import graph_safe
 from hvdkit.optimizer.batch_norm import synchronized_statistics
 from hvdkit.sharding.shards import is_part
 from hvdkit.sharding.variables import SEED_STATE
-from hvdkit.training.lockstep import when_all_have_a_batch
+from hvdkit.training.data_end import when_all_have_a_batch
 from hvdkit.training.losses import corrected
 from hvdkit.training.shares import number_of_rows
 from hvdkit.training.swapping import swapped

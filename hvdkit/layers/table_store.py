@@ -10,12 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives.agreement import Call, agree_on_call, attempt
+from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.errors import describe
-from hvdkit.layers.base import memory
-from hvdkit.layers.changing import ChangingRows
+from hvdkit.layers.axis_collectives import sum_of_parts
+from hvdkit.layers.changing_rows import ChangingRows
 from hvdkit.layers.features import OutOfRange, lookups_of
-from hvdkit.layers.grouped import sum_of_parts
+from hvdkit.layers.sharded_layer import memory
 from hvdkit.sharding.initial import common_seed, initial_blocks
 from hvdkit.sharding.layout import TableGroup, lay_out
 from hvdkit.sharding.own_optimizer import OwnOptimizer, own_optimizer, set_own_optimizer

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from hvdkit import cluster
-from hvdkit.layers.base import memory
-from hvdkit.sharding.mixing import first_rows
+from hvdkit.layers.sharded_layer import memory
+from hvdkit.sharding.hashing import first_rows
 from hvdkit.sharding.partition import rows_of
 from hvdkit.sharding.partitioned import gather_parts
 from hvdkit.sharding.shards import Piece, Shard, mark, shard_of

@@ -10,11 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives import dtypes, local, tensors
+from hvdkit.collectives import dtypes, numpy_collectives, tensors
 from hvdkit.collectives.calls import Collective, Tensors, run
+from hvdkit.collectives.conversion import as_tensor, graph_safe, like
 from hvdkit.collectives.process_sets import RankGroup, label, resolve
 from hvdkit.collectives.splits import checked_splits, even_splits, fitting_splits
-from hvdkit.collectives.values import as_tensor, graph_safe, like
 
 
 @graph_safe
@@ -155,7 +155,7 @@ def alltoall(
         counts[:], fits[:] = [found[0]], [found[1]]
 
     def here(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
-        return list(local.exchange_rows([p[0] for p in parts], [p[1] for p in parts], index))
+        return list(numpy_collectives.exchange_rows([p[0] for p in parts], [p[1] for p in parts], index))
 
     def wire(given: Tensors) -> Tensors:
         if fits:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hvdkit.profiling.intervals import clip, total, union
-from hvdkit.profiling.parts import PARTS, RankParts
+from hvdkit.profiling.step_parts import PARTS, RankParts
 
 FORMAT_VERSION = 1
 # Minimum width of the table in characters.

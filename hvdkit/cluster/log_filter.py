@@ -2,7 +2,7 @@
 
 It runs as a script, in an isolated interpreter with the standard library only, while TensorFlow is imported:
 
-    python -IS .../hvdkit/cluster/chatter.py
+    python -IS .../hvdkit/cluster/log_filter.py
 """
 
 from __future__ import annotations

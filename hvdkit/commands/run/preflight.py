@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdkit.commands.run import probe
+from hvdkit.commands.run import host_probe
 from hvdkit.errors import ClusterError, describe
 from hvdkit.machine.interfaces import Address, own_addresses
 
-_FOLDER = Path(probe.__file__).resolve().parents[2]  # of hvdkit
+_FOLDER = Path(host_probe.__file__).resolve().parents[2]  # of hvdkit
 _REFUSALS = (  # message of ssh or srun, problem, remedy
     ("Could not resolve hostname", "its name is unknown", "check the name, or add it to ~/.ssh/config or /etc/hosts"),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key has changed",
@@ -138,16 +138,18 @@ def check(hosts: Sequence[str], remote: Remote, timeout: float) -> list[Answer]:
         The answers, in order, with a problem if the host did not run the probe, or has other versions than this one.
     """
     first = "from __future__ import annotations\n"
-    source = Path(probe.__file__).read_text(encoding="utf-8").replace(first, f"{first}GIVEN = {str(_FOLDER)!r}\n", 1)
-    mine = probe.versions(str(_FOLDER))
+    source = (
+        Path(host_probe.__file__).read_text(encoding="utf-8").replace(first, f"{first}GIVEN = {str(_FOLDER)!r}\n", 1)
+    )
+    mine = host_probe.versions(str(_FOLDER))
     replies = run_on(hosts, remote, [sys.executable, "-"], source, timeout)
     answers = []
     for host, (output, problem) in zip(hosts, replies, strict=True):
-        line = next((line for line in output.splitlines() if line.startswith(probe.MARK)), None)
+        line = next((line for line in output.splitlines() if line.startswith(host_probe.MARK)), None)
         if line is None:
             answers.append(Answer(host, problem or f"it did not run {sys.executable}; does ssh force a command there?"))
             continue
-        found = json.loads(line.removeprefix(probe.MARK))
+        found = json.loads(line.removeprefix(host_probe.MARK))
         problem = differences(found["versions"], mine)
         answers.append(Answer(host, problem, found["addresses"], found["client"], found["server"]))
     return answers

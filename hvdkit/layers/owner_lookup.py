@@ -24,8 +24,8 @@ from hvdkit.collectives import tensors
 from hvdkit.errors import describe
 from hvdkit.layers.features import Bag, combined, in_range
 from hvdkit.layers.lookup import fault_of
-from hvdkit.layers.store import TableStore
-from hvdkit.sharding.faults import FAULT_WORDS, Fault, raise_everywhere, refused
+from hvdkit.layers.table_store import TableStore
+from hvdkit.sharding.id_checks import FAULT_WORDS, Fault, raise_everywhere, refused
 from hvdkit.sharding.layout import Layout, Slice
 from hvdkit.sharding.routing import KeyedVariable, read_distinct
 

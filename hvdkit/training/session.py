@@ -13,13 +13,13 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.marks import Attached
 from hvdkit.layers import synchronize_batch_normalization
-from hvdkit.training.lockstep import at_end_of_data
+from hvdkit.training.atomic_saving import save_whole_files
+from hvdkit.training.data_end import at_end_of_data
 from hvdkit.training.metric_checks import MetricChecks
+from hvdkit.training.preparation import Variables, compare_optimizers, distribute_optimizers, seeds_of_rank
 from hvdkit.training.results import Results
-from hvdkit.training.saving import save_whole_files
-from hvdkit.training.starting import Variables, compare_optimizers, distribute_optimizers, seeds_of_rank
-from hvdkit.training.steps import Step, Steps
 from hvdkit.training.swapping import swapped
+from hvdkit.training.train_steps import Step, Steps
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 # Attributes that the traced steps depend on.

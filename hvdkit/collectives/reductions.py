@@ -10,13 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives import dtypes, local, tensors
-from hvdkit.collectives.agreement import check_root
+from hvdkit.collectives import dtypes, numpy_collectives, tensors
+from hvdkit.collectives.call_checks import check_root
 from hvdkit.collectives.calls import Collective, Tensors, run
-from hvdkit.collectives.moving import allgather
+from hvdkit.collectives.conversion import graph_safe
+from hvdkit.collectives.gathers import allgather
 from hvdkit.collectives.ops import Average, ReduceOp, Sum, checked_op, op_label
 from hvdkit.collectives.process_sets import RankGroup, label, resolve
-from hvdkit.collectives.values import graph_safe
 from hvdkit.errors import describe
 
 
@@ -128,7 +128,9 @@ def grouped_allreduce(
         check=check,
         here=None
         if adasum
-        else lambda parts: [local.reduce(p, ReduceOp(op), *factors, size) for p in zip(*parts, strict=True)],
+        else lambda parts: [
+            numpy_collectives.reduce(p, ReduceOp(op), *factors, size) for p in zip(*parts, strict=True)
+        ],
         wire=lambda given: tensors.compared_allreduce(given, ReduceOp(op), tensors.PUBLIC, ranks, *factors),
         derivative=None if adasum else lambda xs, ys, dys: _reduced_gradients(xs, dys, ReduceOp(op), ranks, *factors),
         name=name,
@@ -297,8 +299,8 @@ def grouped_reducescatter(
             dtypes.wire_dtype(x.dtype, known)
 
     def scatter(parts: tuple[np.ndarray, ...]) -> np.ndarray:
-        start, end = local.scatter_bounds(len(parts[0]), size, index)
-        return local.reduce(parts, ReduceOp(op), *factors)[start:end]
+        start, end = numpy_collectives.scatter_bounds(len(parts[0]), size, index)
+        return numpy_collectives.reduce(parts, ReduceOp(op), *factors)[start:end]
 
     def gradient(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor | None:
         if not x.dtype.is_floating:

@@ -18,11 +18,11 @@ from hvdkit.collectives import broadcast_object
 from hvdkit.errors import CollectiveMismatchError, describe
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables
-from hvdkit.training.hooks import Session
-from hvdkit.training.lockstep import at_end_of_data
+from hvdkit.training.data_end import at_end_of_data
 from hvdkit.training.losses import check_loss
+from hvdkit.training.preparation import check_originals, optimizers_of
+from hvdkit.training.session import Session
 from hvdkit.training.shares import Shares
-from hvdkit.training.starting import check_originals, optimizers_of
 
 _own = keras.callbacks
 # Callbacks that write files or connect to a server.

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.collectives.values import is_symbolic
+from hvdkit.collectives.conversion import is_symbolic
 from hvdkit.errors import describe
 from hvdkit.optimizer import sparse
 from hvdkit.sharding.shards import Local, Shard, holding_of

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
-from hvdkit.cluster import chatter
+from hvdkit.cluster import log_filter
 from hvdkit.cluster.bindings import bind_hwloc
 from hvdkit.machine.launcher import ALONE, launched_rank
 
@@ -84,7 +84,7 @@ def _without_chatter() -> Iterator[None]:
         return
     sys.stderr.flush()
     saved = os.dup(2)
-    process = subprocess.Popen([sys.executable, "-IS", chatter.__file__], stdin=subprocess.PIPE, stdout=saved)
+    process = subprocess.Popen([sys.executable, "-IS", log_filter.__file__], stdin=subprocess.PIPE, stdout=saved)
     assert process.stdin is not None
     os.dup2(process.stdin.fileno(), 2)
     process.stdin.close()

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from hvdkit import cluster
-from hvdkit.collectives.values import graph_safe
+from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.optimizer.given import PlacedGradients
+from hvdkit.optimizer.gradients import PlacedGradients
 from hvdkit.optimizer.mixins import Combining, check_by_elements
 from hvdkit.optimizer.parts import PartProxy, Parts
 from hvdkit.sharding.shards import assign_whole, mark
