@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from hvdkit.machine import processes
 
 _FORCE_SECONDS = 0.5
-# Seconds for mpirun to detect itself that a host is lost.
-_ALONE_SECONDS = 2.0
 _MPIRUNS = ("mpirun", "orterun", "mpiexec")
 
 
@@ -124,11 +122,6 @@ def end_stuck_launcher(pid: int, *, ranks_run: bool) -> bool:
     elif ranks_run:
         return False
     elif launcher.name.startswith(_MPIRUNS):
-        until = time.monotonic() + _ALONE_SECONDS
-        while time.monotonic() < until:
-            if processes.is_over(pid, launcher.started):
-                return True
-            time.sleep(0.05)
         processes.kill(pid, signal.SIGKILL)
     elif launcher.name.startswith("slurmstepd"):
         step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
