@@ -34,7 +34,7 @@ from hvdkit.watchdog.events import (
     Training,
     Unwound,
 )
-from hvdkit.watchdog.flight import CollectiveRecord, FlightRecorder
+from hvdkit.watchdog.flight_recorder import CollectiveRecord, FlightRecorder
 
 TRACEBACK = "\n".join(f"  File train.py, line {line}, in step" for line in range(100))
 CONNECTING = 16  # simulated sentinels per process that connect at the same time

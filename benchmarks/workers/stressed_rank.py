@@ -22,7 +22,7 @@ sys.modules["hvdkit"] = _package
 
 from hvdkit.machine import processes  # noqa: E402
 from hvdkit.machine.launcher import LaunchedRank  # noqa: E402
-from hvdkit.watchdog.flight import recorder  # noqa: E402
+from hvdkit.watchdog.flight_recorder import recorder  # noqa: E402
 from hvdkit.watchdog.reporter import reporter  # noqa: E402
 
 FOLDER, RANK, SIZE, STEPS, STRESS, SEED = Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5], int(sys.argv[6])

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
-from hvdkit.watchdog.flight import EAGER, collective_key, recorder
+from hvdkit.watchdog.flight_recorder import EAGER, collective_key, recorder
 
 if TYPE_CHECKING:
     from hvdkit.profiling.recorder import Recorder

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.python.util import tf_stack
 
 from hvdkit.cluster.progress import is_users
-from hvdkit.watchdog.flight import FlightRecorder, collective_key, recorder
+from hvdkit.watchdog.flight_recorder import FlightRecorder, collective_key, recorder
 from hvdkit.watchdog.reporter import reporter
 
 MOST_SHAPES = 4

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.collectives.sites import MOST_SHAPES, are_recorded, describe_tensors, sites, source_line
-from hvdkit.watchdog.flight import collective_key, recorder
+from hvdkit.watchdog.flight_recorder import collective_key, recorder
 from hvdkit.watchdog.settings import CHECK
 
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from hvdkit.errors import describe
-from hvdkit.watchdog.flight import CollectiveRecord
 from hvdkit.watchdog.flight_file import FlightFile, read
+from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
 _MOST_NAMED, _MOST_DRAWN = 8, 16
 _COLUMNS = 60

@@ -2,7 +2,7 @@
 
 Each rank runs Keras's own ``fit`` on its share of every global batch. :mod:`hvdkit.training.shares` splits the batches,
 :mod:`hvdkit.training.train_steps` runs the model's step on a share, :mod:`hvdkit.training.results` combines metrics,
-and :mod:`hvdkit.training.session` installs these in the model and removes them afterwards.
+and :mod:`hvdkit.training.fit_session` installs these in the model and removes them afterwards.
 """
 
 from hvdkit.training.evaluating import evaluate

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdkit.training.fit_session import Session
 from hvdkit.training.inputs import FitData, prepare
 from hvdkit.training.keras_callbacks import Callbacks, checked_model
-from hvdkit.training.session import Session
 from hvdkit.training.shares import Shares
 
 

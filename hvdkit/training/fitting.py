@@ -11,11 +11,11 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 from hvdkit.callbacks import SupervisorCallback
 from hvdkit.data import GlobalBatches
 from hvdkit.errors import describe
+from hvdkit.training.fit_session import Session
 from hvdkit.training.global_batches import GlobalBatchShares
 from hvdkit.training.inputs import FitData, prepare, split
 from hvdkit.training.keras_callbacks import Callbacks, checked_model
 from hvdkit.training.preparation import warn_of_repeated_rows
-from hvdkit.training.session import Session
 from hvdkit.training.shares import Shares
 
 

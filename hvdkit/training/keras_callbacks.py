@@ -19,9 +19,9 @@ from hvdkit.errors import CollectiveMismatchError, describe
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables
 from hvdkit.training.data_end import at_end_of_data
+from hvdkit.training.fit_session import Session
 from hvdkit.training.losses import check_loss
 from hvdkit.training.preparation import check_originals, optimizers_of
-from hvdkit.training.session import Session
 from hvdkit.training.shares import Shares
 
 _own = keras.callbacks

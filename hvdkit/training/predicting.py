@@ -11,9 +11,9 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.errors import describe
+from hvdkit.training.fit_session import Session
 from hvdkit.training.inputs import FitData, prepare
 from hvdkit.training.keras_callbacks import Callbacks
-from hvdkit.training.session import Session
 from hvdkit.training.shares import DataRank, Shares
 
 _PIECE_BYTES = 64 * 2**20

@@ -4,27 +4,27 @@ A sentinel is a small process that watches one rank from outside: exit, signals,
 events to the coordinator, which runs in ``hvdkit run`` or, without it, in the sentinel of rank 0. If a rank fails, the
 coordinator ends the job and writes the last line. The modules, in reading order:
 
-    events.py       the messages: reports and orders
-    channel.py      one authenticated connection per sentinel
-    verdict.py      pure: from the events to the rank that failed first, the exit code and the last line
-    waits.py        pure: detects deadlocks and ranks that run different graphs
-    hang.py         pure: finds the rank that holds up a hanging job
-    coordinator.py  receives the sentinels' reports, decides when the job has failed
-    member.py       the coordinator's state for one rank
-    job_end.py      ends a failed job, step by step
-    activity.py     detects from outside whether a rank makes progress
-    rank_process.py the sentinel's view of its rank's process
-    base.py         base class of all sentinels
-    running.py      the sentinel that starts the rank's program, for ``hvdkit run``
-    watching.py     the sentinel of a rank started by another launcher
-    coordinating.py the same for rank 0, with the coordinator in it
-    sentinel.py     entry point of all three
-    flight.py       the last collectives of a rank, in shared memory
-    flight_file.py  the last collectives of all ranks of a failed job, in a file
-    reporter.py     the rank's side: starts its sentinel, reports to it, carries out its orders
-    uncaught.py     uncaught exceptions
-    busy.py         ``hk.busy``
-    ending.py       ends a rank: its interpreter exits normally, within a deadline
+    events.py          the messages: reports and orders
+    channel.py         one authenticated connection per sentinel
+    verdict.py         pure: from the events to the rank that failed first, the exit code and the last line
+    waits.py           pure: detects deadlocks and ranks that run different graphs
+    hang.py            pure: finds the rank that holds up a hanging job
+    coordinator.py     receives the sentinels' reports, decides when the job has failed
+    member.py          the coordinator's state for one rank
+    job_end.py         ends a failed job, step by step
+    activity.py        detects from outside whether a rank makes progress
+    rank_process.py    the sentinel's view of its rank's process
+    base.py            base class of all sentinels
+    running.py         the sentinel that starts the rank's program, for ``hvdkit run``
+    watching.py        the sentinel of a rank started by another launcher
+    coordinating.py    the same for rank 0, with the coordinator in it
+    sentinel.py        entry point of all three
+    flight_recorder.py the last collectives of a rank, in shared memory
+    flight_file.py     the last collectives of all ranks of a failed job, in a file
+    reporter.py        the rank's side: starts its sentinel, reports to it, carries out its orders
+    uncaught.py        uncaught exceptions
+    busy.py            ``hk.busy``
+    ending.py          ends a rank: its interpreter exits normally, within a deadline
 
 All modules except the last four use only the standard library: a sentinel imports neither TensorFlow nor ``hvdkit``.
 """

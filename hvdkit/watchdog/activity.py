@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdkit.machine import processes
-from hvdkit.watchdog.flight import RecorderState
+from hvdkit.watchdog.flight_recorder import RecorderState
 
 # Threads that together use less than this fraction of a core are only polling, and count as idle.
 _WORKING = 0.02

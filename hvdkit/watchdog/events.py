@@ -8,7 +8,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-from hvdkit.watchdog.flight import CollectiveRecord
+from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
 VERSION = 1
 """Version of the whole set of messages. The coordinator checks it before it admits a sentinel."""

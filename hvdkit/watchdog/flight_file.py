@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hvdkit.watchdog.flight import CollectiveRecord
+from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
 FOLDER = "HVDKIT_FLIGHT_DIR"
 _VERSION = 1

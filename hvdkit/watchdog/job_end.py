@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from hvdkit.watchdog import flight_file
 from hvdkit.watchdog.events import End, GiveFlight, Release
-from hvdkit.watchdog.flight import SLOTS
+from hvdkit.watchdog.flight_recorder import SLOTS
 from hvdkit.watchdog.lines import Lines
 from hvdkit.watchdog.member import Member, order
 from hvdkit.watchdog.settings import WatchdogSettings

@@ -10,7 +10,7 @@ from hvdkit.machine import processes
 from hvdkit.watchdog.activity import Activity
 from hvdkit.watchdog.channel import Connection
 from hvdkit.watchdog.events import Collectives, Status, Training
-from hvdkit.watchdog.flight import CollectiveRecord, FlightReader
+from hvdkit.watchdog.flight_recorder import CollectiveRecord, FlightReader
 
 # Seconds in a collective after which it is reported: another rank may wait for this one in another collective.
 _WAITED_SECONDS = 3.0

@@ -40,7 +40,7 @@ from hvdkit.watchdog.events import (
     Unwound,
     Watching,
 )
-from hvdkit.watchdog.flight import FlightRecorder, memory_file, recorder
+from hvdkit.watchdog.flight_recorder import FlightRecorder, memory_file, recorder
 from hvdkit.watchdog.settings import SOCKET_VARIABLE, WatchdogSettings
 from hvdkit.watchdog.uncaught import UncaughtErrors
 

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Set
 from typing import NamedTuple
 
-from hvdkit.watchdog.flight import CollectiveRecord
+from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
 SETTLED = 2.0
 """Seconds without a change after which no message of a rank about its collectives can still be in transit."""

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvdkit as hk
-from hvdkit.watchdog.flight import FlightReader, recorder
+from hvdkit.watchdog.flight_recorder import FlightReader, recorder
 
 
 def test_two_calls_in_one_function_do_not_meet(rank, size):

@@ -18,7 +18,7 @@ from hvdkit.machine import processes
 from hvdkit.watchdog.activity import Activity
 from hvdkit.watchdog.base import Sentinel
 from hvdkit.watchdog.events import Training
-from hvdkit.watchdog.flight import FlightReader, FlightRecorder, RecorderState
+from hvdkit.watchdog.flight_recorder import FlightReader, FlightRecorder, RecorderState
 from hvdkit.watchdog.rank_process import RankProcess
 
 _PTRACE_ATTACH, _PTRACE_DETACH = 16, 17

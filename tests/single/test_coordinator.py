@@ -32,7 +32,7 @@ from hvdkit.watchdog.events import (
     Training,
     Unwound,
 )
-from hvdkit.watchdog.flight import CollectiveRecord, ranks_text
+from hvdkit.watchdog.flight_recorder import CollectiveRecord, ranks_text
 from hvdkit.watchdog.lines import Lines, Writer
 from hvdkit.watchdog.member import Member
 from hvdkit.watchdog.settings import WatchdogSettings

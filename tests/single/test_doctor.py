@@ -17,7 +17,7 @@ import pytest
 from jobs import words
 from speed import WAIT, slowdown
 
-from hvdkit.commands.doctor import examine, facts, live, report, software
+from hvdkit.commands.doctor import examine, facts, live_checks, report, software_checks
 from hvdkit.commands.doctor.finding import Finding
 from hvdkit.machine import subprocesses
 from hvdkit.machine.mpi import Mpi, MpiLauncher
@@ -150,7 +150,7 @@ def test_an_import_that_fails_is_reported_not_suffered(tmp_path, here, body, exp
     assert not probed.loaded("horovod")
     stages = {**probed.stages, "tensorflow": here.training["tensorflow"]}
     broken = dataclasses.replace(here, training=dataclasses.replace(probed, stages=stages))
-    found = software.horovod(broken)
+    found = software_checks.horovod(broken)
     assert (found.status, found.remedy) == ("problem", "hvdkit build-horovod")
     assert expected in found.what
 
@@ -181,14 +181,14 @@ def write_launcher(folder: Path, body: str) -> MpiLauncher:
 def test_a_failed_start_shows_its_last_lines_and_a_remedy(here, tmp_path):
     message = "There are not enough slots available in the system"
     broken = dataclasses.replace(here, mpirun=write_launcher(tmp_path, f"echo '{message}' >&2; exit 1"))
-    found = live.run_mpirun(broken, timeout=WAIT)
+    found = live_checks.run_mpirun(broken, timeout=WAIT)
     assert (found.status, found.remedy) == ("problem", "mpirun --oversubscribe")
     assert message in found.what and "exit code 1" in found.what
 
 
 def test_a_start_that_hangs_is_reported(here, tmp_path):
     hanging = dataclasses.replace(here, mpirun=write_launcher(tmp_path, "sleep 100000"))
-    found = live.run_mpirun(hanging, timeout=1)
+    found = live_checks.run_mpirun(hanging, timeout=1)
     assert found.status == "problem"
     assert "did not end within 1 s" in found.what
 
@@ -197,17 +197,17 @@ def test_a_launcher_of_another_mpi_makes_every_process_rank_0_of_1(here, tmp_pat
     """Start two processes that MPI does not connect, as a foreign mpirun does."""
     prefix = facts.mpi_prefix(here.mpi4py["mpi4py"])
     body = f'export OPAL_PREFIX={prefix}; shift 3; "$@"; "$@"'
-    found = live.run_mpirun(dataclasses.replace(here, mpirun=write_launcher(tmp_path, body)), timeout=WAIT)
+    found = live_checks.run_mpirun(dataclasses.replace(here, mpirun=write_launcher(tmp_path, body)), timeout=WAIT)
     assert found.status == "problem"
     assert "rank 0 of 1" in found.what
     assert [result["size"] for result in found.details["results"]] == [1, 1]
 
 
 def test_by_which_algorithm_messages_are_added_up(here):
-    found = live.allreduce(here, timeout=WAIT)
+    found = live_checks.allreduce(here, timeout=WAIT)
     assert (found.status, found.details["large"]) == ("ok", "ring"), found.what
     chosen = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "1"}
-    found = live.allreduce(dataclasses.replace(here, environment=dict(here.environment) | chosen), timeout=WAIT)
+    found = live_checks.allreduce(dataclasses.replace(here, environment=dict(here.environment) | chosen), timeout=WAIT)
     assert (found.status, found.details["small"]) == ("note", "one rank after the other"), found.what
     assert found.remedy
 

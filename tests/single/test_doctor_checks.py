@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.commands.doctor import host, mpi, software
+from hvdkit.commands.doctor import host_checks, mpi_checks, software_checks
 from hvdkit.machine.environment import outside_a_job
 from hvdkit.machine.interfaces import Address
 from hvdkit.machine.mpi import ROOT_VARIABLES, Mpi, MpiLauncher, identify
@@ -35,7 +35,7 @@ def test_identify_mpi(text, expected):
 def test_two_mpi_libraries_are_a_problem(here):
     other = "/opt/mpich/lib/libmpi.so.12"
     stages = {"mpi4py": {**here.mpi4py["mpi4py"], "libmpi": [other]}}
-    found = mpi.mpi_library(dataclasses.replace(here, mpi4py=dataclasses.replace(here.mpi4py, stages=stages)))
+    found = mpi_checks.mpi_library(dataclasses.replace(here, mpi4py=dataclasses.replace(here.mpi4py, stages=stages)))
     assert found.status == "problem"
     assert other in found.what
     assert here.training["horovod"]["libmpi"][0] in found.remedy
@@ -46,33 +46,33 @@ def test_two_mpi_libraries_are_a_problem(here):
     [(Mpi("MPICH", "5.0.2"), "problem"), (Mpi("Open MPI", "4.0.0"), "warning")],
 )
 def test_an_mpirun_of_another_mpi(here, of, status):
-    assert mpi.mpirun(here).status == "ok"
+    assert mpi_checks.mpirun(here).status == "ok"
     foreign = dataclasses.replace(here, mpirun=MpiLauncher("/opt/bin/mpirun", True, of))
-    found = mpi.mpirun(foreign)
+    found = mpi_checks.mpirun(foreign)
     assert found.status == status
     assert "first on PATH" in found.remedy
 
 
 def test_horovodrun_with_open_mpi_5(here):
     program = MpiLauncher("/opt/bin/mpirun", True, Mpi("Open MPI", "5.0.6"))
-    found = mpi.horovodrun(dataclasses.replace(here, mpirun=program))
+    found = mpi_checks.horovodrun(dataclasses.replace(here, mpirun=program))
     assert found.status == "warning"
     assert "--gloo" in found.remedy
 
 
 def test_import_order_is_safe_with_bound_symbols(here):
     bound = dataclasses.replace(here, environment={**here.environment, "LD_BIND_NOW": "1"})
-    assert mpi.import_order(bound).status == "ok"
+    assert mpi_checks.import_order(bound).status == "ok"
     at_risk = here.training["tensorflow"]["exports_hwloc"] and here.library.major < 5
     unbound = {name: value for name, value in here.environment.items() if name != "LD_BIND_NOW"}
-    found = mpi.import_order(dataclasses.replace(here, environment=unbound))
+    found = mpi_checks.import_order(dataclasses.replace(here, environment=unbound))
     assert found.details["exposed"] == at_risk
 
 
 @pytest.mark.parametrize(("value", "status"), [("0", "note"), ("1", "ok")])
 def test_busy_wait(here, value, status):
     changed = {**here.environment, "OMPI_MCA_mpi_yield_when_idle": value}
-    assert mpi.busy_wait(dataclasses.replace(here, environment=changed)).status == status
+    assert mpi_checks.busy_wait(dataclasses.replace(here, environment=changed)).status == status
 
 
 def test_a_nested_launch_forgets_the_job_it_is_in():
@@ -86,34 +86,34 @@ def test_a_nested_launch_forgets_the_job_it_is_in():
 
 def test_more_ranks_than_cores(here):
     many = dataclasses.replace(here, np=10_000, environment={})
-    found = host.cores(many)
+    found = host_checks.cores(many)
     assert found.status == ("warning" if here.open_mpi else "note")
     assert found.details["ranks"] == 10_000
     permitted = dataclasses.replace(many, environment={"OMPI_MCA_rmaps_base_oversubscribe": "1"})
-    assert host.cores(permitted).status == "note"
-    assert host.cores(dataclasses.replace(here, np=1)).status in ("ok", "note")
+    assert host_checks.cores(permitted).status == "note"
+    assert host_checks.cores(dataclasses.replace(here, np=1)).status in ("ok", "note")
 
 
 def test_shared_memory_that_is_too_small(here):
-    assert host.shared_memory(dataclasses.replace(here, np=10**9)).status == "warning"
-    assert host.shared_memory(here, path=Path("/nonexistent")).status == "warning"
+    assert host_checks.shared_memory(dataclasses.replace(here, np=10**9)).status == "warning"
+    assert host_checks.shared_memory(here, path=Path("/nonexistent")).status == "warning"
 
 
 def test_root_needs_two_variables(here, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert host.root(here).status == "ok"
+    assert host_checks.root(here).status == "ok"
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     bare = dataclasses.replace(here, environment={})
-    found = host.root(bare)
+    found = host_checks.root(bare)
     assert found.status == "warning"
     allowed = dict.fromkeys(ROOT_VARIABLES, "1")
     assert all(name in found.remedy for name in allowed)
-    assert host.root(dataclasses.replace(here, environment=allowed)).status == "ok"
+    assert host_checks.root(dataclasses.replace(here, environment=allowed)).status == "ok"
 
 
 def test_the_environment_hides_secrets(here):
     variables = {"HOROVOD_CYCLE_TIME": "2", "HOROVOD_SECRET_KEY": "s3cret", "HOME": "/home/ann"}
-    found = host.environment(dataclasses.replace(here, environment=variables))
+    found = host_checks.environment(dataclasses.replace(here, environment=variables))
     assert "HOROVOD_CYCLE_TIME=2" in found.what
     assert "s3cret" not in found.what + str(found.details)
     assert "HOME" not in found.details
@@ -128,15 +128,15 @@ def test_network_never_offers_what_stays_on_the_host(here):
         Address("eth0", "10.0.0.5", 1_000),
     ]
     clean = dataclasses.replace(here, environment={})
-    found = host.network(clean, interfaces)
+    found = host_checks.network(clean, interfaces)
     assert found.status == "note"
     assert [usable["interface"] for usable in found.details["usable"]] == ["ib0", "eth0"]
     for setting in ("btl_tcp_if_include ib0", "HOROVOD_GLOO_IFACE=ib0", "NCCL_SOCKET_IFNAME=ib0"):
         assert setting in found.remedy
     chosen = dataclasses.replace(here, environment={"HOROVOD_GLOO_IFACE": "eth0"})
-    assert host.network(chosen, interfaces).status == "ok"
-    assert host.network(clean, interfaces[-1:]).status == "ok"
-    assert "one host only" in host.network(clean, interfaces[:1]).what
+    assert host_checks.network(chosen, interfaces).status == "ok"
+    assert host_checks.network(clean, interfaces[-1:]).status == "ok"
+    assert "one host only" in host_checks.network(clean, interfaces[:1]).what
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_gpus(here, tmp_path, monkeypatch, tensorflow, nccl, np, status, remedy)
         "horovod": {**here.training["horovod"], "nccl": nccl},
     }
     machine = dataclasses.replace(here, np=np, training=dataclasses.replace(here.training, stages=stages))
-    found = host.gpus(machine)
+    found = host_checks.gpus(machine)
     assert (found.status, found.details["nvidia_smi"]) == (status, ["NVIDIA A100-SXM4-40GB, 550.54"])
     assert remedy in found.remedy
 
@@ -170,15 +170,15 @@ def test_gpus(here, tmp_path, monkeypatch, tensorflow, nccl, np, status, remedy)
 @pytest.mark.parametrize(
     ("check", "changes", "status"),
     [
-        (software.platform, {"system": "Darwin", "glibc": ""}, "problem"),
-        (software.platform, {"system": "Windows", "glibc": ""}, "problem"),
-        (software.platform, {"glibc": ""}, "problem"),
-        (software.python, {"python": (3, 9, 18)}, "problem"),
-        (software.python, {"python": (3, 14, 0)}, "warning"),
-        (software.python, {"python": (3, 12, 1)}, "ok"),
-        (software.numpy, {"installed": {}}, "problem"),
-        (software.horovod_tensorflow, {"built_for": {"tensorflow": "2.15.0"}}, "problem"),
-        (software.tensorflow, {"installed": {"tensorflow": "2.21.0", "tensorflow-cpu": "2.21.0"}}, "warning"),
+        (software_checks.platform, {"system": "Darwin", "glibc": ""}, "problem"),
+        (software_checks.platform, {"system": "Windows", "glibc": ""}, "problem"),
+        (software_checks.platform, {"glibc": ""}, "problem"),
+        (software_checks.python, {"python": (3, 9, 18)}, "problem"),
+        (software_checks.python, {"python": (3, 14, 0)}, "warning"),
+        (software_checks.python, {"python": (3, 12, 1)}, "ok"),
+        (software_checks.numpy, {"installed": {}}, "problem"),
+        (software_checks.horovod_tensorflow, {"built_for": {"tensorflow": "2.15.0"}}, "problem"),
+        (software_checks.tensorflow, {"installed": {"tensorflow": "2.21.0", "tensorflow-cpu": "2.21.0"}}, "warning"),
     ],
 )
 def test_software_verdicts(here, check, changes, status):
@@ -193,7 +193,7 @@ def test_software_verdicts(here, check, changes, status):
 def test_tensorflow_versions(here, version, status):
     stages = {**here.training.stages, "tensorflow": {**here.training["tensorflow"], "version": version}}
     training = dataclasses.replace(here.training, stages=stages)
-    found = software.tensorflow(dataclasses.replace(here, training=training, installed={"tensorflow": version}))
+    found = software_checks.tensorflow(dataclasses.replace(here, training=training, installed={"tensorflow": version}))
     assert found.status == status, found.what
 
 
@@ -207,6 +207,6 @@ def test_tensorflow_versions(here, version, status):
 )
 def test_keras_that_would_not_average(here, changes, remedy):
     stages = {**here.training.stages, "keras": {**here.training["keras"], **changes}}
-    found = software.keras(dataclasses.replace(here, training=dataclasses.replace(here.training, stages=stages)))
+    found = software_checks.keras(dataclasses.replace(here, training=dataclasses.replace(here.training, stages=stages)))
     assert found.status == "problem"
     assert remedy in found.remedy

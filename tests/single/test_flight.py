@@ -14,7 +14,7 @@ import time
 import pytest
 
 from hvdkit.watchdog.events import Flight, decode
-from hvdkit.watchdog.flight import SLOTS, FlightReader, FlightRecorder, collective_key
+from hvdkit.watchdog.flight_recorder import SLOTS, FlightReader, FlightRecorder, collective_key
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_a_record_that_is_half_written_is_not_read(pair):
 
 WRITER = """
 import os, signal, socket, sys, time
-from hvdkit.watchdog.flight import FlightRecorder
+from hvdkit.watchdog.flight_recorder import FlightRecorder
 recorder = FlightRecorder()
 socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"f"], [recorder.file])
 if sys.argv[2] == "dies":

@@ -10,8 +10,8 @@ import pytest
 from hvdkit.commands import cli
 from hvdkit.commands.flight import explain, timeline, trace
 from hvdkit.watchdog import flight_file
-from hvdkit.watchdog.flight import CollectiveRecord, ranks_text
 from hvdkit.watchdog.flight_file import FlightFile, RankFlight
+from hvdkit.watchdog.flight_recorder import CollectiveRecord, ranks_text
 
 ENDED = 100.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -193,3 +194,19 @@ def test_no_patches_of_other_packages():
                     assert root.id not in {"keras", "tf", "tensorflow", "hvd", "horovod", "mpi_ops"}, (
                         f"{path}:{node.lineno}"
                     )
+
+
+# Modules that have the same part in each command or package.
+SAME_PART = {"__init__", "__main__", "command", "config", "settings"}
+
+
+def test_a_name_stands_for_one_thing():
+    """No two classes, and no two modules of different packages, share a name."""
+    classes, modules = defaultdict(list), defaultdict(list)
+    for path in FILES:
+        if path.stem not in SAME_PART:
+            modules[path.stem].append(path)
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(path)
+    assert not {name: paths for name, paths in [*classes.items(), *modules.items()] if len(paths) > 1}

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdkit.commands.doctor import host
+from hvdkit.commands.doctor import host_checks
 from hvdkit.machine.cores import affinity, available_cores, core_quota
 from hvdkit.machine.memory import available_memory, total_memory
 
@@ -48,7 +48,7 @@ def test_init_and_doctor_see_the_same_cores(tmp_path, here, lines, files, quota)
     expected = allowed if quota is None else min(allowed, max(1, int(quota)))
     assert core_quota(made) == quota
     assert available_cores(made) == expected  # what hk.init() divides among a host's ranks
-    found = host.cores(here, made)
+    found = host_checks.cores(here, made)
     assert found.details["available"] == expected and found.details["cgroup_quota"] == quota
     assert found.what.startswith((f"{expected} core", f"{expected} hardware threads"))
 

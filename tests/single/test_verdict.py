@@ -21,7 +21,7 @@ from hvdkit.watchdog.events import (
     Training,
     decode,
 )
-from hvdkit.watchdog.flight import CollectiveRecord
+from hvdkit.watchdog.flight_recorder import CollectiveRecord
 from hvdkit.watchdog.verdict import DIED, Alive, Judged, Lost, RankEvent, Verdict, how, shell_code, verdict
 
 HOSTS = {rank: f"node{rank}" for rank in range(8)}

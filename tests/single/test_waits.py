@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from instructions import instructions
 
-from hvdkit.watchdog.flight import CollectiveRecord, ranks_text
+from hvdkit.watchdog.flight_recorder import CollectiveRecord, ranks_text
 from hvdkit.watchdog.waits import SETTLED, Waits
 
 

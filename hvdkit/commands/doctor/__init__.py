@@ -3,14 +3,14 @@
 It also runs without TensorFlow, Horovod, mpi4py or MPI, because that is when it is needed most. Code that might crash
 or hang runs in a subprocess with a timeout. The modules, in reading order:
 
-    examine.py     runs all checks, in the report's order
-    facts.py       gathers the facts; probe.py is the subprocess that imports the large packages
-    software.py    checks: Python, TensorFlow, Keras, NumPy, Horovod, mpi4py
-    mpi.py         checks: the MPI library, the launchers, pitfalls of Open MPI
-    host.py        checks: cores, root, shared memory, ssh, environment, network interfaces, GPUs
-    live.py        checks: two ranks start with each launcher and run one allreduce (allreduce.py); the algorithm of
-                   MPI's allreduce (algorithm.py)
-    report.py      shows the findings, as text or JSON
+    examine.py          runs all checks, in the report's order
+    facts.py            gathers the facts; probe.py is the subprocess that imports the large packages
+    software_checks.py  Python, TensorFlow, Keras, NumPy, Horovod, mpi4py
+    mpi_checks.py       the MPI library, the launchers, pitfalls of Open MPI
+    host_checks.py      cores, root, shared memory, ssh, environment, network interfaces, GPUs
+    live_checks.py      two ranks start with each launcher and run one allreduce (allreduce.py); the algorithm of
+                        MPI's allreduce (algorithm.py)
+    report.py           shows the findings, as text or JSON
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from hvdkit.commands.doctor import Doctor, host, live, mpi, software
+from hvdkit.commands.doctor import Doctor, host_checks, live_checks, mpi_checks, software_checks
 from hvdkit.commands.doctor.facts import Facts, gather
 from hvdkit.commands.doctor.finding import Finding
 
@@ -27,11 +27,11 @@ def examine(config: Doctor, announce: Callable[[str], None] = lambda text: None)
     """
     announce("loading TensorFlow, Horovod and mpi4py in a subprocess")
     facts = gather(config.np, config.timeout)
-    checks = (*software.CHECKS, *mpi.CHECKS, *host.CHECKS)
+    checks = (*software_checks.CHECKS, *mpi_checks.CHECKS, *host_checks.CHECKS)
     findings = [_guarded(check, facts) for check in checks]
     if config.run:
-        for check in live.CHECKS:
-            announce(f"starting {live.RANKS} ranks ({check.__name__.replace('_', ' ')})")
+        for check in live_checks.CHECKS:
+            announce(f"starting {live_checks.RANKS} ranks ({check.__name__.replace('_', ' ')})")
             findings.append(_guarded(partial(check, timeout=config.timeout), facts, check.__name__))
     return findings
 
