@@ -74,6 +74,8 @@ class Site:
         if (began, ended) == self._seen:
             return
         if began != self._seen[0]:
+            if self._number and not self._seen[1]:  # its end time has been overwritten
+                flight.end(self._number, eager=False, at=began + offset)
             self._number = flight.begin(
                 self._key, self._what, self._line, self._ranks, self._nbytes, eager=False, at=began + offset
             )

@@ -35,7 +35,7 @@ _CHECK_SECONDS = 0.05
 # Seconds before SIGKILL, which loses the exit code: for a rank to end itself after its deadline, in addition for a rank
 # that has left or unwound, and for a program that does not use hvdkit to exit after SIGTERM.
 _KILL_SECONDS, _SHUTDOWN_SECONDS, _TERM_SECONDS = 3.0, 8.0, 2.0
-_STACKS_SECONDS, _SAMPLE_SECONDS = 2.0, 0.2
+_STACKS_SECONDS, _SAMPLE_SECONDS = 2.0, 1.0
 
 
 class Sentinel(ABC):

@@ -152,6 +152,8 @@ class Coordinator:
                     self.take(self.members[peer.rank], message, time.monotonic())
         except Closed as closed:
             member = self.members[peer.rank]
+            if member.peer is peer:
+                member.connected = False
             if member.peer is peer and member.here:
                 self._connection_ended(member, time.monotonic(), closed.errno)
 

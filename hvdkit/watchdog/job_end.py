@@ -22,7 +22,7 @@ _FORWARD_SECONDS = 0.2
 # other ranks wait for that long: see ``ending.py`` and ``base.py``.
 _SPARE_SECONDS = 9.0
 # Seconds for all ranks to send their last collectives; minimum number per rank; maximum number of all ranks.
-_FLIGHT_SECONDS, _FEWEST_RECORDS, _ALL_RECORDS = 0.5, 10, 50_000
+_FLIGHT_SECONDS, _FEWEST_RECORDS, _ALL_RECORDS = 2.0, 10, 50_000
 # Seconds to write the flight recorder's file; seconds for the reader to take the last lines.
 _FILE_SECONDS, _WRITE_SECONDS = 1.0, 1.0
 
@@ -74,7 +74,7 @@ class JobEnd:
 
     def _end(self, found: Verdict) -> Iterator[float]:
         """Run the steps; yield the seconds until the next one."""
-        asked = self._ask_for_flights(found)
+        asked = self._ask_for_flights()
         said = list(found.texts[-TEXTS:])
         if len(found.texts) > TEXTS:
             said.insert(0, f"hvdkit: {len(found.texts) - TEXTS} more ranks failed; their tracebacks are left out")
@@ -98,12 +98,12 @@ class JobEnd:
         yield 0.0  # rank 0's sentinel ends a launcher that would wait for a lost host
         order(self._members, Release(code=code) if unwind else End(code=code))
 
-    def _ask_for_flights(self, found: Verdict) -> list[Member]:
-        """Request the last collectives of all ranks; return the ranks that can answer in time."""
-        there = [member for member in self._members.values() if member.trains and member.lost is None]
-        asked = [member for member in there if member.rank != found.rank or member.exited is not None]
+    def _ask_for_flights(self) -> list[Member]:
+        """Request the last collectives of all ranks; return the ranks that can answer."""
+        members = self._members.values()
+        asked = [member for member in members if member.trains and member.connected and member.lost is None]
         most = max(_FEWEST_RECORDS, min(SLOTS, _ALL_RECORDS // max(1, len(asked))))
-        for member in there:
+        for member in asked:
             member.send(GiveFlight(most=most))
         return asked
 

@@ -24,7 +24,8 @@ class Member:
     leaving: float | None = None  # when its script ended
     released: Release | None = None
     exited: Exited | None = None
-    lost: float | None = None  # since when its sentinel has been gone
+    connected: bool = True  # its sentinel is
+    lost: float | None = None  # since when its sentinel has been gone, although the rank had not ended
     is_silent: bool = False  # it was given up, since it did not answer
     unwound: bool = False
     stacks: Stacks | None = None

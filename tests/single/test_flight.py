@@ -12,7 +12,9 @@ import threading
 import time
 
 import pytest
+import tensorflow as tf
 
+from hvdkit.collectives.sites import Site
 from hvdkit.watchdog.events import Flight, decode
 from hvdkit.watchdog.flight_recorder import SLOTS, FlightReader, FlightRecorder, collective_key
 
@@ -48,6 +50,16 @@ def test_records_are_read_as_they_were_written(pair):
     assert first.start <= first.end <= second.end <= time.monotonic()
     assert reader.state().waiting == 0 and reader.state().since == second.end and not recorder.waiting
     assert "came out of barrier() 0 s ago" in recorder.describe()
+
+
+def test_a_collective_of_a_graph_has_ended_when_it_begins_again(pair):
+    """Its end is overwritten if the graph has run several times since the last sample."""
+    recorder, reader = pair
+    site = Site("sum", "sum of float32[3]", "train.py:7", None, 12)
+    for began, ended in ((1.0, 0.0), (3.0, 4.0), (5.0, 0.0)):
+        tf.raw_ops.AssignVariableOp(resource=site.handle(), value=tf.constant([began, ended], tf.float64))
+        site.sample(recorder, offset=10.0)
+    assert [(record.start, record.end) for record in reader.records()] == [(11.0, 13.0), (13.0, 14.0), (15.0, None)]
 
 
 @pytest.mark.parametrize(
