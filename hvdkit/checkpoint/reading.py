@@ -13,7 +13,7 @@ import numpy as np
 from hvdkit.checkpoint.entries import Resize
 from hvdkit.checkpoint.manifest import Manifest, Part, TensorEntry, shard_name
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
-from hvdkit.collectives.aligned import aligned_empty
+from hvdkit.data.aligned import aligned_empty
 from hvdkit.errors import CorruptCheckpointError
 from hvdkit.sharding.partition import FLAT, boxes_of, intersect, positions
 

@@ -19,7 +19,7 @@ from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.saving import agreed_state, of_chief, together
 from hvdkit.collectives import broadcast
-from hvdkit.collectives.aligned import ALIGNMENT
+from hvdkit.data.aligned import ALIGNMENT
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, describe
 from hvdkit.sharding.partition import FLAT
 from hvdkit.sharding.variables import broadcast_variables

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import optree
 
-from hvdkit.collectives.aligned import aligned_empty
 from hvdkit.data import order
+from hvdkit.data.aligned import aligned_empty
 from hvdkit.errors import describe
 
 

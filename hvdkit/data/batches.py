@@ -11,8 +11,8 @@ import numpy as np
 import optree
 
 from hvdkit.cluster.progress import spending
-from hvdkit.collectives.aligned import tensor_of
 from hvdkit.data import arguments, order
+from hvdkit.data.aligned import tensor_of
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.keras_dataset import batches_at_once, keras_dataset, weighted, weighted_spec
 from hvdkit.errors import describe, integer
