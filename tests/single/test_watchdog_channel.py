@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import psutil
@@ -83,6 +85,7 @@ class Job:
             lines=SimpleNamespace(line=self.lines.append, finish=lambda seconds: True),
             output=lambda rank, output: self.output.update([(rank, output.data)]),
         )
+        self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()  # for the thread: a coordinator is not thread-safe
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -101,6 +104,8 @@ class Job:
             self.turn(0.02)
 
     def turn(self, seconds: float) -> None:
+        while not self.calls.empty():
+            self.calls.get()()
         for key, events in self.selector.select(seconds):
             self.coordinator.ready(key, events)
         self.coordinator.tick(time.monotonic())
@@ -576,7 +581,7 @@ def running(program: str, **limits: float):
         try:
             wait_for(lambda: 0 in job.coordinator.members)
             yield job, job.coordinator.members[0]
-            job.coordinator.release()
+            job.calls.put(job.coordinator.release)
             process.wait(WAIT)
         finally:
             process.kill()
