@@ -538,7 +538,7 @@ def test_hundreds_of_sentinels_connect_and_report():
         for end in ends:
             end.socket.setblocking(True)
             end.socket.settimeout(WAIT)
-            assert receive_now(end.socket) == GiveFlight(most=50_000 // (size - 1))
+            assert receive_now(end.socket) == GiveFlight(most=50_000 // size)
             orders.append(receive_now(end.socket))
             send_now(end.socket, Unwound())
         assert orders == [End(code=1, unwind=3.0)] * size
