@@ -388,7 +388,8 @@ class Reporter:
         if connected is not None and not self._under_run:
             self.send(Left())
             self._socket = None
-            connected.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # the sentinel was faster
+                connected.shutdown(socket.SHUT_RDWR)
         for one in self._listeners:
             one.close()
         self._listeners, self._connect, self._training = (), None, None

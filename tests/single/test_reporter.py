@@ -54,6 +54,17 @@ while "Busy" not in sent:
     time.sleep(0.01)
 print(sent[:3], flush=True)
 """
+LEAVES = """
+send = rank.send
+def send_slowly(message):
+    connected = rank._socket
+    send(message)
+    while type(message).__name__ == "Left" and connected.fileno() >= 0:  # until the sentinel has closed its end
+        time.sleep(0.01)
+rank.send = send_slowly
+rank.leave_world()
+print("left", flush=True)
+"""
 STOPPED = """
 os.kill(rank._sentinel, signal.SIGSTOP)
 while processes.stat(rank._sentinel).state != "T":
@@ -88,6 +99,11 @@ def test_a_new_sentinel_learns_that_the_rank_is_busy():
 
 def test_a_stopped_sentinel_hears_that_its_rank_leaves():
     assert run(STOPPED).stdout == "it goes on\n"
+
+
+def test_a_sentinel_may_close_the_connection_before_its_rank():
+    done = run(LEAVES)
+    assert done.stdout == "left\n", done
 
 
 def test_a_sentinel_loads_only_what_it_needs():
