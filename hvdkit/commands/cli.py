@@ -59,7 +59,7 @@ COMMANDS = {
     "flight": Command(
         "Show which ranks waited for which when a job failed",
         "hvdkit flight /tmp/hvdkit-flight-20261123-120000-4242.json --trace trace.json",
-        config="hvdkit.commands.flight:Flight",
+        config="hvdkit.commands.flight:FlightConfig",
         runner="hvdkit.commands.flight:flight",
     ),
     "build-horovod": Command(
