@@ -295,9 +295,9 @@ def test_interrupting_a_step_kills_what_it_started(tmp_path: Path) -> None:
 
 def test_a_second_build_waits_for_the_first(tmp_path: Path) -> None:
     program = (
-        "import pathlib, sys; from hvdkit.commands.build_horovod import cache, progress\n"
+        "import pathlib, sys; from hvdkit.commands.build_horovod import build_progress, cache\n"
         "entry = pathlib.Path(sys.argv[1])\n"
-        "with cache.locked(entry, progress.BuildProgress()):\n"
+        "with cache.locked(entry, build_progress.BuildProgress()):\n"
         "    found = (entry / 'whole.whl').exists(); print(found, flush=True)\n"
         "    if not found: sys.stdin.readline(); (entry / 'whole.whl').write_text('')\n"
     )

@@ -15,7 +15,8 @@ import psutil
 import pytest
 from speed import WAIT
 
-from hvdkit import __version__, cli
+from hvdkit import __version__
+from hvdkit.commands import cli
 from hvdkit.errors import HvdkitError
 
 HVDKIT = [sys.executable, "-m", "hvdkit"]
