@@ -14,7 +14,7 @@ from hvdkit.commands.run.config import EngineKind, RunConfig
 from hvdkit.errors import describe
 from hvdkit.profiling.settings import FIRST, LAST, ProfileSettings
 
-RANKS = 2
+DEFAULT_RANKS = 2
 _STEPS = re.compile(r"(\d+)-(\d+)")
 
 
@@ -33,16 +33,19 @@ class RankOptions:
     ssh_args: str = ""
     """Arguments for ssh, as for hvdkit run."""
 
-    def launched(self, np: int | None) -> RunConfig:
+    def run_config(self, np: int | None) -> RunConfig:
         """Return the ``hvdkit run`` options to start ``np`` ranks."""
-        ranks = RANKS if np is None and self.hosts is None else np
         return RunConfig(
-            np=ranks, hosts=self.hosts, engine=self.engine, interface=self.interface, ssh_args=self.ssh_args
-        )  # fmt: skip
+            np=DEFAULT_RANKS if np is None and self.hosts is None else np,
+            hosts=self.hosts,
+            engine=self.engine,
+            interface=self.interface,
+            ssh_args=self.ssh_args,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(RankOptions):
+class BenchConfig(RankOptions):
     """Time a training step on multiple ranks, and show where its time goes.
 
     Without a program, a built-in model is trained on random data; with a program (hvdkit bench --profile runs/profile
@@ -52,7 +55,7 @@ class Bench(RankOptions):
         ValueError: an option has an invalid value, or contradicts another.
 
     Example:
-        >>> Bench(model="mlp").batch_size
+        >>> BenchConfig(model="mlp").batch_size
         32
     """
 
@@ -83,26 +86,26 @@ class Bench(RankOptions):
     def __post_init__(self) -> None:
         if self.model not in MODELS:
             raise ValueError(describe("--model", self.model, " or ".join(MODELS), "pass one of them"))
-        self.launched(self.np)  # validates the options of hvdkit run
-        for name, least in (("batch", 1), ("steps", 1), ("warm_up", 1), ("rounds", 1)):
+        self.run_config(self.np)  # validates the options of hvdkit run
+        for name in ("batch", "steps", "warm_up", "rounds"):
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is not None and value < 1:
                 flag = f"--{name.replace('_', '-')}"
-                raise ValueError(describe(flag, value, f"at least {least}", "pass another number"))
+                raise ValueError(describe(flag, value, "at least 1", "pass another number"))
         if self.profile is None and (self.timeline or self.profile_steps is not None):
             flag = "--timeline" if self.timeline else "--profile-steps"
             raise ValueError(describe("--profile", "none", f"a folder, for {flag}", "pass --profile FOLDER"))
         if self.profile is not None:
-            self.profiled(self.profile)
+            self.profile_settings(self.profile)
 
-    def profiled(self, folder: Path) -> ProfileSettings:
-        """Return the profiling settings for a program."""
+    def profile_settings(self, folder: Path) -> ProfileSettings:
+        """Return the settings to profile a program."""
         if self.profile_steps is None:
             return ProfileSettings(folder, FIRST, LAST, self.timeline)
-        found = _STEPS.fullmatch(self.profile_steps)
-        if found is None:
+        match = _STEPS.fullmatch(self.profile_steps)
+        if match is None:
             raise ValueError(describe("--profile-steps", self.profile_steps, "FIRST-LAST", "write e.g. 50-60"))
-        return ProfileSettings(folder, int(found[1]), int(found[2]), self.timeline)
+        return ProfileSettings(folder, int(match[1]), int(match[2]), self.timeline)
 
     @property
     def batch_size(self) -> int:
