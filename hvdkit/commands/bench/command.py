@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hvdkit.cluster.log_filter import CHATTER
-from hvdkit.commands.bench.config import BenchConfig, RankOptions
+from hvdkit.commands.bench.config import BenchConfig, JobOptions
 from hvdkit.commands.bench.figures import JobResult, Round, as_json, show
 from hvdkit.commands.bench.worker import MARK, RankResult, WorkerOptions
 from hvdkit.commands.run import restarts
@@ -133,7 +133,7 @@ class JobFailed(Exception):
 
 
 def run_workers(
-    config: RankOptions, np: int | None, module: str, options: Any, variables: Mapping[str, str]
+    config: JobOptions, np: int | None, module: str, options: Any, variables: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """Run ``module`` on ``np`` ranks, and return the results of each rank.
 
@@ -159,7 +159,7 @@ def run_workers(
 
 
 def launch(
-    config: RankOptions, np: int | None, program: Sequence[str], variables: Mapping[str, str]
+    config: JobOptions, np: int | None, program: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[int, list[dict[str, Any]] | None]:
     """Run ``program`` on ``np`` ranks; return its exit code, and the results printed by the chief, if any."""
     job = with_variables(prepare(config.run_config(np), program), variables)

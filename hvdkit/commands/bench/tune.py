@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from hvdkit.commands.bench.command import JobFailed, run_workers
-from hvdkit.commands.bench.config import RankOptions
+from hvdkit.commands.bench.config import JobOptions
 from hvdkit.commands.bench.tune_worker import BUCKET, MeasurementRequest
-from hvdkit.commands.bench.workloads import BATCHES, MODELS, USUAL_OPTIMIZERS, ModelName, OptimizerName
+from hvdkit.commands.bench.workloads import ModelName
 from hvdkit.commands.plan.measurements import Gradient, Measurements, TimedAllreduce
 from hvdkit.errors import describe
 from hvdkit.optimizer.buckets import buckets
@@ -31,7 +31,7 @@ _MAX_RATIO = 0.98
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneConfig(RankOptions):
+class TuneConfig(JobOptions):
     """Find the best settings for a model on this cluster, and save them with the measurements.
 
     For example:
@@ -47,10 +47,6 @@ class TuneConfig(RankOptions):
     """Output file for the measurements (JSON)."""
     model: ModelName = "cifar10"
     """The built-in model most similar to yours; see hvdkit bench --help."""
-    batch: int | None = None
-    """Examples per step on each rank; the default depends on the model."""
-    optimizer: OptimizerName | None = None
-    """Optimizer; the default depends on the model."""
     steps: int = 10
     """Steps per measurement."""
     rounds: int = 3
@@ -65,13 +61,7 @@ class TuneConfig(RankOptions):
     """Try Horovod's own search for settings (250 steps)."""
 
     def __post_init__(self) -> None:
-        if self.model not in MODELS:
-            raise ValueError(describe("--model", self.model, " or ".join(MODELS), "pass one of them"))
-        self.run_config(self.np)
-        for name in ("batch", "steps", "rounds", "warm_up"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(describe(f"--{name.replace('_', '-')}", value, "at least 1", "pass another number"))
+        super().__post_init__()
         try:
             self.save.open("a").close()
         except OSError as error:
@@ -83,8 +73,8 @@ class TuneConfig(RankOptions):
         defaults = {"steps": self.steps, "warm_up": self.warm_up, "rounds": self.rounds}
         return MeasurementRequest(
             model=self.model,
-            batch=self.batch or BATCHES[self.model],
-            optimizer=self.optimizer or USUAL_OPTIMIZERS[self.model],
+            batch=self.batch_size,
+            optimizer=self.optimizer_name,
             **defaults | options,
         )
 
@@ -130,7 +120,7 @@ def search(config: TuneConfig) -> tuple[Measurements, list[str]]:
         slowdown = max(1.0, statistics.median(statistics.median(rank["compute"]) for rank in ranks) / compute_alone)
     measurements = Measurements(
         model=config.model,
-        batch=config.batch or BATCHES[config.model],
+        batch=config.batch_size,
         ranks=len(ranks),
         local_ranks=max(rank["local_ranks"] for rank in ranks),
         compute_alone=compute_alone,
