@@ -115,35 +115,42 @@ def summarize(rows: Sequence[Row]) -> str:
     if not rows:
         return "no step was recorded"
     step = sum(row.step for row in rows) / len(rows)
+    means = _mean_parts(rows)
+    exchange = f"; exchange: {means['exchange']:.1f}"
     # A rank that is late because it waited for a rank in another group of the mesh is not the straggler.
     slow = max(rows, key=lambda row: row.waited_for - row.parts["wait"])
-    exchange = sum(row.parts["exchange"] for row in rows) / len(rows)
-    means = {name: sum(row.parts[name] for row in rows) / len(rows) for name in PARTS}
-    if len(rows) > 1 and slow.waited_for >= MIN_WAIT * step:
-        others = sorted((row for row in rows if row is not slow), key=lambda row: -row.waited_for)
-        usual = {name: sum(row.parts[name] for row in others) / len(others) for name in PARTS}
-        more = {name: slow.parts[name] - usual[name] for name in PARTS if name != "wait"}
-        causes = sorted(more, key=lambda name: -more[name])
-        reasons = [
-            f"its {_LABELS.get(name, name)} takes {slow.parts[name]:.1f} ms (others: {usual[name]:.1f})"
-            for name in causes
-        ]
-        if more[causes[0]] >= slow.waited_for / 2:
-            reason = reasons[0]
-        elif more[causes[0]] + more[causes[1]] >= slow.waited_for / 2:
-            reason = f"{reasons[0]}, {reasons[1]}"
-        else:
-            turns = ", ".join(f"rank {row.rank}: {row.waited_for:.1f}" for row in others[:3])
-            reason = f"its parts take no longer than those of other ranks, which are late in turns ({turns})"
-        summary = f"rank {slow.rank} is the straggler: other ranks wait {slow.waited_for:.1f} of {step:.1f} ms per step"
-        rest = "" if causes[0] == "exchange" else f"; exchange: {exchange:.1f}"
-        return f"{summary}; {reason}{rest}"
+    others = sorted((row for row in rows if row is not slow), key=lambda row: -row.waited_for)
+    if others and slow.waited_for >= MIN_WAIT * step:
+        wait = f"other ranks wait {slow.waited_for:.1f} of {step:.1f} ms per step"
+        cause, reason = _explain(slow, others)
+        return f"rank {slow.rank} is the straggler: {wait}; {reason}{'' if cause == 'exchange' else exchange}"
     most = max(means, key=lambda name: means[name])
     summary = f"{most} takes longest: {means[most]:.1f} of {step:.1f} ms per step"
-    if len(rows) == 1:
+    if not others:
         return summary
-    rest = "" if most == "exchange" else f"; exchange: {exchange:.1f}"
-    return f"no straggler (other ranks wait at most {slow.waited_for:.1f} ms per step); {summary}{rest}"
+    no_straggler = f"no straggler (other ranks wait at most {slow.waited_for:.1f} ms per step)"
+    return f"{no_straggler}; {summary}{'' if most == 'exchange' else exchange}"
+
+
+def _explain(slow: Row, others: Sequence[Row]) -> tuple[str, str]:
+    """Return the part that delays the rank ``slow`` most, and why other ranks wait for it."""
+    usual = _mean_parts(others)
+    delays = {name: slow.parts[name] - usual[name] for name in PARTS if name != "wait"}
+    first, second, *_ = sorted(delays, key=lambda name: -delays[name])
+    reasons = [
+        f"its {_LABELS.get(name, name)} takes {slow.parts[name]:.1f} ms (others: {usual[name]:.1f})"
+        for name in (first, second)
+    ]
+    if delays[first] >= slow.waited_for / 2:
+        return first, reasons[0]
+    if delays[first] + delays[second] >= slow.waited_for / 2:
+        return first, ", ".join(reasons)
+    turns = ", ".join(f"rank {row.rank}: {row.waited_for:.1f}" for row in others[:3])
+    return first, f"its parts take no longer than those of other ranks, which are late in turns ({turns})"
+
+
+def _mean_parts(rows: Sequence[Row]) -> dict[str, float]:
+    return {name: sum(row.parts[name] for row in rows) / len(rows) for name in PARTS}
 
 
 def print_table(rows: Sequence[Row], stream: TextIO) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from hvdkit.profiling.rank_profile import RankProfile
 from hvdkit.profiling.step_parts import PARTS, RankParts
 
-# Numbers of the tracks; the last three are the first of several.
+# Numbers of the tracks. From TRAINING on, each is the first of several.
 STEPS, STEP_PARTS, TRAINING, EXCHANGES, THREADS, TENSORS = 1, 2, 3, 10, 100, 1000
 # Shorter parts and ops are not drawn; of the ops, the MOST_OPS longest are drawn.
 SHORTEST_NS, MOST_OPS = 5_000, 60_000

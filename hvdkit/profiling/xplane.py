@@ -56,7 +56,7 @@ def read(path: Path, clock: int) -> Traced:
     lines = list(_lines(path))
     clock_events = [event.start for _, _, events in lines for event in events if event.name == CLOCK]
     if not clock_events:
-        raise ValueError(f"{path.name}: no event {CLOCK}, so that its times cannot be told")
+        raise ValueError(f"{path.name}: no event {CLOCK}, without which its times are unknown")
     shift = clock - min(clock_events)
     recording_end = max(event.end for _, _, events in lines for event in events) + shift
     spans: list[Span] = []
