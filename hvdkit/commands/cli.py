@@ -46,7 +46,7 @@ COMMANDS = {
     "bench": Command(
         "Benchmark a training step on many ranks, and profile it",
         "hvdkit bench -np 2 --model cifar10 --profile runs/profile",
-        config="hvdkit.commands.bench.config:BenchConfig",
+        config="hvdkit.commands.bench.config:Bench",
         runner="hvdkit.commands.bench.command:bench",
         takes_program=True,
     ),
@@ -77,7 +77,7 @@ COMMANDS = {
     "tune": Command(
         "Measure settings for a model on this cluster, and save the best",
         "hvdkit tune -np 4 --model resnet50 --save resnet50.json",
-        config="hvdkit.commands.bench.tune:TuneConfig",
+        config="hvdkit.commands.bench.tune:Tune",
         runner="hvdkit.commands.bench.tune:tune",
     ),
     "plan": Command(

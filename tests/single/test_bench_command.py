@@ -22,7 +22,7 @@ from traces import check_trace
 
 import hvdkit as hk
 from hvdkit.commands.bench.command import ResultsFilter, with_variables
-from hvdkit.commands.bench.config import BenchConfig
+from hvdkit.commands.bench.config import Bench
 from hvdkit.commands.bench.figures import JobResult, Round, as_json, merge_rounds, show
 from hvdkit.commands.bench.worker import RankResult
 from hvdkit.commands.bench.workloads import measure, optimizer, train_step, workload
@@ -200,10 +200,10 @@ def test_what_cannot_work_is_refused_before_anything_starts(options, message, ca
 
 
 def test_defaults():
-    config = BenchConfig(model="resnet50")
+    config = Bench(model="resnet50")
     assert (config.batch_size, config.optimizer_name) == (8, "momentum")
     assert config.run_config(None).np == 2 and config.run_config(1).np == 1
-    assert BenchConfig(hosts="a:4,b:4").run_config(None).np is None  # one per slot
+    assert Bench(hosts="a:4,b:4").run_config(None).np is None  # one per slot
 
 
 # ---- figures --------------------------------------------------------------------------------------------------
@@ -228,14 +228,14 @@ def test_a_step_takes_as_long_as_on_the_rank_where_it_takes_longest():
 
 def test_the_table_and_its_numbers():
     stream = io.StringIO()
-    show(BenchConfig(), [Round(MANY, ALONE)], stream)
+    show(Bench(), [Round(MANY, ALONE)], stream)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "cifar10, 64 examples a rank, sgd, CPU, 1 thread a rank; 30 steps after 10"
     assert " ".join(lines[1].split()) == "ranks ms/step quartiles examples/s efficiency collectives MB sent MB a rank"
     assert " ".join(lines[2].split()) == "2 20.0 16.0 to 26.0 1000 40 % 3 0.0 0"
     assert lines[4] == "steps differ by much: something else runs on these machines, and the figures are rough"
-    assert as_json(BenchConfig(), [Round(MANY)])["scaling_efficiency"] is None
-    found = as_json(BenchConfig(), [Round(MANY, ALONE)])
+    assert as_json(Bench(), [Round(MANY)])["scaling_efficiency"] is None
+    found = as_json(Bench(), [Round(MANY, ALONE)])
     assert found["runs"][0]["bytes"] == [8, 16] and found["runs"][1]["ms_per_step"] == 8
 
 
@@ -251,5 +251,5 @@ def test_the_chiefs_line_of_figures_is_taken_out_of_the_output(tmp_path):
 
 
 def test_variables_reach_every_rank():
-    job = with_variables(prepare(BenchConfig().run_config(2), [sys.executable]), {"HVDKIT_PROFILE": "x", "B": "1"})
+    job = with_variables(prepare(Bench().run_config(2), [sys.executable]), {"HVDKIT_PROFILE": "x", "B": "1"})
     assert job.environment["B"] == "1" and {"HVDKIT_PROFILE", "B"} <= set(job.names)

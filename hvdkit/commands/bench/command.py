@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hvdkit.cluster.log_filter import CHATTER
-from hvdkit.commands.bench.config import BenchConfig, JobOptions
+from hvdkit.commands.bench.config import Bench, JobOptions
 from hvdkit.commands.bench.figures import JobResult, Round, as_json, show
 from hvdkit.commands.bench.worker import MARK, RankResult, WorkerOptions
 from hvdkit.commands.run import restarts
@@ -23,7 +23,7 @@ from hvdkit.profiling.settings import TIMELINE, VARIABLE, ProfileSettings
 PROFILED_STEPS = 11
 
 
-def bench(config: BenchConfig, program: Sequence[str]) -> int:
+def bench(config: Bench, program: Sequence[str]) -> int:
     """Time a built-in workload, or profile ``program``.
 
     Returns:
@@ -46,7 +46,7 @@ def bench(config: BenchConfig, program: Sequence[str]) -> int:
     return 0
 
 
-def _check_writable(config: BenchConfig) -> None:
+def _check_writable(config: Bench) -> None:
     """Fail early if outputs cannot be written, not after hours of measuring; remove an earlier profile."""
     try:
         if config.profile is not None:
@@ -62,7 +62,7 @@ def _check_writable(config: BenchConfig) -> None:
             raise ValueError(describe("--json", str(config.json), "a file that can be written", "name another"))
 
 
-def _time_rounds(config: BenchConfig) -> list[Round]:
+def _time_rounds(config: Bench) -> list[Round]:
     unprofiled = replace(config, profile=None, timeline=False, profile_steps=None)
     rounds = []
     for number in range(config.rounds):
@@ -74,7 +74,7 @@ def _time_rounds(config: BenchConfig) -> list[Round]:
     return rounds
 
 
-def _time(config: BenchConfig, np: int | None, threads: int | None = None) -> JobResult:
+def _time(config: Bench, np: int | None, threads: int | None = None) -> JobResult:
     """Run the workload on ``np`` ranks; return the results.
 
     Args:
@@ -102,7 +102,7 @@ def _time(config: BenchConfig, np: int | None, threads: int | None = None) -> Jo
     return JobResult(len(results), config.batch_size, tuple(RankResult(**result) for result in results))
 
 
-def _profile_program(config: BenchConfig, program: Sequence[str]) -> int:
+def _profile_program(config: Bench, program: Sequence[str]) -> int:
     if config.profile is None:
         remedy = "pass --profile FOLDER, or leave the program out to time a built-in model"
         raise ValueError(describe("--profile", "none", "a folder, for a program", remedy))

@@ -82,7 +82,7 @@ class JobOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig(JobOptions):
+class Bench(JobOptions):
     """Time a training step on multiple ranks, and show where its time goes.
 
     Without a program, a built-in model is trained on random data; with a program (hvdkit bench --profile runs/profile
@@ -92,7 +92,7 @@ class BenchConfig(JobOptions):
         ValueError: an option has an invalid value, or contradicts another.
 
     Example:
-        >>> BenchConfig(model="mlp").batch_size
+        >>> Bench(model="mlp").batch_size
         32
     """
 

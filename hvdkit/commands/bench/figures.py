@@ -13,7 +13,7 @@ from rich.table import Table
 from hvdkit._version import __version__
 
 if TYPE_CHECKING:
-    from hvdkit.commands.bench.config import BenchConfig
+    from hvdkit.commands.bench.config import Bench
     from hvdkit.commands.bench.worker import RankResult
 
 FORMAT_VERSION = 1
@@ -109,7 +109,7 @@ def merge_rounds(rounds: Sequence[Round]) -> tuple[list[JobResult], float | None
     return jobs, statistics.median(efficiencies) if efficiencies else None
 
 
-def show(config: BenchConfig, rounds: Sequence[Round], stream: TextIO) -> None:
+def show(config: Bench, rounds: Sequence[Round], stream: TextIO) -> None:
     """Print the table."""
     jobs, efficiency = merge_rounds(rounds)
     console = Console(file=stream, highlight=False)
@@ -143,7 +143,7 @@ def show(config: BenchConfig, rounds: Sequence[Round], stream: TextIO) -> None:
         console.print("steps differ by much: something else runs on these machines, and the figures are rough")
 
 
-def as_json(config: BenchConfig, rounds: Sequence[Round]) -> dict[str, Any]:
+def as_json(config: Bench, rounds: Sequence[Round]) -> dict[str, Any]:
     """Return the results for JSON; docs/profiling.md documents the keys."""
     jobs, efficiency = merge_rounds(rounds)
     return {

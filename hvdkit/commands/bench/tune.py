@@ -31,7 +31,7 @@ _MAX_RATIO = 0.98
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneConfig(JobOptions):
+class Tune(JobOptions):
     """Find the best settings for a model on this cluster, and save them with the measurements.
 
     For example:
@@ -79,7 +79,7 @@ class TuneConfig(JobOptions):
         )
 
 
-def tune(config: TuneConfig) -> int:
+def tune(config: Tune) -> int:
     """Measure, choose and save the settings, and print them for the user.
 
     Returns:
@@ -101,7 +101,7 @@ def tune(config: TuneConfig) -> int:
     return 0
 
 
-def search(config: TuneConfig) -> tuple[Measurements, list[str]]:
+def search(config: Tune) -> tuple[Measurements, list[str]]:
     """Return the measurements and the chosen settings, and lines to print: each setting with its step time."""
     alone = _run(config, config.request(compute=True), {}, "one rank alone", np=1)[0]
     limits = _distinct_limits([nbytes for nbytes, _ in alone["gradients"]], several_hosts="," in (config.hosts or ""))
@@ -144,7 +144,7 @@ def _distinct_limits(nbytes: list[int], *, several_hosts: bool) -> tuple[int, ..
     return tuple(partitions.values())
 
 
-def _search_startup_settings(config: TuneConfig, bucket: int) -> tuple[dict[str, str], list[str]]:
+def _search_startup_settings(config: Tune, bucket: int) -> tuple[dict[str, str], list[str]]:
     """Time settings that Horovod reads on startup, in separate jobs; return the best, and the lines to print."""
     candidates = [{CYCLE: cycle} for cycle in (_CYCLES if config.cycle else _CYCLES[:1])]
     if config.autotune:
@@ -165,7 +165,7 @@ def _search_startup_settings(config: TuneConfig, bucket: int) -> tuple[dict[str,
 
 
 def _run(
-    config: TuneConfig, request: MeasurementRequest, variables: Mapping[str, str], title: str, np: int | None = None
+    config: Tune, request: MeasurementRequest, variables: Mapping[str, str], title: str, np: int | None = None
 ) -> list[dict[str, Any]]:
     """Run a job, and return the measurements of each rank."""
     print(f"hvdkit tune: {title}", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ MARK = "hvdkit-bench: "
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """The options of a rank, as in :class:`config.BenchConfig`; ``extra`` is the number of steps to profile."""
+    """The options of a rank, as in :class:`config.Bench`; ``extra`` is the number of steps to profile."""
 
     model: str
     batch: int
