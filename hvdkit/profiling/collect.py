@@ -34,7 +34,7 @@ def collect_profiles(
     for problem in profile.problems:
         log(f"profile: {problem}")
     profile.drop_short_ops(_MAX_SPANS // ranks)
-    compressed = exchange.allgather_bytes(zlib.compress(json.dumps(profile.as_json()).encode(), 1))
+    compressed = exchange.allgather_bytes(zlib.compress(json.dumps(vars(profile)).encode(), 1))
     _write_xplane(folder, profile, xplane, exchange)
     if profile.rank:
         return []

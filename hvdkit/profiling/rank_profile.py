@@ -94,13 +94,9 @@ class RankProfile:
             clock_error=error,
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the profile as a JSON-compatible dict."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RankProfile:
-        """Create a profile from the result of :meth:`as_json`."""
+        """Create a profile from its attributes, in which JSON has turned tuples into lists."""
         kinds: dict[str, Callable[..., Any]] = {
             "marks": StepEnd,
             "spans": Span,
