@@ -25,9 +25,9 @@ from hosts import Host, Hosts, missing  # noqa: E402
 from processes import BIN, environment, launch  # noqa: E402
 from ring import NAMES, RATES  # noqa: E402
 
-from hvdkit.commands.plan.cost import Link, fit, step  # noqa: E402
-from hvdkit.commands.plan.measured import Gradient, Measurements  # noqa: E402
-from hvdkit.commands.plan.scaling import CYCLE_SECONDS, doublings, scaling  # noqa: E402
+from hvdkit.commands.plan.cost import Link, fit_link, step_cost  # noqa: E402
+from hvdkit.commands.plan.measurements import Gradient, Measurements  # noqa: E402
+from hvdkit.commands.plan.scaling import CYCLE_SECONDS, doublings, predict_scaling  # noqa: E402
 
 LIMIT = 0.15
 BUCKET_BYTES = 32 * 1024 * 1024  # hvdkit's default between hosts
@@ -48,7 +48,7 @@ PUBLISHED = {
     "ResNet-101": (104.0, 44.7, 2.0, 0.90),
     "VGG-16": (154.0, 138.4, 123.6, 0.68),
 }
-PAPER = Link(latency=20e-6, byte=8 / 25e9, copy=1 / 100e9, agreement=2.5e-3)
+PAPER = Link(latency=20e-6, byte=8 / 25e9, copy=1 / 100e9, wakeup=2.5e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +98,9 @@ def timed(hosts: Sequence[Host], model: str, size: int, folder: Path, steps: int
 
 def predicted(measured: Measurements, size: int) -> float:
     """Return the predicted seconds of a step on ``size`` hosts that share this machine's cores."""
-    link = fit(measured.exchanges, measured.copy, CYCLE_SECONDS)
-    crowd = math.ceil(size / CORES) * max(1.0, measured.compute_together / measured.compute_alone)
-    return step(measured, size, link, crowd=crowd if size > 1 else 1.0, bucket_bytes=BUCKET_BYTES).total
+    link = fit_link(measured.exchanges, measured.copy, CYCLE_SECONDS)
+    slowdown = math.ceil(size / CORES) * max(1.0, measured.compute_together / measured.compute_alone)
+    return step_cost(measured, size, link, slowdown=slowdown if size > 1 else 1.0, bucket_bytes=BUCKET_BYTES).total
 
 
 def compare(hosts: Sequence[Host], model: str, rate: str, config: Config) -> tuple[Measurements, list[list[object]]]:
@@ -151,7 +151,7 @@ def extrapolated(every: dict[str, Measurements]) -> tuple[Sheet, Picture]:
     curves: dict[str, list[list[float]]] = {}
     for model, measured in every.items():
         for bandwidth in (1e9, 25e9):
-            made = scaling(measured, MANY, bandwidth=bandwidth)
+            made = predict_scaling(measured, MANY, bandwidth=bandwidth)
             rows.append([model, f"{bandwidth / 1e9:.0f} Gbit/s", *(f"{100 * made.efficiency(n):.0f} %" for n in MANY)])
             curves[f"{model}, {bandwidth / 1e9:.0f} Gbit/s"] = [[n, made.efficiency(n)] for n in MANY]
     header = ["model", "link", *map(str, MANY)]
@@ -173,7 +173,7 @@ def published() -> Sheet:
             model=name, batch=64, ranks=1, local_ranks=4, compute_alone=compute, compute_together=compute,
             spread=0.01 * compute, gradients=gradients, copy=0.0, exchanges=(),
         )  # fmt: skip
-        found = step(measured, 512, PAPER, bucket_bytes=64 * 1024 * 1024)
+        found = step_cost(measured, 512, PAPER, bucket_bytes=64 * 1024 * 1024)
         megabytes = f"{measured.gradient_bytes / 1e6:.0f} MB"
         rows.append([name, megabytes, f"{100 * compute / found.total:.0f} %", f"{100 * efficiency:.0f} %"])
     header = ["model", "gradients", "predicted", "published"]

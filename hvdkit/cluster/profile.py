@@ -17,12 +17,12 @@ def asked() -> ProfileSettings | None:
     Raises:
         ValueError: the variable is invalid.
     """
-    return ProfileSettings.told(os.environ)
+    return ProfileSettings.from_environment(os.environ)
 
 
 def begin(settings: ProfileSettings, rank: int, host: str, exchange: ObjectExchange, horovod: ModuleType) -> None:
     """Start counting this rank's steps, to record some of them."""
-    from hvdkit.profiling.record import RankProfile
+    from hvdkit.profiling.rank_profile import RankProfile
     from hvdkit.profiling.recorder import Recorder
 
     progress().profile = Recorder(settings, RankProfile(rank, host), exchange, horovod, get_logger().warning)

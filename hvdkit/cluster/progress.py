@@ -46,14 +46,14 @@ class Progress:
         self.key = collective_key(f"{EAGER}{number}", group)
         self.flight.in_thread()
         if self.profile is not None:
-            self.profile.began(name)
+            self.profile.begin_collective(name)
         return self.flight.begin(self.key, name, source_line(), group, nbytes, eager=True)
 
     def end(self, number: int) -> None:
         """Record that a collective has ended."""
         self.flight.end(number, eager=True)
         if self.profile is not None:
-            self.profile.ended()
+            self.profile.end_collective()
 
     def at_step(self, step: int) -> None:
         """Record the number of steps trained. Called by the training thread."""

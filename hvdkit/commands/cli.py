@@ -83,7 +83,7 @@ COMMANDS = {
     "plan": Command(
         "Plan the placement of embedding tables, or predict step times on more ranks",
         "hvdkit plan --tables items:10000000x64 users:2000000x32 --ranks 8 --optimizer adagrad",
-        config="hvdkit.commands.plan.command:PlanOptions",
+        config="hvdkit.commands.plan.command:PlanConfig",
         runner="hvdkit.commands.plan.command:plan",
     ),
 }
@@ -140,8 +140,8 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     program: list[list[str]] = []
     if command.takes_program:
         arguments, *program = _split_off_program(arguments, kind)
-    described = None if isinstance(kind, type) else f"{command.summary}."  # a union has no docstring
-    config = parse(kind, prog=f"hvdkit {name}", description=described, args=arguments)
+    description = None if isinstance(kind, type) else f"{command.summary}."  # a union has no docstring
+    config = parse(kind, prog=f"hvdkit {name}", description=description, args=arguments)
     result = _load(command.runner)(config, *program)
     if result is not None and not isinstance(result, int):
         print(result)
@@ -150,7 +150,7 @@ def _dispatch(name: str, arguments: list[str]) -> int:
 
 
 def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], list[str]]:
-    """Split off the program: the arguments after ``--``, or those from the first word that doesn't belong to an option.
+    """Split off the program: the arguments after ``--``, or from the first one that is neither an option nor its value.
 
     Example:
         >>> from hvdkit.commands.run.config import RunConfig
@@ -159,13 +159,13 @@ def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], lis
     """
     names = [field.name.replace("_", "-") for field in fields(kind) if isinstance(field.default, bool)]
     switches = {"-h", "--help", *(f"--{no}{name}" for name in names for no in ("", "no-"))}
-    place = 0
-    while place < len(arguments) and arguments[place].startswith("-") and arguments[place] != "--":
-        word = arguments[place]
-        alone = "=" in word or word.replace("_", "-") in switches
-        place += 1 if alone else 2
-    program = arguments[place:]
-    return arguments[:place], program[1:] if program[:1] == ["--"] else program
+    index = 0
+    while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "--":
+        option = arguments[index]
+        has_value = "=" not in option and option.replace("_", "-") not in switches
+        index += 2 if has_value else 1
+    program = arguments[index:]
+    return arguments[:index], program[1:] if program[:1] == ["--"] else program
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -16,7 +16,7 @@ from hvdkit.errors import describe
 from hvdkit.watchdog.flight_file import FlightFile, read
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
-_MOST_NAMED, _MOST_DRAWN = 8, 16
+_MAX_NAMED, _MAX_DRAWN = 8, 16
 _COLUMNS = 60
 
 
@@ -39,17 +39,17 @@ class FlightConfig:
 def flight(config: FlightConfig) -> str:
     """Return the text; also write the trace, if requested."""
     try:
-        found = read(config.file.read_text())
+        file = read(config.file.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ValueError(describe("FILE", f"{config.file} ({why})", "a readable file", "check its path")) from None
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ValueError(describe("FILE", f"{config.file} ({reason})", "a readable file", "check its path")) from None
     except ValueError as error:
         remedy = "pass the path that the job's last lines name"
         raise ValueError(describe("FILE", f"{config.file} ({error})", "a flight recorder's file", remedy)) from None
-    lines = [found.line, *explain(found), *timeline(found)]
+    lines = [file.line, *explain(file), *timeline(file)]
     if config.trace is not None:
         try:
-            config.trace.write_text(json.dumps(trace(found)))
+            config.trace.write_text(json.dumps(trace(file)))
         except OSError as error:
             got = f"{config.trace} ({error.strerror})"
             raise ValueError(describe("--trace", got, "a file that can be written", "choose another path")) from None
@@ -57,48 +57,51 @@ def flight(config: FlightConfig) -> str:
     return "\n".join(lines)
 
 
-def explain(found: FlightFile) -> list[str]:
+def explain(file: FlightFile) -> list[str]:
     """Return lines that describe which ranks wait in which collective, for whom and how long, and what those ranks do.
 
     Ranks match collectives by their keys. The job hangs in a collective that only some of its ranks have entered; the
     cause is in the missing ranks. A rank without records, e.g. on a lost host, may be one of them.
     """
-    last = {one.rank: one.collectives() for one in found.ranks}
+    records_of = {flight.rank: flight.collectives() for flight in file.ranks}
     waiting: dict[str, dict[int, CollectiveRecord]] = defaultdict(dict)
-    ended: dict[str, dict[int, float]] = defaultdict(dict)  # when each rank last left each collective
-    for rank, records in last.items():
+    last_end: dict[str, dict[int, float]] = defaultdict(dict)
+    for rank, records in records_of.items():
         for record in records:
             if record.end is None:
                 waiting[record.key][rank] = record
             else:
-                ended[record.key][rank] = record.end
+                last_end[record.key][rank] = record.end
     lines = []
-    for key, there in sorted(waiting.items(), key=lambda item: min(one.start for one in item[1].values())):
-        first = min(there.values(), key=lambda one: one.start)
+    for key, by_rank in sorted(waiting.items(), key=lambda item: min(record.start for record in item[1].values())):
+        first = min(by_rank.values(), key=lambda record: record.start)
         # A graph's collective has the same key at every step: ranks that last left it earlier have not entered again.
-        entered = there.keys() | {rank for rank, end in ended[key].items() if end >= first.start}
-        needed = range(found.size) if first.participants is None else first.participants
+        entered = by_rank.keys() | {rank for rank, end in last_end[key].items() if end >= first.start}
+        needed = range(file.size) if first.participants is None else first.participants
         missing = [rank for rank in needed if rank not in entered]
-        since = f"for {found.ended - first.start:.1f} s"
-        who = _ranks(sorted(there))
-        verb = "waits" if len(there) == 1 else "wait"
+        waiting_ranks = f"{_ranks(sorted(by_rank))} {'waits' if len(by_rank) == 1 else 'wait'}"
+        note = ""
+        if missing:
+            waiting_ranks += f" for {_ranks(missing)}"
+        else:
+            note = "; all of its ranks have entered it" if needed else "; which ranks take part is unknown"
         at_step = "" if first.step is None else f" at step {first.step}"
-        target = f" for {_ranks(missing)}" if missing else ""
-        rest = "all of its ranks have entered it" if needed else "which ranks take part is unknown"
-        all_in = "" if missing else f"; {rest}"
-        lines.append(f"{who} {verb}{target} in {first.what}{at_step}, {since} ({first.line}){all_in}")
-        lines += [f"  {_where(rank, last[rank], found.ended)}" for rank in missing[:_MOST_NAMED] if rank in last]
+        seconds = file.ended - first.start
+        lines.append(f"{waiting_ranks} in {first.what}{at_step}, for {seconds:.1f} s ({first.line}){note}")
+        known = [rank for rank in missing[:_MAX_NAMED] if rank in records_of]
+        lines += [f"  {_last_collective(rank, records_of[rank], file.ended)}" for rank in known]
     if not lines:
-        lines = [_where(rank, records, found.ended) for rank, records in list(last.items())[:_MOST_NAMED]]
-    unknown = [rank for rank in range(found.size) if rank not in last]
+        shown = list(records_of.items())[:_MAX_NAMED]
+        lines = [_last_collective(rank, records, file.ended) for rank, records in shown]
+    unknown = [rank for rank in range(file.size) if rank not in records_of]
     return [*lines, f"no records of {_ranks(unknown)}"] if unknown else lines
 
 
-def _where(rank: int, records: Sequence[CollectiveRecord], ended: float) -> str:
-    """Describe the collective that a rank is in, or has left last."""
+def _last_collective(rank: int, records: Sequence[CollectiveRecord], ended: float) -> str:
+    """Describe the collective that a rank is in, or otherwise the last one that it was in."""
     if not records:
         return f"rank {rank} has not entered a collective"
-    record = max(records, key=lambda one: math.inf if one.end is None else one.end)
+    record = max(records, key=lambda record: math.inf if record.end is None else record.end)
     at_step = "" if record.step is None else f" at step {record.step}"
     if record.end is None:
         return f"rank {rank} is in {record.what}{at_step} for {ended - record.start:.1f} s ({record.line})"
@@ -107,54 +110,55 @@ def _where(rank: int, records: Sequence[CollectiveRecord], ended: float) -> str:
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:_MOST_NAMED]))
-    more = f" and {len(numbers) - _MOST_NAMED} more" if len(numbers) > _MOST_NAMED else ""
+    shown = ", ".join(map(str, numbers[:_MAX_NAMED]))
+    more = f" and {len(numbers) - _MAX_NAMED} more" if len(numbers) > _MAX_NAMED else ""
     return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}{more}"
 
 
-def timeline(found: FlightFile) -> list[str]:
+def timeline(file: FlightFile) -> list[str]:
     """Return a line per rank that shows when it was in a collective; an empty list if no rank waits in one.
 
     The first quarter of each line shows the time before the first collective in which a rank still waits. With too many
     ranks to draw, those that do not wait take precedence, because the others wait for them.
     """
-    flights = {one.rank: one.collectives() for one in found.ranks}
-    waits = {rank: [one.start for one in records if one.end is None] for rank, records in flights.items()}
+    records_of = {flight.rank: flight.collectives() for flight in file.ranks}
+    waits = {rank: [r.start for r in records if r.end is None] for rank, records in records_of.items()}
     if not any(waits.values()):
         return []
-    seconds = (found.ended - min(min(starts) for starts in waits.values() if starts)) * 4 / 3
-    drawn = sorted(sorted(flights, key=lambda rank: bool(waits[rank]))[:_MOST_DRAWN])
+    seconds = (file.ended - min(min(starts) for starts in waits.values() if starts)) * 4 / 3
+    drawn = sorted(sorted(records_of, key=lambda rank: bool(waits[rank]))[:_MAX_DRAWN])
 
     def column(time: float) -> int:
-        return max(0, min(_COLUMNS - 1, int(_COLUMNS * (1 - (found.ended - time) / seconds))))
+        return max(0, min(_COLUMNS - 1, int(_COLUMNS * (1 - (file.ended - time) / seconds))))
 
     lines = ["", f"the last {seconds:.1f} s: █ waits in a collective, ▒ collectives that have ended, · none"]
     for rank in drawn:
         cells = ["·"] * _COLUMNS
-        for record in sorted(flights[rank], key=lambda one: one.end is None):
-            end = found.ended if record.end is None else record.end
-            if end >= found.ended - seconds:
+        for record in sorted(records_of[rank], key=lambda record: record.end is None):
+            end = file.ended if record.end is None else record.end
+            if end >= file.ended - seconds:
                 begin = column(record.start)
                 cells[begin : column(end) + 1] = ["█" if record.end is None else "▒"] * (column(end) + 1 - begin)
         lines.append(f"rank {rank:<{len(str(drawn[-1]))}} {''.join(cells)}")
-    return [*lines, f"and {len(flights) - len(drawn)} more ranks"] if len(flights) > len(drawn) else lines
+    more = len(records_of) - len(drawn)
+    return [*lines, f"and {more} more ranks"] if more else lines
 
 
-def trace(found: FlightFile) -> dict[str, Any]:
+def trace(file: FlightFile) -> dict[str, Any]:
     """Return a trace in which each rank is a process. Source: "Trace Event Format", Google; microseconds."""
     events: list[dict[str, Any]] = []
-    zero = min((record.start for one in found.ranks for record in one.collectives()), default=0.0)
-    for one in found.ranks:
-        name = {"name": f"rank {one.rank} on {one.host}"}
-        events.append({"ph": "M", "name": "process_name", "pid": one.rank, "tid": 0, "args": name})
-        for record in one.collectives():
-            end = found.ended if record.end is None else record.end
+    zero = min((record.start for flight in file.ranks for record in flight.collectives()), default=0.0)
+    for flight in file.ranks:
+        name = {"name": f"rank {flight.rank} on {flight.host}"}
+        events.append({"ph": "M", "name": "process_name", "pid": flight.rank, "tid": 0, "args": name})
+        for record in flight.collectives():
+            end = file.ended if record.end is None else record.end
             arguments = {"key": record.key, "line": record.line, "bytes": record.nbytes, "step": record.step}
             events.append(
                 {
                     "ph": "X",
                     "name": record.what if record.end is not None else f"waits in {record.what}",
-                    "pid": one.rank,
+                    "pid": flight.rank,
                     "tid": 0,
                     "ts": (record.start - zero) * 1e6,
                     "dur": max(0.0, end - record.start) * 1e6,
@@ -162,4 +166,4 @@ def trace(found: FlightFile) -> dict[str, Any]:
                     "args": arguments,
                 }
             )
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"end": found.line}}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"end": file.line}}

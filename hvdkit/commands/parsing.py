@@ -48,14 +48,14 @@ def parse(
     in_color = on_terminal() and not os.environ.get("NO_COLOR")  # https://no-color.org
     if in_color and not quiet:
         return tyro.cli(kind, prog=prog, description=description, args=args)
-    written = {"stdout": io.StringIO(), "stderr": io.StringIO()}
+    out, err = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(written["stdout"]), contextlib.redirect_stderr(written["stderr"]):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             return tyro.cli(kind, prog=prog, description=description, args=args)
     finally:
         if not quiet:
-            _write(sys.stdout, written["stdout"].getvalue())
-            _write(sys.stderr, plain(written["stderr"].getvalue()))
+            _write(sys.stdout, out.getvalue())
+            _write(sys.stderr, plain(err.getvalue()))
 
 
 def plain(report: str) -> str:

@@ -23,7 +23,7 @@ def tell_profile(grads: Sequence[Any], place: str) -> None:
     if recorder is None:
         return
     if not tf.inside_function():
-        recorder.passed(place)
+        recorder.gradients_combined(place)
         return
     first = next((g for g in grads if g is not None), None)
     # XLA has no kernel for numpy_function.
@@ -32,7 +32,7 @@ def tell_profile(grads: Sequence[Any], place: str) -> None:
     values = first.values if isinstance(first, tf.IndexedSlices) else first
 
     def tell(_: np.ndarray) -> np.int32:
-        recorder.passed(place)
+        recorder.gradients_combined(place)
         return np.int32(0)
 
     tf.numpy_function(tell, [tf.reshape(values, [-1])[:1]], tf.int32, name="hvdkit_profile")

@@ -3,7 +3,7 @@
 Ranks on one host share a monotonic clock. Between hosts the chief assumes that a reply was sent halfway through the
 round trip:
 
-    offset = clock of the other rank - (asked + answered) / 2,   wrong by at most (answered - asked) / 2
+    offset = clock of the other rank - (sent + received) / 2,   wrong by at most (received - sent) / 2
 
 The fastest of many rounds is used. Source: F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3,
 1989.
@@ -37,18 +37,15 @@ def offsets(
         clock: this rank's clock, in nanoseconds.
         rounds: number of measurements.
     """
-    machines = allgather(boot_id())
-    best: list[Offset | None] = [None] * len(machines)
+    boot_ids = allgather(boot_id())
+    fastest: list[Offset] = []
     for _ in range(rounds):
-        asked = clock()
+        sent = clock()
         allgather(None)  # a barrier: ends after rank 0 has entered it
-        told = allgather(clock())
-        answered = clock()
-        for rank, value in enumerate(told):
-            found = Offset(value - (asked + answered) // 2, (answered - asked + 1) // 2)
-            known = best[rank]
-            if known is None or found.error < known.error:
-                best[rank] = found
-    same = [place is not None and place == machines[0] for place in machines]
-    same[0] = True
-    return [Offset(0, 0) if one else found or Offset(0, 0) for one, found in zip(same, best, strict=True)]
+        readings = allgather(clock())
+        received = clock()
+        error = (received - sent + 1) // 2
+        if not fastest or error < fastest[0].error:
+            fastest = [Offset(reading - (sent + received) // 2, error) for reading in readings]
+    same_clock = [rank == 0 or (boot is not None and boot == boot_ids[0]) for rank, boot in enumerate(boot_ids)]
+    return [Offset(0, 0) if same else offset for same, offset in zip(same_clock, fastest, strict=True)]

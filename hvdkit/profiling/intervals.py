@@ -28,11 +28,11 @@ def union(spans: Iterable[Interval]) -> Intervals:
     return result
 
 
-def both(a: Intervals, b: Intervals) -> Intervals:
+def intersection(a: Intervals, b: Intervals) -> Intervals:
     """Return the intersection of ``a`` and ``b``.
 
     Example:
-        >>> both([(0, 3), (5, 7)], [(2, 6)])
+        >>> intersection([(0, 3), (5, 7)], [(2, 6)])
         [(2, 3), (5, 6)]
     """
     result, i, j = [], 0, 0
@@ -47,11 +47,11 @@ def both(a: Intervals, b: Intervals) -> Intervals:
     return result
 
 
-def without(a: Intervals, b: Intervals) -> Intervals:
+def difference(a: Intervals, b: Intervals) -> Intervals:
     """Return the difference of ``a`` and ``b``.
 
     Example:
-        >>> without([(0, 3), (5, 7)], [(2, 6)])
+        >>> difference([(0, 3), (5, 7)], [(2, 6)])
         [(0, 2), (6, 7)]
     """
     result, j = [], 0
@@ -78,11 +78,11 @@ def clip(a: Intervals, start: int, end: int) -> Intervals:
     """
     first = max(0, bisect_right(a, (start, start)) - 1)
     result = []
-    for one in a[first:]:
-        if one[0] >= end:
+    for interval in a[first:]:
+        if interval[0] >= end:
             break
-        if max(one[0], start) < min(one[1], end):
-            result.append((max(one[0], start), min(one[1], end)))
+        if max(interval[0], start) < min(interval[1], end):
+            result.append((max(interval[0], start), min(interval[1], end)))
     return result
 
 

@@ -1,9 +1,10 @@
-"""The text report of a profile: a table with a row per rank, and a summary sentence."""
+"""The report of a profile: a table with a row per rank, a summary sentence, and the output files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,15 +12,46 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
+from hvdkit.profiling import trace
 from hvdkit.profiling.intervals import clip, total, union
-from hvdkit.profiling.step_parts import PARTS, RankParts
+from hvdkit.profiling.rank_profile import RankProfile
+from hvdkit.profiling.step_parts import PARTS, RankParts, divide
 
 FORMAT_VERSION = 1
 # Minimum width of the table in characters.
-NARROWEST = 100
+MIN_WIDTH = 100
 # Waiting below this fraction of a step is not reported.
-WORTH_A_WORD = 0.05
-_NAMES = {"other": "Python (other)"}
+MIN_WAIT = 0.05
+_LABELS = {"other": "Python (other)"}
+
+
+def write_report(folder: Path, profiles: Sequence[RankProfile], log: Callable[[str], None]) -> None:
+    """Write ``trace.json.gz`` and ``profile.json`` into ``folder``, and print the table and the summary.
+
+    Args:
+        folder: output folder.
+        profiles: all ranks' profiles, in one clock.
+        log: prints a line for the user.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    ranks = divide(profiles)
+    rows = mean_rows(ranks)
+    for profile in profiles:
+        profile.drop_short_ops(trace.MOST_OPS, trace.SHORTEST_NS)
+    path = folder / "trace.json.gz"
+    trace.write(path, profiles, ranks)
+    problems = [f"rank {profile.rank}: {problem}" for profile in profiles for problem in profile.problems]
+    (folder / "profile.json").write_text(json.dumps(as_json(ranks, problems), indent=1), encoding="utf-8")
+    if not rows:
+        log("profile: no step was recorded; the run was too short, or nothing counts its steps: see docs/profiling.md")
+        return
+    print_table(rows, sys.stdout)
+    sys.stdout.flush()
+    if incomplete := ", ".join(str(profile.rank) for profile in profiles if profile.problems):
+        log(f"profile: not all was recorded on rank {incomplete}: do not rely on its row, or on the sentence")
+    error = max(profile.clock_error for profile in profiles) / 1e6
+    clocks_are = "one clock" if error == 0 else f"clocks aligned to {error:.3f} ms"
+    log(f"profile: {path} ({path.stat().st_size / 1e6:.1f} MB, {clocks_are}); open it with https://ui.perfetto.dev")
 
 
 @dataclass(frozen=True)
@@ -46,98 +78,105 @@ class Row:
     clock_error: float
 
 
-def rows(ranks: Sequence[RankParts]) -> list[Row]:
+def mean_rows(ranks: Sequence[RankParts]) -> list[Row]:
     """Return each rank's mean over its steps; ranks without recorded steps are omitted."""
-    return [_row(one, ranks) for one in ranks if one.steps]
+    return [_row(rank, ranks) for rank in ranks if rank.steps]
 
 
-def _row(one: RankParts, ranks: Sequence[RankParts]) -> Row:
-    count = sum(step.steps for step in one.steps)
-    each = 1e6 * count
-    parts = {name: sum(step.parts[name] for step in one.steps) / each for name in PARTS}
-    start, end = one.steps[0].start, one.steps[-1].end
-    blamed = [total(clip(union(other.blames.get(one.rank, [])), start, end)) for other in ranks]
+def _row(rank: RankParts, ranks: Sequence[RankParts]) -> Row:
+    count = sum(step.steps for step in rank.steps)
+    per_step = 1e6 * count  # from the total in nanoseconds to the mean in milliseconds
+    start, end = rank.steps[0].start, rank.steps[-1].end
+    waits = [total(clip(union(other.waits_for.get(rank.rank, [])), start, end)) for other in ranks]
     return Row(
-        rank=one.rank,
-        host=one.host,
+        rank=rank.rank,
+        host=rank.host,
         steps=count,
-        step=(end - start) / each,
-        parts=parts,
-        hidden=sum(step.hidden for step in one.steps) / each,
-        waited_for=max(blamed, default=0) / each,
-        clock_error=one.clock_error / 1e6,
+        step=(end - start) / per_step,
+        parts={name: sum(step.parts[name] for step in rank.steps) / per_step for name in PARTS},
+        hidden=sum(step.hidden for step in rank.steps) / per_step,
+        waited_for=max(waits, default=0) / per_step,
+        clock_error=rank.clock_error / 1e6,
     )
 
 
-def verdict(found: Sequence[Row]) -> str:
+def summarize(rows: Sequence[Row]) -> str:
     """Return a one-line summary: the straggler and the reason, and other expensive parts.
 
     Example:
         >>> parts = {"compute": 50.0, "exchange": 4.0, "wait": 0.0, "input": 1.0, "save": 0.0, "other": 1.0}
         >>> slow = Row(1, "b", 10, 66.0, {**parts, "input": 11.0}, 1.0, 10.0, 0.0)
         >>> waiting = Row(0, "a", 10, 66.0, {**parts, "wait": 10.0}, 1.0, 0.0, 0.0)
-        >>> print(verdict([waiting, slow]).replace("; ", "\\n"))
+        >>> print(summarize([waiting, slow]).replace("; ", "\\n"))
         rank 1 is the straggler: other ranks wait 10.0 of 66.0 ms per step
         its input takes 11.0 ms (others: 1.0)
         exchange: 4.0
     """
-    if not found:
+    if not rows:
         return "no step was recorded"
-    step = sum(row.step for row in found) / len(found)
+    step = sum(row.step for row in rows) / len(rows)
+    means = _mean_parts(rows)
+    exchange = f"; exchange: {means['exchange']:.1f}"
     # A rank that is late because it waited for a rank in another group of the mesh is not the straggler.
-    slow = max(found, key=lambda row: row.waited_for - row.parts["wait"])
-    exchange = sum(row.parts["exchange"] for row in found) / len(found)
-    means = {name: sum(row.parts[name] for row in found) / len(found) for name in PARTS}
-    if len(found) > 1 and slow.waited_for >= WORTH_A_WORD * step:
-        others = sorted((row for row in found if row is not slow), key=lambda row: -row.waited_for)
-        usual = {name: sum(row.parts[name] for row in others) / len(others) for name in PARTS}
-        more = {name: slow.parts[name] - usual[name] for name in PARTS if name != "wait"}
-        why = sorted(more, key=lambda name: -more[name])
-        reasons = [
-            f"its {_NAMES.get(name, name)} takes {slow.parts[name]:.1f} ms (others: {usual[name]:.1f})" for name in why
-        ]
-        if more[why[0]] >= slow.waited_for / 2:
-            reason = reasons[0]
-        elif more[why[0]] + more[why[1]] >= slow.waited_for / 2:
-            reason = f"{reasons[0]}, {reasons[1]}"
-        else:
-            turns = ", ".join(f"rank {row.rank}: {row.waited_for:.1f}" for row in others[:3])
-            reason = f"its parts take no longer than those of other ranks, which are late in turns ({turns})"
-        summary = f"rank {slow.rank} is the straggler: other ranks wait {slow.waited_for:.1f} of {step:.1f} ms per step"
-        rest = "" if why[0] == "exchange" else f"; exchange: {exchange:.1f}"
-        return f"{summary}; {reason}{rest}"
+    slow = max(rows, key=lambda row: row.waited_for - row.parts["wait"])
+    others = sorted((row for row in rows if row is not slow), key=lambda row: -row.waited_for)
+    if others and slow.waited_for >= MIN_WAIT * step:
+        wait = f"other ranks wait {slow.waited_for:.1f} of {step:.1f} ms per step"
+        cause, reason = _explain(slow, others)
+        return f"rank {slow.rank} is the straggler: {wait}; {reason}{'' if cause == 'exchange' else exchange}"
     most = max(means, key=lambda name: means[name])
     summary = f"{most} takes longest: {means[most]:.1f} of {step:.1f} ms per step"
-    if len(found) == 1:
+    if not others:
         return summary
-    rest = "" if most == "exchange" else f"; exchange: {exchange:.1f}"
-    return f"no straggler (other ranks wait at most {slow.waited_for:.1f} ms per step); {summary}{rest}"
+    no_straggler = f"no straggler (other ranks wait at most {slow.waited_for:.1f} ms per step)"
+    return f"{no_straggler}; {summary}{'' if most == 'exchange' else exchange}"
 
 
-def show(found: Sequence[Row], stream: TextIO) -> None:
+def _explain(slow: Row, others: Sequence[Row]) -> tuple[str, str]:
+    """Return the part that delays the rank ``slow`` most, and why other ranks wait for it."""
+    usual = _mean_parts(others)
+    delays = {name: slow.parts[name] - usual[name] for name in PARTS if name != "wait"}
+    first, second, *_ = sorted(delays, key=lambda name: -delays[name])
+    reasons = [
+        f"its {_LABELS.get(name, name)} takes {slow.parts[name]:.1f} ms (others: {usual[name]:.1f})"
+        for name in (first, second)
+    ]
+    if delays[first] >= slow.waited_for / 2:
+        return first, reasons[0]
+    if delays[first] + delays[second] >= slow.waited_for / 2:
+        return first, ", ".join(reasons)
+    turns = ", ".join(f"rank {row.rank}: {row.waited_for:.1f}" for row in others[:3])
+    return first, f"its parts take no longer than those of other ranks, which are late in turns ({turns})"
+
+
+def _mean_parts(rows: Sequence[Row]) -> dict[str, float]:
+    return {name: sum(row.parts[name] for row in rows) / len(rows) for name in PARTS}
+
+
+def print_table(rows: Sequence[Row], stream: TextIO) -> None:
     """Print the table and the summary, without colors: a launcher may run each rank in a pseudo-terminal."""
     console = Console(file=stream, highlight=False, color_system=None)
-    console.width = max(console.width, NARROWEST)
-    steps = found[0].steps if found else 0
+    console.width = max(console.width, MIN_WIDTH)
+    steps = rows[0].steps if rows else 0
     console.print(f"Where the time goes: ms of a step, mean of {steps}")
     table = Table(box=None, header_style="", padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("rank")
     table.add_column("host", no_wrap=True, max_width=20)
     for name in ("step", *PARTS, "(hidden)", "waited for"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in found:
+    for row in rows:
         numbers = [row.step, *(row.parts[name] for name in PARTS), row.hidden, row.waited_for]
         table.add_row(str(row.rank), row.host, *(f"{number:.1f}" for number in numbers))
     console.print(table)
-    console.print(verdict(found), soft_wrap=True)
+    console.print(summarize(rows), soft_wrap=True)
 
 
-def write(path: Path, ranks: Sequence[RankParts], problems: Sequence[str]) -> None:
-    """Write every rank's mean and every step as JSON; docs/profiling.md documents the keys."""
-    found = rows(ranks)
-    document: dict[str, Any] = {
+def as_json(ranks: Sequence[RankParts], problems: Sequence[str]) -> dict[str, Any]:
+    """Return every rank's mean and every step for JSON; docs/profiling.md documents the keys."""
+    rows = mean_rows(ranks)
+    return {
         "format_version": FORMAT_VERSION,
-        "verdict": verdict(found),
+        "verdict": summarize(rows),
         "problems": list(problems),
         "ranks": [
             {
@@ -151,10 +190,9 @@ def write(path: Path, ranks: Sequence[RankParts], problems: Sequence[str]) -> No
                 "clock_error_ms": row.clock_error,
                 "each_step": [
                     {"step": s.step, "ms": (s.end - s.start) / 1e6, **{k: v / 1e6 for k, v in s.parts.items()}}
-                    for s in one.steps
+                    for s in rank.steps
                 ],
             }
-            for row, one in zip(found, (one for one in ranks if one.steps), strict=True)
+            for row, rank in zip(rows, (rank for rank in ranks if rank.steps), strict=True)
         ],
     }
-    path.write_text(json.dumps(document, indent=1), encoding="utf-8")

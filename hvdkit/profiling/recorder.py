@@ -1,4 +1,4 @@
-"""Record some steps of this rank, and collect all ranks' records on the chief.
+"""Record some steps of this rank; then collect all ranks' profiles on the chief, and report them.
 
 ``hk.Supervisor`` and hvdkit's callbacks count the steps. If a program uses neither, the recorder counts how often the
 graph combines gradients.
@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdkit.profiling import timeline, xplane
-from hvdkit.profiling.record import RankProfile, Span, StepEnd, TimedCollective
+from hvdkit.profiling import collect, timeline, xplane
+from hvdkit.profiling.rank_profile import RankProfile, Span, StepEnd, TimedCollective
 from hvdkit.profiling.settings import ProfileSettings
 
-Say = Callable[[str], None]
 SUPERVISOR = "hk.Supervisor"
 
 
@@ -34,26 +33,29 @@ class Recorder:
 
     Args:
         settings: the steps to record, and the output folder.
-        record: an empty record of this rank.
+        profile: an empty profile of this rank.
         exchange: exchanges objects among all ranks: ``allgather``, ``broadcast`` and ``allgather_bytes``.
         horovod: the initialized ``horovod.tensorflow``.
-        say: prints a line for the user.
+        log: prints a line for the user.
     """
 
-    def __init__(self, settings: ProfileSettings, record: RankProfile, exchange: Any, horovod: Any, say: Say) -> None:
-        self.over = False
-        self._settings, self._record, self._exchange, self._horovod, self._say = (
-            settings, record, exchange, horovod, say,
-        )  # fmt: skip
+    def __init__(
+        self, settings: ProfileSettings, profile: RankProfile, exchange: Any, horovod: Any, log: Callable[[str], None]
+    ) -> None:
+        self._settings = settings
+        self._profile = profile
+        self._exchange = exchange
+        self._horovod = horovod
+        self._log = log
         self._lock = threading.Lock()
-        self._recording = self._tracing = self._due = False
+        self._recording = self._tracing = self._due = self._finished = False
         self._source = ("", -1)  # the source of step counts, and its priority
-        self._before: int | None = None  # steps before the first step counted in this run
-        self._passed: dict[str, int] = {}
-        self._begun: list[tuple[str, int]] = []
-        self._clock = 0
-        self._folder: Path | None = None
-        self._main = threading.main_thread().ident
+        self._steps_before: int | None = None  # steps before the first step counted in this run
+        self._combined: dict[str, int] = {}  # how often each call site has combined gradients
+        self._open_collectives: list[tuple[str, int]] = []
+        self._trace_start = 0
+        self._folder: Path | None = None  # of the output of TensorFlow and Horovod
+        self._training_thread = threading.main_thread().ident
 
     # ---- events -------------------------------------------------------------------------------------------------
 
@@ -66,17 +68,17 @@ class Recorder:
                 others.
         """
         with self._lock:
-            if not self._due and self._believed(source, 2 if source == SUPERVISOR else 1, step):
-                self._ended(step)
+            if not self._due and self._is_source(source, 2 if source == SUPERVISOR else 1, step):
+                self._count(step)
         if self._due:  # at the same step on all ranks
             self.finish()
 
-    def passed(self, place: str) -> None:
-        """Record that gradients were combined at ``place``, which counts as a step without another source."""
+    def gradients_combined(self, call_site: str) -> None:
+        """Record that ``call_site`` has combined gradients, which counts as a step without another source."""
         with self._lock:
-            self._passed[place] = self._passed.get(place, 0) + 1
-            if not self._due and self._believed(place, 0, self._passed[place]):
-                self._ended(self._passed[place])
+            step = self._combined[call_site] = self._combined.get(call_site, 0) + 1
+            if not self._due and self._is_source(call_site, 0, step):
+                self._count(step)
 
     @contextlib.contextmanager
     def span(self, kind: str) -> Iterator[None]:
@@ -85,37 +87,40 @@ class Recorder:
         try:
             yield
         finally:
-            if self._recording and threading.get_ident() == self._main:
-                self._record.spans.append(Span(kind, kind, "training", start, time.monotonic_ns()))
+            if self._recording and self._on_training_thread():
+                self._profile.spans.append(Span(kind, kind, "training", start, time.monotonic_ns()))
 
-    def began(self, name: str) -> None:
+    def begin_collective(self, name: str) -> None:
         """Record the start of an eager collective or an exchange of objects on the training thread."""
-        if self._recording and threading.get_ident() == self._main:
-            self._begun.append((name, time.monotonic_ns()))
+        if self._recording and self._on_training_thread():
+            self._open_collectives.append((name, time.monotonic_ns()))
 
-    def ended(self) -> None:
+    def end_collective(self) -> None:
         """Record the end of the collective or exchange."""
-        if self._begun and threading.get_ident() == self._main:
-            name, start = self._begun.pop()
+        if self._open_collectives and self._on_training_thread():
+            name, start = self._open_collectives.pop()
             if self._recording:
-                self._record.collectives.append(TimedCollective(name, start, time.monotonic_ns(), True))
+                self._profile.collectives.append(TimedCollective(name, start, time.monotonic_ns(), True))
 
-    def _believed(self, source: str, worth: int, step: int) -> bool:
+    def _on_training_thread(self) -> bool:
+        return threading.get_ident() == self._training_thread
+
+    def _is_source(self, source: str, priority: int, step: int) -> bool:
         """Return whether ``source`` counts the steps; a source with higher priority restarts the count."""
-        if worth > self._source[1]:
-            self._source, self._before = (source, worth), None
+        if priority > self._source[1]:
+            self._source, self._steps_before = (source, priority), None
             if self._recording:  # continue recording with the new count
-                self._before = step - self._settings.first + 1
-                self._record.marks = [StepEnd(step, time.monotonic_ns())]
+                self._steps_before = step - self._settings.first + 1
+                self._profile.marks = [StepEnd(step, time.monotonic_ns())]
         return self._source[0] == source
 
     # ---- begin and end ------------------------------------------------------------------------------------------
 
-    def _ended(self, step: int) -> None:
+    def _count(self, step: int) -> None:
         """Count a step. After a failure counting continues, so that all ranks finish at the same step."""
-        if self._before is None:
-            self._before = step - 1
-        done, marks = step - self._before, self._record.marks
+        if self._steps_before is None:
+            self._steps_before = step - 1
+        done, marks = step - self._steps_before, self._profile.marks
         # Start the profiler one step early: its startup takes time, which differs between ranks.
         if not self._recording and done >= self._settings.first - 2:
             self._recording = True
@@ -133,13 +138,13 @@ class Recorder:
             self._folder = Path(tempfile.mkdtemp(prefix="hvdkit-profile-"))
             tf.profiler.experimental.start(str(self._folder))
             self._tracing = True
-            self._clock = time.monotonic_ns()
+            self._trace_start = time.monotonic_ns()
             with tf.profiler.experimental.Trace(xplane.CLOCK):
                 pass
-            if self._timeline is not None:
+            if self._timeline_path is not None:
                 if os.environ.get("HOROVOD_TIMELINE") != "DYNAMIC":
                     raise ValueError("HOROVOD_TIMELINE is set, so that Horovod's timeline goes there; unset it")
-                self._horovod.start_timeline(str(self._timeline), mark_cycles=False)
+                self._horovod.start_timeline(str(self._timeline_path), mark_cycles=False)
         except Exception as error:  # never fail the training
             self._problem("the profiler did not start", error)
 
@@ -152,61 +157,63 @@ class Recorder:
             import tensorflow as tf
 
             tf.profiler.experimental.stop()
-            if self._timeline is not None:
+            if self._timeline_path is not None:
                 self._horovod.stop_timeline()
         except Exception as error:
             self._problem("the profiler did not stop", error)
 
     @property
-    def _timeline(self) -> Path | None:
+    def _timeline_path(self) -> Path | None:
         """The path of Horovod's timeline on the rank that writes it, else None."""
-        wanted = self._settings.timeline and self._record.rank == 0 and self._folder is not None
-        return self._folder / "timeline.json" if wanted and self._folder is not None else None
+        if not self._settings.timeline or self._profile.rank or self._folder is None:
+            return None
+        return self._folder / "timeline.json"
 
     def finish(self) -> None:
-        """Collect all ranks' records. Every rank calls it, at the same step or at the end of the run."""
-        if self.over:
+        """Collect and report all ranks' profiles. Every rank calls it, at the same step or at the end of the run."""
+        if self._finished:
             return
-        self.over = True
-        self._due = True
+        self._finished = self._due = True
         self._stop()
-        from hvdkit.profiling import collect  # imported late: it loads rich, which is rarely needed
-
+        folder = self._settings.folder
         try:
-            raw = self._read()
-            collect.together(self._settings.folder, self._record, raw, self._exchange, self._say)
+            profiles = collect.collect_profiles(folder, self._profile, self._read(), self._exchange, self._log)
+            if profiles:
+                from hvdkit.profiling.profile_report import write_report  # loads rich
+
+                write_report(folder, profiles, self._log)
         except Exception as error:
-            self._say(f"profile: not made: {_words(error)}")
+            self._log(f"profile: not made: {_describe(error)}")
         finally:
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self) -> bytes:
-        """Read TensorFlow's and Horovod's output into the record; return TensorFlow's file."""
+        """Add TensorFlow's and Horovod's output to the profile; return the content of TensorFlow's file."""
         if self._folder is None:
             return b""
-        raw = b""
+        content = b""
         try:
             file = next(self._folder.glob("plugins/profile/*/*.xplane.pb"))
-            raw = file.read_bytes()
-            traced = xplane.read(file, self._clock)
-            self._record.spans += traced.spans
-            self._record.collectives += traced.collectives
-            if self._timeline is not None:
+            content = file.read_bytes()
+            traced = xplane.read(file, self._trace_start)
+            self._profile.spans += traced.spans
+            self._profile.collectives += traced.collectives
+            if self._timeline_path is not None:
                 offset = time.time_ns() - time.monotonic_ns()
-                self._record.phases += timeline.read(self._timeline, offset)
+                self._profile.phases += timeline.read(self._timeline_path, offset)
         except StopIteration:
-            if not self._record.problems:
-                self._record.problems.append("TensorFlow's profiler wrote nothing")
+            if not self._profile.problems:
+                self._profile.problems.append("TensorFlow's profiler wrote nothing")
         except Exception as error:
             self._problem("the trace cannot be read", error)
-        return raw
+        return content
 
     def _problem(self, what: str, error: Exception) -> None:
-        self._record.problems.append(f"{what}: {_words(error)}")
+        self._profile.problems.append(f"{what}: {_describe(error)}")
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if os.environ.get("HVDKIT_DEBUG") == "1":
         traceback.print_exception(error, file=sys.stderr)
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

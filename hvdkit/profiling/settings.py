@@ -12,7 +12,7 @@ from hvdkit.errors import describe
 VARIABLE = "HVDKIT_PROFILE"
 TIMELINE = "HVDKIT_PROFILE_TIMELINE"
 FIRST, LAST = 10, 20
-_TOLD = re.compile(r"(?P<folder>.+?)(:(?P<first>\d+)-(?P<last>\d+))?")
+_FORMAT = re.compile(r"(?P<folder>.+?)(:(?P<first>\d+)-(?P<last>\d+))?")
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,23 @@ class ProfileSettings:
             raise ValueError(describe("steps to profile", f"{self.first}-{self.last}", expected, "name others"))
 
     @classmethod
-    def told(cls, environment: Mapping[str, str]) -> ProfileSettings | None:
+    def from_environment(cls, environment: Mapping[str, str]) -> ProfileSettings | None:
         """Return the settings in the environment, or None if profiling is off.
 
         Raises:
             ValueError: the variable cannot be parsed.
 
         Example:
-            >>> Settings.told({"HVDKIT_PROFILE": "runs/profile:50-60"})
+            >>> ProfileSettings.from_environment({"HVDKIT_PROFILE": "runs/profile:50-60"})
             ProfileSettings(folder=PosixPath('runs/profile'), first=50, last=60, timeline=False)
         """
         text = environment.get(VARIABLE, "")
         if not text:
             return None
-        found = _TOLD.fullmatch(text)
-        assert found is not None
-        first, last = found["first"] or FIRST, found["last"] or LAST
+        match = _FORMAT.fullmatch(text)
+        assert match is not None
+        first, last = match["first"] or FIRST, match["last"] or LAST
         try:
-            return cls(Path(found["folder"]), int(first), int(last), environment.get(TIMELINE) == "1")
+            return cls(Path(match["folder"]), int(first), int(last), environment.get(TIMELINE) == "1")
         except ValueError as error:
             raise ValueError(f"{VARIABLE}={text}: {error}") from None

@@ -16,13 +16,14 @@ So an exchange that overlaps with computation counts as compute, and is reported
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from hvdkit.profiling.intervals import Intervals, both, clip, total, union, without
-from hvdkit.profiling.record import RankProfile, TimedCollective
+from hvdkit.profiling.intervals import Intervals, clip, difference, intersection, total, union
+from hvdkit.profiling.rank_profile import RankProfile, TimedCollective
 
 PARTS = ("compute", "exchange", "wait", "input", "save", "other")
 
@@ -54,17 +55,19 @@ class RankParts:
     Attributes:
         rank, host: the rank and its host.
         steps: the steps, in order.
-        moments: the intervals of each part, over all steps.
-        blames: for each other rank, the intervals in which this rank only waited for it.
+        intervals: the intervals of each part, over all steps.
+        waits_for: for each other rank, the intervals in which this rank only waited for it.
+        collectives: its collectives, in order.
         clock_error: maximum error of its times relative to rank 0's clock, nanoseconds.
     """
 
     rank: int
     host: str
     steps: list[StepParts]
-    moments: dict[str, Intervals]
-    blames: dict[int, Intervals] = field(default_factory=dict)
-    clock_error: int = 0
+    intervals: dict[str, Intervals]
+    waits_for: dict[int, Intervals]
+    collectives: list[MatchedCollective]
+    clock_error: int
 
 
 @dataclass(frozen=True)
@@ -72,98 +75,101 @@ class MatchedCollective:
     """A collective, matched with the same one on other ranks.
 
     Attributes:
-        own: the collective on this rank.
-        met_at: the time at which the last rank entered it, in rank 0's clock; not after it ended on this rank.
-        last: the last rank to enter it.
+        local: the collective on this rank.
+        last_entry: the time at which the last rank entered it, in rank 0's clock; not after it ended on this rank.
+        last_rank: the last rank to enter it.
     """
 
-    own: TimedCollective
-    met_at: int
-    last: int
+    local: TimedCollective
+    last_entry: int
+    last_rank: int
 
 
-def divide(records: Sequence[RankProfile]) -> list[RankParts]:
-    """Return the parts of every step on every rank. The records' times must be in one clock."""
-    met = meet(records)
-    return [_of_rank(record, met[record.rank]) for record in records]
+def divide(profiles: Sequence[RankProfile]) -> list[RankParts]:
+    """Return the parts of every step on every rank. The profiles' times must be in one clock."""
+    matched = match_collectives(profiles)
+    return [_divide_rank(profile, matched[profile.rank]) for profile in profiles]
 
 
-def meet(records: Sequence[RankProfile]) -> dict[int, list[MatchedCollective]]:
+def match_collectives(profiles: Sequence[RankProfile]) -> dict[int, list[MatchedCollective]]:
     """Match every rank's collectives with those of other ranks, by name and time.
 
     A collective cannot end on any rank before it has started on all, so it overlaps on all ranks, and the next one with
     the same name starts after its end. The collectives with the largest overlap are matched.
     """
     by_name: dict[str, dict[int, list[TimedCollective]]] = defaultdict(lambda: defaultdict(list))
-    for record in records:
-        for one in sorted(record.collectives, key=lambda c: c.start):
-            by_name[one.name][record.rank].append(one)
-    result: dict[int, list[MatchedCollective]] = {record.rank: [] for record in records}
-    for ranks in by_name.values():
-        anchor = next(iter(ranks))
-        rows = {rank: _beside(ranks[anchor], own) for rank, own in ranks.items()}
-        for index in range(len(ranks[anchor])):
-            there = {rank: own for rank, row in rows.items() if (own := row[index]) is not None}
-            last = max(there, key=lambda rank: there[rank].start)
-            for rank, own in there.items():
-                result[rank].append(MatchedCollective(own, min(own.end, max(own.start, there[last].start)), last))
-    return {rank: sorted(found, key=lambda m: m.own.start) for rank, found in result.items()}
+    for profile in profiles:
+        for collective in sorted(profile.collectives, key=lambda c: c.start):
+            by_name[collective.name][profile.rank].append(collective)
+    matched: dict[int, list[MatchedCollective]] = {profile.rank: [] for profile in profiles}
+    for by_rank in by_name.values():
+        anchors = next(iter(by_rank.values()))
+        columns = {rank: _largest_overlaps(anchors, collectives) for rank, collectives in by_rank.items()}
+        for index in range(len(anchors)):
+            entered = {rank: local for rank, column in columns.items() if (local := column[index]) is not None}
+            last_rank = max(entered, key=lambda rank: entered[rank].start)
+            for rank, local in entered.items():
+                last_entry = min(local.end, max(local.start, entered[last_rank].start))
+                matched[rank].append(MatchedCollective(local, last_entry, last_rank))
+    return {rank: sorted(collectives, key=lambda c: c.local.start) for rank, collectives in matched.items()}
 
 
-def _beside(anchors: list[TimedCollective], own: list[TimedCollective]) -> list[TimedCollective | None]:
-    """Return, for each of ``anchors``, the collective in ``own`` with the largest overlap, or None."""
-    starts = [one.start for one in own]
-    found: list[TimedCollective | None] = []
+def _largest_overlaps(
+    anchors: list[TimedCollective], collectives: list[TimedCollective]
+) -> list[TimedCollective | None]:
+    """Return, for each of ``anchors``, the collective with the largest overlap, or None."""
+    starts = [collective.start for collective in collectives]
+    overlapping: list[TimedCollective | None] = []
     for anchor in anchors:
         first = bisect_left(starts, anchor.start)
-        near = own[max(0, first - 1) : bisect_left(starts, anchor.end) + 1]
+        near = collectives[max(0, first - 1) : bisect_left(starts, anchor.end) + 1]
         best = max(near, key=lambda c: min(c.end, anchor.end) - max(c.start, anchor.start), default=None)
         overlaps = best is not None and min(best.end, anchor.end) >= max(best.start, anchor.start)
-        found.append(best if overlaps else None)
-    return found
+        overlapping.append(best if overlaps else None)
+    return overlapping
 
 
-def _of_rank(record: RankProfile, met: list[MatchedCollective]) -> RankParts:
-    layers = _layers(record, met)
-    moments: dict[str, Intervals] = {name: [] for name in PARTS}
+def _divide_rank(profile: RankProfile, collectives: list[MatchedCollective]) -> RankParts:
+    layers = _layers(profile, collectives)
+    intervals: dict[str, Intervals] = {name: [] for name in PARTS}
     steps = []
-    exchanges = union((m.met_at, m.own.end) for m in met if not m.own.blocking)
-    for before, mark in zip(record.marks, record.marks[1:], strict=False):
-        left: Intervals = [(before.at, mark.at)] if before.at < mark.at else []
+    exchanges = union((c.last_entry, c.local.end) for c in collectives if not c.local.blocking)
+    for start, end in itertools.pairwise(profile.marks):
+        left: Intervals = [(start.at, end.at)] if start.at < end.at else []
         parts = dict.fromkeys(PARTS, 0)
         hidden = 0
         for name, spans in layers:
-            taken = both(left, clip(spans, before.at, mark.at))
+            taken = intersection(left, clip(spans, start.at, end.at))
             if name == "compute":
-                hidden = total(both(taken, clip(exchanges, before.at, mark.at)))
+                hidden = total(intersection(taken, clip(exchanges, start.at, end.at)))
             parts[name] += total(taken)
-            moments[name] += taken
-            left = without(left, taken)
+            intervals[name] += taken
+            left = difference(left, taken)
         parts["other"] = total(left)
-        moments["other"] += left
-        steps.append(StepParts(mark.step, mark.step - before.step, before.at, mark.at, parts, hidden))
-    moments = {name: union(spans) for name, spans in moments.items()}
+        intervals["other"] += left
+        steps.append(StepParts(end.step, end.step - start.step, start.at, end.at, parts, hidden))
+    intervals = {name: union(spans) for name, spans in intervals.items()}
     waits: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for one in met:
-        if one.last != record.rank:
-            waits[one.last].append((one.own.start, one.met_at))
-    blames = {rank: both(moments["wait"], union(spans)) for rank, spans in waits.items()}
-    return RankParts(record.rank, record.host, steps, moments, blames, record.clock_error)
+    for collective in collectives:
+        if collective.last_rank != profile.rank:
+            waits[collective.last_rank].append((collective.local.start, collective.last_entry))
+    waits_for = {rank: intersection(intervals["wait"], union(spans)) for rank, spans in waits.items()}
+    return RankParts(profile.rank, profile.host, steps, intervals, waits_for, collectives, profile.clock_error)
 
 
-def _layers(record: RankProfile, met: list[MatchedCollective]) -> list[tuple[str, Intervals]]:
+def _layers(profile: RankProfile, collectives: list[MatchedCollective]) -> list[tuple[str, Intervals]]:
     """Return the parts with their intervals, in order of precedence."""
-    blocking = [m for m in met if m.own.blocking]
-    graph = [m for m in met if not m.own.blocking]
+    blocking = [c for c in collectives if c.local.blocking]
+    graph = [c for c in collectives if not c.local.blocking]
     kinds: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for span in record.spans:
+    for span in profile.spans:
         kinds[span.kind].append((span.start, span.end))
     return [
-        ("wait", union((m.own.start, m.met_at) for m in blocking)),
-        ("exchange", union((m.met_at, m.own.end) for m in blocking)),
+        ("wait", union((c.local.start, c.last_entry) for c in blocking)),
+        ("exchange", union((c.last_entry, c.local.end) for c in blocking)),
         ("input", union(kinds["input"])),
         ("save", union(kinds["save"])),
         ("compute", union(kinds["op"])),
-        ("exchange", union((m.met_at, m.own.end) for m in graph)),
-        ("wait", union((m.own.start, m.met_at) for m in graph)),
+        ("exchange", union((c.last_entry, c.local.end) for c in graph)),
+        ("wait", union((c.local.start, c.last_entry) for c in graph)),
     ]

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hvdkit.profiling.record import Phase
+from hvdkit.profiling.rank_profile import Phase
 
 
 def read(path: Path, epoch_offset: int) -> list[Phase]:
@@ -24,24 +24,24 @@ def read(path: Path, epoch_offset: int) -> list[Phase]:
     """
     events = _events(path.read_text())
     names: dict[int, str] = {}
-    open_: dict[int, list[tuple[str, int]]] = {}
-    began: int | None = None
+    open_phases: dict[int, list[tuple[str, int]]] = {}
+    epoch_start: int | None = None
     phases = []
     for event in events:
         tensor = event.get("pid", -1)
         if event["ph"] == "M":
             arguments = event.get("args", {})
-            began = arguments.get("start_time_since_epoch_in_micros", began)
+            epoch_start = arguments.get("start_time_since_epoch_in_micros", epoch_start)
             if event["name"] == "process_name" and "name" in arguments:
                 names[tensor] = arguments["name"]
             continue
-        if began is None:
+        if epoch_start is None:
             raise ValueError(f"{path.name}: no time at which it begins")
-        at = (began + event.get("ts", 0)) * 1000 - epoch_offset
+        at = (epoch_start + event.get("ts", 0)) * 1000 - epoch_offset
         if event["ph"] == "B":
-            open_.setdefault(tensor, []).append((event["name"], at))
-        elif event["ph"] == "E" and open_.get(tensor):
-            name, start = open_[tensor].pop()
+            open_phases.setdefault(tensor, []).append((event["name"], at))
+        elif event["ph"] == "E" and open_phases.get(tensor):
+            name, start = open_phases[tensor].pop()
             phases.append(Phase(names.get(tensor, f"tensor {tensor}"), name, start, max(start, at)))
     return sorted(phases, key=lambda phase: phase.start)
 
@@ -55,8 +55,8 @@ def _events(text: str) -> list[dict[str, Any]]:
             return json.loads(text.rstrip(",") + end)
         except json.JSONDecodeError:
             continue
-    whole = text[: text.rfind("},") + 1]
+    complete = text[: text.rfind("},") + 1]
     try:
-        return json.loads(whole + "]") if whole else []
+        return json.loads(complete + "]") if complete else []
     except json.JSONDecodeError as error:
         raise ValueError(f"Horovod's timeline cannot be read: {error}") from None

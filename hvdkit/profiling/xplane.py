@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdkit.profiling.intervals import union
-from hvdkit.profiling.record import Span, TimedCollective
+from hvdkit.profiling.rank_profile import Span, TimedCollective
 
 # The recorder traces an event with this name at a known time of the monotonic clock.
 CLOCK = "hvdkit.clock"
@@ -54,50 +54,50 @@ def read(path: Path, clock: int) -> Traced:
         ValueError: the file lacks an event with that name.
     """
     lines = list(_lines(path))
-    marked = [event.start for _, _, events in lines for event in events if event.name == CLOCK]
-    if not marked:
-        raise ValueError(f"{path.name}: no event {CLOCK}, so that its times cannot be told")
-    shift = clock - min(marked)
-    over = max(event.end for _, _, events in lines for event in events) + shift
+    clock_events = [event.start for _, _, events in lines for event in events if event.name == CLOCK]
+    if not clock_events:
+        raise ValueError(f"{path.name}: no event {CLOCK}, without which its times are unknown")
+    shift = clock - min(clock_events)
+    recording_end = max(event.end for _, _, events in lines for event in events) + shift
     spans: list[Span] = []
-    eager: list[TimedCollective] = []
-    begun: dict[tuple[Any, Any], list[int]] = defaultdict(list)
-    ended: dict[tuple[Any, Any], list[int]] = defaultdict(list)
+    collectives: list[TimedCollective] = []
+    starts: dict[tuple[Any, Any], list[int]] = defaultdict(list)
+    ends: dict[tuple[Any, Any], list[int]] = defaultdict(list)
     for on_device, track, events in lines:
-        moved = [event._replace(start=event.start + shift, end=event.end + shift) for event in events]
-        spans += _of_device(track, moved) if on_device else _of_host(track, moved)
-        for event in moved:
+        shifted = [event._replace(start=event.start + shift, end=event.end + shift) for event in events]
+        spans += _device_spans(track, shifted) if on_device else _host_spans(track, shifted)
+        for event in shifted:
             if event.name in (_START, _DONE) and str(event.details.get("kernel_type", "")).startswith("Horovod"):
-                pairs = begun if event.name == _START else ended
-                pairs[event.details.get("step_id"), event.details.get("name")].append(event.start)
-            elif (found := _EAGER.fullmatch(event.name)) and found["kind"].startswith("Horovod"):
-                eager.append(TimedCollective(f"eager {found['kind']}", event.start, event.end, True))
-    collectives = eager
-    for (number, name), starts in begun.items():
+                times = starts if event.name == _START else ends
+                times[event.details.get("step_id"), event.details.get("name")].append(event.start)
+            elif (match := _EAGER.fullmatch(event.name)) and match["kind"].startswith("Horovod"):
+                collectives.append(TimedCollective(f"eager {match['kind']}", event.start, event.end, True))
+    for (step_id, name), start_times in starts.items():
         # A run of a graph executes each collective once, or several times in sequence if it is in a loop. The last end
         # is missing if the recording stopped before it.
-        for start, end in zip_longest(sorted(starts), sorted(ended[number, name])[: len(starts)], fillvalue=over):
+        end_times = sorted(ends[step_id, name])[: len(start_times)]
+        for start, end in zip_longest(sorted(start_times), end_times, fillvalue=recording_end):
             # Strip scopes: they are numbered by the layers created in the process, which may differ between ranks.
             collectives.append(TimedCollective(str(name).rpartition("/")[2], start, max(start, end), False))
     return Traced(spans, collectives)
 
 
-def _of_host(track: str, events: list[_Event]) -> Iterator[Span]:
+def _host_spans(track: str, events: list[_Event]) -> Iterator[Span]:
     """Yield the op and input spans of one thread."""
     pipeline = union((e.start, e.end) for e in events if e.name.startswith(_PIPELINE))
     starts = [start for start, _ in pipeline]
     for event in events:
-        found = _OP.fullmatch(event.name) or _EAGER.fullmatch(event.name)
-        kind = found["kind"] if found else event.name
+        match = _OP.fullmatch(event.name) or _EAGER.fullmatch(event.name)
+        kind = match["kind"] if match else event.name
         if kind.startswith(_NEXT):
             yield Span("input", kind, track, event.start, event.end)
-        elif found and not kind.startswith("Horovod"):
-            place = bisect_right(starts, event.start) - 1
-            inside = place >= 0 and event.end <= pipeline[place][1]
+        elif match and not kind.startswith("Horovod"):
+            index = bisect_right(starts, event.start) - 1
+            inside = index >= 0 and event.end <= pipeline[index][1]
             yield Span("data" if inside else "op", event.name, track, event.start, event.end)
 
 
-def _of_device(track: str, events: list[_Event]) -> Iterator[Span]:
+def _device_spans(track: str, events: list[_Event]) -> Iterator[Span]:
     """Yield a GPU's kernels and copies, except NCCL's, which are communication."""
     for event in events:
         if "nccl" not in event.name.lower():

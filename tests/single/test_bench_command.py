@@ -21,9 +21,9 @@ from jobs import environment
 from traces import check_trace
 
 import hvdkit as hk
-from hvdkit.commands.bench.command import Listening, with_variables
+from hvdkit.commands.bench.command import ResultsFilter, with_variables
 from hvdkit.commands.bench.config import Bench
-from hvdkit.commands.bench.figures import JobResult, Round, as_json, both, show
+from hvdkit.commands.bench.figures import JobResult, Round, as_json, merge_rounds, show
 from hvdkit.commands.bench.worker import RankResult
 from hvdkit.commands.bench.workloads import measure, optimizer, train_step, workload
 from hvdkit.commands.cli import main
@@ -202,8 +202,8 @@ def test_what_cannot_work_is_refused_before_anything_starts(options, message, ca
 def test_defaults():
     config = Bench(model="resnet50")
     assert (config.batch_size, config.optimizer_name) == (8, "momentum")
-    assert config.launched(None).np == 2 and config.launched(1).np == 1
-    assert Bench(hosts="a:4,b:4").launched(None).np is None  # one per slot
+    assert config.run_config(None).np == 2 and config.run_config(1).np == 1
+    assert Bench(hosts="a:4,b:4").run_config(None).np is None  # one per slot
 
 
 # ---- figures --------------------------------------------------------------------------------------------------
@@ -220,8 +220,8 @@ ALONE = JobResult(1, 10, (rank(0.008, 0.008, 0.016),))
 def test_a_step_takes_as_long_as_on_the_rank_where_it_takes_longest():
     assert MANY.milliseconds == [12, 20, 32] and MANY.median == 20
     assert MANY.examples_per_second == 1000 and MANY.memory == 300
-    slower = replace(ALONE, each=(rank(0.040, 0.040, 0.040),))
-    runs, share = both([Round(MANY, ALONE), Round(MANY, slower), Round(MANY, ALONE)])
+    slower = replace(ALONE, results=(rank(0.040, 0.040, 0.040),))
+    runs, share = merge_rounds([Round(MANY, ALONE), Round(MANY, slower), Round(MANY, ALONE)])
     assert share == 0.4  # the median of the rounds' ratios
     assert [len(run.milliseconds) for run in runs] == [9, 9]
 
@@ -241,7 +241,7 @@ def test_the_table_and_its_numbers():
 
 def test_the_chiefs_line_of_figures_is_taken_out_of_the_output(tmp_path):
     with (tmp_path / "out").open("wb") as file:
-        output = Listening({1: file, 2: file})
+        output = ResultsFilter({1: file, 2: file})
         output.feed(0, 1, b"hello\nhvdkit-be")
         output.feed(1, 1, b"I am rank 1\n")
         output.feed(0, 1, b'nch: [{"threads": 1}]\nbye\n')
@@ -251,5 +251,5 @@ def test_the_chiefs_line_of_figures_is_taken_out_of_the_output(tmp_path):
 
 
 def test_variables_reach_every_rank():
-    job = with_variables(prepare(Bench().launched(2), [sys.executable]), {"HVDKIT_PROFILE": "x", "B": "1"})
+    job = with_variables(prepare(Bench().run_config(2), [sys.executable]), {"HVDKIT_PROFILE": "x", "B": "1"})
     assert job.environment["B"] == "1" and {"HVDKIT_PROFILE", "B"} <= set(job.names)

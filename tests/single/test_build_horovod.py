@@ -22,7 +22,7 @@ from rich.console import Console
 from speed import WAIT
 
 from hvdkit.commands.build_horovod import BuildHorovod, build_horovod, build_mpi, cache, patches, sdist
-from hvdkit.commands.build_horovod.build import BUILD_TOOLS, make_plan
+from hvdkit.commands.build_horovod.build import BUILD_TOOLS, find_inputs
 from hvdkit.commands.build_horovod.build_progress import BuildProgress
 from hvdkit.commands.build_horovod.pip import pip_command
 from hvdkit.commands.build_horovod.process import run
@@ -105,13 +105,13 @@ def test_the_run_path_leads_to_libmpi() -> None:
 def test_the_wheel_tells_what_it_was_built_for(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         facts = json.loads(archive.read("horovod/hvdkit_build.json"))
-    assert facts == make_plan(BuildHorovod(mpi=MPI)).facts()
+    assert facts == find_inputs(BuildHorovod(mpi=MPI)).facts()
     assert wheel.parent.name == cache.entry_name(facts)
 
 
 @pytest.mark.parametrize("fact", ["horovod", "tensorflow", "python", "abi", "mpi_version", "rpath", "patches"])
 def test_every_fact_is_part_of_the_cache_key(fact: str) -> None:
-    facts = make_plan(BuildHorovod(mpi=MPI)).facts()
+    facts = find_inputs(BuildHorovod(mpi=MPI)).facts()
     assert cache.entry_name(facts) != cache.entry_name({**facts, fact: facts[fact] + "x"})
 
 

@@ -11,12 +11,12 @@ import pytest
 from hvdkit.cluster import settings
 from hvdkit.cluster.tuned import settings_of
 from hvdkit.commands.cli import main
-from hvdkit.commands.plan.cost import Link, allreduce_seconds, alltoall_seconds, fit, step
-from hvdkit.commands.plan.measured import Exchange, Gradient, Measurements
-from hvdkit.commands.plan.scaling import scaling
+from hvdkit.commands.plan.cost import Link, allreduce_seconds, alltoall_seconds, fit_link, step_cost
+from hvdkit.commands.plan.measurements import Gradient, Measurements, TimedAllreduce
+from hvdkit.commands.plan.scaling import predict_scaling
 from hvdkit.optimizer.buckets import buckets
 
-LINK = Link(latency=50e-6, byte=8e-9, copy=0.3e-9, agreement=1e-4)
+LINK = Link(latency=50e-6, byte=8e-9, copy=0.3e-9, wakeup=1e-4)
 MEASURED = Measurements(
     model="made up",
     batch=8,
@@ -27,7 +27,7 @@ MEASURED = Measurements(
     spread=0.0,
     gradients=(Gradient(10_000_000, 1.0), Gradient(10_000_000, 0.7), Gradient(10_000_000, 0.4)),
     copy=0.1e-9,
-    exchanges=tuple(Exchange(4, n, allreduce_seconds(n, 4, LINK)) for n in (4, 4096, 2**22, 2**24)),
+    exchanges=tuple(TimedAllreduce(4, n, allreduce_seconds(n, 4, LINK)) for n in (4, 4096, 2**22, 2**24)),
 )
 
 
@@ -43,29 +43,29 @@ def test_large_messages_cost_what_the_ring_bound_says_and_small_ones_their_laten
 
 def test_the_link_is_found_in_timed_exchanges():
     for ranks in (2, 3, 4, 8):
-        exchanges = [Exchange(ranks, n, allreduce_seconds(n, ranks, LINK)) for n in (4, 4096, 2**22, 2**24)]
-        found = fit(exchanges, copy=LINK.copy / 3, cycle=2 * LINK.agreement)
+        exchanges = [TimedAllreduce(ranks, n, allreduce_seconds(n, ranks, LINK)) for n in (4, 4096, 2**22, 2**24)]
+        found = fit_link(exchanges, copy=LINK.copy / 3, cycle=2 * LINK.wakeup)
         assert found.byte == pytest.approx(LINK.byte, rel=0.02)
         assert found.latency == pytest.approx(LINK.latency, rel=0.5)
         predicted = allreduce_seconds(2**25, ranks, found)
         assert predicted == pytest.approx(allreduce_seconds(2**25, ranks, LINK), rel=0.02)
     with pytest.raises(ValueError, match="1 small and 0 large"):
-        fit([Exchange(2, 4, 1e-4)], copy=1e-10, cycle=2e-4)
+        fit_link([TimedAllreduce(2, 4, 1e-4)], copy=1e-10, cycle=2e-4)
 
 
 def test_buckets_hide_what_passes_while_the_rank_computes():
     fast, slow = dataclasses.replace(LINK, byte=1e-10), LINK
-    together = step(MEASURED, 4, fast, bucket_bytes=2**30)
-    apart = step(MEASURED, 4, fast, bucket_bytes=8_000_000)
+    together = step_cost(MEASURED, 4, fast, bucket_bytes=2**30)
+    apart = step_cost(MEASURED, 4, fast, bucket_bytes=8_000_000)
     assert together.hidden == pytest.approx(0) and apart.hidden > 0.6 * apart.exchange
     assert apart.total < together.total
     # A slow link is busy from the first bucket on, so the rest of the step is exchange time.
-    late = step(MEASURED, 4, slow, bucket_bytes=8_000_000)
+    late = step_cost(MEASURED, 4, slow, bucket_bytes=8_000_000)
     assert late.total == pytest.approx(0.04 + late.exchange)
     for each in (together, apart, late):
         assert each.total == pytest.approx(each.compute + each.exchange - each.hidden + each.wait)
     rows = dataclasses.replace(MEASURED, row_bytes=3_000_000, row_exchanges=3)
-    assert step(rows, 4, fast, bucket_bytes=8_000_000).total > apart.total
+    assert step_cost(rows, 4, fast, bucket_bytes=8_000_000).total > apart.total
 
 
 @pytest.mark.parametrize("limit", [1, 8, 30, 10**9])
@@ -81,9 +81,9 @@ def test_scaling_from_a_file(tmp_path, capsys):
     file = tmp_path / "measured.json"
     MEASURED.save(file)
     assert Measurements.load(file) == MEASURED
-    made = scaling(MEASURED, [8, 64], bandwidth=25e9)
+    made = predict_scaling(MEASURED, [8, 64], bandwidth=25e9)
     assert 0.8 < made.efficiency(64) < made.efficiency(8) < made.efficiency(1) == 1
-    assert scaling(MEASURED, [8]).efficiency(8) < 0.5
+    assert predict_scaling(MEASURED, [8]).efficiency(8) < 0.5
     assert main(["plan", "--measured", str(file), "--ranks", "8..100", "--bandwidth", "25Gbit"]) == 0
     shown = capsys.readouterr().out
     assert [line.split()[0] for line in shown.splitlines()[-6:]] == ["1", "8", "16", "32", "64", "100"]

@@ -120,16 +120,16 @@ def test_bad_arguments_name_themselves():
 
 
 def test_the_command_plans_what_its_words_say():
-    from hvdkit.commands.plan.command import PlanOptions, bytes_of, plan
+    from hvdkit.commands.plan.command import PlanConfig, bytes_of, plan
 
-    made = plan(PlanOptions(tables=("items:1_000_000x64", "tags:500x8=column"), ranks="8", memory="1GiB"))
+    made = plan(PlanConfig(tables=("items:1_000_000x64", "tags:500x8=column"), ranks="8", memory="1GiB"))
     assert made.placements == {"items": "row", "tags": "column"}
     assert made.ranks[0].weights == 125_000 * 64 * 4 + 500 * 4
     assert [bytes_of(text) for text in ("1K", "1 KB", "2GiB", "7")] == [1024, 1000, 2 << 30, 7]
     with pytest.raises(ValueError, match="--tables: got items, expected NAME:ROWSxWIDTH"):
-        plan(PlanOptions(tables=("items",)))
+        plan(PlanConfig(tables=("items",)))
     with pytest.raises(ValueError, match="--memory: got lots"):
-        plan(PlanOptions(tables=("items:3x2",), memory="lots"))
+        plan(PlanConfig(tables=("items:3x2",), memory="lots"))
 
 
 def test_few_wide_rows_are_cut_by_columns_where_that_fits():

@@ -25,9 +25,9 @@ from traces import check_trace
 
 from hvdkit.cluster.progress import progress, spending
 from hvdkit.profiling import clocks, intervals, profile_report, timeline, trace, xplane
-from hvdkit.profiling.record import RankProfile, Span, StepEnd, TimedCollective
+from hvdkit.profiling.rank_profile import RankProfile, Span, StepEnd, TimedCollective
 from hvdkit.profiling.settings import ProfileSettings
-from hvdkit.profiling.step_parts import PARTS, divide, meet
+from hvdkit.profiling.step_parts import PARTS, divide, match_collectives
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -56,7 +56,7 @@ def recorded(folder):
 
 
 def test_a_slow_rank_and_its_reason_are_found_in_what_two_ranks_recorded(tmp_path):
-    found = profile_report.rows(divide(recorded(tmp_path)))
+    found = profile_report.mean_rows(divide(recorded(tmp_path)))
     assert [row.steps for row in found] == [3, 3]
     for row in found:
         assert sum(row.parts.values()) == pytest.approx(row.step, abs=1e-9)
@@ -66,15 +66,15 @@ def test_a_slow_rank_and_its_reason_are_found_in_what_two_ranks_recorded(tmp_pat
     assert slow.waited_for > 100 > 10 > fast.waited_for
     assert 1 < slow.parts["save"] < 10  # a checkpoint at step 4
     assert fast.parts["compute"] > 0 and fast.parts["exchange"] > 0
-    assert profile_report.verdict(found).startswith("rank 1 is the straggler: other ranks wait 1")
-    assert "; its input takes 120" in profile_report.verdict(found)
+    assert profile_report.summarize(found).startswith("rank 1 is the straggler: other ranks wait 1")
+    assert "; its input takes 120" in profile_report.summarize(found)
 
 
 def test_the_trace_of_two_ranks_is_one_that_viewers_take(tmp_path):
     records = recorded(tmp_path)
     ranks = divide(records)
     for record in records:
-        trace.shortened(record)
+        record.drop_short_ops(trace.MOST_OPS, trace.SHORTEST_NS)
     trace.write(tmp_path / "trace.json.gz", records, ranks)
     document = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
     named = check_trace(document)
@@ -147,8 +147,8 @@ def test_intervals_are_sets(a, b, start, end):
     one, other = intervals.union(a), intervals.union(b)
     assert moments(one) == moments(a)
     assert all(x[1] < y[0] for x, y in itertools.pairwise(one))
-    assert moments(intervals.both(one, other)) == moments(a) & moments(b)
-    assert moments(intervals.without(one, other)) == moments(a) - moments(b)
+    assert moments(intervals.intersection(one, other)) == moments(a) & moments(b)
+    assert moments(intervals.difference(one, other)) == moments(a) - moments(b)
     assert moments(intervals.clip(one, start, end)) == moments(a) & set(range(start, end))
     assert intervals.total(one) == len(moments(a))
 
@@ -179,15 +179,15 @@ def test_parts_add_up_whatever_was_recorded(records):
             assert sum(step.parts.values()) == step.end - step.start
             assert set(step.parts) == set(PARTS) and min(step.parts.values()) >= 0
             assert 0 <= step.hidden <= step.parts["compute"]
-        every = [moment for name in PARTS for moment in one.moments[name]]
+        every = [moment for name in PARTS for moment in one.intervals[name]]
         assert intervals.total(every) == intervals.total(intervals.union(every))  # the parts do not overlap
-        for blamed, when in one.blames.items():
-            assert blamed != record.rank and not intervals.without(when, one.moments["wait"])
-    for found in meet(records).values():
-        assert all(m.own.start <= m.met_at <= m.own.end for m in found)
-    found = profile_report.rows(ranks)
-    assert all(row.waited_for >= 0 for row in found) and profile_report.verdict(found)
-    check_trace(trace.document_of(records, ranks))
+        for blamed, when in one.waits_for.items():
+            assert blamed != record.rank and not intervals.difference(when, one.intervals["wait"])
+    for found in match_collectives(records).values():
+        assert all(m.local.start <= m.last_entry <= m.local.end for m in found)
+    found = profile_report.mean_rows(ranks)
+    assert all(row.waited_for >= 0 for row in found) and profile_report.summarize(found)
+    check_trace(trace.as_json(records, ranks))
 
 
 def test_each_moment_goes_to_the_first_part_that_is_true_of_it():
@@ -205,7 +205,7 @@ def test_each_moment_goes_to_the_first_part_that_is_true_of_it():
     assert step.steps == 2  # the program counts two steps at once
     assert step.parts == {"input": 10, "save": 0, "compute": 40, "wait": 13, "exchange": 30, "other": 7}
     assert step.hidden == 5
-    (row, other) = profile_report.rows(divide([record, late]))
+    (row, other) = profile_report.mean_rows(divide([record, late]))
     assert (row.steps, row.step) == (2, 50e-6)
     assert other.waited_for == 13e-6 and row.waited_for == 0
 
@@ -251,7 +251,7 @@ def row(rank, waited_for, **parts):
     ],
 )
 def test_the_sentence_says_what_the_table_shows(rows, said):
-    assert profile_report.verdict(rows).startswith(said)
+    assert profile_report.summarize(rows).startswith(said)
 
 
 # ---- clocks, settings, and no profile --------------------------------------------------------------------------
@@ -287,13 +287,14 @@ def test_clocks_of_other_hosts_are_known_within_their_error(monkeypatch):
 
 
 def test_what_the_variable_asks_for():
-    assert ProfileSettings.told({}) is None and ProfileSettings.told({"HVDKIT_PROFILE": ""}) is None
-    assert ProfileSettings.told({"HVDKIT_PROFILE": "a:b/c"}) == ProfileSettings(Path("a:b/c"))
-    told = ProfileSettings.told({"HVDKIT_PROFILE": "runs/x:30-40", "HVDKIT_PROFILE_TIMELINE": "1"})
+    assert ProfileSettings.from_environment({}) is None
+    assert ProfileSettings.from_environment({"HVDKIT_PROFILE": ""}) is None
+    assert ProfileSettings.from_environment({"HVDKIT_PROFILE": "a:b/c"}) == ProfileSettings(Path("a:b/c"))
+    told = ProfileSettings.from_environment({"HVDKIT_PROFILE": "runs/x:30-40", "HVDKIT_PROFILE_TIMELINE": "1"})
     assert told == ProfileSettings(Path("runs/x"), 30, 40, True)
     for steps in ("2-9", "9-8"):
         with pytest.raises(ValueError, match=f"HVDKIT_PROFILE=x:{steps}: .*3 <= FIRST <= LAST"):
-            ProfileSettings.told({"HVDKIT_PROFILE": f"x:{steps}"})
+            ProfileSettings.from_environment({"HVDKIT_PROFILE": f"x:{steps}"})
 
 
 def test_without_a_profile_a_step_costs_a_look_at_an_attribute():
@@ -305,6 +306,6 @@ def test_short_ops_are_left_out_of_the_trace_and_counted():
     record = RankProfile(0, "host")
     record.spans = [Span("op", "a:Mul", "t", 0, length) for length in (10, 6_000, 9_000, 8_000)]
     record.spans.append(Span("input", "input", "training", 0, 1))
-    trace.shortened(record, most=2)
+    record.drop_short_ops(2, trace.SHORTEST_NS)
     assert record.left_out == 2
     assert sorted(span.end for span in record.spans) == [1, 8_000, 9_000]

@@ -1,4 +1,4 @@
-"""The options of ``hvdkit bench``."""
+"""The options of ``hvdkit bench``, and those that it shares with ``hvdkit tune``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from hvdkit.commands.run.config import EngineKind, RunConfig
 from hvdkit.errors import describe
 from hvdkit.profiling.settings import FIRST, LAST, ProfileSettings
 
-RANKS = 2
+DEFAULT_RANKS = 2
 _STEPS = re.compile(r"(\d+)-(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankOptions:
-    """The ranks to start, as for ``hvdkit run``."""
+class JobOptions:
+    """The ranks to start, as for ``hvdkit run``, and the workload that they run.
+
+    Raises:
+        ValueError: an option has an invalid value.
+    """
 
     np: Annotated[int | None, arg(aliases=["-np"])] = None
     """Ranks to start; by default 2, or as many as the hosts of -H have slots."""
@@ -32,29 +36,6 @@ class RankOptions:
     """Network interface between hosts, as for hvdkit run."""
     ssh_args: str = ""
     """Arguments for ssh, as for hvdkit run."""
-
-    def launched(self, np: int | None) -> RunConfig:
-        """Return the ``hvdkit run`` options to start ``np`` ranks."""
-        ranks = RANKS if np is None and self.hosts is None else np
-        return RunConfig(
-            np=ranks, hosts=self.hosts, engine=self.engine, interface=self.interface, ssh_args=self.ssh_args
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bench(RankOptions):
-    """Time a training step on multiple ranks, and show where its time goes.
-
-    Without a program, a built-in model is trained on random data; with a program (hvdkit bench --profile runs/profile
-    -np 2 -- python train.py) the user's steps are profiled.
-
-    Raises:
-        ValueError: an option has an invalid value, or contradicts another.
-
-    Example:
-        >>> Bench(model="mlp").batch_size
-        32
-    """
 
     model: ModelName = "cifar10"
     """Model to train: mlp (100 MB of gradients), cifar10 (the CIFAR-10 tutorial's network), resnet50 and vgg16 (on
@@ -69,6 +50,52 @@ class Bench(RankOptions):
     """Number of repetitions; the medians over all rounds are reported, to reduce the effect of other load."""
     optimizer: OptimizerName | None = None
     """Optimizer; the default depends on the model."""
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(describe("--model", self.model, " or ".join(MODELS), "pass one of them"))
+        self.run_config(self.np)  # validates the options of hvdkit run
+        for name in ("batch", "steps", "warm_up", "rounds"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(describe(f"--{name.replace('_', '-')}", value, "at least 1", "pass another number"))
+
+    @property
+    def batch_size(self) -> int:
+        """Examples per step on each rank."""
+        return BATCHES[self.model] if self.batch is None else self.batch
+
+    @property
+    def optimizer_name(self) -> str:
+        """The name of the optimizer."""
+        return self.optimizer or USUAL_OPTIMIZERS[self.model]
+
+    def run_config(self, np: int | None) -> RunConfig:
+        """Return the ``hvdkit run`` options to start ``np`` ranks."""
+        return RunConfig(
+            np=DEFAULT_RANKS if np is None and self.hosts is None else np,
+            hosts=self.hosts,
+            engine=self.engine,
+            interface=self.interface,
+            ssh_args=self.ssh_args,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(JobOptions):
+    """Time a training step on multiple ranks, and show where its time goes.
+
+    Without a program, a built-in model is trained on random data; with a program (hvdkit bench --profile runs/profile
+    -np 2 -- python train.py) the user's steps are profiled.
+
+    Raises:
+        ValueError: an option has an invalid value, or contradicts another.
+
+    Example:
+        >>> Bench(model="mlp").batch_size
+        32
+    """
+
     scaling: bool = True
     """Also time a single rank, with the same number of threads."""
     profile: Path | None = None
@@ -81,35 +108,18 @@ class Bench(RankOptions):
     """Also write the results into this file."""
 
     def __post_init__(self) -> None:
-        if self.model not in MODELS:
-            raise ValueError(describe("--model", self.model, " or ".join(MODELS), "pass one of them"))
-        self.launched(self.np)  # validates the options of hvdkit run
-        for name, least in (("batch", 1), ("steps", 1), ("warm_up", 1), ("rounds", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(describe(flag, value, f"at least {least}", "pass another number"))
+        super().__post_init__()
         if self.profile is None and (self.timeline or self.profile_steps is not None):
             flag = "--timeline" if self.timeline else "--profile-steps"
             raise ValueError(describe("--profile", "none", f"a folder, for {flag}", "pass --profile FOLDER"))
         if self.profile is not None:
-            self.profiled(self.profile)
+            self.profile_settings(self.profile)
 
-    def profiled(self, folder: Path) -> ProfileSettings:
-        """Return the profiling settings for a program."""
+    def profile_settings(self, folder: Path) -> ProfileSettings:
+        """Return the settings to profile a program."""
         if self.profile_steps is None:
             return ProfileSettings(folder, FIRST, LAST, self.timeline)
-        found = _STEPS.fullmatch(self.profile_steps)
-        if found is None:
+        match = _STEPS.fullmatch(self.profile_steps)
+        if match is None:
             raise ValueError(describe("--profile-steps", self.profile_steps, "FIRST-LAST", "write e.g. 50-60"))
-        return ProfileSettings(folder, int(found[1]), int(found[2]), self.timeline)
-
-    @property
-    def batch_size(self) -> int:
-        """Examples per step on each rank."""
-        return BATCHES[self.model] if self.batch is None else self.batch
-
-    @property
-    def optimizer_name(self) -> str:
-        """The name of the optimizer."""
-        return self.optimizer or USUAL_OPTIMIZERS[self.model]
+        return ProfileSettings(folder, int(match[1]), int(match[2]), self.timeline)

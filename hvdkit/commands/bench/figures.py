@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 # If the ratio of the quartiles is larger, other load on the machine affects the result.
-UNSTEADY = 1.25
+MAX_QUARTILE_RATIO = 1.25
 # Width of the table in characters if the output is not a terminal.
-NARROWEST = 100
+TABLE_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class JobResult:
     Attributes:
         ranks: number of ranks.
         batch: examples per step on each rank.
-        each: every rank's results, in rank order.
+        results: every rank's results, in rank order.
     """
 
     ranks: int
     batch: int
-    each: tuple[RankResult, ...]
+    results: tuple[RankResult, ...]
 
     @property
     def milliseconds(self) -> list[float]:
         """Each step's time on the slowest rank."""
-        return [1000 * max(times) for times in zip(*(one.seconds for one in self.each), strict=True)]
+        return [1000 * max(times) for times in zip(*(result.seconds for result in self.results), strict=True)]
 
     @property
     def median(self) -> float:
@@ -64,12 +64,12 @@ class JobResult:
     @property
     def threads(self) -> int:
         """Compute threads per rank."""
-        return self.each[0].threads
+        return self.results[0].threads
 
     @property
     def memory(self) -> int:
         """The maximum memory of a rank, in bytes."""
-        return max(one.memory for one in self.each)
+        return max(result.memory for result in self.results)
 
 
 @dataclass(frozen=True)
@@ -88,34 +88,34 @@ class Round:
         return None if self.alone is None else self.alone.median / self.all.median
 
 
-def joined(runs: Sequence[JobResult]) -> JobResult:
-    """Merge the steps of all rounds into one run."""
-    each = [
+def merge_jobs(jobs: Sequence[JobResult]) -> JobResult:
+    """Merge the steps of several jobs on the same number of ranks."""
+    results = [
         replace(
-            ranks[0],
-            seconds=[second for one in ranks for second in one.seconds],
-            memory=max(one.memory for one in ranks),
+            results[0],
+            seconds=[second for result in results for second in result.seconds],
+            memory=max(result.memory for result in results),
         )
-        for ranks in zip(*(run.each for run in runs), strict=True)
+        for results in zip(*(job.results for job in jobs), strict=True)
     ]
-    return replace(runs[0], each=tuple(each))
+    return replace(jobs[0], results=tuple(results))
 
 
-def both(rounds: Sequence[Round]) -> tuple[list[JobResult], float | None]:
-    """Return the runs on all ranks and on a single rank (if any), and the median of the rounds' efficiencies."""
+def merge_rounds(rounds: Sequence[Round]) -> tuple[list[JobResult], float | None]:
+    """Return the results on all ranks and on a single rank (if any), and the median of the rounds' efficiencies."""
     alone = [one.alone for one in rounds if one.alone is not None]
-    shares = [one.efficiency for one in rounds if one.efficiency is not None]
-    runs = [joined([one.all for one in rounds]), *([joined(alone)] if alone else [])]
-    return runs, statistics.median(shares) if shares else None
+    efficiencies = [one.efficiency for one in rounds if one.efficiency is not None]
+    jobs = [merge_jobs([one.all for one in rounds]), *([merge_jobs(alone)] if alone else [])]
+    return jobs, statistics.median(efficiencies) if efficiencies else None
 
 
 def show(config: Bench, rounds: Sequence[Round], stream: TextIO) -> None:
     """Print the table."""
-    runs, share = both(rounds)
+    jobs, efficiency = merge_rounds(rounds)
     console = Console(file=stream, highlight=False)
     if not stream.isatty():
-        console.width = NARROWEST
-    first = runs[0].each[0]
+        console.width = TABLE_WIDTH
+    first = jobs[0].results[0]
     threads = f", {first.threads} threads" if first.threads > 1 else ", 1 thread" if first.threads else ""
     shown = f"{len(rounds)} times {config.steps}" if len(rounds) > 1 else str(config.steps)
     about = f"{config.model}, {config.batch_size} examples a rank, {config.optimizer_name}"
@@ -124,28 +124,28 @@ def show(config: Bench, rounds: Sequence[Round], stream: TextIO) -> None:
     names = ("ranks", "ms/step", "quartiles", "examples/s", "efficiency", "collectives", "MB sent", "MB a rank")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    for run in runs:
-        low, high = run.quartiles
-        busiest = max(run.each, key=lambda one: one.sent)
+    for job in jobs:
+        low, high = job.quartiles
+        busiest = max(job.results, key=lambda result: result.sent)
         table.add_row(
-            str(run.ranks),
-            f"{run.median:.1f}",
+            str(job.ranks),
+            f"{job.median:.1f}",
             f"{low:.1f} to {high:.1f}",
-            f"{run.examples_per_second:.0f}",
-            f"{100 * share:.0f} %" if share is not None and run.ranks > 1 else "",
-            str(busiest.collectives) if run.ranks > 1 else "",
-            f"{busiest.sent / 1e6:.1f}" if run.ranks > 1 else "",
-            f"{run.memory / 1e6:.0f}",
+            f"{job.examples_per_second:.0f}",
+            f"{100 * efficiency:.0f} %" if efficiency is not None and job.ranks > 1 else "",
+            str(busiest.collectives) if job.ranks > 1 else "",
+            f"{busiest.sent / 1e6:.1f}" if job.ranks > 1 else "",
+            f"{job.memory / 1e6:.0f}",
         )
     console.print(table)
-    low, high = max((run.quartiles for run in runs), key=lambda pair: pair[1] / pair[0])
-    if high > UNSTEADY * low:
+    low, high = max((job.quartiles for job in jobs), key=lambda pair: pair[1] / pair[0])
+    if high > MAX_QUARTILE_RATIO * low:
         console.print("steps differ by much: something else runs on these machines, and the figures are rough")
 
 
 def as_json(config: Bench, rounds: Sequence[Round]) -> dict[str, Any]:
     """Return the results for JSON; docs/profiling.md documents the keys."""
-    runs, share = both(rounds)
+    jobs, efficiency = merge_rounds(rounds)
     return {
         "format_version": FORMAT_VERSION,
         "hvdkit": __version__,
@@ -153,19 +153,19 @@ def as_json(config: Bench, rounds: Sequence[Round]) -> dict[str, Any]:
         "batch": config.batch_size,
         "optimizer": config.optimizer_name,
         "rounds": len(rounds),
-        "scaling_efficiency": share,
+        "scaling_efficiency": efficiency,
         "runs": [
             {
-                "ranks": run.ranks,
-                "threads": run.threads,
-                "ms_per_step": run.median,
-                "quartiles_ms": run.quartiles,
-                "examples_per_second": run.examples_per_second,
-                "collectives": max(one.collectives for one in run.each),
-                "bytes": [one.sent for one in run.each],
-                "memory": [one.memory for one in run.each],
-                "step_ms": [[1000 * second for second in one.seconds] for one in run.each],
+                "ranks": job.ranks,
+                "threads": job.threads,
+                "ms_per_step": job.median,
+                "quartiles_ms": job.quartiles,
+                "examples_per_second": job.examples_per_second,
+                "collectives": max(result.collectives for result in job.results),
+                "bytes": [result.sent for result in job.results],
+                "memory": [result.memory for result in job.results],
+                "step_ms": [[1000 * second for second in result.seconds] for result in job.results],
             }
-            for run in runs
+            for job in jobs
         ],
     }

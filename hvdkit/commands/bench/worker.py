@@ -17,6 +17,7 @@ import hvdkit as hk
 from hvdkit.cluster.progress import progress
 from hvdkit.commands.bench.workloads import Workload, measure, optimizer, train_step, workload
 
+# Starts the line of results.
 MARK = "hvdkit-bench: "
 
 
@@ -55,30 +56,34 @@ class RankResult:
 
 def main() -> None:
     """Run the workload and print the results."""
-    told = WorkerOptions(**json.loads(sys.argv[1]))
+    options = WorkerOptions(**json.loads(sys.argv[1]))
     hk.init()
     import tensorflow as tf
 
-    work = workload(told.model, told.batch)
-    combining = hk.DistributedOptimizer(optimizer(told.optimizer))
-    step = train_step(work, combining)
-    seconds = measure(step, work.batches(), told.steps, told.warm_up, progress().at_step)
+    work = workload(options.model, options.batch)
+    distributed = hk.DistributedOptimizer(optimizer(options.optimizer))
+    step = train_step(work, distributed)
+    seconds = measure(step, work.batches(), options.steps, options.warm_up, progress().at_step)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if told.extra:
-        before = told.steps + told.warm_up
-        measure(step, work.batches(), told.extra, 0, lambda number: progress().at_step(before + number))
-    collectives, sent = traffic(step, work, combining)
+    if options.extra:
+        before = options.steps + options.warm_up
+        measure(step, work.batches(), options.extra, 0, lambda number: progress().at_step(before + number))
+    collectives, sent = traffic(step, work, distributed)
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     device = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
-    mine = RankResult(
-        seconds=seconds, memory=memory, threads=threads, collectives=collectives, sent=sent, device=device
+    send_result(
+        RankResult(seconds=seconds, memory=memory, threads=threads, collectives=collectives, sent=sent, device=device)
     )
-    everyone = hk.allgather_object(asdict(mine))
+
+
+def send_result(result: Any) -> None:
+    """Send a dataclass with this rank's results to the command: the chief prints all ranks' results as one line."""
+    results = hk.allgather_object(asdict(result))
     if hk.is_chief():
-        print(MARK + json.dumps(everyone), flush=True)
+        print(MARK + json.dumps(results), flush=True)
 
 
-def traffic(step: Any, work: Workload, combining: Any) -> tuple[int, int]:
+def traffic(step: Any, work: Workload, distributed: Any) -> tuple[int, int]:
     """Return the number of collectives in a step, and the bytes that this rank passes to them. Every rank calls it.
 
     Sizes that depend on the batch, such as the number of rows that ranks request, are measured on one batch.
@@ -88,24 +93,24 @@ def traffic(step: Any, work: Workload, combining: Any) -> tuple[int, int]:
     def collectives(graph: Any) -> list[Any]:
         return [op for op in graph.get_operations() if op.type.startswith("Horovod")]
 
-    def sizes(op: Any) -> list[Any]:
+    def inputs_of(op: Any) -> list[Any]:
         return [tensor for tensor in op.inputs if tensor.dtype.is_floating or tensor.dtype.is_integer]
 
-    found = collectives(step.get_concrete_function(*work.data[0]).graph)
-    tensors = [tensor for op in found for tensor in sizes(op)]
+    ops = collectives(step.get_concrete_function(*work.data[0]).graph)
+    tensors = [tensor for op in ops for tensor in inputs_of(op)]
     if all(tensor.shape.is_fully_defined() for tensor in tensors):
-        return len(found), sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tensors)
+        return len(ops), sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tensors)
 
-    plain = train_step(work, combining).python_function
+    plain = train_step(work, distributed).python_function
 
     @tf.function
     def counted(inputs: Any, labels: Any) -> Any:
         loss = plain(inputs, labels)
-        inside = [tensor for op in collectives(tf.compat.v1.get_default_graph()) for tensor in sizes(op)]
-        sent = [tf.size(tensor, tf.int64) * tensor.dtype.size for tensor in inside]
+        tensors = [tensor for op in collectives(tf.compat.v1.get_default_graph()) for tensor in inputs_of(op)]
+        sent = [tf.size(tensor, tf.int64) * tensor.dtype.size for tensor in tensors]
         return loss, tf.add_n(sent)
 
-    return len(found), int(counted(*work.data[0])[1])
+    return len(ops), int(counted(*work.data[0])[1])
 
 
 if __name__ == "__main__":

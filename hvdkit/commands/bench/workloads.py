@@ -35,7 +35,7 @@ USUAL_OPTIMIZERS = {
     "vgg16": "momentum",
     "recommender": "adagrad",
 }
-_DIFFERENT_BATCHES = 8
+_DISTINCT_BATCHES = 8
 
 # The recommender: number of tables, their rows and width, number of dense inputs, and skew of the ids.
 TABLES, ROWS, WIDTH, NUMBERS, ZIPF = 26, 40_000, 16, 13, 1.2
@@ -97,7 +97,7 @@ def workload(name: str, batch: int | None = None, seed: int = 0) -> Workload:
         hk.init()
         print(workload("mlp").gradient_bytes)  # 100794408
     """
-    if name not in _MAKERS:
+    if name not in _BUILDERS:
         raise ValueError(describe("--model", name, " or ".join(MODELS), "pass one of them"))
     batch = BATCHES[name] if batch is None else integer("--batch", batch, minimum=1)
 
@@ -107,8 +107,7 @@ def workload(name: str, batch: int | None = None, seed: int = 0) -> Workload:
     from hvdkit import cluster
 
     keras.utils.set_random_seed(seed)
-    here = np.random.default_rng([seed, cluster.rank()])
-    return _MAKERS[name](name, batch, here)
+    return _BUILDERS[name](name, batch, np.random.default_rng([seed, cluster.rank()]))
 
 
 def optimizer(name: str, learning_rate: float = 0.01) -> keras.optimizers.Optimizer:
@@ -197,7 +196,7 @@ def _cifar10(name: str, batch: int, rng: Any) -> Workload:
     import keras
     import tensorflow as tf
 
-    def normalised() -> keras.layers.Layer:
+    def normalization() -> keras.layers.Layer:
         return keras.layers.Lambda(lambda x: tf.nn.local_response_normalization(x, 4, 1.0, 0.001 / 9.0, 0.75))
 
     def dense(units: int) -> keras.layers.Layer:
@@ -207,9 +206,9 @@ def _cifar10(name: str, batch: int, rng: Any) -> Workload:
     layers = [
         conv(64, 5, padding="same", activation="relu"),
         pool(3, 2, padding="same"),
-        normalised(),
+        normalization(),
         conv(64, 5, padding="same", activation="relu"),
-        normalised(),
+        normalization(),
         pool(3, 2, padding="same"),
         keras.layers.Flatten(),
         dense(384),
@@ -254,24 +253,24 @@ def _recommender(name: str, batch: int, rng: Any) -> Workload:
     tables = [Table(f"c{i}", ROWS, WIDTH) for i in range(TABLES)]
     ids = {table.name: keras.Input((), dtype="int64", name=table.name) for table in tables}
     numbers = keras.Input((NUMBERS,), name="numbers")
-    found = ShardedEmbeddingCollection(tables)(ids)
+    embedded = ShardedEmbeddingCollection(tables)(ids)
     bottom = keras.layers.Dense(WIDTH, "relu")(keras.layers.Dense(64, "relu")(numbers))
-    together = keras.layers.Concatenate()([bottom, *(found[table.name] for table in tables)])
-    top = keras.layers.Dense(1)(keras.layers.Dense(64, "relu")(keras.layers.Dense(128, "relu")(together)))
+    features = keras.layers.Concatenate()([bottom, *(embedded[table.name] for table in tables)])
+    top = keras.layers.Dense(1)(keras.layers.Dense(64, "relu")(keras.layers.Dense(128, "relu")(features)))
     model = keras.Model({**ids, "numbers": numbers}, top)
 
     def loss(inputs: Any, labels: Any) -> Any:
         logits = model(inputs, training=True)
         return tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels=labels, logits=logits))
 
-    def one() -> tuple[Any, Any]:
+    def random_batch() -> tuple[Any, Any]:
         # A few ids are frequent, spread over all rows, as in real logs.
         drawn = (rng.zipf(ZIPF, size=(TABLES, batch)) * 2_654_435_761) % ROWS
         inputs = {f"c{i}": tf.constant(column, tf.int64) for i, column in enumerate(drawn)}
         inputs["numbers"] = tf.constant(rng.normal(size=(batch, NUMBERS)), tf.float32)
         return inputs, tf.constant(rng.integers(0, 2, (batch, 1)).astype(np.float32))
 
-    return Workload(name, batch, model, loss, tuple(one() for _ in range(_DIFFERENT_BATCHES)))
+    return Workload(name, batch, model, loss, tuple(random_batch() for _ in range(_DISTINCT_BATCHES)))
 
 
 def _bytes(variable: Any) -> int:
@@ -281,7 +280,7 @@ def _bytes(variable: Any) -> int:
     return int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
 
 
-_MAKERS: dict[str, Callable[[str, int, Any], Workload]] = {
+_BUILDERS: dict[str, Callable[[str, int, Any], Workload]] = {
     "mlp": _mlp,
     "cifar10": _cifar10,
     "resnet50": _application,

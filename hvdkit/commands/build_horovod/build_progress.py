@@ -63,10 +63,10 @@ class BuildProgress:
         """Process one line of the build's output; make's ``[ 42%]`` updates the bar."""
         if self._verbose:
             self._console.out(text, end="", highlight=False)
-        found = _PERCENT.match(text)
-        if not found:
+        match = _PERCENT.match(text)
+        if not match:
             return
-        percent = int(found[1])
+        percent = int(match[1])
         if self._bar:
             self._bar.update(self._bar.task_ids[-1], total=100, completed=percent)
         elif percent // 10 > self._percent // 10:

@@ -89,17 +89,17 @@ def find_cuda() -> Cuda:
     Raises:
         BuildError: TensorFlow was built without CUDA, or the toolkit or NCCL is missing.
     """
-    wanted = _tensorflow_cuda()
+    tensorflow_version = _tensorflow_cuda()
     home = _toolkit()
     text = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"release (\d+\.\d+)", text)
-    include, library, rpath = _nccl(home, wanted.split(".")[0])
+    release = re.search(r"release (\d+\.\d+)", text)
+    include, library, rpath = _nccl(home, tensorflow_version.split(".")[0])
     header = (include / "nccl.h").read_text(encoding="utf-8", errors="replace")
     parts = re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header)
     return Cuda(
         home=home,
-        version=found[1] if found else "of unknown version",
-        tensorflow_version=wanted,
+        version=release[1] if release else "of unknown version",
+        tensorflow_version=tensorflow_version,
         nccl_include=include,
         nccl_library=library,
         nccl_version=".".join(parts),
@@ -122,11 +122,11 @@ def _tensorflow_cuda() -> str:
 def _toolkit() -> Path:
     """Return the folder whose bin/nvcc to use: the first one found, most explicit setting first."""
     for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
-        place = os.environ.get(name)
-        if place and not Path(place, "bin", "nvcc").is_file():
-            raise BuildError(describe(name, place, "a folder that holds bin/nvcc", GET_CUDA))
-        if place:
-            return Path(place)
+        folder = os.environ.get(name)
+        if folder and not Path(folder, "bin", "nvcc").is_file():
+            raise BuildError(describe(name, folder, "a folder that holds bin/nvcc", GET_CUDA))
+        if folder:
+            return Path(folder)
     nvcc = _pip_file("nvidia-cuda-nvcc", "nvcc") or shutil.which("nvcc")
     if nvcc is None and Path("/usr/local/cuda/bin/nvcc").is_file():
         nvcc = "/usr/local/cuda/bin/nvcc"
@@ -141,16 +141,16 @@ def _toolkit() -> Path:
 
 def _nccl(cuda_home: Path, major: str) -> tuple[Path, Path, str]:
     """Return NCCL's include folder, library and run path."""
-    named = os.environ.get("HOROVOD_NCCL_HOME")
-    for home, rpath in [(Path(named), None)] if named else _nccl_places(cuda_home, major):
+    setting = os.environ.get("HOROVOD_NCCL_HOME")
+    for home, rpath in [(Path(setting), None)] if setting else _nccl_folders(cuda_home, major):
         libraries = [library for name in LIBRARY_FOLDERS for library in sorted(home.glob(f"{name}/libnccl.so*"))]
         if libraries and (home / "include" / "nccl.h").is_file():
             return home / "include", libraries[0], rpath or str(libraries[0].parent)
-    got = f"HOROVOD_NCCL_HOME={named} without nccl.h or libnccl.so" if named else "no nccl.h and libnccl.so"
+    got = f"HOROVOD_NCCL_HOME={setting} without nccl.h or libnccl.so" if setting else "no nccl.h and libnccl.so"
     raise BuildError(describe("--gpu nccl", got, "NCCL 2", GET_NCCL.format(major=major)))
 
 
-def _nccl_places(cuda_home: Path, major: str) -> Iterator[tuple[Path, str | None]]:
+def _nccl_folders(cuda_home: Path, major: str) -> Iterator[tuple[Path, str | None]]:
     """Yield folders that may contain NCCL, each with its run path if that is relative to Horovod's library."""
     for package in dict.fromkeys((f"nvidia-nccl-cu{major}", "nvidia-nccl-cu12", "nvidia-nccl-cu13")):
         header = _pip_file(package, "nccl.h")
@@ -167,5 +167,5 @@ def _pip_file(package: str, name: str) -> str | None:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-    found = [file for file in distribution.files or () if file.name == name]
-    return str(distribution.locate_file(found[0])) if found else None
+    files = [file for file in distribution.files or () if file.name == name]
+    return str(distribution.locate_file(files[0])) if files else None

@@ -27,7 +27,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """Replace ``old`` with ``new`` in ``path`` for targets for which ``needed`` is true."""
+    """Replace ``old`` with ``new`` in ``path`` for targets for which ``needed`` is true; by default, for all."""
 
     name: str
     why: str
@@ -35,11 +35,7 @@ class Patch:
     path: str
     old: str
     new: str
-    needed: Callable[[Target], bool]
-
-
-def _always(target: Target) -> bool:
-    return True
+    needed: Callable[[Target], bool] = lambda target: True
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -100,7 +96,6 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
         path="horovod/common/common.h",
         old="#include <memory>\n#include <string>\n",
         new="#include <memory>\n#include <stdexcept>\n#include <string>\n",
-        needed=_always,
     ),
     Patch(
         name="gcc13-string",
@@ -109,16 +104,14 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
         path="horovod/common/group_table.h",
         old="#include <queue>\n",
         new="#include <queue>\n#include <string>\n",
-        needed=_always,
     ),
     Patch(
         name="gcc14-flatbuffers",
-        why="GCC 14 rejects the assignment to const members, even in a template that nobody instantiates",
+        why="GCC 14 rejects the assignment to const members, even in a template that is never instantiated",
         versions="GCC >= 14; harmless before",
         path="third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
         old="  pointer const data_;\n  const size_type count_;\n",
         new="  pointer data_;\n  size_type count_;\n",
-        needed=_always,
     ),
     Patch(
         name="gcc15-cstdint",
@@ -127,7 +120,6 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
         path="third_party/gloo/gloo/types.h",
         old="#include <iostream>\n",
         new="#include <cstdint>\n#include <iostream>\n",
-        needed=_always,
     ),
     Patch(
         name="relative-rpath",
@@ -141,7 +133,6 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
         "    set(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE)\n"
         '    set(CMAKE_INSTALL_RPATH "$ENV{HVDKIT_RPATH}")\n'
         "endif()\n",
-        needed=_always,
     ),
 )
 

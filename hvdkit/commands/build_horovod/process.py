@@ -69,9 +69,9 @@ def run(
 def _cause(lines: Sequence[str], count: int = 4) -> str:
     """Return the first line with an error and the lines after it, or else the last lines."""
     stripped = [line.strip() for line in lines if line.strip()]
-    named = [index for index, line in enumerate(stripped) if _CAUSE.search(line)]
-    start = named[0] if named else max(0, len(stripped) - count)
+    errors = [index for index, line in enumerate(stripped) if _CAUSE.search(line)]
+    start = errors[0] if errors else max(0, len(stripped) - count)
     text = "\n".join(f"  {line[:300]}" for line in stripped[start : start + count])
-    if any("Killed" in stripped[index] and "cc1plus" in stripped[index] for index in named):
+    if any("Killed" in stripped[index] and "cc1plus" in stripped[index] for index in errors):
         text += "\n  The compiler ran out of memory: take --jobs 1."
     return text

@@ -92,8 +92,8 @@ def has_cmake() -> bool:
         text = subprocess.run(["cmake", "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return False
-    found = re.search(r"version (\d+(\.\d+)+)", text)
-    return found is not None and Version(found[1]) >= OLDEST_CMAKE
+    match = re.search(r"version (\d+(\.\d+)+)", text)
+    return match is not None and Version(match[1]) >= OLDEST_CMAKE
 
 
 def choose_jobs(jobs: int) -> int:

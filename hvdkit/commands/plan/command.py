@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdkit.commands.plan.measured import Measurements
-from hvdkit.commands.plan.scaling import Scaling, doublings, scaling
+from hvdkit.commands.plan.measurements import Measurements
+from hvdkit.commands.plan.scaling import Scaling, doublings, predict_scaling
 from hvdkit.errors import describe
 from hvdkit.sharding.plan import Plan, plan_tables
 from hvdkit.sharding.table import Table
@@ -19,7 +19,7 @@ _BYTES = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>|[KMGT]i?B?|B)", re.IGN
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanConfig:
     """Plan the placement of embedding tables and each rank's memory; or predict the step time of a model.
 
     For example:
@@ -51,7 +51,7 @@ class PlanOptions:
     """Dtype of the tables."""
 
 
-def plan(config: PlanOptions) -> Plan | Scaling:
+def plan(config: PlanConfig) -> Plan | Scaling:
     """Return the plan for the command line's tables, or the predicted steps of the measured model.
 
     Raises:
@@ -61,25 +61,25 @@ def plan(config: PlanOptions) -> Plan | Scaling:
     if bool(config.tables) == (config.measured is not None):
         got = "both" if config.tables else "neither"
         raise ValueError(describe("--tables, --measured", got, "one of them", "see hvdkit plan --help"))
-    found = _RANKS.fullmatch(str(config.ranks))
-    if found is None or int(found["first"]) < 1 or (found["last"] is not None and config.measured is None):
+    match = _RANKS.fullmatch(str(config.ranks))
+    if match is None or int(match["first"]) < 1 or (match["last"] is not None and config.measured is None):
         expected = "a number of ranks" if config.measured is None else "a number of ranks, or FIRST..LAST"
         raise ValueError(describe("--ranks", config.ranks, expected, "write e.g. 8"))
-    first = int(found["first"])
+    first = int(match["first"])
     if config.measured is not None:
         bandwidth = None if config.bandwidth is None else bits_of(config.bandwidth)
         latency = None if config.latency_us is None else config.latency_us * 1e-6
-        several = doublings(first, int(found["last"] or first))
-        return scaling(Measurements.load(config.measured), several, bandwidth=bandwidth, latency=latency)
+        ranks = doublings(first, int(match["last"] or first))
+        return predict_scaling(Measurements.load(config.measured), ranks, bandwidth=bandwidth, latency=latency)
     tables, placements = [], {}
     for text in config.tables:
-        found = _TABLE.fullmatch(text)
-        if found is None:
+        match = _TABLE.fullmatch(text)
+        if match is None:
             raise ValueError(describe("--tables", text, "NAME:ROWSxWIDTH", "write e.g. items:10000000x64"))
-        rows = int(re.sub("[_,]", "", found["rows"]))
-        tables.append(Table(found["name"], rows, int(found["width"]), dtype=config.dtype))
-        if found["placement"]:
-            placements[found["name"]] = found["placement"]
+        rows = int(re.sub("[_,]", "", match["rows"]))
+        tables.append(Table(match["name"], rows, int(match["width"]), dtype=config.dtype))
+        if match["placement"]:
+            placements[match["name"]] = match["placement"]
     return plan_tables(
         tables,
         first,
@@ -98,10 +98,10 @@ def bits_of(text: str) -> float:
         >>> bits_of("200Mbit"), bits_of("1.5 Gbit/s")
         (200000000.0, 1500000000.0)
     """
-    found = _BITS.fullmatch(text.strip())
-    if found is None or float(found["number"]) == 0:
+    match = _BITS.fullmatch(text.strip())
+    if match is None or float(match["number"]) == 0:
         raise ValueError(describe("--bandwidth", text, "a bandwidth", "write e.g. 25Gbit"))
-    return float(found["number"]) * {"": 1e0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found["unit"].upper()]
+    return float(match["number"]) * {"": 1e0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match["unit"].upper()]
 
 
 def bytes_of(text: str) -> int:
@@ -111,10 +111,10 @@ def bytes_of(text: str) -> int:
         >>> bytes_of("1.5GiB"), bytes_of("2 GB")
         (1610612736, 2000000000)
     """
-    found = _BYTES.fullmatch(text.strip())
-    if found is None:
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
         raise ValueError(describe("--memory", text, "a number of bytes", "write e.g. 16GiB"))
-    unit = found["unit"].upper()
+    unit = match["unit"].upper()
     power = "BKMGT".index(unit[0]) if unit else 0
     base = 1000 if unit.endswith("B") and "I" not in unit else 1024
-    return int(float(found["number"]) * base**power)
+    return int(float(match["number"]) * base**power)

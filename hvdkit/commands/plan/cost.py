@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdkit.cluster import rings
-from hvdkit.commands.plan.measured import Exchange, Measurements
+from hvdkit.commands.plan.measurements import Measurements, TimedAllreduce
 from hvdkit.optimizer.buckets import buckets
 
 # Number of small collectives in which Horovod's thread negotiates what is ready on all ranks.
-_ROUNDS_TO_AGREE = 2
+_NEGOTIATION_ROUNDS = 2
 # Halving exchanges between distant ranks take this factor longer than their bytes: 1.7 to 2.1 on four hosts.
 _HALVING = 1.8
 # Messages up to _SMALL are bound by latency, messages from _LARGE on by bandwidth.
@@ -44,13 +44,13 @@ class Link:
         latency: a, seconds for a small message.
         byte: b, seconds per byte on a link: 8e-9 for 1 Gbit/s.
         copy: c, seconds to copy and add a byte.
-        agreement: d without its messages: seconds until Horovod's thread wakes up.
+        wakeup: d without its messages: seconds until Horovod's thread wakes up.
     """
 
     latency: float
     byte: float
     copy: float
-    agreement: float
+    wakeup: float
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,21 @@ def allreduce_seconds(nbytes: int, ranks: int, link: Link) -> float:
     """Return the seconds of an allreduce of ``nbytes`` over ``ranks``, with the algorithm that hvdkit's rules choose.
 
     Example:
-        >>> link = Link(latency=50e-6, byte=8e-9, copy=1e-9, agreement=1e-4)
+        >>> link = Link(latency=50e-6, byte=8e-9, copy=1e-9, wakeup=1e-4)
         >>> round(allreduce_seconds(25_000_000, 4, link), 3)  # 1 Gbit/s: the ring bound alone is 0.3
         0.326
     """
     if ranks == 1:
         return 0.0
     doublings = math.ceil(math.log2(ranks))
-    agree = link.agreement + _ROUNDS_TO_AGREE * doublings * link.latency
+    negotiation = link.wakeup + _NEGOTIATION_ROUNDS * doublings * link.latency
     crossing = 2 * (ranks - 1) / ranks * nbytes * link.byte
     ring = 2 * (ranks - 1) * link.latency + crossing
     doubling = doublings * (link.latency + nbytes * link.byte)
     halving = 2 * doublings * link.latency + _HALVING * crossing
     algorithm = rings.rule(ranks, nbytes)
-    chosen = {rings.RING: ring, rings.RECURSIVE_DOUBLING: doubling}.get(algorithm, min(doubling, halving))
-    return agree + chosen + nbytes * link.copy
+    seconds = {rings.RING: ring, rings.RECURSIVE_DOUBLING: doubling}.get(algorithm, min(doubling, halving))
+    return negotiation + seconds + nbytes * link.copy
 
 
 def alltoall_seconds(nbytes: int, ranks: int, link: Link) -> float:
@@ -95,14 +95,14 @@ def alltoall_seconds(nbytes: int, ranks: int, link: Link) -> float:
     if ranks == 1:
         return 0.0
     doublings = math.ceil(math.log2(ranks))
-    agree = link.agreement + _ROUNDS_TO_AGREE * doublings * link.latency
+    negotiation = link.wakeup + _NEGOTIATION_ROUNDS * doublings * link.latency
     pairs = (ranks - 1) * link.latency + (ranks - 1) / ranks * nbytes * link.byte
     # Small parts are relayed (Bruck's algorithm): more bytes in fewer messages.
     relayed = doublings * (link.latency + nbytes / 2 * link.byte)
-    return agree + min(pairs, relayed) + nbytes * link.copy
+    return negotiation + min(pairs, relayed) + nbytes * link.copy
 
 
-def fit(exchanges: Sequence[Exchange], copy: float, cycle: float) -> Link:
+def fit_link(exchanges: Sequence[TimedAllreduce], copy: float, cycle: float) -> Link:
     """Estimate the link from timed allreduces.
 
     Args:
@@ -117,41 +117,43 @@ def fit(exchanges: Sequence[Exchange], copy: float, cycle: float) -> Link:
     large = [e for e in exchanges if e.ranks > 1 and e.nbytes >= _LARGE]
     if not small or not large:
         raise ValueError(f"exchanges: got {len(small)} small and {len(large)} large ones, expected some of both")
-    # Copy in, add, and copy out.
-    moved, agreement = 3 * copy, cycle / 2
-    rounds = [(_ROUNDS_TO_AGREE + 1) * math.ceil(math.log2(e.ranks)) for e in small]
-    latency = max(1e-7, statistics.median([(e.seconds - agreement) / n for e, n in zip(small, rounds, strict=True)]))
-    unhindered = Link(latency, 0.0, moved, agreement)
+    wakeup = cycle / 2
+    per_byte = 3 * copy  # copy in, add, and copy out
+    rounds = [(_NEGOTIATION_ROUNDS + 1) * math.ceil(math.log2(e.ranks)) for e in small]
+    latency = max(1e-7, statistics.median([(e.seconds - wakeup) / n for e, n in zip(small, rounds, strict=True)]))
+    latency_only = Link(latency, 0.0, per_byte, wakeup)
     bytes_seconds = [
-        (e.seconds - allreduce_seconds(e.nbytes, e.ranks, unhindered)) / (2 * (e.ranks - 1) / e.ranks * e.nbytes)
+        (e.seconds - allreduce_seconds(e.nbytes, e.ranks, latency_only)) / (2 * (e.ranks - 1) / e.ranks * e.nbytes)
         for e in large
     ]
-    return Link(latency, max(1e-12, statistics.median(bytes_seconds)), moved, agreement)
+    return Link(latency, max(1e-12, statistics.median(bytes_seconds)), per_byte, wakeup)
 
 
-def step(measured: Measurements, ranks: int, link: Link, *, crowd: float = 1.0, bucket_bytes: int) -> StepCost:
-    """Return the cost of a step of ``measured`` on ``ranks`` ranks, with the measured number of examples per rank.
+def step_cost(
+    measurements: Measurements, ranks: int, link: Link, *, slowdown: float = 1.0, bucket_bytes: int
+) -> StepCost:
+    """Return the cost of a step of ``measurements`` on ``ranks`` ranks, with the measured number of examples per rank.
 
     Args:
-        measured: the model, and the time of one rank's computation.
+        measurements: the model, and the time of one rank's computation.
         ranks: number of ranks.
         link: communication costs.
-        crowd: slowdown of the computation if ranks share cores; >= 1.
+        slowdown: factor by which the computation is slower if ranks share cores; >= 1.
         bucket_bytes: minimum size of a bucket.
     """
-    compute = measured.compute_alone * crowd
+    compute = measurements.compute_alone * slowdown
     if ranks == 1:
         return StepCost(1, compute, 0.0, 0.0, 0.0)
-    exchange = through = 0.0
-    for places in buckets([gradient.nbytes for gradient in measured.gradients], bucket_bytes):
-        seconds = allreduce_seconds(sum(measured.gradients[i].nbytes for i in places), ranks, link)
-        ready = compute * max(measured.gradients[i].ready for i in places)
-        exchange, through = exchange + seconds, max(through, ready) + seconds
+    exchange = last_sent = 0.0
+    for bucket in buckets([gradient.nbytes for gradient in measurements.gradients], bucket_bytes):
+        seconds = allreduce_seconds(sum(measurements.gradients[i].nbytes for i in bucket), ranks, link)
+        ready = compute * max(measurements.gradients[i].ready for i in bucket)
+        exchange, last_sent = exchange + seconds, max(last_sent, ready) + seconds
     # Fully used cores also do the copying.
-    busy = compute + (measured.gradient_bytes * link.copy * crowd if crowd > 1 else 0.0)
-    end = max(busy, through)
-    for _ in range(measured.row_exchanges):  # not hidden: the computation waits for rows
-        seconds = alltoall_seconds(measured.row_bytes // measured.row_exchanges, ranks, link)
+    busy = compute + (measurements.gradient_bytes * link.copy * slowdown if slowdown > 1 else 0.0)
+    end = max(busy, last_sent)
+    for _ in range(measurements.row_exchanges):  # not hidden: the computation waits for rows
+        seconds = alltoall_seconds(measurements.row_bytes // measurements.row_exchanges, ranks, link)
         exchange, end = exchange + seconds, end + seconds
-    wait = measured.spread * crowd * statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    wait = measurements.spread * slowdown * statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
     return StepCost(ranks, compute, exchange, compute + exchange - end, wait)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hvdkit.commands.plan.cost import Link, StepCost, fit, step
-from hvdkit.commands.plan.measured import Measurements
+from hvdkit.commands.plan.cost import Link, StepCost, fit_link, step_cost
+from hvdkit.commands.plan.measurements import Measurements
 
 BUCKET_BYTES = 8 * 1024 * 1024
 CYCLE_SECONDS = 0.2e-3
@@ -17,21 +17,21 @@ class Scaling:
     """Predicted steps of one model. Its ``str()`` is a human-readable table.
 
     Attributes:
-        measured: the model.
+        measurements: the model.
         link: communication costs.
         steps: one for each number of ranks, the first for one rank.
     """
 
-    measured: Measurements
+    measurements: Measurements
     link: Link
     steps: tuple[StepCost, ...]
 
     def efficiency(self, ranks: int) -> float:
         """Return the scaling efficiency: throughput of ``ranks`` ranks over ``ranks`` times that of one; 1 is ideal."""
-        return self.steps[0].total / next(each.total for each in self.steps if each.ranks == ranks)
+        return self.steps[0].total / next(step.total for step in self.steps if step.ranks == ranks)
 
     def __str__(self) -> str:
-        m, link = self.measured, self.link
+        m, link = self.measurements, self.link
         rows = f", {m.row_bytes / 1e6:.1f} MB of rows" if m.row_exchanges else ""
         head = [
             f"{m.model}, {m.batch} examples a rank: {m.gradient_bytes / 1e6:.1f} MB of gradients{rows}; "
@@ -48,13 +48,13 @@ class Scaling:
         return "\n".join(head + lines)
 
 
-def scaling(
-    measured: Measurements, ranks: Sequence[int], *, bandwidth: float | None = None, latency: float | None = None
+def predict_scaling(
+    measurements: Measurements, ranks: Sequence[int], *, bandwidth: float | None = None, latency: float | None = None
 ) -> Scaling:
     """Predict a model's steps.
 
     Args:
-        measured: measurements from ``hvdkit tune``.
+        measurements: measurements from ``hvdkit tune``.
         ranks: numbers of ranks.
         bandwidth: bandwidth in bits per second, if the link is not the measured one.
         latency: latency in seconds, if the link is not the measured one.
@@ -64,21 +64,21 @@ def scaling(
 
     Example::
 
-        print(scaling(Measured.load(Path("resnet50.json")), [8, 64, 512, 4096], bandwidth=25e9))
+        print(predict_scaling(Measurements.load(Path("resnet50.json")), [8, 64, 512, 4096], bandwidth=25e9))
     """
-    settings = measured.settings
+    settings = measurements.settings
     cycle = float(settings.get("HOROVOD_CYCLE_TIME", 1e3 * CYCLE_SECONDS)) / 1e3
-    link = fit(measured.exchanges, measured.copy, cycle)
+    link = fit_link(measurements.exchanges, measurements.copy, cycle)
     link = link if bandwidth is None else replace(link, byte=8 / bandwidth)
     link = link if latency is None else replace(link, latency=latency)
-    crowd = max(1.0, measured.compute_together / measured.compute_alone)
+    slowdown = max(1.0, measurements.compute_together / measurements.compute_alone)
     limit = int(settings.get("HVDKIT_BUCKET_BYTES", BUCKET_BYTES))
-    wanted = [1, *(n for n in sorted(set(ranks)) if n > 1)]
+    sizes = [1, *(n for n in sorted(set(ranks)) if n > 1)]
     # A single rank does not share its cores.
     return Scaling(
-        measured,
+        measurements,
         link,
-        tuple(step(measured, n, link, crowd=crowd if n > 1 else 1.0, bucket_bytes=limit) for n in wanted),
+        tuple(step_cost(measurements, n, link, slowdown=slowdown if n > 1 else 1.0, bucket_bytes=limit) for n in sizes),
     )
 
 
@@ -89,8 +89,8 @@ def doublings(first: int, last: int) -> list[int]:
         >>> doublings(8, 100)
         [8, 16, 32, 64, 100]
     """
-    found = []
+    result = []
     while first < last:
-        found.append(first)
+        result.append(first)
         first *= 2
-    return [*found, last]
+    return [*result, last]

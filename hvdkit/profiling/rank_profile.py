@@ -51,7 +51,7 @@ class Phase(NamedTuple):
 
 @dataclass
 class RankProfile:
-    """The record of one rank; times in nanoseconds, in this rank's monotonic clock until :meth:`moved`.
+    """The profile of one rank; times in nanoseconds, in this rank's monotonic clock until :meth:`shifted`.
 
     Attributes:
         rank: the rank.
@@ -75,27 +75,33 @@ class RankProfile:
     left_out: int = 0
     clock_error: int = 0
 
-    def moved(self, offset: int, error: int) -> RankProfile:
-        """Return the record with ``offset`` subtracted from all times, which then have a maximum error of ``error``."""
-        spans = [s._replace(start=s.start - offset, end=s.end - offset) for s in self.spans]
-        collectives = [c._replace(start=c.start - offset, end=c.end - offset) for c in self.collectives]
-        phases = [p._replace(start=p.start - offset, end=p.end - offset) for p in self.phases]
-        marks = [m._replace(at=m.at - offset) for m in self.marks]
-        moved = {"spans": spans, "collectives": collectives, "phases": phases, "marks": marks, "clock_error": error}
-        return replace(self, **moved)  # type: ignore[arg-type]
+    def drop_short_ops(self, most: int, shortest: int = 0) -> None:
+        """Keep the ``most`` longest ops of at least ``shortest`` nanoseconds; add the others to ``left_out``."""
+        ops = [span for span in self.spans if span.kind in ("op", "data")]
+        kept = [op for op in ops if op.end - op.start >= shortest]
+        kept = sorted(kept, key=lambda op: op.start - op.end)[:most]
+        self.spans = [span for span in self.spans if span.kind not in ("op", "data")] + kept
+        self.left_out += len(ops) - len(kept)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the record as a JSON-compatible dict."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+    def shifted(self, offset: int, error: int) -> RankProfile:
+        """Return the profile with ``offset`` subtracted from all times, and ``error`` as their maximum error."""
+        return replace(
+            self,
+            marks=[m._replace(at=m.at - offset) for m in self.marks],
+            spans=[s._replace(start=s.start - offset, end=s.end - offset) for s in self.spans],
+            collectives=[c._replace(start=c.start - offset, end=c.end - offset) for c in self.collectives],
+            phases=[p._replace(start=p.start - offset, end=p.end - offset) for p in self.phases],
+            clock_error=error,
+        )
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RankProfile:
-        """Create a record from the result of :meth:`as_json`."""
+        """Create a profile from its attributes, in which JSON has turned tuples into lists."""
         kinds: dict[str, Callable[..., Any]] = {
             "marks": StepEnd,
             "spans": Span,
             "collectives": TimedCollective,
             "phases": Phase,
         }
-        read = {name: [kind(*row) for row in document[name]] for name, kind in kinds.items()}
-        return cls(**{**document, **read})
+        rows = {name: [kind(*row) for row in document[name]] for name, kind in kinds.items()}
+        return cls(**{**document, **rows})

@@ -1,4 +1,4 @@
-"""The measurements of a model on a cluster that ``hvdkit tune`` saves, as input for predictions."""
+"""The measurements of a model on a cluster: ``hvdkit tune`` saves them, ``hvdkit plan`` predicts from them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Gradient(NamedTuple):
     ready: float
 
 
-class Exchange(NamedTuple):
-    """A timed allreduce: bytes, and its seconds over ``ranks`` otherwise idle ranks."""
+class TimedAllreduce(NamedTuple):
+    """The seconds of an allreduce of ``nbytes`` over ``ranks`` otherwise idle ranks."""
 
     ranks: int
     nbytes: int
@@ -64,7 +64,7 @@ class Measurements:
     row_bytes: int = 0
     row_exchanges: int = 0
     copy: float
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[TimedAllreduce, ...]
     settings: Mapping[str, str] = field(default_factory=dict)
     version: str = __version__
 
@@ -85,10 +85,10 @@ class Measurements:
         Raises:
             ValueError: the file does not exist, or is of another kind.
         """
-        found = read(path)
+        document = read(path)
         try:
-            found["gradients"] = tuple(Gradient(*each) for each in found["gradients"])
-            found["exchanges"] = tuple(Exchange(*each) for each in found["exchanges"])
-            return cls(**found)
+            document["gradients"] = tuple(Gradient(*row) for row in document["gradients"])
+            document["exchanges"] = tuple(TimedAllreduce(*row) for row in document["exchanges"])
+            return cls(**document)
         except (KeyError, TypeError) as error:
             raise wrong(path, f"lacks a part ({error})") from None

@@ -1,6 +1,6 @@
 """One rank of ``hvdkit tune``: time a model's computation, allreduces, and steps with several settings.
 
-    python -m hvdkit.commands.bench.tuner '{"model": "cifar10", "batch": 64, ...}'
+    python -m hvdkit.commands.bench.tune_worker '{"model": "cifar10", "batch": 64, ...}'
 
 The chief prints the results as one line, which ``hvdkit tune`` extracts from the output.
 """
@@ -8,21 +8,21 @@ The chief prints the results as one line, which ``hvdkit tune`` extracts from th
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import hvdkit as hk
-from hvdkit.commands.bench.worker import MARK, traffic
+from hvdkit.commands.bench.worker import send_result, traffic
 from hvdkit.commands.bench.workloads import Workload, measure, optimizer, train_step, workload
 
 BUCKET = "HVDKIT_BUCKET_BYTES"
-_COPIED = 32 * 1024 * 1024
-_SIZES = (4, 4096, 32_768, 2**20, 2**22, 2**24)
+_COPY_BYTES = 32 * 1024 * 1024
+_ALLREDUCE_BYTES = (4, 4096, 32_768, 2**20, 2**22, 2**24)
 _REPEATS = 7
 
 
@@ -78,30 +78,29 @@ class RankMeasurement:
 
 def main() -> None:
     """Run the measurements and print the results."""
-    told = json.loads(sys.argv[1])
-    wanted = MeasurementRequest(**told | {"buckets": tuple(told["buckets"])})
+    options = json.loads(sys.argv[1])
+    request = MeasurementRequest(**options | {"buckets": tuple(options["buckets"])})
     hk.init()
-    work = workload(wanted.model, wanted.batch)
-    dense = not work.sharded_bytes or hk.size() == 1
+    work = workload(request.model, request.batch)
+    needs_no_rows = not work.sharded_bytes or hk.size() == 1
     compute: list[float] = []
-    if wanted.compute and dense:
-        plain = train_step(work, optimizer(wanted.optimizer))
-        compute = measure(plain, work.batches(), wanted.steps * wanted.rounds, wanted.warm_up)
-    elif wanted.compute:
-        compute = measure(_matmul(), ((),) * 10**6, wanted.steps * wanted.rounds, wanted.warm_up)
-    steps, rows = _steps(work, wanted)
-    mine = RankMeasurement(
-        local_ranks=hk.local_size(),
-        compute=compute,
-        copy=_copy_seconds() if wanted.compute else 0.0,
-        gradients=gradients(work),
-        rows=rows,
-        exchanges=_allreduces() if wanted.links else [],
-        steps=steps,
+    if request.compute and needs_no_rows:
+        plain = train_step(work, optimizer(request.optimizer))
+        compute = measure(plain, work.batches(), request.steps * request.rounds, request.warm_up)
+    elif request.compute:
+        compute = measure(_matmul(), ((),) * 10**6, request.steps * request.rounds, request.warm_up)
+    steps, rows = _time_steps(work, request)
+    send_result(
+        RankMeasurement(
+            local_ranks=hk.local_size(),
+            compute=compute,
+            copy=_copy_seconds() if request.compute else 0.0,
+            gradients=gradients(work),
+            rows=rows,
+            exchanges=_time_allreduces() if request.links else [],
+            steps=steps,
+        )
     )
-    everyone = hk.allgather_object(asdict(mine))
-    if hk.is_chief():
-        print(MARK + json.dumps(everyone), flush=True)
 
 
 def _matmul() -> Any:
@@ -112,89 +111,80 @@ def _matmul() -> Any:
     return tf.function(lambda: tf.reduce_sum(tf.matmul(left, left)))
 
 
-def _steps(work: Workload, wanted: MeasurementRequest) -> tuple[list[list[list[float]]], tuple[int, int]]:
+def _time_steps(work: Workload, request: MeasurementRequest) -> tuple[list[list[list[float]]], tuple[int, int]]:
     """Return the seconds of steps by bucket and round, and the rows that a step exchanges: bytes and alltoalls."""
-    combining = hk.DistributedOptimizer(optimizer(wanted.optimizer))
+    distributed = hk.DistributedOptimizer(optimizer(request.optimizer))
     steps = []
-    for nbytes in wanted.buckets:
+    for nbytes in request.buckets:
         os.environ[BUCKET] = str(nbytes)  # read when the step is traced
-        steps.append(train_step(work, combining))
-        measure(steps[-1], work.batches(), 0, wanted.warm_up)
-    found: list[list[list[float]]] = [[] for _ in steps]
-    for _ in range(wanted.rounds):
+        steps.append(train_step(work, distributed))
+        measure(steps[-1], work.batches(), 0, request.warm_up)
+    seconds: list[list[list[float]]] = [[] for _ in steps]
+    for _ in range(request.rounds):
         for number, step in enumerate(steps):
             hk.barrier()
-            found[number].append(measure(step, work.batches(), wanted.steps, 1))
+            seconds[number].append(measure(step, work.batches(), request.steps, 1))
     rows = (0, 0)
     if steps and work.sharded_bytes:
-        collectives, sent = traffic(steps[0], work, combining)
+        collectives, sent = traffic(steps[0], work, distributed)
         rows = (sent - work.gradient_bytes, collectives - 1)
-    return found, rows
+    return seconds, rows
 
 
 def gradients(work: Workload) -> list[tuple[int, float]]:
     """Return the bytes of each dense gradient, and the time at which it is computed as a fraction of the step.
 
-    The forward pass takes a third of the step. A layer's share of both passes is its number of multiplications: its
-    weights times the positions at which each is used.
+    Assumes that the forward pass takes a third of the step, and that a layer's time in both passes is proportional to
+    its multiplications: its weights times the positions at which each is used.
     """
     from hvdkit.sharding.shards import shard_of
 
-    places: dict[int, int] = {}
+    positions: dict[int, int] = {}
     for layer in work.model._flatten_layers():
         # A nested model, or a layer that is not called exactly once, lacks an output.
         shape = getattr(getattr(layer, "output", None), "shape", (None,))
-        used = 1
-        for extent in shape[1:-1]:
-            used *= extent or 1
+        count = math.prod(extent or 1 for extent in shape[1:-1])
         for variable in layer.trainable_variables:
-            places[id(variable)] = min(used, places.get(id(variable), used))
+            positions[id(variable)] = min(count, positions.get(id(variable), count))
     variables = [v for v in work.model.trainable_variables if shard_of(v) is None]
-    counts = [_count(v) * places.get(id(v), 1) for v in variables]
-    total, done, found = sum(counts) or 1, 0, []
-    for variable, count in zip(reversed(variables), reversed(counts), strict=True):
+    multiplications = [math.prod(v.shape) * positions.get(id(v), 1) for v in variables]
+    total, done, result = sum(multiplications) or 1, 0, []
+    for variable, count in zip(reversed(variables), reversed(multiplications), strict=True):
         done += count
-        found.append((4 * _count(variable), (1 + 2 * done / total) / 3))
-    return found[::-1]
-
-
-def _count(variable: Any) -> int:
-    count = 1
-    for extent in variable.shape:
-        count *= extent
-    return count
+        result.append((4 * math.prod(variable.shape), (1 + 2 * done / total) / 3))
+    return result[::-1]
 
 
 def _copy_seconds() -> float:
     """Return the seconds to copy one byte."""
     import numpy as np
 
-    source, target = np.ones(_COPIED, np.uint8), np.empty(_COPIED, np.uint8)
+    source, target = np.ones(_COPY_BYTES, np.uint8), np.empty(_COPY_BYTES, np.uint8)
     times = []
     for _ in range(_REPEATS):
         started = time.perf_counter()
         np.copyto(target, source)
         times.append(time.perf_counter() - started)
-    return statistics.median(times) / _COPIED
+    return statistics.median(times) / _COPY_BYTES
 
 
-def _allreduces(sizes: Sequence[int] = _SIZES) -> list[tuple[int, float]]:
+def _time_allreduces() -> list[tuple[int, float]]:
     """Return bytes and seconds of allreduces, each inside a graph, like those of gradients."""
     import tensorflow as tf
 
-    found = []
-    for nbytes in sizes:
-        held = tf.Variable(tf.zeros([nbytes // 4]))
-        exchange = tf.function(lambda held=held: hk.allreduce(held.read_value(), hk.Sum)[0])
-        exchange()
+    result = []
+    for nbytes in _ALLREDUCE_BYTES:
+        variable = tf.Variable(tf.zeros([nbytes // 4]))
+        allreduce = tf.function(lambda variable=variable: hk.allreduce(variable.read_value(), hk.Sum)[0])
+        allreduce()
         times = []
         for _ in range(_REPEATS):
             hk.barrier()
             started = time.perf_counter()
-            float(exchange())
+            float(allreduce())
             times.append(time.perf_counter() - started)
-        found.append((nbytes, statistics.median(times)))
-    return found
+        result.append((nbytes, statistics.median(times)))
+    return result
 
 
 if __name__ == "__main__":
