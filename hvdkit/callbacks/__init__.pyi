@@ -1,0 +1,9 @@
+from .chief import on_chief as on_chief
+from .metrics import MetricAverage as MetricAverage
+from .start import BroadcastInitial as BroadcastInitial
+from .steps import LearningRateWarmup as LearningRateWarmup
+from .steps import StepLog as StepLog
+from .steps import StopOnDivergence as StopOnDivergence
+from .steps import StopOnNonFinite as StopOnNonFinite
+from .steps import check_finite as check_finite
+from .supervisor import SupervisorCallback as SupervisorCallback

@@ -1,0 +1,8 @@
+from .batch_norm import average_moving_statistics as average_moving_statistics
+from .batch_norm import synchronize_batch_normalization as synchronize_batch_normalization
+from .collection import ShardedEmbeddingCollection as ShardedEmbeddingCollection
+from .collection import Table as Table
+from .embedding import ShardedEmbedding as ShardedEmbedding
+from .parallel_dense import ColumnParallelDense as ColumnParallelDense
+from .parallel_dense import RowParallelDense as RowParallelDense
+from .parallel_loss import vocabulary_parallel_cross_entropy as vocabulary_parallel_cross_entropy
