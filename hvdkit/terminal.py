@@ -29,6 +29,16 @@ def in_colour() -> bool:
     return on_terminal() and not os.environ.get("NO_COLOR")
 
 
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Return lines with aligned columns; columns in ``right`` are right-aligned, the others left-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
 def parse(
     kind: Any,
     *,
