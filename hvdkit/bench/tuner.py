@@ -12,7 +12,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -178,12 +177,12 @@ def _copy_seconds() -> float:
     return statistics.median(times) / _COPIED
 
 
-def _allreduces(sizes: Sequence[int] = _SIZES) -> list[tuple[int, float]]:
+def _allreduces() -> list[tuple[int, float]]:
     """Return bytes and seconds of allreduces, each inside a graph, like those of gradients."""
     import tensorflow as tf
 
     found = []
-    for nbytes in sizes:
+    for nbytes in _SIZES:
         held = tf.Variable(tf.zeros([nbytes // 4]))
         exchange = tf.function(lambda held=held: hk.allreduce(held.read_value(), hk.Sum)[0])
         exchange()

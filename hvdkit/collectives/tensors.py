@@ -117,7 +117,7 @@ class _Reduced:
     def __init__(
         self, x: tf.Tensor, dtype: tf.DType, op: ReduceOp, size: int, prescale: float = 1.0, postscale: float = 1.0
     ) -> None:
-        self._dtype, self._op, self._size, self._postscale = x.dtype, op, size, postscale
+        self._dtype, self._size, self._postscale = x.dtype, size, postscale
         self._decode: dtypes.Decode = tf.identity
         self._is_divided = op == ReduceOp.Average and dtypes.average_factor(dtype, size) == 1.0
         self.sent = dtypes.scaled(tf.cast(x, dtype), prescale)
