@@ -18,7 +18,6 @@ from hvdkit import cluster
 from hvdkit.collectives import dtypes
 from hvdkit.collectives.graphs import run_collective
 from hvdkit.collectives.ops import ReduceOp
-from hvdkit.collectives.splits import SPLITS
 
 # Collectives called by users share one name, so that Horovod also compares their kinds.
 PUBLIC = "hvdkit.collective"
@@ -28,6 +27,7 @@ _MOST_ONES = 64
 LARGEST = 2**31 - 1
 # An axis length that no tensor has. A rank whose splits do not match its rows sends it, so that the others raise, too.
 BAD_SPLITS = 2_000_000_011
+SPLITS = "one non-negative row count for each rank, adding up to the rows of x"
 
 
 def grouped_allreduce(

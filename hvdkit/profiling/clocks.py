@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hvdkit.machine.host import boot_id
+from hvdkit.machine.processes import boot_id
 
 ROUNDS = 20
 

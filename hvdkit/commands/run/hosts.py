@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.errors import describe
-from hvdkit.machine.host import host_names
+from hvdkit.machine.interfaces import host_names
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")
 _ENTRY = re.compile(r"(?P<name>[^\s:]+)(:(?P<colon>\S+)|\s+slots\s*=\s*(?P<slots>\S+)(\s+max[-_]slots\s*=\s*\d+)?)?$")
