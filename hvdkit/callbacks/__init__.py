@@ -1,19 +1,5 @@
 """Callbacks for ``model.fit`` on several ranks. Pass hvdkit's callbacks on every rank, in the same order."""
 
-from hvdkit.callbacks.broadcast import BroadcastInitial
-from hvdkit.callbacks.chief import on_chief
-from hvdkit.callbacks.metrics import MetricAverage
-from hvdkit.callbacks.step_callbacks import LearningRateWarmup, StepLog, StopOnDivergence, StopOnNonFinite, check_finite
-from hvdkit.callbacks.supervisor import SupervisorCallback
+import lazy_loader
 
-__all__ = [
-    "BroadcastInitial",
-    "LearningRateWarmup",
-    "MetricAverage",
-    "StepLog",
-    "StopOnDivergence",
-    "StopOnNonFinite",
-    "SupervisorCallback",
-    "check_finite",
-    "on_chief",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -3,42 +3,6 @@
 Names are imported lazily: inspecting checkpoints needs neither TensorFlow nor Horovod.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from hvdkit.checkpoint.export import export_npy
-    from hvdkit.checkpoint.folder import latest
-    from hvdkit.checkpoint.inspecting import inspect
-    from hvdkit.checkpoint.restoring import restore
-    from hvdkit.checkpoint.saving import save
-    from hvdkit.checkpoint.serving import export_saved_model
-    from hvdkit.checkpoint.state import ShardedState
-    from hvdkit.checkpoint.verifying import verify
-
-_HOME_OF = {
-    "ShardedState": "state",
-    "export_npy": "export",
-    "export_saved_model": "serving",
-    "inspect": "inspecting",
-    "latest": "folder",
-    "restore": "restoring",
-    "save": "saving",
-    "verify": "verifying",
-}
-
-__all__ = ["ShardedState", "export_npy", "export_saved_model", "inspect", "latest", "restore", "save", "verify"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'hvdkit.checkpoint' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"hvdkit.checkpoint.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

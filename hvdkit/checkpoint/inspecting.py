@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from hvdkit.checkpoint.folder import latest, listed, noted_damage
 from hvdkit.checkpoint.manifest import NAME, Manifest, TensorEntry
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.errors import CheckpointError, describe
+from hvdkit.machine.terminal import aligned
 
 _LONGEST_VALUE = 80  # characters of a value in the table
 
@@ -89,11 +90,11 @@ class Inspection:
             f"{_plural(len(self.variables), 'variable')}, {as_bytes(self.bytes)}",
             *([f"DAMAGED: {self.damage}"] if self.damage else []),
             "",
-            *_table([("variable", "kind", "shape", "dtype", "bytes"), *map(_row, self.variables)], right=(4,)),
+            *aligned([("variable", "kind", "shape", "dtype", "bytes"), *map(_row, self.variables)], right=(4,)),
         ]
         values = list(_flat("", self.values))
         if values:
-            lines += ["", *_table([("value", ""), *values])]
+            lines += ["", *aligned([("value", ""), *values])]
         if self.rank_values:
             lines += ["", f"one of each rank's own: {', '.join(self.rank_values)}"]
         return "\n".join(lines)
@@ -140,7 +141,7 @@ class Listing:
             for one in self.checkpoints
         ]
         head = ("checkpoint", "step", "ranks", "bytes", "created", "state")
-        return "\n".join([str(self.path), "", *_table([head, *rows], right=(1, 2, 3))])
+        return "\n".join([str(self.path), "", *aligned([head, *rows], right=(1, 2, 3))])
 
 
 def inspect(path: str | Path) -> Inspection | Listing:
@@ -264,16 +265,6 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
     else:
         text = json.dumps(value)
         yield name, text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 4]} ..."
-
-
-def _table(rows: Sequence[tuple[str, ...]], right: Sequence[int] = ()) -> list[str]:
-    """Return lines with aligned columns; columns in ``right`` are right-aligned, the others left-aligned."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def _plural(count: int, noun: str) -> str:

@@ -190,13 +190,12 @@ def agree(
     what: str,
     remedy: str,
     *,
-    error: type[HvdkitError] = CollectiveMismatchError,
     key: Callable[[T], Any] = lambda value: value,
     show: Callable[[T, T], tuple[str, str]] = lambda odd, usual: (repr(odd), repr(usual)),
 ) -> list[T]:
     """Gather and compare values; return those of all ranks: :func:`gather`, then :func:`compare`."""
-    values = gather(exchange, what, value, error=error)
-    compare(values, what, remedy, ranks=exchange.ranks, error=error, key=key, show=show)
+    values = gather(exchange, what, value)
+    compare(values, what, remedy, ranks=exchange.ranks, key=key, show=show)
     return values
 
 

@@ -25,7 +25,6 @@ _FILE = Path("~/.openmpi/mca-params.conf")
 
 # Algorithm numbers of Open MPI's coll/tuned; 0 leaves the choice to Open MPI.
 OWN_CHOICE, RECURSIVE_DOUBLING, RING = 0, 3, 4
-ALLGATHER_RING = 3
 _PART_BYTES = 128 * 1024
 _TWO_RANKS_BYTES = 1024 * 1024
 
@@ -40,11 +39,6 @@ def rule(size: int, nbytes: int) -> int:
     if size <= 2:
         return RECURSIVE_DOUBLING if size == 2 and nbytes >= _TWO_RANKS_BYTES else OWN_CHOICE
     return RING if nbytes >= size * _PART_BYTES else OWN_CHOICE
-
-
-def allgather_rule(size: int, nbytes: int) -> int:
-    """Return the number of the allgather algorithm for ``size`` ranks and ``nbytes`` over all ranks."""
-    return ALLGATHER_RING if size > 2 and nbytes >= size * _PART_BYTES else OWN_CHOICE
 
 
 def chosen(environ: Mapping[str, str]) -> bool:

@@ -14,7 +14,7 @@ from hvdkit.collectives import dtypes, numpy_collectives, tensors
 from hvdkit.collectives.calls import Collective, Tensors, run
 from hvdkit.collectives.conversion import as_tensor, graph_safe, like
 from hvdkit.collectives.process_sets import RankGroup, label, resolve
-from hvdkit.collectives.splits import checked_splits, even_splits, fitting_splits
+from hvdkit.errors import describe
 
 
 @graph_safe
@@ -142,16 +142,15 @@ def alltoall(
         dtypes.check_movable(given[0].dtype)
         rows: Any = given[0].shape[0] if given[0].shape.rank is not None else None
         if tf.executing_eagerly():
-            counts[:] = [tf.constant(checked_splits(splits, rows, size), tf.int32)]
+            counts[:] = [tf.constant(_checked_splits(splits, rows, size), tf.int32)]
             return
         # The splits are known when the graph is built, or only when it runs.
         static = splits if splits is None else tf.get_static_value(as_tensor(splits))
         if rows is not None and (splits is None or static is not None):
             with contextlib.suppress(ValueError):
-                counts[:] = [tf.constant(checked_splits(static, rows, size), tf.int32)]
+                counts[:] = [tf.constant(_checked_splits(static, rows, size), tf.int32)]
                 return
-        dynamic = tf.shape(given[0])[0]
-        found = even_splits(dynamic, size) if splits is None else fitting_splits(splits, dynamic, size)
+        found = _fitting_splits(splits, tf.shape(given[0])[0], size)
         counts[:], fits[:] = [found[0]], [found[1]]
 
     def here(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
@@ -177,3 +176,35 @@ def alltoall(
     )
     received, received_splits = run(asked, [x])
     return received if splits is None else (received, like(x)(received_splits))
+
+
+def _checked_splits(splits: Any, rows: int, size: int) -> np.ndarray:
+    """Return ``splits`` as an integer array. Raises ValueError if they do not match ``rows`` and ``size``."""
+    if splits is None:
+        if rows % size:
+            raise ValueError(
+                describe("x", f"{rows} rows", f"a multiple of the {size} ranks where splits is None", "pass splits")
+            )
+        return np.full(size, rows // size)
+    counts = np.asarray(splits)
+    fits = counts.shape == (size,) and counts.dtype.kind in "iu" and (counts >= 0).all() and counts.sum() == rows
+    if not fits:
+        expected = f"{tensors.SPLITS} ({size} ranks, {rows} rows)"
+        raise ValueError(describe("splits", counts.tolist(), expected, "count the rows for each rank"))
+    return counts.astype(np.int64)
+
+
+def _fitting_splits(splits: Any, rows: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return ``splits`` (None: equal ones) and whether they match ``rows``, as tensors evaluated when the graph runs.
+
+    Raises:
+        TypeError: ``splits`` are not integers.
+    """
+    if splits is None:
+        return tf.fill([size], rows // size), rows % size == 0
+    counts = as_tensor(splits)
+    if not counts.dtype.is_integer:
+        raise TypeError(describe("splits", f"dtype {counts.dtype.name}", tensors.SPLITS, "cast it to tf.int32"))
+    counts = tf.cast(counts, tf.int64)
+    fits = (tf.size(counts) == size) & tf.reduce_all(counts >= 0) & (tf.reduce_sum(counts) == tf.cast(rows, tf.int64))
+    return tf.cast(counts, tf.int32), fits

@@ -17,7 +17,6 @@ from tensorflow.python.util import tf_stack
 
 from hvdkit.cluster.progress import is_users
 from hvdkit.watchdog.flight_recorder import FlightRecorder, collective_key, recorder
-from hvdkit.watchdog.reporter import reporter
 
 MOST_SHAPES = 4
 """Maximum number of a collective's tensors to describe."""
@@ -118,11 +117,6 @@ class Sites:
 def sites() -> Sites:
     """Return the :class:`Sites` of this process."""
     return Sites()
-
-
-def are_recorded() -> bool:
-    """Return True if this rank has a sentinel, which reads the records."""
-    return reporter().is_watched
 
 
 def describe_tensors(name: str, first: Sequence[str], count: int) -> str:

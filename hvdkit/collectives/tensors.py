@@ -18,7 +18,6 @@ from hvdkit import cluster
 from hvdkit.collectives import dtypes
 from hvdkit.collectives.graphs import run_collective
 from hvdkit.collectives.ops import ReduceOp
-from hvdkit.collectives.splits import SPLITS
 
 # Collectives called by users share one name, so that Horovod also compares their kinds.
 PUBLIC = "hvdkit.collective"
@@ -28,6 +27,7 @@ _MOST_ONES = 64
 LARGEST = 2**31 - 1
 # An axis length that no tensor has. A rank whose splits do not match its rows sends it, so that the others raise, too.
 BAD_SPLITS = 2_000_000_011
+SPLITS = "one non-negative row count for each rank, adding up to the rows of x"
 
 
 def grouped_allreduce(
@@ -117,7 +117,7 @@ class _Reduced:
     def __init__(
         self, x: tf.Tensor, dtype: tf.DType, op: ReduceOp, size: int, prescale: float = 1.0, postscale: float = 1.0
     ) -> None:
-        self._dtype, self._op, self._size, self._postscale = x.dtype, op, size, postscale
+        self._dtype, self._size, self._postscale = x.dtype, size, postscale
         self._decode: dtypes.Decode = tf.identity
         self._is_divided = op == ReduceOp.Average and dtypes.average_factor(dtype, size) == 1.0
         self.sent = dtypes.scaled(tf.cast(x, dtype), prescale)

@@ -23,17 +23,12 @@ class Gpus(NamedTuple):
     nodes: list[str]
 
 
-def find_gpus(devices: Path = Path("/dev"), timeout: float = 20.0) -> Gpus:
-    """Find the GPUs of this host.
-
-    Args:
-        devices: the folder with device files.
-        timeout: timeout of ``nvidia-smi`` in seconds.
-    """
+def find_gpus(devices: Path = Path("/dev")) -> Gpus:
+    """Find the GPUs of this host, whose device files are in the folder ``devices``."""
     nodes = sorted(node.name for node in devices.glob("nvidia[0-9]*"))
     if not shutil.which("nvidia-smi"):
         return Gpus(None, False, nodes)
-    outcome = run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], timeout=timeout)
+    outcome = run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], timeout=20.0)
     if outcome.code != 0:
         return Gpus(None, True, nodes)
     return Gpus([line.strip() for line in outcome.stdout.splitlines() if line.strip()], False, nodes)

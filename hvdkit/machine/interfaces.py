@@ -1,4 +1,4 @@
-"""Network interfaces of this host: their addresses, and which of them the job's variables select."""
+"""Names and network interfaces of this host: their addresses, and which of them the job's variables select."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from functools import cache
 from typing import NamedTuple
 
 import psutil
@@ -129,6 +130,14 @@ def chosen_addresses() -> tuple[list[str], str | None]:
 def reachable_addresses() -> list[str]:
     """Return the addresses by which other hosts may reach this one."""
     return [one.address for one in own_addresses() if one.is_routable]
+
+
+@cache
+def host_names() -> frozenset[str]:
+    """Return the names and IPv4 addresses that refer to this host."""
+    whole = socket.gethostname()
+    addresses = {one.address for one in own_addresses(socket.AF_INET)}
+    return frozenset({"localhost", "127.0.0.1", whole, whole.partition(".")[0]} | addresses)
 
 
 def _words(parts: list[str]) -> list[str]:

@@ -57,6 +57,11 @@ def is_over(pid: int, started: int) -> bool:
     return False
 
 
+def boot_id() -> str | None:
+    """Return an ID of this machine that is equal in all containers and changes at each boot; None except on Linux."""
+    return _read("/proc/sys/kernel/random/boot_id").strip() or None
+
+
 @cache
 def place() -> str:
     """Return an ID that is equal for processes that can see and signal each other: host, boot, and container.
@@ -66,7 +71,7 @@ def place() -> str:
     space = ""
     with contextlib.suppress(OSError):
         space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115
-    return "/".join([socket.gethostname(), _read("/proc/sys/kernel/random/boot_id").strip(), space])
+    return "/".join([socket.gethostname(), boot_id() or "", space])
 
 
 def threads(pid: int) -> set[int]:

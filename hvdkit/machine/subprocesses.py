@@ -39,12 +39,12 @@ class Outcome:
             return f"was killed by signal {-self.code}"
         return f"ended with exit code {self.code}"
 
-    def last_lines(self, count: int = 5) -> str:
-        """Return the last non-blank lines of stderr, or of stdout if stderr is empty."""
+    def last_lines(self) -> str:
+        """Return the last five non-blank lines of stderr, or of stdout if stderr is empty."""
         for text in (self.stderr, self.stdout):
             lines = [line.strip() for line in text.splitlines() if line.strip(" -*\t")]
             if lines:
-                return "\n".join(lines[-count:])
+                return "\n".join(lines[-5:])
         return ""
 
 

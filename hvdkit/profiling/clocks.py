@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hvdkit.machine.host_names import boot_id
+from hvdkit.machine.processes import boot_id
 
 ROUNDS = 20
 
@@ -27,19 +27,16 @@ class Offset(NamedTuple):
     error: int
 
 
-def offsets(
-    allgather: Callable[[Any], list[Any]], clock: Callable[[], int] = time.monotonic_ns, rounds: int = ROUNDS
-) -> list[Offset]:
+def offsets(allgather: Callable[[Any], list[Any]], clock: Callable[[], int] = time.monotonic_ns) -> list[Offset]:
     """Return every rank's offset from rank 0's clock. Every rank calls it; only rank 0's result is meaningful.
 
     Args:
         allgather: exchanges objects among all ranks.
         clock: this rank's clock, in nanoseconds.
-        rounds: number of measurements.
     """
     boot_ids = allgather(boot_id())
     fastest: list[Offset] = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         sent = clock()
         allgather(None)  # a barrier: ends after rank 0 has entered it
         readings = allgather(clock())

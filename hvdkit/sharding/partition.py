@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -175,69 +175,6 @@ def local_row(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarr
     each, longer = divmod(rows, size)
     ranks = owner(partition, ids, rows, size)
     return ids - (ranks * each + np.minimum(ranks, longer))
-
-
-def global_row(partition: str, local: np.ndarray, rows: int, rank: int, size: int) -> np.ndarray:
-    """Return the global rows of local rows of ``rank``: the inverse of :func:`owner` and :func:`local_row`.
-
-    Raises:
-        ValueError: a local row is out of range.
-
-    Example:
-        >>> global_row("mod", np.arange(2), 5, 1, 2)
-        array([1, 3])
-    """
-    held = rows_of(partition, rows, rank, size)
-    local = np.asarray(local)
-    if local.size and not 0 <= local.min() <= local.max() < len(held):
-        raise ValueError(
-            describe("local", f"{local.min()} to {local.max()}", f"0 to {len(held) - 1}, the rows of rank {rank}",
-                     "pass rows of that rank")
-        )  # fmt: skip
-    return held.start + local * held.step
-
-
-class Move(NamedTuple):
-    """Rows that move from an old shard of one rank to a new shard of another.
-
-    Attributes:
-        source: rank that holds the rows now.
-        target: rank that will hold the rows.
-        rows: the global rows.
-        read: their positions in the old shard.
-        write: their positions in the new shard.
-    """
-
-    source: int
-    target: int
-    rows: range
-    read: slice
-    write: slice
-
-
-def reshard(rows: int, old: tuple[str, int], new: tuple[str, int]) -> list[Move]:
-    """Return the moves from old to new shards; together they contain every row exactly once.
-
-    Args:
-        rows: global number of rows.
-        old, new: partition and number of ranks, before and after.
-
-    Raises:
-        ValueError: as for :func:`rows_of`.
-
-    Example:
-        >>> [(m.source, m.target, list(m.rows)) for m in reshard(4, ("div", 2), ("mod", 2))]
-        [(0, 0, [0]), (0, 1, [1]), (1, 0, [2]), (1, 1, [3])]
-    """
-    moves = []
-    for source in range(old[1]):
-        held = rows_of(old[0], rows, source, old[1])
-        for target in range(new[1]):
-            wanted = rows_of(new[0], rows, target, new[1])
-            common = intersect(held, wanted)
-            if common:
-                moves.append(Move(source, target, common, positions(common, held), positions(common, wanted)))
-    return moves
 
 
 def _checked_ids(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:

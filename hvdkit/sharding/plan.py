@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdkit.errors import PlanError, describe, integer
+from hvdkit.machine.terminal import aligned
 from hvdkit.sharding.layout import Layout, lay_out
 from hvdkit.sharding.table import DTYPES, PLACEMENTS, Table, check_tables
 
@@ -67,19 +68,15 @@ class Plan:
     memory_bytes: int | None = None
 
     def __str__(self) -> str:
-        head = f"{'table':20} {'rows':>14} {'width':>6} {'whole':>10}  placement"
-        lines = [head] + [
-            f"{t.name:20} {t.input_dim:14,} {t.output_dim:6} {shown(t.bytes):>10}  {self.placements[t.name]}"
+        tables = [
+            (t.name, f"{t.input_dim:,}", str(t.output_dim), shown(t.bytes), self.placements[t.name])
             for t in self.tables
         ]
-        hosts = any(b.host for b in self.ranks)
-        head = f"{'rank':>4} {'weights':>10} {'slots':>10} {'gradients':>10} {'exchange':>10} {'total':>10}"
-        lines += ["", head + (f" {'host':>10}" if hosts else "")]
-        lines += [
-            f"{rank:4} {shown(b.weights):>10} {shown(b.slots):>10} {shown(b.gradients):>10} {shown(b.exchange):>10} "
-            f"{shown(b.total):>10}" + (f" {shown(b.host):>10}" if hosts else "")
-            for rank, b in enumerate(self.ranks)
-        ]
+        names = ["weights", "slots", "gradients", "exchange", "total"]
+        names += ["host"] if any(b.host for b in self.ranks) else []
+        ranks = [(str(rank), *(shown(getattr(b, name)) for name in names)) for rank, b in enumerate(self.ranks)]
+        lines = aligned([("table", "rows", "width", "whole", "placement"), *tables], right=(1, 2, 3))
+        lines += ["", *aligned([("rank", *names), *ranks], right=range(len(names) + 1))]
         if self.memory_bytes is not None:
             lines.append(f"limit {shown(self.memory_bytes)} a rank")
         return "\n".join(lines)

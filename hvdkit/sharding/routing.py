@@ -98,15 +98,10 @@ class RoutedLookup(NamedTuple):
 
 
 def look_up(
-    sources: Sequence[Source],
-    keys: Sequence[Sequence[tf.Tensor]],
-    fault: Fault,
-    *,
-    name: str,
-    wire: tf.DType | None = None,
+    sources: Sequence[Source], keys: Sequence[Sequence[tf.Tensor]], fault: Fault, *, name: str
 ) -> list[list[LookupRows]]:
     """Return the rows of each part of each variable for its keys: :func:`ask`, then :func:`fetch`."""
-    return fetch(sources, [len(k) for k in keys], ask(sources, keys, fault, name=name), name=name, wire=wire)
+    return fetch(sources, [len(k) for k in keys], ask(sources, keys, fault, name=name), name=name)
 
 
 def ask(sources: Sequence[Source], keys: Sequence[Sequence[tf.Tensor]], fault: Fault, *, name: str) -> RoutedLookup:

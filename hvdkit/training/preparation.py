@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -239,7 +239,7 @@ class Variables:
         return [v for v in {id(v): v for v in listed}.values() if not is_part(v)]
 
 
-def spread_seeds(states: list[Any], *shared: Any, broadcast: Callable[[Any], Any] = broadcast_object) -> None:
+def spread_seeds(states: list[Any], *shared: Any) -> None:
     """Set the states of random generators, derived from the chief's, to different values on each rank.
 
     With equal states, ranks would use the same dropout masks for different rows. Ranks along mesh axes other than
@@ -248,9 +248,8 @@ def spread_seeds(states: list[Any], *shared: Any, broadcast: Callable[[Any], Any
     Args:
         states: variables of generators.
         shared: variables that get the chief's state unchanged.
-        broadcast: broadcasts an object from the chief.
     """
-    values = broadcast([np.asarray(v) for v in [*states, *shared]])
+    values = broadcast_object([np.asarray(v) for v in [*states, *shared]])
     step = _seed_step()
     for number, (variable, value) in enumerate(zip([*states, *shared], values, strict=True)):
         value = value.copy()

@@ -82,7 +82,7 @@ def test_bytes_are_those_of_the_formulas():
     row = 64 * 4
     assert first.weights == 250_000 * row and first.slots == first.weights
     assert first.gradients == 2000 * 4 * row and first.exchange == 2000 * (4 + 2 * row)
-    assert "t                         1,000,000     64  244.1 MiB  row" in str(plan)
+    assert "t      1,000,000     64  244.1 MiB  row" in str(plan)
     alone = plan_tables([Table("t", 1_000_000, 64)], 1)
     assert alone.ranks[0].exchange == 0 and alone.ranks[0].slots == 0
 

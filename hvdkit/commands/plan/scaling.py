@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from hvdkit.commands.plan.cost import Link, StepCost, fit_link, step_cost
 from hvdkit.commands.plan.measurements import Measurements
+from hvdkit.machine.terminal import aligned
 
 BUCKET_BYTES = 8 * 1024 * 1024
 CYCLE_SECONDS = 0.2e-3
@@ -38,14 +39,17 @@ class Scaling:
             f"measured on {m.ranks} ranks",
             f"link: {8e-9 / link.byte:.2f} Gbit/s, {link.latency * 1e6:.0f} us; copies: {1e-9 / link.copy:.1f} GB/s",
             "",
-            f"{'ranks':>6} {'step ms':>9} {'compute':>9} {'exchange':>9} {'hidden':>9} {'wait':>7} {'efficiency':>11}",
         ]
-        lines = [
-            f"{s.ranks:>6} {1e3 * s.total:>9.1f} {1e3 * s.compute:>9.1f} {1e3 * s.exchange:>9.1f} "
-            f"{1e3 * s.hidden:>9.1f} {1e3 * s.wait:>7.1f} {100 * self.efficiency(s.ranks):>10.0f} %"
+        steps = [
+            (
+                str(s.ranks),
+                *(f"{1e3 * seconds:.1f}" for seconds in (s.total, s.compute, s.exchange, s.hidden, s.wait)),
+                f"{100 * self.efficiency(s.ranks):.0f} %",
+            )
             for s in self.steps
         ]
-        return "\n".join(head + lines)
+        names = ("ranks", "step ms", "compute", "exchange", "hidden", "wait", "efficiency")
+        return "\n".join([*head, *aligned([names, *steps], right=range(len(names)))])
 
 
 def predict_scaling(

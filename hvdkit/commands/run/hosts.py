@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.errors import describe
-from hvdkit.machine.host_names import host_names
+from hvdkit.machine.interfaces import host_names
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")
 _ENTRY = re.compile(r"(?P<name>[^\s:]+)(:(?P<colon>\S+)|\s+slots\s*=\s*(?P<slots>\S+)(\s+max[-_]slots\s*=\s*\d+)?)?$")
@@ -37,7 +37,7 @@ def slots_of(hosts: Sequence[Host]) -> int:
     return sum(host.slots for host in hosts)
 
 
-def parse_hosts(text: str, argument: str = "-H") -> tuple[Host, ...]:
+def parse_hosts(text: str) -> tuple[Host, ...]:
     """Return the hosts of ``node1:4,node2``.
 
     Raises:
@@ -47,7 +47,7 @@ def parse_hosts(text: str, argument: str = "-H") -> tuple[Host, ...]:
         >>> [str(host) for host in parse_hosts("node1:4,node2")]
         ['node1:4', 'node2:1']
     """
-    return _added([_entry(entry.strip(), argument) for entry in text.split(",")])
+    return _added([_entry(entry.strip(), "-H") for entry in text.split(",")])
 
 
 def read_hostfile(path: Path, argument: str = "--hostfile") -> tuple[Host, ...]:

@@ -1,0 +1,2 @@
+from .session import Supervisor as Supervisor
+from .signals import PREEMPTED as PREEMPTED
