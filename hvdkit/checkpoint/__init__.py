@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from hvdkit.checkpoint.folder import latest
     from hvdkit.checkpoint.inspecting import inspect
     from hvdkit.checkpoint.restoring import restore
+    from hvdkit.checkpoint.saved_model import export_saved_model
     from hvdkit.checkpoint.saving import save
-    from hvdkit.checkpoint.serving import export_saved_model
     from hvdkit.checkpoint.state import ShardedState
     from hvdkit.checkpoint.verifying import verify
 
 _HOME_OF = {
     "ShardedState": "state",
     "export_npy": "export",
-    "export_saved_model": "serving",
+    "export_saved_model": "saved_model",
     "inspect": "inspecting",
     "latest": "folder",
     "restore": "restoring",

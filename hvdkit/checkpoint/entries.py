@@ -71,8 +71,14 @@ class Value:
 
 @dataclass
 class State:
-    """A flattened state; the first component of every name is its key in the given mapping."""
+    """A flattened state. The first component of every name is its key in the mapping that was flattened.
+
+    Attributes:
+        entries: its tensors by name.
+        values: its plain values by name.
+        restored: arrays and plain values that were restored, by name; all others are set in place.
+    """
 
     entries: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
-    found: dict[str, Any] = field(default_factory=dict)  # restored arrays and values
+    restored: dict[str, Any] = field(default_factory=dict)

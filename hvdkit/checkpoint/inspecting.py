@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.checkpoint.folder import latest, listed, noted_damage
+from hvdkit.checkpoint.folder import latest, list_checkpoints, read_damage
 from hvdkit.checkpoint.manifest import NAME, Manifest, TensorEntry
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.errors import CheckpointError, describe
@@ -44,8 +44,7 @@ class Variable:
     @classmethod
     def of(cls, name: str, saved: TensorEntry) -> Variable:
         """Return the description of ``name`` from its manifest entry."""
-        copies = len(saved.parts) if saved.kind == "per_rank" else 1
-        size = math.prod(saved.shape) * np.dtype(saved.dtype).itemsize * copies
+        size = saved.arrays * math.prod(saved.shape) * np.dtype(saved.dtype).itemsize
         return cls(name, saved.kind, saved.shape, saved.dtype, saved.partition, len(saved.parts), size)
 
 
@@ -86,7 +85,7 @@ class Inspection:
         lines = [
             str(self.path),
             f"step {self.step}, saved by {_plural(self.ranks, 'rank')}, {self.created} ({versions})",
-            f"{_plural(len(self.variables), 'variable')}, {as_bytes(self.bytes)}",
+            f"{_plural(len(self.variables), 'variable')}, {format_bytes(self.bytes)}",
             *([f"DAMAGED: {self.damage}"] if self.damage else []),
             "",
             *_table([("variable", "kind", "shape", "dtype", "bytes"), *map(_row, self.variables)], right=(4,)),
@@ -133,7 +132,7 @@ class Listing:
             (
                 one.path.name,
                 *("?" if x is None else str(x) for x in (one.step, one.ranks)),
-                "?" if one.bytes is None else as_bytes(one.bytes),
+                "?" if one.bytes is None else format_bytes(one.bytes),
                 one.created or "?",
                 f"DAMAGED: {one.damage}" if one.damage else "whole",
             )
@@ -182,7 +181,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     if (path / NAME).is_file():
         return [path]
     inner = path / "checkpoints"
-    found = listed(inner if inner.is_dir() else path)
+    found = list_checkpoints(inner if inner.is_dir() else path)
     if not found:
         raise _none_at(path)
     return found
@@ -247,13 +246,13 @@ def _damage(path: Path) -> str | None:
         Manifest.load(path)
     except CheckpointError as error:
         return str(error)
-    return noted_damage(path)
+    return read_damage(path)
 
 
 def _row(variable: Variable) -> tuple[str, ...]:
     kind = {"per_rank": f"one per rank ({variable.parts})", "sharded": f"sharded {variable.partition}"}
     shape = " x ".join(map(str, variable.shape)) or "scalar"
-    return variable.name, kind.get(variable.kind, variable.kind), shape, variable.dtype, as_bytes(variable.bytes)
+    return variable.name, kind.get(variable.kind, variable.kind), shape, variable.dtype, format_bytes(variable.bytes)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -280,11 +279,11 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def as_bytes(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Return a human-readable number of bytes.
 
     Example:
-        >>> as_bytes(17), as_bytes(2_500_000)
+        >>> format_bytes(17), format_bytes(2_500_000)
         ('17 B', '2.5 MB')
     """
     power = min(4, (len(str(count)) - 1) // 3)

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from hvdkit._version import __version__
-from hvdkit.checkpoint.files import naming_file, write_text
+from hvdkit.checkpoint.files import checkpoint_errors, write_text
 from hvdkit.checkpoint.tensorfile import FileRecord, TensorFile
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
 from hvdkit.sharding.partition import FLAT
@@ -81,8 +81,13 @@ class TensorEntry:
     partition: str | None = None
 
     @property
-    def indexed(self) -> tuple[int, ...]:
-        """Lengths of the axes along which parts are indexed: one axis of all elements if the rule is "flat"."""
+    def arrays(self) -> int:
+        """The number of arrays of ``shape``: one per rank for a ``per_rank`` tensor, otherwise 1."""
+        return len(self.parts) if self.kind == "per_rank" else 1
+
+    @property
+    def index_lengths(self) -> tuple[int, ...]:
+        """Lengths of the axes along which parts are index_lengths: one axis of all elements if the rule is "flat"."""
         return (math.prod(self.shape),) if self.partition == FLAT else self.shape
 
     def __str__(self) -> str:
@@ -160,7 +165,7 @@ class Manifest:
         if not file.is_file():
             raise CheckpointError(f"{folder}: is no checkpoint, it has no {NAME}; pass a folder such as step-000001200")
         try:
-            with naming_file(file, "read"):
+            with checkpoint_errors(file, "read"):
                 content = json.loads(file.read_bytes())
             if content["format"] != FORMAT:
                 raise CheckpointError(f"{file}: has the format {content['format']!r}, expected {FORMAT!r}")
@@ -224,7 +229,7 @@ class Manifest:
         return {shard_name(rank, self.size): rank for rank in ranks}
 
     @cached_property
-    def parts_in(self) -> dict[str, list[tuple[str, Part]]]:
+    def parts_by_file(self) -> dict[str, list[tuple[str, Part]]]:
         """The parts in each file, as ``(tensor name, part)``."""
         found: dict[str, list[tuple[str, Part]]] = {file: [] for file in self.files}
         for name, saved in self.variables.items():
@@ -242,8 +247,8 @@ class Manifest:
         if file not in self.files:
             raise CorruptCheckpointError(f"{folder / NAME}: {file} is not among its files")
         opened = TensorFile(folder / file, self.files[file])
-        for name, part in self.parts_in[file]:
-            if name not in opened.layouts or opened.layouts[name].checksum() != part.checksum:
+        for name, part in self.parts_by_file[file]:
+            if name not in opened.locations or opened.locations[name].checksum() != part.checksum:
                 opened.close()
                 raise CorruptCheckpointError(f"{folder / file}: {name!r} is not what {NAME} says (checksum)")
         return opened

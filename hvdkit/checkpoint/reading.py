@@ -147,7 +147,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
 
     def _copy_part(self, name: str, saved: TensorEntry, part: Part, index: tuple[range, ...], out: np.ndarray) -> int:
         """Copy the intersection of ``part`` and ``index`` into ``out``; return the number of values."""
-        theirs = part.ranges() or tuple(map(range, saved.indexed))  # a replicated part covers all
+        theirs = part.ranges() or tuple(map(range, saved.index_lengths))  # a replicated part covers all
         common = [intersect(a, b) for a, b in zip(theirs, index, strict=True)]
         if not all(common):
             return 0

@@ -95,7 +95,7 @@ def _walk(flat: State, name: str, item: Any) -> None:
             own = variable_name(part) if isinstance(part, tf.Variable | keras.Variable) else number
             _walk(flat, f"{name}/{own}", part)
     elif item is None or isinstance(item, bool | int | float | str):
-        flat.values[name] = Value(lambda: item, lambda value: flat.found.__setitem__(name, value))
+        flat.values[name] = Value(lambda: item, lambda value: flat.restored.__setitem__(name, value))
     else:
         raise TypeError(
             describe(
@@ -243,7 +243,7 @@ def _add_sharded(flat: State, name: str, item: ShardedState, allowed: Allowed) -
 
 def _add_array(flat: State, name: str, array: np.ndarray) -> None:
     def assign(values: np.ndarray) -> None:
-        flat.found[name] = values
+        flat.restored[name] = values
 
     # Copy: unlike a variable, an array is updated in place.
     _add(flat, Entry(name, "replicated", array.dtype, array.shape, array.copy, assign))
