@@ -19,7 +19,7 @@ import numpy as np
 from hvdkit.checkpoint.tensorfile import Allowed
 
 Kind = Literal["replicated", "sharded", "per_rank"]
-Resize = Literal["keep", "mean", "share"]
+Resize = Literal["keep", "mean", "sum"]
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Entry:
             those of its elements in row-major order.
         partition: for a sharded tensor, the partition rule.
         resize: for a ``per_rank`` tensor, what each rank gets if the number of ranks has changed: its current value
-            ("keep"), the mean over ranks ("mean"), or an equal share of the sum ("share").
+            ("keep"), the mean over ranks ("mean"), or an equal part of the sum, which is preserved ("sum").
         variable: the underlying variable, if there is one.
         writes: False if another rank writes the same part.
         allowed: the floating-point values that it may contain when saved.

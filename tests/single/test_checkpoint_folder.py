@@ -251,7 +251,7 @@ def test_parts_of_thousands_of_ranks_are_compared_without_looking_at_each_pair(r
         parts = [{"file": f"shard-{r}", "checksum": "", "index": i} for r, i in enumerate(index)]
         content = {"kind": "sharded", "shape": [rows, 8], "dtype": "float32", "partition": rule, "parts": parts}
         plain = {"step": 1, "size": size, "values": {}, "rank_values": [], "created": "", "versions": {}}
-        manifest = Manifest._of({"format_version": 2, "variables": {"t": content}, "files": {}, **plain}, "")
+        manifest = Manifest._from_json({"format_version": 2, "variables": {"t": content}, "files": {}, **plain}, "")
         return manifest.variables["t"]
 
     assert coverage_problem(saved(index)) is None
