@@ -57,7 +57,7 @@ def rank_saves(target: Path, value: float, rank: int, size: int) -> None:
         rank=rank,
         size=size,
         token="t",
-        committed=lambda: prune(target, 1, None),
+        after_commit=lambda: prune(target, 1, None),
     )
     save.start()
     while not save.wait(10):

@@ -18,8 +18,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.rank_checks import agreed_state
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.checkpoint.saving import agreed_state, begin, finish
+from hvdkit.checkpoint.saving import begin, finish
 from hvdkit.sharding.partition import rows_of
 
 COLUMNS = 256

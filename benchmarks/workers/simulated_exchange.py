@@ -137,7 +137,7 @@ def exchange_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
 def manifest_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
     """Agree on a checkpoint's manifest with the other ranks, like the start of a restore."""
     from hvdkit.checkpoint.folder import latest
-    from hvdkit.checkpoint.restoring import agreed_manifest
+    from hvdkit.checkpoint.rank_checks import agreed_manifest
     from hvdkit.cluster import world
     from hvdkit.cluster.exchange import ObjectExchange
 

@@ -19,7 +19,7 @@ import numpy as np
 from hvdkit.checkpoint.tensorfile import Allowed
 
 Kind = Literal["replicated", "sharded", "per_rank"]
-Resize = Literal["keep", "mean", "share"]
+Resize = Literal["keep", "mean", "sum"]
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Entry:
             those of its elements in row-major order.
         partition: for a sharded tensor, the partition rule.
         resize: for a ``per_rank`` tensor, what each rank gets if the number of ranks has changed: its current value
-            ("keep"), the mean over ranks ("mean"), or an equal share of the sum ("share").
+            ("keep"), the mean over ranks ("mean"), or an equal part of the sum, which is preserved ("sum").
         variable: the underlying variable, if there is one.
         writes: False if another rank writes the same part.
         allowed: the floating-point values that it may contain when saved.
@@ -71,8 +71,14 @@ class Value:
 
 @dataclass
 class State:
-    """A flattened state; the first component of every name is its key in the given mapping."""
+    """A flattened state. The first component of every name is its key in the mapping that was flattened.
+
+    Attributes:
+        entries: its tensors by name.
+        values: its plain values by name.
+        restored: arrays and plain values that were restored, by name; all others are set in place.
+    """
 
     entries: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
-    found: dict[str, Any] = field(default_factory=dict)  # restored arrays and values
+    restored: dict[str, Any] = field(default_factory=dict)

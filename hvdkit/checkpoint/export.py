@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from hvdkit.checkpoint.files import naming_file, write_text
+from hvdkit.checkpoint.files import checkpoint_errors, write_text
 from hvdkit.checkpoint.inspecting import newest_at
 from hvdkit.checkpoint.manifest import Manifest, TensorEntry
 from hvdkit.checkpoint.reading import Reader
@@ -20,7 +20,7 @@ from hvdkit.checkpoint.tensorfile import BLOCK_BYTES
 from hvdkit.errors import describe
 
 VALUES = "values.json"
-_LEAST_BYTES, _MOST_BYTES = 8 * BLOCK_BYTES, 64 * BLOCK_BYTES
+_MIN_WINDOW, _MAX_WINDOW = 8 * BLOCK_BYTES, 64 * BLOCK_BYTES  # bytes of a sharded tensor to assemble at once
 
 
 def export_npy(
@@ -62,27 +62,26 @@ def export_npy(
     """
     path, directory = newest_at(Path(path)), Path(directory)
     manifest = Manifest.load(path)
-    chosen = _chosen(manifest, names)
-    targets = _targets(chosen, directory)
+    tensors = _select(manifest, names)
+    files = _target_files(tensors, directory)
     check_target(directory, overwrite)
     with Reader(path, manifest) as reader:
-        for (name, number), target in targets.items():
-            saved = chosen[name]
-            _write_npy(target, _portable(saved), saved.shape, _pieces(reader, name, saved, number), progress)
+        for (name, rank), file in files.items():
+            saved = tensors[name]
+            _write_npy(file, _npy_dtype(saved), saved.shape, _read_pieces(reader, name, saved, rank), progress)
         rank_values = reader.all_rank_values()
-    values = directory / VALUES
-    plain = {"step": manifest.step, "values": manifest.values, "rank_values": rank_values}
-    with naming_file(directory, "written"):
+    values_file = directory / VALUES
+    values = {"step": manifest.step, "values": manifest.values, "rank_values": rank_values}
+    with checkpoint_errors(directory, "written"):
         directory.mkdir(parents=True, exist_ok=True)
-    write_text(values, json.dumps(plain, indent=1) + "\n")
-    return [*targets.values(), values]
+    write_text(values_file, json.dumps(values, indent=1) + "\n")
+    return [*files.values(), values_file]
 
 
-def exported_bytes(path: str | Path, names: Sequence[str] | None = None) -> int:
+def bytes_to_export(path: str | Path, names: Sequence[str] | None = None) -> int:
     """Return the number of bytes that :func:`export_npy` will report to ``progress``."""
-    chosen = _chosen(Manifest.parse(newest_at(Path(path))), names)
-    copies = {name: len(s.parts) if s.kind == "per_rank" else 1 for name, s in chosen.items()}
-    return sum(math.prod(s.shape) * _portable(s).itemsize * copies[name] for name, s in chosen.items())
+    tensors = _select(Manifest.parse(newest_at(Path(path))), names).values()
+    return sum(t.arrays * math.prod(t.shape) * _npy_dtype(t).itemsize for t in tensors)
 
 
 def check_target(directory: Path, overwrite: bool) -> None:
@@ -98,57 +97,59 @@ def check_target(directory: Path, overwrite: bool) -> None:
         raise ValueError(describe("directory", f"{directory}, which is not empty", "a new or empty folder", remedy))
 
 
-def _chosen(manifest: Manifest, names: Sequence[str] | None) -> dict[str, TensorEntry]:
+def _select(manifest: Manifest, names: Sequence[str] | None) -> dict[str, TensorEntry]:
+    """Return the tensors that match ``names``, in the order of the manifest; all if it is None."""
     if names is None:
         return manifest.variables
     if isinstance(names, str):
         raise TypeError(describe("names", repr(names), "a list of names", f"pass [{names!r}]"))
-    chosen = set()
-    for wanted in names:
-        found = {name for name in manifest.variables if name == wanted or fnmatch.fnmatchcase(name, wanted)}
-        if not found:
+    selected = set()
+    for pattern in names:
+        matches = {name for name in manifest.variables if name == pattern or fnmatch.fnmatchcase(name, pattern)}
+        if not matches:
             known = ", ".join(list(manifest.variables)[:5])
             remedy = "`hvdkit checkpoint inspect` lists all"
-            raise ValueError(describe("names", repr(wanted), f"a name or pattern of tensors such as {known}", remedy))
-        chosen |= found
-    return {name: saved for name, saved in manifest.variables.items() if name in chosen}
+            raise ValueError(describe("names", repr(pattern), f"a name or pattern of tensors such as {known}", remedy))
+        selected |= matches
+    return {name: saved for name, saved in manifest.variables.items() if name in selected}
 
 
-def _targets(chosen: dict[str, TensorEntry], directory: Path) -> dict[tuple[str, int | None], Path]:
-    """Return the target file of each tensor; for per-rank tensors, of each (tensor, rank)."""
-    targets: dict[tuple[str, int | None], Path] = {}
-    for name, saved in chosen.items():
-        base = directory.joinpath(*(_safe(word) for word in name.split("/")))
+def _target_files(tensors: dict[str, TensorEntry], directory: Path) -> dict[tuple[str, int | None], Path]:
+    """Return the file to write for each (tensor, rank); rank is None except for per-rank tensors."""
+    files: dict[tuple[str, int | None], Path] = {}
+    for name, saved in tensors.items():
+        base = directory.joinpath(*map(_escape, name.split("/")))
         ranks = range(len(saved.parts)) if saved.kind == "per_rank" else [None]
         for rank in ranks:
-            targets[name, rank] = base.with_name(f"{base.name}{'' if rank is None else f'.rank{rank:05d}'}.npy")
-    if len({*targets.values()}) < len(targets):
-        raise ValueError(describe("names", list(chosen), "names that give different files", "export some at a time"))
-    return targets
+            files[name, rank] = base.with_name(f"{base.name}{'' if rank is None else f'.rank{rank:05d}'}.npy")
+    if len({*files.values()}) < len(files):
+        raise ValueError(describe("names", list(tensors), "names that give different files", "export some at a time"))
+    return files
 
 
-def _safe(word: str) -> str:
-    return quote(word, safe="") if word.strip(".") else word.replace(".", "%2E") or "%"
+def _escape(component: str) -> str:
+    """Return a component of a tensor's name as a valid file name; ``.``, ``..`` and an empty name are not."""
+    return quote(component, safe="") if component.strip(".") else component.replace(".", "%2E") or "%"
 
 
-def _portable(saved: TensorEntry) -> np.dtype:
+def _npy_dtype(saved: TensorEntry) -> np.dtype:
     dtype = np.dtype(saved.dtype)
     return np.dtype(np.float32) if dtype.name.startswith(("bfloat16", "float8")) else dtype
 
 
-def _pieces(reader: Reader, name: str, saved: TensorEntry, rank: int | None) -> Iterator[np.ndarray]:
+def _read_pieces(reader: Reader, name: str, saved: TensorEntry, rank: int | None) -> Iterator[np.ndarray]:
     """Yield the rows of a tensor in global order, in pieces."""
     if saved.kind != "sharded" or not saved.shape:
         part = saved.parts[rank or 0]
         file = reader.open(part)
-        for _, _, block in file.pieces(name, range(file.layouts[name].rows)):
+        for _, _, block in file.pieces(name, range(file.locations[name].rows)):
             assert block is not None
             yield block
         return
     rows, *others = saved.shape
     row_bytes = max(1, math.prod(others) * np.dtype(saved.dtype).itemsize)
     # Each part is read in whole checksum blocks. Use a larger window for more parts, so that little is read twice.
-    window = min(max(_LEAST_BYTES, len(saved.parts) * BLOCK_BYTES), _MOST_BYTES)
+    window = min(max(_MIN_WINDOW, len(saved.parts) * BLOCK_BYTES), _MAX_WINDOW)
     step = max(1, window // row_bytes)
     for start in range(0, rows if math.prod(saved.shape) else 0, step):
         yield reader.sharded(name, (range(start, min(start + step, rows)), *map(range, others)))
@@ -157,20 +158,20 @@ def _pieces(reader: Reader, name: str, saved: TensorEntry, rank: int | None) -> 
 def _write_npy(
     path: Path, dtype: np.dtype, shape: tuple[int, ...], pieces: Iterable[np.ndarray], progress: Callable[[int], None]
 ) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    head = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    with naming_file(path, "written"):
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    with checkpoint_errors(path, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with beside.open("wb") as file:
-                np.lib.format.write_array_header_1_0(file, head)
+            with temporary.open("wb") as file:
+                np.lib.format.write_array_header_1_0(file, header)
                 for piece in pieces:
                     data = np.ascontiguousarray(piece, dtype)
                     file.write(data.reshape(-1).view(np.uint8).data)
                     progress(data.nbytes)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(path)
+            temporary.replace(path)
         except BaseException:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise

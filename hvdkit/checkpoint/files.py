@@ -24,17 +24,17 @@ _REMEDIES = {
 
 
 @contextlib.contextmanager
-def naming_file(path: Path, done: str) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that names the file and the remedy; ``done`` is "written" or "read"."""
+def checkpoint_errors(path: Path, action: str) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names the file and the remedy; ``action`` is "written" or "read"."""
     try:
         yield
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "look at the disk")
-        raise CheckpointError(f"{path}: cannot be {done} ({error.strerror or error}); {remedy}") from error
+        raise CheckpointError(f"{path}: cannot be {action} ({error.strerror or error}); {remedy}") from error
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder to disk; a new file is durable only after this."""
+    """Sync a folder to disk. A new or renamed file is durable only after this."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -53,16 +53,16 @@ def write_text(path: Path, text: str, *, sync: bool = True) -> None:
     Raises:
         CheckpointError: it cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with naming_file(path, "written"):
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with checkpoint_errors(path, "written"):
         try:
-            with beside.open("w") as file:
+            with temporary.open("w") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(path)
+            temporary.replace(path)
         except OSError:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         if sync:
             sync_folder(path.parent)

@@ -11,7 +11,7 @@ import itertools
 import re
 from pathlib import Path
 
-from hvdkit.checkpoint.files import naming_file, remove_folder, sync_folder, write_text
+from hvdkit.checkpoint.files import checkpoint_errors, remove_folder, sync_folder, write_text
 from hvdkit.checkpoint.manifest import NAME, Manifest
 from hvdkit.errors import CheckpointError
 
@@ -35,13 +35,13 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def writing_name(target: Path, token: str) -> Path:
-    """Return the temporary path where ``target`` is written until it is complete; it is never listed."""
+def temporary_path(target: Path, token: str) -> Path:
+    """Return the path where ``target`` is written until it is complete. It is never listed as a checkpoint."""
     return target.with_name(f"{_WRITING}{target.name}-{token}")
 
 
-def commit(written: Path, target: Path) -> None:
-    """Rename a complete checkpoint to its final name, replacing an existing one.
+def commit(source: Path, target: Path) -> None:
+    """Rename a complete checkpoint from its temporary to its final name, replacing an existing one.
 
     If the process is killed between the two renames, the old checkpoint has a temporary name; :func:`tidy` renames it
     back. A damaged checkpoint is not removed but renamed to ``step-....damaged``.
@@ -49,31 +49,31 @@ def commit(written: Path, target: Path) -> None:
     Raises:
         CheckpointError: the file system reports an error.
     """
-    with naming_file(target, "written"):
-        sync_folder(written)
-        before = target.with_name(f"{_REPLACED}{target.name}")
-        if noted_damage(target) is not None:
-            target.rename(_free_name(target))
+    with checkpoint_errors(target, "written"):
+        sync_folder(source)
+        replaced = target.with_name(f"{_REPLACED}{target.name}")
+        if read_damage(target) is not None:
+            target.rename(_unused_path(target))
         elif target.exists():
-            target.rename(before)
-        _note(target).unlink(missing_ok=True)  # even if the target does not exist: the user may have removed it
-        written.rename(target)
+            target.rename(replaced)
+        _note_path(target).unlink(missing_ok=True)  # even if the target does not exist: the user may have removed it
+        source.rename(target)
         sync_folder(target.parent)
-    remove_folder(before)
+    remove_folder(replaced)
 
 
-def listed(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, intact or damaged, oldest first; a checkpoint must have a manifest."""
     if not folder.is_dir():
         return []
-    with naming_file(folder, "read"):
-        found = [path for path in folder.iterdir() if step_of(path) is not None and (path / NAME).is_file()]
-    return sorted(found, key=lambda path: step_of(path) or 0)
+    with checkpoint_errors(folder, "read"):
+        checkpoints = [path for path in folder.iterdir() if step_of(path) is not None and (path / NAME).is_file()]
+    return sorted(checkpoints, key=lambda path: step_of(path) or 0)
 
 
 def is_good(path: Path) -> bool:
-    """Return True if neither a damage note, nor the manifest, nor the file lengths show damage to ``path``."""
-    if noted_damage(path) is not None:
+    """Return True unless a damage note, the manifest or the file lengths show that ``path`` is damaged."""
+    if read_damage(path) is not None:
         return False
     try:
         Manifest.load(path)
@@ -99,45 +99,45 @@ def latest(folder: Path) -> Path | None:
     """
     folder = Path(folder)
     inner = folder / "checkpoints"
-    candidates = listed(inner if inner.is_dir() else folder)
+    candidates = list_checkpoints(inner if inner.is_dir() else folder)
     return next((path for path in reversed(candidates) if is_good(path)), None)
 
 
-def note_damage(path: Path, damage: str) -> None:
-    """Record damage in a file next to a checkpoint, so that the checkpoint is kept but neither used nor counted."""
+def record_damage(path: Path, damage: str) -> None:
+    """Record damage in a file next to a checkpoint: the checkpoint is kept, but neither used nor counted."""
     if path.is_dir():
         with contextlib.suppress(CheckpointError):  # a read-only disk must not stop a restore
-            write_text(_note(path), damage + "\n")
+            write_text(_note_path(path), damage + "\n")
 
 
-def forget_damage(path: Path) -> None:
+def clear_damage(path: Path) -> None:
     """Remove the damage note of a checkpoint whose bytes were all verified, e.g. after a repair."""
     with contextlib.suppress(OSError):
-        _note(path).unlink(missing_ok=True)
+        _note_path(path).unlink(missing_ok=True)
 
 
-def noted_damage(path: Path) -> str | None:
-    """Return the note that :func:`note_damage` wrote for ``path``, or None."""
+def read_damage(path: Path) -> str | None:
+    """Return the damage that :func:`record_damage` recorded for ``path``, or None."""
     try:
-        note = _note(path).read_text(errors="replace").strip()
+        note = _note_path(path).read_text(errors="replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:
-        note = f"{_note(path)} cannot be read ({error.strerror})"
+        note = f"{_note_path(path)} cannot be read ({error.strerror})"
     return note if path.exists() else None
 
 
-def _note(path: Path) -> Path:
+def _note_path(path: Path) -> Path:
     return path.with_name(f"{_DAMAGED}{path.name}")
 
 
-def _free_name(path: Path) -> Path:
+def _unused_path(path: Path) -> Path:
     names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
     return next(name for name in names if not name.exists())
 
 
-def prune(committed: Path, max_to_keep: int | None, keep_every: int | None) -> None:
-    """Remove good checkpoints older than ``committed`` until ``max_to_keep`` are left, including ``committed``.
+def prune(current: Path, max_to_keep: int | None, keep_every: int | None) -> None:
+    """Remove good checkpoints older than ``current`` until ``max_to_keep`` are left, including ``current``.
 
     Neither counted nor removed: damaged checkpoints, which are left for the user to inspect; checkpoints older than
     the newest ``max_to_keep`` whose step is a multiple of ``keep_every``; and checkpoints of a later step, which
@@ -145,8 +145,8 @@ def prune(committed: Path, max_to_keep: int | None, keep_every: int | None) -> N
     """
     if max_to_keep is None:
         return
-    step = step_of(committed) or 0
-    older = [path for path in listed(committed.parent) if (step_of(path) or 0) < step and is_good(path)]
+    step = step_of(current) or 0
+    older = [path for path in list_checkpoints(current.parent) if (step_of(path) or 0) < step and is_good(path)]
     for path in older[: max(0, len(older) - (max_to_keep - 1))]:
         if keep_every is None or (step_of(path) or 0) % keep_every:
             # Rename first: a partially removed folder must not look like a checkpoint.
@@ -172,7 +172,7 @@ def _tidy(folder: Path, name: str) -> None:
     """Tidy checkpoints whose names match the regular expression ``name``."""
     if not folder.is_dir():
         return
-    with naming_file(folder, "written"):
+    with checkpoint_errors(folder, "written"):
         for path in list(folder.iterdir()):
             if match := re.fullmatch(f"{re.escape(_REPLACED)}({name})", path.name):
                 target = path.with_name(match[1])

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.checkpoint.folder import latest, listed, noted_damage
+from hvdkit.checkpoint.folder import latest, list_checkpoints, read_damage
 from hvdkit.checkpoint.manifest import NAME, Manifest, TensorEntry
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.errors import CheckpointError, describe
 from hvdkit.machine.terminal import aligned
 
-_LONGEST_VALUE = 80  # characters of a value in the table
+_MAX_VALUE_LENGTH = 80  # characters of a value in the table
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class Variable:
     @classmethod
     def of(cls, name: str, saved: TensorEntry) -> Variable:
         """Return the description of ``name`` from its manifest entry."""
-        copies = len(saved.parts) if saved.kind == "per_rank" else 1
-        size = math.prod(saved.shape) * np.dtype(saved.dtype).itemsize * copies
+        size = saved.arrays * math.prod(saved.shape) * np.dtype(saved.dtype).itemsize
         return cls(name, saved.kind, saved.shape, saved.dtype, saved.partition, len(saved.parts), size)
 
 
@@ -79,7 +78,7 @@ class Inspection:
     rank_values: dict[str, list[Any]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the attributes, fit for JSON."""
+        """Return the attributes as JSON-compatible values."""
         return {**asdict(self), "path": str(self.path)}
 
     def __str__(self) -> str:
@@ -87,12 +86,12 @@ class Inspection:
         lines = [
             str(self.path),
             f"step {self.step}, saved by {_plural(self.ranks, 'rank')}, {self.created} ({versions})",
-            f"{_plural(len(self.variables), 'variable')}, {as_bytes(self.bytes)}",
+            f"{_plural(len(self.variables), 'variable')}, {format_bytes(self.bytes)}",
             *([f"DAMAGED: {self.damage}"] if self.damage else []),
             "",
             *aligned([("variable", "kind", "shape", "dtype", "bytes"), *map(_row, self.variables)], right=(4,)),
         ]
-        values = list(_flat("", self.values))
+        values = list(_leaves("", self.values))
         if values:
             lines += ["", *aligned([("value", ""), *values])]
         if self.rank_values:
@@ -125,23 +124,23 @@ class Listing:
     checkpoints: tuple[Overview, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the attributes, fit for JSON."""
-        checkpoints = [{**asdict(one), "path": str(one.path)} for one in self.checkpoints]
+        """Return the attributes as JSON-compatible values."""
+        checkpoints = [{**asdict(overview), "path": str(overview.path)} for overview in self.checkpoints]
         return {"path": str(self.path), "checkpoints": checkpoints}
 
     def __str__(self) -> str:
         rows = [
             (
-                one.path.name,
-                *("?" if x is None else str(x) for x in (one.step, one.ranks)),
-                "?" if one.bytes is None else as_bytes(one.bytes),
-                one.created or "?",
-                f"DAMAGED: {one.damage}" if one.damage else "whole",
+                overview.path.name,
+                *("?" if number is None else str(number) for number in (overview.step, overview.ranks)),
+                "?" if overview.bytes is None else format_bytes(overview.bytes),
+                overview.created or "?",
+                f"DAMAGED: {overview.damage}" if overview.damage else "whole",
             )
-            for one in self.checkpoints
+            for overview in self.checkpoints
         ]
-        head = ("checkpoint", "step", "ranks", "bytes", "created", "state")
-        return "\n".join([str(self.path), "", *aligned([head, *rows], right=(1, 2, 3))])
+        header = ("checkpoint", "step", "ranks", "bytes", "created", "state")
+        return "\n".join([str(self.path), "", *aligned([header, *rows], right=(1, 2, 3))])
 
 
 def inspect(path: str | Path) -> Inspection | Listing:
@@ -168,10 +167,10 @@ def inspect(path: str | Path) -> Inspection | Listing:
             print(variable.name, variable.shape)
     """
     path = Path(path)
-    found = checkpoints_at(path)
-    if found == [path]:
-        return _inspection(path)
-    return Listing(found[0].parent, tuple(_overview(one) for one in found))
+    checkpoints = checkpoints_at(path)
+    if checkpoints == [path]:
+        return _inspect_one(path)
+    return Listing(checkpoints[0].parent, tuple(map(_summarize, checkpoints)))
 
 
 def checkpoints_at(path: Path) -> list[Path]:
@@ -183,10 +182,10 @@ def checkpoints_at(path: Path) -> list[Path]:
     if (path / NAME).is_file():
         return [path]
     inner = path / "checkpoints"
-    found = listed(inner if inner.is_dir() else path)
-    if not found:
-        raise _none_at(path)
-    return found
+    checkpoints = list_checkpoints(inner if inner.is_dir() else path)
+    if not checkpoints:
+        raise _not_found(path)
+    return checkpoints
 
 
 def newest_at(path: Path) -> Path:
@@ -199,18 +198,18 @@ def newest_at(path: Path) -> Path:
         return path
     newest = latest(path)
     if newest is None:
-        raise _none_at(path)
+        raise _not_found(path)
     return newest
 
 
-def _none_at(path: Path) -> CheckpointError:
+def _not_found(path: Path) -> CheckpointError:
     got = f"{path}, which holds no whole checkpoint" if path.exists() else f"{path}, which does not exist"
     expected = f"a folder with a {NAME}, or a logdir"
     return CheckpointError(describe("path", got, expected, "give a logdir, or a folder such as step-000001200"))
 
 
-def _inspection(path: Path) -> Inspection:
-    manifest, damage = Manifest.parse(path), _damage(path)
+def _inspect_one(path: Path) -> Inspection:
+    manifest, damage = Manifest.parse(path), _find_damage(path)
     rank_values: dict[str, list[Any]] = {}
     try:
         with Reader(path, manifest) as reader:
@@ -223,7 +222,7 @@ def _inspection(path: Path) -> Inspection:
         ranks=manifest.size,
         created=manifest.created,
         versions=manifest.versions,
-        bytes=_bytes(manifest),
+        bytes=_total_bytes(manifest),
         damage=damage,
         variables=tuple(Variable.of(name, saved) for name, saved in manifest.variables.items()),
         values=manifest.values,
@@ -231,51 +230,51 @@ def _inspection(path: Path) -> Inspection:
     )
 
 
-def _overview(path: Path) -> Overview:
+def _summarize(path: Path) -> Overview:
     try:
         manifest = Manifest.parse(path)
     except CheckpointError as error:
         return Overview(path, None, None, None, None, str(error))
-    return Overview(path, manifest.step, manifest.size, manifest.created, _bytes(manifest), _damage(path))
+    return Overview(path, manifest.step, manifest.size, manifest.created, _total_bytes(manifest), _find_damage(path))
 
 
-def _bytes(manifest: Manifest) -> int:
+def _total_bytes(manifest: Manifest) -> int:
     return sum(record.bytes for record in manifest.files.values())
 
 
-def _damage(path: Path) -> str | None:
+def _find_damage(path: Path) -> str | None:
     try:
         Manifest.load(path)
     except CheckpointError as error:
         return str(error)
-    return noted_damage(path)
+    return read_damage(path)
 
 
 def _row(variable: Variable) -> tuple[str, ...]:
     kind = {"per_rank": f"one per rank ({variable.parts})", "sharded": f"sharded {variable.partition}"}
     shape = " x ".join(map(str, variable.shape)) or "scalar"
-    return variable.name, kind.get(variable.kind, variable.kind), shape, variable.dtype, as_bytes(variable.bytes)
+    return variable.name, kind.get(variable.kind, variable.kind), shape, variable.dtype, format_bytes(variable.bytes)
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yield ``(name, value)`` for every leaf of nested mappings, with values truncated to one line."""
     if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _flat(f"{name}/{key}" if name else str(key), part)
+        for key, child in value.items():
+            yield from _leaves(f"{name}/{key}" if name else str(key), child)
     else:
         text = json.dumps(value)
-        yield name, text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 4]} ..."
+        yield name, text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 4]} ..."
 
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def as_bytes(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Return a human-readable number of bytes.
 
     Example:
-        >>> as_bytes(17), as_bytes(2_500_000)
+        >>> format_bytes(17), format_bytes(2_500_000)
         ('17 B', '2.5 MB')
     """
     power = min(4, (len(str(count)) - 1) // 3)

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from hvdkit._version import __version__
-from hvdkit.checkpoint.files import naming_file, write_text
+from hvdkit.checkpoint.files import checkpoint_errors, write_text
 from hvdkit.checkpoint.tensorfile import FileRecord, TensorFile
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
 from hvdkit.sharding.partition import FLAT
@@ -81,8 +81,13 @@ class TensorEntry:
     partition: str | None = None
 
     @property
-    def indexed(self) -> tuple[int, ...]:
-        """Lengths of the axes along which parts are indexed: one axis of all elements if the rule is "flat"."""
+    def arrays(self) -> int:
+        """The number of arrays of ``shape``: one per rank for a ``per_rank`` tensor, otherwise 1."""
+        return len(self.parts) if self.kind == "per_rank" else 1
+
+    @property
+    def index_lengths(self) -> tuple[int, ...]:
+        """Lengths of the axes along which parts are index_lengths: one axis of all elements if the rule is "flat"."""
         return (math.prod(self.shape),) if self.partition == FLAT else self.shape
 
     def __str__(self) -> str:
@@ -128,7 +133,7 @@ class Manifest:
         self.created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.versions = {"hvdkit": __version__, "numpy": np.__version__, "python": platform.python_version()}
         content = {"format": FORMAT, "format_version": VERSION}
-        content |= {key: getattr(self, key) for key in _PLAIN}
+        content |= {key: getattr(self, key) for key in _UNCHANGED}
         content["variables"] = {name: asdict(saved) for name, saved in self.variables.items()}
         content["files"] = {n: {"bytes": r.bytes, "checksum": r.checksum} for n, r in self.files.items()}
         self.checksum = content["checksum"] = _checksum(content)
@@ -160,7 +165,7 @@ class Manifest:
         if not file.is_file():
             raise CheckpointError(f"{folder}: is no checkpoint, it has no {NAME}; pass a folder such as step-000001200")
         try:
-            with naming_file(file, "read"):
+            with checkpoint_errors(file, "read"):
                 content = json.loads(file.read_bytes())
             if content["format"] != FORMAT:
                 raise CheckpointError(f"{file}: has the format {content['format']!r}, expected {FORMAT!r}")
@@ -172,12 +177,12 @@ class Manifest:
             checksum = content.pop("checksum")
             if checksum != _checksum(content):
                 raise CorruptCheckpointError(f"{file}: was changed after it was written (checksum differs)")
-            return cls._of(content, checksum)
+            return cls._from_json(content, checksum)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{file}: is damaged ({type(error).__name__}: {error})") from error
 
     @classmethod
-    def _of(cls, content: dict[str, Any], checksum: str) -> Manifest:
+    def _from_json(cls, content: dict[str, Any], checksum: str) -> Manifest:
         variables = {}
         for name, saved in content["variables"].items():
             parts = [
@@ -191,11 +196,10 @@ class Manifest:
         for name in [*files, *(part.file for saved in variables.values() for part in saved.parts)]:
             if name in ("", ".", "..") or {"/", "\0"} & set(name):
                 raise ValueError(f"it names the file {name!r}, which is not in this folder")
-        if not all(type(content[key]) is int and content[key] >= least for key, least in (("step", 0), ("size", 1))):
-            raise ValueError(
-                f"step {content['step']!r} and size {content['size']!r} are not numbers of steps and ranks"
-            )
-        manifest = cls(variables=variables, files=files, checksum=checksum, **{key: content[key] for key in _PLAIN})
+        step, size = content["step"], content["size"]
+        if type(step) is not int or type(size) is not int or step < 0 or size < 1:
+            raise ValueError(f"step {step!r} and size {size!r} are not numbers of steps and ranks")
+        manifest = cls(variables=variables, files=files, checksum=checksum, **{key: content[key] for key in _UNCHANGED})
         if content["format_version"] == 1:
             manifest._version_1_values = content["rank_values"]
             manifest.rank_values = list(content["rank_values"])
@@ -212,11 +216,11 @@ class Manifest:
         if not self.rank_values:
             return {}
         try:
-            found = json.loads(file.metadata[RANK_VALUES] if file is not None else "{}")
-            return {name: found[name] for name in self.rank_values}
+            values = json.loads(file.metadata[RANK_VALUES] if file is not None else "{}")
+            return {name: values[name] for name in self.rank_values}
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            where = shard_name(rank, self.size) if file is None else file.path
-            raise CorruptCheckpointError(f"{where}: lacks values of rank {rank} ({error!r})") from error
+            path = shard_name(rank, self.size) if file is None else file.path
+            raise CorruptCheckpointError(f"{path}: lacks values of rank {rank} ({error!r})") from error
 
     def files_with_rank_values(self) -> dict[str, int]:
         """Return the files that hold rank-specific values, mapped to the rank; empty in version 1."""
@@ -224,13 +228,13 @@ class Manifest:
         return {shard_name(rank, self.size): rank for rank in ranks}
 
     @cached_property
-    def parts_in(self) -> dict[str, list[tuple[str, Part]]]:
+    def parts_by_file(self) -> dict[str, list[tuple[str, Part]]]:
         """The parts in each file, as ``(tensor name, part)``."""
-        found: dict[str, list[tuple[str, Part]]] = {file: [] for file in self.files}
+        parts: dict[str, list[tuple[str, Part]]] = {file: [] for file in self.files}
         for name, saved in self.variables.items():
             for part in saved.parts:
-                found.setdefault(part.file, []).append((name, part))
-        return found
+                parts.setdefault(part.file, []).append((name, part))
+        return parts
 
     def open(self, folder: Path, file: str) -> TensorFile:
         """Open one of the checkpoint's files and verify its header.
@@ -241,15 +245,16 @@ class Manifest:
         """
         if file not in self.files:
             raise CorruptCheckpointError(f"{folder / NAME}: {file} is not among its files")
-        opened = TensorFile(folder / file, self.files[file])
-        for name, part in self.parts_in[file]:
-            if name not in opened.layouts or opened.layouts[name].checksum() != part.checksum:
-                opened.close()
+        tensor_file = TensorFile(folder / file, self.files[file])
+        for name, part in self.parts_by_file[file]:
+            location = tensor_file.locations.get(name)
+            if location is None or location.checksum() != part.checksum:
+                tensor_file.close()
                 raise CorruptCheckpointError(f"{folder / file}: {name!r} is not what {NAME} says (checksum)")
-        return opened
+        return tensor_file
 
 
-_PLAIN = ("step", "size", "values", "rank_values", "created", "versions")  # stored unchanged
+_UNCHANGED = ("step", "size", "values", "rank_values", "created", "versions")
 
 
 def _checksum(content: dict[str, Any]) -> str:

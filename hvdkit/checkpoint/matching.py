@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"_\d+(?=/|$|_)")
 
 
 def without_numbers(name: str) -> str:
-    """Return a name without the numbers that Keras appends to layer names.
+    """Remove the numbers that Keras appends to layer names.
 
     Example:
         >>> without_numbers("model/sequential_3/dense_12/kernel")
@@ -35,55 +35,56 @@ def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
     """
     pairs: dict[str, str] = {}
     for key in dict.fromkeys(_key(name) for name in state.entries):
-        wanted = {name: entry for name, entry in state.entries.items() if _key(name) == key}
+        current = {name: entry for name, entry in state.entries.items() if _key(name) == key}
         saved = {name: s for name, s in manifest.variables.items() if _key(name) == key}
         if not saved:
             raise CheckpointError(
                 f"{path}: holds no {key!r}; it has {sorted({_key(n) for n in manifest.variables})}. Restore what was "
                 "saved, or give another logdir"
             )
-        found = _by_name(wanted, saved) or _by_place(wanted, saved, path)
-        for name, other in found.items():
-            _check(wanted[name], saved[other], other, path)
-        pairs |= found
+        matches = _match_by_name(current, saved) or _match_by_position(current, saved, path)
+        for name, saved_name in matches.items():
+            _check_match(current[name], saved[saved_name], saved_name, path)
+        pairs |= matches
     missing = [name for name in state.values if name not in manifest.values and name not in manifest.rank_values]
     if missing:
         raise CheckpointError(f"{path}: holds no value {missing[0]!r}; restore what was saved, or give another logdir")
     return pairs
 
 
-def _by_name(wanted: Mapping[str, Entry], saved: Mapping[str, TensorEntry]) -> dict[str, str]:
+def _match_by_name(current: Mapping[str, Entry], saved: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Match equal names, else names that are unique and equal without numbers; return {} if neither works."""
-    if set(wanted) == set(saved):
-        return {name: name for name in wanted}
-    mine, theirs = ({without_numbers(name): name for name in names} for names in (wanted, saved))
-    if set(mine) != set(theirs) or len(mine) < len(wanted) or len(theirs) < len(saved):
+    if set(current) == set(saved):
+        return {name: name for name in current}
+    by_bare_name, saved_by_bare_name = ({without_numbers(n): n for n in names} for names in (current, saved))
+    are_unique = len(by_bare_name) == len(current) and len(saved_by_bare_name) == len(saved)
+    if set(by_bare_name) != set(saved_by_bare_name) or not are_unique:
         return {}
-    return {name: theirs[bare] for bare, name in mine.items()}
+    return {name: saved_by_bare_name[bare] for bare, name in by_bare_name.items()}
 
 
-def _by_place(wanted: Mapping[str, Entry], saved: Mapping[str, TensorEntry], path: Path) -> dict[str, str]:
-    for mine, theirs in zip(wanted, saved, strict=False):
-        if without_numbers(mine) != without_numbers(theirs):
+def _match_by_position(current: Mapping[str, Entry], saved: Mapping[str, TensorEntry], path: Path) -> dict[str, str]:
+    for name, saved_name in zip(current, saved, strict=False):
+        if without_numbers(name) != without_numbers(saved_name):
             raise CheckpointError(
-                f"{path}: is of another model: it has {theirs!r}, {saved[theirs]}, where this one has {mine!r}; build "
-                "the model that was saved, or give another logdir"
+                f"{path}: is of another model: it has {saved_name!r}, {saved[saved_name]}, where this one has "
+                f"{name!r}; build the model that was saved, or give another logdir"
             )
-    if len(wanted) != len(saved):
-        longer = wanted if len(wanted) > len(saved) else saved
-        extra = list(longer)[min(len(wanted), len(saved))]
-        owner = "this model" if longer is wanted else "the checkpoint"
+    if len(current) != len(saved):
+        longer = current if len(current) > len(saved) else saved
+        extra = list(longer)[min(len(current), len(saved))]
+        owner = "this model" if longer is current else "the checkpoint"
         raise CheckpointError(
-            f"{path}: is of another model: only {owner} has {extra!r} ({len(saved)} tensors saved, {len(wanted)} "
+            f"{path}: is of another model: only {owner} has {extra!r} ({len(saved)} tensors saved, {len(current)} "
             "expected); build the model that was saved, or give another logdir"
         )
-    return dict(zip(wanted, saved, strict=True))
+    return dict(zip(current, saved, strict=True))
 
 
-def _check(entry: Entry, saved: TensorEntry, name: str, path: Path) -> None:
-    alike = (entry.shape, entry.dtype.name) == (saved.shape, saved.dtype)
+def _check_match(entry: Entry, saved: TensorEntry, name: str, path: Path) -> None:
+    is_same_array = (entry.shape, entry.dtype.name) == (saved.shape, saved.dtype)
     # A table may be sharded at one number of ranks and replicated at another; both are one array.
-    if not alike or (entry.kind != saved.kind and "per_rank" in (entry.kind, saved.kind)):
+    if not is_same_array or (entry.kind != saved.kind and "per_rank" in (entry.kind, saved.kind)):
         raise CheckpointError(
             f"{path}: {name!r} was saved as {saved}, and is {entry.dtype.name}{list(entry.shape)} ({entry.kind}) here; "
             "build the model that was saved, or give another logdir"

@@ -1,4 +1,4 @@
-"""Read a checkpoint's tensors: entire replicated ones, and this rank's part of sharded ones at any number of ranks."""
+"""Read a checkpoint's tensors: all of a replicated one, or a rank's part of a sharded one at any number of ranks."""
 
 from __future__ import annotations
 
@@ -68,21 +68,20 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         Raises:
             CorruptCheckpointError: as above.
         """
-        saved, then = self._manifest.variables[name], self._manifest.size
-        if size == then or (resize == "keep" and rank < then):
+        saved, saved_size = self._manifest.variables[name], self._manifest.size
+        if size == saved_size or (resize == "keep" and rank < saved_size):
             return self.open(saved.parts[rank]).read(name)
         if resize == "keep":
             return None
-        return np.asarray(self._total(name) / (then if resize == "mean" else size)).astype(np.dtype(saved.dtype))
+        divisor = saved_size if resize == "mean" else size
+        return np.asarray(self._total(name) / divisor).astype(np.dtype(saved.dtype))
 
     def _total(self, name: str) -> np.ndarray:
         """Return the float64 sum over the ranks that saved; each file is read once for all such tensors."""
         if name not in self._totals:
             saved = self._manifest.variables
-            names = {n for n, s in saved.items() if s.kind == "per_rank" and np.dtype(s.dtype).kind not in "iub"} | {
-                name
-            }
-            for parts in zip(*([(n, part) for part in saved[n].parts] for n in sorted(names)), strict=True):
+            floats = {n for n, s in saved.items() if s.kind == "per_rank" and np.dtype(s.dtype).kind not in "iub"}
+            for parts in zip(*([(n, part) for part in saved[n].parts] for n in sorted(floats | {name})), strict=True):
                 for n, part in parts:
                     self._totals[n] = self._totals.get(n, 0.0) + self.open(part).read(n).astype(np.float64)
         return self._totals.pop(name)
@@ -100,64 +99,64 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         """
         saved = self._manifest.variables[name]
         if flat:
-            return self._run(name, saved, index[0])
+            return self._read_elements(name, saved, index[0])
         if saved.partition == FLAT:
-            return self._from_runs(name, saved, index)
+            return self._read_box_of_flat(name, saved, index)
         out = aligned_empty([len(axis) for axis in index], np.dtype(saved.dtype))
-        self._check_filled(name, saved, out.size, sum(self._copy_part(name, saved, p, index, out) for p in saved.parts))
+        copied = sum(self._copy_part(name, saved, part, index, out) for part in saved.parts)
+        self._check_complete(name, saved, out.size, copied)
         return out
 
-    def _check_filled(self, name: str, saved: TensorEntry, asked: int, filled: int) -> None:
-        if filled != asked:
-            raise CorruptCheckpointError(
-                f"{self._path}: {name!r} is {saved}, and of {asked} values asked for {asked - filled} are in no shard"
-            )
+    def _check_complete(self, name: str, saved: TensorEntry, expected: int, copied: int) -> None:
+        if copied != expected:
+            missing = f"of {expected} values asked for {expected - copied} are in no shard"
+            raise CorruptCheckpointError(f"{self._path}: {name!r} is {saved}, and {missing}")
 
-    def _run(self, name: str, saved: TensorEntry, run: range) -> np.ndarray:
-        """Return a contiguous run of elements of a tensor, for any saved partition."""
-        if saved.kind == "replicated" and len(run) == math.prod(saved.shape):
+    def _read_elements(self, name: str, saved: TensorEntry, elements: range) -> np.ndarray:
+        """Return contiguous elements of a tensor in row-major order, for any saved partition."""
+        if saved.kind == "replicated" and len(elements) == math.prod(saved.shape):
             return self.replicated(name).reshape(-1)
-        out = aligned_empty([len(run)], np.dtype(saved.dtype))
-        boxes = [(run,)] if saved.partition == FLAT else boxes_of(saved.shape, run)
-        filled = start = 0
+        out = aligned_empty([len(elements)], np.dtype(saved.dtype))
+        boxes = [(elements,)] if saved.partition == FLAT else boxes_of(saved.shape, elements)
+        copied = start = 0
         for box in boxes:  # in element order
             lengths = [len(axis) for axis in box]
-            into = out[start : start + math.prod(lengths)].reshape(lengths)
-            filled += sum(self._copy_part(name, saved, part, box, into) for part in saved.parts)
-            start += into.size
-        self._check_filled(name, saved, out.size, filled)
+            target = out[start : start + math.prod(lengths)].reshape(lengths)
+            copied += sum(self._copy_part(name, saved, part, box, target) for part in saved.parts)
+            start += target.size
+        self._check_complete(name, saved, out.size, copied)
         return out
 
-    def _from_runs(self, name: str, saved: TensorEntry, index: tuple[range, ...]) -> np.ndarray:
-        """Return a box of a tensor that was saved as runs of elements."""
+    def _read_box_of_flat(self, name: str, saved: TensorEntry, index: tuple[range, ...]) -> np.ndarray:
+        """Return the box at ``index`` of a tensor that was saved with the "flat" rule."""
         if not index:
-            return self._run(name, saved, range(1)).reshape(())
+            return self._read_elements(name, saved, range(1)).reshape(())
         rows, *others = index
-        width = math.prod(saved.shape[1:])
+        width, lengths = math.prod(saved.shape[1:]), [len(axis) for axis in index]
         if rows.step == 1 and tuple(others) == tuple(map(range, saved.shape[1:])):
-            return self._run(name, saved, range(rows.start * width, rows.stop * width)).reshape([len(a) for a in index])
-        out = aligned_empty([len(axis) for axis in index], np.dtype(saved.dtype))
-        columns = tuple(slice(axis.start, axis.stop, axis.step) for axis in others)
-        many = max(1, BLOCK_BYTES // max(1, width * out.itemsize * rows.step))
-        for first in range(0, len(rows) if out.size else 0, many):
-            some = rows[first : first + many]
-            block = self._run(name, saved, range(some[0] * width, (some[-1] + 1) * width))
-            out[first : first + many] = block.reshape(-1, *saved.shape[1:])[:: rows.step][(slice(None), *columns)]
+            return self._read_elements(name, saved, range(rows.start * width, rows.stop * width)).reshape(lengths)
+        out = aligned_empty(lengths, np.dtype(saved.dtype))
+        selection = slice(None, None, rows.step), *(slice(axis.start, axis.stop, axis.step) for axis in others)
+        block_rows = max(1, BLOCK_BYTES // max(1, width * out.itemsize * rows.step))
+        for first in range(0, len(rows) if out.size else 0, block_rows):
+            chunk = rows[first : first + block_rows]
+            block = self._read_elements(name, saved, range(chunk[0] * width, (chunk[-1] + 1) * width))
+            out[first : first + block_rows] = block.reshape(-1, *saved.shape[1:])[selection]
         return out
 
     def _copy_part(self, name: str, saved: TensorEntry, part: Part, index: tuple[range, ...], out: np.ndarray) -> int:
         """Copy the intersection of ``part`` and ``index`` into ``out``; return the number of values."""
-        theirs = part.ranges() or tuple(map(range, saved.indexed))  # a replicated part covers all
-        common = [intersect(a, b) for a, b in zip(theirs, index, strict=True)]
+        part_index = part.ranges() or tuple(map(range, saved.index_lengths))  # a replicated part covers all
+        common = [intersect(a, b) for a, b in zip(part_index, index, strict=True)]
         if not all(common):
             return 0
-        source = tuple(positions(c, a) for c, a in zip(common, theirs, strict=True))
+        source = tuple(positions(c, a) for c, a in zip(common, part_index, strict=True))
         target = tuple(positions(c, b) for c, b in zip(common, index, strict=True))
         rows = range(source[0].start, source[0].stop, source[0].step)
         file = self.open(part)
         into = out[target]
-        whole = all(len(c) == len(a) for c, a in zip(common[1:], theirs[1:], strict=True))
-        if whole and into.flags.c_contiguous and target[0].step == 1:
+        has_whole_rows = all(len(c) == len(a) for c, a in zip(common[1:], part_index[1:], strict=True))
+        if has_whole_rows and into.flags.c_contiguous and target[0].step == 1:
             file.read(name, rows, into)  # contiguous on both sides: read in place
         else:
             for start, stop, block in file.pieces(name, rows):
@@ -177,8 +176,8 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
     def all_rank_values(self) -> dict[str, list[Any]]:
         """Return the plain values of every rank that saved, ``{name: [rank 0's, rank 1's, ...]}``. Raises as above."""
         ranks = range(self._manifest.size if self._manifest.rank_values else 0)
-        found = [self.rank_values(rank) for rank in ranks]
-        return {name: [values[name] for values in found] for name in self._manifest.rank_values}
+        by_rank = [self.rank_values(rank) for rank in ranks]
+        return {name: [values[name] for values in by_rank] for name in self._manifest.rank_values}
 
     def open(self, part: Part) -> TensorFile:
         """Return the file that holds ``part``; use it before opening the next one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,16 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
+from hvdkit.checkpoint.chief_io import restore_through_chief
 from hvdkit.checkpoint.entries import Entry, State
-from hvdkit.checkpoint.folder import forget_damage, note_damage
-from hvdkit.checkpoint.link import chief_reads
+from hvdkit.checkpoint.folder import clear_damage, record_damage
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import match
+from hvdkit.checkpoint.rank_checks import agreed_manifest, agreed_state, run_on_all_ranks, run_on_chief
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.checkpoint.saving import agreed_state, of_chief, together
 from hvdkit.collectives import broadcast
 from hvdkit.data.aligned import ALIGNMENT
-from hvdkit.errors import CheckpointError, CorruptCheckpointError, describe
+from hvdkit.errors import CheckpointError, CorruptCheckpointError
 from hvdkit.sharding.partition import FLAT
 from hvdkit.sharding.variables import broadcast_variables
 
@@ -47,129 +46,95 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
         restored = hk.checkpoint.restore("ckpt/step-000000100", {"model": model, "global_step": 0})
         print(restored["global_step"])
     """
-    path, flat = Path(path), agreed_state(into)
+    path, state = Path(path), agreed_state(into)
     try:
         manifest = agreed_manifest(path, gather=gather)
-        names = together("names in a checkpoint", lambda: match(manifest, flat, path))
-        own = _own_values(path, manifest, flat, gather)
+        names = run_on_all_ranks("names in a checkpoint", lambda: match(manifest, state, path))
+        rank_values = _read_rank_values(path, manifest, state, gather)
         # Restore values first: if they do not fit, tensors are still unchanged.
-        together("values of a checkpoint", lambda: _restore_values(path, manifest, flat, own))
-        _restore_tensors(path, manifest, flat, names, gather)
+        run_on_all_ranks("values of a checkpoint", lambda: _restore_values(path, manifest, state, rank_values))
+        _restore_tensors(path, manifest, state, names, gather)
     except CorruptCheckpointError as damage:
         if cluster.is_chief():
-            note_damage(path, str(damage))
+            record_damage(path, str(damage))
         raise
     # Keys missing from `into` are not read. If fewer ranks restore than saved, some per-rank parts are not read either.
     is_all_read = set(names.values()) == set(manifest.variables) and cluster.size() >= manifest.size
     if is_all_read and cluster.is_chief():
-        forget_damage(path)
-    return {key: _filled(key, item, flat.found) for key, item in into.items()}
+        clear_damage(path)
+    return {key: _replace(key, item, state.restored) for key, item in into.items()}
 
 
-def agreed_manifest(path: Path, *, gather: bool = False) -> Manifest:
-    """Return the manifest of ``path``, identical on every rank.
-
-    Every rank reads it and compares its checksum with the chief's, because a manifest has an entry for each rank and
-    tensor and may be large. With ``gather`` the chief sends it.
-
-    Raises:
-        CheckpointError: on every rank: ``Manifest.load`` fails or a rank reads a different manifest.
-    """
-    if gather:
-        return of_chief("a manifest", lambda: Manifest.load(path))
-    found: list[Manifest] = []
-
-    def load() -> str:
-        found.append(Manifest.load(path))
-        return found[0].checksum
-
-    checksum = of_chief("a manifest", load)
-
-    def read() -> Manifest:
-        if not found:
-            with contextlib.suppress(OSError):
-                list(path.parent.iterdir())  # makes a network file system refresh its cache
-        manifest = found[0] if found else Manifest.parse(path)
-        if manifest.checksum != checksum:
-            here = cluster.cluster()
-            got = f"another manifest on rank {here.rank} ({here.hosts[here.rank]}) than on rank 0 ({here.hosts[0]})"
-            remedy = "restore from a file system that all ranks share, or pass gather=True"
-            raise CheckpointError(describe(str(path), got, "one checkpoint", remedy))
-        return manifest
-
-    return together("every rank's manifest", read)
-
-
-def _restore_values(path: Path, manifest: Manifest, flat: State, own: Mapping[str, Any]) -> None:
-    for name, value in flat.values.items():
+def _restore_values(path: Path, manifest: Manifest, state: State, rank_values: Mapping[str, Any]) -> None:
+    for name, value in state.values.items():
         try:
             if not value.per_rank:
                 value.assign(manifest.values[name])
             elif cluster.rank() < manifest.size:
-                value.assign(own[name])
+                value.assign(rank_values[name])
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointError(f"{path}: {name!r} does not fit this run: {error}") from error
 
 
-def _own_values(path: Path, manifest: Manifest, flat: State, gather: bool) -> Mapping[str, Any]:
+def _read_rank_values(path: Path, manifest: Manifest, state: State, gather: bool) -> Mapping[str, Any]:
     """Return the plain values saved for this rank; with ``gather`` the chief reads those of all ranks."""
-    if not any(value.per_rank for value in flat.values.values()):
+    if not any(value.per_rank for value in state.values.values()):
         return {}
-    wanted = range(cluster.size()) if gather else [cluster.rank()]
+    ranks = range(cluster.size()) if gather else [cluster.rank()]
 
     def read() -> dict[int, Mapping[str, Any]]:
         with Reader(path, manifest) as reader:
-            return {rank: reader.rank_values(rank) for rank in wanted if rank < manifest.size}
+            return {rank: reader.rank_values(rank) for rank in ranks if rank < manifest.size}
 
-    return (of_chief if gather else together)("each rank's values", read).get(cluster.rank(), {})
+    return (run_on_chief if gather else run_on_all_ranks)("each rank's values", read).get(cluster.rank(), {})
 
 
-def _restore_tensors(path: Path, manifest: Manifest, flat: State, names: dict[str, str], gather: bool) -> None:
+def _restore_tensors(path: Path, manifest: Manifest, state: State, names: dict[str, str], gather: bool) -> None:
     rank, size = cluster.rank(), cluster.size()
-    # The chief reads and broadcasts replicated tensors, and those reduced over all saved ranks' parts.
-    sent = [e for e in flat.entries.values() if e.kind == "replicated" or _is_mean(e, manifest, size)]
-    own = [e for e in flat.entries.values() if e.kind != "replicated" and not _is_mean(e, manifest, size)]
+    # The chief reads tensors that are equal on all ranks, and broadcasts them.
+    equal = [e for e in state.entries.values() if _is_equal_on_all_ranks(e, manifest, size)]
+    partitioned = [e for e in state.entries.values() if not _is_equal_on_all_ranks(e, manifest, size)]
 
     def read() -> None:
         with Reader(path, manifest) as reader:
-            for entry in sent if rank == 0 else ():
-                name = names[entry.name]
-                whole = reader.whole(name) if entry.kind == "replicated" else own_part(reader, entry, name, 0, size)
-                assert whole is not None
-                entry.assign(_taken_over(whole, entry))
-            for entry in () if gather else own:
-                _assign_own(entry, own_part(reader, entry, names[entry.name], rank, size))
+            for entry in equal if rank == 0 else ():
+                _assign(entry, read_part(reader, entry, names[entry.name], 0, size))
+            for entry in () if gather else partitioned:
+                _assign(entry, read_part(reader, entry, names[entry.name], rank, size))
 
-    together("tensors of a checkpoint", read)
+    run_on_all_ranks("tensors of a checkpoint", read)
     if gather:
-        chief_reads(path, manifest, own, names, _assign_own)
+        restore_through_chief(path, manifest, partitioned, names, _assign)
     if size > 1:
-        broadcast_variables([e.variable for e in sent if e.variable is not None])
-        for entry in sent:
+        broadcast_variables([e.variable for e in equal if e.variable is not None])
+        for entry in equal:
             if entry.variable is None:
-                entry.assign(np.asarray(broadcast(flat.found[entry.name] if rank == 0 else entry.read())))
+                entry.assign(np.asarray(broadcast(state.restored[entry.name] if rank == 0 else entry.read())))
 
 
-def _is_mean(entry: Entry, manifest: Manifest, size: int) -> bool:
-    """Return True if every rank gets the same value: the mean over the ranks that saved, or a share of their sum."""
-    return entry.kind == "per_rank" and entry.resize != "keep" and size != manifest.size
+def _is_equal_on_all_ranks(entry: Entry, manifest: Manifest, size: int) -> bool:
+    """Return True for replicated tensors, and for per-rank tensors that are reduced over the ranks that saved."""
+    is_reduced = entry.kind == "per_rank" and entry.resize != "keep" and size != manifest.size
+    return entry.kind == "replicated" or is_reduced
 
 
-def own_part(reader: Reader, entry: Entry, name: str, rank: int, size: int) -> np.ndarray | None:
-    """Return the part of a sharded or per-rank tensor for ``rank`` of ``size``, or None to keep the current value."""
+def read_part(reader: Reader, entry: Entry, name: str, rank: int, size: int) -> np.ndarray | None:
+    """Return the part of a tensor for ``rank`` of ``size`` (all of a replicated one), or None to keep its value."""
+    if entry.kind == "replicated":
+        return reader.whole(name)
     if entry.kind == "per_rank":
         return reader.per_rank(name, rank, size, entry.resize)
     assert entry.index is not None
     return reader.sharded(name, entry.index, flat=entry.partition == FLAT)
 
 
-def _assign_own(entry: Entry, part: np.ndarray | None) -> None:
+def _assign(entry: Entry, part: np.ndarray | None) -> None:
     if part is not None:
-        entry.assign(_taken_over(part, entry))
+        entry.assign(_without_copy(part, entry))
 
 
-def _taken_over(array: np.ndarray, entry: Entry) -> Any:
-    """Return ``array`` as a tensor that shares its memory if possible, to avoid a copy."""
+def _without_copy(array: np.ndarray, entry: Entry) -> Any:
+    """Return ``array`` as a tensor that shares its memory if possible."""
     on_host = entry.variable is not None and "CPU" in entry.variable.device.upper()
     if not on_host or array.size == 0 or array.ctypes.data % ALIGNMENT:  # TensorFlow's kernels require alignment
         return array
@@ -179,10 +144,10 @@ def _taken_over(array: np.ndarray, entry: Entry) -> Any:
         return array  # a dtype that DLPack does not support
 
 
-def _filled(name: str, item: Any, found: Mapping[str, Any]) -> Any:
+def _replace(name: str, item: Any, restored: Mapping[str, Any]) -> Any:
     """Return ``item`` with arrays and values replaced by the restored ones."""
     if isinstance(item, Mapping):
-        return {key: _filled(f"{name}/{key}", part, found) for key, part in item.items()}
+        return {key: _replace(f"{name}/{key}", part, restored) for key, part in item.items()}
     if type(item) in (list, tuple):
-        return type(item)(_filled(f"{name}/{number}", part, found) for number, part in enumerate(item))
-    return found.get(name, item)
+        return type(item)(_replace(f"{name}/{number}", part, restored) for number, part in enumerate(item))
+    return restored.get(name, item)

@@ -88,14 +88,14 @@ def _walk(flat: State, name: str, item: Any) -> None:
     elif hasattr(item, "state") and hasattr(item, "restore"):
         flat.values[name] = Value(lambda: item.state, item.restore)
     elif isinstance(item, Mapping):
-        for key, part in item.items():
-            _walk(flat, f"{name}/{key}" if name else str(key), part)
+        for key, child in item.items():
+            _walk(flat, f"{name}/{key}" if name else str(key), child)
     elif isinstance(item, list | tuple):
-        for number, part in enumerate(item):
-            own = variable_name(part) if isinstance(part, tf.Variable | keras.Variable) else number
-            _walk(flat, f"{name}/{own}", part)
+        for number, child in enumerate(item):
+            key = variable_name(child) if isinstance(child, tf.Variable | keras.Variable) else number
+            _walk(flat, f"{name}/{key}", child)
     elif item is None or isinstance(item, bool | int | float | str):
-        flat.values[name] = Value(lambda: item, lambda value: flat.found.__setitem__(name, value))
+        flat.values[name] = Value(lambda: item, lambda value: flat.restored.__setitem__(name, value))
     else:
         raise TypeError(
             describe(
@@ -108,13 +108,13 @@ def _walk(flat: State, name: str, item: Any) -> None:
 
 
 def _add_layer(flat: State, name: str, layer: Any) -> None:
-    seeds, statistics = _own_variables(layer)
-    elsewhere = _add_sharded_layers(flat, name, layer)
+    seeds, statistics = _per_rank_variables(layer)
+    done = _add_sharded_layers(flat, name, layer)
     # A constant weight may be infinite, such as an attention mask; a metric may be NaN.
     allowed: dict[int, Allowed] = {id(v): "finite" if v.trainable else "infinite" for v in layer.weights}
     for variable in layer.variables:
         path = f"{name}/{variable_name(variable)}"
-        if id(variable) in elsewhere:
+        if id(variable) in done:
             continue
         if id(variable) in seeds:
             _add_variable(flat, path, variable, "per_rank", key=name)
@@ -126,23 +126,24 @@ def _add_layer(flat: State, name: str, layer: Any) -> None:
 
 def _add_sharded_layers(flat: State, name: str, layer: Any) -> set[int]:
     """Add the sublayers of ``layer`` that define ``checkpoint_state()``; return their variables' ids."""
-    done: set[int] = set()
-    for part in layer._flatten_layers(include_self=False):
-        if hasattr(part, "checkpoint_state"):
-            _walk(flat, f"{name}/{part.path or part.name}", part)
-            done |= {id(v) for v in part.variables}
-    return done
+    added: set[int] = set()
+    for sublayer in layer._flatten_layers(include_self=False):
+        if hasattr(sublayer, "checkpoint_state"):
+            _walk(flat, f"{name}/{sublayer.path or sublayer.name}", sublayer)
+            added |= {id(v) for v in sublayer.variables}
+    return added
 
 
-def _own_variables(layer: Any) -> tuple[set[int], set[int]]:
+def _per_rank_variables(layer: Any) -> tuple[set[int], set[int]]:
     """Return the ids of the per-rank variables: generator states, and moving statistics."""
-    seeds, statistics = set(), set()
-    for part in layer._flatten_layers():
-        if isinstance(part, keras.layers.BatchNormalization):
-            statistics |= {id(v) for v in part.non_trainable_variables if v.name.startswith("moving_")}
-    for variable in layer.variables:
-        if variable.name == SEED_STATE:
-            seeds.add(id(variable))
+    seeds = {id(v) for v in layer.variables if v.name == SEED_STATE}
+    statistics = {
+        id(v)
+        for sublayer in layer._flatten_layers()
+        if isinstance(sublayer, keras.layers.BatchNormalization)
+        for v in sublayer.non_trainable_variables
+        if v.name.startswith("moving_")
+    }
     return seeds, statistics
 
 
@@ -152,8 +153,8 @@ def _add_optimizer(flat: State, name: str, optimizer: Any) -> None:
         remedy = "wrap it; with hk.DistributedGradientTape as hk.DistributedOptimizer(optimizer, op=None)"
         got = f"{type(inner).__name__}, which does not know that its slots are cut across ranks or local"
         raise ValueError(describe(f"optimizer {name!r}", got, "an hk.DistributedOptimizer", remedy))
-    if (how := getattr(inner, "_hvdkit", None)) is not None and how.group is not None:
-        got = f"{type(inner).__name__} with process_set={list(how.group.ranks)}, outside of which weights differ"
+    if (reduction := getattr(inner, "_hvdkit", None)) is not None and reduction.group is not None:
+        got = f"{type(inner).__name__} with process_set={list(reduction.group.ranks)}, outside of which weights differ"
         remedy = "save with model.save on one rank of each set"
         raise ValueError(describe(f"optimizer {name!r}", got, "one that combines gradients of all ranks", remedy))
     sums = {id(v) for v in getattr(inner, "_accumulated_gradients", ())}
@@ -162,7 +163,7 @@ def _add_optimizer(flat: State, name: str, optimizer: Any) -> None:
     for variable in optimizer.variables:
         path = f"{name}/{variable_name(variable)}"
         if id(variable) in sums:
-            _add_variable(flat, path, variable, "per_rank", _sums_rule(inner), key=name, allowed="finite")
+            _add_variable(flat, path, variable, "per_rank", _accumulator_resize(inner), key=name, allowed="finite")
         else:
             _add_variable(flat, path, variable, "replicated", key=name, allowed="finite")
 
@@ -173,10 +174,10 @@ def _check_accumulation(steps: int, saved: int) -> None:
         raise ValueError(describe("accumulate_steps", steps, f"{saved}, as it was saved", "go on with the same number"))
 
 
-def _sums_rule(optimizer: Any) -> Resize:
+def _accumulator_resize(optimizer: Any) -> Resize:
     """Preserve sum_r a_r / N if gradients are averaged over ranks, and sum_r a_r if they are summed."""
-    how = getattr(optimizer, "_hvdkit", None)
-    return "share" if how is not None and how.op.name == "Sum" else "mean"
+    reduction = getattr(optimizer, "_hvdkit", None)
+    return "sum" if reduction is not None and reduction.op.name == "Sum" else "mean"
 
 
 def _add_variable(
@@ -192,8 +193,8 @@ def _add_variable(
     """Add a variable; for a shard, add each of its tables under ``key``, as the shard's name is arbitrary."""
     if is_local(variable):
         kind, resize = "per_rank", "keep"
-    if (run := run_of(variable)) is not None:
-        _add_sharded(flat, name, FlatShardState(variable, run), allowed)
+    if (shard := run_of(variable)) is not None:
+        _add_sharded(flat, name, FlatShardState(variable, shard), allowed)
         return
     if shard_of(variable) is not None:
         for piece in piece_states(variable):
@@ -243,7 +244,7 @@ def _add_sharded(flat: State, name: str, item: ShardedState, allowed: Allowed) -
 
 def _add_array(flat: State, name: str, array: np.ndarray) -> None:
     def assign(values: np.ndarray) -> None:
-        flat.found[name] = values
+        flat.restored[name] = values
 
     # Copy: unlike a variable, an array is updated in place.
     _add(flat, Entry(name, "replicated", array.dtype, array.shape, array.copy, assign))
@@ -256,11 +257,13 @@ def _add_generator(flat: State, name: str, item: Any) -> bool:
     elif isinstance(item, np.random.Generator):
         bits = item.bit_generator
         flat.values[name] = Value(
-            lambda: _plain(bits.state), lambda value: setattr(bits, "state", _arrays(value)), per_rank=True
+            lambda: _to_json(bits.state), lambda value: setattr(bits, "state", _from_json(value)), per_rank=True
         )
     elif isinstance(item, np.random.RandomState) or item is np.random:
         flat.values[name] = Value(
-            lambda: _plain(item.get_state(legacy=False)), lambda value: item.set_state(_arrays(value)), per_rank=True
+            lambda: _to_json(item.get_state(legacy=False)),
+            lambda value: item.set_state(_from_json(value)),
+            per_rank=True,
         )
     elif isinstance(item, random.Random) or item is random:
         flat.values[name] = Value(
@@ -271,20 +274,20 @@ def _add_generator(flat: State, name: str, item: Any) -> bool:
     return True
 
 
-def _plain(state: Any) -> Any:
+def _to_json(state: Any) -> Any:
     """Return a generator's state with its arrays as lists, for JSON."""
     if isinstance(state, Mapping):
-        return {key: _plain(value) for key, value in state.items()}
+        return {key: _to_json(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):
         return {"array": state.tolist(), "dtype": state.dtype.name}
     return state.item() if isinstance(state, np.generic) else state
 
 
-def _arrays(state: Any) -> Any:
+def _from_json(state: Any) -> Any:
     if isinstance(state, Mapping):
         if set(state) == {"array", "dtype"}:
             return np.array(state["array"], state["dtype"])
-        return {key: _arrays(value) for key, value in state.items()}
+        return {key: _from_json(value) for key, value in state.items()}
     return state
 
 

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 import xxhash
 
-from hvdkit.checkpoint.files import naming_file
+from hvdkit.checkpoint.files import checkpoint_errors
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, describe
 
 # Also the I/O size: a larger block would be evicted from the core's cache between its checksum and its write.
@@ -147,37 +147,37 @@ def write_file(
     """
     # Largest item size first, so that every tensor is aligned to its item size.
     ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)
-    layouts = _place(ordered)
-    header = _header(layouts, metadata or {})
-    with naming_file(path, "written"), path.open("xb", buffering=0) as file:
+    locations = _locations(ordered)
+    header = _header(locations, metadata or {})
+    with checkpoint_errors(path, "written"), path.open("xb", buffering=0) as file:
         _write(file, header)  # reserves the space: digests have a fixed length
-        for tensor, layout in zip(ordered, layouts.values(), strict=True):
-            layouts[tensor.name] = layout._replace(digests="".join(_write_tensor(file, tensor, layout)))
-        header = _header(layouts, metadata or {})
+        for tensor, location in zip(ordered, locations.values(), strict=True):
+            locations[tensor.name] = location._replace(digests="".join(_write_tensor(file, tensor, location)))
+        header = _header(locations, metadata or {})
         file.seek(0)
         _write(file, header)
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
-    return FileRecord(size, xxhash.xxh3_128_hexdigest(header), {n: x.checksum() for n, x in layouts.items()})
+    return FileRecord(size, xxhash.xxh3_128_hexdigest(header), {n: x.checksum() for n, x in locations.items()})
 
 
-def _place(tensors: Sequence[OutgoingTensor]) -> dict[str, TensorLocation]:
-    layouts, start = {}, 0
+def _locations(tensors: Sequence[OutgoingTensor]) -> dict[str, TensorLocation]:
+    locations, start = {}, 0
     for tensor in tensors:
         if not storable(tensor.dtype):
             raise TypeError(
                 describe(tensor.name, f"dtype {tensor.dtype}", "a dtype of the safetensors format", "convert it first")
             )
-        layout = TensorLocation(tensor.dtype, tensor.shape, start, "")
-        layouts[tensor.name] = layout._replace(digests="0" * (16 * layout.blocks))
-        start += layout.rows * layout.row_bytes
-    return layouts
+        location = TensorLocation(tensor.dtype, tensor.shape, start, "")
+        locations[tensor.name] = location._replace(digests="0" * (16 * location.blocks))
+        start += location.rows * location.row_bytes
+    return locations
 
 
-def _header(layouts: dict[str, TensorLocation], metadata: Mapping[str, str]) -> bytes:
-    digests = {f"{_DIGESTS}{name}": x.digests for name, x in layouts.items()}
+def _header(locations: dict[str, TensorLocation], metadata: Mapping[str, str]) -> bytes:
+    digests = {f"{_DIGESTS}{name}": x.digests for name, x in locations.items()}
     entries: dict[str, Any] = {"__metadata__": {**metadata, **digests}}
-    for name, x in layouts.items():
+    for name, x in locations.items():
         end = x.start + x.rows * x.row_bytes
         entries[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [x.start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -185,8 +185,8 @@ def _header(layouts: dict[str, TensorLocation], metadata: Mapping[str, str]) -> 
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_tensor(file: Any, tensor: OutgoingTensor, layout: TensorLocation) -> Iterator[str]:
-    for first, last in _blocks(layout, 0, layout.blocks):
+def _write_tensor(file: Any, tensor: OutgoingTensor, location: TensorLocation) -> Iterator[str]:
+    for first, last in _blocks(location, 0, location.blocks):
         rows = tensor.rows(first, last)
         if (value := not_allowed(rows, tensor.allowed)) is not None:
             expected = "finite numbers" if tensor.allowed == "finite" else "no NaN"
@@ -224,11 +224,11 @@ def not_allowed(block: np.ndarray, allowed: Allowed) -> str | None:
     return "inf" if has_infinity and allowed == "finite" else None
 
 
-def _blocks(layout: TensorLocation, first: int, last: int) -> Iterator[tuple[int, int]]:
+def _blocks(location: TensorLocation, first: int, last: int) -> Iterator[tuple[int, int]]:
     """Yield the rows ``[start, stop)`` of blocks ``first`` to ``last - 1``."""
     for block in range(first, last):
-        start = block * layout.block_rows
-        yield start, min(start + layout.block_rows, layout.rows)
+        start = block * location.block_rows
+        yield start, min(start + location.block_rows, location.rows)
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
@@ -249,7 +249,7 @@ class TensorFile:
         record: the manifest's record of it, if known; the file is checked against it.
 
     Attributes:
-        layouts: its tensors by name.
+        locations: its tensors by name.
         metadata: the ``metadata`` passed to ``write_file``.
 
     Raises:
@@ -263,7 +263,7 @@ class TensorFile:
         self.metadata: dict[str, str] = {}
         self._descriptor: int | None = None
         try:
-            self.layouts = self._read_header(record)
+            self.locations = self._read_header(record)
         except BaseException:
             self.close()
             raise
@@ -291,11 +291,11 @@ class TensorFile:
         Raises:
             CorruptCheckpointError: bytes differ from those written, or the tensor is missing.
         """
-        layout = self._layout(name)
-        rows = range(layout.rows) if rows is None else rows
+        location = self._location(name)
+        rows = range(location.rows) if rows is None else rows
         if out is None:
-            out = np.empty((len(rows), *layout.shape[1:]) if layout.shape else (), layout.dtype)
-        flat = out.reshape(len(rows), *layout.shape[1:])
+            out = np.empty((len(rows), *location.shape[1:]) if location.shape else (), location.dtype)
+        flat = out.reshape(len(rows), *location.shape[1:])
         for start, stop, part in self.pieces(name, rows, flat):
             if part is not None:
                 flat[start:stop] = part
@@ -309,11 +309,11 @@ class TensorFile:
         If ``into`` is given, blocks that are needed completely are read directly into it, and None is yielded for
         ``array``. Peak memory is about 1 MiB, or one row.
         """
-        layout = self._layout(name)
-        if not rows or not layout.blocks:
+        location = self._location(name)
+        if not rows or not location.blocks:
             return
-        step = layout.block_rows
-        for first, last in _blocks(layout, rows[0] // step, rows[-1] // step + 1):
+        step = location.block_rows
+        for first, last in _blocks(location, rows[0] // step, rows[-1] // step + 1):
             start = max(0, -((rows.start - first) // rows.step))
             stop = min(len(rows), -((rows.start - last) // rows.step))
             if start >= stop:
@@ -321,28 +321,28 @@ class TensorFile:
             wanted = rows[start:stop]
             whole = len(wanted) == last - first
             direct = into[start:stop] if into is not None and whole else None
-            block = direct if direct is not None else np.empty((last - first, *layout.shape[1:]), layout.dtype)
-            self._fill(name, layout, first, block)
+            block = direct if direct is not None else np.empty((last - first, *location.shape[1:]), location.dtype)
+            self._fill(name, location, first, block)
             chosen = block[wanted[0] - first : wanted[-1] - first + 1 : rows.step]
             yield start, stop, chosen if direct is None else None
 
-    def _layout(self, name: str) -> TensorLocation:
-        if name not in self.layouts:
+    def _location(self, name: str) -> TensorLocation:
+        if name not in self.locations:
             raise CorruptCheckpointError(f"{self.path}: holds no {name!r}, though the manifest says so")
-        return self.layouts[name]
+        return self.locations[name]
 
-    def _fill(self, name: str, layout: TensorLocation, first: int, block: np.ndarray) -> None:
+    def _fill(self, name: str, location: TensorLocation, first: int, block: np.ndarray) -> None:
         """Read and verify the checksum block that starts at row ``first``."""
         view = _bytes_of(block)
-        self._read_into(view, self._data + layout.start + first * layout.row_bytes)
-        number = first // layout.block_rows
-        if xxhash.xxh3_64_hexdigest(view) != layout.digests[16 * number : 16 * number + 16]:
+        self._read_into(view, self._data + location.start + first * location.row_bytes)
+        number = first // location.block_rows
+        if xxhash.xxh3_64_hexdigest(view) != location.digests[16 * number : 16 * number + 16]:
             raise CorruptCheckpointError(
                 f"{self.path}: {name!r} is damaged in rows {first} to {first + len(block) - 1} (checksum differs)"
             )
 
     def _read_into(self, view: memoryview, offset: int) -> None:
-        with naming_file(self.path, "read"):
+        with checkpoint_errors(self.path, "read"):
             if self._descriptor is None:
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             while view:
@@ -353,7 +353,7 @@ class TensorFile:
                 view, offset = view[got:], offset + got
 
     def _read_header(self, record: FileRecord | None) -> dict[str, TensorLocation]:
-        with naming_file(self.path, "read"):
+        with checkpoint_errors(self.path, "read"):
             size = self.path.stat().st_size
         if record is not None and size != record.bytes:
             raise CorruptCheckpointError(f"{self.path}: has {size} bytes, and {record.bytes} were written")

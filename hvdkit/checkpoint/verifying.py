@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from hvdkit.checkpoint.folder import forget_damage, note_damage
-from hvdkit.checkpoint.inspecting import as_bytes, checkpoints_at
+from hvdkit.checkpoint.folder import clear_damage, record_damage
+from hvdkit.checkpoint.inspecting import checkpoints_at, format_bytes
 from hvdkit.checkpoint.manifest import NAME, Manifest, Part, TensorEntry
 from hvdkit.checkpoint.tensorfile import FileRecord, TensorFile, TensorLocation
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
@@ -38,7 +40,7 @@ class VerifiedCounts:
     def __str__(self) -> str:
         return (
             f"whole: {self.checkpoints} checkpoint(s), {self.files} file(s), {self.tensors} tensor part(s), "
-            f"{as_bytes(self.bytes)} read and compared"
+            f"{format_bytes(self.bytes)} read and compared"
         )
 
 
@@ -65,40 +67,35 @@ def verify(path: str | Path, *, progress: Progress = lambda _: None) -> Verified
 
         print(hk.checkpoint.verify("runs/mnist"))
     """
-    found = checkpoints_at(Path(path))
-    problems: list[CheckpointError] = []
+    all_problems: list[CheckpointError] = []
     total = VerifiedCounts()
-    for one in found:
+    for checkpoint in checkpoints_at(Path(path)):
         try:
-            check = _Check(one, Manifest.parse(one), progress)
+            verifier = _Verifier(checkpoint, Manifest.parse(checkpoint), progress)
         except CheckpointError as error:
-            problems.append(error)
+            all_problems.append(error)
             continue
-        found_here = check.problems()
-        if damage := [str(problem) for problem in found_here if isinstance(problem, CorruptCheckpointError)]:
-            note_damage(one, damage[0])
-        elif not found_here:
-            forget_damage(one)
-        problems += found_here
-        total = VerifiedCounts(*(a + b for a, b in zip(_counts(total), _counts(check.read), strict=True)))
-    if not problems:
+        problems = verifier.find_problems()
+        if damage := [str(problem) for problem in problems if isinstance(problem, CorruptCheckpointError)]:
+            record_damage(checkpoint, damage[0])
+        elif not problems:
+            clear_damage(checkpoint)
+        all_problems += problems
+        total = VerifiedCounts(*map(operator.add, astuple(total), astuple(verifier.counts)))
+    if not all_problems:
         return total
-    kind = CorruptCheckpointError if any(isinstance(p, CorruptCheckpointError) for p in problems) else CheckpointError
-    raise kind("\n".join(str(problem) for problem in problems))
+    is_corrupt = any(isinstance(problem, CorruptCheckpointError) for problem in all_problems)
+    raise (CorruptCheckpointError if is_corrupt else CheckpointError)("\n".join(map(str, all_problems)))
 
 
-def _counts(read: VerifiedCounts) -> tuple[int, int, int, int]:
-    return read.checkpoints, read.files, read.tensors, read.bytes
-
-
-def bytes_at(path: str | Path) -> int:
+def bytes_to_verify(path: str | Path) -> int:
     """Return the number of bytes that :func:`verify` will report to ``progress`` if nothing is damaged."""
     total = 0
-    for one in checkpoints_at(Path(path)):
-        try:
-            total += sum(_part_bytes(s, p) for s in Manifest.parse(one).variables.values() for p in s.parts)
-        except CheckpointError:
-            continue  # verify reports it
+    for checkpoint in checkpoints_at(Path(path)):
+        with contextlib.suppress(CheckpointError):  # verify reports it
+            for saved in Manifest.parse(checkpoint).variables.values():
+                elements = sum(math.prod(_part_shape(saved, part)) for part in saved.parts)
+                total += elements * np.dtype(saved.dtype).itemsize
     return total
 
 
@@ -106,58 +103,54 @@ def _part_shape(saved: TensorEntry, part: Part) -> tuple[int, ...]:
     return saved.shape if part.index is None else tuple(len(axis) for axis in part.ranges())
 
 
-def _part_bytes(saved: TensorEntry, part: Part) -> int:
-    return math.prod(_part_shape(saved, part)) * np.dtype(saved.dtype).itemsize
-
-
-class _Check:
-    """The check of one checkpoint."""
+class _Verifier:
+    """Verifies one checkpoint."""
 
     def __init__(self, path: Path, manifest: Manifest, progress: Progress):
         self._path, self._manifest, self._progress = path, manifest, progress
         self._with_values = manifest.files_with_rank_values()
-        self._covered: dict[object, str | None] = {}
+        self._coverage_problems: dict[object, str | None] = {}  # by shape and partition
         self._tensors, self._bytes = 0, 0
 
     @property
-    def read(self) -> VerifiedCounts:
+    def counts(self) -> VerifiedCounts:
         return VerifiedCounts(1, len(self._manifest.files), self._tensors, self._bytes)
 
-    def problems(self) -> list[CheckpointError]:
-        """Return all problems found."""
-        found = [CorruptCheckpointError(text) for text in self._wrong_parts()]
+    def find_problems(self) -> list[CheckpointError]:
+        """Read the whole checkpoint and return all problems."""
+        problems = [CorruptCheckpointError(message) for message in self._check_parts()]
         for file in self._with_values.keys() - self._manifest.files.keys():
-            found.append(CorruptCheckpointError(f"{self._path / NAME}: {file} is not among its files"))
-        return found + [problem for file in self._manifest.files for problem in self._of_file(file)]
+            problems.append(CorruptCheckpointError(f"{self._path / NAME}: {file} is not among its files"))
+        return problems + [problem for file in self._manifest.files for problem in self._check_file(file)]
 
-    def _wrong_parts(self) -> Iterator[str]:
+    def _check_parts(self) -> Iterator[str]:
         """Yield a message for each tensor with missing, extra or overlapping parts."""
         for name, saved in self._manifest.variables.items():
-            wrong = None
+            problem = None
             if saved.kind == "sharded":
-                key = (saved.indexed, tuple(part.index for part in saved.parts))
-                if key not in self._covered:  # slots are partitioned like their variable
-                    self._covered[key] = uncovered(saved)
-                wrong = self._covered[key]
+                key = (saved.index_lengths, tuple(part.index for part in saved.parts))
+                if key not in self._coverage_problems:  # slots are partitioned like their variable
+                    self._coverage_problems[key] = coverage_problem(saved)
+                problem = self._coverage_problems[key]
             elif len(saved.parts) != (expected := self._manifest.size if saved.kind == "per_rank" else 1):
-                wrong = f"has {len(saved.parts)} parts, expected {expected}"
-            if wrong:
-                yield f"{self._path / NAME}: {name!r}, {saved}, {wrong}"
+                problem = f"has {len(saved.parts)} parts, expected {expected}"
+            if problem:
+                yield f"{self._path / NAME}: {name!r}, {saved}, {problem}"
             for part in saved.parts:
                 if part.file not in self._manifest.files:
                     yield f"{self._path / NAME}: {name!r} is in {part.file}, which is not among the files"
 
-    def _of_file(self, name: str) -> Iterator[CheckpointError]:
+    def _check_file(self, name: str) -> Iterator[CheckpointError]:
         path, record = self._path / name, self._manifest.files[name]
         if not path.is_file():
             yield CorruptCheckpointError(f"{path}: missing, though {NAME} names it")
             return
-        there = path.stat().st_size
-        if there != record.bytes:
-            yield CorruptCheckpointError(f"{path}: has {there} bytes, and {record.bytes} were written (cut short?)")
+        size = path.stat().st_size
+        if size != record.bytes:
+            yield CorruptCheckpointError(f"{path}: has {size} bytes, and {record.bytes} were written (cut short?)")
         try:
             # The header of a truncated file shows which tensors are affected.
-            file = TensorFile(path, FileRecord(there, record.checksum, {}))
+            file = TensorFile(path, FileRecord(size, record.checksum, {}))
         except CheckpointError as error:
             yield error
             return
@@ -167,76 +160,70 @@ class _Check:
                     self._manifest.rank_values_in(self._with_values[name], file)
             except CorruptCheckpointError as error:
                 yield error
-            for tensor, part in self._manifest.parts_in[name]:
-                yield from self._of_part(file, tensor, self._manifest.variables[tensor], part)
+            for tensor, part in self._manifest.parts_by_file[name]:
+                yield from self._check_part(file, tensor, self._manifest.variables[tensor], part)
 
-    def _of_part(self, file: TensorFile, name: str, saved: TensorEntry, part: Part) -> Iterator[CheckpointError]:
-        layout = file.layouts.get(name)
+    def _check_part(self, file: TensorFile, name: str, saved: TensorEntry, part: Part) -> Iterator[CheckpointError]:
+        location = file.locations.get(name)
         expected = (_part_shape(saved, part), np.dtype(saved.dtype), part.checksum)
-        if layout is None or (layout.shape, layout.dtype, layout.checksum()) != expected:
+        if location is None or (location.shape, location.dtype, location.checksum()) != expected:
             yield CorruptCheckpointError(f"{file.path}: {name!r} is not what {NAME} says")
             return
         self._tensors += 1
-        self._bytes += layout.rows * layout.row_bytes
+        self._bytes += location.rows * location.row_bytes
         try:
-            bad = damaged_rows(file, name, layout, self._progress)
+            damaged = find_damaged_rows(file, name, location, self._progress)
         except CheckpointError as error:
             yield error
             return
-        for start, stop in bad:
+        for start, stop in damaged:
             rows = f"rows {start} to {stop - 1}"
             yield CorruptCheckpointError(f"{file.path}: {name!r} is damaged in {rows} (checksum differs)")
 
 
-def damaged_rows(
-    file: TensorFile, name: str, layout: TensorLocation, progress: Progress = lambda _: None
+def find_damaged_rows(
+    file: TensorFile, name: str, location: TensorLocation, progress: Progress = lambda _: None
 ) -> list[tuple[int, int]]:
-    """Return the damaged runs ``[start, stop)`` of a tensor's rows, at the granularity of checksum blocks.
+    """Return the damaged intervals ``[start, stop)`` of a tensor's rows, at the granularity of checksum blocks.
 
     Raises:
         CheckpointError: the file cannot be read.
     """
-    bad: list[tuple[int, int]] = []
-    step = layout.block_rows
-    buffer = np.empty((min(step, layout.rows), *layout.shape[1:]), layout.dtype)
-    for first in range(0, layout.rows if layout.blocks else 0, step):
-        last = min(first + step, layout.rows)
-        if not _is_good(file, name, range(first, last), buffer[: last - first]):
-            joins = bad and bad[-1][1] == first
-            bad[-1:] = [(bad[-1][0], last)] if joins else [*bad[-1:], (first, last)]
-        progress((last - first) * layout.row_bytes)
-    return bad
+    damaged: list[tuple[int, int]] = []
+    step = location.block_rows
+    buffer = np.empty((min(step, location.rows), *location.shape[1:]), location.dtype)
+    for start in range(0, location.rows if location.blocks else 0, step):
+        stop = min(start + step, location.rows)
+        try:
+            file.read(name, range(start, stop), buffer[: stop - start])
+        except CorruptCheckpointError:
+            extends_last = damaged and damaged[-1][1] == start
+            damaged.append((damaged.pop()[0] if extends_last else start, stop))
+        progress((stop - start) * location.row_bytes)
+    return damaged
 
 
-def _is_good(file: TensorFile, name: str, rows: range, out: np.ndarray) -> bool:
-    try:
-        file.read(name, rows, out)
-    except CorruptCheckpointError:
-        return False
-    return True
-
-
-def uncovered(saved: TensorEntry) -> str | None:
-    """Return a description of the problem if the parts of a sharded tensor do not cover it exactly once, else None.
+def coverage_problem(saved: TensorEntry) -> str | None:
+    """Return None if the parts of a sharded tensor cover it exactly once, else a description of the problem.
 
     Parts cover the tensor if they are disjoint, within bounds, and have as many elements as the tensor.
     """
-    boxes = [part.ranges() for part in saved.parts]
+    boxes, lengths = [part.ranges() for part in saved.parts], saved.index_lengths
     for part, box in zip(saved.parts, boxes, strict=True):
-        inside = [not axis or (axis[0] >= 0 and axis[-1] < n) for axis, n in zip(box, saved.indexed, strict=False)]
-        if len(box) != len(saved.indexed) or not all(inside):
+        is_inside = all(not axis or (axis[0] >= 0 and axis[-1] < n) for axis, n in zip(box, lengths, strict=False))
+        if len(box) != len(lengths) or not is_inside:
             return f"has a part in {part.file} that lies outside: {part.index}"
-    if (twice := _overlap(boxes)) is not None:
-        return f"has elements in {saved.parts[twice[0]].file} and again in {saved.parts[twice[1]].file}"
-    held = sum(math.prod(map(len, box)) for box in boxes)
-    whole = math.prod(saved.shape)
-    return None if held == whole else f"is not covered: {whole - held} of {whole} elements are in no file"
+    if (pair := _find_overlap(boxes)) is not None:
+        return f"has elements in {saved.parts[pair[0]].file} and again in {saved.parts[pair[1]].file}"
+    covered = sum(math.prod(map(len, box)) for box in boxes)
+    total = math.prod(saved.shape)
+    return None if covered == total else f"is not covered: {total - covered} of {total} elements are in no file"
 
 
-def _overlap(boxes: list[tuple[range, ...]]) -> tuple[int, int] | None:
-    """Return the (lower, higher) positions of two of ``boxes`` that share an element, or None.
+def _find_overlap(boxes: list[tuple[range, ...]]) -> tuple[int, int] | None:
+    """Return the (lower, higher) indices of two of ``boxes`` that have an element in common, or None.
 
-    Tables are partitioned along one axis into contiguous runs, or round-robin with a common step. So boxes are sorted
+    Tables are partitioned along one axis into contiguous ranges, or round-robin with a common step. So boxes are sorted
     by remainder and start along the first axis on which they differ, and each is compared with the earlier boxes that
     extend to its start.
     """
@@ -246,16 +233,16 @@ def _overlap(boxes: list[tuple[range, ...]]) -> tuple[int, int] | None:
     steps = {box[axis].step for box in boxes if len(box[axis]) > 1}
     step = steps.pop() if len(steps) == 1 else 1
 
-    def place(number: int) -> tuple[int, int]:
-        start = boxes[number][axis].start
+    def remainder_and_start(box: int) -> tuple[int, int]:
+        start = boxes[box][axis].start
         return start % step, start
 
-    reaching: list[int] = []
-    for number in sorted((n for n, box in enumerate(boxes) if all(box)), key=place):
-        remainder, start = place(number)
-        reaching = [n for n in reaching if place(n)[0] == remainder and boxes[n][axis][-1] >= start]
-        for other in reaching:
-            if all(intersect(x, y) for x, y in zip(boxes[other], boxes[number], strict=True)):
-                return min(other, number), max(other, number)
-        reaching.append(number)
+    candidates: list[int] = []  # earlier boxes with the same remainder that extend to the start of this one
+    for current in sorted((i for i, box in enumerate(boxes) if all(box)), key=remainder_and_start):
+        remainder, start = remainder_and_start(current)
+        candidates = [i for i in candidates if boxes[i][axis].start % step == remainder and boxes[i][axis][-1] >= start]
+        for other in candidates:
+            if all(intersect(a, b) for a, b in zip(boxes[other], boxes[current], strict=True)):
+                return min(other, current), max(other, current)
+        candidates.append(current)
     return None

@@ -1,7 +1,7 @@
 """One save: a snapshot of this rank's part, and the thread that writes it to disk.
 
-The threads do not use the network, because the training may be in the middle of a collective. Each rank's thread
-writes its file and then a small report next to it; the chief's thread waits for all reports and commits the checkpoint.
+The threads do not use the network, because training may be in the middle of a collective. Each rank's thread writes its
+shard file and then a small report next to it; the chief's thread waits for all reports and commits the checkpoint.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdkit.checkpoint.entries import Entry, State
-from hvdkit.checkpoint.files import naming_file, remove_folder, write_text
-from hvdkit.checkpoint.folder import commit, writing_name
+from hvdkit.checkpoint.files import checkpoint_errors, remove_folder, write_text
+from hvdkit.checkpoint.folder import commit, temporary_path
 from hvdkit.checkpoint.manifest import RANK_VALUES, REPLICATED, Manifest, Part, TensorEntry, shard_name
 from hvdkit.checkpoint.tensorfile import FileRecord, NonFiniteTensor, OutgoingTensor, write_file
 from hvdkit.errors import CheckpointError, HvdkitError, NonFiniteError
 
-_FIRST_NAP, _LONGEST_NAP = 0.002, 0.01  # seconds
-_NICER = 10  # niceness increment of a background save, so that training takes precedence if cores are scarce
+_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.01
+_NICENESS = 10  # niceness increment of a background save, so that training takes precedence if cores are scarce
 
 
 @dataclass
@@ -65,12 +65,12 @@ class Snapshot:
         values = {name: v.read() for name, v in state.values.items() if not v.per_rank}
         return cls(entries, values, {name: v.read() for name, v in state.values.items() if v.per_rank})
 
-    def replicated(self) -> list[OutgoingTensor]:
+    def replicated_tensors(self) -> list[OutgoingTensor]:
         """Return the tensors for the chief's file of replicated tensors."""
         return [tensor for e, tensor in self.entries if e.kind == "replicated" and tensor is not None]
 
-    def own(self) -> list[OutgoingTensor]:
-        """Return the tensors for this rank's file; tensors without elements are omitted."""
+    def shard_tensors(self) -> list[OutgoingTensor]:
+        """Return the tensors for this rank's shard file; tensors without elements are omitted."""
         return [
             tensor
             for e, tensor in self.entries
@@ -78,7 +78,7 @@ class Snapshot:
         ]
 
     def metadata(self) -> dict[str, str]:
-        """Return this rank's values as metadata for its file."""
+        """Return this rank's plain values as metadata for its shard file."""
         return {RANK_VALUES: json.dumps(self.rank_values)} if self.rank_values else {}
 
     def indices(self) -> dict[str, Any]:
@@ -87,20 +87,20 @@ class Snapshot:
 
 
 class Failure(NamedTuple):
-    """The reason a save failed on one rank, in a picklable form.
+    """Why a save failed on one rank, in a picklable form.
 
     Attributes:
-        words: the error's text.
+        message: the error's text.
         non_finite: a tensor contained NaN or an infinity.
-        given_up: the rank stopped writing only because another rank had failed.
+        cancelled: this rank stopped writing only because another rank had failed.
     """
 
-    words: str
+    message: str
     non_finite: bool = False
-    given_up: bool = False
+    cancelled: bool = False
 
 
-class GivenUpError(CheckpointError):
+class CancelledSaveError(CheckpointError):
     """This rank stopped writing because another rank had failed."""
 
 
@@ -113,12 +113,12 @@ class Save:
         step: steps trained.
         rank, size: this rank, and the number of ranks.
         token: part of the temporary name; the same on every rank, unique for every save.
-        permitted: called on the chief before the final rename; raises to prevent it.
-        committed: called on the chief once the checkpoint is complete.
-        behind: training continues during the save.
+        before_commit: called on the chief before the final rename; raises to prevent it.
+        after_commit: called on the chief once the checkpoint is complete.
+        background: training continues during the save.
 
     Attributes:
-        target, step, rank: as given.
+        target, step, rank: the arguments.
         error: the error on this rank, or None.
     """
 
@@ -131,16 +131,16 @@ class Save:
         rank: int,
         size: int,
         token: str,
-        permitted: Callable[[], None] = lambda: None,
-        committed: Callable[[], None] = lambda: None,
-        behind: bool = False,
+        before_commit: Callable[[], None] = lambda: None,
+        after_commit: Callable[[], None] = lambda: None,
+        background: bool = False,
     ):
         self.target, self.step, self.rank = target, step, rank
         self.error: Exception | None = None
         self._snapshot: Snapshot | None = snapshot
         self._size = size
-        self._folder = writing_name(target, token)
-        self._permitted, self._committed, self._behind = permitted, committed, behind
+        self._folder = temporary_path(target, token)
+        self._before_commit, self._after_commit, self._background = before_commit, after_commit, background
         self._cancelled = threading.Event()
         # A daemon thread: a job that exits with an error must not wait for reports that will never arrive.
         self._thread = threading.Thread(target=self._run, name="hvdkit-save", daemon=True)
@@ -173,90 +173,92 @@ class Save:
         """Return the failure on this rank in a picklable form, or None."""
         if self.error is None:
             return None
-        words = str(self.error) if isinstance(self.error, HvdkitError) else f"{type(self.error).__name__}: {self.error}"
-        return Failure(words, isinstance(self.error, NonFiniteTensor), isinstance(self.error, GivenUpError))
+        kind = "" if isinstance(self.error, HvdkitError) else f"{type(self.error).__name__}: "
+        is_non_finite, is_cancelled = (isinstance(self.error, e) for e in (NonFiniteTensor, CancelledSaveError))
+        return Failure(f"{kind}{self.error}", is_non_finite, is_cancelled)
 
     def _run(self) -> None:
-        if self._behind:
+        if self._background:
             with contextlib.suppress(OSError):  # not permitted on this system
-                os.nice(_NICER)  # on Linux only for this thread: nice(2), "C library/kernel differences"
+                os.nice(_NICENESS)  # on Linux only for this thread: nice(2), "C library/kernel differences"
         try:
-            report = self._write_own()
+            report = self._write_shard()
             if self.rank == 0:
-                self._make_whole(report)
+                self._complete(report)
         except Exception as error:  # the training thread raises it on all ranks
             # Keep the folder until all ranks are done, so that a rank still writing there does not fail as well.
             self.error = error
         finally:
             self._snapshot = None  # release its memory
 
-    def _write_own(self) -> dict[str, Any]:
+    def _write_shard(self) -> dict[str, Any]:
         """Write this rank's file and its report."""
         snapshot = self._snapshot
         assert snapshot is not None
-        with naming_file(self._folder, "written"):
+        with checkpoint_errors(self._folder, "written"):
             self._folder.mkdir(parents=True, exist_ok=True)
-        own, files, name = snapshot.own(), {}, shard_name(self.rank, self._size)
-        if own or snapshot.rank_values:
-            files[name] = write_file(self._folder / name, own, metadata=snapshot.metadata())
+        tensors, files, name = snapshot.shard_tensors(), {}, shard_name(self.rank, self._size)
+        if tensors or snapshot.rank_values:
+            files[name] = write_file(self._folder / name, tensors, metadata=snapshot.metadata())
         report = {"files": files, "indices": snapshot.indices()}
         if self.rank != 0:
             # The chief renames the folder after the last report, possibly before this call returns.
-            write_text(self._report(self.rank), json.dumps(report), sync=False)
+            write_text(self._report_path(self.rank), json.dumps(report), sync=False)
         return report
 
-    def _make_whole(self, own: dict[str, Any]) -> None:
+    def _complete(self, chief_report: dict[str, Any]) -> None:
         """Write the chief's files, wait for the other ranks' reports, and commit the checkpoint."""
         snapshot = self._snapshot
         assert snapshot is not None
-        replicated = snapshot.replicated()
+        replicated = snapshot.replicated_tensors()
         files = {REPLICATED: write_file(self._folder / REPLICATED, replicated)} if replicated else {}
-        reports = [own, *(self._wait_for(rank) for rank in range(1, self._size))]
-        manifest = assemble(snapshot, reports, files, step=self.step)
-        manifest.write(self._folder)
+        reports = [chief_report, *(self._wait_for_report(rank) for rank in range(1, self._size))]
+        build_manifest(snapshot, reports, files, step=self.step).write(self._folder)
         for rank in range(1, self._size):
-            self._report(rank).unlink()
+            self._report_path(rank).unlink()
         self._check_cancelled()
-        self._permitted()
+        self._before_commit()
         commit(self._folder, self.target)
-        self._committed()
+        self._after_commit()
 
-    def _report(self, rank: int) -> Path:
+    def _report_path(self, rank: int) -> Path:
         return self._folder / f"rank-{rank:05d}.json"
 
-    def _wait_for(self, rank: int) -> dict[str, Any]:
-        nap = _FIRST_NAP
-        while not self._report(rank).exists():
+    def _wait_for_report(self, rank: int) -> dict[str, Any]:
+        path, seconds = self._report_path(rank), _MIN_POLL_SECONDS
+        while not path.exists():
             self._check_cancelled()
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP)
-        with naming_file(self._report(rank), "read"):
-            report = json.loads(self._report(rank).read_bytes())
+            time.sleep(seconds)
+            seconds = min(2 * seconds, _MAX_POLL_SECONDS)
+        with checkpoint_errors(path, "read"):
+            report = json.loads(path.read_bytes())
         report["files"] = {name: FileRecord(*record) for name, record in report["files"].items()}
         return report
 
     def _check_cancelled(self) -> None:
         if self._cancelled.is_set():
-            raise GivenUpError(f"{self.target}: another rank could not write its part")
+            raise CancelledSaveError(f"{self.target}: another rank could not write its part")
 
 
-def non_finite(words: str, rank: int, step: int, newest: str | None) -> NonFiniteError:
+def non_finite_error(message: str, rank: int, step: int, newest: str | None) -> NonFiniteError:
     """Return the error for a save that found NaN or an infinity.
 
     Args:
-        words: message of :class:`NonFiniteTensor`: tensor, value and rows.
+        message: message of :class:`NonFiniteTensor`: tensor, value and rows.
         rank: the rank that holds the tensor.
         step: steps trained.
         newest: name of the checkpoint that a restart would use, or None.
     """
     restart = f"would continue from {newest}" if newest else "would begin from the initial values"
     return NonFiniteError(
-        f"{words}, on rank {rank} at step {step}; this checkpoint is not saved, and a restart {restart}: lower the "
+        f"{message}, on rank {rank} at step {step}; this checkpoint is not saved, and a restart {restart}: lower the "
         "learning rate, or clip gradients"
     )
 
 
-def assemble(snapshot: Snapshot, reports: list[dict[str, Any]], files: dict[str, FileRecord], *, step: int) -> Manifest:
+def build_manifest(
+    snapshot: Snapshot, reports: list[dict[str, Any]], files: dict[str, FileRecord], *, step: int
+) -> Manifest:
     """Return the manifest of the files that all ranks have written.
 
     Args:
@@ -275,7 +277,7 @@ def assemble(snapshot: Snapshot, reports: list[dict[str, Any]], files: dict[str,
             parts = [Part(REPLICATED, files[REPLICATED].tensors[entry.name])]
         else:
             parts = [
-                Part(name, record.tensors[entry.name], _index(entry, report))
+                Part(name, record.tensors[entry.name], _part_index(entry, report))
                 for report in reports
                 for name, record in report["files"].items()
                 if entry.name in record.tensors
@@ -286,7 +288,5 @@ def assemble(snapshot: Snapshot, reports: list[dict[str, Any]], files: dict[str,
     return manifest
 
 
-def _index(entry: Entry, report: dict[str, Any]) -> tuple[tuple[int, int, int], ...] | None:
-    if entry.index is None:
-        return None
-    return tuple(tuple(axis) for axis in report["indices"][entry.name])
+def _part_index(entry: Entry, report: dict[str, Any]) -> tuple[tuple[int, int, int], ...] | None:
+    return None if entry.index is None else tuple(tuple(axis) for axis in report["indices"][entry.name])

@@ -122,10 +122,10 @@ def _inspect(config: Inspect) -> int:
 
 
 def _verify(config: Verify) -> int:
-    from hvdkit.checkpoint.verifying import bytes_at, verify
+    from hvdkit.checkpoint.verifying import bytes_to_verify, verify
 
     try:
-        with _progress("reading", bytes_at(config.path)) as advance:
+        with _progress("reading", bytes_to_verify(config.path)) as advance:
             read = verify(config.path, progress=advance)
     except CorruptCheckpointError as damage:
         print(damage)
@@ -136,15 +136,15 @@ def _verify(config: Verify) -> int:
 
 def _export(config: Export) -> int:
     if config.model is not None:
-        from hvdkit.checkpoint.serving import export_saved_model
+        from hvdkit.checkpoint.saved_model import export_saved_model
 
         export_saved_model(config.path, _function(config.model), config.to, key=config.key, overwrite=config.overwrite)
         print(f"{config.to}: a SavedModel")
         return 0
-    from hvdkit.checkpoint.export import export_npy, exported_bytes
+    from hvdkit.checkpoint.export import bytes_to_export, export_npy
 
     names = config.names or None
-    with _progress("writing", exported_bytes(config.path, names)) as advance:
+    with _progress("writing", bytes_to_export(config.path, names)) as advance:
         files = export_npy(config.path, config.to, names, overwrite=config.overwrite, progress=advance)
     print(f"{config.to}: {len(files) - 1} .npy file(s) and {files[-1].name}")
     return 0

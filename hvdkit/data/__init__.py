@@ -1,7 +1,8 @@
 """Input data in a global order that does not depend on the number of ranks.
 
-:class:`GlobalBatches` partitions each global batch over the ranks; :class:`Concatenated` joins several memory-mapped
-files into one array for it.
+:class:`GlobalBatches` takes arrays or a ``tf.data.Dataset``, and yields each rank's rows of every global batch, to a
+training loop, to Keras ``fit`` or to ``hk.fit``. :class:`Concatenated` joins several memory-mapped files into one array
+for it. Start reading with ``order.py``, which computes the examples in each row of a batch; then ``batches.py``.
 """
 
 from hvdkit.data.arrays import Concatenated

@@ -27,8 +27,8 @@ def remainder(value: Any) -> Remainder:
 def world(rank: int | None, size: int | None) -> tuple[int, int]:
     """Return rank and size: those passed by the user, or the cluster's if both are None."""
     if rank is None and size is None:
-        along = cluster.group(cluster.DATA)  # ranks that differ along another axis share a batch
-        return along.index, along.size
+        data_group = cluster.group(cluster.DATA)  # ranks that differ along another axis read the same rows
+        return data_group.index, data_group.size
     if rank is None or size is None:
         raise ValueError(describe("rank, size", (rank, size), "both or neither", "pass the two together"))
     size = integer("size", size, minimum=1)
@@ -38,16 +38,16 @@ def world(rank: int | None, size: int | None) -> tuple[int, int]:
     return rank, size
 
 
-def check_state(state: Any, own: dict[str, Any]) -> None:
-    """Raise ValueError unless ``state`` is from the same data and settings as ``own``, so its position is valid."""
-    missing = {"epoch", "step", *own} - set(state)
+def check_state(state: Any, identity: dict[str, Any]) -> None:
+    """Raise ValueError unless ``state`` is of the data and settings of ``identity``, so that its position is valid."""
+    missing = {"epoch", "step", *identity} - set(state)
     if missing:
         raise ValueError(
             describe("state", f"no {sorted(missing)}", "what GlobalBatches.state returned", "pass it unchanged")
         )
-    learnt = {"examples", "steps_per_epoch"}  # may still be unknown for a stream
-    for key, expected in own.items():
-        if state[key] != expected and not (key in learnt and None in (state[key], expected)):
+    may_be_unknown = {"examples", "steps_per_epoch"}  # for a stream
+    for key, expected in identity.items():
+        if state[key] != expected and not (key in may_be_unknown and None in (state[key], expected)):
             raise ValueError(describe(f"state[{key!r}]", state[key], f"{expected!r}, as now", _REMEDIES[key]))
 
 
@@ -60,10 +60,10 @@ def source(data: Any, map_fn: Callable[..., Any] | None, shuffle_buffer: int | N
         return StreamSource(data, map_fn=map_fn, shuffle_buffer=shuffle_buffer or SHUFFLE_BUFFER)
     for name, value in (("map_fn", map_fn), ("shuffle_buffer", shuffle_buffer)):
         if value is not None:
-            raise TypeError(
-                describe(name, value, "None for arrays", "it is for a tf.data.Dataset; arrays are shuffled whole, "
-                         "and each batch can be mapped after it is read")
-            )  # fmt: skip
+            remedy = (
+                "it is for a tf.data.Dataset; arrays are shuffled whole, and each batch can be mapped after it is read"
+            )
+            raise TypeError(describe(name, value, "None for arrays", remedy))
     return ArraySource(data)
 
 
@@ -76,14 +76,14 @@ def keras_parts(structure: Any) -> int:
     return len(structure) if isinstance(structure, tuple) else 1
 
 
-def warn_of_filler(examples: int | None, batch_size: int) -> None:
+def warn_about_filler(examples: int | None, batch_size: int) -> None:
     """Warn the user about Keras's metrics if the last batch of an epoch may be short and is padded."""
     if examples is None:
         get_logger().warning(
             "remainder: got 'pad', for a stream of unknown length, whose last batch may be short; the gradients are "
             "right, but Keras's metrics will count that batch as a whole one; pass remainder='drop', or call hk.fit"
         )
-    elif short := (examples or 0) % batch_size:
+    elif short := examples % batch_size:
         get_logger().warning(
             "remainder: got 'pad', and an epoch's last batch has %d examples of %d; the gradients are right, but "
             "Keras's metrics will count these as a whole batch; for exact ones pass remainder='drop', or call hk.fit",

@@ -36,10 +36,9 @@ class Concatenated:
             raise ValueError(describe("parts", "no array", "at least one", "pass a non-empty list"))
         kinds = {(part.shape[1:], part.dtype) for part in parts}
         if len(kinds) > 1:
-            raise ValueError(
-                describe("parts", f"{len(kinds)} kinds: {sorted(map(str, kinds))}", "one shape and one dtype",
-                         "convert the parts to the same shape and dtype")
-            )  # fmt: skip
+            got = f"{len(kinds)} kinds: {sorted(map(str, kinds))}"
+            remedy = "convert the parts to the same shape and dtype"
+            raise ValueError(describe("parts", got, "one shape and one dtype", remedy))
         self._parts = list(parts)
         self._starts = np.cumsum([0, *(len(part) for part in parts)])
         self.shape = (int(self._starts[-1]), *parts[0].shape[1:])
@@ -52,16 +51,13 @@ class Concatenated:
         """Return the rows of a slice or of an integer array ``[m]`` as a new array ``[m, ...]``."""
         indices = np.arange(*key.indices(len(self))) if isinstance(key, slice) else np.asarray(key)
         if indices.ndim != 1 or (indices.size and not 0 <= indices.min() <= indices.max() < len(self)):
-            raise IndexError(
-                describe(
-                    "index", key, f"a slice or integers [m] from 0 to {len(self) - 1}", "pass np.array([i]) for a row"
-                )
-            )
+            expected = f"a slice or integers [m] from 0 to {len(self) - 1}"
+            raise IndexError(describe("index", key, expected, "pass np.array([i]) for a row"))
         rows = np.empty((len(indices), *self.shape[1:]), self.dtype)
-        owner = np.searchsorted(self._starts, indices, side="right") - 1
-        for part in np.unique(owner):
-            mine = owner == part
-            rows[mine] = self._parts[part][indices[mine] - self._starts[part]]
+        parts = np.searchsorted(self._starts, indices, side="right") - 1
+        for part in np.unique(parts):
+            is_in_part = parts == part
+            rows[is_in_part] = self._parts[part][indices[is_in_part] - self._starts[part]]
         return rows
 
 
@@ -84,10 +80,9 @@ class ArraySource:
         self._columns = [_Column(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
         lengths = {column.name: column.length for column in self._columns}
         if len(set(lengths.values())) > 1:
-            raise ValueError(
-                describe("arrays", ", ".join(f"len({name}) = {n}" for name, n in lengths.items()),
-                         "equal lengths", "cut them, or find the examples that lack a value")
-            )  # fmt: skip
+            got = ", ".join(f"len({name}) = {n}" for name, n in lengths.items())
+            remedy = "cut them, or find the examples that lack a value"
+            raise ValueError(describe("arrays", got, "equal lengths", remedy))
         self.examples = self._columns[0].length
         self.structure = arrays
 
@@ -96,44 +91,51 @@ class ArraySource:
         return optree.tree_unflatten(self._treedef, [column.read(indices) for column in self._columns])
 
     def open(
-        self, epoch: int, step: int, cut: order.RankRows, seed: int | None, remainder: order.Remainder
-    ) -> Iterator[tuple[Any, int, int]]:  # fmt: skip
-        """Yield the cut's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
+        self, epoch: int, step: int, rank_rows: order.RankRows, seed: int | None, remainder: order.Remainder
+    ) -> Iterator[tuple[Any, int, int]]:
+        """Yield the rank's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
 
         The third value is 0; streams yield a digest of the batch instead.
         """
-        examples, batch_size = self.examples, cut.batch_size
+        examples, batch_size = self.examples, rank_rows.batch_size
         shuffled = order.epoch_order(examples, seed, epoch)
         for i in range(step, order.steps_per_epoch(examples, batch_size, remainder)):
             count = order.real_examples(i, examples, batch_size)
-            yield self.read(order.row_indices(i, examples, batch_size, cut.rows(count), shuffled)), count, 0
+            yield self.read(order.row_indices(i, examples, batch_size, rank_rows.rows(count), shuffled)), count, 0
 
-    def open_several(
-        self, epoch: int, step: int, most: int, cut: order.RankRows, seed: int | None, remainder: order.Remainder
-    ) -> Iterator[tuple[Any, list[int]]]:  # fmt: skip
-        """Yield the cut's rows of several global batches at once, endlessly, from a step of an epoch on.
+    def open_in_chunks(
+        self,
+        epoch: int,
+        step: int,
+        max_batches: int,
+        rank_rows: order.RankRows,
+        seed: int | None,
+        remainder: order.Remainder,
+    ) -> Iterator[tuple[Any, list[int]]]:
+        """Yield the rank's rows of several global batches at once, endlessly, from a step of an epoch on.
 
-        Each item has up to ``most`` batches of one epoch with equal numbers of rows: arrays ``[batches, rows, ...]``,
-        and the batches' numbers of real examples.
+        Each item has up to ``max_batches`` batches of one epoch with equal numbers of rows: arrays
+        ``[batches, rows, ...]``, and the batches' numbers of real examples.
         """
-        examples, batch_size = self.examples, cut.batch_size
+        examples, batch_size = self.examples, rank_rows.batch_size
         steps = order.steps_per_epoch(examples, batch_size, remainder)
         while True:
             shuffled = order.epoch_order(examples, seed, epoch)
             while step < steps:
-                counts = [order.real_examples(i, examples, batch_size) for i in range(step, min(step + most, steps))]
-                if cut.rows(counts[-1]) != cut.rows(counts[0]):
+                chunk = range(step, min(step + max_batches, steps))
+                counts = [order.real_examples(i, examples, batch_size) for i in chunk]
+                if rank_rows.rows(counts[-1]) != rank_rows.rows(counts[0]):
                     counts.pop()  # the short last batch is yielded separately
                 indices = [
-                    order.row_indices(step + i, examples, batch_size, cut.rows(count), shuffled)
+                    order.row_indices(step + i, examples, batch_size, rank_rows.rows(count), shuffled)
                     for i, count in enumerate(counts)
                 ]
-                yield self._cut(self.read(np.concatenate(indices)), len(counts)), counts
+                yield self._split_batches(self.read(np.concatenate(indices)), len(counts)), counts
                 step += len(counts)
             epoch, step = epoch + 1, 0
 
     @staticmethod
-    def _cut(structure: Any, parts: int) -> Any:
+    def _split_batches(structure: Any, parts: int) -> Any:
         """Reshape the arrays ``[parts * n, ...]`` of a structure to ``[parts, n, ...]``."""
         return optree.tree_map(lambda array: array.reshape(parts, -1, *array.shape[1:]), structure)
 
@@ -176,10 +178,8 @@ class _Column:
         first = _first_row(name, array)
         self._native = first.dtype.newbyteorder("=")
         if first.dtype.hasobject:
-            raise TypeError(
-                describe(name, "dtype object", "numbers, booleans or strings of one shape",
-                         "convert it, e.g. np.asarray(x, dtype='float32'), or pad rows of unequal length")
-            )  # fmt: skip
+            remedy = "convert it, e.g. np.asarray(x, dtype='float32'), or pad rows of unequal length"
+            raise TypeError(describe(name, "dtype object", "numbers, booleans or strings of one shape", remedy))
         # np.take is the fastest way to copy rows, but first copies an entire non-contiguous array.
         self._contiguous = self._is_numpy and array.flags.c_contiguous
 
@@ -208,10 +208,9 @@ def _length(name: str, array: Any) -> int:
     try:
         return len(array)
     except TypeError:
-        raise TypeError(
-            describe(name, f"{type(array).__name__} without a length", "an array [examples, ...]",
-                     "convert it with np.asarray; a single value needs np.asarray([value])")
-        ) from None  # fmt: skip
+        got = f"{type(array).__name__} without a length"
+        remedy = "convert it with np.asarray; a single value needs np.asarray([value])"
+        raise TypeError(describe(name, got, "an array [examples, ...]", remedy)) from None
 
 
 def _first_row(name: str, array: Any) -> np.ndarray:
@@ -221,9 +220,7 @@ def _first_row(name: str, array: Any) -> np.ndarray:
         if row.ndim == 0 or len(row) != 1:
             raise TypeError(f"one index gave the shape {row.shape}")
     except Exception as error:
-        raise TypeError(
-            describe(name, f"{type(array).__name__}, which failed to read row 0 ({error})",
-                     "an array, or an object whose [] takes an integer array and returns those rows",
-                     "convert it with np.asarray")
-        ) from error  # fmt: skip
+        got = f"{type(array).__name__}, which failed to read row 0 ({error})"
+        expected = "an array, or an object whose [] takes an integer array and returns those rows"
+        raise TypeError(describe(name, got, expected, "convert it with np.asarray")) from error
     return row

@@ -17,6 +17,8 @@ from hvdkit.data.arrays import ArraySource
 from hvdkit.data.keras_dataset import batches_at_once, keras_dataset, weighted, weighted_spec
 from hvdkit.errors import describe, integer
 
+_Convert = Callable[[Any, list[int], int], Any]  # maps batches, their numbers of real examples, and their digest
+
 
 class GlobalBatches(Iterator[Any]):
     """Iterate over this rank's rows of global batches whose content does not depend on the number of ranks.
@@ -85,13 +87,12 @@ class GlobalBatches(Iterator[Any]):
         self._epochs = None if epochs is None else integer("epochs", epochs, minimum=1)
         self._remainder = arguments.remainder(remainder)
         if self._batch_size < self._size:
-            raise ValueError(
-                describe("global_batch_size", self._batch_size, f"at least {self._size}, the number of ranks",
-                         "raise it, or start fewer ranks: each needs an example in every batch")
-            )  # fmt: skip
+            expected = f"at least {self._size}, the number of ranks"
+            remedy = "raise it, or start fewer ranks: each needs an example in every batch"
+            raise ValueError(describe("global_batch_size", self._batch_size, expected, remedy))
         self._source = arguments.source(arrays_or_source, map_fn, shuffle_buffer)
-        self._cut = order.RankRows(self._rank, self._size, self._batch_size)
-        self._rows = self._cut.rows(self._batch_size)
+        self._rank_rows = order.RankRows(self._rank, self._size, self._batch_size)
+        self._rows = self._rank_rows.rows(self._batch_size)
         self._with_sample_weight, self._as_tensors = with_sample_weight, as_tensors
         self._weights: tuple[int, Any] = (0, None)  # cache: the last global_count, and its sample_weight
         if with_sample_weight:
@@ -124,16 +125,16 @@ class GlobalBatches(Iterator[Any]):
             >>> [[batch.tolist() for batch in batches.one_epoch()] for epoch in range(2)]
             [[[0, 1], [2, 3]], [[0, 1], [2, 3]]]
         """
-        is_begun = False
+        has_yielded = False
         while self._epochs is None or self._epoch < self._epochs:
             with spending("input"):
                 batch = self._read()
             if batch is not None:
-                is_begun = True
+                has_yielded = True
                 yield batch
                 continue
             self._end_epoch()
-            if is_begun:
+            if has_yielded:
                 return
 
     def __repr__(self) -> str:
@@ -216,11 +217,11 @@ class GlobalBatches(Iterator[Any]):
         integer("global_step", global_step, minimum=0)
         steps = self._steps_per_epoch
         if steps is None and global_step > self._step:
+            assert_length = "dataset.apply(tf.data.experimental.assert_cardinality(n))"
+            remedy = f"read a whole epoch first, or give the length: {assert_length}"
             raise ValueError(
-                describe("global_step", global_step, f"at most {self._step}, the batches read so far",
-                         "read a whole epoch first, or give the length: "
-                         "dataset.apply(tf.data.experimental.assert_cardinality(n))")
-            )  # fmt: skip
+                describe("global_step", global_step, f"at most {self._step}, the batches read so far", remedy)
+            )
         epoch, step = (0, global_step) if steps is None else divmod(global_step, steps)
         return {"epoch": epoch, "step": step, "global_step": global_step, **self._identity()}
 
@@ -241,8 +242,8 @@ class GlobalBatches(Iterator[Any]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return a JSON-compatible fingerprint, equal on ranks with equal data: seed, sizes, dtypes, checksums."""
-        return {**self._source.fingerprint(), "seed": self._seed, "batch_size": self._batch_size,
-                "remainder": self._remainder}  # fmt: skip
+        settings = {"seed": self._seed, "batch_size": self._batch_size, "remainder": self._remainder}
+        return {**self._source.fingerprint(), **settings}
 
     def as_keras(self) -> Any:
         """Return the remaining batches as a ``tf.data.Dataset`` of ``(x, y, sample_weight)`` for ``fit``.
@@ -275,22 +276,17 @@ class GlobalBatches(Iterator[Any]):
             remedy = "call hk.fit(model, batches); or pass remainder='drop' and a multiple of the number of ranks"
             raise ValueError(describe("arrays_or_source", f"{got}{self._remainder!r}", expected, remedy))
         if self._rank == 0 and self._remainder == "pad":
-            arguments.warn_of_filler(self._source.examples, self._batch_size)
-        spec = self._source.batch_spec(self._cut.most)
+            arguments.warn_about_filler(self._source.examples, self._batch_size)
+        spec = self._source.batch_spec(self._rank_rows.max_rows)
         at_once = batches_at_once(spec) if isinstance(self._source, ArraySource) else 1
 
-        is_endless = self._steps_per_epoch is not None
-
-        def weigh(batch: Any, counts: list[int], _: Any) -> Any:
+        def add_weights(batch: Any, counts: list[int], _: Any) -> Any:
             if parts == 1:
                 return batch
             weights = [order.sample_weights(order.real_rows(n, self._rows), n, self._size) for n in counts]
             return weighted(batch, np.stack(weights) if at_once > 1 else weights[0])
 
-        return keras_dataset(
-            lambda epoch, step: self._several_at(epoch, step, at_once, weigh, is_endless),
-            self._position, self._steps_per_epoch, spec if parts == 1 else weighted_spec(spec), at_once=at_once,
-        )  # fmt: skip
+        return self._as_dataset(self, add_weights, spec if parts == 1 else weighted_spec(spec), at_once)
 
     # ---- for hk.fit -------------------------------------------------------------------------------------------
 
@@ -311,26 +307,21 @@ class GlobalBatches(Iterator[Any]):
         import tensorflow as tf
 
         other = copy.copy(self)
-        other._cut = order.RankRows(self._rank, self._size, self._batch_size, with_filler=False)
+        other._rank_rows = order.RankRows(self._rank, self._size, self._batch_size, with_filler=False)
         at_once = 1
         if isinstance(self._source, ArraySource):
-            at_once = batches_at_once(self._source.batch_spec(other._cut.most))
+            at_once = batches_at_once(self._source.batch_spec(other._rank_rows.max_rows))
         first, last = self._rows
         whole = self._remainder == "drop" or self.is_even
         spec = self._source.batch_spec(last - first if whole else None)
 
-        is_endless = self._steps_per_epoch is not None
-
-        def note(batch: Any, counts: list[int], digest: int) -> Any:
+        def add_count_and_digest(batch: Any, counts: list[int], digest: int) -> Any:
             if at_once == 1:
                 return batch, np.int32(counts[0]), np.int64(digest)
             return batch, np.array(counts, np.int32), np.zeros(len(counts), np.int64)
 
-        about = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)
-        return keras_dataset(
-            lambda epoch, step: other._several_at(epoch, step, at_once, note, is_endless),
-            self._position, self._steps_per_epoch, (spec, *about), at_once=at_once,
-        )  # fmt: skip
+        specs = spec, tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)
+        return self._as_dataset(other, add_count_and_digest, specs, at_once)
 
     def copy_at(self, epoch: int, step: int) -> GlobalBatches:
         """Return another iterator over the same data, positioned at a step of an epoch."""
@@ -347,7 +338,7 @@ class GlobalBatches(Iterator[Any]):
     def _read(self) -> Any:
         """Return the next batch of this epoch, or None at its end."""
         if self._reader is None:
-            self._reader = self._source.open(self._epoch, self._step, self._cut, self._seed, self._remainder)
+            self._reader = self._source.open(self._epoch, self._step, self._rank_rows, self._seed, self._remainder)
         try:
             batch, count, self._digest = next(self._reader, _END)
         except BaseException:
@@ -393,53 +384,60 @@ class GlobalBatches(Iterator[Any]):
             "order_check": self._order_check,
         }
 
+    def _as_dataset(self, batches: GlobalBatches, convert: _Convert, spec: Any, at_once: int) -> Any:
+        """Return ``batches`` from this iterator's position on, each mapped by ``convert``, as a dataset for Keras."""
+        is_endless = self._steps_per_epoch is not None
+        return keras_dataset(
+            lambda epoch, step: batches._batches_from(epoch, step, at_once, convert, is_endless),
+            self._position,
+            self._steps_per_epoch,
+            spec,
+            at_once=at_once,
+        )
+
     def _position(self) -> tuple[int, int, int]:
         return self._restores, self._epoch, self._step
 
-    def _several_at(
-        self, epoch: int, step: int, most: int, made: Callable[[Any, list[int], int], Any], is_endless: bool
+    def _batches_from(
+        self, epoch: int, step: int, max_batches: int, convert: _Convert, is_endless: bool
     ) -> Iterator[tuple[int, Any]]:
-        """Yield (number of batches, result of ``made``), from a step of an epoch on; see keras_dataset.
+        """Yield (number of batches, result of ``convert``), from a step of an epoch on; see keras_dataset.
 
-        ``made`` gets the batches (with a leading batch axis unless ``most`` is 1), their numbers of real examples, and
-        the digest. Unless ``is_endless``, iteration ends with the epoch.
+        ``convert`` gets the batches (with a leading batch axis unless ``max_batches`` is 1), their numbers of real
+        examples, and the digest. Unless ``is_endless``, iteration ends with the epoch.
         """
-        if most == 1 or not isinstance(self._source, ArraySource):
+        if max_batches == 1 or not isinstance(self._source, ArraySource):
             other = self.copy_at(epoch, step)
             other._with_sample_weight = other._as_tensors = False
             for batch in other if is_endless else other.one_epoch():
-                yield 1, made(batch, [other.global_count], other._digest)
+                yield 1, convert(batch, [other.global_count], other._digest)
             self._steps_per_epoch = other._steps_per_epoch
             return
         steps = self._steps_per_epoch or 0
         at, end = epoch * steps + step, math.inf if self._epochs is None else self._epochs * steps
-        for batches, counts in self._source.open_several(epoch, step, most, self._cut, self._seed, self._remainder):
+        for batches, counts in self._source.open_in_chunks(
+            epoch, step, max_batches, self._rank_rows, self._seed, self._remainder
+        ):
             if at >= end:
                 return
-            yield len(counts), made(batches, counts, 0)
+            yield len(counts), convert(batches, counts, 0)
             at += len(counts)
 
     def _require_pairs(self, what: str) -> None:
         structure = self._source.structure
         if not isinstance(structure, tuple) or len(structure) != 2:
-            raise TypeError(
-                describe("arrays_or_source", f"a {type(structure).__name__}", f"a tuple (x, y) for {what}",
-                         "pass (x, y), or read .sample_weight after each batch")
-            )  # fmt: skip
+            got, remedy = f"a {type(structure).__name__}", "pass (x, y), or read .sample_weight after each batch"
+            raise TypeError(describe("arrays_or_source", got, f"a tuple (x, y) for {what}", remedy))
 
-    def _unequal_epochs(self, found: str) -> ValueError:
-        return ValueError(
-            describe("arrays_or_source", f"a stream of {found} batches in epoch {self._epoch}",
-                     f"{self._steps_per_epoch}, as before",
-                     "make the stream the same each time it is read (no unseeded filter or sampling)")
-        )  # fmt: skip
+    def _unequal_epochs(self, steps: str) -> ValueError:
+        got, expected = f"a stream of {steps} batches in epoch {self._epoch}", f"{self._steps_per_epoch}, as before"
+        remedy = "make the stream the same each time it is read (no unseeded filter or sampling)"
+        return ValueError(describe("arrays_or_source", got, expected, remedy))
 
 
 def _no_batch(got: str, batch_size: int) -> ValueError:
-    return ValueError(
-        describe("arrays_or_source", got, f"at least one batch of {batch_size}",
-                 "lower global_batch_size, or pass remainder='pad'")
-    )  # fmt: skip
+    remedy = "lower global_batch_size, or pass remainder='pad'"
+    return ValueError(describe("arrays_or_source", got, f"at least one batch of {batch_size}", remedy))
 
 
 _END: tuple[Any, int, int] = (None, 0, 0)

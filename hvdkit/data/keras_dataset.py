@@ -15,8 +15,8 @@ from hvdkit.errors import describe
 # once and split by TensorFlow.
 _BYTES_AT_ONCE, _MOST_AT_ONCE = 2**20, 16
 _OPEN_READERS = 4  # limit on open passes; the oldest, abandoned ones are closed first
-_TO_THE_END = -1  # batches left in a pass over an epoch of unknown length
-_NOWHERE = np.array([-1, -1, -1])  # position of a pass that has not started
+_UNTIL_END = -1  # batches remaining in a pass over an epoch of unknown length
+_NOT_STARTED = np.array([-1, -1, -1])  # position of a pass that has not started
 
 
 def batches_at_once(spec: Any) -> int:
@@ -64,7 +64,7 @@ def keras_dataset(
     if at_once > 1:
         spec = tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape], s.dtype), spec)
     parts = tf.nest.flatten(spec, expand_composites=True)
-    passes = _Passes(open_at, position, steps, [_nothing(part) for part in parts])
+    passes = _Passes(open_at, position, steps, [_empty_array(part) for part in parts])
 
     def read(at: Any, _: Any) -> tuple[Any, Any]:
         at, *batches = tf.numpy_function(passes.read, [at], [tf.int64, *(part.dtype for part in parts)])
@@ -75,7 +75,7 @@ def keras_dataset(
         return at, (at, batch) if steps is None else batch
 
     # The state of a scan belongs to its iterator: the position of the pass.
-    dataset = tf.data.Dataset.range(steps or np.iinfo(np.int64).max).scan(_NOWHERE, read)
+    dataset = tf.data.Dataset.range(steps or np.iinfo(np.int64).max).scan(_NOT_STARTED, read)
     if steps is None:
         dataset = dataset.take_while(lambda at, _: at[2] != 0).map(lambda _, batch: batch)
     if at_once > 1:
@@ -92,16 +92,16 @@ def keras_dataset(
 
 
 class _Passes:
-    """Passes over data. The state of a pass is its position: ``[epoch, step, batches left]``."""
+    """Passes over data. The state of a pass is its position: ``[epoch, step, batches remaining]``."""
 
     def __init__(
         self,
         open_at: Callable[[int, int], Iterator[tuple[int, Any]]],
         position: Callable[[], tuple[int, int, int]],
         steps: int | None,
-        nothing: list[np.ndarray],
+        empty_arrays: list[np.ndarray],
     ) -> None:
-        self._open_at, self._position, self._steps, self._nothing = open_at, position, steps, nothing
+        self._open_at, self._position, self._steps, self._empty_arrays = open_at, position, steps, empty_arrays
         self._origin, self._started = position(), itertools.count()
         # Readers by position. A reader that was dropped is reopened.
         self._readers: dict[tuple[int, int, int], Iterator[tuple[int, Any]]] = {}
@@ -111,29 +111,28 @@ class _Passes:
         """Return a pass's position after some more batches, and the arrays of these; empty arrays after its end."""
         import tensorflow as tf
 
-        begins = state[0] < 0
-        epoch, step, left = self._begin() if begins else map(int, state)
-        if left == 0:  # prefetching past the end
-            return [state, *self._nothing]
+        is_first = state[0] < 0
+        epoch, step, remaining = self._begin() if is_first else map(int, state)
+        if remaining == 0:  # prefetching past the end
+            return [state, *self._empty_arrays]
         with self._lock:
-            reader = self._readers.pop((epoch, step, left), None)
+            reader = self._readers.pop((epoch, step, remaining), None)
         if reader is None:
             reader = self._open_at(epoch, step)
-        number, batches = next(reader, (0, None))
-        if number == 0 and left == _TO_THE_END and not begins:
-            return [np.array([epoch, step, 0]), *self._nothing]
-        if number == 0:
-            raise ValueError(
-                describe("epochs", f"a pass that ends in epoch {epoch} at step {step}", "more batches",
-                         "let GlobalBatches(epochs=) be at least the epochs of fit, or None")
-            )  # fmt: skip
+        count, batches = next(reader, (0, None))
+        if count == 0 and remaining == _UNTIL_END and not is_first:
+            return [np.array([epoch, step, 0]), *self._empty_arrays]
+        if count == 0:
+            got = f"a pass that ends in epoch {epoch} at step {step}"
+            remedy = "let GlobalBatches(epochs=) be at least the epochs of fit, or None"
+            raise ValueError(describe("epochs", got, "more batches", remedy))
         arrays = tf.nest.flatten(_lists_to_tuples(batches), expand_composites=True)
-        if left != _TO_THE_END and number >= left:
-            if number > left:
-                arrays = [array[:left] for array in arrays]
+        if remaining != _UNTIL_END and count >= remaining:
+            if count > remaining:
+                arrays = [array[:remaining] for array in arrays]
             return [np.array([epoch, step, 0]), *arrays]
-        epoch, step = self._after(epoch, step + number)
-        at = epoch, step, left if left == _TO_THE_END else left - number
+        epoch, step = self._after(epoch, step + count)
+        at = epoch, step, remaining if remaining == _UNTIL_END else remaining - count
         with self._lock:
             self._readers[at] = reader
             while len(self._readers) > _OPEN_READERS:
@@ -147,7 +146,7 @@ class _Passes:
             _, epoch, step = self._origin
             passed = next(self._started)
         if self._steps is None:
-            return epoch + passed, 0 if passed else step, _TO_THE_END
+            return epoch + passed, 0 if passed else step, _UNTIL_END
         return *self._after(epoch + passed, step), self._steps
 
     def _after(self, epoch: int, step: int) -> tuple[int, int]:
@@ -155,7 +154,7 @@ class _Passes:
         return (epoch, step) if self._steps is None else (epoch + step // self._steps, step % self._steps)
 
 
-def _nothing(spec: Any) -> np.ndarray:
+def _empty_array(spec: Any) -> np.ndarray:
     """Return an array that matches a ``tf.TensorSpec``, empty if possible."""
     shape = [extent or 0 for extent in spec.shape]
     kind = spec.dtype.as_numpy_dtype
@@ -177,8 +176,8 @@ def weighted(data: Any, weight: np.ndarray) -> tuple[Any, Any, Any]:
     import optree
 
     if len(data) == 3:
-        x, y, own = data
-        return x, y, optree.tree_map(lambda w: np.asarray(w, _float(w.dtype)) * _like(weight, w), own)
+        x, y, weights = data
+        return x, y, optree.tree_map(lambda w: np.asarray(w, _float(w.dtype)) * _like(weight, w), weights)
     x, y = data
     leaves = optree.tree_leaves(y)
     if len({_weight_axes(label, weight.ndim) for label in leaves}) == 1:
@@ -194,8 +193,8 @@ def weighted_spec(spec: Any) -> tuple[Any, Any, Any]:
         return tf.TensorSpec([label.shape[0], *[1] * _weight_axes(label, 1)], tf.float32)
 
     if len(spec) == 3:
-        x, y, own = spec
-        return x, y, tf.nest.map_structure(lambda w: tf.TensorSpec(w.shape, _float(w.dtype.as_numpy_dtype)), own)
+        x, y, weights = spec
+        return x, y, tf.nest.map_structure(lambda w: tf.TensorSpec(w.shape, _float(w.dtype.as_numpy_dtype)), weights)
     x, y = spec
     leaves = tf.nest.flatten(_lists_to_tuples(y))
     if len({_weight_axes(label, 1) for label in leaves}) == 1:

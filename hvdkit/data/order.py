@@ -63,7 +63,7 @@ class RankRows:
         return first, max(last, first + 1)
 
     @property
-    def most(self) -> int:
+    def max_rows(self) -> int:
         """The maximum number of rows of a batch on this rank."""
         if self.with_filler:
             first, last = self.rows(self.batch_size)

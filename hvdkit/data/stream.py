@@ -40,9 +40,9 @@ class StreamSource:
         self.examples = cardinality if cardinality > 0 else None
 
     def open(
-        self, epoch: int, step: int, cut: order.RankRows, seed: int | None, remainder: order.Remainder
-    ) -> Iterator[tuple[Any, int, int]]:  # fmt: skip
-        """Yield the cut's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
+        self, epoch: int, step: int, rank_rows: order.RankRows, seed: int | None, remainder: order.Remainder
+    ) -> Iterator[tuple[Any, int, int]]:
+        """Yield the rank's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
 
         Filler rows repeat the examples of the same batch, starting with the first. Without filler, the third value is a
         digest of the batch's first example before ``map_fn``, used to compare the ranks' streams; otherwise 0.
@@ -53,18 +53,18 @@ class StreamSource:
             columns = window if isinstance(self._dataset.element_spec, tuple) else window[0]
             count = tf.nest.flatten(columns)[0].cardinality()
             rows = tf.data.Dataset.zip(columns)
-            digest = tf.zeros([], tf.int64) if cut.with_filler else _digest(rows.take(1).get_single_element())
-            kept = rows.repeat().skip(cut.first(count)).take(cut.most)
+            digest = tf.zeros([], tf.int64) if rank_rows.with_filler else _digest(rows.take(1).get_single_element())
+            kept = rows.repeat().skip(rank_rows.first(count)).take(rank_rows.max_rows)
             return tf.data.Dataset.zip((kept, tf.data.Dataset.from_tensors((count, digest)).repeat()))
 
-        stream = self._ordered(epoch, seed).skip(step * cut.batch_size)
-        stream = stream.window(cut.batch_size, drop_remainder=remainder == "drop").flat_map(keep_rows)
+        stream = self._ordered(epoch, seed).skip(step * rank_rows.batch_size)
+        stream = stream.window(rank_rows.batch_size, drop_remainder=remainder == "drop").flat_map(keep_rows)
         if self.map_fn is not None:
             stream = stream.map(self._map_example, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        for batch, (counts, digests) in stream.batch(cut.most).prefetch(1):
+        for batch, (counts, digests) in stream.batch(rank_rows.max_rows).prefetch(1):
             count = int(counts[0])
-            first, last = cut.rows(count)
-            yield _first_rows(batch, last - first, cut.most), count, int(digests[0])
+            first, last = rank_rows.rows(count)
+            yield _first_rows(batch, last - first, rank_rows.max_rows), count, int(digests[0])
 
     def batch_spec(self, rows: int | None) -> Any:
         """Return the ``tf.TypeSpec`` structure of a batch of ``rows`` rows; None for any number."""
@@ -96,22 +96,22 @@ class StreamSource:
 
         return tf.data.Dataset.from_tensors(0).flat_map(shuffled)
 
-    def _map_example(self, example: Any, about: Any) -> Any:
+    def _map_example(self, example: Any, count_and_digest: Any) -> Any:
         assert self.map_fn is not None
         mapped = self.map_fn(*example) if isinstance(example, tuple) else self.map_fn(example)
-        return mapped, about
+        return mapped, count_and_digest
 
 
-def _first_rows(batch: Any, number: int, of: int) -> Any:
-    """Return the first rows of every tensor of a batch."""
+def _first_rows(batch: Any, rows: int, max_rows: int) -> Any:
+    """Return the first ``rows`` of the ``max_rows`` rows of every tensor of a batch."""
     import tensorflow as tf
 
-    def cut(x: Any) -> Any:
+    def first(x: Any) -> Any:
         if isinstance(x, tf.SparseTensor):
-            return tf.sparse.slice(x, [0] * len(x.shape), tf.concat([[number], x.dense_shape[1:]], 0))
-        return x[:number]
+            return tf.sparse.slice(x, [0] * len(x.shape), tf.concat([[rows], x.dense_shape[1:]], 0))
+        return x[:rows]
 
-    return batch if number == of else tf.nest.map_structure(cut, batch)
+    return batch if rows == max_rows else tf.nest.map_structure(first, batch)
 
 
 def _digest(example: Any) -> Any:

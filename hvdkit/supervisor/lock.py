@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hvdkit.checkpoint.files import naming_file
+from hvdkit.checkpoint.files import checkpoint_errors
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, describe
 
@@ -80,7 +80,7 @@ class LogdirLock:
         Raises:
             CheckpointError: another run or another lock of this process holds it, or ``logdir`` is not writable.
         """
-        with naming_file(self._logdir, "written"):
+        with checkpoint_errors(self._logdir, "written"):
             self._logdir.mkdir(parents=True, exist_ok=True)
             status = self._logdir.stat()
         key = status.st_dev, status.st_ino
@@ -114,7 +114,7 @@ class LogdirLock:
             os.close(self._file)
             self._file = replacement
         if (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):  # replaced by a copy or by another run
-            with naming_file(self._path, "written"):
+            with checkpoint_errors(self._path, "written"):
                 replacement = os.open(self._path, os.O_RDWR)
             os.close(self._file)
             self._file = replacement
@@ -142,11 +142,11 @@ class LogdirLock:
 
     def _take(self) -> int:
         """Open and lock the file, write the holder to it, and return the descriptor."""
-        with naming_file(self._path, "written"):
+        with checkpoint_errors(self._path, "written"):
             file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             self._lock(file)
-            with naming_file(self._path, "written"):
+            with checkpoint_errors(self._path, "written"):
                 _write(file, json.dumps(self._holder))
         except BaseException:
             os.close(file)

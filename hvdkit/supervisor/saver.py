@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit import cluster
+from hvdkit.checkpoint.chief_io import save_through_chief
 from hvdkit.checkpoint.folder import prune, step_name
-from hvdkit.checkpoint.link import save_through_chief
-from hvdkit.checkpoint.saving import SaveProgress, agreed_state, begin, finish, of_chief, progress_of, settled
+from hvdkit.checkpoint.rank_checks import agreed_state, run_on_chief
+from hvdkit.checkpoint.saving import SaveProgress, begin, finish, progress_of, settled
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import spending
@@ -77,7 +78,7 @@ class Saver:
         self.settle()
         self.dropped = None
         target = self._folder / step_name(step)
-        checks = {"permitted": self._permitted, "committed": lambda: prune(target, *self._keep)}
+        checks = {"before_commit": self._permitted, "after_commit": lambda: prune(target, *self._keep)}
         with spending("save"):
             flat = agreed_state(self._state())
             if self._gather:
@@ -85,7 +86,7 @@ class Saver:
                 with self._nonfinite_noted():
                     save_through_chief(target, snapshot, step=step, **checks)
             else:
-                token = of_chief("a save", lambda: secrets.token_hex(4))
+                token = run_on_chief("a save", lambda: secrets.token_hex(4))
                 in_place = not self._asynchronous
                 self._save = begin(target, flat, step=step, token=token, in_place=in_place, **checks)
         self.step, self.when = step, time.monotonic()

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from hvdkit import cluster
-from hvdkit.checkpoint.saving import agreed_state, of_chief, together
+from hvdkit.checkpoint.rank_checks import agreed_state, run_on_all_ranks, run_on_chief
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import progress, spending
@@ -156,12 +156,12 @@ class Supervisor:
         agreed_state(self._state())  # before any file is touched
         if self._model is not None:
             synchronize_batch_normalization(self._model, process_set=ranks_of(self._optimizer))
-        of_chief("the lock of a logdir", self._lock.acquire)
+        run_on_chief("the lock of a logdir", self._lock.acquire)
         try:
             prepare_folder(self._folder, gather=self._gather)
             rate = own_rate(self._optimizer)
             self.restored_from = restore_or_initialise(self._folder, self._state, gather=self._gather)
-            together("summaries", self._open_summaries)
+            run_on_all_ranks("summaries", self._open_summaries)
         except BaseException:
             self._lock.release()
             raise

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit import cluster
-from hvdkit.checkpoint.folder import listed, tidy
+from hvdkit.checkpoint.folder import list_checkpoints, tidy
+from hvdkit.checkpoint.rank_checks import agreed_state, check_shared, run_on_chief
 from hvdkit.checkpoint.restoring import restore
-from hvdkit.checkpoint.saving import agreed_state, check_shared, of_chief
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CorruptCheckpointError
 from hvdkit.sharding.variables import broadcast_variables
@@ -19,7 +19,7 @@ def prepare_folder(folder: Path, *, gather: bool) -> None:
     """Check that all ranks share ``folder``, and remove incomplete files of killed runs."""
     if not gather:
         check_shared(folder)
-    of_chief("a folder without remains", lambda: tidy(folder))
+    run_on_chief("a folder without remains", lambda: tidy(folder))
 
 
 def restore_or_initialise(folder: Path, state: Callable[[], Mapping[str, Any]], *, gather: bool) -> Path | None:
@@ -31,7 +31,7 @@ def restore_or_initialise(folder: Path, state: Callable[[], Mapping[str, Any]], 
         CheckpointError: the newest checkpoint belongs to another model.
         CorruptCheckpointError: there are checkpoints, but all are damaged. They are not overwritten.
     """
-    paths = of_chief("the list of checkpoints", lambda: listed(folder))
+    paths = run_on_chief("the list of checkpoints", lambda: list_checkpoints(folder))
     damage = []
     for path in reversed(paths):
         try:

@@ -20,7 +20,7 @@ from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.image import metadata as image_metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from hvdkit.checkpoint.files import naming_file, sync_folder
+from hvdkit.checkpoint.files import checkpoint_errors, sync_folder
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, describe
 
@@ -300,7 +300,7 @@ def _sync_file(path: Path) -> None:
 def _naming(path: Path, done: str) -> Iterator[None]:
     """Turn file errors of Python and TensorFlow into a CheckpointError that names the file."""
     try:
-        with naming_file(path, done):
+        with checkpoint_errors(path, done):
             yield
     except tf.errors.OpError as error:
         reason = error.message.removeprefix(f"{path}; ")

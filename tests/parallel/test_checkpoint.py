@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import hvdkit as hk
-from hvdkit.checkpoint.folder import note_damage
+from hvdkit.checkpoint.folder import record_damage
 from hvdkit.sharding.partition import rows_of
 
 pytestmark = pytest.mark.contract
@@ -289,7 +289,7 @@ def test_only_restoring_everything_removes_the_note_of_damage(shared_path, rank)
     state = {"a": tf.Variable([1.0]), "b": tf.Variable([2.0])}
     path = hk.checkpoint.save(shared_path / "step-000000001", state)
     if rank == 0:
-        note_damage(path, "'b' is damaged")
+        record_damage(path, "'b' is damaged")
     hk.checkpoint.restore(path, {"a": state["a"]})
     hk.barrier()
     assert hk.checkpoint.latest(shared_path) is None

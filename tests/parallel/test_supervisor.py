@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 import hvdkit as hk
-from hvdkit.checkpoint.folder import listed
+from hvdkit.checkpoint.folder import list_checkpoints
 from hvdkit.supervisor import PREEMPTED
 
 X = np.random.default_rng(3).normal(size=(90, 6)).astype(np.float32)
@@ -122,10 +122,10 @@ def test_saves_by_the_chiefs_clock_are_taken_at_one_step(shared_path, rank):
             time.sleep(0.002 * rank)
             if sv.global_step == 150:
                 break
-    steps = [int(path.name[5:]) for path in listed(shared_path / "run" / "checkpoints")]
+    steps = [int(path.name[5:]) for path in list_checkpoints(shared_path / "run" / "checkpoints")]
     assert len(steps) >= 2
     assert steps[-1] == 150
-    for path in listed(shared_path / "run" / "checkpoints"):
+    for path in list_checkpoints(shared_path / "run" / "checkpoints"):
         assert hk.checkpoint.latest(path.parent) is not None
         manifest = json.loads((path / "manifest.json").read_text())
         assert manifest["values"]["position"]["global_step"] == manifest["step"] == int(path.name[5:])
@@ -136,7 +136,13 @@ def test_old_checkpoints_go_but_those_to_be_kept(shared_path):
     with run.supervised(shared_path / "run", save_steps=1, max_to_keep=2, keep_every=6, asynchronous=False) as sv:
         run.train(sv)
     hk.barrier()
-    assert [path.name[-2:] for path in listed(shared_path / "run" / "checkpoints")] == ["06", "12", "18", "19", "20"]
+    assert [path.name[-2:] for path in list_checkpoints(shared_path / "run" / "checkpoints")] == [
+        "06",
+        "12",
+        "18",
+        "19",
+        "20",
+    ]
     hidden = [path.name for path in (shared_path / "run" / "checkpoints").iterdir() if path.name.startswith(".")]
     assert hidden == []
 

@@ -14,11 +14,11 @@ import xxhash
 
 import hvdkit as hk
 from hvdkit.checkpoint.entries import Entry, State
-from hvdkit.checkpoint.folder import forget_damage, note_damage, noted_damage, prune, step_name, tidy_one
+from hvdkit.checkpoint.folder import clear_damage, prune, read_damage, record_damage, step_name, tidy_one
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OPEN_FILES, Reader
 from hvdkit.checkpoint.tensorfile import NonFiniteTensor, OutgoingTensor, not_allowed, write_file
-from hvdkit.checkpoint.verifying import uncovered
+from hvdkit.checkpoint.verifying import coverage_problem
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.sharding.partition import rows_of
 
@@ -68,7 +68,7 @@ def test_retention_keeps_the_checkpoint_just_written_whatever_a_later_one_is(tmp
         save(tmp_path / step_name(step))
     flip(tmp_path / step_name(30) / "replicated.safetensors")
     if noted:
-        note_damage(tmp_path / step_name(30), "a flipped byte")
+        record_damage(tmp_path / step_name(30), "a flipped byte")
     prune(save(tmp_path / step_name(25)), 1, None)
     kept = {name for name in names(tmp_path) if name.startswith("step-")}
     assert kept == {step_name(25), step_name(30)}
@@ -80,7 +80,7 @@ def test_retention_keeps_the_checkpoint_just_written_whatever_a_later_one_is(tmp
 def test_retention_counts_good_checkpoints_only(tmp_path):
     for step in (5, 10, 15, 20):
         save(tmp_path / step_name(step))
-    note_damage(tmp_path / step_name(15), "row 7")
+    record_damage(tmp_path / step_name(15), "row 7")
     (tmp_path / step_name(10) / "shard-00000-of-00001.safetensors").unlink()
     prune(tmp_path / step_name(20), 2, None)
     assert [name for name in names(tmp_path) if name.startswith("step-")] == [step_name(s) for s in (5, 10, 15, 20)]
@@ -100,27 +100,27 @@ def test_latest_returns_no_checkpoint_with_noted_damage(tmp_path):
     flip(tmp_path / step_name(30) / "replicated.safetensors")
     with pytest.raises(hk.CorruptCheckpointError):
         hk.checkpoint.verify(tmp_path)
-    assert "'w' is damaged in rows 0 to 4" in noted_damage(tmp_path / step_name(30))
+    assert "'w' is damaged in rows 0 to 4" in read_damage(tmp_path / step_name(30))
     assert hk.checkpoint.latest(tmp_path) == tmp_path / step_name(20)
     assert "'w' is damaged" in hk.checkpoint.inspect(tmp_path).checkpoints[1].damage
     flip(tmp_path / step_name(30) / "replicated.safetensors")  # repaired
     hk.checkpoint.verify(tmp_path)
     assert hk.checkpoint.latest(tmp_path) == tmp_path / step_name(30)
-    forget_damage(tmp_path / step_name(30))
+    clear_damage(tmp_path / step_name(30))
 
 
 def test_damage_is_noted_only_for_a_checkpoint_that_is_there(tmp_path):
-    note_damage(tmp_path / step_name(3), "gone")
-    assert names(tmp_path) == [] and noted_damage(tmp_path / step_name(3)) is None
+    record_damage(tmp_path / step_name(3), "gone")
+    assert names(tmp_path) == [] and read_damage(tmp_path / step_name(3)) is None
 
 
 def test_a_note_of_damage_does_not_outlive_its_checkpoint(tmp_path):
     """The user removes the damaged checkpoint by hand, and the run saves that step again."""
     path = save(tmp_path / step_name(30))
-    note_damage(path, "a flipped byte")
+    record_damage(path, "a flipped byte")
     shutil.rmtree(path)
     save(path)
-    assert noted_damage(path) is None and hk.checkpoint.latest(tmp_path) == path
+    assert read_damage(path) is None and hk.checkpoint.latest(tmp_path) == path
 
 
 def test_tidying_one_name_leaves_saves_of_other_names_alone(tmp_path):
@@ -251,13 +251,13 @@ def test_parts_of_thousands_of_ranks_are_compared_without_looking_at_each_pair(r
         parts = [{"file": f"shard-{r}", "checksum": "", "index": i} for r, i in enumerate(index)]
         content = {"kind": "sharded", "shape": [rows, 8], "dtype": "float32", "partition": rule, "parts": parts}
         plain = {"step": 1, "size": size, "values": {}, "rank_values": [], "created": "", "versions": {}}
-        manifest = Manifest._of({"format_version": 2, "variables": {"t": content}, "files": {}, **plain}, "")
+        manifest = Manifest._from_json({"format_version": 2, "variables": {"t": content}, "files": {}, **plain}, "")
         return manifest.variables["t"]
 
-    assert uncovered(saved(index)) is None
-    assert "is not covered" in uncovered(saved(index[:-1]))
+    assert coverage_problem(saved(index)) is None
+    assert "is not covered" in coverage_problem(saved(index[:-1]))
     twice = [*index[:-1], index[7]]
-    assert "has elements in shard-7 and again in shard-4095" in uncovered(saved(twice))
+    assert "has elements in shard-7 and again in shard-4095" in coverage_problem(saved(twice))
 
 
 # --- values that are not finite

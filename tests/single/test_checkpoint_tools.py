@@ -17,11 +17,11 @@ import pytest
 
 import hvdkit as hk
 from hvdkit.checkpoint.entries import Entry, State
-from hvdkit.checkpoint.folder import note_damage
+from hvdkit.checkpoint.folder import record_damage
 from hvdkit.checkpoint.inspecting import Inspection, Listing
 from hvdkit.checkpoint.manifest import Manifest, Part, TensorEntry
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
-from hvdkit.checkpoint.verifying import bytes_at, uncovered
+from hvdkit.checkpoint.verifying import bytes_to_verify, coverage_problem
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.commands import cli
 from hvdkit.sharding.partition import rows_of
@@ -104,8 +104,8 @@ def flip(path: Path, at: int) -> None:
 def offset(path: Path, name: str, row: int) -> int:
     """Return the offset of a tensor's row in a file."""
     with TensorFile(path) as file:
-        layout = file.layouts[name]
-        return file._data + layout.start + row * layout.row_bytes
+        location = file.locations[name]
+        return file._data + location.start + row * location.row_bytes
 
 
 # --- inspect
@@ -147,7 +147,7 @@ def test_a_run_is_listed_with_what_is_damaged(logdir):
     first, second = sorted((logdir / "checkpoints").iterdir())
     third = write(logdir / "checkpoints" / "step-000000020", 20)
     flip(first / "manifest.json", 40)
-    note_damage(third, "row 7 is damaged")
+    record_damage(third, "row 7 is damaged")
     found = hk.checkpoint.inspect(logdir)
     assert isinstance(found, Listing)
     assert [c.path for c in found.checkpoints] == [first, second, third]
@@ -184,7 +184,7 @@ def test_what_is_whole_is_counted(logdir):
     read = hk.checkpoint.verify(logdir, progress=told.append)
     held = sum(a.nbytes for a in GLOBAL.values()) + SIZE * 8
     assert (read.checkpoints, read.files, read.bytes) == (2, 2 * 4, 2 * held)
-    assert sum(told) == bytes_at(logdir) == 2 * held
+    assert sum(told) == bytes_to_verify(logdir) == 2 * held
     assert max(told) <= BLOCK_BYTES
     # 5 replicated, 3 + 3 + 2 + 3 + 0 sharded parts, 3 seeds
     assert read.tensors == 2 * 19
@@ -269,7 +269,7 @@ def test_parts_cover_a_tensor_exactly_once(parts, told):
     saved = TensorEntry(
         "sharded", (6, 3), "float32", tuple(Part(f"f{i}", "", index) for i, index in enumerate(parts)), "x"
     )
-    assert (uncovered(saved) or "") == "" if told is None else told in uncovered(saved)
+    assert (coverage_problem(saved) or "") == "" if told is None else told in coverage_problem(saved)
 
 
 def test_verify_tells_of_parts_that_do_not_cover(one):

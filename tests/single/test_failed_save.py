@@ -23,7 +23,7 @@ class Disk(Snapshot):
 
     rank: int
 
-    def own(self) -> list[OutgoingTensor]:
+    def shard_tensors(self) -> list[OutgoingTensor]:
         def rows(start: int, stop: int) -> np.ndarray:
             if self.rank == FULL:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

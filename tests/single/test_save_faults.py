@@ -73,8 +73,10 @@ def test_a_save_behind_the_training_gives_way_to_it(tmp_path):
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     own, seen = priority(), []
-    for behind in (True, False):
-        options = {"step": 1, "rank": 0, "size": 1, "token": "token", "behind": behind}
-        save = Save(tmp_path / f"step-{int(behind)}", Snapshot(), **options, committed=lambda: seen.append(priority()))
+    for background in (True, False):
+        options = {"step": 1, "rank": 0, "size": 1, "token": "token", "background": background}
+        save = Save(
+            tmp_path / f"step-{int(background)}", Snapshot(), **options, after_commit=lambda: seen.append(priority())
+        )
         assert save.start().wait(WAIT)
     assert seen == [min(own + 10, 19), own] and priority() == own

@@ -67,8 +67,8 @@ def test_the_safetensors_package_reads_bfloat16(tmp_path):
 def test_tensors_begin_at_multiples_of_their_items(tmp_path):
     write(tmp_path / "f", a=some((3,), np.dtype("u1")), b=some((2,), np.dtype("f8")), c=some((5,), np.dtype("f2")))
     with TensorFile(tmp_path / "f") as file:
-        for layout in file.layouts.values():
-            assert (file._data + layout.start) % layout.dtype.itemsize == 0
+        for location in file.locations.values():
+            assert (file._data + location.start) % location.dtype.itemsize == 0
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def flip(path, at):
 def test_a_flipped_byte_names_file_tensor_and_rows(file, row):
     path, record, arrays = file
     with TensorFile(path, record) as opened:
-        start = opened._data + opened.layouts["x"].start
+        start = opened._data + opened.locations["x"].start
     flip(path, start + 4096 * row + 17)
     first = row // 256 * 256
     with TensorFile(path, record) as opened:

@@ -12,12 +12,12 @@ import keras
 
 from hvdkit import cluster
 from hvdkit.checkpoint.export import check_target
-from hvdkit.checkpoint.files import naming_file, remove_folder
+from hvdkit.checkpoint.files import checkpoint_errors, remove_folder
 from hvdkit.checkpoint.inspecting import newest_at
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.checkpoint.restoring import own_part
+from hvdkit.checkpoint.restoring import read_part
 from hvdkit.checkpoint.state import flatten
 from hvdkit.errors import describe
 from hvdkit.sharding.shards import shard_of
@@ -58,13 +58,13 @@ def export_saved_model(
     check_target(directory, overwrite)
     with cluster.alone():
         whole = model if isinstance(model, keras.layers.Layer) or not callable(model) else model()
-        _check_whole(whole)
+        _check_model(whole)
         _restore(path, {key: whole})
         _export(whole, directory, overwrite)
     return directory
 
 
-def _check_whole(model: Any) -> None:
+def _check_model(model: Any) -> None:
     if not isinstance(model, keras.Model):
         remedy = "pass a model, or a function that returns one"
         raise TypeError(describe("model", type(model).__name__, "a Keras model", remedy))
@@ -73,32 +73,31 @@ def _check_whole(model: Any) -> None:
         raise ValueError(describe("model", f"{model.name!r}, which is not built", "a built model", remedy))
     if cluster.size() > 1 and any(shard_of(v) is not None for v in model.variables):
         remedy = "export in one process, from a function that builds it"
-        raise ValueError(describe("model", f"{model.name!r}, which is cut across ranks", "a whole model", remedy))
+        raise ValueError(describe("model", f"{model.name!r}, which is sharded across ranks", "a whole model", remedy))
 
 
 def _export(model: Any, directory: Path, overwrite: bool) -> None:
-    beside = directory.with_name(f".{directory.name}.{os.getpid()}")
+    temporary = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:
-        with naming_file(directory, "written"):
+        with checkpoint_errors(directory, "written"):
             directory.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.redirect_stdout(io.StringIO()):  # it would print the temporary name
-                model.export(beside)
+                model.export(temporary)
             if directory.is_dir() and overwrite:
                 remove_folder(directory)
-            beside.rename(directory)
+            temporary.rename(directory)
     finally:
-        remove_folder(beside)
+        remove_folder(temporary)
 
 
 def _restore(path: Path, into: dict[str, Any]) -> None:
     """Restore a state in this process only, as with a world size of 1."""
-    manifest, flat = Manifest.load(path), flatten(into)
-    names = match(manifest, flat, path)
+    manifest, state = Manifest.load(path), flatten(into)
+    names = match(manifest, state, path)
     with Reader(path, manifest) as reader:
-        for entry in flat.entries.values():
-            name = names[entry.name]
-            part = reader.whole(name) if entry.kind == "replicated" else own_part(reader, entry, name, 0, 1)
+        for entry in state.entries.values():
+            part = read_part(reader, entry, names[entry.name], 0, 1)
             if part is not None:
                 entry.assign(part)
-        for name, value in flat.values.items():
+        for name, value in state.values.items():
             value.assign(reader.rank_values(0)[name] if value.per_rank else manifest.values[name])

@@ -1,0 +1,216 @@
+"""Save and restore through the chief, if ranks do not share a file system.
+
+The chief controls the exchange. It broadcasts the description of the next transfer; then one collective moves about
+1 MiB. A rank therefore holds at most its own part plus one such piece.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.checkpoint.entries import Entry
+from hvdkit.checkpoint.files import checkpoint_errors, remove_folder
+from hvdkit.checkpoint.folder import commit, latest, temporary_path, tidy_one
+from hvdkit.checkpoint.manifest import REPLICATED, Manifest, shard_name
+from hvdkit.checkpoint.reading import Reader
+from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, Allowed, FileRecord, NonFiniteTensor, OutgoingTensor, write_file
+from hvdkit.checkpoint.writing import Snapshot, build_manifest, non_finite_error
+from hvdkit.cluster.agreement import gather
+from hvdkit.collectives import tensors
+from hvdkit.errors import CheckpointError, CorruptCheckpointError, NonFiniteError
+from hvdkit.sharding.partition import FLAT
+
+
+class _Transfer(NamedTuple):
+    """A transfer from rank ``source`` to rank ``target``, as broadcast by the chief.
+
+    It moves rows ``[start, stop)`` of a rank's part of ``name`` to the chief, or bytes ``[start, stop)`` from it.
+    """
+
+    name: str
+    start: int
+    stop: int
+    source: int
+    target: int
+
+
+class _End(NamedTuple):
+    """The chief's final message: success, or the error."""
+
+    error: Exception | None
+
+
+def save_through_chief(
+    path: Path,
+    snapshot: Snapshot,
+    *,
+    step: int,
+    before_commit: Callable[[], None] = lambda: None,
+    after_commit: Callable[[], None] = lambda: None,
+) -> None:
+    """Write all ranks' parts on the chief. Every rank calls it.
+
+    For ``before_commit`` and ``after_commit`` see :class:`~hvdkit.checkpoint.writing.Save`.
+
+    Raises:
+        CheckpointError: on every rank: the chief cannot write.
+        NonFiniteError: on every rank: a tensor contains NaN or an infinity; the message names the rank.
+    """
+    tensors = {tensor.name: tensor for tensor in snapshot.shard_tensors()}
+    specs = {name: (t.dtype, t.shape, t.allowed) for name, t in tensors.items()}
+    description = specs, snapshot.indices(), snapshot.metadata()
+    descriptions = gather(cluster.exchange(), "a save through the chief", lambda: description)
+
+    def write() -> None:
+        tidy_one(path)
+        folder = temporary_path(path, secrets.token_hex(4))
+        try:
+            _write_files(folder, snapshot, tensors, descriptions, step)
+            before_commit()
+            commit(folder, path)
+        except BaseException:
+            remove_folder(folder)
+            raise
+        after_commit()
+
+    _run_on_chief(write, lambda transfer: tensors[transfer.name].rows(transfer.start, transfer.stop), _reject)
+
+
+def _write_files(
+    folder: Path, snapshot: Snapshot, chief_tensors: dict[str, OutgoingTensor], descriptions: list[Any], step: int
+) -> None:
+    size = cluster.size()
+    with checkpoint_errors(folder, "written"):
+        folder.mkdir(parents=True)
+    replicated = snapshot.replicated_tensors()
+    files = {REPLICATED: _write(folder / REPLICATED, replicated, 0, step)} if replicated else {}
+    reports = []
+    for rank, (specs, indices, metadata) in enumerate(descriptions):
+        tensors = [chief_tensors[name] if rank == 0 else _remote_tensor(rank, name, *specs[name]) for name in specs]
+        records: dict[str, FileRecord] = {}
+        if tensors or metadata:
+            name = shard_name(rank, size)
+            records[name] = _write(folder / name, tensors, rank, step, metadata)
+        reports.append({"files": records, "indices": indices})
+    build_manifest(snapshot, reports, files, step=step).write(folder)
+
+
+def _write(
+    file: Path, tensors: list[OutgoingTensor], rank: int, step: int, metadata: Mapping[str, str] | None = None
+) -> FileRecord:
+    """Write a file of ``rank``'s tensors; an error about non-finite values names the rank."""
+    try:
+        return write_file(file, tensors, metadata=metadata)
+    except NonFiniteTensor as error:
+        newest = latest(file.parent.parent)
+        raise non_finite_error(str(error), rank, step, newest.name if newest else None) from None
+
+
+def _remote_tensor(rank: int, name: str, dtype: np.dtype, shape: tuple[int, ...], allowed: Allowed) -> OutgoingTensor:
+    """Return a tensor whose rows are fetched from another rank."""
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        received = _perform(_Transfer(name, start, stop, rank, 0), None)
+        return received.view(dtype).reshape(stop - start, *shape[1:])
+
+    return OutgoingTensor(name, dtype, shape, rows, allowed)
+
+
+def restore_through_chief(
+    path: Path,
+    manifest: Manifest,
+    entries: Sequence[Entry],
+    names: dict[str, str],
+    assign: Callable[[Entry, np.ndarray | None], None],
+) -> None:
+    """Read ``entries`` on the chief and send every rank its part. Every rank calls it.
+
+    Raises:
+        CorruptCheckpointError, CheckpointError: on every rank: the chief cannot read.
+    """
+    local_specs = {e.name: (e.kind, e.index, e.partition == FLAT, e.resize) for e in entries}
+    specs_by_rank = gather(cluster.exchange(), "a restore through the chief", lambda: local_specs)
+    by_name = {entry.name: entry for entry in entries}
+    parts: dict[str, np.ndarray] = {}
+
+    def receive(transfer: _Transfer, data: np.ndarray) -> None:
+        entry = by_name[transfer.name]
+        shape = entry.shape if entry.index is None else tuple(len(axis) for axis in entry.index)
+        part = parts.setdefault(transfer.name, np.empty(shape, entry.dtype))
+        part.reshape(-1).view(np.uint8)[transfer.start : transfer.stop] = data
+        if transfer.stop == part.nbytes:
+            assign(entry, parts.pop(transfer.name))
+
+    def read() -> None:
+        with Reader(path, manifest) as reader:
+            for rank, specs in enumerate(specs_by_rank):
+                for name, (kind, index, flat, resize) in specs.items():
+                    saved = names[name]
+                    if kind == "per_rank":
+                        part = reader.per_rank(saved, rank, cluster.size(), resize)
+                    else:
+                        assert index is not None
+                        part = reader.sharded(saved, index, flat=flat)
+                    if rank == 0:
+                        assign(by_name[name], part)
+                    elif part is not None:
+                        _send_part(rank, name, part)
+
+    _run_on_chief(read, _reject, receive)
+
+
+def _send_part(rank: int, name: str, part: np.ndarray) -> None:
+    data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+    for start in range(0, len(data), BLOCK_BYTES):
+        stop = min(start + BLOCK_BYTES, len(data))
+        _perform(_Transfer(name, start, stop, 0, rank), data[start:stop])
+
+
+def _run_on_chief(
+    work: Callable[[], None], send: Callable[[_Transfer], np.ndarray], receive: Callable[[_Transfer, Any], None]
+) -> None:
+    """Run ``work`` on the chief while the other ranks take part in its transfers; all ranks raise the chief's error."""
+    if cluster.is_chief():
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as exception:
+            error = exception
+        is_picklable = isinstance(error, CheckpointError | NonFiniteError) or error is None
+        cluster.exchange().broadcast(_End(error if is_picklable else CheckpointError(f"rank 0: {error}")), 0)
+        if error is not None:
+            raise error
+        return
+    while not isinstance(message := cluster.exchange().broadcast(None, 0), _End):
+        received = _exchange(message, send(message) if message.source == cluster.rank() else None)
+        if message.target == cluster.rank():
+            receive(message, received)
+    if message.error is not None:
+        raise type(message.error)(f"rank 0: {message.error}")
+
+
+def _reject(*transfer: Any) -> Any:
+    raise CorruptCheckpointError(f"rank {cluster.rank()} was asked for rows that it does not have: {transfer}")
+
+
+def _perform(transfer: _Transfer, data: np.ndarray | None) -> np.ndarray:
+    """Broadcast a transfer and take part in it, on the chief; return the bytes received."""
+    cluster.exchange().broadcast(transfer, 0)
+    return _exchange(transfer, data)
+
+
+def _exchange(transfer: _Transfer, data: np.ndarray | None) -> np.ndarray:
+    """Move bytes from one rank to another; a collective over all ranks."""
+    flat = np.empty(0, np.uint8) if data is None else np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    splits = np.zeros(cluster.size(), np.int32)
+    splits[transfer.target] = len(flat)
+    with tf.device("/CPU:0"):
+        received, _ = tensors.alltoall(tf.constant(flat), tf.constant(splits), "hvdkit.checkpoint")
+    return np.asarray(received)
