@@ -54,6 +54,8 @@ class FitSession:
 
     Attributes:
         steps: the model's steps.
+        metric_combiner: combines the logs of the ranks.
+        metric_checks: checks that metrics can be combined.
         may_end_anywhere: whether the current data may end at different steps on different ranks.
     """
 
@@ -65,8 +67,8 @@ class FitSession:
         self.steps = ShareSteps(model, self._variables.broadcast_new, may_be_empty=may_be_empty)
         self._functions: dict[str, Any] = dict.fromkeys(_FUNCTIONS)
         self._dependencies = _dependencies(model)
-        self._combiner = MetricCombiner(model, lambda: float(self.steps.last_factor.numpy()))
-        self._checks = MetricChecks(model)
+        self.metric_combiner = MetricCombiner(model, lambda: float(self.steps.last_factor.numpy()))
+        self.metric_checks = MetricChecks(model)
         self._is_running = False
 
     @classmethod
@@ -126,29 +128,17 @@ class FitSession:
         """Wrap a step of the model so that it uses this rank's random seeds and tests metrics."""
 
         def wrapped_step(data: Any) -> Any:
-            with rank_seeds(), self._checks.testing_updates():
+            with rank_seeds(), self.metric_checks.testing_updates():
                 return step(data)
 
         return wrapped_step
-
-    def check_metrics(self) -> None:
-        """Check that the state of all metrics can be combined. Call after a step, which creates their variables.
-
-        Raises:
-            ValueError: a metric cannot be combined.
-        """
-        self._checks.check()
 
     def _metrics_at_end(self, logs: Any) -> Any:
         """Replace ``_get_metrics_result_or_logs``, which Keras calls after an epoch or an evaluation."""
         if self.may_end_anywhere:
             report_end_of_data()
         average_moving_statistics(self.model)  # before they are evaluated, saved or exported
-        return self._combiner.combine(logs)
-
-    def global_logs(self, logs: Any) -> Any:
-        """Return a batch's logs combined over ranks. Every rank must call it, while the session runs."""
-        return self._combiner.combine(logs)
+        return self.metric_combiner.combine(logs)
 
     def broadcast_again(self) -> None:
         """Broadcast the chief's variables again, as a callback may have restored them."""

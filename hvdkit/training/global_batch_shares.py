@@ -28,8 +28,6 @@ class GlobalBatchShares(Shares):
 
     Attributes:
         digest: digest of the data; the same on all ranks.
-        position: batches at the current position of training, for a Supervisor; None if Keras epochs differ from
-            epochs of the data, or the length of the data is unknown.
 
     Raises:
         TypeError: the data is not ``x``, ``(x, y)`` or ``(x, y, sample_weight)``.
@@ -89,7 +87,10 @@ class GlobalBatchShares(Shares):
 
     @property
     def position(self) -> GlobalBatches | None:
-        """The batches at the current position of training, for a Supervisor."""
+        """The batches at the current position of training, for a Supervisor.
+
+        None if Keras epochs differ from epochs of the data, or the length of the data is unknown.
+        """
         data_steps = self._batches.steps_per_epoch
         return self._batches if data_steps is not None and self._steps in (None, data_steps) else None
 

@@ -148,7 +148,7 @@ class CallbackList(keras.callbacks.CallbackList):
         if not self._combines_batch_logs:
             super().on_train_batch_end(batch, logs)
             return
-        logs = self._session.global_logs(logs)
+        logs = self._session.metric_combiner.combine(logs)
         when = f"on_train_batch_end of batch {batch}"
         self._agree(when, lambda: super(CallbackList, self).on_train_batch_end(batch, logs))
 
@@ -175,7 +175,7 @@ class CallbackList(keras.callbacks.CallbackList):
         """Compare the ranks' global batches, and check that the state of all metrics can be combined."""
 
         def digest() -> int:
-            self._session.check_metrics()
+            self._session.metric_checks.check()
             return int(self._session.steps.digests.numpy())
 
         digests = gather(cluster.exchange(), "the first global batch", digest)
@@ -191,11 +191,6 @@ class CallbackList(keras.callbacks.CallbackList):
 
         self._agree(f"on_epoch_end of epoch {epoch}", call)
 
-    def _decisions(self) -> dict[str, Any]:
-        """Return the decisions of callbacks that must be equal on all ranks."""
-        rates = [float(np.asarray(optimizer.learning_rate)) for optimizer in optimizers_of(self.model)]
-        return {"stop_training": bool(self.model.stop_training), "learning rates": rates}
-
     def _compare_weights(self) -> None:
         """Compare weights after the first update; they differ if an optimizer does not combine gradients.
 
@@ -209,11 +204,12 @@ class CallbackList(keras.callbacks.CallbackList):
             raise CollectiveMismatchError(f"after the first update: {error}; {remedy}") from error
 
     def _agree(self, when: str, call: Callable[[], None]) -> None:
-        """Call the callbacks and compare their decisions."""
+        """Call the callbacks and compare their decisions, which must be equal on all ranks."""
 
         def decide() -> dict[str, Any]:
             call()
-            return self._decisions()
+            rates = [float(np.asarray(optimizer.learning_rate)) for optimizer in optimizers_of(self.model)]
+            return {"stop_training": bool(self.model.stop_training), "learning rates": rates}
 
         remedy = "decide from the logs, which are equal on all ranks"
         agree(cluster.exchange(), decide, f"callbacks' {when}", remedy)

@@ -61,7 +61,7 @@ class MetricChecks:
             yield
 
     def check(self) -> None:
-        """Check that the state of all metrics can be combined. Does not change their state.
+        """Check that the state of all metrics can be combined. Call after a step, which creates their variables.
 
         Raises:
             ValueError: a state is declared or was observed not to be a sum over examples.
