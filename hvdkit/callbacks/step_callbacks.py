@@ -232,7 +232,7 @@ def check_finite(loss: float, *, step: int, stop: bool = True) -> None:
     message = describe("loss", got, "a finite number", "lower the learning rate or clip")
     if stop:
         raise NonFiniteError(message)
-    get_logger().warning("%s; going on as told", message)
+    get_logger().warning("%s; training continues (stop=False)", message)
 
 
 class StepLog(_StepCounter):

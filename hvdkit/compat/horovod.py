@@ -252,7 +252,7 @@ def _op(average: bool | None, op: Any) -> Any:
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    got = f"{name!r}, which hvdkit has not under Horovod's name"
+    got = f"{name!r}, which hvdkit does not provide under Horovod's name"
     raise AttributeError(
         describe("hvdkit.compat.horovod", got, f"one of {', '.join(__all__)}", "see docs/gradients.md")
     )

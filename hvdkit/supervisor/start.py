@@ -44,8 +44,8 @@ def restore_or_initialize(folder: Path, state: Callable[[], Mapping[str, Any]], 
             return path
     if paths:
         raise CorruptCheckpointError(
-            f"{folder}: none of its {len(paths)} checkpoints is whole: {'; '.join(damage)}; repair one, or give "
-            "another logdir to begin anew"
+            f"{folder}: none of its {len(paths)} checkpoints is whole: {'; '.join(damage)}; repair one, or pass "
+            "another logdir to start over"
         )
     entries = agreed_state(state()).entries.values()
     broadcast_variables([e.variable for e in entries if e.kind == "replicated" and e.variable is not None])

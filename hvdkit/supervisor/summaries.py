@@ -226,7 +226,7 @@ def remove_after(folder: Path, step: int) -> None:
             size = path.stat().st_size
             readable, has_later = _scan(path, step)
         if size > readable:
-            message = "%s: its last %d bytes are no whole record, as a killed run leaves them; removed"
+            message = "%s: removed its last %d bytes, an incomplete record of a killed run"
             get_logger().warning(message, path, size - readable)
         if size > readable or has_later:
             with _file_errors(path, "written"):
