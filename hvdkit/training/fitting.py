@@ -6,14 +6,14 @@ from typing import Any
 
 import keras
 from keras.src import tree
-from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from hvdkit.callbacks import SupervisorCallback
 from hvdkit.data import GlobalBatches
 from hvdkit.errors import describe
 from hvdkit.training.fit_session import FitSession, check_model
 from hvdkit.training.global_batch_shares import GlobalBatchShares
-from hvdkit.training.inputs import DataPair, FitData, prepare_data, split_validation
+from hvdkit.training.inputs import DataPair, FitData, prepare_data
 from hvdkit.training.keras_callbacks import CallbackList
 from hvdkit.training.model_optimizers import warn_of_repeated_rows
 
@@ -87,9 +87,10 @@ def fit(
 
     def build() -> DataPair:
         check_model(model)
-        (train_x, train_y, train_weight), validation = (x, y, sample_weight), validation_data
+        training, validation = (x, y, sample_weight), validation_data
         if validation_split and validation is None:
-            (train_x, train_y, train_weight), validation = split_validation(x, y, sample_weight, validation_split)
+            training, validation = array_slicing.train_validation_split(training, validation_split=validation_split)
+        train_x, train_y, train_weight = training
         training_shares = FitData(
             x=train_x,
             y=train_y,

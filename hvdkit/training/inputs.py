@@ -10,7 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src.trainers import data_adapters
-from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
@@ -110,11 +109,6 @@ class FitData:
             raise ValueError(describe(self.argument, f"elements {spec}", "batches of rows", remedy))
         if first.shape.rank is not None and first.shape[0] is not None:
             self._check_rows(first.shape[0], data_rank)
-
-
-def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float) -> tuple[tuple[Any, Any, Any], Any]:
-    """Split training and validation data as Keras does: the last rows, before any shuffling."""
-    return array_slicing.train_validation_split((x, y, sample_weight), validation_split=validation_split)
 
 
 def prepare_data(call: str, build: Callable[[], DataPair]) -> DataPair:
