@@ -16,7 +16,7 @@ from typing import Any
 LAYERS = ("ColumnParallelDense", "RowParallelDense", "ShardedEmbedding", "ShardedEmbeddingCollection")
 
 
-class _Later:
+class _LazyLayer:
     """Placeholder for a layer class in Keras's registry; replaced when the layers are imported."""
 
     def __init__(self, name: str):
@@ -27,16 +27,16 @@ class _Later:
         return getattr(importlib.import_module("hvdkit.layers"), self._name).from_config(config)
 
 
-class _AfterKeras(importlib.abc.MetaPathFinder):
+class _KerasImportHook(importlib.abc.MetaPathFinder):
     """Import hook that delegates to the other finders and registers the layers after Keras is imported."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return Keras's spec with a loader that registers the layers at the end; None for any other module."""
         if fullname != "keras":
             return None
-        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        found = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        specs = (finder.find_spec(fullname, path, target) for finder in finders)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -55,7 +55,7 @@ def register_layers() -> None:
     """Register the layers with Keras, now if it is already imported, otherwise when the user imports it."""
     keras = sys.modules.get("keras")
     if keras is None:
-        sys.meta_path.insert(0, _AfterKeras())
+        sys.meta_path.insert(0, _KerasImportHook())
     elif hasattr(keras, "saving"):  # not while it is being imported
         _register(keras)
 
@@ -63,4 +63,4 @@ def register_layers() -> None:
 def _register(keras: ModuleType) -> None:
     registry = keras.saving.get_custom_objects()
     for name in LAYERS:
-        registry.setdefault(f"hvdkit>{name}", _Later(name))
+        registry.setdefault(f"hvdkit>{name}", _LazyLayer(name))

@@ -50,8 +50,8 @@ class Warmup(keras.optimizers.schedules.LearningRateSchedule):
     def __call__(self, step: Any) -> tf.Tensor:
         """Return the learning rate at ``step`` (a number or scalar tensor) as a float32 scalar."""
         rate = self.base(step) if callable(self.base) else self.base
-        part = tf.minimum(tf.cast(step, tf.float32) / self.steps, 1.0) if self.steps else 1.0
-        return tf.cast(rate, tf.float32) * (1.0 + (self.scale - 1.0) * part)
+        fraction = tf.minimum(tf.cast(step, tf.float32) / self.steps, 1.0) if self.steps else 1.0
+        return tf.cast(rate, tf.float32) * (1.0 + (self.scale - 1.0) * fraction)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments for Keras's serialization."""

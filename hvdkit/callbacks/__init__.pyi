@@ -6,4 +6,4 @@ from .step_callbacks import StepLog as StepLog
 from .step_callbacks import StopOnDivergence as StopOnDivergence
 from .step_callbacks import StopOnNonFinite as StopOnNonFinite
 from .step_callbacks import check_finite as check_finite
-from .supervisor import SupervisorCallback as SupervisorCallback
+from .supervisor_callback import SupervisorCallback as SupervisorCallback

@@ -32,9 +32,9 @@ def on_chief(callback: Any) -> keras.callbacks.Callback:
     """
     if not isinstance(callback, keras.callbacks.Callback):
         raise TypeError(describe("callback", callback, "a Keras callback", "pass an object, not its class"))
-    found = callback if cluster.is_chief() else keras.callbacks.Callback()
-    _ON_CHIEF.set(found, True)
-    return found
+    local = callback if cluster.is_chief() else keras.callbacks.Callback()
+    _ON_CHIEF.set(local, True)
+    return local
 
 
 def is_on_chief(callback: Any) -> bool:

@@ -54,8 +54,8 @@ class MetricAverage(keras.callbacks.Callback):
         for variable, total in zip(variables, grouped_allreduce(local, Sum), strict=True):
             variable.assign(total)
         results = {name: float(value) for name, value in model.get_metrics_result().items()}
-        for variable, own in zip(variables, local, strict=True):
-            variable.assign(own)
+        for variable, value in zip(variables, local, strict=True):
+            variable.assign(value)
         return results
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -70,11 +70,11 @@ class MetricAverage(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Clear the metrics of the previous epoch, and restore this rank's moving statistics."""
         self._training, self._validation = {}, {}
-        self._put_back()
+        self._restore_local()
 
-    def _put_back(self) -> None:
-        for variable, own in self._local:
-            variable.assign(own)
+    def _restore_local(self) -> None:
+        for variable, value in self._local:
+            variable.assign(value)
         self._local = []
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -88,7 +88,7 @@ class MetricAverage(keras.callbacks.Callback):
         """Store the validation metrics."""
         if self._fitting:
             self._validation = self.results(self.model)
-            self._put_back()
+            self._restore_local()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Write the combined metrics to ``logs``, for later callbacks and History."""

@@ -18,10 +18,10 @@ from hvdkit.errors import NonFiniteError, describe
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 
 # Callbacks with state, by model. A callback references its model, so both are held weakly here.
-_stateful: weakref.WeakKeyDictionary[Any, list[weakref.ref[_CountsSteps]]] = weakref.WeakKeyDictionary()
+_stateful: weakref.WeakKeyDictionary[Any, list[weakref.ref[_StepCounter]]] = weakref.WeakKeyDictionary()
 
 
-class _CountsSteps(keras.callbacks.Callback):
+class _StepCounter(keras.callbacks.Callback):
     """Counts steps since the first ``fit``; with ``steps_per_execution``, Keras calls once for several steps.
 
     :meth:`restore` continues the count where a checkpoint was saved. It may be called before or after
@@ -38,8 +38,8 @@ class _CountsSteps(keras.callbacks.Callback):
         """Set the model and register this callback for its ``fit``."""
         super().set_model(model)
         self._history = getattr(model, "history", None)
-        others = [ref for ref in _stateful.get(model, []) if ref() not in (None, self)]
-        _stateful[model] = [*others, weakref.ref(self)]
+        other_callbacks = [ref for ref in _stateful.get(model, []) if ref() not in (None, self)]
+        _stateful[model] = [*other_callbacks, weakref.ref(self)]
 
     @property
     def state(self) -> dict[str, Any]:
@@ -61,11 +61,11 @@ class _CountsSteps(keras.callbacks.Callback):
     def count(self, batch: int) -> int:
         """Return the number of steps done after Keras's ``batch``; idempotent."""
         self._done = self._before_epoch + batch + 1
-        _tell_profile(self, self._done)
+        _report_to_profile(self, self._done)
         return self._done
 
 
-def _tell_profile(callback: _CountsSteps, step: int) -> None:
+def _report_to_profile(callback: _StepCounter, step: int) -> None:
     profile = progress().profile
     if profile is not None:
         profile.at_step(step, f"{type(callback).__name__} {id(callback)}")
@@ -82,11 +82,11 @@ def stateful_callbacks(model: Any) -> list[Any]:
         states = [callback.state for callback in stateful_callbacks(self.model)]
     """
     # For every fit, Keras assigns a new History to the model before it calls set_model of the callbacks.
-    known = [ref() for ref in _stateful.get(model, [])]
-    return [c for c in known if c is not None and c._history is getattr(model, "history", None)]
+    callbacks = [ref() for ref in _stateful.get(model, [])]
+    return [c for c in callbacks if c is not None and c._history is getattr(model, "history", None)]
 
 
-class LearningRateWarmup(_CountsSteps):
+class LearningRateWarmup(_StepCounter):
     """Multiply the optimizer's learning rate by the number of ranks, ramping up linearly over the first steps.
 
     The optimizer's learning rate must be the rate for one rank: ``SGD(0.1)``, not ``SGD(0.1 * hk.size())``, which would
@@ -116,9 +116,8 @@ class LearningRateWarmup(_CountsSteps):
         if initial_lr is not None and not initial_lr > 0:
             raise ValueError(describe("initial_lr", initial_lr, "a rate > 0, or None", "pass e.g. 0.1 * hk.size()"))
         if steps < 0 or (scale is not None and not scale > 0):
-            raise ValueError(
-                describe("steps, scale", (steps, scale), "steps >= 0 and scale > 0", "pass e.g. steps=500")
-            )
+            expected = "steps >= 0 and scale > 0"
+            raise ValueError(describe("steps, scale", (steps, scale), expected, "pass e.g. steps=500"))
         self.steps = steps
         self.scale = scale
         self._initial_lr = initial_lr
@@ -130,21 +129,15 @@ class LearningRateWarmup(_CountsSteps):
         """Read the optimizer's rate as the rate for one rank; a second ``fit`` continues from the first."""
         optimizer = self.model.optimizer
         if isinstance(getattr(optimizer, "_learning_rate", None), keras.optimizers.schedules.LearningRateSchedule):
-            raise TypeError(
-                describe(
-                    "learning rate",
-                    "a schedule",
-                    "a number that the callback can change",
-                    "wrap it instead: hk.schedules.Warmup(schedule, scale=hk.size(), steps=500)",
-                )
-            )
+            remedy = "wrap it instead: hk.schedules.Warmup(schedule, scale=hk.size(), steps=500)"
+            raise TypeError(describe("learning rate", "a schedule", "a number that the callback can change", remedy))
         if self._base is None:
             self._factor = float(cluster.size() if self.scale is None else self.scale)
             rate = self._initial_lr
             self._base = float(np.asarray(optimizer.learning_rate)) if rate is None else rate / self._factor
             if cluster.is_chief() and self._factor != 1:
-                ends = (self._base, self._base * self._factor, self.steps)
-                get_logger().info("the learning rate grows from %g to %g in %d steps", *ends)
+                final = self._base * self._factor
+                get_logger().info("the learning rate grows from %g to %g in %d steps", self._base, final, self.steps)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -161,16 +154,16 @@ class LearningRateWarmup(_CountsSteps):
         """Set the rate of this step until the factor is reached; later changes by others are kept."""
         step = self.steps_before(batch)
         if not self._reached and self._base is not None:
-            part = min(step / self.steps, 1.0) if self.steps else 1.0
-            self.model.optimizer.learning_rate = self._base * (1.0 + (self._factor - 1.0) * part)
-            self._reached = part == 1.0
+            fraction = min(step / self.steps, 1.0) if self.steps else 1.0
+            self.model.optimizer.learning_rate = self._base * (1.0 + (self._factor - 1.0) * fraction)
+            self._reached = fraction == 1.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count the steps done."""
         self.count(batch)
 
 
-class StopOnNonFinite(_CountsSteps):
+class StopOnNonFinite(_StepCounter):
     """Stop training when the loss becomes NaN or infinite, and report the step and the rank.
 
     The affected rank raises NonFiniteError, which ends the whole job.
@@ -197,7 +190,7 @@ class StopOnNonFinite(_CountsSteps):
             check_finite(loss, step=step, stop=self.stop)
 
 
-class StopOnDivergence(_CountsSteps):
+class StopOnDivergence(_StepCounter):
     """Stop training when parameters or optimizer slots have diverged between ranks.
 
     All ranks compare them bit for bit every few steps (:class:`hvdkit.supervisor.divergence.DivergenceDetector`) and
@@ -235,15 +228,14 @@ def check_finite(loss: float, *, step: int, stop: bool = True) -> None:
     """
     if math.isfinite(loss):
         return
-    message = describe(
-        "loss", f"{loss} at step {step} on rank {cluster.rank()}", "a finite number", "lower the learning rate or clip"
-    )
+    got = f"{loss} at step {step} on rank {cluster.rank()}"
+    message = describe("loss", got, "a finite number", "lower the learning rate or clip")
     if stop:
         raise NonFiniteError(message)
-    get_logger().warning("%s; going on as told", message)
+    get_logger().warning("%s; training continues (stop=False)", message)
 
 
-class StepLog(_CountsSteps):
+class StepLog(_StepCounter):
     """Log step, loss, examples/sec and sec/batch on the chief every few steps, as in the CIFAR-10 tutorial.
 
     Use it as a callback in ``fit``, or call :meth:`step` in a custom training loop. To resume such a loop from a
@@ -288,7 +280,7 @@ class StepLog(_CountsSteps):
     def step(self, step: int, loss: Any) -> None:
         """Log a line on the chief if ``step`` (counted from 1) is due. ``loss`` is only read in that case."""
         self._done = step
-        _tell_profile(self, step)
+        _report_to_profile(self, step)
         if not self._due(step):
             return
         steps, self._logged = step - self._logged, step

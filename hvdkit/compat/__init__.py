@@ -1,1 +1,1 @@
-"""Compatibility modules with the APIs of other libraries."""
+"""The APIs of other libraries, implemented with hvdkit: :mod:`hvdkit.compat.horovod` has Horovod's names."""

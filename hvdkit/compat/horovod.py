@@ -132,8 +132,8 @@ def allreduce(
     """
     op = _op(average, op)
     if compression is None and not isinstance(tensor, tf.IndexedSlices):
-        how = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "process_set": process_set}
-        return collectives.allreduce(tensor, op, name=name, **how)
+        factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+        return collectives.allreduce(tensor, op, name=name, process_set=process_set, **factors)
     if (prescale_factor, postscale_factor) != (1.0, 1.0):
         got, expected = (prescale_factor, postscale_factor), "1.0 with IndexedSlices or compression"
         raise ValueError(describe("prescale_factor, postscale_factor", got, expected, "multiply the tensor"))
@@ -236,9 +236,9 @@ def load_model(
         filepath, custom_objects, compression: as for :func:`hvdkit.load_model`.
         custom_optimizers: optimizer classes that the file may contain.
     """
-    known = {cls.__name__: cls for cls in custom_optimizers or ()}
+    optimizers = {cls.__name__: cls for cls in custom_optimizers or ()}
     options = {} if compression is None else {"compression": compression}
-    return hk.load_model(filepath, {**known, **(custom_objects or {})}, **options)
+    return hk.load_model(filepath, {**optimizers, **(custom_objects or {})}, **options)
 
 
 def _op(average: bool | None, op: Any) -> Any:
@@ -252,7 +252,7 @@ def _op(average: bool | None, op: Any) -> Any:
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    got = f"{name!r}, which hvdkit has not under Horovod's name"
+    got = f"{name!r}, which hvdkit does not provide under Horovod's name"
     raise AttributeError(
         describe("hvdkit.compat.horovod", got, f"one of {', '.join(__all__)}", "see docs/gradients.md")
     )

@@ -123,8 +123,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.model.optimizer.learning_rate = self._rate * self._multiplier(epoch)
 
 
-def _steps_per_epoch(callback: Any, given: int | None) -> int:
-    steps = given or callback.params.get("steps")
+def _steps_per_epoch(callback: Any, steps_per_epoch: int | None) -> int:
+    steps = steps_per_epoch or callback.params.get("steps")
     if not steps:
         raise ValueError(describe("steps_per_epoch", steps, "a number, as Keras does not know it", "pass it"))
     return int(steps)

@@ -78,13 +78,13 @@ class DivergenceDetector:
             return
         reports: list[_Report] = []
 
-        def digest_of_all() -> bytes:
+        def combined_digest() -> bytes:
             variables = list(self._variables() if callable(self._variables) else self._variables)
             reports.append(_Report(step, [variable_name(v) for v in variables], [digest(v) for v in variables]))
             # Include the step, so that ranks at different steps do not compare equal.
             return xxhash.xxh3_128_digest(step.to_bytes(8, "little") + b"".join(reports[0].digests))
 
-        if len(set(gather(cluster.exchange(), "a divergence check", digest_of_all))) > 1:
+        if len(set(gather(cluster.exchange(), "a divergence check", combined_digest))) > 1:
             _raise_difference(gather(cluster.exchange(), "divergent variables", lambda: reports[0]), self._equal)
         self._equal = step
 
@@ -116,10 +116,10 @@ def replicated(model: Any, optimizer: Any) -> list[Any]:
 
         DivergenceDetector(lambda: replicated(model, model.optimizer), every=500)
     """
-    sums = {id(v) for part in _with_inner(optimizer) for v in getattr(part, "_accumulated_gradients", ())}
-    slots = [] if optimizer is None else [v for v in optimizer.variables if id(v) not in sums]
-    everything = [*(() if model is None else model.trainable_variables), *slots]
-    return [v for v in everything if not is_part(v)]
+    accumulators = {id(v) for each in _with_inner(optimizer) for v in getattr(each, "_accumulated_gradients", ())}
+    slots = [] if optimizer is None else [v for v in optimizer.variables if id(v) not in accumulators]
+    parameters = [] if model is None else model.trainable_variables
+    return [v for v in [*parameters, *slots] if not is_part(v)]
 
 
 def _with_inner(optimizer: Any) -> Iterator[Any]:
@@ -132,27 +132,21 @@ def _with_inner(optimizer: Any) -> Iterator[Any]:
 
 def _raise_difference(reports: list[_Report], equal_at: int | None) -> None:
     """Raise an error that names the rank that differs and its first differing variable."""
-    compare(
-        [report.step for report in reports],
-        "divergence check: the step",
-        "call check() after every step on every rank, with the number of steps done",
+    remedy = "call check() after every step on every rank, with the number of steps done"
+    compare([report.step for report in reports], "divergence check: the step", remedy)
+    history = "they were not compared before" if equal_at is None else f"last known equal at step {equal_at}"
+    remedy = (
+        f"first known to differ at step {reports[0].step}, {history}; continue from a checkpoint of before, and look "
+        "for what a rank does alone: values assigned, other learning rates, gradients not combined (use hk.fit, or "
+        "wrap the optimizer: hk.DistributedOptimizer(optimizer)), faulty memory"
     )
-    known = "they were not compared before" if equal_at is None else f"last known equal at step {equal_at}"
-    compare(
-        reports,
-        "replicated variables",
-        f"first known to differ at step {reports[0].step}, {known}; continue from a checkpoint of before, and look for "
-        "what a rank does alone: values assigned, other learning rates, gradients not combined (use hk.fit, or wrap "
-        "the optimizer: hk.DistributedOptimizer(optimizer)), faulty memory",
-        key=lambda report: report.digests,
-        show=_what_differs,
-    )
+    compare(reports, "replicated variables", remedy, key=lambda report: report.digests, show=_what_differs)
 
 
 def _what_differs(odd: _Report, usual: _Report) -> tuple[str, str]:
-    places = unlike_places(odd.digests, usual.digests)
+    indices = unlike_places(odd.digests, usual.digests)
     names = max(odd.names, usual.names, key=len)
-    got = f"other values in {len(places)} of {len(names)} variables, the first {names[places[0]]},"
+    got = f"other values in {len(indices)} of {len(names)} variables, the first {names[indices[0]]},"
     if len(odd.names) == len(usual.names):
         return got, "equal values"
     return f"{len(odd.names)} variables, and {got}", f"{len(usual.names)}"

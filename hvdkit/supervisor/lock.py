@@ -85,16 +85,11 @@ class LogdirLock:
             status = self._logdir.stat()
         key = status.st_dev, status.st_ino
         if key in _HELD:
-            raise CheckpointError(
-                describe(
-                    "logdir",
-                    f"{self._logdir}, which this process (pid {os.getpid()}) writes to already",
-                    "one Supervisor at a time for a logdir",
-                    "leave the first before you enter the second, or give it another logdir",
-                )
-            )
-        self._holder = _myself()
-        self._file = self._take()
+            got = f"{self._logdir}, which this process (pid {os.getpid()}) writes to already"
+            remedy = "leave the first before you enter the second, or give it another logdir"
+            raise CheckpointError(describe("logdir", got, "one Supervisor at a time for a logdir", remedy))
+        self._holder = _describe_this_run()
+        self._file = self._open_and_lock()
         self._key = key
         _HELD[key] = self
 
@@ -108,18 +103,18 @@ class LogdirLock:
             raise CheckpointError(f"{self._path}: this run has given the lock back, and writes no more")
         held = os.fstat(self._file)
         try:
-            found = self._path.stat()
+            current = self._path.stat()
         except FileNotFoundError:  # removed by hand
-            found, replacement = held, self._take()
+            current, replacement = held, self._open_and_lock()
             os.close(self._file)
             self._file = replacement
-        if (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):  # replaced by a copy or by another run
+        if (current.st_dev, current.st_ino) != (held.st_dev, held.st_ino):  # replaced by a copy or by another run
             with checkpoint_errors(self._path, "written"):
                 replacement = os.open(self._path, os.O_RDWR)
             os.close(self._file)
             self._file = replacement
         self._lock(self._file)  # succeeds immediately if already held
-        holder = _holder(self._file)
+        holder = _read_holder(self._file)
         if holder != self._holder:
             raise CheckpointError(self._refusal(holder, "has taken"))
 
@@ -131,23 +126,24 @@ class LogdirLock:
             return
         _HELD.pop(key, None)
         with contextlib.suppress(OSError):
-            if _holder(file) == self._holder:
+            if _read_holder(file) == self._holder:
                 os.ftruncate(file, 0)
         os.close(file)
 
-    def _forget(self) -> None:
+    def _close_in_child(self) -> None:
         """In a forked child: close the inherited descriptor, which would keep the lock."""
         os.close(self._file)
         self._key, self._file = None, -1
 
-    def _take(self) -> int:
+    def _open_and_lock(self) -> int:
         """Open and lock the file, write the holder to it, and return the descriptor."""
         with checkpoint_errors(self._path, "written"):
             file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             self._lock(file)
             with checkpoint_errors(self._path, "written"):
-                _write(file, json.dumps(self._holder))
+                os.ftruncate(file, 0)
+                os.pwrite(file, json.dumps(self._holder).encode(), 0)
         except BaseException:
             os.close(file)
             raise
@@ -158,7 +154,7 @@ class LogdirLock:
             _lock_file(file)
         except OSError as error:
             if error.errno in _TAKEN:
-                raise CheckpointError(self._refusal(_holder(file))) from None
+                raise CheckpointError(self._refusal(_read_holder(file))) from None
             if error.errno not in _NO_LOCKS:
                 raise CheckpointError(f"{self._path}: cannot be locked ({error.strerror})") from error
             if self._key is None:  # only the first time
@@ -170,19 +166,16 @@ class LogdirLock:
 
     def _refusal(self, holder: dict[str, Any] | None, verb: str = "writes to") -> str:
         if holder is None:
-            who, stop = "another run, which has not said who it is", f"find it with: lslocks | grep {NAME}"
+            description, stop = "another run, which has not said who it is", f"find it with: lslocks | grep {NAME}"
         else:
-            who = "pid {pid} on {host}, user {user}, since {since}: {command}".format(**holder)
+            description = "pid {pid} on {host}, user {user}, since {since}: {command}".format(**holder)
             stop = f"stop it (kill {holder['pid']} on {holder['host']})"
-        return describe(
-            "logdir",
-            f"{self._logdir}, which another run {verb} ({who})",
-            "a logdir of this run's own",
-            f"wait until that run ends, {stop}, or pass another logdir",
-        )
+        got = f"{self._logdir}, which another run {verb} ({description})"
+        remedy = f"wait until that run ends, {stop}, or pass another logdir"
+        return describe("logdir", got, "a logdir of this run's own", remedy)
 
 
-def _myself() -> dict[str, Any]:
+def _describe_this_run() -> dict[str, Any]:
     """Return the description of this run for the error message of a second run."""
     try:
         user = getpass.getuser()
@@ -211,14 +204,7 @@ def _lock_file(file: int) -> None:
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _write(file: int, text: str) -> None:
-    """Replace the text of an open file in place."""
-    data = text.encode()
-    os.ftruncate(file, 0)
-    os.pwrite(file, data, 0)
-
-
-def _holder(file: int) -> dict[str, Any] | None:
+def _read_holder(file: int) -> dict[str, Any] | None:
     """Read the holder of the lock, waiting up to a second as a run locks before it writes; None if missing."""
     until = time.monotonic() + _WAIT_FOR_HOLDER_SECONDS
     while True:
@@ -231,10 +217,10 @@ def _holder(file: int) -> dict[str, Any] | None:
         time.sleep(0.02)
 
 
-def _forget_all() -> None:
+def _close_all_in_child() -> None:
     for lock in _HELD.values():
-        lock._forget()
+        lock._close_in_child()
     _HELD.clear()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_close_all_in_child)

@@ -34,17 +34,17 @@ class SessionMessage(NamedTuple):
     interval: int
 
 
-def check_words(words: Sequence[SessionMessage], *, stop_on_nonfinite: bool) -> None:
+def check_messages(messages: Sequence[SessionMessage], *, stop_on_nonfinite: bool) -> None:
     """Check that all ranks are at the same step and their losses are finite.
 
     Raises:
         CollectiveMismatchError: a rank is at another step; the message names it.
         NonFiniteError: a loss is NaN or infinite; the message names rank and step.
     """
-    compare([word.step for word in words], "Supervisor: the step", "call sv.step() as often on every rank")
-    for rank, word in enumerate(words):
-        if stop_on_nonfinite and not math.isfinite(word.loss):
-            got = f"{word.loss} at step {word.step} on rank {rank}"
+    compare([each.step for each in messages], "Supervisor: the step", "call sv.step() as often on every rank")
+    for rank, message in enumerate(messages):
+        if stop_on_nonfinite and not math.isfinite(message.loss):
+            got = f"{message.loss} at step {message.step} on rank {rank}"
             remedy = "lower the learning rate or clip; the last checkpoint is from before"
             raise NonFiniteError(describe("loss", got, "a finite number", remedy))
 
@@ -56,13 +56,13 @@ def agree_on_arguments(options: Mapping[str, Any], data: Any) -> None:
         CollectiveMismatchError: options or data differ; the message names the lowest such rank and the option or part
             of the data.
     """
-    of_data: Callable[[], Mapping[str, Any]] = getattr(data, "fingerprint", dict)
-    everywhere = gather(cluster.exchange(), "Supervisor(...)", lambda: (dict(options), of_data()))
+    fingerprint: Callable[[], Mapping[str, Any]] = getattr(data, "fingerprint", dict)
+    ranks = gather(cluster.exchange(), "Supervisor(...)", lambda: (dict(options), fingerprint()))
     for name in options:
-        values = [each[name] for each, _ in everywhere]
+        values = [rank_options[name] for rank_options, _ in ranks]
         compare(values, f"Supervisor: {name}", "give the same arguments on every rank")
     remedy = "give GlobalBatches the whole data set, the same on every rank: it takes each rank's rows itself"
-    compare([prints for _, prints in everywhere], "data", remedy, show=_differing_data)
+    compare([rank_fingerprint for _, rank_fingerprint in ranks], "data", remedy, show=_differing_data)
 
 
 def _differing_data(odd: Mapping[str, Any], usual: Mapping[str, Any]) -> tuple[str, str]:
@@ -77,8 +77,8 @@ def agree_on_scalars(scalars: Callable[[], dict[str, float]]) -> list[dict[str, 
         CollectiveMismatchError: names differ on a rank, or a value is not a number; the message names the rank.
     """
     what, remedy = "Supervisor.step: the scalars", "give the same scalars on every rank"
-    return agree(cluster.exchange(), scalars, what, remedy, key=sorted, show=_names)
+    return agree(cluster.exchange(), scalars, what, remedy, key=sorted, show=_show_names)
 
 
-def _names(odd: Mapping[str, float], usual: Mapping[str, float]) -> tuple[str, str]:
+def _show_names(odd: Mapping[str, float], usual: Mapping[str, float]) -> tuple[str, str]:
     return str(sorted(odd)), str(sorted(usual))

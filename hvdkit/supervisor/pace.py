@@ -37,7 +37,7 @@ class Pace:
         for step, batch in enumerate(batches, start=1):
             train_step(batch)
             if pace.due(step):
-                wish, interval = hk.broadcast_object((wishes(), pace.proposal(step)))
+                request, interval = hk.broadcast_object((my_request(), pace.proposal(step)))
                 pace.settle(step, interval)
     """
 
@@ -58,9 +58,9 @@ class Pace:
         """Return the number of steps from ``step`` to the next agreement, as measured by this rank; at least 1."""
         if self._settled is None or step <= self._settled[0]:
             return self._interval
-        last, then = self._settled
+        last, last_time = self._settled
         longest = GROWTH * self._interval
-        elapsed = self._clock() - then
+        elapsed = self._clock() - last_time
         # At least `longest` steps fit into the time; also when the clock is too coarse to measure the elapsed time.
         if (step - last) * self._seconds >= longest * elapsed:
             return longest

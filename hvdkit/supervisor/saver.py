@@ -75,7 +75,7 @@ class Saver:
             CheckpointError: the previous save failed on some rank, or with ``gather`` this one.
             NonFiniteError: that save found NaN or infinite weights or slots.
         """
-        self.settle()
+        self.wait()
         self.dropped = None
         target = self._folder / step_name(step)
         checks = {"before_commit": self._permitted, "after_commit": lambda: prune(target, *self._keep)}
@@ -83,7 +83,7 @@ class Saver:
             flat = agreed_state(self._state())
             if self._gather:
                 snapshot = Snapshot.of(flat, cluster.rank(), in_place=True)
-                with self._nonfinite_noted():
+                with self._nonfinite_handled():
                     save_through_chief(target, snapshot, step=step, **checks)
             else:
                 token = run_on_chief("a save", lambda: secrets.token_hex(4))
@@ -93,10 +93,10 @@ class Saver:
         return target
 
     def progress(self) -> SaveProgress:
-        """Return this rank's progress with the current save, for :meth:`hear`."""
+        """Return this rank's progress with the current save, for :meth:`update`."""
         return SaveProgress() if self._save is None else progress_of(self._save)
 
-    def hear(self, ranks: Sequence[SaveProgress]) -> None:
+    def update(self, ranks: Sequence[SaveProgress]) -> None:
         """Determine from the progress of all ranks whether the save is complete.
 
         Raises:
@@ -105,18 +105,18 @@ class Saver:
         """
         if self._save is not None:
             save, self._save = self._save, None
-            with spending("save"), self._nonfinite_noted():
+            with spending("save"), self._nonfinite_handled():
                 self._save = None if settled(save, ranks) else save
 
-    def settle(self) -> None:
-        """Wait for the current save to complete. Raises as :meth:`hear` does."""
+    def wait(self) -> None:
+        """Wait for the current save to complete. Raises as :meth:`update` does."""
         if self._save is not None:
             save, self._save = self._save, None
-            with spending("save"), self._nonfinite_noted():
+            with spending("save"), self._nonfinite_handled():
                 finish(save)
 
     @contextlib.contextmanager
-    def _nonfinite_noted(self) -> Iterator[None]:
+    def _nonfinite_handled(self) -> Iterator[None]:
         """Turn NonFiniteError into a warning on the chief if the user chose to continue."""
         try:
             yield

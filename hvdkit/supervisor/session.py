@@ -18,15 +18,22 @@ from hvdkit.cluster.progress import progress, spending
 from hvdkit.errors import CheckpointError, HvdkitError, describe, integer
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.optimizer.mixins import ranks_of
-from hvdkit.supervisor.captured import Position, check_seconds, own_optimizer, own_rate, scalar, trained_state
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 from hvdkit.supervisor.lock import LogdirLock
 from hvdkit.supervisor.lockstep import lockstep
-from hvdkit.supervisor.messages import SessionMessage, agree_on_arguments, agree_on_scalars, check_words
+from hvdkit.supervisor.messages import SessionMessage, agree_on_arguments, agree_on_scalars, check_messages
 from hvdkit.supervisor.pace import Pace
+from hvdkit.supervisor.saved_state import (
+    Position,
+    built_optimizer,
+    check_seconds,
+    current_rate,
+    state_to_save,
+    to_float,
+)
 from hvdkit.supervisor.saver import Saver
 from hvdkit.supervisor.signals import PREEMPTED, StopSignals
-from hvdkit.supervisor.start import prepare_folder, restore_or_initialise
+from hvdkit.supervisor.start import prepare_folder, restore_or_initialize
 from hvdkit.supervisor.summaries import Summaries
 
 # An agreement takes about 50 microseconds; mpirun gives ranks 1 s from SIGTERM to SIGKILL, including the save.
@@ -107,20 +114,20 @@ class Supervisor:
         stop_on_nonfinite: bool = True,
     ):
         counts = {"save_steps": save_steps, "max_to_keep": max_to_keep, "keep_every": keep_every}
-        for name, value in {**counts, "summary_steps": summary_steps, "check_steps": check_steps}.items():
+        intervals = {"summary_steps": summary_steps, "check_steps": check_steps}
+        for name, value in {**counts, **intervals}.items():
             if value is not None:
                 integer(name, value, minimum=1)
         check_seconds("save_model_secs", save_model_secs)
         switches = {"asynchronous": asynchronous, "gather": gather, "stop_on_nonfinite": stop_on_nonfinite}
-        others = {"summary_steps": summary_steps, "check_steps": check_steps, "save_model_secs": save_model_secs}
-        self._told = {**counts, **others, **switches}
+        self._options = {**counts, **intervals, "save_model_secs": save_model_secs, **switches}
         self.logdir = Path(logdir)
         self.restored_from: Path | None = None
         self._folder = self.logdir / "checkpoints"
         self._data = data
-        self._model, self._optimizer = model, own_optimizer(model, optimizer)
+        self._model, self._optimizer = model, built_optimizer(model, optimizer)
         self._position = Position(data)
-        self._state = trained_state(model, self._optimizer, variables, state, self._position)
+        self._state = state_to_save(model, self._optimizer, variables, state, self._position)
         self._seconds, self._save_steps = save_model_secs or math.inf, save_steps
         self._lock = LogdirLock(self.logdir)
         self._saver = Saver(
@@ -149,18 +156,18 @@ class Supervisor:
     # ---- the session ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Supervisor:
-        for left in list(_in_fit):
+        for failed in list(_in_fit):
             with contextlib.suppress(CheckpointError):  # its folder may be gone
-                left.close()
-        agree_on_arguments(self._told, self._data)
+                failed.close()
+        agree_on_arguments(self._options, self._data)
         agreed_state(self._state())  # before any file is touched
         if self._model is not None:
             synchronize_batch_normalization(self._model, process_set=ranks_of(self._optimizer))
         run_on_chief("the lock of a logdir", self._lock.acquire)
         try:
             prepare_folder(self._folder, gather=self._gather)
-            rate = own_rate(self._optimizer)
-            self.restored_from = restore_or_initialise(self._folder, self._state, gather=self._gather)
+            rate = current_rate(self._optimizer)
+            self.restored_from = restore_or_initialize(self._folder, self._state, gather=self._gather)
             run_on_all_ranks("summaries", self._open_summaries)
         except BaseException:
             self._lock.release()
@@ -177,7 +184,8 @@ class Supervisor:
     ) -> None:
         try:
             if kind is None:
-                self._finish_all()
+                if self._preempted is None:
+                    self._agree(self._saver.step != self.global_step, last=True)
                 average_moving_statistics(self._model, process_set=ranks_of(self._optimizer))
         finally:
             self.close()
@@ -241,18 +249,18 @@ class Supervisor:
         """
         self.advance(1, scalars)
 
-    def advance(self, steps: int, scalars: Mapping[str, Any], *, ahead: bool = False) -> None:
+    def advance(self, steps: int, scalars: Mapping[str, Any], *, prefetched: bool = False) -> None:
         """Record ``steps`` more steps, whose data may have been prefetched; for callbacks. See :meth:`step`."""
         self._require_open()
         if self._preempted is not None:  # the loop did not stop after the ranks agreed to
             raise SystemExit(PREEMPTED)
         before = self._position.step
-        self._position.advance(steps, ahead=ahead)
+        self._position.advance(steps, prefetched=prefetched)
         now = self._position.step
         progress().at_step(now)
         self._loss = scalars.get("loss")
         if _crosses(self._summary_steps, before, now) and scalars:
-            self._summarise(scalars)
+            self._write_scalars(scalars)
         if self._detector is not None:
             if not self._has_compared:
                 self._has_compared = True
@@ -275,7 +283,7 @@ class Supervisor:
         self._require_open()
         path = self._begin_save()
         if wait or not self._asynchronous:
-            self._saver.settle()
+            self._saver.wait()
             if wait and self._saver.dropped is not None:
                 raise self._saver.dropped
         return path
@@ -317,59 +325,55 @@ class Supervisor:
 
     def _report_start(self, rate: float | None) -> None:
         if cluster.is_chief():
-            came = f"from {self.restored_from}" if self.restored_from else f"afresh; no checkpoint in {self._folder}"
-            get_logger().info("training begins at step %d %s", self.global_step, came)
-            if (saved := own_rate(self._optimizer)) != rate:
-                words = "the saved learning rate %g goes on, not %g; to change it, assign it within the session"
-                get_logger().warning(words, saved, rate)
+            source = f"from {self.restored_from}" if self.restored_from else f"afresh; no checkpoint in {self._folder}"
+            get_logger().info("training begins at step %d %s", self.global_step, source)
+            if (saved := current_rate(self._optimizer)) != rate:
+                message = "the saved learning rate %g goes on, not %g; to change it, assign it within the session"
+                get_logger().warning(message, saved, rate)
 
-    def _summarise(self, scalars: Mapping[str, Any]) -> None:
-        everywhere = agree_on_scalars(lambda: {name: scalar(name, value) for name, value in scalars.items()})
+    def _write_scalars(self, scalars: Mapping[str, Any]) -> None:
+        ranks = agree_on_scalars(lambda: {name: to_float(name, value) for name, value in scalars.items()})
         if self._summaries is not None:
-            means = {name: math.fsum(each[name] for each in everywhere) / len(everywhere) for name in scalars}
+            means = {name: math.fsum(values[name] for values in ranks) / len(ranks) for name in scalars}
             self._summaries.scalars(self.global_step, **means)
 
     def _agree(self, save: bool, *, last: bool = False) -> None:
         """Exchange messages between ranks and act on them at this step; ``last``: training is already over."""
         step, signal = self.global_step, self._signals.received
-        words = gather(
+        messages = gather(
             cluster.exchange(),
             "Supervisor.step()",
             lambda: SessionMessage(
                 step=step,
                 stop=self._wants_stop,
                 signal=None if signal is None else signal.name,
-                loss=0.0 if self._loss is None else scalar("loss", self._loss),
+                loss=0.0 if self._loss is None else to_float("loss", self._loss),
                 saving=self._saver.progress(),
                 save_now=time.monotonic() - self._saver.when >= self._seconds,
                 interval=self._pace.proposal(step),
             ),
         )
-        check_words(words, stop_on_nonfinite=self._stop_on_nonfinite)
-        self._saver.hear([word.saving for word in words])
-        self._stopping = self._stopping or any(word.stop or word.signal for word in words)
-        told = next((word.signal for word in words if word.signal), None)
-        if told and not last:
-            self._preempted = told
+        check_messages(messages, stop_on_nonfinite=self._stop_on_nonfinite)
+        self._saver.update([message.saving for message in messages])
+        self._stopping = self._stopping or any(message.stop or message.signal for message in messages)
+        received = next((message.signal for message in messages if message.signal), None)
+        if received and not last:
+            self._preempted = received
             self.save(wait=False)
-            self._saver.settle()
+            self._saver.wait()
             if cluster.is_chief():
-                get_logger().warning("%s: saved at step %d; the same command goes on from there", told, step)
-        elif save or (words[0].save_now and not self._saver.busy):
+                get_logger().warning("%s: saved at step %d; the same command goes on from there", received, step)
+        elif save or (messages[0].save_now and not self._saver.busy):
             self._begin_save()
         if last or not self._asynchronous:
-            self._saver.settle()
+            self._saver.wait()
         # During a save, agree at every step, to detect its failure early.
-        self._pace.settle(step, 1 if self._saver.busy else words[0].interval)
+        self._pace.settle(step, 1 if self._saver.busy else messages[0].interval)
 
     def _begin_save(self) -> Path:
         if self._summaries is not None:
             self._summaries.flush()  # a run that resumes from this checkpoint must find them
         return self._saver.begin(self.global_step)
-
-    def _finish_all(self) -> None:
-        if self._preempted is None:
-            self._agree(self._saver.step != self.global_step, last=True)
 
 
 def _crosses(every: int | None, before: int, now: int) -> bool:

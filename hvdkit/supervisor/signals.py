@@ -62,17 +62,17 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self._signals = tuple(signals)
         self._previous: dict[signal.Signals, Any] = {}
-        self._requests = _Requests()
-        self._watch: _Watch | None = None
+        self._requests = _StopRequests()
+        self._wakeup_thread: _WakeupThread | None = None
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in self._signals:
                 previous = signal.getsignal(number)
-                if _may_take(number, previous):
+                if _may_handle(number, previous):
                     self._previous[number] = previous
                     signal.signal(number, self._handle)
-            self._watch = _Watch.start()
+            self._wakeup_thread = _WakeupThread.start()
             _ACTIVE.append(self)
         return self
 
@@ -94,20 +94,20 @@ class StopSignals:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, previous)
         self._previous = {}
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        if self._wakeup_thread is not None:
+            self._wakeup_thread.stop()
+            self._wakeup_thread = None
         if self in _ACTIVE:
             _ACTIVE.remove(self)
 
 
-def _may_take(number: signal.Signals, previous: Any) -> bool:
+def _may_handle(number: signal.Signals, previous: Any) -> bool:
     if previous is None or previous == signal.SIG_IGN:
         return False
     return number != signal.SIGUSR1 or previous == signal.SIG_DFL
 
 
-class _Requests:
+class _StopRequests:
     """Distinguishes a second SIGINT or SIGTERM from the first and its echo."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class _Requests:
         return now - self._first >= echo
 
 
-class _Watch:
+class _WakeupThread:
     """A thread that ends the process on a second signal if the main thread does not run its handlers.
 
     Python's C handler writes the number of each signal to the wakeup descriptor immediately, even if the main thread is
@@ -137,8 +137,8 @@ class _Watch:
         self._thread = threading.Thread(target=self._run, name="hvdkit-signals", daemon=True)
 
     @classmethod
-    def start(cls) -> _Watch | None:
-        """Return a running watch, or None if an event loop (asyncio) already uses the wakeup descriptor."""
+    def start(cls) -> _WakeupThread | None:
+        """Start and return the thread, or return None if an event loop (asyncio) already uses the wakeup descriptor."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -147,12 +147,12 @@ class _Watch:
             os.close(reader)
             os.close(writer)
             return None
-        watch = cls(reader, writer)
-        watch._thread.start()
-        return watch
+        thread = cls(reader, writer)
+        thread._thread.start()
+        return thread
 
     def stop(self) -> None:
-        """Stop the watch. Call in the main thread."""
+        """Stop the thread. Call in the main thread."""
         self._over.set()
         current = signal.set_wakeup_fd(-1)
         if current not in (-1, self._writer):
@@ -160,7 +160,7 @@ class _Watch:
         os.close(self._writer)  # the thread reads EOF and exits
 
     def _run(self) -> None:
-        requests = _Requests()
+        requests = _StopRequests()
         while data := os.read(self._reader, 1):
             if requests.is_second(data[0]) and not self._over.wait(GRACE_SECONDS):
                 write_line(f"hvdkit: ended by a second {signal.Signals(data[0]).name}; what was not saved is lost")
@@ -173,10 +173,10 @@ class _Watch:
 _ACTIVE: list[StopSignals] = []
 
 
-def _leave_to_parent() -> None:
+def _restore_in_child() -> None:
     """In a forked child: restore the default handling of signals, and don't write to the parent's pipe."""
     for stop in list(_ACTIVE):
         stop._restore()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_restore_in_child)

@@ -22,7 +22,7 @@ def prepare_folder(folder: Path, *, gather: bool) -> None:
     run_on_chief("a folder without remains", lambda: tidy(folder))
 
 
-def restore_or_initialise(folder: Path, state: Callable[[], Mapping[str, Any]], *, gather: bool) -> Path | None:
+def restore_or_initialize(folder: Path, state: Callable[[], Mapping[str, Any]], *, gather: bool) -> Path | None:
     """Restore and return the newest valid checkpoint in ``folder``, or broadcast the chief's values and return None.
 
     Damaged checkpoints are skipped with a warning.
@@ -44,9 +44,9 @@ def restore_or_initialise(folder: Path, state: Callable[[], Mapping[str, Any]], 
             return path
     if paths:
         raise CorruptCheckpointError(
-            f"{folder}: none of its {len(paths)} checkpoints is whole: {'; '.join(damage)}; repair one, or give "
-            "another logdir to begin anew"
+            f"{folder}: none of its {len(paths)} checkpoints is whole: {'; '.join(damage)}; repair one, or pass "
+            "another logdir to start over"
         )
-    replicated = [e.variable for e in agreed_state(state()).entries.values() if e.kind == "replicated"]
-    broadcast_variables([v for v in replicated if v is not None])
+    entries = agreed_state(state()).entries.values()
+    broadcast_variables([e.variable for e in entries if e.kind == "replicated" and e.variable is not None])
     return None

@@ -67,19 +67,19 @@ class Summaries:
 
     def __init__(self, folder: str | Path, *, resume_at: int | None = None) -> None:
         folder = Path(folder)
-        with _naming(folder, "written"):
+        with _file_errors(folder, "written"):
             folder.mkdir(parents=True, exist_ok=True)
         if resume_at is not None:
             remove_after(folder, resume_at)
         self._path = _new_path(folder)
-        with _naming(self._path, "written"):
+        with _file_errors(self._path, "written"):
             self._writer: tf.io.TFRecordWriter | None = tf.io.TFRecordWriter(str(self._path))
         self._write(Event(file_version="brain.Event:2"))
         if resume_at is not None:
             # Make a running TensorBoard discard the steps that were removed from the files.
             self._write(Event(step=resume_at + 1, session_log=SessionLog(status=SessionLog.START)))
         self.flush()
-        with _naming(folder, "written"):
+        with _file_errors(folder, "written"):
             sync_folder(folder)
 
     def __enter__(self) -> Summaries:
@@ -146,22 +146,17 @@ class Summaries:
             CheckpointError: the disk write failed.
         """
         array = _on_host(images)
-        given = array.shape
+        shape = array.shape
         array = array[None] if array.ndim == 3 else array
         floats = tf.as_dtype(array.dtype).is_floating
         if array.ndim != 4 or array.shape[-1] not in (1, 2, 3, 4) or not (array.dtype == np.uint8 or floats):
-            raise ValueError(
-                describe(
-                    f"images ({name})",
-                    f"shape {given}, {array.dtype}",
-                    "[n, height, width, channels] or [height, width, channels] with 1 to 4 channels, uint8 or floats",
-                    "reshape or cast them",
-                )
-            )
+            expected = "[n, height, width, channels] or [height, width, channels] with 1 to 4 channels, uint8 or floats"
+            got = f"shape {shape}, {array.dtype}"
+            raise ValueError(describe(f"images ({name})", got, expected, "reshape or cast them"))
         height, width = array.shape[1:3]
         with tf.device("/CPU:0"):
             pixels = tf.image.convert_image_dtype(array, tf.uint8, saturate=True)
-            encoded = [tf.io.encode_png(one).numpy() for one in pixels]
+            encoded = [tf.io.encode_png(image).numpy() for image in pixels]
         strings = [str(width).encode(), str(height).encode(), *encoded]
         summary = Summary()
         metadata = image_metadata.create_summary_metadata(display_name=None, description=None)
@@ -174,7 +169,7 @@ class Summaries:
         Raises:
             CheckpointError: the disk write failed.
         """
-        with self._giving_up() as writer:
+        with self._usable_writer() as writer:
             writer.flush()
             _sync_file(self._path)
 
@@ -194,16 +189,16 @@ class Summaries:
 
     def _write(self, event: Event) -> None:
         event.wall_time = time.time()
-        with self._giving_up() as writer:
+        with self._usable_writer() as writer:
             writer.write(event.SerializeToString())
 
     @contextlib.contextmanager
-    def _giving_up(self) -> Iterator[tf.io.TFRecordWriter]:
+    def _usable_writer(self) -> Iterator[tf.io.TFRecordWriter]:
         """Yield the writer, and abandon it on an error."""
         if self._writer is None:
             raise CheckpointError(f"{self._path}: closed; make new Summaries to write on")
         try:
-            with _naming(self._path, "written"):
+            with _file_errors(self._path, "written"):
                 yield self._writer
         except CheckpointError:
             self._writer = None
@@ -223,39 +218,38 @@ def remove_after(folder: Path, step: int) -> None:
     Raises:
         CheckpointError: a file cannot be read or written.
     """
-    beside = folder / _REWRITTEN
-    with _naming(beside, "removed"):
-        beside.unlink(missing_ok=True)
+    temporary = folder / _REWRITTEN
+    with _file_errors(temporary, "removed"):
+        temporary.unlink(missing_ok=True)
     for path in sorted(folder.glob(f"{_PREFIX}*")):
-        with _naming(path, "read"):
+        with _file_errors(path, "read"):
             size = path.stat().st_size
-            whole, late = _measure(path, step)
-        if size > whole:
-            get_logger().warning(
-                "%s: its last %d bytes are no whole record, as a killed run leaves them; removed", path, size - whole
-            )
-        if size > whole or late:
-            with _naming(path, "written"):
-                _rewrite(path, beside, step)
+            readable, has_later = _scan(path, step)
+        if size > readable:
+            message = "%s: removed its last %d bytes, an incomplete record of a killed run"
+            get_logger().warning(message, path, size - readable)
+        if size > readable or has_later:
+            with _file_errors(path, "written"):
+                _rewrite(path, temporary, step)
 
 
-def _measure(path: Path, step: int) -> tuple[int, bool]:
+def _scan(path: Path, step: int) -> tuple[int, bool]:
     """Return the size of a file's readable records in bytes, and whether any is later than ``step``."""
-    whole, late = 0, False
+    readable, has_later = 0, False
     for record in _records(path):
-        whole += len(record) + _FRAME_BYTES
-        late = late or Event.FromString(record).step > step
-    return whole, late
+        readable += len(record) + _FRAME_BYTES
+        has_later = has_later or Event.FromString(record).step > step
+    return readable, has_later
 
 
-def _rewrite(path: Path, beside: Path, step: int) -> None:
-    with tf.io.TFRecordWriter(str(beside)) as writer:
+def _rewrite(path: Path, temporary: Path, step: int) -> None:
+    with tf.io.TFRecordWriter(str(temporary)) as writer:
         for record in _records(path):
             if Event.FromString(record).step <= step:
                 writer.write(record)
         writer.flush()
-    _sync_file(beside)
-    beside.replace(path)
+    _sync_file(temporary)
+    temporary.replace(path)
     sync_folder(path.parent)
 
 
@@ -281,9 +275,8 @@ def _on_host(value: Any) -> np.ndarray:
 def _number(name: str, value: Any) -> float:
     array = _on_host(value)
     if array.size != 1 or array.dtype.kind in "OSUMmc":
-        raise TypeError(
-            describe(name, f"shape {array.shape}, {array.dtype}", "a single real number", "reduce it, e.g. to its mean")
-        )
+        got = f"shape {array.shape}, {array.dtype}"
+        raise TypeError(describe(name, got, "a single real number", "reduce it, e.g. to its mean"))
     return float(array.reshape(()))
 
 
@@ -297,7 +290,7 @@ def _sync_file(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _naming(path: Path, done: str) -> Iterator[None]:
+def _file_errors(path: Path, done: str) -> Iterator[None]:
     """Turn file errors of Python and TensorFlow into a CheckpointError that names the file."""
     try:
         with checkpoint_errors(path, done):

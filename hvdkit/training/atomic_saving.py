@@ -23,20 +23,20 @@ from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 _SUFFIXES = {"save": (".keras", ".h5", ".hdf5"), "save_weights": (".weights.h5",)}
 
 
-def save_whole_files(model: Any) -> None:
+def make_saving_atomic(model: Any) -> None:
     """Make a model and its inner models save files atomically.
 
     Sets attributes of these instances, not of their classes. A custom ``save`` of the user's class is not changed.
     Copies and pickles of a model, which Keras creates from config and weights, have Keras's methods.
     """
-    for each in model._flatten_layers():
+    for layer in model._flatten_layers():
         for name, suffixes in _SUFFIXES.items():
-            is_keras = getattr(type(each), name, None) is getattr(keras.Model, name)
-            if is_keras and name not in vars(each):
-                object.__setattr__(each, name, _whole(getattr(each, name), suffixes))  # bypass Keras's tracking
+            is_keras = getattr(type(layer), name, None) is getattr(keras.Model, name)
+            if is_keras and name not in vars(layer):
+                object.__setattr__(layer, name, _atomic(getattr(layer, name), suffixes))  # bypass Keras's tracking
 
 
-def _whole(method: Callable[..., Any], suffixes: tuple[str, ...]) -> Callable[..., Any]:
+def _atomic(method: Callable[..., Any], suffixes: tuple[str, ...]) -> Callable[..., Any]:
     @functools.wraps(method)
     def save(filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any) -> Any:
         target = _target(filepath, suffixes)
@@ -45,14 +45,14 @@ def _whole(method: Callable[..., Any], suffixes: tuple[str, ...]) -> Callable[..
         if not overwrite and target.exists() and not ask_to_proceed_with_overwrite(str(filepath)):
             return None
         suffix = next(suffix for suffix in suffixes if target.name.endswith(suffix))
-        written = target.with_name(f".writing-{uuid.uuid4().hex}{suffix}")
+        temporary = target.with_name(f".writing-{uuid.uuid4().hex}{suffix}")
         try:
-            method(str(written))
+            method(str(temporary))
             if target.exists():
-                shutil.copymode(target, written)
-            written.replace(target)
+                shutil.copymode(target, temporary)
+            temporary.replace(target)
         finally:
-            written.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         return None
 
     return save

@@ -17,7 +17,7 @@ _NAME = "hvdkit.ranks_with_a_batch"
 _REMEDY = "give every rank the same data; seed filters, shuffles and sampling"
 
 
-def when_all_have_a_batch(data: Any, rows: tf.Tensor) -> Any:
+def require_batch_on_every_rank(data: Any, rows: tf.Tensor) -> Any:
     """Return the batch once every rank has one; the step must use the returned batch.
 
     Args:
@@ -30,13 +30,13 @@ def when_all_have_a_batch(data: Any, rows: tf.Tensor) -> Any:
     if cluster.size() == 1:
         return data
     count = _sum(tf.cast(rows >= 0, tf.float32))
-    text = describe("x", "data that have ended on another rank", "as many batches on every rank", _REMEDY)
-    check = tf.debugging.Assert(tf.equal(count, cluster.size()), [text])
+    message = describe("x", "data that have ended on another rank", "as many batches on every rank", _REMEDY)
+    check = tf.debugging.Assert(tf.equal(count, cluster.size()), [message])
     with tf.control_dependencies([] if check is None else [check]):
         return tf.nest.map_structure(tf.identity, data)
 
 
-def at_end_of_data() -> None:
+def report_end_of_data() -> None:
     """Report that this rank has finished its steps. Every rank must call it.
 
     Raises:
@@ -45,8 +45,8 @@ def at_end_of_data() -> None:
     if cluster.size() == 1:
         return
     # Use a graph, as the step does: Horovod does not match graph ops with eager ops.
-    counted = tf.function(_sum, autograph=False)
-    if float(counted(tf.zeros([]))) > 0:
+    sum_in_graph = tf.function(_sum, autograph=False)
+    if float(sum_in_graph(tf.zeros([]))) > 0:
         got = f"data that have ended on rank {cluster.rank()} before those of other ranks"
         raise CollectiveMismatchError(describe("x", got, "as many batches on every rank", _REMEDY))
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdkit.training.fit_session import Session
-from hvdkit.training.inputs import FitData, prepare
-from hvdkit.training.keras_callbacks import Callbacks, checked_model
-from hvdkit.training.shares import Shares
+from hvdkit.training.fit_session import FitSession, check_model
+from hvdkit.training.inputs import DataPair, FitData, prepare_data
+from hvdkit.training.keras_callbacks import CallbackList
 
 
 def evaluate(
@@ -42,14 +41,13 @@ def evaluate(
         loss, accuracy = hk.evaluate(model, x_test, y_test)
     """
 
-    def build() -> list[Shares | None]:
-        checked_model(model)
-        given = FitData(x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, steps=steps)
-        return [given.shares()]
+    def build() -> DataPair:
+        check_model(model)
+        data = FitData(x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, steps=steps)
+        return data.shares(), None
 
-    own = prepare(f"hk.evaluate(batch_size={batch_size}, steps={steps})", build)[0]
-    assert own is not None
-    session = Session.of(model, may_be_empty=own.may_be_empty)
+    shares, _ = prepare_data(f"hk.evaluate(batch_size={batch_size}, steps={steps})", build)
+    session = FitSession.of(model, may_be_empty=shares.may_be_empty)
     with session.running():
-        listed = Callbacks(callbacks, session, own, verbose=verbose, epochs=1, steps=steps, trains=False)
-        return model.evaluate(own, verbose=verbose, steps=steps, callbacks=listed, return_dict=return_dict)
+        callback_list = CallbackList(callbacks, session, shares, verbose=verbose, epochs=1, steps=steps, trains=False)
+        return model.evaluate(shares, verbose=verbose, steps=steps, callbacks=callback_list, return_dict=return_dict)

@@ -7,27 +7,45 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+from keras.src import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.marks import Attached
-from hvdkit.layers import synchronize_batch_normalization
-from hvdkit.training.atomic_saving import save_whole_files
-from hvdkit.training.data_end import at_end_of_data
+from hvdkit.errors import describe
+from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
+from hvdkit.sharding.shards import is_part
+from hvdkit.sharding.variables import SEED_STATE, broadcast_variables
+from hvdkit.training.atomic_saving import make_saving_atomic
+from hvdkit.training.attribute_swap import swap_attributes
+from hvdkit.training.data_end import report_end_of_data
+from hvdkit.training.losses import check_loss
 from hvdkit.training.metric_checks import MetricChecks
-from hvdkit.training.preparation import Variables, compare_optimizers, distribute_optimizers, seeds_of_rank
-from hvdkit.training.results import Results
-from hvdkit.training.swapping import swapped
-from hvdkit.training.train_steps import Step, Steps
+from hvdkit.training.metric_combiner import MetricCombiner
+from hvdkit.training.model_optimizers import compare_optimizers, distribute_optimizers, optimizers_of
+from hvdkit.training.rank_seeds import global_generator, rank_seeds, spread_seeds
+from hvdkit.training.train_steps import ShareSteps, Step
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 # Attributes that the traced steps depend on.
-_COMPILED = ("_loss_tracker", "optimizer", "steps_per_execution", "run_eagerly", "_jit_compile")
-_STEPS = ("train_step", "test_step", "predict_step")
+_COMPILED_ATTRIBUTES = ("_loss_tracker", "optimizer", "steps_per_execution", "run_eagerly", "_jit_compile")
+_STEP_METHODS = ("train_step", "test_step", "predict_step")
 
 
-class Session:
+def check_model(model: Any) -> None:
+    """Raise if ``model`` is not a compiled Keras model that ``hk.fit`` can train."""
+    if not isinstance(model, keras.Model):
+        remedy = "pass the model first: hk.fit(model, x)"
+        raise TypeError(describe("model", type(model).__name__, "a Keras model", remedy))
+    if not model.compiled:
+        raise ValueError(describe("model", "one that is not compiled", "a compiled model", "call model.compile before"))
+    for loss in tree.flatten(model.loss):
+        if isinstance(loss, keras.losses.Loss):
+            check_loss(loss)
+
+
+class FitSession:
     """A model whose steps run on shares. Keeps the traced graphs between calls.
 
     Args:
@@ -36,6 +54,8 @@ class Session:
 
     Attributes:
         steps: the model's steps.
+        metric_combiner: combines the logs of the ranks.
+        metric_checks: checks that metrics can be combined.
         may_end_anywhere: whether the current data may end at different steps on different ranks.
     """
 
@@ -43,35 +63,35 @@ class Session:
 
     def __init__(self, model: Any, *, may_be_empty: bool) -> None:
         self.model = model
-        self._variables = Variables(model)
-        self.steps = Steps(model, self._variables.begin_new, may_be_empty=may_be_empty)
+        self._variables = VariableBroadcaster(model)
+        self.steps = ShareSteps(model, self._variables.broadcast_new, may_be_empty=may_be_empty)
         self._functions: dict[str, Any] = dict.fromkeys(_FUNCTIONS)
-        self._identity = _identity(model)
-        self._results: Results | None = None
-        self._checks = MetricChecks(model)
+        self._dependencies = _dependencies(model)
+        self.metric_combiner = MetricCombiner(model, lambda: float(self.steps.last_factor.numpy()))
+        self.metric_checks = MetricChecks(model)
         self._is_running = False
 
     @classmethod
-    def of(cls, model: Any, *, may_be_empty: bool) -> Session:
+    def of(cls, model: Any, *, may_be_empty: bool) -> FitSession:
         """Return a model's session; reuse the previous one unless its dependencies have changed."""
-        found = _SESSIONS.get(model)
-        if found is not None and found._is_running:  # called by a callback
-            if may_be_empty and not found.steps.may_be_empty:
-                found.steps.may_be_empty = True
+        session = _SESSIONS.get(model)
+        if session is not None and session._is_running:  # called by a callback
+            if may_be_empty and not session.steps.may_be_empty:
+                session.steps.may_be_empty = True
                 object.__setattr__(model, "test_function", None)  # was traced without support for empty shares
-            return found
+            return session
         distribute_optimizers(model)
         synchronize_batch_normalization(model)
-        save_whole_files(model)
+        make_saving_atomic(model)
         if (
-            found is None
-            or (may_be_empty and not found.steps.may_be_empty)
-            or not all(mine is now for mine, now in zip(found._identity, _identity(model), strict=True))
+            session is None
+            or (may_be_empty and not session.steps.may_be_empty)
+            or not all(old is new for old, new in zip(session._dependencies, _dependencies(model), strict=True))
         ):
             _warn_of_local_statistics(model)
-            found = cls(model, may_be_empty=may_be_empty)
-            _SESSIONS.set(model, found)
-        return found
+            session = cls(model, may_be_empty=may_be_empty)
+            _SESSIONS.set(model, session)
+        return session
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -82,22 +102,21 @@ class Session:
             self.may_end_anywhere = before
             return
         compare_optimizers(self.model)
-        self._variables.begin()
+        self._variables.broadcast_all()
         model, steps = self.model, self.steps
-        steps.begin()
-        self._results = Results(model, model._get_metrics_result_or_logs, self._last_factor)
-        changed = {
-            "train_step": steps.of("train", self._own(model.train_step)),
-            "test_step": steps.of("test", self._own(model.test_step)),
-            "predict_step": steps.predictions(self._own(model.predict_step)),
-            "_get_metrics_result_or_logs": self._at_end,
+        steps.digests.assign(0)
+        attributes = {
+            "train_step": steps.wrap("train", self._wrap_step(model.train_step)),
+            "test_step": steps.wrap("test", self._wrap_step(model.test_step)),
+            "predict_step": steps.wrap_predict(self._wrap_step(model.predict_step)),
+            "_get_metrics_result_or_logs": self._metrics_at_end,
             **self._functions,
         }
         if cluster.size() > 1 and model.jit_compile:
-            changed["_jit_compile"] = False
+            attributes["_jit_compile"] = False
             if cluster.is_chief() and not any(self._functions.values()):
                 get_logger().info("jit_compile: switched off for the model's steps: Horovod has no XLA kernels")
-        with swapped(model, **changed):
+        with swap_attributes(model, **attributes):
             self._is_running = True
             try:
                 yield
@@ -105,58 +124,73 @@ class Session:
                 self._is_running = False
                 self._functions = {name: vars(model).get(name) for name in _FUNCTIONS}
 
-    def _own(self, step: Step) -> Step:
+    def _wrap_step(self, step: Step) -> Step:
         """Wrap a step of the model so that it uses this rank's random seeds and tests metrics."""
 
-        def own_step(data: Any) -> Any:
-            with seeds_of_rank(), self._checks.trying():
+        def wrapped_step(data: Any) -> Any:
+            with rank_seeds(), self.metric_checks.testing_updates():
                 return step(data)
 
-        return own_step
+        return wrapped_step
 
-    def check_metrics(self) -> None:
-        """Check that the state of all metrics can be combined. Call after a step, which creates their variables.
-
-        Raises:
-            ValueError: a metric cannot be combined.
-        """
-        self._checks.check()
-
-    def _at_end(self, logs: Any) -> Any:
+    def _metrics_at_end(self, logs: Any) -> Any:
         """Replace ``_get_metrics_result_or_logs``, which Keras calls after an epoch or an evaluation."""
-        assert self._results is not None
         if self.may_end_anywhere:
-            at_end_of_data()
-        return self._results.at_end(logs)
+            report_end_of_data()
+        average_moving_statistics(self.model)  # before they are evaluated, saved or exported
+        return self.metric_combiner.combine(logs)
 
-    def global_logs(self, logs: Any) -> Any:
-        """Return a batch's logs combined over ranks. Every rank must call it, while the session runs."""
-        assert self._results is not None
-        return self._results.combined(logs)
-
-    def begin_again(self) -> None:
+    def broadcast_again(self) -> None:
         """Broadcast the chief's variables again, as a callback may have restored them."""
         optimizer = self.model.optimizer
         if broadcast_object(optimizer is not None and optimizer.built) and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        self._variables.begin()
+        self._variables.broadcast_all()
 
-    def _last_factor(self) -> float:
-        return float(self.steps.last_factor.numpy())
+
+class VariableBroadcaster:
+    """Gives the variables of a model and its optimizers the chief's values.
+
+    Args:
+        model: a Keras model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._known: dict[int, Any] = {}
+
+    def broadcast_all(self) -> None:
+        """Broadcast the chief's values of all existing variables, and seed each rank differently."""
+        self._known = {}
+        self._broadcast(self._all(), global_generator().state)
+
+    def broadcast_new(self) -> None:
+        """Broadcast variables created since the last call."""
+        self._broadcast([v for v in self._all() if id(v) not in self._known])
+
+    def _broadcast(self, variables: list[Any], *replicated_states: Any) -> None:
+        self._known |= {id(v): v for v in variables}
+        broadcast_variables([v for v in variables if v.name != SEED_STATE])
+        spread_seeds([v for v in variables if v.name == SEED_STATE], *replicated_states)
+
+    def _all(self) -> list[Any]:
+        variables = [*self._model.variables, *(v for each in optimizers_of(self._model) for v in each.variables)]
+        return [v for v in {id(v): v for v in variables}.values() if not is_part(v)]
 
 
 # Stored on the model, which the session's compiled steps reference.
-_SESSIONS: Attached[Session] = Attached("_hvdkit_session")
+_SESSIONS: Attached[FitSession] = Attached("_hvdkit_session")
 
 
-def _identity(model: Any) -> tuple[Any, ...]:
-    return tuple(getattr(model, name, None) for name in _COMPILED) + tuple(vars(model).get(name) for name in _STEPS)
+def _dependencies(model: Any) -> tuple[Any, ...]:
+    compiled = (getattr(model, name, None) for name in _COMPILED_ATTRIBUTES)
+    return (*compiled, *(vars(model).get(name) for name in _STEP_METHODS))
 
 
 def _warn_of_local_statistics(model: Any) -> None:
     """Warn on the chief if batch normalization uses local statistics, unlike in one process."""
-    kind = keras.layers.BatchNormalization
-    local = [x.name for x in model._flatten_layers() if isinstance(x, kind) and x.trainable and not x.synchronized]
+    layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.BatchNormalization)]
+    local = [x.name for x in layers if x.trainable and not x.synchronized]
     if local and cluster.is_chief() and cluster.group(cluster.DATA).size > 1:
         get_logger().warning(
             "BatchNormalization (%s%s): normalizes by each rank's rows, not by the global batch; use synchronized=True "

@@ -6,17 +6,16 @@ from typing import Any
 
 import keras
 from keras.src import tree
-from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from hvdkit.callbacks import SupervisorCallback
 from hvdkit.data import GlobalBatches
 from hvdkit.errors import describe
-from hvdkit.training.fit_session import Session
-from hvdkit.training.global_batches import GlobalBatchShares
-from hvdkit.training.inputs import FitData, prepare, split
-from hvdkit.training.keras_callbacks import Callbacks, checked_model
-from hvdkit.training.preparation import warn_of_repeated_rows
-from hvdkit.training.shares import Shares
+from hvdkit.training.fit_session import FitSession, check_model
+from hvdkit.training.global_batch_shares import GlobalBatchShares
+from hvdkit.training.inputs import DataPair, FitData, prepare_data
+from hvdkit.training.keras_callbacks import CallbackList
+from hvdkit.training.model_optimizers import warn_of_repeated_rows
 
 
 def fit(
@@ -79,61 +78,64 @@ def fit(
         history = hk.fit(model, x, y, batch_size=64, epochs=3, validation_split=0.1)
     """
     weights = sorted(class_weight.items()) if isinstance(class_weight, dict) else class_weight
-    kind = (
+    call = (
         f"hk.fit(batch_size={batch_size}, epochs={epochs}, initial_epoch={initial_epoch}, "
         f"steps_per_epoch={steps_per_epoch}, validation_steps={validation_steps}, "
         f"validation_batch_size={validation_batch_size}, validation_freq={validation_freq}, shuffle={shuffle}, "
         f"validation_split={validation_split}, class_weight={weights})"
     )
 
-    def build() -> list[Shares | None]:
-        checked_model(model)
+    def build() -> DataPair:
+        check_model(model)
         training, validation = (x, y, sample_weight), validation_data
         if validation_split and validation is None:
-            training, validation = split(x, y, sample_weight, validation_split)
-        own = FitData(
-            x=training[0],
-            y=training[1],
-            sample_weight=training[2],
+            training, validation = array_slicing.train_validation_split(training, validation_split=validation_split)
+        train_x, train_y, train_weight = training
+        training_shares = FitData(
+            x=train_x,
+            y=train_y,
+            sample_weight=train_weight,
             batch_size=batch_size,
             steps=steps_per_epoch,
             shuffle=shuffle,
             class_weight=class_weight,
             initial_epoch=initial_epoch,
         ).shares()
-        if isinstance(own, GlobalBatchShares):
-            own.check_epochs(epochs)
-            if logdir is not None and own.num_batches is None:
+        if isinstance(training_shares, GlobalBatchShares):
+            training_shares.check_epochs(epochs)
+            if logdir is not None and training_shares.num_batches is None:
                 remedy = "give it: dataset.apply(tf.data.experimental.assert_cardinality(n))"
                 raise ValueError(describe("x", "GlobalBatches of unknown length, with logdir=", "a known one", remedy))
         if validation is None:
-            return [own, None]
+            return training_shares, None
         val_x, val_y, val_weight = data_adapter_utils.unpack_x_y_sample_weight(validation)
-        others = FitData(
+        validation_shares = FitData(
             x=val_x,
             y=val_y,
             sample_weight=val_weight,
             batch_size=validation_batch_size or (None if isinstance(val_x, GlobalBatches) else batch_size),
             steps=validation_steps,
             argument="validation_data",
-        )
-        return [own, others.shares()]
+        ).shares()
+        return training_shares, validation_shares
 
-    own, others = prepare(kind, build)
-    assert own is not None
-    session = Session.of(model, may_be_empty=any(s is not None and s.may_be_empty for s in (own, others)))
+    shares, validation_shares = prepare_data(call, build)
+    may_be_empty = shares.may_be_empty or (validation_shares is not None and validation_shares.may_be_empty)
+    session = FitSession.of(model, may_be_empty=may_be_empty)
     warn_of_repeated_rows(model)
     if logdir is not None:
-        position = own.position if isinstance(own, GlobalBatchShares) else None
+        position = shares.position if isinstance(shares, GlobalBatchShares) else None
         callbacks = [SupervisorCallback(logdir, data=position), *tree.flatten(callbacks or [])]
     with session.running():
-        listed = Callbacks(callbacks, session, own, others, verbose=verbose, epochs=epochs, steps=steps_per_epoch)
+        callback_list = CallbackList(
+            callbacks, session, shares, validation_shares, verbose=verbose, epochs=epochs, steps=steps_per_epoch
+        )
         return model.fit(
-            own,
+            shares,
             epochs=epochs,
             verbose=verbose,
-            callbacks=listed,
-            validation_data=others,
+            callbacks=callback_list,
+            validation_data=validation_shares,
             initial_epoch=initial_epoch,
             steps_per_epoch=steps_per_epoch,
             validation_steps=validation_steps,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 from keras.src.trainers import data_adapters
-from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
@@ -22,8 +21,11 @@ from hvdkit.cluster.agreement import compare, gather
 from hvdkit.data import GlobalBatches
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.training.array_shares import ArrayShares
-from hvdkit.training.global_batches import GlobalBatchShares
+from hvdkit.training.global_batch_shares import GlobalBatchShares
 from hvdkit.training.shares import DataRank, Shares, first_tensor
+
+DataPair = tuple[Shares, Shares | None]
+"""Shares of the data, and of the validation data if there are any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ class FitData:
             HvdkitError: the type of the data is not supported.
         """
         if isinstance(self.x, GlobalBatches):
-            return self._of_global_batches(self.x)
+            return self._global_batch_shares(self.x)
         inner = data_adapters.get_data_adapter(
             x=self.x,
             y=self.y,
@@ -64,19 +66,19 @@ class FitData:
             shuffle=False if isinstance(self.x, tf.data.Dataset) else self.shuffle,  # Keras would warn
             class_weight=self.class_weight,
         )
-        place = DataRank.here()
+        data_rank = DataRank.local()
         if isinstance(inner, ArrayDataAdapter):
-            self._check_rows(inner.batch_size, place)
-            return ArrayShares(inner, place)
+            self._check_rows(inner.batch_size, data_rank)
+            return ArrayShares(inner, data_rank)
         if isinstance(inner, (TFDatasetAdapter, PyDatasetAdapter, GeneratorDataAdapter)):
-            made = Shares(inner, place, goes_on=self.steps is not None)
-            self._check_batched(inner.get_tf_dataset().element_spec, place)
-            made.get_tf_dataset()
-            return made
+            shares = Shares(inner, data_rank, may_start_mid_data=self.steps is not None)
+            self._check_batched(inner.get_tf_dataset().element_spec, data_rank)
+            shares.get_tf_dataset()
+            return shares
         remedy = "pass arrays, a batched tf.data.Dataset, a PyDataset or a generator"
         raise HvdkitError(describe(self.argument, type(self.x).__name__, "data that hk.fit divides", remedy))
 
-    def _of_global_batches(self, batches: GlobalBatches) -> GlobalBatchShares:
+    def _global_batch_shares(self, batches: GlobalBatches) -> GlobalBatchShares:
         remedies = {
             "y": "make it part of the data: GlobalBatches((x, y), ...)",
             "sample_weight": "make it part of the data: GlobalBatches((x, y, sample_weight), ...)",
@@ -88,107 +90,105 @@ class FitData:
                 raise ValueError(describe(name, f"{got}, with GlobalBatches as {self.argument}", "None", remedy))
         return GlobalBatchShares(
             batches,
-            DataRank.here(),
+            DataRank.local(),
             argument=self.argument,
             steps=self.steps,
             class_weight=self.class_weight,
             initial_epoch=self.initial_epoch,
         )
 
-    def _check_rows(self, batch_size: int, place: DataRank) -> None:
-        if batch_size < place.size:
-            expected = f"at least one row for each of the {place.size} ranks"
+    def _check_rows(self, batch_size: int, data_rank: DataRank) -> None:
+        if batch_size < data_rank.size:
+            expected = f"at least one row for each of the {data_rank.size} ranks"
             raise ValueError(describe("batch_size", batch_size, expected, "pass a larger batch_size, which is global"))
 
-    def _check_batched(self, spec: Any, place: DataRank) -> None:
+    def _check_batched(self, spec: Any, data_rank: DataRank) -> None:
         first = first_tensor(spec)
         if first is None:
             remedy = "call dataset.batch(batch_size) with the global batch size"
             raise ValueError(describe(self.argument, f"elements {spec}", "batches of rows", remedy))
         if first.shape.rank is not None and first.shape[0] is not None:
-            self._check_rows(first.shape[0], place)
+            self._check_rows(first.shape[0], data_rank)
 
 
-def split(x: Any, y: Any, sample_weight: Any, validation_split: float) -> tuple[tuple[Any, Any, Any], Any]:
-    """Split training and validation data as Keras does: the last rows, before any shuffling."""
-    return array_slicing.train_validation_split((x, y, sample_weight), validation_split=validation_split)
-
-
-def prepare(kind: str, build: Callable[[], Sequence[Shares | None]]) -> Sequence[Shares | None]:
+def prepare_data(call: str, build: Callable[[], DataPair]) -> DataPair:
     """Return the result of ``build``, after comparing it between ranks. An error on one rank raises on all.
 
     Args:
-        kind: the call, with all arguments that must be equal on all ranks.
-        build: returns this rank's shares.
+        call: the user's call, with all arguments that must be equal on all ranks.
+        build: returns this rank's shares of the data and of the validation data.
 
     Raises:
         Exception: ``build`` failed on this rank.
         CollectiveMismatchError: ``build`` failed on another rank, or arguments or data differ between ranks.
     """
-    made: list[Sequence[Shares | None]] = []
+    built: list[DataPair] = []
 
-    def described() -> _Payload:
-        made.append(build())
-        return _Payload(
+    def build_and_describe() -> _DataDescription:
+        built.append(pair := build())
+        return _DataDescription(
             seed=context.global_seed(),
-            drawn=secrets.randbits(31),
-            order=random.getstate() if any(map(_draws, made[0])) else None,
-            sizes=[None if s is None else (type(s).__name__, s.num_batches, *_settings(s)) for s in made[0]],
-            digests=[getattr(s, "digest", None) for s in made[0]],
+            random_seed=secrets.randbits(31),
+            python_state=random.getstate() if any(map(_is_shuffled_by_python, pair)) else None,
+            sizes=list(map(_size, pair)),
+            digests=[getattr(s, "digest", None) for s in pair],
         )
 
-    payloads = gather(cluster.exchange(), kind, described)
-    _compare(payloads)
-    seeds = {each.seed for each in payloads}
+    ranks = gather(cluster.exchange(), call, build_and_describe)
+    _compare(ranks)
+    seeds = {rank.seed for rank in ranks}
     if len(seeds) > 1 or None in seeds:
-        chief = payloads[0].drawn if payloads[0].seed is None else payloads[0].seed
-        for shares in made[0]:
+        chief_seed = ranks[0].random_seed if ranks[0].seed is None else ranks[0].seed
+        for shares in built[0]:
             if isinstance(shares, ArrayShares) and cluster.size() > 1:
-                shares.seed = chief
-    return made[0]
+                shares.seed = chief_seed
+    return built[0]
 
 
 @dataclass(frozen=True)
-class _Payload:
+class _DataDescription:
     """A rank's description of its data.
 
     Attributes:
         seed: TensorFlow's global seed, or None.
-        drawn: a random seed.
-        order: state of Python's random generator for a PyDataset whose batches it orders; otherwise None.
+        random_seed: a random seed.
+        python_state: state of Python's random generator if it orders the batches of a PyDataset; otherwise None.
         sizes: class, number of batches and settings of the training and validation data.
         digests: digests of arrays and of the data of GlobalBatches.
     """
 
     seed: int | None
-    drawn: int
-    order: Any
+    random_seed: int
+    python_state: Any
     sizes: list[Any]
     digests: list[Any]
 
 
-def _settings(shares: Shares) -> tuple[Any, ...]:
-    """Return the settings of GlobalBatches."""
-    return (shares.settings(),) if isinstance(shares, GlobalBatchShares) else ()
+def _size(shares: Shares | None) -> tuple[Any, ...] | None:
+    """Return the class and number of batches, and the settings of GlobalBatches."""
+    if shares is None:
+        return None
+    settings = (shares.settings(),) if isinstance(shares, GlobalBatchShares) else ()
+    return type(shares).__name__, shares.num_batches, *settings
 
 
-def _draws(shares: Shares | None) -> bool:
+def _is_shuffled_by_python(shares: Shares | None) -> bool:
     """Return True for a PyDataset whose batches Keras shuffles with Python's random generator."""
     return shares is not None and isinstance(shares.inner, PyDatasetAdapter) and bool(shares.inner.shuffle)
 
 
-def _compare(payloads: list[_Payload]) -> None:
+def _compare(descriptions: list[_DataDescription]) -> None:
     states = "another state of Python's random", "equal states"
     remedy = "call keras.utils.set_random_seed(seed) on every rank, or pass shuffle=False"
-    compare([each.order for each in payloads], "shuffle", remedy, show=lambda *_: states)
-    sizes = zip(*(each.sizes for each in payloads), strict=True)
-    for name, ranks in zip(("x", "validation_data"), sizes, strict=False):
-        compare(ranks, name, "pass the same data on every rank", show=_shown_sizes)
+    compare([each.python_state for each in descriptions], "shuffle", remedy, show=lambda *_: states)
+    sizes = zip(*(each.sizes for each in descriptions), strict=True)
+    for name, ranks in zip(("x", "validation_data"), sizes, strict=True):
+        compare(ranks, name, "pass the same data on every rank", show=_show_sizes)
     remedy = "seed what draws or shuffles them (keras.utils.set_random_seed), or load the same files"
-    digests = zip(*(each.digests for each in payloads), strict=True)
-    for name, ranks in zip(("x, y", "validation_data"), digests, strict=False):
+    digests = zip(*(each.digests for each in descriptions), strict=True)
+    for name, ranks in zip(("x, y", "validation_data"), digests, strict=True):
         compare(ranks, name, remedy, show=lambda *_: ("other data", "the whole data set"))
 
 
-def _shown_sizes(odd: Any, usual: Any) -> tuple[str, str]:
+def _show_sizes(odd: Any, usual: Any) -> tuple[str, str]:
     return f"{odd} (class, batches)", f"{usual}"

@@ -23,6 +23,7 @@ from hvdkit.collectives.batch_share import current_factor
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.errors import HvdkitError, describe
+from hvdkit.training.shares import data_group
 
 _MEANS = ("sum_over_batch_size", "mean")
 
@@ -43,15 +44,15 @@ def check_loss(loss: Any) -> None:
         raise HvdkitError(describe("loss", got, "Keras's own reduction", "override call instead of __call__"))
 
 
-def corrected(loss: Any) -> Any:
+def rescaled(loss: Any) -> Any:
     """Rescale ``loss`` so that the ranks' losses add up to that of one process; means over rows are unchanged."""
     if not isinstance(loss, keras.losses.Loss) or type(loss).__call__ is not keras.losses.Loss.__call__:
         return loss
     check_loss(loss)
-    return _Corrected(loss)
+    return _RescaledLoss(loss)
 
 
-class _Corrected(keras.losses.Loss):
+class _RescaledLoss(keras.losses.Loss):
     """A rescaled Keras loss for a step on a share. Delegates everything else to the loss."""
 
     def __init__(self, loss: Any) -> None:
@@ -76,12 +77,12 @@ class _Corrected(keras.losses.Loss):
             values = loss.call(y_true, y_pred)
             masks = [mask for mask in (in_mask, backend.get_keras_mask(values)) if mask is not None]
             mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
-            how = {"mask": mask, "reduction": loss.reduction, "dtype": loss.dtype}
-            value = reduce_weighted_values(values, sample_weight=sample_weight, **how)
-            own = _divisor(values, sample_weight, mask, loss.reduction)
-            if own is None and loss.reduction != "sum":
+            options = {"mask": mask, "reduction": loss.reduction, "dtype": loss.dtype}
+            value = reduce_weighted_values(values, sample_weight=sample_weight, **options)
+            divisor = _divisor(values, sample_weight, mask, loss.reduction)
+            if divisor is None and loss.reduction != "sum":
                 return value
-            return value * tf.cast(_multiplier(own), value.dtype)
+            return value * tf.cast(_multiplier(divisor), value.dtype)
 
 
 def _divisor(values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str) -> tf.Tensor | None:
@@ -99,15 +100,13 @@ def _divisor(values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str) -
     return tf.cast(tf.reduce_sum(squeeze_or_expand_to_same_rank(values, weights)[1]), tf.float64)
 
 
-def _multiplier(own: tf.Tensor | None) -> tf.Tensor:
-    """Return ``(V_r / V) (b / n_r)``, or ``b / n_r``; 0 on a rank without rows."""
-    along = cluster.group(cluster.DATA)
+def _multiplier(divisor: tf.Tensor | None) -> tf.Tensor:
+    """Return ``(V_r / V) (b / n_r)``, or ``b / n_r`` without a divisor V_r; 0 on a rank without rows."""
     factor = current_factor()
     factor = tf.ones([], tf.float64) if factor is None else tf.cast(factor, tf.float64)
-    of_rows = tf.math.divide_no_nan(tf.cast(along.size, tf.float64), factor)
-    if own is None:
-        return of_rows
-    own = tf.stop_gradient(tf.math.multiply_no_nan(own, tf.sign(factor)))
-    group = None if along.size == cluster.size() else along
-    total = grouped_allreduce([own], ReduceOp.Sum, "hvdkit.loss", group)[0]
-    return tf.stop_gradient(tf.math.divide_no_nan(own, total) * of_rows)
+    row_ratio = tf.math.divide_no_nan(tf.cast(cluster.group(cluster.DATA).size, tf.float64), factor)  # b / n_r
+    if divisor is None:
+        return row_ratio
+    divisor = tf.stop_gradient(tf.math.multiply_no_nan(divisor, tf.sign(factor)))
+    total = grouped_allreduce([divisor], ReduceOp.Sum, "hvdkit.loss", data_group())[0]
+    return tf.stop_gradient(tf.math.divide_no_nan(divisor, total) * row_ratio)

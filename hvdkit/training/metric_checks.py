@@ -22,23 +22,23 @@ from keras.src import tree
 from hvdkit import cluster
 from hvdkit.collectives.conversion import note_variable
 from hvdkit.errors import describe
-from hvdkit.training.swapping import swapped
+from hvdkit.training.attribute_swap import swap_attributes
 
 _REMEDY = "keep sums and counts in the metric's variables, as keras.metrics.Mean does, or compute it after hk.predict"
-_UNKNOWN, _SUM, _NO_SUM = 0, 1, 2
-_APART = 64.0  # offset of the test states, in units of 1 + the first growth
+_UNKNOWN, _SUM, _NOT_SUM = 0, 1, 2
+_TEST_OFFSET = 64.0  # offset of the test states, in units of 1 + the first growth
 _TOLERANCE = 1e-3  # in the same units
 _FRACTION_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 
 
-def states(model: Any) -> list[tuple[str, Any]]:
+def metric_states(model: Any) -> list[tuple[str, Any]]:
     """Return the distinct variables of a model's metrics, with the names of their metrics."""
-    found: dict[int, tuple[str, Any]] = {}
+    states: dict[int, tuple[str, Any]] = {}
     for metric in model.metrics:
         for variable in metric.variables:
             # The path starts with the metric's name, also inside Keras's container of compiled metrics.
-            found.setdefault(id(variable), (variable.path.rpartition("/")[0] or metric.name, variable))
-    return list(found.values())
+            states.setdefault(id(variable), (variable.path.rpartition("/")[0] or metric.name, variable))
+    return list(states.values())
 
 
 class MetricChecks:
@@ -50,60 +50,60 @@ class MetricChecks:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._tried: dict[int, tuple[Any, tf.Variable]] = {}
+        self._outcomes: dict[int, tuple[Any, tf.Variable]] = {}
 
     @contextlib.contextmanager
-    def trying(self) -> Iterator[None]:
+    def testing_updates(self) -> Iterator[None]:
         """Test the metrics that are updated by a step inside this context."""
         with contextlib.ExitStack() as stack:
-            for metric in _of_other_classes(self._model) if cluster.size() > 1 else ():
-                stack.enter_context(swapped(metric, update_state=self._trying(metric)))
+            for metric in _custom_metrics(self._model) if cluster.size() > 1 else ():
+                stack.enter_context(swap_attributes(metric, update_state=self._tested_update(metric)))
             yield
 
     def check(self) -> None:
-        """Check that the state of all metrics can be combined. Does not change their state.
+        """Check that the state of all metrics can be combined. Call after a step, which creates their variables.
 
         Raises:
             ValueError: a state is declared or was observed not to be a sum over examples.
         """
-        _check_kinds(self._model)
-        _check_first_values(self._model)
-        for metric, outcome in self._tried.values():
-            if int(outcome) == _NO_SUM:
+        _check_aggregations(self._model)
+        _check_initial_values(self._model)
+        for metric, outcome in self._outcomes.values():
+            if int(outcome) == _NOT_SUM:
                 got = f"{metric.name!r} ({type(metric).__name__}), whose update depends on the state before it"
                 raise ValueError(describe("metrics", got, "an update that adds to the state", _REMEDY))
 
-    def _trying(self, metric: Any) -> Callable[..., Any]:
+    def _tested_update(self, metric: Any) -> Callable[..., Any]:
         update = metric.update_state
 
         def update_state(*args: Any, **kwargs: Any) -> Any:
             result = update(*args, **kwargs)
             outcome = self._outcome(metric)
-            trial = tf.cond(
+            new_outcome = tf.cond(
                 tf.equal(outcome, _UNKNOWN),
-                lambda: _trial(metric, lambda: update(*args, **kwargs)),
+                lambda: _test_update(metric, lambda: update(*args, **kwargs)),
                 lambda: outcome.read_value(),
             )
-            outcome.assign(trial)
+            outcome.assign(new_outcome)
             return result
 
         return update_state
 
     def _outcome(self, metric: Any) -> tf.Variable:
-        if id(metric) not in self._tried:
-            self._tried[id(metric)] = metric, note_variable(_UNKNOWN, tf.int32, "hvdkit_is_sum")
-        return self._tried[id(metric)][1]
+        if id(metric) not in self._outcomes:
+            self._outcomes[id(metric)] = metric, note_variable(_UNKNOWN, tf.int32, "hvdkit_is_sum")
+        return self._outcomes[id(metric)][1]
 
 
-def _of_other_classes(model: Any) -> list[Any]:
+def _custom_metrics(model: Any) -> list[Any]:
     """Return the metrics with a custom update: those of the model, and those the user passed to ``compile``."""
     compiled = model._compile_metrics
-    given = [] if compiled is None else tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
-    found = {id(m): m for m in [*model.metrics, *given] if isinstance(m, keras.metrics.Metric)}
-    return [m for m in found.values() if not type(m).update_state.__module__.startswith("keras.")]
+    passed = [] if compiled is None else tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
+    metrics = {id(m): m for m in [*model.metrics, *passed] if isinstance(m, keras.metrics.Metric)}
+    return [m for m in metrics.values() if not type(m).update_state.__module__.startswith("keras.")]
 
 
-def _trial(metric: Any, update: Callable[[], Any]) -> tf.Tensor:
+def _test_update(metric: Any, update: Callable[[], Any]) -> tf.Tensor:
     """Test whether a metric's summed variables grow by the same amount from three different states."""
     before = [tf.identity(v) for v in metric.variables]
     summed = [i for i, v in enumerate(metric.variables) if _is_summed(v)]
@@ -112,7 +112,7 @@ def _trial(metric: Any, update: Callable[[], Any]) -> tf.Tensor:
         for variable, start in zip(metric.variables, starts, strict=True):
             variable.assign(start)
         update()
-        return [_wide(metric.variables[i]) - _wide(starts[i]) for i in summed]
+        return [_float64(metric.variables[i]) - _float64(starts[i]) for i in summed]
 
     first = growth(before)
     units = [1.0 + tf.abs(grown) for grown in first]
@@ -120,14 +120,14 @@ def _trial(metric: Any, update: Callable[[], Any]) -> tf.Tensor:
     for sign in (1.0, -1.0):
         starts = list(before)
         for i, unit in zip(summed, units, strict=True):
-            starts[i] = before[i] + tf.cast(sign * _APART * unit, before[i].dtype)
+            starts[i] = before[i] + tf.cast(sign * _TEST_OFFSET * unit, before[i].dtype)
         for i, grown, other, unit in zip(summed, first, growth(starts), units, strict=True):
-            rounding = 8.0 * _epsilon(before[i].dtype) * (tf.abs(_wide(before[i])) + _APART * unit)
+            rounding = 8.0 * _epsilon(before[i].dtype) * (tf.abs(_float64(before[i])) + _TEST_OFFSET * unit)
             is_sum &= tf.reduce_all(tf.abs(other - grown) <= _TOLERANCE * unit + rounding)
             is_finite &= tf.reduce_all(tf.math.is_finite(other) & tf.math.is_finite(grown))
     for variable, value in zip(metric.variables, before, strict=True):
         variable.assign(value)
-    return tf.where(is_finite, tf.where(is_sum, _SUM, _NO_SUM), _UNKNOWN)
+    return tf.where(is_finite, tf.where(is_sum, _SUM, _NOT_SUM), _UNKNOWN)
 
 
 def _is_summed(variable: Any) -> bool:
@@ -135,7 +135,7 @@ def _is_summed(variable: Any) -> bool:
     return getattr(variable, "aggregation", "sum") == "sum" and (dtype.name in _FRACTION_BITS or dtype.is_integer)
 
 
-def _wide(value: Any) -> tf.Tensor:
+def _float64(value: Any) -> tf.Tensor:
     return tf.cast(value, tf.float64)
 
 
@@ -143,8 +143,8 @@ def _epsilon(dtype: tf.DType) -> float:
     return 2.0 ** -_FRACTION_BITS[dtype.name] if dtype.is_floating else 0.0
 
 
-def _check_kinds(model: Any) -> None:
-    for name, variable in states(model):
+def _check_aggregations(model: Any) -> None:
+    for name, variable in metric_states(model):
         how, expected = getattr(variable, "aggregation", "sum"), "a state that is summed or averaged over ranks"
         got = f"{name!r}, whose variable {variable.path} has aggregation={how!r}"
         if how not in ("sum", "mean"):
@@ -153,9 +153,9 @@ def _check_kinds(model: Any) -> None:
             raise ValueError(describe("metrics", f"{got} and dtype {variable.dtype}", expected, _REMEDY))
 
 
-def _check_first_values(model: Any) -> None:
+def _check_initial_values(model: Any) -> None:
     """Reject sums with an initial value other than 0, such as maxima."""
-    variables = states(model)
+    variables = metric_states(model)
     before = [np.asarray(v) for _, v in variables]
     model.reset_metrics()
     first = [np.asarray(v) for _, v in variables]

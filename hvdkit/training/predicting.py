@@ -11,12 +11,12 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.errors import describe
-from hvdkit.training.fit_session import Session
-from hvdkit.training.inputs import FitData, prepare
-from hvdkit.training.keras_callbacks import Callbacks
-from hvdkit.training.shares import DataRank, Shares
+from hvdkit.training.fit_session import FitSession
+from hvdkit.training.inputs import DataPair, FitData, prepare_data
+from hvdkit.training.keras_callbacks import CallbackList
+from hvdkit.training.shares import DataRank, data_group
 
-_PIECE_BYTES = 64 * 2**20
+_CHUNK_BYTES = 64 * 2**20
 """Bytes of each rank's predictions per exchange."""
 
 
@@ -54,34 +54,27 @@ def predict(
         scores = hk.predict(model, x_test)
     """
 
-    def build() -> list[Shares | None]:
+    def build() -> DataPair:
         if gather not in ("all", "chief"):
             raise ValueError(describe("gather", gather, "'all' or 'chief'", "pass one of the two"))
-        return [FitData(x=x, batch_size=batch_size, steps=steps).shares()]
+        return FitData(x=x, batch_size=batch_size, steps=steps).shares(), None
 
-    own = prepare(f"hk.predict(batch_size={batch_size}, steps={steps}, gather={gather!r})", build)[0]
-    assert own is not None
-    session = Session.of(model, may_be_empty=own.may_be_empty)
+    shares, _ = prepare_data(f"hk.predict(batch_size={batch_size}, steps={steps}, gather={gather!r})", build)
+    session = FitSession.of(model, may_be_empty=shares.may_be_empty)
     with session.running():
-        listed = Callbacks(callbacks, session, own, verbose=verbose, epochs=1, steps=steps, trains=False)
-        outputs, rows = model.predict(own, verbose=verbose, steps=steps, callbacks=listed)
-    order = _order(rows, DataRank.here().size)
-    _check(outputs, rows)
+        callback_list = CallbackList(callbacks, session, shares, verbose=verbose, epochs=1, steps=steps, trains=False)
+        outputs, rows = model.predict(shares, verbose=verbose, steps=steps, callbacks=callback_list)
+    _check_outputs(outputs, rows)
+    row_bounds = _row_bounds(rows, DataRank.local().size)
     keep = gather == "all" or cluster.is_chief()
-    return (
-        tree.map_structure(lambda local: _in_order(_gathered(local, keep), order), outputs) if keep else _help(outputs)
-    )
+    gathered = tree.map_structure(lambda local: _gather_rows(local, row_bounds, keep=keep), outputs)
+    return gathered if keep else None
 
 
-def _help(outputs: Any) -> None:
-    for local in tree.flatten(outputs):
-        _gathered(local, keep=False)
-
-
-def _check(outputs: Any, rows: np.ndarray) -> None:
+def _check_outputs(outputs: Any, rows: np.ndarray) -> None:
     """Compare the outputs between ranks; they must be dense, with one row per example."""
-    place = DataRank.here()
-    expected = sum(int(np.subtract(*place.bounds(int(b))[::-1])) for b in rows)
+    data_rank = DataRank.local()
+    expected = sum(end - start for start, end in (data_rank.bounds(int(b)) for b in rows))
     call = Call("hk.predict's outputs")
 
     def check() -> None:
@@ -98,44 +91,44 @@ def _check(outputs: Any, rows: np.ndarray) -> None:
     agree_on_call(call)
 
 
-def _gathered(local: np.ndarray, keep: bool) -> list[np.ndarray]:
-    """Return the rows of all data ranks in rank order, or nothing without ``keep``. Every rank must call it."""
-    along = cluster.group(cluster.DATA)
-    exchange = cluster.exchange(None if along.size == cluster.size() else along)
+def _gather_rows(local: np.ndarray, row_bounds: list[list[tuple[int, int]]], *, keep: bool) -> np.ndarray:
+    """Return the rows of all data ranks in the order of the data; none unless ``keep``. Every rank must call it."""
+    exchange = cluster.exchange(data_group())
     flat = np.ascontiguousarray(local).reshape(-1).view(np.uint8)
     lengths = gather(exchange, "bytes of hk.predict's outputs", lambda: flat.size)
     parts = [np.empty(length if keep else 0, np.uint8) for length in lengths]
-    for start in range(0, max(lengths), _PIECE_BYTES):
-        for part, received in zip(
-            parts, exchange.allgather_bytes(flat[start : start + _PIECE_BYTES].tobytes()), strict=True
-        ):
+    for start in range(0, max(lengths), _CHUNK_BYTES):
+        chunks = exchange.allgather_bytes(flat[start : start + _CHUNK_BYTES].tobytes())
+        for part, chunk in zip(parts, chunks, strict=True):
             if keep:
-                part[start : start + len(received)] = np.frombuffer(received, np.uint8)
-    return [part.view(local.dtype).reshape(-1, *local.shape[1:]) for part in parts] if keep else []
+                part[start : start + len(chunk)] = np.frombuffer(chunk, np.uint8)
+    if not keep:
+        return local[:0]
+    return _in_order([part.view(local.dtype).reshape(-1, *local.shape[1:]) for part in parts], row_bounds)
 
 
-def _order(rows: np.ndarray, size: int) -> list[list[tuple[int, int]]]:
+def _row_bounds(rows: np.ndarray, size: int) -> list[list[tuple[int, int]]]:
     """Return for each rank the bounds of its rows of each global batch, within the complete data.
 
     Example:
-        >>> _order(np.array([4, 3]), 2)
+        >>> _row_bounds(np.array([4, 3]), 2)
         [[(0, 2), (4, 5)], [(2, 4), (5, 7)]]
     """
     starts = np.cumsum(rows) - rows
-    bounds = []
+    ranks = []
     for index in range(size):
-        pairs = [DataRank(index, size).bounds(int(b)) for b in rows]
-        bounds.append([(int(s) + first, int(s) + last) for s, (first, last) in zip(starts, pairs, strict=True)])
-    return bounds
+        bounds = [DataRank(index, size).bounds(int(b)) for b in rows]
+        ranks.append([(int(s) + start, int(s) + end) for s, (start, end) in zip(starts, bounds, strict=True)])
+    return ranks
 
 
-def _in_order(parts: list[np.ndarray], order: list[list[tuple[int, int]]]) -> np.ndarray:
+def _in_order(parts: list[np.ndarray], row_bounds: list[list[tuple[int, int]]]) -> np.ndarray:
     """Return the ranks' rows in the order of the data."""
     total = sum(len(part) for part in parts)
-    whole = np.empty((total, *parts[0].shape[1:]), parts[0].dtype)
-    for part, bounds in zip(parts, order, strict=True):
-        at = 0
-        for first, last in bounds:
-            whole[first:last] = part[at : at + last - first]
-            at += last - first
-    return whole
+    ordered = np.empty((total, *parts[0].shape[1:]), parts[0].dtype)
+    for part, bounds in zip(parts, row_bounds, strict=True):
+        position = 0
+        for start, end in bounds:
+            ordered[start:end] = part[position : position + end - start]
+            position += end - start
+    return ordered

@@ -1,7 +1,7 @@
 """Run the model's own step on this rank's share of a global batch.
 
-``Steps`` provides replacements for ``model.train_step``, ``model.test_step`` and ``model.predict_step``. Each takes an
-element ``(data, share)`` of :mod:`hvdkit.training.shares` and calls the model's original step on ``data``.
+``ShareSteps`` provides replacements for ``model.train_step``, ``model.test_step`` and ``model.predict_step``. Each
+takes an element ``(data, info)`` of :mod:`hvdkit.training.shares` and calls the model's original step on ``data``.
 """
 
 from __future__ import annotations
@@ -20,77 +20,77 @@ from hvdkit.collectives.conversion import graph_safe
 from hvdkit.optimizer.batch_norm import synchronized_statistics
 from hvdkit.sharding.shards import is_part
 from hvdkit.sharding.variables import SEED_STATE
-from hvdkit.training.data_end import when_all_have_a_batch
-from hvdkit.training.losses import corrected
+from hvdkit.training.attribute_swap import swap_attributes
+from hvdkit.training.data_end import require_batch_on_every_rank
+from hvdkit.training.losses import rescaled
 from hvdkit.training.shares import number_of_rows
-from hvdkit.training.swapping import swapped
 
 Step = Callable[[Any], Any]
-_COMPILED = ("loss", "_compile_loss")
+_COMPILED_LOSSES = ("loss", "_compile_loss")
 
 
-class Steps:
+class ShareSteps:
     """The steps of one model.
 
     Args:
         model: a compiled Keras model.
-        settle: called before a step runs, if the model's variables had to be created for it.
+        on_new_variables: called before a step runs, if the model's variables had to be created for it.
         may_be_empty: whether a rank may get an empty share of a batch.
 
     Attributes:
         last_factor: the factor of the last step; 1 before the first step.
-        digests: the sum of the digests of all global batches since :meth:`begin`; 0 for batches without digest.
+        digests: the sum of the digests of all global batches since the session began; 0 for batches without digest.
     """
 
-    def __init__(self, model: Any, settle: Callable[[], None], *, may_be_empty: bool) -> None:
-        self._model, self._settle, self.may_be_empty = model, settle, may_be_empty
-        self._scratch: set[str] = set()
+    def __init__(self, model: Any, on_new_variables: Callable[[], None], *, may_be_empty: bool) -> None:
+        self._model, self._on_new_variables, self.may_be_empty = model, on_new_variables, may_be_empty
+        self._traced: set[str] = set()
         # Create variables here: a step that creates variables is traced twice.
         self.last_factor = tf.Variable(1.0, trainable=False, name="hvdkit_last_factor")
         self.digests = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_digests")
 
-    def of(self, name: str, step: Step) -> Step:
-        """Return ``step`` (``model.train_step`` or ``model.test_step``) wrapped for elements ``(data, share)``."""
+    def wrap(self, name: str, step: Step) -> Step:
+        """Wrap ``step`` (``model.train_step`` or ``model.test_step``) for elements ``(data, info)``."""
 
         @graph_safe
         def on_share(element: Any) -> Any:
-            data, share = element
-            data = when_all_have_a_batch(data, share["rows"]) if "is_counted" in share else data
-            factor = share.get("factor")
+            data, info = element
+            data = require_batch_on_every_rank(data, info["rows"]) if "may_end_anywhere" in info else data
+            factor = info.get("factor")
             self._create_variables(name, step, data, factor)
-            kept = self._keep(factor)
-            with share_of_batch(factor), self._as_share(factor):
+            restorable = self._variables_to_restore(factor)
+            with share_of_batch(factor), self._global_losses(factor):
                 logs = step(data)
-            self._put_back(kept, factor)
-            self._note(share)
+            self._restore(restorable, factor)
+            self._record_step(info)
             return logs
 
         return on_share
 
-    def predictions(self, step: Step) -> Step:
-        """Wrap ``model.predict_step`` for elements ``(data, share)``; returns outputs and rows of the global batch."""
+    def wrap_predict(self, step: Step) -> Step:
+        """Wrap ``model.predict_step`` for elements ``(data, info)``; returns outputs and rows of the global batch."""
 
         @graph_safe
         def on_share(element: Any) -> Any:
-            data, share = element
-            data = when_all_have_a_batch(data, share["rows"]) if "is_counted" in share else data
+            data, info = element
+            data = require_batch_on_every_rank(data, info["rows"]) if "may_end_anywhere" in info else data
             self._create_variables("predict", step, data, None)
             outputs = step(data)
-            if (factor := share.get("factor")) is not None:
+            if (factor := info.get("factor")) is not None:
                 has_rows = factor > 0
                 outputs = tree.map_structure(lambda x: x[: tf.where(has_rows, tf.shape(x)[0], 0)], outputs)
-            rows = share["rows"] if share else tf.cast(number_of_rows(data), tf.int32)
+            rows = info["rows"] if info else tf.cast(number_of_rows(data), tf.int32)
             return outputs, rows[None]
 
         return on_share
 
     # ---- shares without rows ----------------------------------------------------------------------------------
 
-    def _keep(self, factor: Any) -> list[tuple[Any, tf.Tensor]]:
+    def _variables_to_restore(self, factor: Any) -> list[tuple[Any, tf.Tensor]]:
         """Return the variables that a step changes, and their values if this rank's share is empty."""
         if factor is None or not self.may_be_empty:
             return []
-        variables = self._changing()
+        variables = self._batch_dependent_variables()
         is_empty = tf.equal(factor, 0)
         values = tf.cond(
             is_empty,
@@ -99,23 +99,23 @@ class Steps:
         )
         return list(zip(variables, values, strict=True))
 
-    def _put_back(self, kept: list[tuple[Any, tf.Tensor]], factor: Any) -> None:
-        if not kept:
+    def _restore(self, restorable: list[tuple[Any, tf.Tensor]], factor: Any) -> None:
+        """Restore the variables if this rank's share is empty."""
+        if not restorable:
             return
 
         def assign() -> tf.Tensor:
-            for variable, value in kept:
+            for variable, value in restorable:
                 variable.assign(tf.ensure_shape(value, variable.shape))
             return tf.constant(True)
 
         tf.cond(tf.equal(factor, 0), assign, lambda: tf.constant(False))
 
-    def _changing(self) -> list[Any]:
+    def _batch_dependent_variables(self) -> list[Any]:
         """Return the variables that examples change without a gradient: statistics and metric states."""
-        found = [*self._model.non_trainable_variables, *(v for m in self._model.metrics for v in m.variables)]
-        alike = set(map(id, synchronized_statistics(self._model)))
-        found = [v for v in found if id(v) not in alike]
-        unique = list({id(v): v for v in found}.values())
+        candidates = [*self._model.non_trainable_variables, *(v for m in self._model.metrics for v in m.variables)]
+        synchronized = set(map(id, synchronized_statistics(self._model)))
+        unique = {id(v): v for v in candidates if id(v) not in synchronized}.values()
         return [v for v in unique if v.name != SEED_STATE and not is_part(v) and tf.as_dtype(v.dtype) != tf.string]
 
     def _create_variables(self, name: str, step: Step, data: Any, factor: Any) -> None:
@@ -123,10 +123,10 @@ class Steps:
 
         New weights must get the chief's values, and empty shares must restore the variables that steps change.
         """
-        if name in self._scratch:
+        if name in self._traced:
             return
-        self._scratch.add(name)
-        is_built = is_complete(self._model)
+        self._traced.add(name)
+        is_built = _is_complete(self._model)
         if is_built and (factor is None or not self.may_be_empty):
             return
         specs = tree.map_structure(lambda x: None if x is None else tf.type_spec_from_value(x), data)
@@ -134,12 +134,12 @@ class Steps:
             tf.function(step, autograph=False).get_concrete_function(specs)  # no tape records inside init_scope
         if not is_built:
             with tf.init_scope():
-                self._settle()
+                self._on_new_variables()
 
     # ---- metrics ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _as_share(self, factor: Any) -> Iterator[None]:
+    def _global_losses(self, factor: Any) -> Iterator[None]:
         """Rescale losses to parts of the global loss, and weight means of scalars (loss trackers) by rows."""
         if cluster.group(cluster.DATA).size == 1:
             yield
@@ -148,61 +148,56 @@ class Steps:
 
             def weigh(metrics: list[Any]) -> None:
                 for metric in metrics if factor is not None else ():
-                    stack.enter_context(swapped(metric, update_state=_weighed(metric, factor)))
+                    stack.enter_context(swap_attributes(metric, update_state=_weighted_update(metric, factor)))
 
-            def correct() -> None:
-                flat = [each._replace(loss=corrected(each.loss)) for each in losses._flat_losses]
-                stack.enter_context(swapped(losses, _flat_losses=flat))
+            def rescale() -> None:
+                flat = [each._replace(loss=rescaled(each.loss)) for each in losses._flat_losses]
+                stack.enter_context(swap_attributes(losses, _flat_losses=flat))
 
             def build(*args: Any, **kwargs: Any) -> None:
-                plain_build(*args, **kwargs)
+                original_build(*args, **kwargs)
                 weigh(losses.metrics)
-                correct()
+                rescale()
 
-            weigh(plain_means(self._model))
-            own = {k: corrected(v) for k, v in vars(self._model).items() if isinstance(v, keras.losses.Loss)}
-            stack.enter_context(swapped(self._model, **{k: v for k, v in own.items() if k not in _COMPILED}))
+            weigh(_mean_metrics(self._model))
+            attributes = {k: v for k, v in vars(self._model).items() if k not in _COMPILED_LOSSES}
+            custom = {k: rescaled(v) for k, v in attributes.items() if isinstance(v, keras.losses.Loss)}
+            stack.enter_context(swap_attributes(self._model, **custom))
             losses = self._model._compile_loss
             if losses is not None and losses.built:
-                correct()
+                rescale()
             elif losses is not None:
-                plain_build = losses.build  # creates a Mean for each of several losses
-                stack.enter_context(swapped(losses, build=build))
+                original_build = losses.build  # creates a Mean for each of several losses
+                stack.enter_context(swap_attributes(losses, build=build))
             yield
 
-    # ---- information about steps for Python -------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Reset the digests of a previous call."""
-        self.digests.assign(0)
-
-    def _note(self, share: dict[str, tf.Tensor]) -> None:
-        if not share:
+    def _record_step(self, info: dict[str, tf.Tensor]) -> None:
+        if not info:
             return
-        self.last_factor.assign(share.get("factor", 1.0))
-        if "digest" in share:
-            self.digests.assign_add(share["digest"])
+        self.last_factor.assign(info.get("factor", 1.0))
+        if "digest" in info:
+            self.digests.assign_add(info["digest"])
 
 
-def is_complete(model: Any) -> bool:
+def _is_complete(model: Any) -> bool:
     """Return True if all inner layers are built, and the model itself is built or (without ``call``) has variables."""
     inner = list(model._flatten_layers(include_self=False))
     return all(layer.built for layer in inner) and bool(model.built or model.variables)
 
 
-def plain_means(model: Any) -> list[Any]:
+def _mean_metrics(model: Any) -> list[Any]:
     """Return the metrics that average their inputs unchanged, such as loss trackers."""
-    found: dict[int, Any] = {}
-    ahead = list(model.metrics)
-    while ahead:
-        metric = ahead.pop()
+    means: dict[int, Any] = {}
+    pending = list(model.metrics)
+    while pending:
+        metric = pending.pop()
         if type(metric).update_state is keras.metrics.Mean.update_state:
-            found[id(metric)] = metric
-        ahead.extend(getattr(metric, "_metrics", ()))
-    return list(found.values())
+            means[id(metric)] = metric
+        pending.extend(getattr(metric, "_metrics", ()))
+    return list(means.values())
 
 
-def _weighed(metric: Any, factor: tf.Tensor) -> Callable[..., None]:
+def _weighted_update(metric: Any, factor: tf.Tensor) -> Callable[..., None]:
     update = metric.update_state
 
     def update_state(values: Any, sample_weight: Any = None) -> None:

@@ -14,7 +14,7 @@ import hvdkit as hk
 from hvdkit.sharding.id_checks import FAULT_WORDS
 from hvdkit.supervisor import session
 from hvdkit.supervisor.pace import Pace
-from hvdkit.training import results
+from hvdkit.training import metric_combiner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -322,13 +322,13 @@ METRICS = 3 * 2  # sum and count of the loss and two metrics
 @pytest.fixture
 def combined(monkeypatch):
     """Record the number of states in each grouped allreduce of metrics."""
-    seen, real = [], results.grouped_allreduce
+    seen, real = [], metric_combiner.grouped_allreduce
 
     def counted(states, *args, **options):
         seen.append(len(states))
         return real(states, *args, **options)
 
-    monkeypatch.setattr(results, "grouped_allreduce", counted)
+    monkeypatch.setattr(metric_combiner, "grouped_allreduce", counted)
     return seen
 
 

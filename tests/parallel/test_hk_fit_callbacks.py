@@ -13,7 +13,7 @@ import tensorflow as tf
 from as_one import compare, plain, ported, same_logs, same_weights
 
 import hvdkit as hk
-from hvdkit.training import preparation
+from hvdkit.training import model_optimizers
 
 layers = keras.layers
 
@@ -495,7 +495,7 @@ def test_rows_that_repeat_are_warned_about_once(rng, capfd):
         model.compile(optimizer, "mse")
         return model
 
-    preparation._warn_once.cache_clear()
+    model_optimizers._warn_once.cache_clear()
     x, y = rng.integers(4, size=(8, 2)), np.zeros((8, 6), "float32")
     said = []
     for optimizer in ("sgd", "adam", "adam"):

@@ -217,7 +217,7 @@ def test_a_failed_save_is_raised_on_all_ranks_at_the_next_step(shared_path, rank
         for _ in sv.batches():
             sv.step()
             if sv.global_step == 9:
-                sv._saver.settle()
+                sv._saver.wait()
                 limit(1000 if rank == size - 1 else None)
             if sv.global_step > 9:
                 time.sleep(0.01)

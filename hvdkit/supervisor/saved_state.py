@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdkit.errors import describe
 
 
-class Generators:
+class RandomGenerators:
     """The random generators of this process (Python, NumPy, Keras, TensorFlow); each rank has its own states.
 
     TensorFlow's stateful ops (``tf.random.uniform`` etc.) keep their state inside compiled kernels, where it cannot be
@@ -54,33 +54,33 @@ class Position:
     def __init__(self, data: Any):
         self.step = 0
         self._data = data if hasattr(data, "state") and hasattr(data, "restore") else None
-        self._at: Any = None if self._data is None else self._data.state
+        self._data_state: Any = None if self._data is None else self._data.state
 
     @property
     def follows_data(self) -> bool:
         """Whether the data report their position."""
         return self._data is not None
 
-    def advance(self, steps: int, *, ahead: bool) -> None:
-        """Advance by ``steps``; set ``ahead`` if the reader of the data prefetches."""
+    def advance(self, steps: int, *, prefetched: bool) -> None:
+        """Advance by ``steps``; with ``prefetched``, the data are ahead of training."""
         self.step += steps
         if self._data is not None:
-            self._at = self._data.state_at(self.step) if ahead else self._data.state
+            self._data_state = self._data.state_at(self.step) if prefetched else self._data.state
 
     @property
     def state(self) -> dict[str, Any]:
         """The state to save in the manifest."""
-        return {"global_step": self.step, "data": self._at}
+        return {"global_step": self.step, "data": self._data_state}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a saved position."""
         self.step = state["global_step"]
         if self._data is not None and state["data"] is not None:
             self._data.restore(state["data"])
-            self._at = state["data"]
+            self._data_state = state["data"]
 
 
-def scalar(name: str, value: Any) -> float:
+def to_float(name: str, value: Any) -> float:
     """Convert a value passed to ``step`` to a float. Raises TypeError with its name if it is not a number."""
     try:
         return float(np.asarray(value).item())
@@ -98,7 +98,7 @@ def check_seconds(name: str, value: Any) -> None:
         raise ValueError(describe(name, value, "seconds > 0, or None", "pass e.g. 600"))
 
 
-def trained_state(
+def state_to_save(
     model: Any, optimizer: Any, variables: Any, extra: Any, position: Position
 ) -> Callable[[], dict[str, Any]]:
     """Return a function that returns the state to save, under the keys used to restore it.
@@ -110,26 +110,19 @@ def trained_state(
     if model is not None and not isinstance(model, keras.layers.Layer):
         raise TypeError(describe("model", type(model).__name__, "a Keras model", "pass variables in variables=[...]"))
     if model is not None and not model.built:
-        raise ValueError(
-            describe(
-                "model",
-                "one that is not built",
-                "one that has its variables",
-                "give its first layer an Input, call model.build(shape), or call it once",
-            )
-        )
-    listed = [variables] if isinstance(variables, tf.Variable | keras.Variable) else list(variables)
-    for variable in listed:
+        remedy = "give its first layer an Input, call model.build(shape), or call it once"
+        raise ValueError(describe("model", "one that is not built", "one that has its variables", remedy))
+    variables = [variables] if isinstance(variables, tf.Variable | keras.Variable) else list(variables)
+    for variable in variables:
         if not isinstance(variable, tf.Variable | keras.Variable):
-            raise TypeError(
-                describe("variables", type(variable).__name__, "variables", "pass anything else in state={...}")
-            )
-    parts = {"model": model, "optimizer": optimizer, "variables": listed or None, "state": extra or None}
-    parts = {name: part for name, part in parts.items() if part is not None}
-    return lambda: {**parts, "random": Generators(), "position": position}
+            remedy = "pass anything else in state={...}"
+            raise TypeError(describe("variables", type(variable).__name__, "variables", remedy))
+    passed = {"model": model, "optimizer": optimizer, "variables": variables or None, "state": extra or None}
+    passed = {name: value for name, value in passed.items() if value is not None}
+    return lambda: {**passed, "random": RandomGenerators(), "position": position}
 
 
-def own_optimizer(model: Any, optimizer: Any) -> Any:
+def built_optimizer(model: Any, optimizer: Any) -> Any:
     """Return the optimizer to save, after building it; by default the one that ``model`` was compiled with."""
     if optimizer is None:
         optimizer = getattr(model, "optimizer", None)
@@ -138,16 +131,13 @@ def own_optimizer(model: Any, optimizer: Any) -> Any:
         raise TypeError(describe("optimizer", optimizer, "a Keras optimizer", remedy))
     if optimizer is not None and not optimizer.built:
         if model is None:
-            raise ValueError(
-                describe(
-                    "optimizer", "one that is not built", "one that has its slots", "call optimizer.build(variables)"
-                )
-            )
+            remedy = "call optimizer.build(variables)"
+            raise ValueError(describe("optimizer", "one that is not built", "one that has its slots", remedy))
         optimizer.build(model.trainable_variables)
     return optimizer
 
 
-def own_rate(optimizer: Any) -> float | None:
+def current_rate(optimizer: Any) -> float | None:
     """Return the learning rate that ``optimizer`` keeps in a variable; None if it uses a schedule."""
     rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
     return float(np.asarray(rate)) if isinstance(rate, keras.Variable) else None

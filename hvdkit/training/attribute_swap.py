@@ -10,7 +10,7 @@ _MISSING = object()
 
 
 @contextlib.contextmanager
-def swapped(target: Any, **attributes: Any) -> Iterator[None]:
+def swap_attributes(target: Any, **attributes: Any) -> Iterator[None]:
     """Replace attributes of an instance, not of its class, and restore them on exit."""
     before = {name: vars(target).get(name, _MISSING) for name in attributes}
     for name, value in attributes.items():

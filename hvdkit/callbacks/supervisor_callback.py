@@ -41,8 +41,8 @@ class SupervisorCallback(keras.callbacks.Callback):
 
     Example::
 
-        keep = hk.callbacks.SupervisorCallback("runs/mnist", data=batches, save_model_secs=60)
-        model.fit(batches.as_keras(), epochs=10, callbacks=[keep, hk.callbacks.MetricAverage()])
+        supervisor = hk.callbacks.SupervisorCallback("runs/mnist", data=batches, save_model_secs=60)
+        model.fit(batches.as_keras(), epochs=10, callbacks=[supervisor, hk.callbacks.MetricAverage()])
     """
 
     def __init__(
@@ -59,61 +59,56 @@ class SupervisorCallback(keras.callbacks.Callback):
         self.supervisor: Supervisor | None = None
         self._logdir, self._until, self._data, self._options = logdir, until, data, options
         self._variables, self._state = list(variables), dict(state or {})
-        self._seen = self._ends_at = 0  # batches of this epoch, and its end if an earlier run began it
-        self._counting: list[Any] = []
+        self._epoch_steps = 0  # steps done in this epoch
+        self._remaining_steps = 0  # steps left in an epoch that an earlier run began; 0 for any other epoch
+        self._step_counters: list[Any] = []
         self._epoch = _Epoch()
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore or initialize, and set Keras's initial epoch."""
-        self._counting, self._epoch = stateful_callbacks(self.model), _Epoch()
+        self._step_counters, self._epoch = stateful_callbacks(self.model), _Epoch()
         self.supervisor = Supervisor(
             self._logdir,
             model=self.model,
             data=self._data,
             variables=self._variables,
-            state={**self._state, "callbacks": _States([*self._counting, self._epoch])},
+            state={**self._state, "callbacks": _CallbackStates([*self._step_counters, self._epoch])},
             **self._options,
         )
         self.supervisor.enter_fit()
         set_supervised(self.model, True)
-        self._find_place()
+        self._set_initial_epoch()
 
-    def _find_place(self) -> None:
+    def _set_initial_epoch(self) -> None:
         step, steps = self._session.global_step, self._steps_per_epoch() or 0
         if steps % self.model.steps_per_execution:  # Keras would then run into the next epoch
-            raise ValueError(
-                describe(
-                    "steps_per_execution",
-                    self.model.steps_per_execution,
-                    f"a divisor of the epoch's {steps} steps",
-                    "pass one to model.compile",
-                )
-            )
-        epoch, begun = divmod(step, steps) if steps else self._epoch.at(step)
+            got, expected = self.model.steps_per_execution, f"a divisor of the epoch's {steps} steps"
+            raise ValueError(describe("steps_per_execution", got, expected, "pass one to model.compile"))
+        epoch, done_steps = divmod(step, steps) if steps else self._epoch.at(step)
         self.model._initial_epoch = sys.maxsize if self._is_done() else epoch
-        self._ends_at = 0
-        if begun and self._data is None:
-            self._warn(
-                "fit: continues at step %d, in the middle of an epoch, whose batches are seen again; pass data=", step
-            )
-        elif begun and steps:
-            self._ends_at = steps - begun
+        self._remaining_steps = 0
+        if done_steps and self._data is None:
+            message = "fit: continues at step %d, in the middle of an epoch, whose batches are seen again; pass data="
+            if cluster.is_chief():
+                get_logger().warning(message, step)
+        elif done_steps and steps:
+            self._remaining_steps = steps - done_steps
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Start counting the batches of this epoch."""
-        self._seen = 0
+        self._epoch_steps = 0
         self._epoch.begin(epoch, self._session.global_step)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Count the steps done; with ``steps_per_execution``, Keras calls once for several steps."""
-        for callback in self._counting:
+        for callback in self._step_counters:
             callback.count(batch)  # before a save reads their states, as they may run after this callback
-        steps, self._seen = batch + 1 - self._seen, batch + 1
+        steps, self._epoch_steps = batch + 1 - self._epoch_steps, batch + 1
         session = self._session
-        session.advance(steps, logs or {}, ahead=True)
+        session.advance(steps, logs or {}, prefetched=True)
         if session.should_stop() or self._is_done():
             self.model.stop_training = True
-        elif self._ends_at and self._seen >= self._ends_at and not self.model.stop_training:
+        elif self._remaining_steps and self._epoch_steps >= self._remaining_steps and not self.model.stop_training:
             self.model.stop_training = _END_OF_EPOCH
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
@@ -124,8 +119,8 @@ class SupervisorCallback(keras.callbacks.Callback):
         if getattr(self.model.optimizer, "use_ema", False):
             # At the end of fit, Keras replaces the weights by their averages before it calls on_train_end.
             self._session.save(wait=False)
-        if self._ends_at:
-            self._ends_at = 0
+        if self._remaining_steps:
+            self._remaining_steps = 0
             self._data.restore(self._data.state_at(self._session.global_step))  # the next pass starts here
         if self.model.stop_training is _END_OF_EPOCH:
             self.model.stop_training = False
@@ -148,11 +143,6 @@ class SupervisorCallback(keras.callbacks.Callback):
     def _steps_per_epoch(self) -> int | None:
         return self.params.get("steps") if self._data is None else self._data.steps_per_epoch
 
-    @staticmethod
-    def _warn(words: str, *values: Any) -> None:
-        if cluster.is_chief():
-            get_logger().warning(words, *values)
-
 
 class _EndOfEpoch:
     """Ends the epoch like ``stop_training = True``, but is distinguishable from another callback's request to stop."""
@@ -165,7 +155,7 @@ _END_OF_EPOCH = _EndOfEpoch()
 
 
 class _Epoch:
-    """The current epoch and its first step, for data of unknown length."""
+    """The current epoch and its first step, for data of unknown length. The class name is a key in checkpoints."""
 
     def __init__(self) -> None:
         self._number = self._first_step = 0
@@ -188,14 +178,15 @@ class _Epoch:
         self.begin(state["number"], state["first_step"])
 
 
-class _States:
+class _CallbackStates:
     """The states of hvdkit's callbacks and the epoch, by class name. Callbacks without saved state are unchanged."""
 
     def __init__(self, callbacks: Iterable[Any]):
         self._callbacks: dict[str, Any] = {}
         for callback in callbacks:
-            same = sum(name.startswith(type(callback).__name__) for name in self._callbacks)
-            self._callbacks[f"{type(callback).__name__}{same or ''}"] = callback
+            kind = type(callback).__name__
+            number = sum(name.startswith(kind) for name in self._callbacks)
+            self._callbacks[f"{kind}{number or ''}"] = callback
 
     @property
     def state(self) -> dict[str, Any]:

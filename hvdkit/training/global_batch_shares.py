@@ -19,7 +19,7 @@ class GlobalBatchShares(Shares):
 
     Args:
         batches: the user's batches; their position does not change.
-        place: the place of this rank.
+        data_rank: this rank's index among the ranks with different rows.
         argument: the argument name, for error messages.
         steps: steps per Keras epoch; None for those of the data.
         class_weight: as for ``model.fit``.
@@ -28,8 +28,6 @@ class GlobalBatchShares(Shares):
 
     Attributes:
         digest: digest of the data; the same on all ranks.
-        position: batches at the current position of training, for a Supervisor; None if Keras epochs differ from
-            epochs of the data, or the length of the data is unknown.
 
     Raises:
         TypeError: the data is not ``x``, ``(x, y)`` or ``(x, y, sample_weight)``.
@@ -40,7 +38,7 @@ class GlobalBatchShares(Shares):
     def __init__(
         self,
         batches: GlobalBatches,
-        place: DataRank,
+        data_rank: DataRank,
         *,
         argument: str = "x",
         steps: int | None = None,
@@ -48,11 +46,9 @@ class GlobalBatchShares(Shares):
         initial_epoch: int | None = None,
     ) -> None:
         keras_parts(batches._source.structure)
-        if (batches._rank, batches._size) != (place.index, place.size):
-            got, expected = (
-                f"GlobalBatches of rank {batches._rank} of {batches._size}",
-                f"{place.index} of {place.size}",
-            )
+        if (batches._rank, batches._size) != (data_rank.index, data_rank.size):
+            got = f"GlobalBatches of rank {batches._rank} of {batches._size}"
+            expected = f"{data_rank.index} of {data_rank.size}"
             raise ValueError(describe(argument, got, expected, "leave out rank= and size= of GlobalBatches"))
         self._trains, self._steps, self._initial_epoch = initial_epoch is not None, steps, initial_epoch or 0
         self._batches = batches.copy_at(*self._start(batches, self._initial_epoch))
@@ -60,20 +56,20 @@ class GlobalBatchShares(Shares):
             self._check_position(batches, argument)
         self._class_weight = class_weight
         self.digest = json.dumps(batches.fingerprint(), sort_keys=True, default=str)
-        super().__init__(TFDatasetAdapter(self._batches.as_shares()), place)
+        super().__init__(TFDatasetAdapter(self._batches.as_shares()), data_rank)
 
     def _start(self, batches: GlobalBatches, epoch: int) -> tuple[int, int]:
         """Return the epoch and step of the data at which a Keras epoch begins."""
-        known = batches.steps_per_epoch
+        data_steps = batches.steps_per_epoch
         if self._steps is None:
             return epoch, 0
-        return divmod(epoch * self._steps, known) if known else (0, epoch * self._steps)
+        return divmod(epoch * self._steps, data_steps) if data_steps else (0, epoch * self._steps)
 
     def _check_position(self, batches: GlobalBatches, argument: str) -> None:
-        at = batches.state
+        state = batches.state
         start = self._start(batches, self._initial_epoch)
-        if (at["epoch"], at["step"]) not in ((0, 0), start):
-            got = f"GlobalBatches at epoch {at['epoch']}, step {at['step']}"
+        if (state["epoch"], state["step"]) not in ((0, 0), start):
+            got = f"GlobalBatches at epoch {state['epoch']}, step {state['step']}"
             expected = (
                 f"one at its start, or at epoch {start[0]}, step {start[1]}: epochs of hk.fit are those of the data"
             )
@@ -82,49 +78,50 @@ class GlobalBatchShares(Shares):
 
     def check_epochs(self, epochs: int) -> None:
         """Raise ValueError if the batches end before ``epochs`` Keras epochs."""
-        most, known = self._batches._epochs, self._batches.steps_per_epoch
-        needed = epochs if not (known and self._steps) else -(-epochs * self._steps // known)
-        if most is not None and needed > most:
+        available, data_steps = self._batches._epochs, self._batches.steps_per_epoch
+        needed = epochs if not (data_steps and self._steps) else -(-epochs * self._steps // data_steps)
+        if available is not None and needed > available:
+            got = f"{epochs}, with GlobalBatches(epochs={available})"
             remedy = f"pass GlobalBatches(epochs={needed}), or None"
-            raise ValueError(
-                describe("epochs", f"{epochs}, with GlobalBatches(epochs={most})", f"at most {most}", remedy)
-            )
+            raise ValueError(describe("epochs", got, f"at most {available}", remedy))
 
     @property
     def position(self) -> GlobalBatches | None:
-        """The batches at the current position of training, for a Supervisor."""
-        known = self._batches.steps_per_epoch
-        return self._batches if known is not None and self._steps in (None, known) else None
+        """The batches at the current position of training, for a Supervisor.
 
-    def begin(self, epoch: int | None) -> None:
-        """Start training in a Keras epoch, which a callback may have restored."""
+        None if Keras epochs differ from epochs of the data, or the length of the data is unknown.
+        """
+        data_steps = self._batches.steps_per_epoch
+        return self._batches if data_steps is not None and self._steps in (None, data_steps) else None
+
+    def begin_training(self, epoch: int | None) -> None:
+        """Move to the start of ``epoch``, unless a callback has restored a position within it."""
         if not self._trains:
             return
         start = self._start(self._batches, epoch or self._initial_epoch)
-        own = self._batches
-        is_within = self.position is not None and (own._epoch, own._step) >= start and own._epoch == start[0]
-        own.move_to(*((own._epoch, own._step) if is_within else start))
+        current = self._batches._epoch, self._batches._step
+        is_within = self.position is not None and current >= start and current[0] == start[0]
+        self._batches.move_to(*(current if is_within else start))
 
-    def _make(self) -> tf.data.Dataset:
-        known = self._batches.steps_per_epoch
+    def _share_dataset(self) -> tf.data.Dataset:
         spec = self.inner.get_tf_dataset().element_spec[0]
-        is_counted = known is None
-        first = tf.nest.flatten(spec)[0]
-        whole = self._batches._batch_size if first.shape[0] is not None else None
+        has_static_rows = tf.nest.flatten(spec)[0].shape[0] is not None
+        may_end_anywhere = self.may_end_anywhere
 
         def take(data: Any, rows: tf.Tensor, digest: tf.Tensor) -> Any:
-            _, _, share = self.place.to_read(rows if whole is None else whole)
-            share["digest"] = digest
-            if is_counted:
-                share["is_counted"] = tf.constant(True)
-            return self._weighed(data), share
+            _, _, info = self.data_rank.bounds_and_info(self._batches._batch_size if has_static_rows else rows)
+            info["digest"] = digest
+            if may_end_anywhere:
+                info["may_end_anywhere"] = tf.constant(True)
+            return self._add_class_weights(data), info
 
         return self.inner.get_tf_dataset().map(take).prefetch(2)
 
-    def _whole(self) -> tf.data.Dataset:
-        return self.inner.get_tf_dataset().map(lambda data, rows, digest: (self._weighed(data), {})).prefetch(2)
+    def _global_dataset(self) -> tf.data.Dataset:
+        dataset = self.inner.get_tf_dataset()
+        return dataset.map(lambda data, rows, digest: (self._add_class_weights(data), {})).prefetch(2)
 
-    def _weighed(self, data: Any) -> Any:
+    def _add_class_weights(self, data: Any) -> Any:
         """Return a batch with class weights, or unchanged without them."""
         if self._class_weight is None:
             return data
@@ -142,7 +139,7 @@ class GlobalBatchShares(Shares):
         examples, size = self._batches._source.examples, self._batches._batch_size
         if self._batches._remainder == "drop":
             return False
-        return examples is None or 0 < examples % size < self.place.size
+        return examples is None or 0 < examples % size < self.data_rank.size
 
     @property
     def may_end_anywhere(self) -> bool:

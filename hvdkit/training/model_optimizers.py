@@ -1,0 +1,196 @@
+"""The optimizers of a model: wrap them for ``hk.fit``, and compare them between ranks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from hvdkit import cluster
+from hvdkit.cluster.agreement import compare, gather
+from hvdkit.cluster.logs import get_logger
+from hvdkit.collectives.ops import ReduceOp
+from hvdkit.errors import describe
+from hvdkit.optimizer.copies import Original
+from hvdkit.optimizer.distributed import DistributedOptimizer
+from hvdkit.optimizer.mixins import Distributed
+
+_MAX_OPTIMIZERS = 64  # longer lists are assumed to contain something else
+
+
+def distribute_optimizers(model: Any) -> None:
+    """Wrap every optimizer of a model, both the compiled one and those in attributes, in a DistributedOptimizer.
+
+    Raises:
+        ValueError: an optimizer sums gradients; the gradient of the global batch is the average.
+    """
+    wrapped: dict[int, Any] = {}
+    for owner in _owners(model):
+        for name, value in list(vars(owner).items()):
+            new_value = _distributed(value, wrapped)
+            if new_value is not value:
+                setattr(owner, name, new_value)
+    config = getattr(model, "_compile_config", None)
+    if config is not None and "optimizer" in config.config and getattr(model, "optimizer", None) is not None:
+        config.config["optimizer"] = model.optimizer  # saved with the model; its learning rate is current
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """Return the distinct distributed optimizers of a model."""
+    optimizers: dict[int, Any] = {}
+
+    def collect(value: Any) -> None:
+        if isinstance(value, Distributed):
+            optimizers[id(value)] = value
+        for item in _items(value):
+            collect(item)
+
+    for owner in _owners(model):
+        for value in vars(owner).values():
+            collect(value)
+    return list(optimizers.values())
+
+
+def warn_of_repeated_rows(model: Any) -> None:
+    """Warn on the chief, once per process, that rows of tables are updated with the sum of their gradients.
+
+    If a row repeats in a batch, plain Keras scatters its gradients one by one, so an optimizer that squares them adds
+    the squares. For optimizers that are linear in the gradient, the result is the same.
+    """
+    tables = [x for x in model._flatten_layers() if isinstance(x, keras.layers.Embedding) and x.trainable]
+    inner = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizers_of(model)]
+    nonlinear = [type(optimizer).__name__ for optimizer in inner if not isinstance(optimizer, keras.optimizers.SGD)]
+    if tables and nonlinear and cluster.is_chief():
+        _warn_once(
+            f"Embedding with {nonlinear[0]}: a row that occurs several times in a batch gets the sum of its "
+            "gradients, at any number of ranks; plain Keras squares them one by one, and its results differ a little"
+        )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    get_logger().warning("%s", message)
+
+
+def compare_optimizers(model: Any) -> None:
+    """Compare the settings of the ranks' optimizers. Their variables are broadcast from the chief later.
+
+    Learning rates may differ if the iteration counts do, e.g. if only the chief has restored a checkpoint.
+
+    Raises:
+        CollectiveMismatchError: settings differ.
+    """
+    ranks = gather(cluster.exchange(), "optimizers of the model", lambda: list(map(_settings, optimizers_of(model))))
+    settings = [[_with_chief_rate(*pair) for pair in itertools.zip_longest(ranks[0], local)] for local in ranks]
+    remedy = "compile the model with the same optimizer and settings on every rank"
+    compare(settings, "optimizer", remedy, show=_first_difference)
+
+
+class _OptimizerSettings(NamedTuple):
+    """An optimizer's iteration count, and its class and config, without names, which Keras numbers."""
+
+    steps: int
+    values: dict[str, str]
+
+
+def _with_chief_rate(chief: _OptimizerSettings | None, local: _OptimizerSettings | None) -> dict[str, str]:
+    """Return a rank's settings of an optimizer, with the chief's learning rate if iteration counts differ."""
+    if local is None:
+        return {}
+    if chief is None or chief.steps == local.steps:
+        return local.values
+    return {
+        **{key: value for key, value in local.values.items() if not _is_rate(key)},
+        **{key: value for key, value in chief.values.items() if _is_rate(key)},
+    }
+
+
+def _is_rate(key: str) -> bool:
+    return key.split(".")[0] == "learning_rate"
+
+
+def _first_difference(odd: list[dict[str, str]], usual: list[dict[str, str]]) -> tuple[str, str]:
+    for got, expected in itertools.zip_longest(odd, usual, fillvalue=dict[str, str]()):
+        for key in {**expected, **got}:
+            if got.get(key) != expected.get(key):
+                return f"{key}={got.get(key)}", f"{key}={expected.get(key)}"
+    raise AssertionError("equal settings")
+
+
+def _settings(optimizer: Any) -> _OptimizerSettings:
+    values = {"class": type(optimizer).__name__}
+
+    def flatten(name: str, value: Any) -> None:
+        if isinstance(value, (dict, list, tuple)):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in pairs:
+                if key != "name":
+                    flatten(f"{name}.{key}" if name else str(key), item)
+        else:
+            is_plain = value is None or isinstance(value, (bool, int, float, str, np.generic))
+            values[name] = repr(value) if is_plain else type(value).__name__
+
+    flatten("", optimizer.get_config())
+    return _OptimizerSettings(int(np.asarray(optimizer.iterations)), values)
+
+
+def check_originals(model: Any) -> None:
+    """Check that the user has not set the learning rate of an optimizer that a distributed copy replaces.
+
+    Raises:
+        ValueError: its learning rate has changed since it was copied.
+    """
+    for optimizer in optimizers_of(model):
+        original = optimizer._hvdkit_original
+        if original is not None and _rate(original.optimizer) != original.rate:
+            got = f"a learning rate set on the {type(original.optimizer).__name__} that was given to compile"
+            remedy = "set it on model.optimizer, which hk.fit has made distributed"
+            raise ValueError(describe("optimizer", got, "one set on the optimizer that trains", remedy))
+
+
+def _rate(optimizer: Any) -> float:
+    return float(np.asarray(optimizer.learning_rate))
+
+
+def _owners(model: Any) -> Iterator[Any]:
+    """Yield the model and its inner models, which may have their own optimizers."""
+    yield model
+    for layer in model._flatten_layers(include_self=False):
+        if isinstance(layer, keras.Model):
+            yield layer
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """Return the items of a short list, tuple or dict; none for anything else."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return items if len(items) <= _MAX_OPTIMIZERS else ()
+
+
+def _distributed(value: Any, wrapped: dict[int, Any]) -> Any:
+    """Return ``value`` with its optimizers wrapped: ``value`` itself, or the items of a list, tuple or dict.
+
+    Args:
+        value: an attribute of a model.
+        wrapped: the distributed optimizers so far, by the id of the original.
+    """
+    if isinstance(value, Distributed):
+        if value._hvdkit.op != ReduceOp.Average:
+            remedy = "use hk.Average: hk.fit takes care of losses that are sums"
+            raise ValueError(describe("op", value._hvdkit.op.name, "hk.Average of optimizers for hk.fit", remedy))
+        return value
+    if isinstance(value, keras.optimizers.Optimizer):
+        if id(value) not in wrapped:
+            wrapped[id(value)] = new = DistributedOptimizer(value)
+            new._hvdkit_original = Original(value, _rate(value))
+        return wrapped[id(value)]
+    items = [_distributed(item, wrapped) for item in _items(value)]
+    if all(new is old for new, old in zip(items, _items(value), strict=True)):
+        return value
+    # Return a plain container; Keras tracks it again on assignment.
+    if isinstance(value, dict):
+        return dict(zip(value, items, strict=True))
+    return tuple(items) if isinstance(value, tuple) else items

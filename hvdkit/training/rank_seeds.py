@@ -1,0 +1,87 @@
+"""Give each rank different random numbers, derived from the chief's random states.
+
+With equal states, ranks would use the same dropout masks for different rows. Ranks along mesh axes other than "data"
+share a batch and therefore draw the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+from tensorflow.python.eager import context
+
+from hvdkit import cluster
+from hvdkit.collectives import broadcast_object
+
+_GOLDEN = 0x9E3779B1  # odd, so its multiples differ for all ranks
+
+
+def spread_seeds(states: list[Any], *replicated: Any) -> None:
+    """Set the states of random generators, derived from the chief's, to different values on each rank.
+
+    Args:
+        states: variables of generators.
+        replicated: variables that get the chief's state unchanged.
+    """
+    values = broadcast_object([np.asarray(v) for v in [*states, *replicated]])
+    offset = _seed_offset()
+    for index, (variable, value) in enumerate(zip([*states, *replicated], values, strict=True)):
+        value = value.copy()
+        if offset and index < len(states):
+            value[0] = (int(value[0]) + offset) % 2**31
+        variable.assign(value)
+
+
+class _RankGenerator:
+    """Wrapper of Keras's global random generator: equal state on all ranks, but different seeds on each."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def next(self, ordered: bool = True) -> Any:
+        """Return this rank's next seed, int64 ``[2]``, and advance the generator."""
+        seed = self._generator.next(ordered=ordered)
+        return seed + tf.constant([_seed_offset(), 0], seed.dtype)
+
+
+@contextlib.contextmanager
+def rank_seeds() -> Iterator[None]:
+    """Make unseeded ``keras.random`` and TensorFlow's stateful random ops draw different numbers on each rank.
+
+    The latter only need this if TensorFlow's global seed is set. An op uses the seed of the graph in which it is
+    created, or in eager mode that of the context.
+    """
+    offset = _seed_offset()
+    if not offset:
+        yield
+        return
+    in_graph = tf.inside_function()
+    owner, name = (tf.compat.v1.get_default_graph(), "seed") if in_graph else (context.context(), "_seed")
+    before, generator = getattr(owner, name), global_generator()
+    if before is not None:
+        setattr(owner, name, (int(before) + offset) % 2**31)
+    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, _RankGenerator(generator))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
+
+
+def _seed_offset() -> int:
+    return cluster.group(cluster.DATA).index * _GOLDEN
+
+
+def global_generator() -> Any:
+    """Return Keras's global random generator, which unseeded ``keras.random`` uses."""
+    before = random.getstate()  # Keras seeds a new generator from Python's
+    generator = global_seed_generator()
+    random.setstate(before)
+    return generator
