@@ -34,7 +34,7 @@ class ChangingRows:
         shape = (table.input_dim, table.output_dim)
         self._first_rows = first_rows(table.initializer, shape, table.dtype, seed, table.name)
         with memory(table.host):
-            self._uses = {word: self._add(layer, word, *_FIRST[word]) for word in _FIRST}
+            self._usage = {word: self._add(layer, word, *_FIRST[word]) for word in _FIRST}
             self._clock = layer.add_weight(
                 name=f"{table.name}_clock", shape=(2,), initializer="zeros", dtype="int64", trainable=False
             )
@@ -58,14 +58,14 @@ class ChangingRows:
         whole = shard_of(self._rows)
         assert whole is not None
         shape, index = (self.table.buckets, BUCKET), (self._buckets, range(BUCKET))
-        for word, variable in self._uses.items():
+        for word, variable in self._usage.items():
             piece = Piece(self.table.name, shape, index, 0, "bucket")
             mark(variable, Shard(whole.owner, (piece,), word))
         if self._clock._value is not None:
-            mark(self._rows, Shard(whole.owner, whole.pieces, uses=self._inner()))
+            mark(self._rows, Shard(whole.owner, whole.pieces, usage=self._inner()))
 
     def _inner(self) -> RowUsage:
-        return RowUsage(**{word: v._value for word, v in self._uses.items()}, clock=self._clock._value)
+        return RowUsage(**{word: v._value for word, v in self._usage.items()}, clock=self._clock._value)
 
     def source(self, training: bool | None) -> Vocabulary:
         """Return the source of rows for lookups."""
@@ -85,6 +85,6 @@ class ChangingRows:
         """Return the id of each row of the entire table, ``[input_dim]``; ``NO_ID`` for free rows."""
         size, shape = cluster.size(), (self.table.buckets, BUCKET)
         indices = [(rows_of("div", self.table.buckets, rank, size), range(BUCKET)) for rank in range(size)]
-        whole = gather_parts(self._uses["ids"]._value, indices, shape, None, "hvdkit.ids")
+        whole = gather_parts(self._usage["ids"]._value, indices, shape, None, "hvdkit.ids")
         assert whole is not None
         return whole.reshape(-1)

@@ -333,9 +333,9 @@ def combined(found: LookupRows, bag: Bag, combiner: str | None) -> Any:
     """
     dtype = found.rows.dtype
     if dtype.size == 2:  # sums of many rows, and of their gradients, need more than 16 bits
-        return tf.cast(combined(LookupRows(tf.cast(found.rows, tf.float32), found.place), bag, combiner), dtype)
+        return tf.cast(combined(LookupRows(tf.cast(found.rows, tf.float32), found.positions), bag, combiner), dtype)
     if combiner is None:
-        rows = found.spread()
+        rows = found.by_key()
         if bag.kept is not None:
             rows = tf.scatter_nd(bag.kept[:, None], rows, tf.cast([bag.examples, rows.shape[1]], tf.int64))
         return _shaped(rows, bag)
@@ -362,10 +362,10 @@ def _sums(found: LookupRows, bag: Bag) -> tf.Tensor:
     """Return the weighted sum of each example's rows, ``[examples, width]``."""
     if bag.weights is None:
         total = tf.raw_ops.SparseSegmentSumWithNumSegments(
-            data=found.rows, indices=found.place, segment_ids=bag.segments, num_segments=bag.examples
+            data=found.rows, indices=found.positions, segment_ids=bag.segments, num_segments=bag.examples
         )
     else:
-        rows = found.spread()
+        rows = found.by_key()
         rows *= tf.cast(bag.weights, rows.dtype)[:, None]
         total = tf.math.unsorted_segment_sum(rows, bag.segments, bag.examples)
     return tf.ensure_shape(total, [None, found.rows.shape[1]])

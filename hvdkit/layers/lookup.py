@@ -14,12 +14,12 @@ from hvdkit.layers.table_store import TableStore
 from hvdkit.sharding import routing
 from hvdkit.sharding.id_checks import (
     Fault,
+    check_range,
+    check_weights,
+    check_whole_numbers,
     find_fault,
     raise_everywhere,
-    refused,
-    rows_only,
-    weights_match,
-    whole_numbers,
+    refusal,
 )
 from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.routing import KeyedVariable, LookupRows, read_distinct
@@ -61,7 +61,7 @@ def ask(store: TableStore, bags: Mapping[str, Bag], fault: Fault | None = None) 
     keys = [
         [_keys(store, safe, features, number) for (_, number), features in parts.items()] for parts in wanted.values()
     ]
-    return PendingLookup(safe, routing.ask(store.sources(list(wanted), None), keys, fault, name=_NAME))
+    return PendingLookup(safe, routing.request_rows(store.sources(list(wanted), None), keys, fault, name=_NAME))
 
 
 def read(store: TableStore, asked: PendingLookup, training: bool | None) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def abandon(store: TableStore) -> None:
     """Participate in a lookup after this rank rejected its inputs, so that the other ranks raise as well."""
     nothing = Bag(tf.zeros([0], tf.int32), None, tf.constant(0))
     with contextlib.suppress(ValueError):
-        ask(store, dict.fromkeys(store.lookups, nothing), refused())
+        ask(store, dict.fromkeys(store.lookups, nothing), refusal())
 
 
 def fault_of(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
@@ -105,11 +105,11 @@ def fault_of(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
         bag, where = bags.get(name), f"feature {feature!r} of table {table.name!r}"
         ids = None if bag is None else bag.ids
         if store.out_of_range == "error" and not table.evict:
-            checks.append(rows_only(ids, table.input_dim, where))
+            checks.append(check_range(ids, table.input_dim, where))
         if table.combiner is not None:
-            checks.append(weights_match(*((None, None) if bag is None else (bag.weights, bag.matches)), where))
+            checks.append(check_weights(*((None, None) if bag is None else (bag.weights, bag.matches)), where))
         if store.floats:
-            checks.append(whole_numbers(ids, None if bag is None else bag.whole, where))
+            checks.append(check_whole_numbers(ids, None if bag is None else bag.whole, where))
     return find_fault(checks)
 
 
@@ -136,7 +136,7 @@ def _keys(store: TableStore, bags: Mapping[str, Bag], names: Sequence[str], numb
     """Return the concatenated keys that outputs request from one column slice."""
     table, size = store.lookups[names[0]].table, store.layout.size
     dtype = key_dtype(store.layout.keys)  # one dtype for all tables, which share a message
-    ids = routing.joined([tf.cast(bags[name].ids, dtype) for name in names])
+    ids = routing.concat([tf.cast(bags[name].ids, dtype) for name in names])
     _, part = store.layout.slices[table.name][number]
     return ids if table.evict else keys_of(ids, part.rule, table.input_dim, size, base=part.base, rank=part.rank)
 
@@ -147,12 +147,12 @@ def _slices(
     """Return each output's rows, one part per column slice."""
     wanted = _wanted(store, bags)
     sources, parts = store.sources(list(wanted), training), [len(parts) for parts in wanted.values()]
-    found = routing.fetch(sources, parts, asked, name=_NAME, wire=store.wire)
+    found = routing.fetch_rows(sources, parts, asked, name=_NAME, wire=store.wire)
     results: dict[str, dict[int, LookupRows]] = {}
     for runs, rows_of_runs in zip(wanted.values(), found, strict=True):
         for ((_, number), features), rows in zip(runs.items(), rows_of_runs, strict=True):
             sizes = [tf.size(bags[name].ids) for name in features]
-            places = [rows.place] if len(sizes) == 1 else tf.split(rows.place, tf.stack(sizes), num=len(sizes))
+            places = [rows.positions] if len(sizes) == 1 else tf.split(rows.positions, tf.stack(sizes), num=len(sizes))
             for name, place in zip(features, places, strict=True):
                 results.setdefault(name, {})[number] = LookupRows(rows.rows, place)
     return {name: [parts[i] for i in sorted(parts)] for name, parts in results.items()}

@@ -25,8 +25,8 @@ from hvdkit.errors import describe
 from hvdkit.layers.features import Bag, combined, in_range
 from hvdkit.layers.lookup import fault_of
 from hvdkit.layers.table_store import TableStore
-from hvdkit.sharding.id_checks import FAULT_WORDS, Fault, raise_everywhere, refused
-from hvdkit.sharding.layout import Layout, Slice
+from hvdkit.sharding.id_checks import FAULT_WORDS, Fault, raise_everywhere, refusal
+from hvdkit.sharding.layout import Layout, TableSlice
 from hvdkit.sharding.routing import KeyedVariable, read_distinct
 
 _NAME = "hvdkit.owners"
@@ -34,7 +34,7 @@ _AS_MANY = "the same number of examples for all features"
 _REMEDY = "pass the ids of the whole global batch on every rank"
 
 
-def held_by(layout: Layout, tables: Mapping[str, str], rank: int) -> list[tuple[str, int, Slice]]:
+def held_by(layout: Layout, tables: Mapping[str, str], rank: int) -> list[tuple[str, int, TableSlice]]:
     """Return the lookups of ``rank`` as (output, variable number, columns), in an order that all ranks share.
 
     Args:
@@ -89,7 +89,7 @@ def read_owned(store: TableStore, bags: Mapping[str, Bag]) -> dict[str, Any]:
 def abandon_owned(store: TableStore) -> None:
     """Participate in a lookup after this rank rejected its inputs, so that the other ranks raise as well."""
     with contextlib.suppress(ValueError):
-        _agreed(refused(), tf.constant(-1), {})
+        _agreed(refusal(), tf.constant(-1), {})
 
 
 def one_vector_each(bag: Bag, name: str) -> Bag:
@@ -143,7 +143,7 @@ def _raise_unlike(batches: tf.Tensor, wrong: tf.Tensor) -> list[tf.Operation]:
     return [tf.debugging.Assert(tf.logical_not(tf.reduce_any(wrong)), [message])]
 
 
-def _vectors(store: TableStore, bag: Bag, group: int, part: Slice) -> tf.Tensor:
+def _vectors(store: TableStore, bag: Bag, group: int, part: TableSlice) -> tf.Tensor:
     """Return some columns of one output for all examples, ``[B, columns]``."""
     source = KeyedVariable(store.variables[group]._value)
     found = read_distinct(source, tf.cast(bag.ids, tf.int64) + part.base)

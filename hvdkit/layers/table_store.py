@@ -17,13 +17,13 @@ from hvdkit.layers.changing_rows import ChangingRows
 from hvdkit.layers.features import OutOfRange, lookups_of
 from hvdkit.layers.sharded_layer import memory
 from hvdkit.sharding.initial import common_seed, initial_blocks
+from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.layout import TableGroup, lay_out
-from hvdkit.sharding.own_optimizer import OwnOptimizer, own_optimizer, set_own_optimizer
 from hvdkit.sharding.partitioned import gather_parts
-from hvdkit.sharding.routing import KeyedVariable, Source
-from hvdkit.sharding.runs import LastLookup
+from hvdkit.sharding.routing import KeyedVariable, RowSource
 from hvdkit.sharding.shards import Piece, PieceState, Shard, mark, shard_of, write_box
 from hvdkit.sharding.table import Table
+from hvdkit.sharding.variable_optimizer import VariableOptimizer, set_variable_optimizer, variable_optimizer
 
 
 class TableStore:
@@ -84,16 +84,16 @@ class TableStore:
     def _make(self, layer: Any, number: int, group: TableGroup) -> Any:
         rank = cluster.rank()
         pieces = []
-        for held in group.held(rank):
-            whole = (held.table.input_dim, held.table.output_dim)
-            rule = next(s.rule for s in group.slices if s.table is held.table)
-            pieces.append(Piece(held.table.name, whole, (held.rows, held.columns), held.base, rule))
+        for parts_on in group.parts_on(rank):
+            whole = (parts_on.table.input_dim, parts_on.table.output_dim)
+            rule = next(s.rule for s in group.slices if s.table is parts_on.table)
+            pieces.append(Piece(parts_on.table.name, whole, (parts_on.rows, parts_on.columns), parts_on.base, rule))
         shape = (group.rows[rank], group.width)
         variable = self._add(
             layer, f"embeddings_{number}", shape, group.dtype, pieces, host=group.host, zeros=group.evicts is not None
         )
         mark(variable, Shard(variable.path.rpartition("/")[0], tuple(pieces), lookup=LastLookup()))
-        set_own_optimizer(variable, _own(group.slices[0].table))
+        set_variable_optimizer(variable, _own(group.slices[0].table))
         return variable
 
     def _make_whole(self, layer: Any, table: Table) -> Any:
@@ -102,7 +102,7 @@ class TableStore:
         variable = self._add(
             layer, table.name, shape, table.dtype, [whole], host=table.host, regularizer=table.regularizer
         )
-        set_own_optimizer(variable, _own(table))
+        set_variable_optimizer(variable, _own(table))
         return variable
 
     def _add(
@@ -155,11 +155,11 @@ class TableStore:
         """Whether Keras is inferring shapes, and has not created the variables yet."""
         return any(v._value is None for v in (*self.variables, *self.replicated.values()))
 
-    def sources(self, groups: Sequence[int], training: bool | None) -> list[Source]:
+    def sources(self, groups: Sequence[int], training: bool | None) -> list[RowSource]:
         """Return the sources of rows for some groups; ``training`` as for a lookup."""
         for variable in self.variables:  # Keras may have created the TensorFlow variable in the meantime
             mark(variable, shard_of(variable))
-            set_own_optimizer(variable, own_optimizer(variable))
+            set_variable_optimizer(variable, variable_optimizer(variable))
         return [self._changing[g].source(training) if g in self._changing else self._numbered(g) for g in groups]
 
     def _numbered(self, group: int) -> KeyedVariable:
@@ -182,9 +182,9 @@ class TableStore:
         if name in self.replicated:
             return self.replicated[name].numpy() if root in (None, cluster.rank()) else None
         state = self._state(name)
-        held = [h for rank in range(size) for g in self.layout.groups for h in g.held(rank) if h.table.name == name]
+        parts = [part for rank in range(size) for group in self.layout.groups for part in group.parts_on(rank)]
         shape = (table.input_dim, table.output_dim)
-        indices = [(h.rows, h.columns) for h in held]
+        indices = [(part.rows, part.columns) for part in parts if part.table.name == name]
         return gather_parts(state.local, indices, shape, root, "hvdkit.gather")
 
     def ids(self, name: str) -> np.ndarray:
@@ -252,5 +252,5 @@ class TableStore:
         raise AssertionError(name)
 
 
-def _own(table: Table) -> OwnOptimizer | None:
-    return None if table.optimizer is None else OwnOptimizer(table.optimizer, table.optimizer_key)
+def _own(table: Table) -> VariableOptimizer | None:
+    return None if table.optimizer is None else VariableOptimizer(table.optimizer, table.optimizer_key)

@@ -31,8 +31,8 @@ from hvdkit.optimizer.rows import BY_ELEMENTS, rule_for, update_rows, updating_c
 from hvdkit.optimizer.slots import Slots, fill, renew
 from hvdkit.optimizer.sparse import sum_duplicates
 from hvdkit.optimizer.tables import TableOptimizers, check_for_tables
-from hvdkit.sharding.own_optimizer import own_optimizer
 from hvdkit.sharding.shards import Local, holding_of, is_local, mark, piece_states, shard_of
+from hvdkit.sharding.variable_optimizer import variable_optimizer
 from hvdkit.sharding.variables import variable_name
 
 LossScale = keras.optimizers.LossScaleOptimizer
@@ -121,7 +121,7 @@ class Combining(Distributed):
             if isinstance(holding, Local):
                 _check_for_local(self)
                 _check_for_parts(self)
-            elif self._hvdkit_is_own or own_optimizer(variable) is None:
+            elif self._hvdkit_is_own or variable_optimizer(variable) is None:
                 check_by_elements(self, "beside sharded variables")
                 _check_for_parts(self)
             mark(variable, holding)  # also marks the inner TensorFlow variable, which may have been created later
@@ -175,7 +175,7 @@ class Combining(Distributed):
         if shard is not None:
             fill(slot, initializer)
             mark(slot, shard.of_slot(name or "var"))
-            if shard.uses is not None:
+            if shard.usage is not None:
                 self._hvdkit_slots = self._hvdkit_slots or Slots()
                 self._hvdkit_slots.add(reference_variable, name or "", slot, initializer)
         return slot

@@ -21,7 +21,7 @@ from hvdkit.collectives.ops import ReduceOp
 from hvdkit.optimizer.average import Averaging, combine_kinds
 from hvdkit.optimizer.compression import reduce_scatter, wire_dtype
 from hvdkit.optimizer.gradients import Gradient, PlacedGradients
-from hvdkit.sharding.partition import runs_of, share_of
+from hvdkit.sharding.partition import flat_ranges, flat_shard_size
 from hvdkit.sharding.shards import FlatShard, holding_of
 
 # Each group is held in memory twice during its exchange; larger groups are not faster.
@@ -79,7 +79,7 @@ class Parts:
         self._groups = tuple(_groups(self.variables))
         self._runs: dict[int, FlatShard] = {}
         for group in self._groups:
-            runs = runs_of(group.counts, cluster.rank(), cluster.size())
+            runs = flat_ranges(group.counts, cluster.rank(), cluster.size())
             for place, run in zip(group.places, runs, strict=True):
                 self._runs[place] = FlatShard(tuple(self.variables[place].shape), run)
         self.listed = tuple(self._stand_in(place) for place in range(len(self.variables)))
@@ -212,7 +212,7 @@ def _groups(variables: Sequence[Any]) -> Iterator[_Group]:
     for dtype, lists in by_dtype.items():
         for number, places in enumerate(lists):
             counts = tuple(math.prod(variables[place].shape) for place in places)
-            share = share_of(sum(counts), cluster.size())
+            share = flat_shard_size(sum(counts), cluster.size())
             yield _Group(tuple(places), counts, share, f"{dtype}{f'_{number}' if number else ''}")
 
 

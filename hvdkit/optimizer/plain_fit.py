@@ -26,7 +26,7 @@ from hvdkit.collectives.conversion import note_variable
 from hvdkit.collectives.digests import behind, digest, digest_of_batch
 from hvdkit.collectives.marks import Attached
 from hvdkit.optimizer.caller import locals_of
-from hvdkit.sharding.shards import is_part
+from hvdkit.sharding.shards import differs_by_rank
 from hvdkit.sharding.variables import SEED_STATE, broadcast_variables
 
 _SAMPLED_ROWS = 64
@@ -167,7 +167,7 @@ class Watch:
         with tf.init_scope():
             # Variables created while tracing have no values yet; they are compared after fit.
             slots = [v for optimizer in self.optimizers for v in _slots(optimizer)]
-            equal = [v for v in [*model.trainable_variables, *slots] if not is_part(v) and _has_value(v)]
+            equal = [v for v in [*model.trainable_variables, *slots] if not differs_by_rank(v) and _has_value(v)]
             self.batch.assign(0)
             exchange = cluster.exchange(self._group)
             ranks = gather(
@@ -325,7 +325,7 @@ class _Guard(keras.callbacks.Callback):
         """
         agree(
             cluster.exchange(self._group),
-            lambda: _digest([v for v in self.model.trainable_variables if not is_part(v)]),
+            lambda: _digest([v for v in self.model.trainable_variables if not differs_by_rank(v)]),
             "weights at the end of fit",
             _REMEDY,
             show=lambda *_: ("others, as they were before", "equal ones"),

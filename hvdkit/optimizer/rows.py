@@ -24,7 +24,7 @@ import keras
 import tensorflow as tf
 
 from hvdkit.optimizer.sparse import Share
-from hvdkit.sharding.runs import split_runs
+from hvdkit.sharding.last_lookup import split_by_rank
 from hvdkit.sharding.shards import Shard
 
 SparseUpdates = Literal["auto", "lazy", "exact"]
@@ -178,7 +178,7 @@ BY_ELEMENTS = {
 
 def update_rows(rule: Rule, optimizer: Any, variable: tf.Variable, shard: Shard, gradient: Any, rate: Any) -> None:
     """Update the rows of ``variable`` (which holds ``shard``) that are in ``gradient``, using ``rule``."""
-    rate, runs = tf.cast(rate, variable.dtype), None if shard.lookup is None else shard.lookup.take()
+    rate, runs = tf.cast(rate, variable.dtype), None if shard.lookup is None else shard.lookup.pop()
 
     def by_rows() -> None:
         # Divide inside the branch, so that it is only computed when needed.
@@ -195,7 +195,7 @@ def update_rows(rule: Rule, optimizer: Any, variable: tf.Variable, shard: Shard,
         # Plain SGD is linear: applying rank after rank equals applying the sum, so don't compute the sum.
         shared = isinstance(gradient, Share)
         whole, own_rate = (gradient.whole, rate / gradient.divisor) if shared else (gradient.values, rate)
-        for ids, values in split_runs(whole, runs):
+        for ids, values in split_by_rank(whole, runs):
             rule(optimizer, variable, tf.IndexedSlices(tf.cast(values, variable.dtype), ids), own_rate)
 
     is_all = tf.equal(tf.size(gradient.indices), tf.size(runs.ids))

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdkit.collectives.marks import WeakRegistry
 from hvdkit.sharding.shards import shard_of, write_box
-from hvdkit.sharding.vocabulary import take_fresh
+from hvdkit.sharding.vocabulary import pop_new_rows
 
 _BLOCK_NUMBERS = 1 << 22
 
@@ -74,9 +74,9 @@ def renew(grads: Sequence[Any], variables: Sequence[Any], *, whole: bool) -> Non
     """
     for gradient, variable in zip(grads, variables, strict=False):
         shard = shard_of(variable)
-        if gradient is None or shard is None or shard.uses is None:
+        if gradient is None or shard is None or shard.usage is None:
             continue
-        rows, inner = take_fresh(shard.uses, gradient, whole), getattr(variable, "_value", variable)
+        rows, inner = pop_new_rows(shard.usage, gradient, whole), getattr(variable, "_value", variable)
         for name, slot, initializer in [s for slots in _SLOTS.get(inner) or () for s in slots.of(inner)]:
             if name == "average":  # Keras's moving average of the weights starts at the weights
                 first = inner.sparse_read(rows)

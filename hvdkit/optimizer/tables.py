@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from hvdkit.errors import describe
-from hvdkit.sharding.own_optimizer import own_optimizer
+from hvdkit.sharding.variable_optimizer import variable_optimizer
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TableOptimizers:
         """
         groups: dict[str, list[Any]] = {}
         for variable in variables:
-            if (own := own_optimizer(variable)) is not None:
+            if (own := variable_optimizer(variable)) is not None:
                 groups.setdefault(own.key, []).append(variable)
         if not groups:
             return None
@@ -43,7 +43,7 @@ class TableOptimizers:
         # Checkpoints identify slots by path: use the same path whether a step or the user builds the model's optimizer.
         with keras.name_scope("tables", override_parent=""):
             for members in groups.values():
-                made = copy(own_optimizer(members[0]).optimizer)  # type: ignore[union-attr]
+                made = copy(variable_optimizer(members[0]).optimizer)  # type: ignore[union-attr]
                 made.build(members)
                 copies.append(made)
                 owners |= {id(variable): made for variable in members}

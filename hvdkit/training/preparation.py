@@ -25,7 +25,7 @@ from hvdkit.errors import describe
 from hvdkit.optimizer.copies import Original
 from hvdkit.optimizer.distributed import DistributedOptimizer
 from hvdkit.optimizer.mixins import Distributed
-from hvdkit.sharding.shards import is_part
+from hvdkit.sharding.shards import differs_by_rank
 from hvdkit.sharding.variables import SEED_STATE, broadcast_variables
 
 _GOLDEN = 0x9E3779B1  # odd, so its multiples differ for all ranks
@@ -236,7 +236,7 @@ class Variables:
 
     def _all(self) -> list[Any]:
         listed = [*self._model.variables, *(v for optimizer in optimizers_of(self._model) for v in optimizer.variables)]
-        return [v for v in {id(v): v for v in listed}.values() if not is_part(v)]
+        return [v for v in {id(v): v for v in listed}.values() if not differs_by_rank(v)]
 
 
 def spread_seeds(states: list[Any], *shared: Any, broadcast: Callable[[Any], Any] = broadcast_object) -> None:

@@ -240,7 +240,7 @@ def test_numbers_are_clipped_after_rows_are_added_up(rank, size):
 def test_plain_sgd_updates_rank_after_rank(traced, monkeypatch, rank, size):
     """Equal rows are only added up first, which takes longer, if the gradient is of more than one lookup."""
     updated = []
-    split = rows.split_runs
+    split = rows.split_by_rank
     monkeypatch.setattr(rows, "split_runs", lambda *given: updated.append(len(split(*given))) or split(*given))
     variable, layer = hk.PartitionedVariable((8, 2)), hk.layers.ShardedEmbedding(8, 2, embeddings_initializer=0.0)
     layer.build()
