@@ -147,7 +147,7 @@ def fetch_rows(
         received = iter(_exchange_rows(rows, parts, lookup, wire, name))
     else:
         counts = tf.split(lookup.requested[0], list(parts))
-        received = iter([part for r, c, n in zip(rows, counts, parts, strict=True) for part in _split(r, c, n)])
+        received = iter([part for r, c, n in zip(rows, counts, parts, strict=True) for part in split(r, c, n)])
     positions = iter(lookup.positions)
     return [[LookupRows(with_shared_gradient(next(received)), next(positions)) for _ in range(n)] for n in parts]
 
@@ -157,7 +157,8 @@ def concat(parts: Sequence[tf.Tensor]) -> tf.Tensor:
     return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
 
-def _split(x: tf.Tensor, sizes: tf.Tensor, number: int) -> list[tf.Tensor]:
+def split(x: tf.Tensor, sizes: tf.Tensor, number: int) -> list[tf.Tensor]:
+    """Split along the first axis into ``number`` tensors of these sizes."""
     return [x] if number == 1 else tf.split(x, sizes, num=number)
 
 
@@ -197,7 +198,7 @@ class _SortedRequests:
         blocks = tf.dynamic_partition(concat([ids for _, ids in routes]), block, len(uniques) * size)
         order = tf.concat(tf.dynamic_partition(tf.range(tf.size(block)), block, len(uniques) * size), 0)
         within = tf.math.invert_permutation(order) - tf.gather(tf.cumsum(sizes, exclusive=True), part)
-        offsets = _split(within, sizes, len(uniques))
+        offsets = split(within, sizes, len(uniques))
         counts = tf.reshape(tf.stack([tf.size(b) for b in blocks]), [len(uniques), size])
         variable = [v for v, number in enumerate(numbers) for _ in range(number)]
         of_parts = [list(blocks[p * size : (p + 1) * size]) for p in range(len(uniques))]
