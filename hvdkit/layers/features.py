@@ -1,4 +1,4 @@
-"""Convert a feature's input to flat ids, and the rows found to the layer's output."""
+"""Convert a feature's input to flat ids, and the rows looked up to the layer's output."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Bag(NamedTuple):
         like: a RaggedTensor whose axes are the output's without the last one; None for a dense output.
         kept: if ids were dropped, without a combiner, the positions of the remaining ids, ``[n]``; else None.
         matches: whether weights and ids have the same structure, a bool scalar; None without weights.
-        whole: for ids given as floats, whether they are whole numbers, ``[n]`` bool; else None.
+        whole: for ids passed as floats, whether they are whole numbers, ``[n]`` bool; else None.
         mask: with ``mask_zero`` and without a combiner, False for ids equal to 0, in the form of the ids; else None.
     """
 
@@ -321,7 +321,7 @@ def _keep_positions(bag: Bag, kept: tf.Tensor) -> Bag:
 
 
 def combine_rows(looked_up: LookupRows, bag: Bag, combiner: str | None) -> Any:
-    """Combine the rows found for a bag into the feature's output ``[*shape, width]``.
+    """Combine the rows looked up for a bag into the feature's output ``[*shape, width]``.
 
     With w_k the weights (1 by default) and e_k the rows of one example:
 

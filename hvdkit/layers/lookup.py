@@ -147,9 +147,9 @@ def _slices(
     """Return each output's rows, one part per column slice."""
     requests = _outputs_by_slice(store, bags)
     sources, parts = store.sources(list(requests), training), [len(parts) for parts in requests.values()]
-    found = routing.fetch_rows(sources, parts, lookup, name=_NAME, wire=store.wire)
+    looked_up = routing.fetch_rows(sources, parts, lookup, name=_NAME, wire=store.wire)
     results: dict[str, dict[int, LookupRows]] = {}
-    for of_variable, rows_of_variable in zip(requests.values(), found, strict=True):
+    for of_variable, rows_of_variable in zip(requests.values(), looked_up, strict=True):
         for ((_, number), features), rows in zip(of_variable.items(), rows_of_variable, strict=True):
             sizes = [tf.size(bags[name].ids) for name in features]
             positions = routing.split(rows.positions, tf.stack(sizes), len(sizes))

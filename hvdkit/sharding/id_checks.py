@@ -66,7 +66,7 @@ def check_weights(weights: tf.Tensor | None, matches: tf.Tensor | None, where: s
 
 
 def check_whole_numbers(ids: tf.Tensor | None, whole: tf.Tensor | None, where: str) -> Check:
-    """Check ``whole`` ``[n]``: ids ``[n]`` given as floats are whole numbers; None for integers."""
+    """Check ``whole`` ``[n]``: ids ``[n]`` passed as floats are whole numbers; None for integers."""
     what, expected, remedy = "ids, without their fraction", "whole numbers", "pass integers"
     if ids is None or whole is None:
         return Check(None, None, what, where, expected, remedy)

@@ -24,7 +24,7 @@ from hvdkit.collectives.ops import ReduceOp
 from hvdkit.errors import describe
 from hvdkit.optimizer.copies import Original
 from hvdkit.optimizer.distributed import DistributedOptimizer
-from hvdkit.optimizer.mixins import Distributed
+from hvdkit.optimizer.mixins import DistributedMixin
 from hvdkit.sharding.shards import differs_by_rank
 from hvdkit.sharding.variables import SEED_STATE, broadcast_variables
 
@@ -54,7 +54,7 @@ def optimizers_of(model: Any) -> list[Any]:
     found: dict[int, Any] = {}
 
     def note(value: Any) -> None:
-        if isinstance(value, Distributed):
+        if isinstance(value, DistributedMixin):
             found[id(value)] = value
         for part in _parts(value):
             note(part)
@@ -186,7 +186,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 def _distributed(value: Any, made: dict[int, Any]) -> Any:
     """Return ``value`` with its optimizers wrapped: ``value`` itself, or the items of a list, tuple or dict."""
-    if isinstance(value, Distributed):
+    if isinstance(value, DistributedMixin):
         if value._hvdkit.op != ReduceOp.Average:
             remedy = "use hk.Average: hk.fit takes care of losses that are sums"
             raise ValueError(describe("op", value._hvdkit.op.name, "hk.Average of optimizers for hk.fit", remedy))

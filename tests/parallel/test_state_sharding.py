@@ -12,7 +12,7 @@ import tensorflow as tf
 import hvdkit as hk
 from hvdkit.checkpoint.matching import without_numbers
 from hvdkit.optimizer.compression import reduce_scatter
-from hvdkit.optimizer.rows import BY_ELEMENTS
+from hvdkit.optimizer.rows import ELEMENTWISE
 from hvdkit.sharding.shards import differs_by_rank, flat_shard_of
 
 opts = keras.optimizers
@@ -70,7 +70,7 @@ def assert_equal(ours, theirs, rtol=2e-5, atol=2e-6):
     hk.compare_variables(ours)
 
 
-MAKERS = {cls.__name__: cls for cls in sorted(BY_ELEMENTS, key=lambda cls: cls.__name__)}
+MAKERS = {cls.__name__: cls for cls in sorted(ELEMENTWISE, key=lambda cls: cls.__name__)}
 OPTIONS = {
     "momentum": lambda: opts.SGD(0.1, momentum=0.9, nesterov=True),
     "clipvalue": lambda: opts.SGD(0.1, clipvalue=0.2),
