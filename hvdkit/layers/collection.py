@@ -153,7 +153,9 @@ class ShardedEmbeddingCollection(ShardedLayer):
         if self.dp_input:
             pending = inputs if isinstance(inputs, PendingLookup) else self.ask(inputs)
             structure, bags = pending.bags, flatten_features(pending.bags)
-            self._check_outputs(bags)
+            if set(bags) != set(self.lookups):
+                remedy = "pass what ask() of this layer returned"
+                raise ValueError(describe("inputs", sorted(bags), f"a request for {sorted(self.lookups)}", remedy))
             outputs = read_outputs(
                 store, PendingLookup({name: bags[name] for name in self.lookups}, pending.rows), training
             )
@@ -318,11 +320,6 @@ class ShardedEmbeddingCollection(ShardedLayer):
                 remedy = "pass the features of the tables that this rank holds, layer.local_features"
             raise ValueError(describe("inputs", got, f"a dict of {sorted(self.local_features)}", remedy))
         return values
-
-    def _check_outputs(self, bags: Mapping[str, Any]) -> None:
-        if set(bags) != set(self.lookups):
-            remedy = "pass what ask() of this layer returned"
-            raise ValueError(describe("inputs", sorted(bags), f"a request for {sorted(self.lookups)}", remedy))
 
     def _whole_structure(self) -> dict[str, Any]:
         """Return all features in nested dicts, according to their names."""

@@ -78,8 +78,7 @@ class ShardedLayer(keras.layers.Layer):
                 pairs.append((variable.name, variable))
             else:
                 prefix = "" if shard.slot is None else f"{shard.slot}."
-                states = zip(shard.pieces, piece_states(variable), strict=True)
-                pairs += [(f"{prefix}{piece.table}", state) for piece, state in states]
+                pairs += [(f"{prefix}{state.table}", state) for state in piece_states(variable)]
         parts = dict(pairs)
         if len(parts) < len(pairs):
             got = sorted(name for name, _ in pairs)

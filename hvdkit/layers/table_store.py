@@ -21,7 +21,7 @@ from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.layout import TableGroup, lay_out
 from hvdkit.sharding.partitioned import gather_parts
 from hvdkit.sharding.routing import KeyedVariable, RowSource
-from hvdkit.sharding.shards import Piece, PieceState, Shard, mark, shard_of, write_box
+from hvdkit.sharding.shards import Piece, PieceState, Shard, mark, piece_states, shard_of, write_box
 from hvdkit.sharding.table import Table
 from hvdkit.sharding.variable_optimizer import VariableOptimizer, set_variable_optimizer, variable_optimizer
 
@@ -245,12 +245,8 @@ class TableStore:
 
     def _state(self, name: str) -> PieceState:
         """Return this rank's part of a sharded table."""
-        for variable in self.variables:
-            shard = shard_of(variable)
-            for piece in () if shard is None else shard.pieces:
-                if piece.table == name:
-                    return PieceState(variable, shard, piece)  # type: ignore[arg-type]
-        raise AssertionError(name)
+        states = (state for variable in self.variables for state in piece_states(variable))
+        return next(state for state in states if state.table == name)
 
 
 def _optimizer_of(table: Table) -> VariableOptimizer | None:

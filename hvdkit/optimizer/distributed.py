@@ -162,14 +162,8 @@ def _wrap_loss_scale(optimizer: Any, reduction: Reduction) -> Any:
 
 def _wrap_multi(optimizer: Any, reduction: Reduction) -> Any:
     if reduction.accumulate_steps > 1:
-        raise ValueError(
-            describe(
-                "accumulate_steps",
-                reduction.accumulate_steps,
-                "1 with a MultiOptimizer",
-                "set gradient_accumulation_steps on its inner optimizers",
-            )
-        )
+        expected, remedy = "1 with a MultiOptimizer", "set gradient_accumulation_steps on its inner optimizers"
+        raise ValueError(describe("accumulate_steps", reduction.accumulate_steps, expected, remedy))
     cls = subclass(CombiningMixin, type(optimizer))
     return copy_of(optimizer, cls, rebuilds=_has_marked_slots(optimizer), _hvdkit=reduction)
 
@@ -181,20 +175,13 @@ def _has_marked_slots(optimizer: Any) -> bool:
 
 def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, DistributedMixin):
-        raise TypeError(
-            describe(
-                "optimizer", "a DistributedOptimizer", "a plain Keras optimizer", "wrap it once; twice combines twice"
-            )
-        )
+        expected, remedy = "a plain Keras optimizer", "wrap it once; twice combines twice"
+        raise TypeError(describe("optimizer", "a DistributedOptimizer", expected, remedy))
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(
-            describe(
-                "optimizer",
-                f"{type(optimizer).__module__}.{type(optimizer).__name__}",
-                "a Keras 3 optimizer, e.g. keras.optimizers.SGD(0.1)",
-                "tf_keras, tf.compat.v1 and string optimizers have to be replaced by one of keras.optimizers",
-            )
-        )
+        got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        expected = "a Keras 3 optimizer, e.g. keras.optimizers.SGD(0.1)"
+        remedy = "tf_keras, tf.compat.v1 and string optimizers have to be replaced by one of keras.optimizers"
+        raise TypeError(describe("optimizer", got, expected, remedy))
     check_inner(optimizer)
 
 

@@ -99,6 +99,5 @@ def _load_state(model: Any, path: Path) -> None:
         except UserWarning as error:
             expected = "one for this model and these options"
             remedy = "pass the options that the optimizer was saved with, or compile=False"
-            raise ValueError(
-                describe("path", f"{path}, whose optimizer state is another ({error})", expected, remedy)
-            ) from error
+            got = f"{path}, whose optimizer state is another ({error})"
+            raise ValueError(describe("path", got, expected, remedy)) from error

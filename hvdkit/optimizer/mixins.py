@@ -456,11 +456,7 @@ def reject_unsupported(wrapped: bool = False) -> None:
         return
     refuse_xla()
     if wrapped:
-        raise HvdkitError(
-            describe(
-                "optimizer",
-                "a LossScaleOptimizer around a DistributedOptimizer, which skips apply() on the rank that overflows",
-                "apply() on every rank at every step",
-                "wrap the other way round: hk.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))",
-            )
-        )
+        got = "a LossScaleOptimizer around a DistributedOptimizer, which skips apply() on the rank that overflows"
+        expected = "apply() on every rank at every step"
+        remedy = "wrap the other way round: hk.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
+        raise HvdkitError(describe("optimizer", got, expected, remedy))

@@ -138,11 +138,8 @@ class ShardedStateMixin(CombiningMixin):
         if self._hvdkit_partition is not None:
             got = f"an optimizer of which rank {cluster.rank()} has 1/{cluster.size()} (shard_states=True)"
             remedy = "save with hk.checkpoint.save or hk.Supervisor, or the model alone with model.export"
-            raise HvdkitError(
-                describe(
-                    "model.save, model.save_weights", got, "an optimizer whose state is whole on each rank", remedy
-                )
-            )
+            expected = "an optimizer whose state is whole on each rank"
+            raise HvdkitError(describe("model.save, model.save_weights", got, expected, remedy))
         super().save_own_variables(store)  # type: ignore[misc]
 
     def load_own_variables(self, store: Any) -> None:

@@ -178,6 +178,7 @@ class PieceState:
     """One table's part of a variable, as a ``hvdkit.checkpoint.state.ShardedState`` for checkpoints.
 
     Attributes:
+        table: the table's name.
         name: owner and name of the table and, for a slot, the slot's name.
         shape: global shape.
         dtype: the variable's dtype.
@@ -188,8 +189,8 @@ class PieceState:
     def __init__(self, variable: Any, shard: Shard, piece: Piece):
         self._variable = getattr(variable, "_value", variable)
         self._box = piece.box
-        levels = (shard.owner, piece.table, shard.slot)
-        self.name = "/".join(level for level in levels if level)
+        self.table = piece.table
+        self.name = "/".join(filter(None, (shard.owner, piece.table, shard.slot)))
         self.shape, self.dtype, self.partition = piece.shape, self._variable.dtype, piece.partition
         self.local_index = piece.index
         # Ranks along the mesh's other axes hold the same part: one of them writes it.

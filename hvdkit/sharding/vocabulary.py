@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from hvdkit.errors import describe
 from hvdkit.sharding.hashing import bucket_of
+from hvdkit.sharding.keys import keys_of
 from hvdkit.sharding.table import BUCKET
 
 # A reserved id that marks free rows.
@@ -80,10 +81,8 @@ class Vocabulary:
 
     def route(self, ids: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the owner of each id, int32, and the ids to send to it."""
-        base_count, remainder = divmod(self._total, size)  # same as hvdkit.sharding.partition.owner for "div"
-        bucket = bucket_of(ids, self._total)
-        rank = tf.maximum(bucket // (base_count + 1), (bucket - remainder) // max(base_count, 1))
-        return tf.cast(rank, tf.int32), ids
+        keys = keys_of(bucket_of(ids, self._total), "div", self._total, size)
+        return tf.cast(keys % size, tf.int32), ids
 
     def read(self, ids: tf.Tensor) -> tf.Tensor:
         """Return the rows of ids ``[n]``, ``[n, width]``; zeros for ids without a row."""
