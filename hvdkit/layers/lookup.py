@@ -14,12 +14,12 @@ from hvdkit.layers.table_store import TableStore
 from hvdkit.sharding import routing
 from hvdkit.sharding.id_checks import (
     Fault,
-    check_range,
-    check_weights,
-    check_whole_numbers,
     find_fault,
     raise_everywhere,
+    range_check,
     refusal,
+    weights_check,
+    whole_numbers_check,
 )
 from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.routing import KeyedVariable, LookupRows, read_distinct
@@ -105,11 +105,11 @@ def fault_of(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
         bag, where = bags.get(name), f"feature {feature!r} of table {table.name!r}"
         ids = None if bag is None else bag.ids
         if store.out_of_range == "error" and not table.evict:
-            checks.append(check_range(ids, table.input_dim, where))
+            checks.append(range_check(ids, table.input_dim, where))
         if table.combiner is not None:
-            checks.append(check_weights(*((None, None) if bag is None else (bag.weights, bag.matches)), where))
+            checks.append(weights_check(*((None, None) if bag is None else (bag.weights, bag.matches)), where))
         if store.floats:
-            checks.append(check_whole_numbers(ids, None if bag is None else bag.whole, where))
+            checks.append(whole_numbers_check(ids, None if bag is None else bag.whole, where))
     return find_fault(checks)
 
 

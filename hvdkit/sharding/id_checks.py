@@ -50,23 +50,23 @@ class Fault(NamedTuple):
     texts: tuple[tuple[str, str, str, str], ...]
 
 
-def check_range(ids: tf.Tensor | None, rows: int, where: str) -> Check:
-    """Check that ids ``[n]`` are valid for a table with ``rows`` rows; None skips the check."""
+def range_check(ids: tf.Tensor | None, rows: int, where: str) -> Check:
+    """Return the check that ids ``[n]`` are valid for a table with ``rows`` rows; None: nothing to check."""
     remedy = "check the data, or pass out_of_range='wrap' or 'drop'"
     invalid = None if ids is None else is_out_of_range(ids, rows)
     return Check(ids, invalid, "ids", where, f"0 to {rows - 1}", remedy)
 
 
-def check_weights(weights: tf.Tensor | None, matches: tf.Tensor | None, where: str) -> Check:
-    """Check ``matches`` (bool scalar): weights and ids have the same structure; None skips the check."""
+def weights_check(weights: tf.Tensor | None, matches: tf.Tensor | None, where: str) -> Check:
+    """Return the check of ``matches`` (bool): weights and ids have the same structure; None: nothing to check."""
     expected, remedy = "one for each id, in the same places", "give both the same shape"
     if weights is None or matches is None:
         return Check(None, None, "weights", where, expected, remedy)
     return Check(tf.size(weights)[None], tf.logical_not(matches)[None], "weights", where, expected, remedy)
 
 
-def check_whole_numbers(ids: tf.Tensor | None, whole: tf.Tensor | None, where: str) -> Check:
-    """Check ``whole`` ``[n]``: ids ``[n]`` passed as floats are whole numbers; None for integers."""
+def whole_numbers_check(ids: tf.Tensor | None, whole: tf.Tensor | None, where: str) -> Check:
+    """Return the check of ``whole`` ``[n]``: ids ``[n]`` passed as floats are whole numbers; None for integers."""
     what, expected, remedy = "ids, without their fraction", "whole numbers", "pass integers"
     if ids is None or whole is None:
         return Check(None, None, what, where, expected, remedy)

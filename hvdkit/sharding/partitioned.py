@@ -14,7 +14,7 @@ from hvdkit.collectives import alltoall, tensors
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import HvdkitError, describe, integer
-from hvdkit.sharding.id_checks import Fault, check_range, find_fault, is_out_of_range, refusal
+from hvdkit.sharding.id_checks import Fault, find_fault, is_out_of_range, range_check, refusal
 from hvdkit.sharding.initial import common_seed, initial_blocks
 from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.last_lookup import LastLookup
@@ -138,7 +138,7 @@ class PartitionedVariable:
                     self._look_up(tf.zeros([0], tf.int32), refusal())
             raise
         flat = tf.reshape(ids, [-1])
-        vectors = self._look_up(flat, find_fault([check_range(flat, self.shape[0], f"lookup of {self.name!r}")]))
+        vectors = self._look_up(flat, find_fault([range_check(flat, self.shape[0], f"lookup of {self.name!r}")]))
         return tf.reshape(vectors, tf.concat([tf.shape(ids), self.shape[1:]], 0))
 
     def _look_up(self, flat: tf.Tensor, fault: Fault) -> tf.Tensor:
