@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from hvdkit.collectives import Sum, grouped_allreduce
-from hvdkit.optimizer.batch_norm import average_for_now, synchronize_batch_normalization
+from hvdkit.optimizer.batch_norm import average_temporarily, synchronize_batch_normalization
 from hvdkit.optimizer.mixins import is_supervised, ranks_of
 from hvdkit.optimizer.plain_fit import note_combined
 from hvdkit.supervisor.divergence import check_first_update
@@ -80,7 +80,7 @@ class MetricAverage(keras.callbacks.Callback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Store the training metrics before validation resets them; a rank without validation data would not reset."""
         if self._fitting:
-            self._local = average_for_now(self.model, process_set=ranks_of(self.model.optimizer))
+            self._local = average_temporarily(self.model, process_set=ranks_of(self.model.optimizer))
             self._training = self.results(self.model)
             self.model.reset_metrics()
 
@@ -96,7 +96,7 @@ class MetricAverage(keras.callbacks.Callback):
             self._compared = True
             check_first_update(self.model, self.model.optimizer, int(np.asarray(self.model.optimizer.iterations)))
         if not is_supervised(self.model):
-            self._local = average_for_now(self.model, process_set=ranks_of(self.model.optimizer))
+            self._local = average_temporarily(self.model, process_set=ranks_of(self.model.optimizer))
         combined = self._training or self.results(self.model)
         combined = combined | {f"val_{name}": value for name, value in self._validation.items()}
         if logs is not None:

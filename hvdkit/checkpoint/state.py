@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdkit.checkpoint.entries import Entry, Kind, Resize, State, Value
 from hvdkit.checkpoint.tensorfile import Allowed, storable
 from hvdkit.errors import describe
-from hvdkit.sharding.shards import FlatShardState, holding_of, is_local, piece_states, run_of, shard_of
+from hvdkit.sharding.shards import FlatShardState, flat_shard_of, holding_of, is_local, piece_states, shard_of
 from hvdkit.sharding.variables import SEED_STATE, variable_name
 
 
@@ -193,7 +193,7 @@ def _add_variable(
     """Add a variable; for a shard, add each of its tables under ``key``, as the shard's name is arbitrary."""
     if is_local(variable):
         kind, resize = "per_rank", "keep"
-    if (shard := run_of(variable)) is not None:
+    if (shard := flat_shard_of(variable)) is not None:
         _add_sharded(flat, name, FlatShardState(variable, shard), allowed)
         return
     if shard_of(variable) is not None:

@@ -16,8 +16,8 @@ from hvdkit.collectives.ops import ReduceOp
 from hvdkit.sharding.partition import rows_of
 
 
-def shared_by(x: tf.Tensor, group: Group) -> tf.Tensor:
-    """Return ``x``, which is replicated over the group but used differently by each rank; the gradient is summed."""
+def copy_to_group(x: tf.Tensor, group: Group) -> tf.Tensor:
+    """Return ``x``, which is the same on all ranks of the group but used differently by each; sum its gradient."""
 
     @tf.custom_gradient
     def forward(x: tf.Tensor) -> Any:
@@ -26,8 +26,8 @@ def shared_by(x: tf.Tensor, group: Group) -> tf.Tensor:
     return forward(x)
 
 
-def added_up(x: tf.Tensor, group: Group) -> tf.Tensor:
-    """Return the sum of ``x`` over the group, which all of its ranks must use identically."""
+def reduce_from_group(x: tf.Tensor, group: Group) -> tf.Tensor:
+    """Return the sum of ``x`` over the group. All ranks of the group must use it identically."""
 
     @tf.custom_gradient
     def forward(x: tf.Tensor) -> Any:
@@ -36,21 +36,21 @@ def added_up(x: tf.Tensor, group: Group) -> tf.Tensor:
     return forward(x)
 
 
-def beside(x: tf.Tensor, width: int, group: Group) -> tf.Tensor:
-    """Concatenate the ranks' columns ``[..., local]`` to ``[..., width]``, which all ranks must use identically."""
-    mine = rows_of("div", width, group.index, group.size)
+def gather_columns(x: tf.Tensor, width: int, group: Group) -> tf.Tensor:
+    """Concatenate the ranks' columns ``[..., local]`` to ``[..., width]``. All ranks must use these identically."""
+    columns = rows_of("div", width, group.index, group.size)
 
     @tf.custom_gradient
     def forward(x: tf.Tensor) -> Any:
-        flat = tf.transpose(tf.reshape(x, [-1, len(mine)]))
+        flat = tf.transpose(tf.reshape(x, [-1, len(columns)]))
         gathered = tf.transpose(tensors.allgather(flat, "hvdkit.beside", group))
         whole = tf.reshape(gathered, tf.concat([tf.shape(x)[:-1], [width]], 0))
-        return whole, lambda upstream: upstream[..., mine.start : mine.stop]
+        return whole, lambda upstream: upstream[..., columns.start : columns.stop]
 
     return forward(x)
 
 
-def sum_of_parts(x: tf.Tensor) -> tf.Tensor:
+def sum_parts(x: tf.Tensor) -> tf.Tensor:
     """Return the sum over all ranks of ``x``, which each rank computes from its part of a sharded tensor.
 
     Every rank's loss depends on every part, so the gradient is summed over ranks.
@@ -69,6 +69,6 @@ def sum_over(x: tf.Tensor, group: Group | None, name: str) -> tf.Tensor:
     return tensors.grouped_allreduce([x], ReduceOp.Sum, name, group)[0]
 
 
-def largest_over(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+def max_over(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Return the maximum of ``x`` over the group."""
     return tensors.grouped_allreduce([x], ReduceOp.Max, name, group)[0]

@@ -19,13 +19,13 @@ from hvdkit.layers.features import (
     OutOfRange,
     bag_of,
     check_exact,
-    flattened,
+    flatten_features,
     lookups_of,
-    outputs_like,
-    values_like,
+    nest_outputs,
+    unflatten_features,
 )
-from hvdkit.layers.lookup import PendingLookup, abandon, ask, read
-from hvdkit.layers.owner_lookup import abandon_owned, held_by, one_vector_each, read_owned
+from hvdkit.layers.lookup import PendingLookup, abandon_lookup, read_outputs, send_requests
+from hvdkit.layers.owner_lookup import abandon_owned_lookup, lookups_of_rank, one_vector_each, read_owned
 from hvdkit.layers.sharded_layer import ShardedLayer
 from hvdkit.layers.table_store import TableStore
 from hvdkit.optimizer.compression import wire_dtype
@@ -111,16 +111,16 @@ class ShardedEmbeddingCollection(ShardedLayer):
             )
         self.lookups = lookups_of(self.tables)
         self.features = tuple(dict.fromkeys(feature for feature, _ in self.lookups.values()))
-        self.local_features = self.features if dp_input else self._held_features()
+        self.local_features = self.features if dp_input else self._features_of_rank()
         self.supports_masking = bool(masked)
         self._store: TableStore | None = None
 
-    def _held_features(self) -> tuple[str, ...]:
+    def _features_of_rank(self) -> tuple[str, ...]:
         """Return the features in tables of which this rank holds columns."""
         layout = lay_out(self.tables, self.plan.placements, cluster.size())
         tables = {name: table.name for name, (_, table) in self.lookups.items()}
-        held = held_by(layout, tables, cluster.rank())
-        return tuple(dict.fromkeys(self.lookups[name].feature for name, _, _ in held))
+        lookups = lookups_of_rank(layout, tables, cluster.rank())
+        return tuple(dict.fromkeys(self.lookups[lookup.output].feature for lookup in lookups))
 
     def build(self, input_shape: Any = None) -> None:
         """Create this rank's part of every table."""
@@ -149,17 +149,23 @@ class ShardedEmbeddingCollection(ShardedLayer):
         Returns:
             ``[..., output_dim]`` for each feature, in the layer's compute dtype and with the nesting of ``inputs``.
         """
-        store = self._tables_here()
+        store = self._built_store()
         if self.dp_input:
-            asked = inputs if isinstance(inputs, PendingLookup) else self.ask(inputs)
-            structure, bags = asked.bags, flattened(asked.bags)
-            self._check_outputs(bags)
-            found = read(store, PendingLookup({name: bags[name] for name in self.lookups}, asked.rows), training)
+            pending = inputs if isinstance(inputs, PendingLookup) else self.ask(inputs)
+            structure, bags = pending.bags, flatten_features(pending.bags)
+            if set(bags) != set(self.lookups):
+                remedy = "pass what ask() of this layer returned"
+                raise ValueError(describe("inputs", sorted(bags), f"a request for {sorted(self.lookups)}", remedy))
+            outputs = read_outputs(
+                store, PendingLookup({name: bags[name] for name in self.lookups}, pending.rows), training
+            )
         else:
-            found = read_owned(store, self._bags(inputs))
-            structure = outputs_like(self._whole_structure(), found, self.lookups)
+            outputs = read_owned(store, self._bags(inputs))
+            structure = nest_outputs(self._whole_structure(), outputs, self.lookups)
         self._add_penalty(store)
-        return values_like(structure, {name: tf.cast(rows, self.compute_dtype) for name, rows in found.items()})
+        return unflatten_features(
+            structure, {name: tf.cast(rows, self.compute_dtype) for name, rows in outputs.items()}
+        )
 
     @graph_safe
     def ask(self, inputs: Mapping[str, Any]) -> PendingLookup:
@@ -172,35 +178,35 @@ class ShardedEmbeddingCollection(ShardedLayer):
             inputs: as for a call.
 
         Raises:
-            ValueError: ``dp_input=False``, where ids are not exchanged.
+            ValueError: the layer has ``dp_input=False``, so ids are not exchanged.
 
         Example::
 
             @tf.function
-            def step(asked, labels, next_ids):
-                following = embed.ask(next_ids)  # on its way while this step computes
+            def step(pending, labels, next_ids):
+                next_pending = embed.ask(next_ids)  # exchanged while this step computes
                 with tf.GradientTape() as tape:
-                    loss = loss_of(model(embed(asked, training=True)), labels)
+                    loss = loss_of(model(embed(pending, training=True)), labels)
                 ...
-                return following, loss
+                return next_pending, loss
         """
         if not self.dp_input:
             raise ValueError(describe("ask", "dp_input=False", "dp_input=True", "call the layer: no ids travel"))
-        asked = ask(self._tables_here(), self._bags(inputs))
-        return PendingLookup(outputs_like(inputs, asked.bags, self.lookups), asked.rows)
+        pending = send_requests(self._built_store(), self._bags(inputs))
+        return PendingLookup(nest_outputs(inputs, pending.bags, self.lookups), pending.rows)
 
     def _bags(self, inputs: Any) -> dict[str, Bag]:
         """Return each output's ids; on invalid inputs, notify the other ranks so that they do not wait."""
         try:
-            given = self._check_features(inputs)
+            values = self._check_features(inputs)
             return {
-                name: self._bag(given[feature], table, feature)
+                name: self._bag(values[feature], table, feature)
                 for name, (feature, table) in self.lookups.items()
-                if feature in given
+                if feature in values
             }
         except Exception:
             if tf.executing_eagerly():  # in a graph, a tracing error ends the job; here the other ranks would wait
-                (abandon if self.dp_input else abandon_owned)(self._tables_here())
+                (abandon_lookup if self.dp_input else abandon_owned_lookup)(self._built_store())
             raise
 
     def _bag(self, value: Any, table: Table, feature: str) -> Bag:
@@ -214,44 +220,44 @@ class ShardedEmbeddingCollection(ShardedLayer):
 
     def compute_output_spec(self, inputs: Mapping[str, Any], **_: Any) -> dict[str, Any]:
         """Return the outputs' shapes, without a lookup."""
-        given, specs = self._check_features(inputs), {}
+        values, specs = self._check_features(inputs), {}
         for name, (feature, table) in self.lookups.items():
             if self.dp_input:
                 specs[name] = output_spec(
-                    given[feature], table, self.compute_dtype, feature, self._floats, self.out_of_range
+                    values[feature], table, self.compute_dtype, feature, self._floats, self.out_of_range
                 )
             else:
                 specs[name] = keras.KerasTensor((None, table.output_dim), dtype=self.compute_dtype)
-        return outputs_like(inputs if self.dp_input else self._whole_structure(), specs, self.lookups)
+        return nest_outputs(inputs if self.dp_input else self._whole_structure(), specs, self.lookups)
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
         """Return a mask for each output, False for padding; None without ``mask_zero`` or with a combiner."""
         if not self.supports_masking:
             return None
         if isinstance(inputs, PendingLookup):
-            bags = flattened(inputs.bags)
-            return values_like(inputs.bags, {name: bag.mask for name, bag in bags.items()})
-        given = flattened(inputs)
-        masks = {name: _mask(given[feature], table) for name, (feature, table) in self.lookups.items()}
-        return outputs_like(inputs, masks, self.lookups)
+            bags = flatten_features(inputs.bags)
+            return unflatten_features(inputs.bags, {name: bag.mask for name, bag in bags.items()})
+        values = flatten_features(inputs)
+        masks = {name: _mask(values[feature], table) for name, (feature, table) in self.lookups.items()}
+        return nest_outputs(inputs, masks, self.lookups)
 
     def gather(self, table: str, root: int | None = None) -> np.ndarray | None:
         """Return an entire table ``[input_dim, output_dim]`` on every rank, or only on ``root`` and None elsewhere.
 
         Every rank calls it. Raises ValueError if the table or rank does not exist.
         """
-        return self._tables_here().gather(table, root)
+        return self._built_store().gather(table, root)
 
     def ids(self, table: str) -> np.ndarray:
         """Return the id of each row of a table with eviction, ``[input_dim]`` int64, -2**63 for free rows.
 
         Every rank calls it. Raises ValueError if the table is without eviction.
         """
-        return self._tables_here().ids(table)
+        return self._built_store().ids(table)
 
     def assign(self, table: str, full_array: Any) -> None:
         """Set an entire table from ``[input_dim, output_dim]``; each rank takes its part, without communication."""
-        self._tables_here().assign(table, full_array)
+        self._built_store().assign(table, full_array)
 
     def get_weights(self) -> list[np.ndarray]:
         """Return the unsharded tables ``[input_dim, output_dim]``, in the order of ``tables``. Every rank calls it.
@@ -277,7 +283,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
             CollectiveMismatchError: another rank's arrays are wrong.
         """
         self._check_no_evict("set_weights")
-        store, names = self._tables_here(), [table.name for table in self.tables]
+        store, names = self._built_store(), [table.name for table in self.tables]
         call = Call(f"set_weights() of tables {names}")
 
         def check() -> None:
@@ -298,7 +304,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
             remedy = "save with hk.checkpoint.save; gather() and ids() show rows and ids"
             raise ValueError(describe(method, f"table {evicting[0]!r} with evict", "tables without", remedy))
 
-    def _tables_here(self) -> TableStore:
+    def _built_store(self) -> TableStore:
         if self._store is None:
             self.build()
         assert self._store is not None
@@ -306,19 +312,14 @@ class ShardedEmbeddingCollection(ShardedLayer):
 
     def _check_features(self, inputs: Any) -> dict[str, Any]:
         """Return the inputs by feature."""
-        given = flattened(inputs) if isinstance(inputs, Mapping) else None
-        if given is None or set(given) != set(self.local_features):
-            got = sorted(given) if given is not None else type(inputs).__name__
+        values = flatten_features(inputs) if isinstance(inputs, Mapping) else None
+        if values is None or set(values) != set(self.local_features):
+            got = sorted(values) if values is not None else type(inputs).__name__
             remedy = "pass every feature, and no other"
             if not self.dp_input:
                 remedy = "pass the features of the tables that this rank holds, layer.local_features"
             raise ValueError(describe("inputs", got, f"a dict of {sorted(self.local_features)}", remedy))
-        return given
-
-    def _check_outputs(self, bags: Mapping[str, Any]) -> None:
-        if set(bags) != set(self.lookups):
-            remedy = "pass what ask() of this layer returned"
-            raise ValueError(describe("inputs", sorted(bags), f"a request for {sorted(self.lookups)}", remedy))
+        return values
 
     def _whole_structure(self) -> dict[str, Any]:
         """Return all features in nested dicts, according to their names."""
@@ -335,8 +336,8 @@ class ShardedEmbeddingCollection(ShardedLayer):
         """Return the layer's config for :meth:`from_config`."""
         tables = [table_config(table) for table in self.tables]
         names = ("seed", "compression", "out_of_range", "dp_input")
-        own = {name: getattr(self, name) for name in names}
-        return {**super().get_config(), "tables": tables, "plan": dict(self.plan.placements), **own}
+        options = {name: getattr(self, name) for name in names}
+        return {**super().get_config(), "tables": tables, "plan": dict(self.plan.placements), **options}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ShardedEmbeddingCollection:
@@ -345,7 +346,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
 
 
 def table_config(table: Table) -> dict[str, Any]:
-    """Return a table's config for :func:`table_of`: plain values, except for arrays of initial values."""
+    """Return a table's config for :func:`table_of`. Its values are plain, except for arrays of initial values."""
     config = {field.name: getattr(table, field.name) for field in dataclasses.fields(table) if field.init}
     config["features"] = list(table.features)
     if isinstance(table.initializer, keras.initializers.Initializer):
@@ -359,14 +360,14 @@ def table_config(table: Table) -> dict[str, Any]:
 
 def table_of(config: Mapping[str, Any]) -> Table:
     """Create a table from the result of :func:`table_config`."""
-    made = deserialized(config, ("initializer", "optimizer", "regularizer"))
-    return Table(**{**made, "features": tuple(made["features"])})
+    arguments = deserialize(config, ("initializer", "optimizer", "regularizer"))
+    return Table(**{**arguments, "features": tuple(arguments["features"])})
 
 
-def deserialized(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def deserialize(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return ``config`` with the objects under ``names`` deserialized."""
-    given = {name: config[name] for name in names if isinstance(config.get(name), Mapping)}
-    return {**config, **{name: keras.saving.deserialize_keras_object(value) for name, value in given.items()}}
+    configs = {name: config[name] for name in names if isinstance(config.get(name), Mapping)}
+    return {**config, **{name: keras.saving.deserialize_keras_object(value) for name, value in configs.items()}}
 
 
 def output_spec(
@@ -378,11 +379,11 @@ def output_spec(
         TypeError: ids are not integers; with ``floats``, their dtype cannot represent every row exactly.
     """
     ids = inputs[0] if isinstance(inputs, tuple | list) else inputs
-    given = tf.as_dtype(ids.dtype)
-    if floats and given.is_floating:
-        check_exact(given, table, how, feature)
-    elif not given.is_integer:
-        got = f"dtype {given.name}"
+    ids_dtype = tf.as_dtype(ids.dtype)
+    if floats and ids_dtype.is_floating:
+        check_exact(ids_dtype, table, how, feature)
+    elif not ids_dtype.is_integer:
+        got = f"dtype {ids_dtype.name}"
         raise TypeError(describe(f"ids of {feature!r}", got, "integers", "give the Input dtype='int64'"))
     shape = tuple(ids.shape)
     axes = len(shape)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe
-from hvdkit.layers.collection import ShardedEmbeddingCollection, deserialized, table_config
+from hvdkit.layers.collection import ShardedEmbeddingCollection, deserialize, table_config
 from hvdkit.layers.features import OutOfRange
 from hvdkit.layers.lookup import PendingLookup
 from hvdkit.layers.sharded_layer import ShardedLayer
@@ -20,7 +20,7 @@ from hvdkit.sharding.table import Combiner, Evict, Table
 _PARTITIONS = {"mod": "row", "div": "div", "column": "column", "replicated": "replicated"}
 _TABLE = "embeddings"
 # Unsupported arguments of keras.layers.Embedding, and alternatives.
-_REFUSED = {
+_UNSUPPORTED = {
     "embeddings_constraint": "it would need the whole table after every update; limit the rows that a lookup returns",
     "weights": "pass the array as embeddings_initializer, or call layer.set_weights([array])",
     "lora_rank": "tables train as they are; leave it out",
@@ -91,7 +91,7 @@ class ShardedEmbedding(ShardedLayer):
         out_of_range: OutOfRange = "error",
         **kwargs: Any,
     ):
-        for name, remedy in _REFUSED.items():
+        for name, remedy in _UNSUPPORTED.items():
             if (value := kwargs.pop(name, None)) is not None:
                 expected = "None: hk.layers.ShardedEmbedding has no such argument"
                 raise TypeError(describe(name, type(value).__name__, expected, remedy))
@@ -133,8 +133,8 @@ class ShardedEmbedding(ShardedLayer):
     @graph_safe
     def call(self, inputs: Any, training: bool | None = None) -> tf.Tensor:
         """Return vectors ``[*ids.shape, output_dim]``, or with a combiner ``[*ids.shape[:-1], output_dim]``."""
-        given = inputs if isinstance(inputs, PendingLookup) else {_TABLE: inputs}
-        return self._collection(given, training=training)[_TABLE]
+        request = inputs if isinstance(inputs, PendingLookup) else {_TABLE: inputs}
+        return self._collection(request, training=training)[_TABLE]
 
     @graph_safe
     def ask(self, inputs: Any) -> PendingLookup:
@@ -178,13 +178,13 @@ class ShardedEmbedding(ShardedLayer):
     def get_config(self) -> dict[str, Any]:
         """Return the layer's config for ``from_config``."""
         table = table_config(self.table)
-        shared = ("input_dim", "output_dim", "combiner", "evict", "host", "optimizer", "mask_zero")
-        own = {name: getattr(self._collection, name) for name in ("seed", "compression", "out_of_range")}
-        own |= {"partition": self.partition, **{name: table[name] for name in shared}}
-        kept = {f"embeddings_{name}": table[name] for name in ("initializer", "regularizer")}
-        return {**super().get_config(), **own, **kept}
+        table_options = ("input_dim", "output_dim", "combiner", "evict", "host", "optimizer", "mask_zero")
+        config = {name: getattr(self._collection, name) for name in ("seed", "compression", "out_of_range")}
+        config |= {"partition": self.partition, **{name: table[name] for name in table_options}}
+        embeddings_options = {f"embeddings_{name}": table[name] for name in ("initializer", "regularizer")}
+        return {**super().get_config(), **config, **embeddings_options}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ShardedEmbedding:
         """Create a layer from the result of :meth:`get_config`."""
-        return cls(**deserialized(config, ("embeddings_initializer", "embeddings_regularizer", "optimizer")))
+        return cls(**deserialize(config, ("embeddings_initializer", "embeddings_regularizer", "optimizer")))

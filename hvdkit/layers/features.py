@@ -1,4 +1,4 @@
-"""Convert a feature's input to flat ids, and the rows found to the layer's output."""
+"""Convert a feature's input to flat ids, and the rows looked up to the layer's output."""
 
 from __future__ import annotations
 
@@ -38,55 +38,55 @@ def lookups_of(tables: Iterable[Table]) -> dict[str, Lookup]:
         >>> list(lookups_of([Table("a", 9, 2, features=("x", "y")), Table("b", 9, 2, features=("y",))]))
         ['x', 'y@a', 'y@b']
     """
-    found: dict[str, Lookup] = {}
+    lookups: dict[str, Lookup] = {}
     pairs = [Lookup(feature, table) for table in tables for feature in table.features]
     features = [feature for feature, _ in pairs]
     for pair in pairs:
         name = pair.feature if features.count(pair.feature) == 1 else f"{pair.feature}@{pair.table.name}"
-        if name in found:
+        if name in lookups:
             remedy = f"{name!r} is the name of another feature's output; rename the feature"
             raise ValueError(describe("features", repr(name), "names that outputs do not have", remedy))
-        found[name] = pair
-    return found
+        lookups[name] = pair
+    return lookups
 
 
-def flattened(inputs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_features(inputs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested dicts by their paths.
 
     Example:
-        >>> flattened({"user": {"clicks": 1, "buys": 2}, "item": 3})
+        >>> flatten_features({"user": {"clicks": 1, "buys": 2}, "item": 3})
         {'user/clicks': 1, 'user/buys': 2, 'item': 3}
     """
     flat: dict[str, Any] = {}
     for key, value in inputs.items():
-        flat |= flattened(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= flatten_features(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
 
 
-def outputs_like(inputs: Mapping[str, Any], outputs: Mapping[str, Any], lookups: Mapping[str, Lookup]) -> dict:
+def nest_outputs(inputs: Mapping[str, Any], outputs: Mapping[str, Any], lookups: Mapping[str, Lookup]) -> dict:
     """Return ``outputs`` with the nesting of ``inputs``; the outputs of a feature in several tables are siblings."""
     names: dict[str, list[str]] = {}
     for name, lookup in lookups.items():
         names.setdefault(lookup.feature, []).append(name)
 
-    def nested(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in given.items():
+    def nest(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        nested_outputs: dict[str, Any] = {}
+        for key, value in values.items():
             path = f"{prefix}{key}"
             if isinstance(value, Mapping):
-                found[key] = nested(value, f"{path}/")
+                nested_outputs[key] = nest(value, f"{path}/")
             else:
-                found |= {f"{key}{name.removeprefix(path)}": outputs[name] for name in names[path]}
-        return found
+                nested_outputs |= {f"{key}{name.removeprefix(path)}": outputs[name] for name in names[path]}
+        return nested_outputs
 
-    return nested(inputs, "")
+    return nest(inputs, "")
 
 
-def values_like(structure: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``values``, keyed by path, with the nesting of ``structure``: the inverse of :func:`flattened`."""
+def unflatten_features(structure: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``values``, keyed by path, with the nesting of ``structure``: the inverse of :func:`flatten_features`."""
     return {
-        key: values_like(part, values, f"{prefix}{key}/") if isinstance(part, Mapping) else values[f"{prefix}{key}"]
-        for key, part in structure.items()
+        key: unflatten_features(item, values, f"{prefix}{key}/") if isinstance(item, Mapping) else values[prefix + key]
+        for key, item in structure.items()
     }
 
 
@@ -102,7 +102,7 @@ class Bag(NamedTuple):
         like: a RaggedTensor whose axes are the output's without the last one; None for a dense output.
         kept: if ids were dropped, without a combiner, the positions of the remaining ids, ``[n]``; else None.
         matches: whether weights and ids have the same structure, a bool scalar; None without weights.
-        whole: for ids given as floats, whether they are whole numbers, ``[n]`` bool; else None.
+        whole: for ids passed as floats, whether they are whole numbers, ``[n]`` bool; else None.
         mask: with ``mask_zero`` and without a combiner, False for ids equal to 0, in the form of the ids; else None.
     """
 
@@ -135,7 +135,7 @@ def bag_of(value: Any, table: Table, name: str, *, floats: bool = False, how: Ou
             unknown rank with a combiner.
     """
     combiner = table.combiner
-    ids, weights = value if _is_pair(value) else (value, None)
+    ids, weights = value if _has_weights(value) else (value, None)
     if weights is not None and combiner is None:
         remedy = "give the table a combiner"
         raise ValueError(describe(f"weights of {name!r}", "weights", "none without a combiner", remedy))
@@ -197,7 +197,7 @@ def _check_form(ids: Any, weights: Any, name: str) -> None:
         raise TypeError(describe(f"weights of {name!r}", f"dtype {dtype}", "real numbers", "cast them to float32"))
 
 
-def _is_pair(value: Any) -> bool:
+def _has_weights(value: Any) -> bool:
     """Return whether ``value`` is a pair (ids, weights), not a plain list of two ids."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         return False
@@ -229,10 +229,10 @@ def _over_last_axis(ids: tf.Tensor, weights: tf.Tensor | None) -> Bag:
     """Return the bag of dense ids whose last axis is combined."""
     shape = tf.shape(ids)[:-1]
     segments = tf.range(tf.size(ids)) // tf.maximum(tf.shape(ids)[-1], 1)
-    found = Bag(tf.reshape(ids, [-1]), segments, tf.reduce_prod(shape), shape=shape)
+    bag = Bag(tf.reshape(ids, [-1]), segments, tf.reduce_prod(shape), shape=shape)
     if weights is None:
-        return found
-    return found._replace(weights=tf.reshape(weights, [-1]), matches=_same(tf.shape(weights), tf.shape(ids)))
+        return bag
+    return bag._replace(weights=tf.reshape(weights, [-1]), matches=_equal(tf.shape(weights), tf.shape(ids)))
 
 
 def _ragged(ids: tf.RaggedTensor, weights: Any, combiner: str | None, name: str) -> Bag:
@@ -241,20 +241,20 @@ def _ragged(ids: tf.RaggedTensor, weights: Any, combiner: str | None, name: str)
     if combiner is None:
         return Bag(tf.reshape(flat, [-1]), None, tf.size(flat), like=ids)
     if _known_axes(flat, name) > 1:
-        found = _over_last_axis(flat, None)._replace(like=ids.with_flat_values(tf.reduce_sum(flat[..., :0], -1)))
+        bag = _over_last_axis(flat, None)._replace(like=ids.with_flat_values(tf.reduce_sum(flat[..., :0], -1)))
     else:
         splits = tf.cast(ids.nested_row_splits[-1], tf.int32)
         examples = tf.size(splits) - 1
         like = None if ids.ragged_rank == 1 else _without_last_axis(ids)
-        found = Bag(flat, _row_of_each(splits, tf.size(flat)), examples, shape=examples[None], like=like)
+        bag = Bag(flat, _row_of_each(splits, tf.size(flat)), examples, shape=examples[None], like=like)
     if weights is None:
-        return found
+        return bag
     matches = tf.constant(False)
     if weights.ragged_rank == ids.ragged_rank and weights.flat_values.shape.rank == flat.shape.rank:
         pairs = zip(weights.nested_row_splits, ids.nested_row_splits, strict=True)
-        same = [_same(mine, tf.cast(theirs, mine.dtype)) for mine, theirs in pairs]
-        matches = tf.reduce_all([*same, _same(tf.shape(weights.flat_values), tf.shape(flat))])
-    return found._replace(weights=tf.reshape(weights.flat_values, [-1]), matches=matches)
+        same = [_equal(weight_splits, tf.cast(id_splits, weight_splits.dtype)) for weight_splits, id_splits in pairs]
+        matches = tf.reduce_all([*same, _equal(tf.shape(weights.flat_values), tf.shape(flat))])
+    return bag._replace(weights=tf.reshape(weights.flat_values, [-1]), matches=matches)
 
 
 def _without_last_axis(ragged: tf.RaggedTensor) -> Any:
@@ -278,19 +278,19 @@ def _sparse(ids: tf.SparseTensor, weights: Any, combiner: str | None, name: str)
     weights = None if weights is None else tf.sparse.reorder(weights)
     examples = tf.cast(ids.dense_shape[0], tf.int32)
     segments = tf.cast(ids.indices[:, 0], tf.int32)
-    found = Bag(as_ids(ids.values, name), segments, examples, shape=examples[None])
+    bag = Bag(as_ids(ids.values, name), segments, examples, shape=examples[None])
     if weights is None:
-        return found
-    return found._replace(weights=weights.values, matches=_same(ids.indices, weights.indices))
+        return bag
+    return bag._replace(weights=weights.values, matches=_equal(ids.indices, weights.indices))
 
 
-def _same(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+def _equal(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
     """Return whether two tensors of the same rank have equal shapes and values."""
     return tf.cond(tf.reduce_all(tf.shape(a) == tf.shape(b)), lambda: tf.reduce_all(a == b), lambda: tf.constant(False))
 
 
-def in_range(bag: Bag, table: Table, how: OutOfRange) -> Bag:
-    """Return a bag with valid row ids: ids out of range are wrapped, dropped, or (for "error") replaced by 0.
+def make_ids_valid(bag: Bag, table: Table, how: OutOfRange) -> Bag:
+    """Return a bag with valid row ids: wrap or drop ids out of range, or replace them by 0 for "error".
 
     With "error" they are already recorded as faults, and every rank raises before a row is used. Padding is dropped as
     well.
@@ -301,17 +301,17 @@ def in_range(bag: Bag, table: Table, how: OutOfRange) -> Bag:
     if table.evict is None and how == "wrap":
         ids = tf.math.floormod(ids, tf.cast(table.input_dim, ids.dtype))
     elif table.evict is None:
-        bad = is_out_of_range(ids, table.input_dim)
+        invalid = is_out_of_range(ids, table.input_dim)
         if how == "error":
-            ids = tf.where(bad, tf.zeros_like(ids), ids)
+            ids = tf.where(invalid, tf.zeros_like(ids), ids)
         else:
-            good = tf.logical_not(bad)
-            kept = good if kept is None else tf.logical_and(kept, good)
+            valid = tf.logical_not(invalid)
+            kept = valid if kept is None else tf.logical_and(kept, valid)
     bag = bag._replace(ids=tf.bitcast(ids, tf.int64) if ids.dtype == tf.uint64 else ids)
-    return bag if kept is None else _only(bag, tf.where(kept)[:, 0])
+    return bag if kept is None else _keep_positions(bag, tf.where(kept)[:, 0])
 
 
-def _only(bag: Bag, kept: tf.Tensor) -> Bag:
+def _keep_positions(bag: Bag, kept: tf.Tensor) -> Bag:
     """Return a bag with only the ids at the positions ``kept``."""
     ids = tf.gather(bag.ids, kept)
     if bag.segments is None:
@@ -320,8 +320,8 @@ def _only(bag: Bag, kept: tf.Tensor) -> Bag:
     return bag._replace(ids=ids, segments=tf.gather(bag.segments, kept), weights=weights)
 
 
-def combined(found: LookupRows, bag: Bag, combiner: str | None) -> Any:
-    """Combine the rows found for a bag into the feature's output ``[*shape, width]``.
+def combine_rows(looked_up: LookupRows, bag: Bag, combiner: str | None) -> Any:
+    """Combine the rows looked up for a bag into the feature's output ``[*shape, width]``.
 
     With w_k the weights (1 by default) and e_k the rows of one example:
 
@@ -331,19 +331,21 @@ def combined(found: LookupRows, bag: Bag, combiner: str | None) -> Any:
 
     An example without ids gives zeros. 16-bit rows are summed in 32 bits. Same as ``tf.nn.embedding_lookup_sparse``.
     """
-    dtype = found.rows.dtype
+    dtype = looked_up.rows.dtype
     if dtype.size == 2:  # sums of many rows, and of their gradients, need more than 16 bits
-        return tf.cast(combined(LookupRows(tf.cast(found.rows, tf.float32), found.place), bag, combiner), dtype)
+        wide = LookupRows(tf.cast(looked_up.rows, tf.float32), looked_up.positions)
+        return tf.cast(combine_rows(wide, bag, combiner), dtype)
     if combiner is None:
-        rows = found.spread()
+        rows = looked_up.by_key()
         if bag.kept is not None:
             rows = tf.scatter_nd(bag.kept[:, None], rows, tf.cast([bag.examples, rows.shape[1]], tf.int64))
         return _shaped(rows, bag)
-    total = _sums(found, bag)
+    total = _sums(looked_up, bag)
     if combiner != "sum":
-        one = tf.ones_like(bag.segments, total.dtype) if bag.weights is None else tf.cast(bag.weights, total.dtype)
-        size = tf.math.unsorted_segment_sum(one if combiner == "mean" else one * one, bag.segments, bag.examples)
-        total = tf.math.divide_no_nan(total, (size if combiner == "mean" else tf.sqrt(size))[:, None])
+        weights = tf.ones_like(bag.segments, total.dtype) if bag.weights is None else tf.cast(bag.weights, total.dtype)
+        is_mean = combiner == "mean"
+        divisor = tf.math.unsorted_segment_sum(weights if is_mean else weights**2, bag.segments, bag.examples)
+        total = tf.math.divide_no_nan(total, (divisor if is_mean else tf.sqrt(divisor))[:, None])
     return _shaped(total, bag)
 
 
@@ -358,14 +360,14 @@ def _shaped(rows: tf.Tensor, bag: Bag) -> Any:
     return bag.like.with_flat_values(rows)
 
 
-def _sums(found: LookupRows, bag: Bag) -> tf.Tensor:
+def _sums(looked_up: LookupRows, bag: Bag) -> tf.Tensor:
     """Return the weighted sum of each example's rows, ``[examples, width]``."""
     if bag.weights is None:
         total = tf.raw_ops.SparseSegmentSumWithNumSegments(
-            data=found.rows, indices=found.place, segment_ids=bag.segments, num_segments=bag.examples
+            data=looked_up.rows, indices=looked_up.positions, segment_ids=bag.segments, num_segments=bag.examples
         )
     else:
-        rows = found.spread()
+        rows = looked_up.by_key()
         rows *= tf.cast(bag.weights, rows.dtype)[:, None]
         total = tf.math.unsorted_segment_sum(rows, bag.segments, bag.examples)
-    return tf.ensure_shape(total, [None, found.rows.shape[1]])
+    return tf.ensure_shape(total, [None, looked_up.rows.shape[1]])

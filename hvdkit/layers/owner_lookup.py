@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.errors import describe
-from hvdkit.layers.features import Bag, combined, in_range
+from hvdkit.layers.features import Bag, combine_rows, make_ids_valid
 from hvdkit.layers.lookup import fault_of
 from hvdkit.layers.table_store import TableStore
-from hvdkit.sharding.id_checks import FAULT_WORDS, Fault, raise_everywhere, refused
-from hvdkit.sharding.layout import Layout, Slice
+from hvdkit.sharding.id_checks import FAULT_WORDS, Fault, raise_everywhere, refusal
+from hvdkit.sharding.layout import Layout, TableSlice
 from hvdkit.sharding.routing import KeyedVariable, read_distinct
 
 _NAME = "hvdkit.owners"
@@ -34,8 +34,22 @@ _AS_MANY = "the same number of examples for all features"
 _REMEDY = "pass the ids of the whole global batch on every rank"
 
 
-def held_by(layout: Layout, tables: Mapping[str, str], rank: int) -> list[tuple[str, int, Slice]]:
-    """Return the lookups of ``rank`` as (output, variable number, columns), in an order that all ranks share.
+class OwnedLookup(NamedTuple):
+    """Some columns of an output, looked up by the rank that holds them.
+
+    Attributes:
+        output: name of the output.
+        group: number of the table group whose variable holds the columns.
+        slice: the columns of the output's table.
+    """
+
+    output: str
+    group: int
+    slice: TableSlice
+
+
+def lookups_of_rank(layout: Layout, tables: Mapping[str, str], rank: int) -> list[OwnedLookup]:
+    """Return the lookups of ``rank``, in an order that all ranks share.
 
     Args:
         layout: the layout of the tables.
@@ -43,10 +57,10 @@ def held_by(layout: Layout, tables: Mapping[str, str], rank: int) -> list[tuple[
         rank: any rank.
     """
     return [
-        (name, group, part)
-        for name, table in tables.items()
-        for group, part in layout.slices[table]
-        if part.rank == rank
+        OwnedLookup(output, group, table_slice)
+        for output, table in tables.items()
+        for group, table_slice in layout.slices[table]
+        if table_slice.rank == rank
     ]
 
 
@@ -61,35 +75,36 @@ def read_owned(store: TableStore, bags: Mapping[str, Bag]) -> dict[str, Any]:
         ValueError: in eager mode, on every rank, if an id of any rank is out of range, or the numbers of examples
             differ; ``tf.errors.InvalidArgumentError`` in graphs.
     """
-    checked, batch = _agreed(fault_of(store, bags), _examples(bags), bags)
-    safe = {name: in_range(bag, store.lookups[name].table, store.out_of_range) for name, bag in checked.items()}
-    size, tables = cluster.size(), {name: lookup.table.name for name, lookup in store.lookups.items()}
-    held = [held_by(store.layout, tables, rank) for rank in range(size)]
+    checked, batch = _agree_on_batch(fault_of(store, bags), _examples(bags), bags)
+    safe = {name: make_ids_valid(bag, store.lookups[name].table, store.out_of_range) for name, bag in checked.items()}
+    rank, size = cluster.rank(), cluster.size()
+    tables = {name: lookup.table.name for name, lookup in store.lookups.items()}
     edges = tf.range(size + 1) * batch // size
     counts = edges[1:] - edges[:-1]
     columns: dict[str, dict[int, tf.Tensor]] = {name: {} for name in store.lookups}
+    lookups = [lookups_of_rank(store.layout, tables, owner) for owner in range(size)]
     for dtype in dict.fromkeys(table.dtype for table in store.tables.values()):
-        of_ranks = [[part for part in parts if store.lookups[part[0]].table.dtype == dtype] for parts in held]
-        made = [_vectors(store, safe[name], group, part) for name, group, part in of_ranks[cluster.rank()]]
-        widths = [sum(len(part.columns) for _, _, part in parts) for parts in of_ranks]
-        looked_up = {group for _, group, _ in of_ranks[cluster.rank()]}
-        made += [
+        by_owner = [[lookup for lookup in owned if lookup.slice.table.dtype == dtype] for owned in lookups]
+        widths = [sum(len(lookup.slice.columns) for lookup in owned) for owned in by_owner]
+        vectors = [_vectors(store, safe[lookup.output], lookup) for lookup in by_owner[rank]]
+        groups_read = {lookup.group for lookup in by_owner[rank]}
+        vectors += [
             _no_vectors(variable, batch)
             for number, (group, variable) in enumerate(zip(store.layout.groups, store.variables, strict=True))
-            if group.dtype == dtype and number not in looked_up
+            if group.dtype == dtype and number not in groups_read
         ]
-        whole = tf.concat(made, 1)
-        for parts, received in zip(of_ranks, _deal_out(whole, widths, counts, batch, store.wire), strict=True):
-            own = tf.split(received, [len(part.columns) for _, _, part in parts], axis=1) if parts else []
-            for (name, _, part), vectors in zip(parts, own, strict=True):
-                columns[name][part.columns.start] = vectors
-    return {name: tf.concat([runs[start] for start in sorted(runs)], 1) for name, runs in columns.items()}
+        received = _scatter_examples(tf.concat(vectors, 1), widths, counts, batch, store.wire)
+        for owned, of_owner in zip(by_owner, received, strict=True):
+            parts = tf.split(of_owner, [len(lookup.slice.columns) for lookup in owned], axis=1) if owned else []
+            for lookup, part in zip(owned, parts, strict=True):
+                columns[lookup.output][lookup.slice.columns.start] = part
+    return {name: tf.concat([parts[start] for start in sorted(parts)], 1) for name, parts in columns.items()}
 
 
-def abandon_owned(store: TableStore) -> None:
+def abandon_owned_lookup(store: TableStore) -> None:
     """Participate in a lookup after this rank rejected its inputs, so that the other ranks raise as well."""
     with contextlib.suppress(ValueError):
-        _agreed(refused(), tf.constant(-1), {})
+        _agree_on_batch(refusal(), tf.constant(-1), {})
 
 
 def one_vector_each(bag: Bag, name: str) -> Bag:
@@ -111,7 +126,7 @@ def _examples(bags: Mapping[str, Bag]) -> tf.Tensor:
     return tf.where(tf.reduce_all(every == every[0]), every[0], -2)
 
 
-def _agreed(fault: Fault, examples: tf.Tensor, bags: Mapping[str, Bag]) -> tuple[dict[str, Bag], tf.Tensor]:
+def _agree_on_batch(fault: Fault, examples: tf.Tensor, bags: Mapping[str, Bag]) -> tuple[dict[str, Bag], tf.Tensor]:
     """Return the bags and the global number of examples, after checking all ranks' faults and numbers of examples."""
     words = tf.concat([fault.words, examples[None]], 0)[None]
     if cluster.size() > 1:
@@ -121,11 +136,11 @@ def _agreed(fault: Fault, examples: tf.Tensor, bags: Mapping[str, Bag]) -> tuple
     wrong = tf.logical_and(batches != batch, batches != -1)
     with tf.control_dependencies(raise_everywhere(words[:, :FAULT_WORDS], fault)):
         wrong = tf.identity(wrong)
-    with tf.control_dependencies(_raise_unlike(batches, wrong)):
+    with tf.control_dependencies(_raise_if_unequal(batches, wrong)):
         return {name: bag._replace(ids=tf.identity(bag.ids)) for name, bag in bags.items()}, tf.identity(batch)
 
 
-def _raise_unlike(batches: tf.Tensor, wrong: tf.Tensor) -> list[tf.Operation]:
+def _raise_if_unequal(batches: tf.Tensor, wrong: tf.Tensor) -> list[tf.Operation]:
     if tf.executing_eagerly():
         if tf.reduce_any(wrong):
             shown = ", ".join("none" if n == -1 else "unlike numbers" if n == -2 else str(n) for n in batches.numpy())
@@ -143,12 +158,12 @@ def _raise_unlike(batches: tf.Tensor, wrong: tf.Tensor) -> list[tf.Operation]:
     return [tf.debugging.Assert(tf.logical_not(tf.reduce_any(wrong)), [message])]
 
 
-def _vectors(store: TableStore, bag: Bag, group: int, part: Slice) -> tf.Tensor:
+def _vectors(store: TableStore, bag: Bag, lookup: OwnedLookup) -> tf.Tensor:
     """Return some columns of one output for all examples, ``[B, columns]``."""
-    source = KeyedVariable(store.variables[group]._value)
-    found = read_distinct(source, tf.cast(bag.ids, tf.int64) + part.base)
-    vectors = combined(found, bag, part.table.combiner)
-    return tf.ensure_shape(vectors[:, : len(part.columns)], [None, len(part.columns)])
+    source, columns = KeyedVariable(store.variables[lookup.group]._value), len(lookup.slice.columns)
+    rows = read_distinct(source, tf.cast(bag.ids, tf.int64) + lookup.slice.base)
+    vectors = combine_rows(rows, bag, lookup.slice.table.combiner)
+    return tf.ensure_shape(vectors[:, :columns], [None, columns])
 
 
 def _no_vectors(variable: Any, batch: tf.Tensor) -> tf.Tensor:
@@ -156,7 +171,7 @@ def _no_vectors(variable: Any, batch: tf.Tensor) -> tf.Tensor:
     return tf.reshape(variable._value.sparse_read(tf.zeros([0], tf.int32)), [batch, 0])
 
 
-def _deal_out(
+def _scatter_examples(
     whole: tf.Tensor, widths: Sequence[int], counts: tf.Tensor, batch: tf.Tensor, wire: tf.DType | None
 ) -> list[tf.Tensor]:
     """Send each rank its examples' rows of ``whole``; return the rows received from each rank, ``[local, widths[o]]``.
@@ -173,16 +188,16 @@ def _deal_out(
         return [whole[: counts[rank]] if o == rank else tf.zeros([counts[rank], 0], whole.dtype) for o in range(size)]
     sent = wire if wire is not None and wire.size < whole.dtype.size else whole.dtype
     dtype, name = whole.dtype, f"{_NAME}.vectors_{sent.name}"
-    mine, theirs = counts * widths[rank], counts[rank] * tf.constant(list(widths))
+    sent_counts, received_counts = counts * widths[rank], counts[rank] * tf.constant(list(widths))
 
     @tf.custom_gradient
     def exchange(whole: tf.Tensor) -> Any:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            back = tensors.alltoall(tf.cast(upstream, sent), theirs, f"{name}.gradients")[0]
+            back = tensors.alltoall(tf.cast(upstream, sent), received_counts, f"{name}.gradients")[0]
             return tf.cast(tf.reshape(back, [batch, widths[rank]]), dtype)
 
         flat = tf.reshape(tf.cast(whole, sent), [-1])
-        return tf.cast(tensors.alltoall(flat, mine, name)[0], dtype), gradient
+        return tf.cast(tensors.alltoall(flat, sent_counts, name)[0], dtype), gradient
 
-    parts = tf.split(exchange(whole), theirs, num=size)
+    parts = tf.split(exchange(whole), received_counts, num=size)
     return [tf.reshape(part, [counts[rank], width]) for part, width in zip(parts, widths, strict=True)]

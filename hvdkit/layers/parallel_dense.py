@@ -11,7 +11,7 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe, integer
-from hvdkit.layers.axis_collectives import added_up, beside, shared_by
+from hvdkit.layers.axis_collectives import copy_to_group, gather_columns, reduce_from_group
 from hvdkit.layers.sharded_layer import ShardedLayer
 from hvdkit.sharding.initial import common_seed
 from hvdkit.sharding.partition import rows_of
@@ -57,29 +57,29 @@ class _ParallelDense(ShardedLayer):
         }
         return {**super().get_config(), **own}
 
-    def _add(self, name: str, shape: tuple[int, ...], initializer: Any, cut: int | None) -> Any:
-        """Add a weight that is sharded along axis ``cut``, or replicated if ``cut`` is None."""
-        if cut is None:
+    def _add_part(self, name: str, shape: tuple[int, ...], initializer: Any, sharded: int | None) -> Any:
+        """Add this rank's part of a weight that is sharded along axis ``sharded``; None: replicated."""
+        if sharded is None:
             return self.add_weight(name=name, shape=shape, initializer=_seeded(initializer, self._seed_of(name)))
         group = self._group
-        held = rows_of("div", shape[cut], group.index, group.size)
-        index = tuple(held if i == cut else range(n) for i, n in enumerate(shape))
-        made = _seeded(initializer, self._seed_of(name))
+        rows = rows_of("div", shape[sharded], group.index, group.size)
+        index = tuple(rows if i == sharded else range(n) for i, n in enumerate(shape))
+        seeded = _seeded(initializer, self._seed_of(name))
 
-        def first_values(_: Any, dtype: str) -> Any:
-            return made(shape, dtype=dtype)[tuple(slice(i.start, i.stop) for i in index)]
+        def initial_values(_: Any, dtype: str) -> Any:
+            return seeded(shape, dtype=dtype)[tuple(slice(i.start, i.stop) for i in index)]
 
         local = tuple(len(i) for i in index)
-        weight = self.add_weight(name=name, shape=local, initializer=first_values)
+        weight = self.add_weight(name=name, shape=local, initializer=initial_values)
         path = weight.path.rpartition("/")[0]
         mark(weight, Shard(path, (Piece(name, shape, index, 0, "div"),), axis=self.axis))
         return weight
 
     def _seed_of(self, name: str) -> int:
         """Return a seed common to all ranks: the layer's, the initializer's, or one drawn by the chief."""
-        given = self.kernel_initializer if name == "kernel" else self.bias_initializer
-        kind = f"{type(self).__name__}(units={self.units}, axis={self.axis!r}).{name}"
-        return gather(cluster.exchange(), kind, lambda: common_seed(self.seed, given))[0] % 2**31
+        initializer = self.kernel_initializer if name == "kernel" else self.bias_initializer
+        call = f"{type(self).__name__}(units={self.units}, axis={self.axis!r}).{name}"
+        return gather(cluster.exchange(), call, lambda: common_seed(self.seed, initializer))[0] % 2**31
 
 
 @keras.saving.register_keras_serializable("hvdkit")
@@ -119,18 +119,18 @@ class ColumnParallelDense(_ParallelDense):
 
     def build(self, input_shape: Any) -> None:
         """Create this rank's columns."""
-        self.kernel = self._add("kernel", (input_shape[-1], self.units), self.kernel_initializer, 1)
-        self.bias = self._add("bias", (self.units,), self.bias_initializer, 0) if self.use_bias else None
+        self.kernel = self._add_part("kernel", (input_shape[-1], self.units), self.kernel_initializer, 1)
+        self.bias = self._add_part("bias", (self.units,), self.bias_initializer, 0) if self.use_bias else None
         self.built = True
 
     @graph_safe
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return ``[..., units]``, or this rank's ``[..., local units]``."""
-        outputs = tf.matmul(shared_by(inputs, self._group), tf.convert_to_tensor(self.kernel))
+        outputs = tf.matmul(copy_to_group(inputs, self._group), tf.convert_to_tensor(self.kernel))
         if self.bias is not None:
             outputs += tf.convert_to_tensor(self.bias)
         outputs = self.activation(outputs)
-        return beside(outputs, self.units, self._group) if self.gather_output else outputs
+        return gather_columns(outputs, self.units, self._group) if self.gather_output else outputs
 
     def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
         """Return the output's shape on this rank."""
@@ -171,28 +171,28 @@ class RowParallelDense(_ParallelDense):
 
     def build(self, input_shape: Any) -> None:
         """Create this rank's rows."""
-        group, given = self._group, int(input_shape[-1])
-        whole = given if not self.input_is_parallel else self.input_dim or self._all_inputs(given)
-        held = rows_of("div", whole, group.index, group.size)
-        if self.input_is_parallel and len(held) != given:
-            expected = f"{len(held)} of {whole}, this rank's share"
-            raise ValueError(describe("inputs", f"{given} columns", expected, "cut them as ColumnParallelDense does"))
-        self.kernel = self._add("kernel", (whole, self.units), self.kernel_initializer, 0)
-        self.bias = self._add("bias", (self.units,), self.bias_initializer, None) if self.use_bias else None
-        self._held = held
+        group, columns = self._group, int(input_shape[-1])
+        input_dim = columns if not self.input_is_parallel else self.input_dim or self._all_inputs(columns)
+        rows = rows_of("div", input_dim, group.index, group.size)
+        if self.input_is_parallel and len(rows) != columns:
+            expected = f"{len(rows)} of {input_dim}, this rank's share"
+            raise ValueError(describe("inputs", f"{columns} columns", expected, "cut them as ColumnParallelDense does"))
+        self.kernel = self._add_part("kernel", (input_dim, self.units), self.kernel_initializer, 0)
+        self.bias = self._add_part("bias", (self.units,), self.bias_initializer, None) if self.use_bias else None
+        self._rows = rows
         self.built = True
 
-    def _all_inputs(self, given: int) -> int:
-        kind = f"the inputs of RowParallelDense(units={self.units}, axis={self.axis!r})"
-        everywhere = gather(cluster.exchange(), kind, lambda: (self._group.ranks, given))
+    def _all_inputs(self, columns: int) -> int:
+        call = f"the inputs of RowParallelDense(units={self.units}, axis={self.axis!r})"
+        everywhere = gather(cluster.exchange(), call, lambda: (self._group.ranks, columns))
         return sum(count for ranks, count in everywhere if ranks == self._group.ranks)
 
     @graph_safe
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return ``[..., units]``, the same on all ranks of the axis."""
         if not self.input_is_parallel:
-            inputs = shared_by(inputs, self._group)[..., self._held.start : self._held.stop]
-        outputs = added_up(tf.matmul(inputs, tf.convert_to_tensor(self.kernel)), self._group)
+            inputs = copy_to_group(inputs, self._group)[..., self._rows.start : self._rows.stop]
+        outputs = reduce_from_group(tf.matmul(inputs, tf.convert_to_tensor(self.kernel)), self._group)
         if self.bias is not None:
             outputs += tf.convert_to_tensor(self.bias)
         return self.activation(outputs)

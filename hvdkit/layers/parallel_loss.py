@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe, integer
-from hvdkit.layers.axis_collectives import largest_over, sum_over
+from hvdkit.layers.axis_collectives import max_over, sum_over
 from hvdkit.sharding.partition import rows_of
 
 
@@ -43,19 +43,19 @@ def vocabulary_parallel_cross_entropy(labels: Any, logits: Any, vocabulary: int,
     """
     group = cluster.group(axis)
     logits, labels = tf.convert_to_tensor(logits), tf.convert_to_tensor(labels)
-    mine = rows_of("div", integer("vocabulary", vocabulary, minimum=1), group.index, group.size)
-    if logits.shape[-1] != len(mine):
-        expected = f"{len(mine)} columns, this rank's of {vocabulary}"
+    columns = rows_of("div", integer("vocabulary", vocabulary, minimum=1), group.index, group.size)
+    if logits.shape[-1] != len(columns):
+        expected = f"{len(columns)} columns, this rank's of {vocabulary}"
         raise ValueError(describe("logits", f"shape {logits.shape}", expected, "pass ColumnParallelDense's outputs"))
     labels = tf.cast(labels, tf.int64)
-    local = labels - mine.start
-    onehot = tf.one_hot(local, len(mine), dtype=logits.dtype)  # zeros if the label belongs to another rank
+    local = labels - columns.start
+    onehot = tf.one_hot(local, len(columns), dtype=logits.dtype)  # zeros if the label belongs to another rank
 
     @tf.custom_gradient
     def losses(logits: tf.Tensor) -> Any:
         low = tf.fill(tf.shape(logits)[:-1], logits.dtype.min)
-        top = tf.reduce_max(logits, axis=-1) if len(mine) else low
-        top = largest_over(top, group, "hvdkit.softmax_max")
+        top = tf.reduce_max(logits, axis=-1) if len(columns) else low
+        top = max_over(top, group, "hvdkit.softmax_max")
         powers = tf.exp(logits - top[..., None])
         total = sum_over(tf.reduce_sum(powers, axis=-1), group, "hvdkit.softmax_sum")
         chosen = sum_over(tf.reduce_sum(logits * onehot, axis=-1), group, "hvdkit.softmax_label")

@@ -13,7 +13,7 @@ from hvdkit.errors import HvdkitError, describe
 from hvdkit.sharding.shards import PieceState, piece_states, shard_of
 
 
-def memory(host: bool) -> Any:
+def memory_device(host: bool) -> Any:
     """Return the context in which to create variables: host memory, or the default device."""
     return tf.device("CPU:0") if host else contextlib.nullcontext()
 
@@ -35,7 +35,7 @@ class ShardedLayer(keras.layers.Layer):
         Raises:
             HvdkitError: this rank holds only a part of a weight.
         """
-        if any(_is_cut(v) for v in self._own_variables()):
+        if any(_is_sharded(v) for v in self._own_variables()):
             got = f"{self.name}, whose weights are cut across {cluster.size()} ranks"
             expected = "layers whose weights are whole on this rank: Keras's file would hold one rank's part"
             remedy = (
@@ -78,16 +78,15 @@ class ShardedLayer(keras.layers.Layer):
                 pairs.append((variable.name, variable))
             else:
                 prefix = "" if shard.slot is None else f"{shard.slot}."
-                states = zip(shard.pieces, piece_states(variable), strict=True)
-                pairs += [(f"{prefix}{piece.table}", state) for piece, state in states]
-        found = dict(pairs)
-        if len(found) < len(pairs):
+                pairs += [(f"{prefix}{state.table}", state) for state in piece_states(variable)]
+        parts = dict(pairs)
+        if len(parts) < len(pairs):
             got = sorted(name for name, _ in pairs)
             raise ValueError(describe(f"weights of {self.name!r}", got, "names that differ", "rename a table"))
-        return found
+        return parts
 
 
-def _is_cut(variable: Any) -> bool:
+def _is_sharded(variable: Any) -> bool:
     """Return whether this rank may hold only a part of ``variable``."""
     shard = shard_of(variable)
     if shard is None:

@@ -1,4 +1,4 @@
-"""The variables of a set of tables on one rank, and the lookup of any number of features in them."""
+"""The variables of a layer's tables on one rank: create, gather and assign them, and give lookups access to rows."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.errors import describe
-from hvdkit.layers.axis_collectives import sum_of_parts
-from hvdkit.layers.changing_rows import ChangingRows
+from hvdkit.layers.axis_collectives import sum_parts
 from hvdkit.layers.features import OutOfRange, lookups_of
-from hvdkit.layers.sharded_layer import memory
+from hvdkit.layers.sharded_layer import memory_device
+from hvdkit.layers.vocabulary_variables import VocabularyVariables
 from hvdkit.sharding.initial import common_seed, initial_blocks
+from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.layout import TableGroup, lay_out
-from hvdkit.sharding.own_optimizer import OwnOptimizer, own_optimizer, set_own_optimizer
 from hvdkit.sharding.partitioned import gather_parts
-from hvdkit.sharding.routing import KeyedVariable, Source
-from hvdkit.sharding.runs import LastLookup
-from hvdkit.sharding.shards import Piece, PieceState, Shard, mark, shard_of, write_box
+from hvdkit.sharding.routing import KeyedVariable, RowSource
+from hvdkit.sharding.shards import Piece, PieceState, Shard, mark, piece_states, shard_of, write_box
 from hvdkit.sharding.table import Table
+from hvdkit.sharding.variable_optimizer import VariableOptimizer, set_variable_optimizer, variable_optimizer
 
 
 class TableStore:
@@ -73,39 +73,38 @@ class TableStore:
         self._seed = agree_on_call(call)[0].payload
         self.layout = lay_out(tables, placements, cluster.size())
         with tf.init_scope():
-            self.variables = [self._make(layer, number, group) for number, group in enumerate(self.layout.groups)]
-            self.replicated = {table.name: self._make_whole(layer, table) for table in self.layout.replicated}
-            self._changing = {
-                number: ChangingRows(layer, group.evicts, self.variables[number], self._seed)
+            groups = enumerate(self.layout.groups)
+            self.variables = [self._create_group(layer, number, group) for number, group in groups]
+            self.replicated = {table.name: self._create_replicated(layer, table) for table in self.layout.replicated}
+            self._vocabularies = {
+                number: VocabularyVariables(layer, group.evicts, self.variables[number], self._seed)
                 for number, group in enumerate(self.layout.groups)
                 if group.evicts is not None
             }
 
-    def _make(self, layer: Any, number: int, group: TableGroup) -> Any:
+    def _create_group(self, layer: Any, number: int, group: TableGroup) -> Any:
         rank = cluster.rank()
         pieces = []
-        for held in group.held(rank):
-            whole = (held.table.input_dim, held.table.output_dim)
-            rule = next(s.rule for s in group.slices if s.table is held.table)
-            pieces.append(Piece(held.table.name, whole, (held.rows, held.columns), held.base, rule))
-        shape = (group.rows[rank], group.width)
-        variable = self._add(
-            layer, f"embeddings_{number}", shape, group.dtype, pieces, host=group.host, zeros=group.evicts is not None
-        )
+        for part in group.parts_on(rank):
+            table_shape = (part.table.input_dim, part.table.output_dim)
+            rule = next(s.rule for s in group.slices if s.table is part.table)
+            pieces.append(Piece(part.table.name, table_shape, (part.rows, part.columns), part.base, rule))
+        name, shape, zeros = f"embeddings_{number}", (group.rows[rank], group.width), group.evicts is not None
+        variable = self._add_weight(layer, name, shape, group.dtype, pieces, host=group.host, zeros=zeros)
         mark(variable, Shard(variable.path.rpartition("/")[0], tuple(pieces), lookup=LastLookup()))
-        set_own_optimizer(variable, _own(group.slices[0].table))
+        set_variable_optimizer(variable, _optimizer_of(group.slices[0].table))
         return variable
 
-    def _make_whole(self, layer: Any, table: Table) -> Any:
+    def _create_replicated(self, layer: Any, table: Table) -> Any:
         shape = (table.input_dim, table.output_dim)
         whole = Piece(table.name, shape, tuple(map(range, shape)), 0, "")
-        variable = self._add(
+        variable = self._add_weight(
             layer, table.name, shape, table.dtype, [whole], host=table.host, regularizer=table.regularizer
         )
-        set_own_optimizer(variable, _own(table))
+        set_variable_optimizer(variable, _optimizer_of(table))
         return variable
 
-    def _add(
+    def _add_weight(
         self,
         layer: Any,
         name: str,
@@ -126,25 +125,25 @@ class TableStore:
                     first = piece.start + start
                     values(slice(first, first + len(block)), columns, block)
 
-        made_here = True
+        is_creating = True
 
-        def first_values(shape: Sequence[int], dtype: str) -> Any:
-            if made_here:
+        def initial_values(shape: Sequence[int], dtype: str) -> Any:
+            if is_creating:
                 return tf.zeros(shape, dtype)
             values = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
             write(lambda rows, columns, block: values.__setitem__((rows, columns), block))
             return values
 
-        with memory(host):
+        with memory_device(host):
             weight = layer.add_weight(
                 name=name,
                 shape=shape,
-                initializer=first_values,
+                initializer=initial_values,
                 dtype=dtype,
                 autocast=False,
                 regularizer=regularizer,
             )
-        made_here = False  # while inferring shapes, Keras defers creating the variable
+        is_creating = False  # while inferring shapes, Keras defers creating the variable
         if weight._value is not None:
             # Write in place, one block at a time, to avoid a second copy in memory.
             write(lambda rows, columns, block: write_box(weight._value, (rows, columns), block))
@@ -155,14 +154,16 @@ class TableStore:
         """Whether Keras is inferring shapes, and has not created the variables yet."""
         return any(v._value is None for v in (*self.variables, *self.replicated.values()))
 
-    def sources(self, groups: Sequence[int], training: bool | None) -> list[Source]:
+    def sources(self, groups: Sequence[int], training: bool | None) -> list[RowSource]:
         """Return the sources of rows for some groups; ``training`` as for a lookup."""
         for variable in self.variables:  # Keras may have created the TensorFlow variable in the meantime
             mark(variable, shard_of(variable))
-            set_own_optimizer(variable, own_optimizer(variable))
-        return [self._changing[g].source(training) if g in self._changing else self._numbered(g) for g in groups]
+            set_variable_optimizer(variable, variable_optimizer(variable))
+        return [self._source(group, training) for group in groups]
 
-    def _numbered(self, group: int) -> KeyedVariable:
+    def _source(self, group: int, training: bool | None) -> RowSource:
+        if group in self._vocabularies:
+            return self._vocabularies[group].source(training)
         variable = self.variables[group]
         shard = shard_of(variable)
         assert shard is not None
@@ -182,23 +183,23 @@ class TableStore:
         if name in self.replicated:
             return self.replicated[name].numpy() if root in (None, cluster.rank()) else None
         state = self._state(name)
-        held = [h for rank in range(size) for g in self.layout.groups for h in g.held(rank) if h.table.name == name]
+        parts = [part for rank in range(size) for group in self.layout.groups for part in group.parts_on(rank)]
         shape = (table.input_dim, table.output_dim)
-        indices = [(h.rows, h.columns) for h in held]
+        indices = [(part.rows, part.columns) for part in parts if part.table.name == name]
         return gather_parts(state.local, indices, shape, root, "hvdkit.gather")
 
     def ids(self, name: str) -> np.ndarray:
         """Return the id of each row of a table with eviction, on every rank. Every rank calls it."""
-        found = [changing for changing in self._changing.values() if changing.table.name == name]
+        vocabularies = [vocabulary for vocabulary in self._vocabularies.values() if vocabulary.table.name == name]
 
         def check() -> None:
             self._table(name)
-            if not found:
+            if not vocabularies:
                 remedy = "ids of others are their rows"
                 raise ValueError(describe("table", repr(name), "one made with evict=", remedy))
 
         agree_on_call(Call(f"ids({name!r})", problem=attempt(check)))
-        return found[0].gather_ids()
+        return vocabularies[0].gather_ids()
 
     def assign(self, name: str, full_array: Any) -> None:
         """Set an entire table; each rank takes its part of ``full_array``."""
@@ -228,14 +229,14 @@ class TableStore:
         if not regularized or self.deferred:
             return None
         dtype = tf.float64 if any(table.dtype == "float64" for table in regularized) else tf.float32
-        shares = [tf.zeros([], dtype)]
+        penalties = [tf.zeros([], dtype)]
         for variable in self.variables:
             shard = shard_of(variable)
             for piece in () if shard is None else shard.pieces:
-                if (rule := self.tables[piece.table].regularizer) is not None:
+                if (regularizer := self.tables[piece.table].regularizer) is not None:
                     rows = tf.convert_to_tensor(variable._value)[piece.box]
-                    shares.append(tf.cast(rule(tf.cast(rows, dtype)), dtype))
-        return sum_of_parts(tf.add_n(shares))
+                    penalties.append(tf.cast(regularizer(tf.cast(rows, dtype)), dtype))
+        return sum_parts(tf.add_n(penalties))
 
     def _table(self, name: str) -> Table:
         if name not in self.tables:
@@ -244,13 +245,9 @@ class TableStore:
 
     def _state(self, name: str) -> PieceState:
         """Return this rank's part of a sharded table."""
-        for variable in self.variables:
-            shard = shard_of(variable)
-            for piece in () if shard is None else shard.pieces:
-                if piece.table == name:
-                    return PieceState(variable, shard, piece)  # type: ignore[arg-type]
-        raise AssertionError(name)
+        states = (state for variable in self.variables for state in piece_states(variable))
+        return next(state for state in states if state.table == name)
 
 
-def _own(table: Table) -> OwnOptimizer | None:
-    return None if table.optimizer is None else OwnOptimizer(table.optimizer, table.optimizer_key)
+def _optimizer_of(table: Table) -> VariableOptimizer | None:
+    return None if table.optimizer is None else VariableOptimizer(table.optimizer, table.optimizer_key)

@@ -20,7 +20,7 @@ from hvdkit.errors import describe
 from hvdkit.optimizer import compression as wires
 from hvdkit.optimizer import sparse
 from hvdkit.optimizer.coupled_layers import any_coupled
-from hvdkit.optimizer.gradients import Gradient, Kind, PlacedGradients, given
+from hvdkit.optimizer.gradients import Gradient, Kind, PlacedGradients, place_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +38,14 @@ class Averaging:
     group: cluster.Group | None = None
 
     @property
-    def batches(self) -> cluster.Group:
-        """The ranks with different batches: those along the mesh axis "data", or all of ``group``."""
+    def batch_group(self) -> cluster.Group:
+        """The ranks that have different batches: those along the mesh axis "data", or all of ``group``."""
         return cluster.group(cluster.DATA) if self.group is None else self.group
 
     @property
-    def copies(self) -> int:
+    def ranks_per_batch(self) -> int:
         """Number of ranks that share each batch."""
-        return cluster.size() // self.batches.size if self.group is None else 1
+        return cluster.size() // self.batch_group.size if self.group is None else 1
 
 
 @graph_safe
@@ -104,18 +104,18 @@ def average_gradients(
         grads = hk.average_gradients(grads, weight=len(images))
     """
     group = resolve(process_set)
-    how = Averaging(op=op, weight=weight, compression=compression, group=group)
-    return average(lambda: given(grads, variables), how)
+    averaging = Averaging(op=op, weight=weight, compression=compression, group=group)
+    return average(lambda: place_gradients(grads, variables), averaging)
 
 
-def average(prepare: Callable[[], PlacedGradients], how: Averaging) -> list[Gradient]:
+def average(prepare: Callable[[], PlacedGradients], averaging: Averaging) -> list[Gradient]:
     """Combine the gradients that ``prepare`` returns over all ranks, as :func:`average_gradients` does."""
-    found = agree_on(lambda: shared(prepare(), how), how)
-    return combine(found.map(lambda grad, kind: _distinct(grad) if kind == "rows" else grad), how)
+    placed = agree_on(lambda: scale_to_batch(prepare(), averaging), averaging)
+    return combine(placed.map(lambda grad, kind: _sum_duplicates(grad) if kind == "rows" else grad), averaging)
 
 
-def shared(found: PlacedGradients, how: Averaging) -> PlacedGradients:
-    """Return gradients multiplied by this rank's share of the global batch in a step of ``hk.fit``, else unchanged.
+def scale_to_batch(placed: PlacedGradients, averaging: Averaging) -> PlacedGradients:
+    """In a step of ``hk.fit``, multiply gradients by this rank's share of the global batch; else return them unchanged.
 
     Gradients of sharded rows were already multiplied when sent to the owner (:mod:`hvdkit.collectives.batch_share`).
 
@@ -123,21 +123,23 @@ def shared(found: PlacedGradients, how: Averaging) -> PlacedGradients:
         ValueError: in such a step, ``weight`` is set or ``op`` is not the average.
     """
     if not within_share():
-        return found
-    if how.weight is not None:
+        return placed
+    if averaging.weight is not None:
         remedy = "leave it out: hk.fit weighs each rank's gradients by its rows"
-        raise ValueError(describe("weight", how.weight, "None inside hk.fit", remedy))
-    if checked_op(how.op) != ReduceOp.Average:
+        raise ValueError(describe("weight", averaging.weight, "None inside hk.fit", remedy))
+    if checked_op(averaging.op) != ReduceOp.Average:
         remedy = "use hk.Average: hk.fit takes care of losses that are sums"
-        raise ValueError(describe("op", op_label(how.op), "Average inside hk.fit", remedy))
+        raise ValueError(describe("op", op_label(averaging.op), "Average inside hk.fit", remedy))
     if (factor := current_factor()) is None:
-        return found
-    return found.map(
-        lambda grad, kind: grad if kind in ("rows", "overwritten") else mapped(grad, lambda x: times_share(x, factor))
-    )
+        return placed
+
+    def scale(grad: Gradient, kind: Kind) -> Gradient:
+        return grad if kind in ("rows", "overwritten") else map_values(grad, lambda x: times_share(x, factor))
+
+    return placed.map(scale)
 
 
-def agree_on(prepare: Callable[[], PlacedGradients], how: Averaging) -> PlacedGradients:
+def agree_on(prepare: Callable[[], PlacedGradients], averaging: Averaging) -> PlacedGradients:
     """Check the result of ``prepare`` and return it; in eager mode, also compare it between ranks.
 
     An error in ``prepare`` or the checks on one rank raises an error on every rank. Everything that can fail before
@@ -151,17 +153,17 @@ def agree_on(prepare: Callable[[], PlacedGradients], how: Averaging) -> PlacedGr
 
     def check() -> None:
         prepared.append(prepare())
-        _check(prepared[0], how)
+        _check(prepared[0], averaging)
 
     problem = attempt(check)
-    _agree(_call(prepared[0] if problem is None else None, how, problem), prepared, how.group)
+    _agree(_call(prepared[0] if problem is None else None, averaging, problem), prepared, averaging.group)
     return prepared[0]
 
 
-def agree_to_go_on(prepare: Callable[[], PlacedGradients], group: cluster.Group | None) -> PlacedGradients:
+def agree_on_success(prepare: Callable[[], PlacedGradients], group: cluster.Group | None) -> PlacedGradients:
     """Return the result of ``prepare``; in eager mode, an error on one rank raises an error on every rank.
 
-    Used if gradients are not combined before the next exchange.
+    For gradients that are not combined, but whose update contains another exchange.
     """
     prepared: list[PlacedGradients] = []
     problem = attempt(lambda: prepared.append(prepare()))
@@ -170,22 +172,22 @@ def agree_to_go_on(prepare: Callable[[], PlacedGradients], group: cluster.Group 
 
 
 def _agree(call: Call, prepared: list[PlacedGradients], group: cluster.Group | None) -> None:
-    if tf.executing_eagerly() and not any(found.is_symbolic for found in prepared):
+    if tf.executing_eagerly() and not any(placed.is_symbolic for placed in prepared):
         agree_on_call(call, group)
     elif call.problem is not None:
         raise call.problem
 
 
-def combine(found: PlacedGradients, how: Averaging) -> list[Gradient]:
+def combine(placed: PlacedGradients, averaging: Averaging) -> list[Gradient]:
     """Combine gradients that all ranks have agreed on. Repeated rows of sharded tables stay repeated."""
-    if how.weight is not None:
-        factor, how = share(how), replace(how, op=ReduceOp.Sum, weight=None)
-        found = found.map(lambda grad, kind: grad if kind == "overwritten" else _weighted(grad, factor))
-    return combine_kinds(found, how, lambda replicated: _combine_replicated(replicated, how))
+    if averaging.weight is not None:
+        factor, averaging = weight_factor(averaging), replace(averaging, op=ReduceOp.Sum, weight=None)
+        placed = placed.map(lambda grad, kind: grad if kind == "overwritten" else _apply_weight(grad, factor))
+    return combine_kinds(placed, averaging, lambda replicated: _combine_replicated(replicated, averaging))
 
 
 def combine_kinds(
-    found: PlacedGradients, how: Averaging, combine_replicated: Callable[[list[Gradient]], list[Gradient]]
+    placed: PlacedGradients, averaging: Averaging, combine_replicated: Callable[[list[Gradient]], list[Gradient]]
 ) -> list[Gradient]:
     """Combine gradients by kind.
 
@@ -194,74 +196,75 @@ def combine_kinds(
     over the ranks with other batches. A local gradient is the complete gradient of one of N/C batches.
     """
     by_kind: dict[Kind, list[Gradient]] = {}
-    for grad, kind in zip(found.grads, found.kinds, strict=True):
+    for grad, kind in zip(placed.grads, placed.kinds, strict=True):
         by_kind.setdefault(kind, []).append(grad)
-    op, along = checked_op(how.op), how.batches
+    op, batch_group = checked_op(averaging.op), averaging.batch_group
     is_average = op == ReduceOp.Average
 
     def reduce(grads: list[Gradient], op: ReduceOp, name: str, group: cluster.Group | None) -> list[Gradient]:
-        return _place(grads, grouped_allreduce(_dense(grads), op, name, group), [])
+        return _in_order(grads, grouped_allreduce(_dense(grads), op, name, group), [])
 
-    ways: dict[Kind, Callable[[list[Gradient]], list[Gradient]]] = {
+    combiners: dict[Kind, Callable[[list[Gradient]], list[Gradient]]] = {
         "replicated": combine_replicated,
-        "rows": lambda grads: [_divided(g, cluster.size() if is_average else how.copies) for g in grads],
-        "part": lambda grads: reduce(grads, op, "hvdkit.gradients.parts", along),
-        "local": lambda grads: [_divided(_distinct(g), along.size if is_average else 1) for g in grads],
-        "overwritten": lambda grads: reduce(grads, ReduceOp.Max, "hvdkit.gradients.overwritten", how.group),
+        "rows": lambda grads: [_divide(g, cluster.size() if is_average else averaging.ranks_per_batch) for g in grads],
+        "part": lambda grads: reduce(grads, op, "hvdkit.gradients.parts", batch_group),
+        "local": lambda grads: [_divide(_sum_duplicates(g), batch_group.size if is_average else 1) for g in grads],
+        "overwritten": lambda grads: reduce(grads, ReduceOp.Max, "hvdkit.gradients.overwritten", averaging.group),
     }
-    results = {kind: iter(way(by_kind[kind])) for kind, way in ways.items() if kind in by_kind}
-    return [next(results[kind]) for kind in found.kinds]
+    results = {kind: iter(combiner(by_kind[kind])) for kind, combiner in combiners.items() if kind in by_kind}
+    return [next(results[kind]) for kind in placed.kinds]
 
 
-def _distinct(grad: Gradient) -> Gradient:
+def _sum_duplicates(grad: Gradient) -> Gradient:
     return sparse.sum_duplicates(grad) if isinstance(grad, tf.IndexedSlices) else grad
 
 
-def _divided(grad: Gradient, divisor: int) -> Gradient:
+def _divide(grad: Gradient, divisor: int) -> Gradient:
     if divisor == 1 or grad is None:
         return grad
-    return sparse.Share(grad, divisor) if isinstance(grad, tf.IndexedSlices) else grad / divisor
+    return sparse.DividedRows(grad, divisor) if isinstance(grad, tf.IndexedSlices) else grad / divisor
 
 
-def mapped(grad: Gradient, fn: Callable[[tf.Tensor], tf.Tensor]) -> Gradient:
+def map_values(grad: Gradient, fn: Callable[[tf.Tensor], tf.Tensor]) -> Gradient:
     """Apply ``fn`` to the values of a gradient."""
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(fn(grad.values), grad.indices, grad.dense_shape)
     return None if grad is None else fn(grad)
 
 
-def share(how: Averaging) -> tf.Tensor:
+def weight_factor(averaging: Averaging) -> tf.Tensor:
     """Return the factor of this rank's gradients in a plain sum: w_r, or w_r / sum_r w_r for the average.
 
     Weights are known before the gradients, so inside a graph their exchange overlaps with the step.
     """
-    w = tf.cast(as_tensor(how.weight), tf.float64)
+    w = tf.cast(as_tensor(averaging.weight), tf.float64)
     # Inside a graph it is too late to raise on every rank, so an invalid weight makes the result NaN on every rank.
     w = tf.where(w >= 0, w, np.nan)
-    if checked_op(how.op) == ReduceOp.Sum:
+    if checked_op(averaging.op) == ReduceOp.Sum:
         return w
-    return tf.math.divide_no_nan(w, grouped_allreduce([w], ReduceOp.Sum, "hvdkit.weight", how.batches)[0])
+    return tf.math.divide_no_nan(w, grouped_allreduce([w], ReduceOp.Sum, "hvdkit.weight", averaging.batch_group)[0])
 
 
-def _weighted(grad: Gradient, factor: tf.Tensor) -> Gradient:
-    return mapped(zero_without_weight(grad, factor), lambda x: x * tf.cast(factor, x.dtype))
+def _apply_weight(grad: Gradient, factor: tf.Tensor) -> Gradient:
+    return map_values(zero_without_weight(grad, factor), lambda x: x * tf.cast(factor, x.dtype))
 
 
 def zero_without_weight(grad: Gradient, factor: tf.Tensor) -> Gradient:
     """Return zeros if this rank's weight is 0: without examples, its gradient is 0/0 and would propagate NaN."""
-    return mapped(grad, lambda x: tf.where(tf.equal(factor, 0), tf.zeros_like(x), x))
+    return map_values(grad, lambda x: tf.where(tf.equal(factor, 0), tf.zeros_like(x), x))
 
 
-def _combine_replicated(grads: list[Gradient], how: Averaging) -> list[Gradient]:
-    op = checked_op(how.op)
+def _combine_replicated(grads: list[Gradient], averaging: Averaging) -> list[Gradient]:
+    op = checked_op(averaging.op)
     if op in (ReduceOp.Min, ReduceOp.Max):
-        return _place(grads, grouped_allreduce(_dense(grads), op, "hvdkit.gradients", how.group), [])
+        return _in_order(grads, grouped_allreduce(_dense(grads), op, "hvdkit.gradients", averaging.group), [])
     rows = [sparse.sum_duplicates(g) for g in grads if isinstance(g, tf.IndexedSlices)]
-    if (cluster.size() if how.group is None else how.group.size) == 1:
-        return _place(grads, _dense(grads), rows)
-    combined = _place(grads, *_combine(_dense(grads), rows, op, wires.wire_dtype(how.compression), how.group))
-    alike = how.copies if op == ReduceOp.Sum else 1
-    return combined if alike == 1 else [mapped(g, lambda x: x / alike) for g in combined]
+    if (cluster.size() if averaging.group is None else averaging.group.size) == 1:
+        return _in_order(grads, _dense(grads), rows)
+    wire = wires.wire_dtype(averaging.compression)
+    combined = _in_order(grads, *_combine(_dense(grads), rows, op, wire, averaging.group))
+    ranks_per_batch = averaging.ranks_per_batch if op == ReduceOp.Sum else 1
+    return combined if ranks_per_batch == 1 else [map_values(g, lambda x: x / ranks_per_batch) for g in combined]
 
 
 def _combine(
@@ -274,45 +277,46 @@ def _combine(
     """Combine dense gradients and rows by ``op``, Average or Sum; tiny tables are sent with the dense gradients."""
     tiny = [i for i, g in enumerate(rows) if sparse.is_tiny(g)]
     large = [i for i in range(len(rows)) if i not in tiny]
-    riders = [tf.convert_to_tensor(rows[i]) for i in tiny]
-    together = wires.reduce_dense(dense + riders, op, wire, "hvdkit.gradients", group)
+    tiny_dense = [tf.convert_to_tensor(rows[i]) for i in tiny]
+    reduced = wires.reduce_dense(dense + tiny_dense, op, wire, "hvdkit.gradients", group)
     combined = dict(zip(large, sparse.combine([rows[i] for i in large], op, wire, group), strict=True))
-    for i, y in zip(tiny, together[len(dense) :], strict=True):
+    for i, y in zip(tiny, reduced[len(dense) :], strict=True):
         every_row = tf.range(tf.shape(y)[0], dtype=rows[i].indices.dtype)
         combined[i] = tf.IndexedSlices(y, every_row, rows[i].dense_shape)
-    return together[: len(dense)], [combined[i] for i in range(len(rows))]
+    return reduced[: len(dense)], [combined[i] for i in range(len(rows))]
 
 
 def _dense(grads: list[Gradient]) -> list[tf.Tensor]:
     return [g for g in grads if g is not None and not isinstance(g, tf.IndexedSlices)]
 
 
-def _place(grads: list[Gradient], dense: list[tf.Tensor], rows: list[tf.IndexedSlices]) -> list[Gradient]:
+def _in_order(grads: list[Gradient], dense: list[tf.Tensor], rows: list[tf.IndexedSlices]) -> list[Gradient]:
     """Put the results back in the order of ``grads``."""
     next_dense, next_rows = iter(dense), iter(rows)
     kinds = [None if g is None else (next_rows if isinstance(g, tf.IndexedSlices) else next_dense) for g in grads]
     return [None if source is None else next(source) for source in kinds]
 
 
-def _check(found: PlacedGradients, how: Averaging) -> None:
-    wires.wire_dtype(how.compression)
-    op, rows = checked_op(how.op), any(isinstance(g, tf.IndexedSlices) for g in found.grads)
-    plain = not (rows or how.weight is not None or how.compression) and set(found.kinds) <= {"replicated", "part"}
-    if op in (ReduceOp.Min, ReduceOp.Max) and not plain:
+def _check(placed: PlacedGradients, averaging: Averaging) -> None:
+    wires.wire_dtype(averaging.compression)
+    op, rows = checked_op(averaging.op), any(isinstance(g, tf.IndexedSlices) for g in placed.grads)
+    has_options = averaging.weight is not None or averaging.compression
+    is_plain = not (rows or has_options) and set(placed.kinds) <= {"replicated", "part"}
+    if op in (ReduceOp.Min, ReduceOp.Max) and not is_plain:
         expected = "Average or Sum with sparse gradients, sharded or local variables, weight or compression"
         raise ValueError(describe("op", op.name, expected, "use hk.Sum"))
-    if how.group is not None and {"rows", "part"} & set(found.kinds):
-        got, expected = f"ranks {list(how.group.ranks)}", "all ranks with gradients of sharded variables"
+    if averaging.group is not None and {"rows", "part"} & set(placed.kinds):
+        got, expected = f"ranks {list(averaging.group.ranks)}", "all ranks with gradients of sharded variables"
         raise ValueError(describe("process_set", got, expected, "leave it out, or use variables that are not sharded"))
-    if how.weight is None:
+    if averaging.weight is None:
         return
-    if found.grads and any_coupled():
+    if placed.grads and any_coupled():
         remedy = "give it to hk.DistributedGradientTape, which weighs the loss"
-        raise ValueError(describe("weight", how.weight, "None with synchronized batch normalization", remedy))
-    if {"rows", "part"} & set(found.kinds):
+        raise ValueError(describe("weight", averaging.weight, "None with synchronized batch normalization", remedy))
+    if {"rows", "part"} & set(placed.kinds):
         remedy = "give it to hk.DistributedGradientTape"
-        raise ValueError(describe("weight", how.weight, "None with gradients of sharded variables", remedy))
-    check_weight(how.weight)
+        raise ValueError(describe("weight", averaging.weight, "None with gradients of sharded variables", remedy))
+    check_weight(averaging.weight)
 
 
 def check_weight(weight: Any) -> None:
@@ -324,16 +328,17 @@ def check_weight(weight: Any) -> None:
         )
 
 
-def _call(found: PlacedGradients | None, how: Averaging, problem: Exception | None) -> Call:
+def _call(placed: PlacedGradients | None, averaging: Averaging, problem: Exception | None) -> Call:
     """Describe this rank's call, for comparison with other ranks."""
-    described = [] if found is None else [_described(*pair) for pair in zip(found.grads, found.kinds, strict=True)]
-    options = [f"op={op_label(how.op)}", f"compression={how.compression}", "weight" * (how.weight is not None)]
-    shown = ", ".join(option for option in (*options, label(how.group)) if option)
-    dtypes, shapes = tuple(d[0] for d in described), tuple(d[1] for d in described)
+    signatures = [] if placed is None else [_signature(*pair) for pair in zip(placed.grads, placed.kinds, strict=True)]
+    weight = "" if averaging.weight is None else "weight"
+    options = [f"op={op_label(averaging.op)}", f"compression={averaging.compression}", weight, label(averaging.group)]
+    shown = ", ".join(filter(None, options))
+    dtypes, shapes = tuple(d[0] for d in signatures), tuple(d[1] for d in signatures)
     return Call(f"average_gradients({shown})", dtypes=dtypes, shapes=shapes, problem=problem)
 
 
-def _described(grad: Gradient, kind: Kind) -> tuple[str, tuple[int, ...]]:
+def _signature(grad: Gradient, kind: Kind) -> tuple[str, tuple[int, ...]]:
     """Return what must be equal on all ranks: everything that determines how a gradient is sent."""
     if kind in ("rows", "local"):  # not exchanged here: may differ, or be missing on some ranks
         return kind, ()
@@ -343,6 +348,6 @@ def _described(grad: Gradient, kind: Kind) -> tuple[str, tuple[int, ...]]:
         return f"part {grad.dtype.name}", ()
     if not isinstance(grad, tf.IndexedSlices):
         return grad.dtype.name, tuple(grad.shape)
-    whole = sparse.dense_shape(grad)
-    table = "a table of unknown shape" if whole is None else f"a table {list(whole)}"
+    shape = sparse.dense_shape(grad)
+    table = "a table of unknown shape" if shape is None else f"a table {list(shape)}"
     return f"sparse {grad.dtype.name} by {grad.indices.dtype.name} into {table}, rows ", tuple(grad.values.shape[1:])

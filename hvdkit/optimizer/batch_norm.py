@@ -15,7 +15,7 @@ from hvdkit.collectives.batch_share import current_factor, times_share
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.process_sets import RankGroup, resolve
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.optimizer.coupled_layers import note_coupled, refuse_local
+from hvdkit.optimizer.coupled_layers import note_coupled, require_synchronized
 
 _Layer = keras.layers.BatchNormalization
 
@@ -82,7 +82,7 @@ def check_batch_normalization(model: Any) -> None:
         ValueError: a layer is not, and there is more than one rank.
     """
     for layer in _batch_normalizations(model):
-        refuse_local(layer)
+        require_synchronized(layer)
 
 
 def average_moving_statistics(model: Any, *, process_set: RankGroup = None) -> None:
@@ -104,22 +104,22 @@ def average_moving_statistics(model: Any, *, process_set: RankGroup = None) -> N
         if hk.is_chief():
             model.export("exported")
     """
-    average_for_now(model, process_set=process_set)
+    average_temporarily(model, process_set=process_set)
 
 
-def average_for_now(model: Any, *, process_set: RankGroup = None) -> list[tuple[Any, tf.Tensor]]:
+def average_temporarily(model: Any, *, process_set: RankGroup = None) -> list[tuple[Any, tf.Tensor]]:
     """Like :func:`average_moving_statistics`; return the variables with their previous values, to restore them."""
     layers = [] if model is None else _batch_normalizations(model)
     group = resolve(process_set) or cluster.group(cluster.DATA)
     moving = [v for layer in layers if "_moments" not in vars(layer) for v in layer.non_trainable_variables]
     if not moving or group.size == 1:
         return []
-    own = [tf.identity(v) for v in moving]
+    local = [tf.identity(v) for v in moving]
     # float64, so that the mean of equal values is bitwise equal to them.
-    means = grouped_allreduce([tf.cast(x, tf.float64) for x in own], Average, process_set=group)
+    means = grouped_allreduce([tf.cast(x, tf.float64) for x in local], Average, process_set=group)
     for variable, mean in zip(moving, means, strict=True):
         variable.assign(tf.cast(mean, variable.dtype))
-    return list(zip(moving, own, strict=True))
+    return list(zip(moving, local, strict=True))
 
 
 def _batch_normalizations(model: Any) -> list[Any]:
@@ -161,38 +161,33 @@ def global_moments(x: tf.Tensor, axes: list[int], mask: Any, group: cluster.Grou
     deviations = x - tf.reshape(constant, [1 if axis in axes else -1 for axis in range(len(x.shape))])
     sums = [tf.cast(summed(each), tf.float64) for each in (deviations, tf.square(deviations))]
     c = tf.cast(constant, tf.float64)
-    own = [tf.broadcast_to(count, tf.shape(c)), sums[0] + count * c, sums[1] + c * (2.0 * sums[0] + count * c)]
-    count, total, squares = tf.unstack(_sum_over_ranks(tf.stack(own), current_factor(), group))
+    local = [tf.broadcast_to(count, tf.shape(c)), sums[0] + count * c, sums[1] + c * (2.0 * sums[0] + count * c)]
+    count, total, squares = tf.unstack(_sum_over_ranks(tf.stack(local), current_factor(), group))
     mean = tf.math.divide_no_nan(total, count)
     variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
     return tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
 
 
-def _sum_over_ranks(own: tf.Tensor, factor: Any, group: cluster.Group) -> tf.Tensor:
-    """Return the sum of ``own`` over ranks, with the gradient of the average of the ranks' weighted losses.
+def _sum_over_ranks(local: tf.Tensor, factor: Any, group: cluster.Group) -> tf.Tensor:
+    """Return the sum of ``local`` over ranks, with the gradient of the average of the ranks' weighted losses.
 
     With f_r the factor of rank r's loss (:func:`hvdkit.collectives.batch_share.share_of_batch`) and u_r its gradient
-    with respect to the sum, the gradient of ``own`` is sum_q f_q u_q / f_r, because rank r's gradients are later
+    with respect to the sum, the gradient of ``local`` is sum_q f_q u_q / f_r, because rank r's gradients are later
     multiplied by f_r. A rank with factor 0 computes on filler examples, which are excluded.
     """
     if factor is None:
-        return allreduce(own, Sum, process_set=group)
-    factor = tf.cast(factor, own.dtype)
+        return allreduce(local, Sum, process_set=group)
+    factor = tf.cast(factor, local.dtype)
 
     @tf.custom_gradient
     def call(values: tf.Tensor) -> tuple[tf.Tensor, Any]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             if record.could_possibly_record():  # an outer tape: it is unknown which loss is weighted
-                raise HvdkitError(
-                    describe(
-                        "synchronized",
-                        "a gradient of a gradient through BatchNormalization with batches that ranks divide unevenly",
-                        "batches that divide evenly",
-                        "choose a batch size that the number of ranks divides, and drop the remainder",
-                    )
-                )
+                got = "a gradient of a gradient through BatchNormalization with batches that ranks divide unevenly"
+                remedy = "choose a batch size that the number of ranks divides, and drop the remainder"
+                raise HvdkitError(describe("synchronized", got, "batches that divide evenly", remedy))
             return tf.math.divide_no_nan(allreduce(times_share(upstream, factor), Sum, process_set=group), factor)
 
         return allreduce(times_share(values, tf.sign(factor)), Sum, process_set=group), gradient
 
-    return call(own)
+    return call(local)

@@ -14,13 +14,13 @@ def buckets(nbytes: Sequence[int], limit: int) -> list[list[int]]:
         >>> buckets([10, 60, 50, 70, 40], 100)
         [[4, 3], [2, 1, 0]]
     """
-    made: list[list[int]] = []
-    room = 0
-    for place in reversed(range(len(nbytes))):
-        rest = sum(nbytes[: place + 1])
-        if not made or (room <= 0 and rest > limit / 2):
-            made.append([])
-            room = limit
-        made[-1].append(place)
-        room -= nbytes[place]
-    return made
+    filled: list[list[int]] = []
+    bytes_left = 0
+    for index in reversed(range(len(nbytes))):
+        remaining = sum(nbytes[: index + 1])
+        if not filled or (bytes_left <= 0 and remaining > limit / 2):
+            filled.append([])
+            bytes_left = limit
+        filled[-1].append(index)
+        bytes_left -= nbytes[index]
+    return filled

@@ -51,12 +51,12 @@ def locals_of(function: str, *, having: str) -> dict[str, Any]:
 
 def _callers() -> list[FrameType]:
     """Return the frames above the calling function of this module, nearest first."""
-    found: list[FrameType] = []
+    frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        found.append(frame)
+        frames.append(frame)
         frame = frame.f_back
-    return found
+    return frames
 
 
 def _owner(frame: FrameType) -> Any:

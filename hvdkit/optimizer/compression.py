@@ -53,9 +53,9 @@ def reduce_dense(
     """
     results: dict[int, tf.Tensor] = {}
     nbytes = [(g.shape.num_elements() or 0) * dtype_on_wire(g.dtype, wire).size for g in grads]
-    for number, places in enumerate(buckets(nbytes, bucket_bytes())):
+    for number, indices in enumerate(buckets(nbytes, bucket_bytes())):
         each = name if number == 0 else f"{name}_{number}"
-        results |= zip(places, _reduce_bucket([grads[i] for i in places], op, wire, each, group), strict=True)
+        results |= zip(indices, _reduce_bucket([grads[i] for i in indices], op, wire, each, group), strict=True)
     return [results[i] for i in range(len(grads))]
 
 
@@ -67,10 +67,10 @@ def _reduce_bucket(
         sent = [tf.cast(g, dtype_on_wire(g.dtype, wire)) for g in grads]
         reduced = tensors.grouped_allreduce(sent, op, name, group)
         return [tf.cast(y, g.dtype) for y, g in zip(reduced, grads, strict=True)]
-    ours = [g for g, narrow in zip(grads, narrowed, strict=True) if narrow]
-    rest = [g for g, narrow in zip(grads, narrowed, strict=True) if not narrow]
-    compressed = iter(_reduce_bf16(ours, op, name, group))
-    plain = iter(tensors.grouped_allreduce(rest, op, name, group))
+    to_compress = [g for g, narrow in zip(grads, narrowed, strict=True) if narrow]
+    others = [g for g, narrow in zip(grads, narrowed, strict=True) if not narrow]
+    compressed = iter(_reduce_bf16(to_compress, op, name, group))
+    plain = iter(tensors.grouped_allreduce(others, op, name, group))
     return [next(compressed) if narrow else next(plain) for narrow in narrowed]
 
 
@@ -80,8 +80,8 @@ def _reduce_bf16(grads: list[tf.Tensor], op: ReduceOp, name: str, group: cluster
     size = cluster.size() if group is None else group.size
     flat = tf.concat([tf.reshape(tf.cast(g, tf.bfloat16), [-1]) for g in grads], axis=0)
     padded = tf.pad(flat, [[0, -tf.size(flat) % size]])
-    mine = reduce_scatter(padded, op, None, f"{name}_bf16", group=group)
-    whole = tensors.allgather(mine, f"{name}_bf16_gather", group)[: tf.size(flat)]
+    shard = reduce_scatter(padded, op, None, f"{name}_bf16", group=group)
+    whole = tensors.allgather(shard, f"{name}_bf16_gather", group)[: tf.size(flat)]
     parts = tf.split(whole, [tf.size(g) for g in grads], num=len(grads))
     return [tf.cast(tf.reshape(p, tf.shape(g)), g.dtype) for p, g in zip(parts, grads, strict=True)]
 
@@ -119,8 +119,8 @@ def reduce_scatter(
     if native and sent.dtype != tf.bfloat16:
         return tf.cast(tensors.reducescatter(sent, op, f"{name}_scatter", group), flat.dtype)
     size = cluster.size() if group is None else group.size
-    share = tf.size(flat) // size
-    received, _ = tensors.alltoall(sent, tf.fill([size], share), f"{name}_scatter", group)
-    added = flat.dtype if flat.dtype.size > 2 else tf.float32
-    total = tf.reduce_sum(tf.cast(tf.reshape(received, [size, share]), added), axis=0)
+    length = tf.size(flat) // size
+    received, _ = tensors.alltoall(sent, tf.fill([size], length), f"{name}_scatter", group)
+    sum_dtype = flat.dtype if flat.dtype.size > 2 else tf.float32
+    total = tf.reduce_sum(tf.cast(tf.reshape(received, [size, length]), sum_dtype), axis=0)
     return tf.cast(total / size if op == ReduceOp.Average else total, flat.dtype)

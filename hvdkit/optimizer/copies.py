@@ -50,12 +50,12 @@ def subclass(mixin: type, base: type) -> Any:
         public = getattr(keras.optimizers, base.__name__, None) is base
         module = "keras.optimizers" if public else base.__module__
         namespace = {"__module__": module, "__doc__": base.__doc__, "__qualname__": base.__qualname__}
-        made = type(base.__name__, (mixin, base), namespace)
+        cls = type(base.__name__, (mixin, base), namespace)
         package, _, name = keras.saving.get_registered_name(base).rpartition(">")
         if package:  # register both under one name; Keras deserializes it as the base
-            for cls in (made, base):
-                keras.saving.register_keras_serializable(package, name)(cls)
-        _classes[mixin, base] = made
+            for each in (cls, base):
+                keras.saving.register_keras_serializable(package, name)(each)
+        _classes[mixin, base] = cls
     return _classes[mixin, base]
 
 
@@ -81,7 +81,7 @@ def copy_of(optimizer: Any, cls: Any, *, rebuilds: bool = False, **changed: Any)
     steps = changed.get("gradient_accumulation_steps")
     begins_to_accumulate = bool(steps) and not optimizer.gradient_accumulation_steps
     if copier.rebuilds:
-        _rebuild(optimizer, copy, copier.left_out, begins_to_accumulate)
+        _rebuild(optimizer, copy, copier.skipped, begins_to_accumulate)
     if begins_to_accumulate:
         # Keras's count includes the steps between updates: the next update is due after that many more.
         copy._iterations.assign(copy._iterations * steps)
@@ -96,26 +96,26 @@ class _Copier:
 
     Attributes:
         rebuilds: the same.
-        left_out: names of attributes that hold such variables.
+        skipped: names of attributes that hold such variables.
     """
 
     def __init__(self, rebuilds: bool):
         self.rebuilds = rebuilds
-        self.left_out: list[str] = []
-        self._made: dict[int, Any] = {}  # copies, by the id of the original
+        self.skipped: list[str] = []
+        self._copied: dict[int, Any] = {}  # copies, by the id of the original
         self._slots: set[int] = set()
 
     def copy(self, optimizer: Any, cls: Any, changed: Mapping[str, Any]) -> Any:
         """Return a copy of ``optimizer`` as an instance of ``cls``, built if it is, except with ``rebuilds``."""
-        new = self._made[id(optimizer)] = cls.__new__(cls)
+        new = self._copied[id(optimizer)] = cls.__new__(cls)
         rate = optimizer._learning_rate
-        rate = float(rate.numpy()) if isinstance(rate, keras.Variable) else self._taken(rate)
+        rate = float(rate.numpy()) if isinstance(rate, keras.Variable) else self._copied_value(rate)
         # Call the base constructor: the arguments of cls's constructor are unknown.
         keras.optimizers.Optimizer.__init__(new, learning_rate=rate, name=optimizer.name)
-        self._take_variables(optimizer, new)
+        self._copy_variables(optimizer, new)
         for name, value in vars(optimizer).items():
             if name not in _STATE and name not in changed and not name.startswith(("_self_", "_hvdkit")):
-                self._take_attribute(new, name, value)
+                self._copy_attribute(new, name, value)
         for name, value in changed.items():
             setattr(new, name, value)
         if optimizer.built and not self.rebuilds:
@@ -124,56 +124,57 @@ class _Copier:
             new.built = True
         return new
 
-    def _take_variables(self, optimizer: Any, new: Any) -> None:
+    def _copy_variables(self, optimizer: Any, new: Any) -> None:
         """Create the variables of ``new``, in the order of the optimizer's."""
         if callable(optimizer._learning_rate) and not _is_schedule(optimizer._learning_rate):
             _share_iterations(optimizer, new)
         new._iterations.assign(optimizer._iterations)
         kept = {id(v): v for v in optimizer._trainable_variables}  # Keras tracks a list of these as the optimizer's own
         kept |= {id(optimizer._iterations): new._iterations, id(optimizer._learning_rate): new._learning_rate}
-        self._made |= kept
+        self._copied |= kept
         for variable in optimizer._variables:
             if id(variable) not in kept and optimizer.built:
                 self._slots.add(id(variable))
                 if self.rebuilds:
                     continue
-                self._made[id(variable)] = _clone(variable)
+                self._copied[id(variable)] = _clone(variable)
             if variable is not optimizer._iterations and variable is not optimizer._learning_rate:
-                new._track_variable(self._made.get(id(variable), variable))
+                new._track_variable(self._copied.get(id(variable), variable))
 
-    def _take_attribute(self, new: Any, name: str, value: Any) -> None:
+    def _copy_attribute(self, new: Any, name: str, value: Any) -> None:
         if self.rebuilds and self._holds_slots(value):
-            self.left_out.append(name)
+            self.skipped.append(name)
             return
         try:
-            setattr(new, name, self._taken(value))
+            setattr(new, name, self._copied_value(value))
         except Exception as error:
             got = f"a {type(value).__name__} that a copy cannot have ({error})"
             remedy = "wrap the optimizer before it is built, or let the attribute be set"
             expected = "an attribute that can be taken over"
             raise TypeError(describe(f"optimizer.{name}", got, expected, remedy)) from error
 
-    def _taken(self, value: Any) -> Any:
+    def _copied_value(self, value: Any) -> Any:
         """Return the copy's ``value``: slots and optimizers are copied, everything else is shared."""
-        if id(value) in self._made:
-            return self._made[id(value)]
+        if id(value) in self._copied:
+            return self._copied[id(value)]
         if isinstance(value, keras.optimizers.Optimizer):
             if self.rebuilds:
                 raise TypeError("it is a built optimizer inside another one")
             return self.copy(value, type(value), {})
-        if isinstance(value, MethodType) and id(value.__self__) in self._made:
-            return MethodType(value.__func__, self._made[id(value.__self__)])
+        if isinstance(value, MethodType) and id(value.__self__) in self._copied:
+            return MethodType(value.__func__, self._copied[id(value.__self__)])
         if _Map and isinstance(value, _Map):
-            return _Map(self._taken(value.default_optimizer), {key: self._taken(item) for key, item in value.items()})
+            items = {key: self._copied_value(item) for key, item in value.items()}
+            return _Map(self._copied_value(value.default_optimizer), items)
         parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
-        taken = [self._taken(part) for part in parts]
-        if all(mine is part for mine, part in zip(taken, parts, strict=True)):
+        copies = [self._copied_value(part) for part in parts]
+        if all(copied is part for copied, part in zip(copies, parts, strict=True)):
             return value
         if isinstance(value, dict):
-            return dict(zip(value, taken, strict=True))
+            return dict(zip(value, copies, strict=True))
         if isinstance(value, tuple):
-            return type(value)(*taken) if hasattr(value, "_fields") else tuple(taken)
-        return taken
+            return type(value)(*copies) if hasattr(value, "_fields") else tuple(copies)
+        return copies
 
     def _holds_slots(self, value: Any) -> bool:
         if isinstance(value, dict):
@@ -183,25 +184,25 @@ class _Copier:
         return id(value) in self._slots
 
 
-def _rebuild(optimizer: Any, copy: Any, left_out: list[str], begins_to_accumulate: bool) -> None:
+def _rebuild(optimizer: Any, copy: Any, skipped: list[str], begins_to_accumulate: bool) -> None:
     """Build the slots of ``copy`` and assign them the values of the optimizer's slots."""
     remedy = "wrap the optimizer before it is built, or make the attribute in build, by add_variable_from_reference"
     try:
         copy.build(list(optimizer._trainable_variables))
-        missing = [name for name in left_out if not hasattr(copy, name)]
+        missing = [name for name in skipped if not hasattr(copy, name)]
         if missing:
             raise AttributeError(f"build does not make the variables in {missing[0]!r}")
-        mine, theirs = copy.variables, optimizer.variables
+        new_slots, old_slots = copy.variables, optimizer.variables
         if begins_to_accumulate:
             sums = {id(v) for v in copy._accumulated_gradients}
-            mine = [v for v in mine if id(v) not in sums]
-        if len(mine) != len(theirs):
-            raise AttributeError(f"build makes {len(mine)} variables, and the optimizer has {len(theirs)}")
+            new_slots = [v for v in new_slots if id(v) not in sums]
+        if len(new_slots) != len(old_slots):
+            raise AttributeError(f"build makes {len(new_slots)} variables, and the optimizer has {len(old_slots)}")
     except (AttributeError, TypeError, LookupError) as error:
         got = f"{type(optimizer).__name__}, which is built, and whose copy cannot be ({error})"
         raise TypeError(describe("optimizer", got, "one whose build makes all of its slots", remedy)) from error
-    for own, other in zip(mine, theirs, strict=True):
-        assign_whole(own, other)
+    for new, old in zip(new_slots, old_slots, strict=True):
+        assign_whole(new, old)
 
 
 def _share_iterations(optimizer: Any, new: Any) -> None:

@@ -45,8 +45,8 @@ def check_coupled(variables: Iterable[Any]) -> None:
     Raises:
         ValueError: a ``BatchNormalization(synchronized=True)`` of ``variables`` uses the statistics of the local batch.
     """
-    own = {id(v) for v in variables}
-    key = hash(frozenset(own))
+    variable_ids = {id(v) for v in variables}
+    key = hash(frozenset(variable_ids))
     if key in _checked or cluster.size() == 1:
         return
     for layer in [x for x in gc.get_objects() if issubclass(type(x), keras.layers.BatchNormalization)]:
@@ -54,12 +54,12 @@ def check_coupled(variables: Iterable[Any]) -> None:
             continue
         # A tape may be called with the TensorFlow variables inside Keras variables.
         ids = {i for v in layer.trainable_variables for i in (id(v), id(getattr(v, "_value", v)))}
-        if ids & own:
-            refuse_local(layer)
+        if ids & variable_ids:
+            require_synchronized(layer)
     _checked.add(key)
 
 
-def refuse_local(layer: Any) -> None:
+def require_synchronized(layer: Any) -> None:
     """Raise ValueError unless a ``BatchNormalization(synchronized=True)`` uses the statistics of the global batch."""
     if layer.synchronized and "_moments" not in vars(layer) and cluster.size() > 1:
         got = f"layer {layer.name!r}, which uses the statistics of each rank's batch"

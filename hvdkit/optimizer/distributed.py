@@ -19,10 +19,10 @@ from hvdkit.collectives.process_sets import RankGroup, resolve
 from hvdkit.errors import describe
 from hvdkit.optimizer.compression import wire_dtype
 from hvdkit.optimizer.copies import copy_of, subclass
-from hvdkit.optimizer.mixins import Combining, CombiningScaled, Distributed, LossScale, check_inner
+from hvdkit.optimizer.mixins import CombiningMixin, DistributedMixin, LossScale, LossScaleMixin, check_inner
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.rows import SparseUpdates
-from hvdkit.optimizer.sharded_state import SharingStates, check_sharing
+from hvdkit.optimizer.sharded_state import ShardedStateMixin, check_shardable
 from hvdkit.sharding.shards import holding_of, is_local
 from hvdkit.sharding.variables import compare_variables
 
@@ -108,7 +108,7 @@ def DistributedOptimizer(
     if group is not None and shard_states:
         expected = "None with shard_states=True, which divides slots among all ranks"
         raise ValueError(describe("process_set", f"ranks {list(group.ranks)}", expected, "use one of the two"))
-    how = Reduction(
+    reduction = Reduction(
         op=Average if op is None else checked_op(op),
         combines=op is not None,
         compression=compression,
@@ -119,58 +119,53 @@ def DistributedOptimizer(
         group=group,
     )
     if shard_states:
-        _check_states(optimizer)
-    made = _made(optimizer, how)
-    kept: dict[str, Any] = {"op": op, "compression": compression, "accumulate_steps": steps}
-    kept |= {"clip_global_norm": clip_global_norm, "sparse_updates": sparse_updates}
-    kept |= {"shard_states": shard_states, "process_set": process_set}
-    object.__setattr__(made, "_hvdkit_options", kept)  # bypass Keras's tracking to keep a plain dict
-    return made
-
-
-def _made(optimizer: Any, how: Reduction) -> Any:
+        _check_shardable_state(optimizer)
     if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, LossScale):
-        outer = _distributed_loss_scale(LossScale(copy_of(optimizer, type(optimizer))), how)
-        outer._scaled = False  # added implicitly: unscale gradients only after a call of scale_loss
-        return outer
-    return _distributed(optimizer, how)
+        wrapped = _wrap_loss_scale(LossScale(copy_of(optimizer, type(optimizer))), reduction)
+        wrapped._scaled = False  # added implicitly: unscale gradients only after a call of scale_loss
+    else:
+        wrapped = _wrap(optimizer, reduction)
+    options = {
+        "op": op,
+        "compression": compression,
+        "accumulate_steps": steps,
+        "clip_global_norm": clip_global_norm,
+        "sparse_updates": sparse_updates,
+        "shard_states": shard_states,
+        "process_set": process_set,
+    }
+    object.__setattr__(wrapped, "_hvdkit_options", options)  # bypass Keras's tracking to keep a plain dict
+    return wrapped
 
 
-def _distributed(optimizer: Any, how: Reduction) -> Any:
+def _wrap(optimizer: Any, reduction: Reduction) -> Any:
     if isinstance(optimizer, LossScale):
-        return _distributed_loss_scale(optimizer, how)
+        return _wrap_loss_scale(optimizer, reduction)
     if _Multi and isinstance(optimizer, _Multi):
-        return _distributed_multi(optimizer, how)
-    cls = subclass(SharingStates if how.shard_states else Combining, type(optimizer))
-    steps = how.accumulate_steps if how.accumulate_steps > 1 else None
+        return _wrap_multi(optimizer, reduction)
+    cls = subclass(ShardedStateMixin if reduction.shard_states else CombiningMixin, type(optimizer))
+    steps = reduction.accumulate_steps if reduction.accumulate_steps > 1 else None
     begins = steps is not None and not optimizer.gradient_accumulation_steps
-    options: dict[str, Any] = {"_hvdkit": how} | ({} if steps is None else {"gradient_accumulation_steps": steps})
-    return copy_of(optimizer, cls, rebuilds=how.shard_states or begins or _has_marked_slots(optimizer), **options)
+    options: dict[str, Any] = {"_hvdkit": reduction} | ({} if steps is None else {"gradient_accumulation_steps": steps})
+    return copy_of(optimizer, cls, rebuilds=reduction.shard_states or begins or _has_marked_slots(optimizer), **options)
 
 
-def _distributed_loss_scale(optimizer: Any, how: Reduction) -> Any:
+def _wrap_loss_scale(optimizer: Any, reduction: Reduction) -> Any:
     """Combine scaled gradients, so that all ranks see the same overflow; the inner optimizer clips them unscaled."""
-    accumulates = how.accumulate_steps > 1
-    reduced = how.combines and not accumulates
-    inner = _distributed(
-        optimizer.inner_optimizer, replace(how, combines=how.combines and accumulates, reduced=reduced)
-    )
-    own = replace(how, combines=how.combines and not accumulates, clip_global_norm=None)
-    return copy_of(optimizer, subclass(CombiningScaled, type(optimizer)), inner_optimizer=inner, _hvdkit=own)
+    accumulates = reduction.accumulate_steps > 1
+    reduced = reduction.combines and not accumulates
+    of_inner = replace(reduction, combines=reduction.combines and accumulates, reduced=reduced)
+    inner = _wrap(optimizer.inner_optimizer, of_inner)
+    of_outer = replace(reduction, combines=reduced, clip_global_norm=None)
+    return copy_of(optimizer, subclass(LossScaleMixin, type(optimizer)), inner_optimizer=inner, _hvdkit=of_outer)
 
 
-def _distributed_multi(optimizer: Any, how: Reduction) -> Any:
-    if how.accumulate_steps > 1:
-        raise ValueError(
-            describe(
-                "accumulate_steps",
-                how.accumulate_steps,
-                "1 with a MultiOptimizer",
-                "set gradient_accumulation_steps on its inner optimizers",
-            )
-        )
-    cls = subclass(Combining, type(optimizer))
-    return copy_of(optimizer, cls, rebuilds=_has_marked_slots(optimizer), _hvdkit=how)
+def _wrap_multi(optimizer: Any, reduction: Reduction) -> Any:
+    if reduction.accumulate_steps > 1:
+        expected, remedy = "1 with a MultiOptimizer", "set gradient_accumulation_steps on its inner optimizers"
+        raise ValueError(describe("accumulate_steps", reduction.accumulate_steps, expected, remedy))
+    cls = subclass(CombiningMixin, type(optimizer))
+    return copy_of(optimizer, cls, rebuilds=_has_marked_slots(optimizer), _hvdkit=reduction)
 
 
 def _has_marked_slots(optimizer: Any) -> bool:
@@ -179,27 +174,20 @@ def _has_marked_slots(optimizer: Any) -> bool:
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    if isinstance(optimizer, Distributed):
-        raise TypeError(
-            describe(
-                "optimizer", "a DistributedOptimizer", "a plain Keras optimizer", "wrap it once; twice combines twice"
-            )
-        )
+    if isinstance(optimizer, DistributedMixin):
+        expected, remedy = "a plain Keras optimizer", "wrap it once; twice combines twice"
+        raise TypeError(describe("optimizer", "a DistributedOptimizer", expected, remedy))
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(
-            describe(
-                "optimizer",
-                f"{type(optimizer).__module__}.{type(optimizer).__name__}",
-                "a Keras 3 optimizer, e.g. keras.optimizers.SGD(0.1)",
-                "tf_keras, tf.compat.v1 and string optimizers have to be replaced by one of keras.optimizers",
-            )
-        )
+        got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        expected = "a Keras 3 optimizer, e.g. keras.optimizers.SGD(0.1)"
+        remedy = "tf_keras, tf.compat.v1 and string optimizers have to be replaced by one of keras.optimizers"
+        raise TypeError(describe("optimizer", got, expected, remedy))
     check_inner(optimizer)
 
 
-def _check_states(optimizer: Any) -> None:
+def _check_shardable_state(optimizer: Any) -> None:
     """Reject optimizers that cannot be sharded: norms of whole variables, or state that differs between ranks."""
-    check_sharing(optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer)
+    check_shardable(optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer)
     if not optimizer.built or cluster.size() == 1:
         return
     if any(is_local(v) for v in optimizer._trainable_variables):

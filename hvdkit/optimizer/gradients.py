@@ -59,7 +59,7 @@ def kind_of(variable: Any) -> Kind:
     return "overwritten" if getattr(variable, "overwrite_with_gradient", False) else "replicated"
 
 
-def given(grads: Any, variables: Any = None) -> PlacedGradients:
+def place_gradients(grads: Any, variables: Any = None) -> PlacedGradients:
     """Return ``grads`` as tensors, after all checks that don't involve other ranks.
 
     Args:
@@ -77,8 +77,8 @@ def given(grads: Any, variables: Any = None) -> PlacedGradients:
     if len(owners) != len(listed):
         expected = f"{len(listed)}, one for each gradient"
         raise ValueError(describe("variables", f"{len(owners)} of them", expected, "pass both in the same order"))
-    made = [_gradient(f"grads[{i}]", g, v) for i, (g, v) in enumerate(zip(listed, owners, strict=True))]
-    return PlacedGradients(made, owners, ["replicated" if v is None else kind_of(v) for v in owners])
+    converted = [_gradient(f"grads[{i}]", g, v) for i, (g, v) in enumerate(zip(listed, owners, strict=True))]
+    return PlacedGradients(converted, owners, ["replicated" if v is None else kind_of(v) for v in owners])
 
 
 def _listed(name: str, items: Any) -> list[Any]:
@@ -99,14 +99,14 @@ def _gradient(name: str, grad: Any, variable: Any) -> Gradient:
     return result
 
 
-def _tensor(name: str, value: Any, dtype: tf.DType | None = None, plain: str = "float32") -> tf.Tensor:
+def _tensor(name: str, value: Any, dtype: tf.DType | None = None, default_dtype: str = "float32") -> tf.Tensor:
     """Return ``value`` as a tensor; tensors are returned unchanged.
 
     Args:
         name: name for error messages.
         value: a tensor, an array, a number, or nested lists and tuples of these.
         dtype: dtype of the result if ``value`` is not a tensor.
-        plain: default dtype of plain Python numbers of the same kind.
+        default_dtype: default dtype of plain Python numbers of the same kind.
     """
     if isinstance(value, tf.Tensor):
         return value
@@ -122,17 +122,18 @@ def _tensor(name: str, value: Any, dtype: tf.DType | None = None, plain: str = "
     except Exception as error:
         got = f"a {type(value).__name__} that is not a tensor ({error})"
         raise TypeError(describe(name, got, "numbers in a regular shape", remedy)) from error
-    if not (np.issubdtype(array.dtype, np.integer) or np.issubdtype(array.dtype, np.floating) or _is_small(array)):
+    is_real = np.issubdtype(array.dtype, np.integer) or np.issubdtype(array.dtype, np.floating)
+    if not (is_real or _is_low_precision(array)):
         raise TypeError(describe(name, f"dtype {array.dtype}", "real numbers", remedy))
     is_plain = not any(isinstance(leaf, (np.ndarray, np.generic)) for leaf in leaves)
     if dtype is not None:
         array = array.astype(dtype.as_numpy_dtype)
-    elif is_plain and (not array.size or array.dtype.kind == np.dtype(plain).kind):
-        array = array.astype(plain)
+    elif is_plain and (not array.size or array.dtype.kind == np.dtype(default_dtype).kind):
+        array = array.astype(default_dtype)
     return tf.convert_to_tensor(array)
 
 
-def _is_small(array: np.ndarray) -> bool:
+def _is_low_precision(array: np.ndarray) -> bool:
     """Return True for float dtypes that NumPy does not define: bfloat16 and float8."""
     try:
         return tf.as_dtype(array.dtype).is_floating
@@ -145,13 +146,13 @@ def _rows(name: str, grad: tf.IndexedSlices, variable: Any, dtype: tf.DType | No
     parts = (grad.values, grad.indices, grad.dense_shape)
     if any(part is not None and not isinstance(part, tf.Tensor) for part in parts):
         values = _tensor(f"{name}.values", grad.values, dtype)
-        indices = _tensor(f"{name}.indices", grad.indices, plain="int32")
-        whole = grad.dense_shape
-        if isinstance(whole, tf.TensorShape):
-            whole = whole.as_list()
-        if whole is not None:
-            whole = _tensor(f"{name}.dense_shape", whole, plain="int32")
-        grad = tf.IndexedSlices(values, indices, whole)
+        indices = _tensor(f"{name}.indices", grad.indices, default_dtype="int32")
+        shape = grad.dense_shape
+        if isinstance(shape, tf.TensorShape):
+            shape = shape.as_list()
+        if shape is not None:
+            shape = _tensor(f"{name}.dense_shape", shape, default_dtype="int32")
+        grad = tf.IndexedSlices(values, indices, shape)
     if variable is not None and kind_of(variable) == "rows":  # from hvdkit's own lookup
         return grad
     if grad.dense_shape is None and variable is not None:
@@ -162,7 +163,7 @@ def _rows(name: str, grad: tf.IndexedSlices, variable: Any, dtype: tf.DType | No
 
 def _check_rows(name: str, grad: tf.IndexedSlices) -> None:
     """Raise if the parts of ``grad`` are inconsistent, or a known index is out of range."""
-    indices, values, whole = grad.indices, grad.values, sparse.dense_shape(grad)
+    indices, values, shape = grad.indices, grad.values, sparse.dense_shape(grad)
     if indices.dtype not in (tf.int32, tf.int64):
         raise TypeError(describe(f"{name}.indices", indices.dtype.name, "int32 or int64", "pass row numbers"))
     if not indices.shape.is_compatible_with([None]):
@@ -171,13 +172,13 @@ def _check_rows(name: str, grad: tf.IndexedSlices) -> None:
     if rank == 0 or (rank is not None and not values.shape[:1].is_compatible_with(indices.shape)):
         expected = f"one row for each of the {indices.shape[0]} indices"
         raise ValueError(describe(f"{name}.values", f"shape {list(values.shape)}", expected, "pass [k, ...]"))
-    if whole is not None and not values.shape[1:].is_compatible_with(whole[1:]):
+    if shape is not None and not values.shape[1:].is_compatible_with(shape[1:]):
         expected = f"rows of shape {list(values.shape[1:])}"
-        raise ValueError(describe(f"{name}.dense_shape", list(whole), expected, "pass the variable's shape"))
-    if not whole or not tf.executing_eagerly() or is_symbolic(indices) or not indices.shape.num_elements():
+        raise ValueError(describe(f"{name}.dense_shape", list(shape), expected, "pass the variable's shape"))
+    if not shape or not tf.executing_eagerly() or is_symbolic(indices) or not indices.shape.num_elements():
         return
     rows = indices.numpy()
     lowest, highest = int(rows.min()), int(rows.max())
-    if lowest < 0 or highest >= whole[0]:
+    if lowest < 0 or highest >= shape[0]:
         got = f"{lowest if lowest < 0 else highest}"
-        raise ValueError(describe(f"{name}.indices", got, f"rows 0 to {whole[0] - 1}", "pass rows of the variable"))
+        raise ValueError(describe(f"{name}.indices", got, f"rows 0 to {shape[0] - 1}", "pass rows of the variable"))

@@ -14,7 +14,7 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.errors import describe
 from hvdkit.optimizer.distributed import DistributedOptimizer
-from hvdkit.optimizer.mixins import Distributed
+from hvdkit.optimizer.mixins import DistributedMixin
 from hvdkit.sharding.variables import broadcast_variables
 
 
@@ -48,7 +48,7 @@ def load_model(
     loaded: list[Any] = []
 
     def load() -> None:
-        loaded.append(_loaded(Path(path), custom_objects, compile, safe_mode, options))
+        loaded.append(_load(Path(path), custom_objects, compile, safe_mode, options))
 
     gather(cluster.exchange(), "load_model()", load)
     model = loaded[0]
@@ -57,7 +57,7 @@ def load_model(
     return model
 
 
-def _loaded(path: Path, custom_objects: Any, compiles: bool, safe_mode: bool, options: dict[str, Any]) -> Any:
+def _load(path: Path, custom_objects: Any, compiles: bool, safe_mode: bool, options: dict[str, Any]) -> Any:
     in_two_steps = compiles and path.suffix == ".keras" and zipfile.is_zipfile(path)
     model = keras.models.load_model(
         path, custom_objects=custom_objects, compile=compiles and not in_two_steps, safe_mode=safe_mode
@@ -74,7 +74,8 @@ def _loaded(path: Path, custom_objects: Any, compiles: bool, safe_mode: bool, op
         got = f"{path}, whose optimizer state Keras {keras.__version__} does not restore"
         remedy = "save a .keras file, or pass compile=False and compile again"
         raise ValueError(describe("path", got, "a .keras file", remedy))
-    model.optimizer = optimizer if isinstance(optimizer, Distributed) else DistributedOptimizer(optimizer, **options)
+    if not isinstance(optimizer, DistributedMixin):
+        model.optimizer = DistributedOptimizer(optimizer, **options)
     if cluster.size() > 1 and model.jit_compile:
         model.jit_compile = False  # Horovod has no XLA kernels
     if in_two_steps and model.built:
@@ -98,6 +99,5 @@ def _load_state(model: Any, path: Path) -> None:
         except UserWarning as error:
             expected = "one for this model and these options"
             remedy = "pass the options that the optimizer was saved with, or compile=False"
-            raise ValueError(
-                describe("path", f"{path}, whose optimizer state is another ({error})", expected, remedy)
-            ) from error
+            got = f"{path}, whose optimizer state is another ({error})"
+            raise ValueError(describe("path", got, expected, remedy)) from error

@@ -22,29 +22,29 @@ from hvdkit.optimizer.batch_norm import average_moving_statistics, check_batch_n
 from hvdkit.optimizer.caller import calling_model, calling_object
 from hvdkit.optimizer.copies import Original, copy_of, subclass
 from hvdkit.optimizer.coupled_layers import check_coupled
-from hvdkit.optimizer.gradients import PlacedGradients, given
+from hvdkit.optimizer.element_partition import ElementPartition
+from hvdkit.optimizer.gradients import PlacedGradients, place_gradients
 from hvdkit.optimizer.local_variables import register_local_variables
-from hvdkit.optimizer.parts import Parts
-from hvdkit.optimizer.plain_fit import Watch, begin_equal, note_batch
+from hvdkit.optimizer.plain_fit import FitMonitor, begin_fit, note_batch
 from hvdkit.optimizer.reduction import Reduction
-from hvdkit.optimizer.rows import BY_ELEMENTS, rule_for, update_rows, updating_class
-from hvdkit.optimizer.slots import Slots, fill, renew
+from hvdkit.optimizer.rows import ELEMENTWISE, rule_for, update_rows, updating_class
+from hvdkit.optimizer.slots import ReassignableSlots, initialize_slot, reset_reassigned_rows
 from hvdkit.optimizer.sparse import sum_duplicates
-from hvdkit.optimizer.tables import TableOptimizers, check_for_tables
-from hvdkit.sharding.own_optimizer import own_optimizer
+from hvdkit.optimizer.tables import TableOptimizers, check_table_options
 from hvdkit.sharding.shards import Local, holding_of, is_local, mark, piece_states, shard_of
+from hvdkit.sharding.variable_optimizer import variable_optimizer
 from hvdkit.sharding.variables import variable_name
 
 LossScale = keras.optimizers.LossScaleOptimizer
 _SUPERVISED: WeakRegistry[bool] = WeakRegistry()  # models
 
 
-class Distributed:
+class DistributedMixin:
     """Methods that all distributed optimizers add to Keras's."""
 
     _hvdkit: Reduction
     _hvdkit_options: Mapping[str, Any] = {}
-    _hvdkit_watch: Watch | None = None  # for the model that plain fit trains
+    _hvdkit_monitor: FitMonitor | None = None  # for the model that plain fit trains
     _hvdkit_original: Original | None = None
 
     @graph_safe
@@ -59,14 +59,14 @@ class Distributed:
                 raise ValueError(describe("grads_and_vars", "no pair", "a pair for each variable", remedy))
 
         if (problem := attempt(collect)) is not None:
-            self._hvdkit.agreed(lambda: _raise(problem), exchanges=True)
+            self._hvdkit.agree(lambda: _raise(problem), exchanges=True)
         return super().apply_gradients(pairs)  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         # Keras restores a plain optimizer from its config; wrap it again.
         unpickle, arguments, *_ = tuple(super().__reduce__())
         plain = getattr(keras.optimizers.Optimizer, unpickle.__name__)
-        return restored, (plain, arguments, self._hvdkit_options, getattr(self, "_scaled", True))
+        return restore_optimizer, (plain, arguments, self._hvdkit_options, getattr(self, "_scaled", True))
 
     def stateless_apply(self, *_: Any, **__: Any) -> Any:
         """Raise: like Keras on TensorFlow, stateless updates are not supported."""
@@ -85,34 +85,34 @@ class Distributed:
         register_local_variables([variable])
 
 
-def restored(unpickle: Callable[..., Any], arguments: Any, options: Mapping[str, Any], scaled: bool) -> Any:
+def restore_optimizer(unpickle: Callable[..., Any], arguments: Any, options: Mapping[str, Any], scaled: bool) -> Any:
     """Unpickle a distributed optimizer."""
     from hvdkit.optimizer.distributed import DistributedOptimizer
 
-    made = DistributedOptimizer(unpickle(*arguments), **options)
-    if isinstance(made, CombiningScaled):
-        made._scaled = scaled
-    return made
+    optimizer = DistributedOptimizer(unpickle(*arguments), **options)
+    if isinstance(optimizer, LossScaleMixin):
+        optimizer._scaled = scaled
+    return optimizer
 
 
-class Combining(Distributed):
+class CombiningMixin(DistributedMixin):
     """Mixin for a Keras optimizer class: combine gradients over ranks before the class's own update."""
 
     _hvdkit = Reduction(op=Average, compression=None, accumulate_steps=1, clip_global_norm=None)
     _hvdkit_wrapped = False
-    _hvdkit_local: frozenset[Any] = frozenset()  # keys of local variables at build time
-    _hvdkit_slots: Slots | None = None
-    _hvdkit_parts: Parts | None = None  # with sharded optimizer state
+    _hvdkit_local_keys: frozenset[Any] = frozenset()  # keys of local variables at build time
+    _hvdkit_slots: ReassignableSlots | None = None
+    _hvdkit_partition: ElementPartition | None = None  # with sharded optimizer state
     _hvdkit_tables: TableOptimizers | None = None  # for tables that have their own optimizer
-    _hvdkit_is_own = False  # whether this is a table's own optimizer
-    _hvdkit_knows_model = False
+    _hvdkit_is_for_table = False  # whether this is a table's own optimizer
+    _hvdkit_model_checked = False
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the slots of ``variables``."""
         caller = calling_object(self)
-        self._hvdkit_wrapped = isinstance(caller, LossScale) and not isinstance(caller, CombiningScaled)
+        self._hvdkit_wrapped = isinstance(caller, LossScale) and not isinstance(caller, LossScaleMixin)
         if self._hvdkit_wrapped and calling_model() is not None:  # raise on every rank: the first step may overflow
-            refuse_what_breaks(wrapped=True)
+            reject_unsupported(wrapped=True)
         if self.built:  # type: ignore[attr-defined]
             return
         for variable in variables:
@@ -121,45 +121,45 @@ class Combining(Distributed):
             if isinstance(holding, Local):
                 _check_for_local(self)
                 _check_for_parts(self)
-            elif self._hvdkit_is_own or own_optimizer(variable) is None:
-                check_by_elements(self, "beside sharded variables")
+            elif self._hvdkit_is_for_table or variable_optimizer(variable) is None:
+                check_elementwise(self, "beside sharded variables")
                 _check_for_parts(self)
             mark(variable, holding)  # also marks the inner TensorFlow variable, which may have been created later
         _check_overwritten(self, variables)
-        self._hvdkit_local = frozenset(self._var_key(v) for v in variables if is_local(v))  # type: ignore[attr-defined]
-        tables = None if self._hvdkit_is_own else TableOptimizers.of(variables, self._hvdkit_of_table)
-        super().build(variables if tables is None else tables.others(variables))  # type: ignore[misc]
+        self._hvdkit_local_keys = frozenset(self._var_key(v) for v in variables if is_local(v))  # type: ignore[attr-defined]
+        tables = None if self._hvdkit_is_for_table else TableOptimizers.of(variables, self._hvdkit_copy_for_table)
+        super().build(variables if tables is None else tables.without_tables(variables))  # type: ignore[misc]
         check_inner(self)
         if tables is not None:
             # Bypass Keras's tracking, which would count the tables among this optimizer's variables.
             object.__setattr__(self, "_hvdkit_tables", tables)
             object.__setattr__(self, "_trainable_variables", list(variables))
 
-    def _hvdkit_of_table(self, optimizer: Any) -> Any:
+    def _hvdkit_copy_for_table(self, optimizer: Any) -> Any:
         """Return a copy of a table's optimizer, to be called with gradients that are already combined."""
-        how = self._hvdkit
-        check_for_tables(how.accumulate_steps, how.shard_states)
+        reduction = self._hvdkit
+        check_table_options(reduction.accumulate_steps, reduction.shard_states)
         with tf.init_scope():  # Keras builds inside the training step's graph, which cannot read the learning rate
-            copy = copy_of(optimizer, subclass(Combining, type(optimizer)))
-        copy._hvdkit, copy._hvdkit_is_own = replace(how, combines=False, clip_global_norm=None), True
+            copy = copy_of(optimizer, subclass(CombiningMixin, type(optimizer)))
+        copy._hvdkit, copy._hvdkit_is_for_table = replace(reduction, combines=False, clip_global_norm=None), True
         copy.loss_scale_factor = self.loss_scale_factor  # type: ignore[attr-defined]
         return copy
 
     @property
     def variables(self) -> list[Any]:
         """The slots and counters, including those of tables with their own optimizer."""
-        own = () if self._hvdkit_tables is None else self._hvdkit_tables.copies
-        return [*super().variables, *(v for optimizer in own for v in optimizer.variables)]  # type: ignore[misc]
+        optimizers = () if self._hvdkit_tables is None else self._hvdkit_tables.optimizers
+        return [*super().variables, *(v for optimizer in optimizers for v in optimizer.variables)]  # type: ignore[misc]
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Assign the moving averages to the variables, if enabled; Keras calls this at the end of ``fit``."""
-        if not self._hvdkit_is_own:
+        if not self._hvdkit_is_for_table:
             model = calling_model()
             if model is not None and not is_supervised(model):
                 average_moving_statistics(model, process_set=self._hvdkit.group)
         if self._hvdkit_tables is not None:
             self._hvdkit_tables.finalize(var_list)
-            var_list = self._hvdkit_tables.others(var_list)
+            var_list = self._hvdkit_tables.without_tables(var_list)
         super().finalize_variable_values(var_list)  # type: ignore[misc]
 
     def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
@@ -173,10 +173,10 @@ class Combining(Distributed):
         if is_local(reference_variable):
             mark(slot, Local())
         if shard is not None:
-            fill(slot, initializer)
+            initialize_slot(slot, initializer)
             mark(slot, shard.of_slot(name or "var"))
-            if shard.uses is not None:
-                self._hvdkit_slots = self._hvdkit_slots or Slots()
+            if shard.usage is not None:
+                self._hvdkit_slots = self._hvdkit_slots or ReassignableSlots()
                 self._hvdkit_slots.add(reference_variable, name or "", slot, initializer)
         return slot
 
@@ -203,25 +203,25 @@ class Combining(Distributed):
     @graph_safe
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """Combine ``grads`` over all ranks and update the variables."""
-        how = self._hvdkit
-        refuse_what_breaks(self._hvdkit_wrapped)
+        reduction = self._hvdkit
+        reject_unsupported(self._hvdkit_wrapped)
 
         def prepare() -> PlacedGradients:
-            found = given_to(self, grads, trainable_variables)
-            self._hvdkit_check_model(found.variables)
-            return how.shared(found)
+            placed = prepare_gradients(self, grads, trainable_variables)
+            self._hvdkit_check_model(placed.variables)
+            return reduction.scale_to_batch(placed)
 
-        if how.accumulate_steps == 1:
+        if reduction.accumulate_steps == 1:
             scale = getattr(self, "loss_scale_factor", None)
-            found = self._hvdkit_combine(prepare, scale)
+            placed = self._hvdkit_combine(prepare, scale)
             if getattr(self, "clipvalue", None) is not None:  # Keras clips values, so sum duplicate rows first
-                found = found.map(lambda g, _: sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g)
-            renew(found.grads, found.variables, whole=False)
-            return self._hvdkit_update(found)
+                placed = placed.map(lambda g, _: sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g)
+            reset_reassigned_rows(placed.grads, placed.variables, all_rows=False)
+            return self._hvdkit_update(placed)
         self._hvdkit_combined = False
-        found = how.share(prepare())
-        renew(found.grads, found.variables, whole=True)
-        result = self._hvdkit_update(found)
+        placed = reduction.divide_rows(prepare())
+        reset_reassigned_rows(placed.grads, placed.variables, all_rows=True)
+        result = self._hvdkit_update(placed)
         if tf.inside_function() and not self._hvdkit_combined:
             raise HvdkitError(
                 f"accumulate_steps: Keras {keras.__version__} kept the accumulated gradients; use accumulate_steps=1"
@@ -230,25 +230,25 @@ class Combining(Distributed):
 
     def _hvdkit_check_model(self, variables: Any) -> None:
         """In the first step, raise if the model's forward pass depends on the local batch only."""
-        if self._hvdkit_knows_model:
+        if self._hvdkit_model_checked:
             note_batch(self)
             return
-        self._hvdkit_knows_model = True
+        self._hvdkit_model_checked = True
         if (model := calling_model()) is not None:
             check_batch_normalization(model)
-            begin_equal(model, self, self._hvdkit.group)
+            begin_fit(model, self, self._hvdkit.group)
         else:
             check_coupled(variables)
 
     def _hvdkit_combine(self, prepare: Callable[[], PlacedGradients], loss_scale: Any = None) -> PlacedGradients:
         """Return the combined and clipped gradients, with their variables."""
-        how = self._hvdkit
-        found = how.agreed(prepare, exchanges=how.clip_global_norm is not None and not how.reduced)
-        return found.with_grads(how.clip(found.with_grads(how.combine(found)), loss_scale))
+        reduction = self._hvdkit
+        placed = reduction.agree(prepare, exchanges=reduction.clip_global_norm is not None and not reduction.reduced)
+        return placed.with_grads(reduction.clip(placed.with_grads(reduction.combine(placed)), loss_scale))
 
-    def _hvdkit_update(self, found: PlacedGradients) -> Any:
+    def _hvdkit_update(self, placed: PlacedGradients) -> Any:
         """Update the variables, using a table's own optimizer if it has one."""
-        grads, variables = found.grads, found.variables
+        grads, variables = placed.grads, placed.variables
         if self._hvdkit_tables is not None:
             grads, variables = self._hvdkit_tables.apply(grads, variables)
             if not grads:  # Keras would not count the step
@@ -263,13 +263,17 @@ class Combining(Distributed):
     @graph_safe
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         # Keras clips once per update, after averaging the accumulated gradients over the steps.
-        how = self._hvdkit
-        if how.accumulate_steps > 1:
+        reduction = self._hvdkit
+        if reduction.accumulate_steps > 1:
             self._hvdkit_combined = True
-            if how.op == ReduceOp.Sum:
-                grads = [g * float(how.accumulate_steps) for g in grads]
+            if reduction.op == ReduceOp.Sum:
+                grads = [g * float(reduction.accumulate_steps) for g in grads]
             variables = self._hvdkit_updated.variables
-            grads = self._hvdkit_combine(lambda: how.share(given(grads, variables), undo=True)).grads
+
+            def prepare() -> PlacedGradients:
+                return reduction.divide_rows(place_gradients(grads, variables), undo=True)
+
+            return super()._clip_gradients(self._hvdkit_combine(prepare).grads)  # type: ignore[misc]
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     @graph_safe
@@ -309,15 +313,15 @@ def is_supervised(model: Any) -> bool:
 
 def ranks_of(optimizer: Any) -> cluster.Group | None:
     """Return the ranks over which an optimizer combines gradients; None for all ranks or a plain optimizer."""
-    return optimizer._hvdkit.group if isinstance(optimizer, Distributed) else None
+    return optimizer._hvdkit.group if isinstance(optimizer, DistributedMixin) else None
 
 
-def listed(optimizer: Any, variables: Any) -> list[Any]:
+def variables_of(optimizer: Any, variables: Any) -> list[Any]:
     """Return the variables of the gradients passed to ``apply``."""
     return list(optimizer._trainable_variables if variables is None else variables)
 
 
-def check_by_elements(optimizer: Any, where: str) -> None:
+def check_elementwise(optimizer: Any, where: str) -> None:
     """Reject optimizers that take norms of whole variables, as this rank only has a part of each.
 
     Args:
@@ -332,33 +336,33 @@ def check_by_elements(optimizer: Any, where: str) -> None:
             remedy = "pass clip_global_norm to hk.DistributedOptimizer, which sums over ranks"
             raise ValueError(describe(name, getattr(optimizer, name), f"None {where}", remedy))
     kind = updating_class(optimizer)
-    if kind.__module__.startswith("keras.") and kind not in BY_ELEMENTS:
+    if kind.__module__.startswith("keras.") and kind not in ELEMENTWISE:
         expected = f"one that updates each number by itself {where}"
-        remedy = "take " + ", ".join(sorted(cls.__name__ for cls in BY_ELEMENTS))
+        remedy = "take " + ", ".join(sorted(cls.__name__ for cls in ELEMENTWISE))
         raise ValueError(describe("optimizer", kind.__name__, expected, remedy))
 
 
-def given_to(optimizer: Any, grads: Any, trainable_variables: Any) -> PlacedGradients:
+def prepare_gradients(optimizer: Any, grads: Any, trainable_variables: Any) -> PlacedGradients:
     """Check the arguments of ``apply`` and build the optimizer. All errors before an exchange are raised here."""
     if trainable_variables is None and not optimizer.built:
         expected = "the variables, as the optimizer must already be built without them"
         raise ValueError(describe("trainable_variables", None, expected, "pass them, or call optimizer.build before"))
-    variables = listed(optimizer, trainable_variables)
+    variables = variables_of(optimizer, trainable_variables)
     grads = list(grads) if isinstance(grads, Iterator) else grads
     if isinstance(grads, (list, tuple)) and not grads:  # Keras treats this as a step without an update
         variables = []
-    found = given(grads, variables)
+    placed = place_gradients(grads, variables)
     if not optimizer.built:
         is_multi = hasattr(optimizer, "optimizers")  # MultiOptimizer doesn't create a name scope
         with contextlib.nullcontext() if is_multi else keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
     tables = getattr(optimizer, "_hvdkit_tables", None)
-    optimizer._check_variables_are_known(variables if tables is None else tables.others(variables))
-    known = getattr(optimizer, "inner_optimizer", optimizer)._hvdkit_local
-    for variable, kind in zip(variables, found.kinds, strict=True):
+    optimizer._check_variables_are_known(variables if tables is None else tables.without_tables(variables))
+    known = getattr(optimizer, "inner_optimizer", optimizer)._hvdkit_local_keys
+    for variable, kind in zip(variables, placed.kinds, strict=True):
         if kind == "local" and optimizer._var_key(variable) not in known:
             raise ValueError(_too_late(variable_name(variable)))
-    return found
+    return placed
 
 
 def _too_late(name: str) -> str:
@@ -377,7 +381,7 @@ def check_inner(optimizer: Any) -> None:
         TypeError: an inner optimizer is distributed.
     """
     inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
-    if any(isinstance(part, Distributed) for part in inner) and not isinstance(optimizer, CombiningScaled):
+    if any(isinstance(part, DistributedMixin) for part in inner) and not isinstance(optimizer, LossScaleMixin):
         got, expected = f"{type(optimizer).__name__} of a DistributedOptimizer", "plain Keras optimizers inside"
         raise TypeError(describe("optimizer", got, expected, "wrap the outermost optimizer only; twice combines twice"))
 
@@ -405,7 +409,7 @@ def _check_overwritten(optimizer: Any, variables: Sequence[Any]) -> None:
             raise ValueError(describe("variables", got, expected, "use accumulate_steps=1 with float8 layers"))
 
 
-class CombiningScaled(Distributed):
+class LossScaleMixin(DistributedMixin):
     """Mixin for LossScaleOptimizer: all ranks take the same branch, update or skip."""
 
     _scaled = True
@@ -418,41 +422,41 @@ class CombiningScaled(Distributed):
     @graph_safe
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """Combine ``grads``; skip the step if the gradients of any rank overflowed, else update the variables."""
-        refuse_what_breaks()
-        how = self._hvdkit
-        found = how.agreed(lambda: how.shared(given_to(self, grads, trainable_variables)), exchanges=True)
-        if not found.grads:
+        reject_unsupported()
+        reduction = self._hvdkit
+
+        def prepare() -> PlacedGradients:
+            return reduction.scale_to_batch(prepare_gradients(self, grads, trainable_variables))
+
+        placed = reduction.agree(prepare, exchanges=True)
+        if not placed.grads:
             return None
-        parts = self.inner_optimizer._hvdkit_parts  # type: ignore[attr-defined]
-        if parts is not None and how.combines:
-            combined = parts.combine(found, how.averaging)
+        partition = self.inner_optimizer._hvdkit_partition  # type: ignore[attr-defined]
+        if partition is not None and reduction.combines:
+            combined = partition.combine(placed, reduction.averaging)
         else:
-            combined = how.combine(found)
+            combined = reduction.combine(placed)
         if not self._scaled:
-            return self.inner_optimizer.apply(combined, found.variables)  # type: ignore[attr-defined]
-        return super().apply(combined, found.variables)  # type: ignore[misc]
+            return self.inner_optimizer.apply(combined, placed.variables)  # type: ignore[attr-defined]
+        return super().apply(combined, placed.variables)  # type: ignore[misc]
 
     @graph_safe
     def check_finite(self, grads: Sequence[Any]) -> Any:
         """Return True if the gradients of all ranks are finite."""
         present = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in present])
-        alike = self._hvdkit.combines and not self._hvdkit.shard_states
-        alike = alike and not any(holding_of(v) is not None for v in listed(self, None))
-        return finite if alike else allreduce(finite, Min, process_set=self._hvdkit.group)
+        is_replicated = self._hvdkit.combines and not self._hvdkit.shard_states
+        is_replicated = is_replicated and not any(holding_of(v) is not None for v in variables_of(self, None))
+        return finite if is_replicated else allreduce(finite, Min, process_set=self._hvdkit.group)
 
 
-def refuse_what_breaks(wrapped: bool = False) -> None:
+def reject_unsupported(wrapped: bool = False) -> None:
     """Reject XLA, and a LossScaleOptimizer around this one: other ranks would wait for the one that overflows."""
     if cluster.size() == 1:
         return
     refuse_xla()
     if wrapped:
-        raise HvdkitError(
-            describe(
-                "optimizer",
-                "a LossScaleOptimizer around a DistributedOptimizer, which skips apply() on the rank that overflows",
-                "apply() on every rank at every step",
-                "wrap the other way round: hk.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))",
-            )
-        )
+        got = "a LossScaleOptimizer around a DistributedOptimizer, which skips apply() on the rank that overflows"
+        expected = "apply() on every rank at every step"
+        remedy = "wrap the other way round: hk.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
+        raise HvdkitError(describe("optimizer", got, expected, remedy))

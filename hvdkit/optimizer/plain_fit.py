@@ -26,7 +26,7 @@ from hvdkit.collectives.conversion import note_variable
 from hvdkit.collectives.digests import behind, digest, digest_of_batch
 from hvdkit.collectives.marks import Attached
 from hvdkit.optimizer.caller import locals_of
-from hvdkit.sharding.shards import is_part
+from hvdkit.sharding.shards import differs_by_rank
 from hvdkit.sharding.variables import SEED_STATE, broadcast_variables
 
 _SAMPLED_ROWS = 64
@@ -40,7 +40,7 @@ _PATHS = {
 }
 
 
-class _Beginning(NamedTuple):
+class _FitStart(NamedTuple):
     """The state of one rank at the beginning of ``fit``.
 
     Attributes:
@@ -58,11 +58,11 @@ class _Beginning(NamedTuple):
     evaluated: list[bytes | None]
 
 
-def begin_equal(model: Any, optimizer: Any, group: cluster.Group | None) -> None:
+def begin_fit(model: Any, optimizer: Any, group: cluster.Group | None) -> None:
     """Broadcast the chief's weights if ranks differ; warn if ranks train on the same data.
 
-    Called on every rank in an optimizer's first step; every later plain ``fit`` of the model begins the same way. While
-    the step is being traced, weights can still be changed. In eager mode, its forward pass has already run.
+    Called on every rank in an optimizer's first step. Later calls of the model's ``fit`` are checked in the same way.
+    While the step is being traced, weights can still be changed. In eager mode, its forward pass has already run.
 
     Raises:
         CollectiveMismatchError: the number of steps differs between ranks; or the weights differ, in eager mode or
@@ -70,30 +70,30 @@ def begin_equal(model: Any, optimizer: Any, group: cluster.Group | None) -> None
     """
     if cluster.size() == 1:
         return
-    watch = Watch.of(model, group)
-    watch.optimizers.append(optimizer)
-    object.__setattr__(optimizer, "_hvdkit_watch", watch)  # bypass Keras's tracking
-    local = locals_of("fit", having="epoch_iterator")
-    if not within_share() and not _is_divided(local):
-        watch.begin(local, is_late=not tf.inside_function())
-        watch.note_batch()
+    monitor = FitMonitor.of(model, group)
+    monitor.optimizers.append(optimizer)
+    object.__setattr__(optimizer, "_hvdkit_monitor", monitor)  # bypass Keras's tracking
+    fit_locals = locals_of("fit", having="epoch_iterator")
+    if not within_share() and not _called_by_hvdkit(fit_locals):
+        monitor.begin(fit_locals, is_late=not tf.inside_function())
+        monitor.note_batch()
 
 
 def note_batch(optimizer: Any) -> None:
     """Record the digest of the first batch of each ``fit`` when the training step is traced again."""
-    watch: Watch | None = optimizer._hvdkit_watch
-    if watch is not None and not within_share():
-        watch.note_batch()
+    monitor: FitMonitor | None = optimizer._hvdkit_monitor
+    if monitor is not None and not within_share():
+        monitor.note_batch()
 
 
 def note_combined(model: Any) -> None:
     """Record that the results of ``evaluate`` have been combined over ranks."""
-    if (watch := _WATCHES.get(model)) is not None:
-        watch.evaluated.clear()
+    if (monitor := _MONITORS.get(model)) is not None:
+        monitor.evaluated.clear()
 
 
-class Watch:
-    """Compares ranks whenever plain ``fit`` trains a model. Stored on the model.
+class FitMonitor:
+    """Compares the ranks whenever Keras's own ``fit`` trains a model. Stored on the model.
 
     Args:
         model: a Keras model.
@@ -114,69 +114,70 @@ class Watch:
         self.batch = note_variable(0, tf.int64, "hvdkit_first_batch")
 
     @classmethod
-    def of(cls, model: Any, group: cluster.Group | None) -> Watch:
+    def of(cls, model: Any, group: cluster.Group | None) -> FitMonitor:
         """Return a model's watch."""
-        found = _WATCHES.get(model)
-        if found is None:
-            found = cls(model, group)
-            for name, then in (("make_train_function", found.on_fit), ("make_test_function", found.on_evaluate)):
-                object.__setattr__(model, name, _followed(getattr(model, name), then))
-            _WATCHES.set(model, found)
-        return found
+        monitor = _MONITORS.get(model)
+        if monitor is None:
+            monitor = cls(model, group)
+            callbacks = {"make_train_function": monitor.on_fit, "make_test_function": monitor.on_evaluate}
+            for name, callback in callbacks.items():
+                object.__setattr__(model, name, _followed_by(getattr(model, name), callback))
+            _MONITORS.set(model, monitor)
+        return monitor
 
-    def warn(self, topic: str, words: str) -> None:
+    def warn(self, topic: str, message: str) -> None:
         """Log a warning on the chief, once per topic."""
         if topic not in self._warned and cluster.is_chief():
-            get_logger().warning("%s", words)
+            get_logger().warning("%s", message)
         self._warned.add(topic)
 
     # ---- before the first batch ---------------------------------------------------------------------------------
 
     def on_fit(self) -> None:
         """Compare the ranks at the beginning of plain ``fit``. Every rank must call it."""
-        local = locals_of("fit", having="epoch_iterator")
+        fit_locals = locals_of("fit", having="epoch_iterator")
         trains = any(getattr(self._model(), "optimizer", None) is optimizer for optimizer in self.optimizers)
-        if trains and local and not _is_divided(local):
-            self.begin(local, is_late=False)
+        if trains and fit_locals and not _called_by_hvdkit(fit_locals):
+            self.begin(fit_locals, is_late=False)
 
     def on_evaluate(self) -> None:
         """Record the data passed to ``evaluate``. Not collective: a single rank may call it."""
-        local = locals_of("evaluate", having="epoch_iterator")
-        if not local or local.get("use_cached_eval_dataset") or _is_divided(local):
+        fit_locals = locals_of("evaluate", having="epoch_iterator")
+        if not fit_locals or fit_locals.get("use_cached_eval_dataset") or _called_by_hvdkit(fit_locals):
             return
-        if is_share(local.get("x")):
+        if is_share(fit_locals.get("x")):
             self.warn(
                 "evaluate",
                 "evaluate: figures are those of this rank's rows; use hk.evaluate(model, ...) on the whole data, or "
                 "hk.callbacks.MetricAverage.results(model) on every rank after it",
             )
-        self.evaluated.append(_digest_of_arrays(local.get("x"), local.get("y")))
+        self.evaluated.append(_digest_of_arrays(fit_locals.get("x"), fit_locals.get("y")))
 
-    def begin(self, local: dict[str, Any], *, is_late: bool) -> None:
+    def begin(self, fit_locals: dict[str, Any], *, is_late: bool) -> None:
         """Compare the ranks, synchronize the weights, and install the callback that compares ranks later on.
 
         The callback compares them at the end of each epoch and of training.
 
         Args:
-            local: local variables of Keras's ``fit``.
+            fit_locals: local variables of Keras's ``fit``.
             is_late: whether a forward pass has already used the weights.
         """
-        model, callbacks = self._model(), local.get("callbacks")
+        model, callbacks = self._model(), fit_locals.get("callbacks")
         assert model is not None
         params = getattr(callbacks, "params", None) or {}
         with tf.init_scope():
             # Variables created while tracing have no values yet; they are compared after fit.
             slots = [v for optimizer in self.optimizers for v in _slots(optimizer)]
-            equal = [v for v in [*model.trainable_variables, *slots] if not is_part(v) and _has_value(v)]
+            equal = [v for v in [*model.trainable_variables, *slots] if not differs_by_rank(v) and _has_value(v)]
             self.batch.assign(0)
             exchange = cluster.exchange(self._group)
             ranks = gather(
                 exchange,
                 "the beginning of fit",
-                lambda: _Beginning(
+                lambda: _FitStart(
                     (params.get("steps"), params.get("epochs")),
                     _digest(equal),
-                    _digest_of_arrays(local.get("x"), local.get("y")),
+                    _digest_of_arrays(fit_locals.get("x"), fit_locals.get("y")),
                     _paths(callbacks),
                     self.evaluated,
                 ),
@@ -185,7 +186,7 @@ class Watch:
             steps = [other.steps for other in ranks]
             compare(steps, "fit: (steps per epoch, epochs)", "use hk.fit", ranks=exchange.ranks)
             if ranks[0].data is not None:
-                self.warn_of_same([other.data for other in ranks], "arrays")
+                self.warn_of_equal_data([other.data for other in ranks], "arrays")
             self._warn_of_paths(ranks)
             self._warn_of_evaluations(ranks)
             weights_of_ranks = [other.weights for other in ranks]
@@ -198,15 +199,15 @@ class Watch:
                 weights = [v for v in model.variables if v.name != SEED_STATE]
                 broadcast_variables([v for v in [*weights, *slots] if _has_value(v)])
             if isinstance(callbacks, keras.callbacks.CallbackList):
-                self._append_guard(callbacks)
+                self._append_comparison(callbacks)
 
-    def _append_guard(self, callbacks: keras.callbacks.CallbackList) -> None:
-        if any(isinstance(each, _Guard) for each in callbacks.callbacks):
+    def _append_comparison(self, callbacks: keras.callbacks.CallbackList) -> None:
+        if any(isinstance(each, _RankComparison) for each in callbacks.callbacks):
             return
-        guard = _Guard(self, self._group)
-        guard.set_model(callbacks.model)
-        guard.set_params(callbacks.params)
-        callbacks.callbacks.append(guard)
+        comparison = _RankComparison(self, self._group)
+        comparison.set_model(callbacks.model)
+        comparison.set_params(callbacks.params)
+        callbacks.callbacks.append(comparison)
 
     def note_batch(self) -> None:
         """Record the digest of the first batch, in the graph of the step or in eager mode."""
@@ -227,7 +228,7 @@ class Watch:
 
     # ---- warnings -----------------------------------------------------------------------------------------------
 
-    def warn_of_same(self, digests: list[Any], what: str) -> None:
+    def warn_of_equal_data(self, digests: list[Any], what: str) -> None:
         """Warn if all ranks train on the same data.
 
         Args:
@@ -242,7 +243,7 @@ class Watch:
                 "use hk.fit(model, ...), which divides each batch, or give each rank its own rows",
             )
 
-    def _warn_of_paths(self, ranks: list[_Beginning]) -> None:
+    def _warn_of_paths(self, ranks: list[_FitStart]) -> None:
         for path, name in ranks[0].paths.items():
             writers = [rank for rank, other in enumerate(ranks) if path in other.paths]
             if len(writers) > 1:
@@ -252,7 +253,7 @@ class Watch:
                     "write, or pass hk.callbacks.on_chief(callback)",
                 )
 
-    def _warn_of_evaluations(self, ranks: list[_Beginning]) -> None:
+    def _warn_of_evaluations(self, ranks: list[_FitStart]) -> None:
         if len({len(other.evaluated) for other in ranks}) > 1:  # an evaluation on the chief only
             return
         for digests in zip(*(other.evaluated for other in ranks), strict=True):
@@ -265,10 +266,10 @@ class Watch:
 
 
 # Stored on the model: a watch references optimizers, whose learning-rate function may reference the model.
-_WATCHES: Attached[Watch] = Attached("_hvdkit_watch")
+_MONITORS: Attached[FitMonitor] = Attached("_hvdkit_monitor")
 
 
-class _AtEpochEnd(NamedTuple):
+class _EpochEnd(NamedTuple):
     """The state of one rank at the end of an epoch.
 
     Attributes:
@@ -284,12 +285,12 @@ class _AtEpochEnd(NamedTuple):
     batch: int
 
 
-class _Guard(keras.callbacks.Callback):
+class _RankComparison(keras.callbacks.Callback):
     """Compares ranks at the end of each epoch and of training, after all other callbacks."""
 
-    def __init__(self, watch: Watch, group: cluster.Group | None) -> None:
+    def __init__(self, monitor: FitMonitor, group: cluster.Group | None) -> None:
         super().__init__()
-        self._watch, self._group = watch, group
+        self._monitor, self._group = monitor, group
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Raise if the decisions of ranks differ; warn if their logs differ or their first batches are equal.
@@ -298,24 +299,24 @@ class _Guard(keras.callbacks.Callback):
             CollectiveMismatchError: only some ranks stop, or learning rates differ.
         """
         known = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
-        batch = int(self._watch.batch)
+        batch = int(self._monitor.batch)
         exchange, model = cluster.exchange(self._group), self.model
         ranks = gather(
             exchange,
             "the end of an epoch",
-            lambda: _AtEpochEnd(bool(model.stop_training), _rate(model.optimizer), known, batch),
+            lambda: _EpochEnd(bool(model.stop_training), _rate(model.optimizer), known, batch),
         )
         remedy = "use hk.fit, or put hk.callbacks.MetricAverage() before callbacks that decide"
-        for what, of in _DECISIONS.items():
-            decided = [of(each) for each in ranks]
-            compare(decided, f"callbacks: {what} after epoch {epoch + 1}", remedy, ranks=exchange.ranks)
+        for what, decision in _DECISIONS.items():
+            decisions = [decision(each) for each in ranks]
+            compare(decisions, f"callbacks: {what} after epoch {epoch + 1}", remedy, ranks=exchange.ranks)
         names = [name for name in known if any(each.logs.get(name) != known[name] for each in ranks)]
         if names:
             values = ", ".join(f"{each.logs.get(names[0])}" for each in ranks)
             got = f"{names[0]} is each rank's own ({values} in rank order), also for callbacks and History"
-            self._watch.warn("logs", f"fit: {got}; {remedy}")
+            self._monitor.warn("logs", f"fit: {got}; {remedy}")
         if batch:
-            self._watch.warn_of_same([each.batch for each in ranks], "batches")
+            self._monitor.warn_of_equal_data([each.batch for each in ranks], "batches")
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the weights.
@@ -325,14 +326,14 @@ class _Guard(keras.callbacks.Callback):
         """
         agree(
             cluster.exchange(self._group),
-            lambda: _digest([v for v in self.model.trainable_variables if not is_part(v)]),
+            lambda: _digest([v for v in self.model.trainable_variables if not differs_by_rank(v)]),
             "weights at the end of fit",
             _REMEDY,
             show=lambda *_: ("others, as they were before", "equal ones"),
         )
 
 
-_DECISIONS: dict[str, Callable[[_AtEpochEnd], Any]] = {
+_DECISIONS: dict[str, Callable[[_EpochEnd], Any]] = {
     "stop_training": lambda each: each.stops,
     "learning rate": lambda each: each.rate,
 }
@@ -358,7 +359,7 @@ def _has_value(variable: Any) -> bool:
     return bool(behind(variable).is_initialized())
 
 
-def _followed(function: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+def _followed_by(function: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
     def called(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         then()
@@ -367,9 +368,9 @@ def _followed(function: Callable[..., Any], then: Callable[[], None]) -> Callabl
     return called
 
 
-def _is_divided(local: dict[str, Any]) -> bool:
-    """Return True if ``local`` is from a Keras method that ``hk.fit`` or ``hk.evaluate`` called."""
-    return isinstance(local.get("x"), DataAdapter)
+def _called_by_hvdkit(fit_locals: dict[str, Any]) -> bool:
+    """Return True if these local variables are of a Keras method that ``hk.fit`` or ``hk.evaluate`` called."""
+    return isinstance(fit_locals.get("x"), DataAdapter)
 
 
 def _nonzero(number: tf.Tensor) -> tf.Tensor:
@@ -378,13 +379,13 @@ def _nonzero(number: tf.Tensor) -> tf.Tensor:
 
 def _paths(callbacks: Any) -> dict[str, str]:
     """Return the class names of callbacks that write files, by absolute path."""
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for callback in getattr(callbacks, "callbacks", ()):
         for kind, attribute in _PATHS.items():
             if isinstance(callback, kind):
                 path = str(getattr(callback, attribute))
-                found[path if "://" in path else str(Path(path).resolve())] = type(callback).__name__
-    return found
+                paths[path if "://" in path else str(Path(path).resolve())] = type(callback).__name__
+    return paths
 
 
 def _digest_of_arrays(x: Any, y: Any) -> bytes | None:

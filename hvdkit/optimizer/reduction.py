@@ -11,11 +11,11 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.tensors import grouped_allreduce
-from hvdkit.optimizer.average import Averaging, agree_on, agree_to_go_on, combine, mapped, shared
+from hvdkit.optimizer.average import Averaging, agree_on, agree_on_success, combine, map_values, scale_to_batch
 from hvdkit.optimizer.gradients import Gradient, Kind, PlacedGradients
 from hvdkit.optimizer.rows import SparseUpdates
 from hvdkit.optimizer.sparse import sum_duplicates
-from hvdkit.optimizer.step_reports import tell_profile
+from hvdkit.optimizer.step_reports import report_step
 from hvdkit.sharding.shards import shard_of
 
 
@@ -45,7 +45,7 @@ class Reduction:
         """How gradients are combined over ranks."""
         return Averaging(op=self.op, compression=self.compression, group=self.group)
 
-    def agreed(self, prepare: Callable[[], PlacedGradients], *, exchanges: bool = False) -> PlacedGradients:
+    def agree(self, prepare: Callable[[], PlacedGradients], *, exchanges: bool = False) -> PlacedGradients:
         """Return the result of ``prepare``, compared between ranks if they will combine it.
 
         Args:
@@ -54,64 +54,66 @@ class Reduction:
         """
         if self.combines:
             return agree_on(prepare, self.averaging)
-        return agree_to_go_on(prepare, self.group) if exchanges else prepare()
+        return agree_on_success(prepare, self.group) if exchanges else prepare()
 
-    def shared(self, found: PlacedGradients) -> PlacedGradients:
+    def scale_to_batch(self, placed: PlacedGradients) -> PlacedGradients:
         """Return gradients multiplied by this rank's share of the global batch, if they will be combined here."""
-        return shared(found, self.averaging) if self.combines else found
+        return scale_to_batch(placed, self.averaging) if self.combines else placed
 
-    def combine(self, found: PlacedGradients) -> list[Gradient]:
-        """Combine gradients over all ranks, after :meth:`agreed`.
+    def combine(self, placed: PlacedGradients) -> list[Gradient]:
+        """Combine gradients over all ranks, after :meth:`agree`.
 
         Rows of shards may repeat; the update sums duplicates where necessary.
         """
         if not self.combines:
-            return found.grads
-        combined = combine(found, self.averaging)
-        tell_profile(combined, f"optimizer {id(self)}")
+            return placed.grads
+        combined = combine(placed, self.averaging)
+        report_step(combined, f"optimizer {id(self)}")
         return combined
 
-    def share(self, found: PlacedGradients, *, undo: bool = False) -> PlacedGradients:
-        """Divide gradients of shards by N before accumulation, so that their sums don't depend on N."""
-        divisor = cluster.size() if self.op == ReduceOp.Average else self.averaging.copies
+    def divide_rows(self, placed: PlacedGradients, *, undo: bool = False) -> PlacedGradients:
+        """Divide the gradients of rows by N before they are accumulated, so that their sums don't depend on N."""
+        divisor = cluster.size() if self.op == ReduceOp.Average else self.averaging.ranks_per_batch
         factor = divisor if undo else 1 / divisor
         if divisor == 1:
-            return found
-        return found.map(lambda grad, kind: mapped(grad, lambda x: x * factor) if kind == "rows" else grad)
+            return placed
+        return placed.map(lambda grad, kind: map_values(grad, lambda x: x * factor) if kind == "rows" else grad)
 
-    def clip(self, found: PlacedGradients, loss_scale: float | None = None, *, divided: bool = False) -> list[Gradient]:
+    def clip(
+        self, placed: PlacedGradients, loss_scale: float | None = None, *, divided: bool = False
+    ) -> list[Gradient]:
         """Scale all gradients so that their global norm is at most the limit.
 
         A replicated gradient counts once. The squares of sharded and local gradients are summed over ranks, as are
         those of replicated gradients if they are ``divided`` among ranks.
         """
         if self.clip_global_norm is None:
-            return found.grads
+            return placed.grads
         limit = self.clip_global_norm * (loss_scale or 1.0)
-        distinct = found.map(lambda g, _: sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g)
-        norm = tf.sqrt(tf.add_n(self._squares_by_place(distinct, divided)))
+        distinct = placed.map(lambda g, _: sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g)
+        norm = tf.sqrt(tf.add_n(self._squares_by_group(distinct, divided)))
         # A norm that is not finite makes all gradients NaN.
         factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
 
-        def clipped(grad: Gradient, kind: Kind) -> Gradient:
-            return grad if kind == "overwritten" else mapped(grad, lambda x: x * tf.cast(factor, x.dtype))
+        def scale(grad: Gradient, kind: Kind) -> Gradient:
+            return grad if kind == "overwritten" else map_values(grad, lambda x: x * tf.cast(factor, x.dtype))
 
-        return distinct.map(clipped).grads
+        return distinct.map(scale).grads
 
-    def _squares_by_place(self, found: PlacedGradients, divided: bool) -> list[tf.Tensor]:
+    def _squares_by_group(self, placed: PlacedGradients, divided: bool) -> list[tf.Tensor]:
         """Return sums of squares: of replicated gradients, of shards and local gradients, and of parts by mesh axis."""
-        everywhere: list[Gradient] = []
-        apart: dict[str | None, list[Gradient]] = {}
-        for grad, variable, kind in zip(found.grads, found.variables, found.kinds, strict=True):
+        replicated: list[Gradient] = []
+        by_axis: dict[str | None, list[Gradient]] = {}
+        for grad, variable, kind in zip(placed.grads, placed.variables, placed.kinds, strict=True):
             if kind == "replicated" and not divided:
-                everywhere.append(grad)
+                replicated.append(grad)
             elif kind != "overwritten":
                 axis = shard_of(variable).axis if kind == "part" else None  # type: ignore[union-attr]
-                apart.setdefault(axis, []).append(grad)
-        totals = [_squares(everywhere)]
-        for axis, own in apart.items():
-            along = self.group if axis is None else cluster.group(axis)
-            totals += grouped_allreduce([_squares(own)], ReduceOp.Sum, f"hvdkit.norm_{axis or 'rows'}", along)
+                by_axis.setdefault(axis, []).append(grad)
+        totals = [_squares(replicated)]
+        for axis, grads_of_axis in by_axis.items():
+            group = self.group if axis is None else cluster.group(axis)
+            totals += grouped_allreduce([_squares(grads_of_axis)], ReduceOp.Sum, f"hvdkit.norm_{axis or 'rows'}", group)
         return totals
 
 

@@ -23,15 +23,15 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from hvdkit.optimizer.sparse import Share
-from hvdkit.sharding.runs import split_runs
+from hvdkit.optimizer.sparse import DividedRows
+from hvdkit.sharding.last_lookup import split_by_rank
 from hvdkit.sharding.shards import Shard
 
 SparseUpdates = Literal["auto", "lazy", "exact"]
 Rule = Callable[[Any, tf.Variable, tf.IndexedSlices, tf.Tensor], None]
 
 
-def rule_for(optimizer: Any, how: SparseUpdates) -> Rule | None:
+def rule_for(optimizer: Any, sparse_updates: SparseUpdates) -> Rule | None:
     """Return the row-wise update for ``optimizer``, or None to use Keras's update of the whole shard.
 
     "auto" is lazy for Adam and AdamW, as is common for tables, and exact for the others.
@@ -40,7 +40,8 @@ def rule_for(optimizer: Any, how: SparseUpdates) -> Rule | None:
     if rule is None:
         return None
     untouched_rows_stay = rule is _adagrad or (rule is _sgd and not optimizer.momentum)
-    return rule if untouched_rows_stay or how == "lazy" or (how == "auto" and rule is _adam) else None
+    is_lazy = sparse_updates == "lazy" or (sparse_updates == "auto" and rule is _adam)
+    return rule if untouched_rows_stay or is_lazy else None
 
 
 def updating_class(optimizer: Any) -> type:
@@ -51,20 +52,20 @@ def updating_class(optimizer: Any) -> type:
 def rows_of_gradient(gradient: Any) -> tf.IndexedSlices:
     """Return the distinct rows of a gradient; for a dense one (accumulated over steps) the nonzero rows."""
     if isinstance(gradient, tf.IndexedSlices):
-        return _distinct(gradient)
+        return _merge_duplicates(gradient)
     axes = list(range(1, gradient.shape.rank))
     rows = tf.where(tf.reduce_any(gradient != 0, axis=axes))[:, 0]
     return tf.IndexedSlices(tf.gather(gradient, rows), rows)
 
 
-def _distinct(grad: tf.IndexedSlices) -> tf.IndexedSlices:
+def _merge_duplicates(grad: tf.IndexedSlices) -> tf.IndexedSlices:
     """Sum gradients of the same row, from several ranks or lookups; return them unchanged if all are distinct."""
-    indices, place = tf.unique(grad.indices)
+    indices, positions = tf.unique(grad.indices)
     count = tf.size(indices)
     values = tf.cond(
         tf.equal(count, tf.size(grad.indices)),
         lambda: grad.values,
-        lambda: tf.math.unsorted_segment_sum(grad.values, place, count),
+        lambda: tf.math.unsorted_segment_sum(grad.values, positions, count),
     )
     return tf.IndexedSlices(tf.ensure_shape(values, [None, *grad.values.shape[1:]]), indices)
 
@@ -76,14 +77,14 @@ def _sgd(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf
         _add(variable, grad.indices, -step)
         return
     mu = tf.cast(optimizer.momentum, variable.dtype)
-    m = _Rows(optimizer.momentums, optimizer, variable, grad.indices)
+    m = _SlotRows(optimizer.momentums, optimizer, variable, grad.indices)
     moved = m.set(mu * m.values - step)
     _add(variable, grad.indices, mu * moved - step if optimizer.nesterov else moved)
 
 
 def _adagrad(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
     """a += g^2;  w -= lr g / sqrt(a + eps)."""
-    a = _Rows(optimizer._accumulators, optimizer, variable, grad.indices)
+    a = _SlotRows(optimizer._accumulators, optimizer, variable, grad.indices)
     total = a.set(a.values + tf.square(grad.values))
     _add(variable, grad.indices, -rate * grad.values / tf.sqrt(total + optimizer.epsilon))
 
@@ -94,12 +95,12 @@ def _adam(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: t
     t = tf.cast(optimizer.iterations + 1, dtype)
     decay = [tf.pow(tf.cast(beta, dtype), t) for beta in (optimizer.beta_1, optimizer.beta_2)]
     alpha = rate * tf.sqrt(1 - decay[1]) / (1 - decay[0])
-    m = _Rows(optimizer._momentums, optimizer, variable, grad.indices)
-    v = _Rows(optimizer._velocities, optimizer, variable, grad.indices)
+    m = _SlotRows(optimizer._momentums, optimizer, variable, grad.indices)
+    v = _SlotRows(optimizer._velocities, optimizer, variable, grad.indices)
     first = m.set(m.values + (g - m.values) * (1 - optimizer.beta_1))
     second = v.set(v.values + (tf.square(g) - v.values) * (1 - optimizer.beta_2))
     if optimizer.amsgrad:
-        largest = _Rows(optimizer._velocity_hats, optimizer, variable, grad.indices)
+        largest = _SlotRows(optimizer._velocity_hats, optimizer, variable, grad.indices)
         second = largest.set(tf.maximum(largest.values, second))
     _add(variable, grad.indices, -first * alpha / (tf.sqrt(second) + optimizer.epsilon))
 
@@ -107,14 +108,14 @@ def _adam(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: t
 def _rmsprop(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
     """v = rho v + (1 - rho) g^2;  w -= lr g / sqrt(v + eps);  centered: v minus the square of the mean gradient."""
     g, rho = grad.values, optimizer.rho
-    v = _Rows(optimizer._velocities, optimizer, variable, grad.indices)
+    v = _SlotRows(optimizer._velocities, optimizer, variable, grad.indices)
     spread = v.set(rho * v.values + (1 - rho) * tf.square(g))
     if optimizer.centered:
-        mean = _Rows(optimizer._average_gradients, optimizer, variable, grad.indices)
+        mean = _SlotRows(optimizer._average_gradients, optimizer, variable, grad.indices)
         spread -= tf.square(mean.set(rho * mean.values + (1 - rho) * g))
     step = rate * g / tf.sqrt(spread + optimizer.epsilon)
     if optimizer.momentum > 0:
-        m = _Rows(optimizer._momentums, optimizer, variable, grad.indices)
+        m = _SlotRows(optimizer._momentums, optimizer, variable, grad.indices)
         step = m.set(optimizer.momentum * m.values + step)
     _add(variable, grad.indices, -step)
 
@@ -127,8 +128,8 @@ def _ftrl(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: t
     """
     power, l1 = -optimizer.learning_rate_power, optimizer.l1_regularization_strength
     l2 = optimizer.l2_regularization_strength + optimizer.beta / (2.0 * rate)
-    a = _Rows(optimizer._accumulators, optimizer, variable, grad.indices)
-    z = _Rows(optimizer._linears, optimizer, variable, grad.indices)
+    a = _SlotRows(optimizer._accumulators, optimizer, variable, grad.indices)
+    z = _SlotRows(optimizer._linears, optimizer, variable, grad.indices)
     w = variable.sparse_read(grad.indices)
     total = a.values + tf.square(grad.values)
     shrunk = grad.values + 2 * optimizer.l2_shrinkage_regularization_strength * w
@@ -142,7 +143,7 @@ def _add(variable: tf.Variable, indices: tf.Tensor, change: tf.Tensor) -> None:
     variable.scatter_update(tf.IndexedSlices(variable.sparse_read(indices) + change, indices))
 
 
-class _Rows:
+class _SlotRows:
     """The rows of one slot that belong to the rows of a gradient."""
 
     def __init__(self, slots: Any, optimizer: Any, variable: tf.Variable, indices: tf.Tensor):
@@ -166,7 +167,7 @@ _RULES: dict[type, Rule] = {
 
 # Element-wise optimizers: a new weight depends only on its own gradient and slots. Others take norms of a whole
 # variable, but a shard is only a part of it, and may belong to several tables.
-BY_ELEMENTS = {
+ELEMENTWISE = {
     *_RULES,
     keras.optimizers.AdamW,
     keras.optimizers.Adadelta,
@@ -178,39 +179,36 @@ BY_ELEMENTS = {
 
 def update_rows(rule: Rule, optimizer: Any, variable: tf.Variable, shard: Shard, gradient: Any, rate: Any) -> None:
     """Update the rows of ``variable`` (which holds ``shard``) that are in ``gradient``, using ``rule``."""
-    rate, runs = tf.cast(rate, variable.dtype), None if shard.lookup is None else shard.lookup.take()
+    rate, read_rows = tf.cast(rate, variable.dtype), None if shard.lookup is None else shard.lookup.pop()
 
-    def by_rows() -> None:
-        # Divide inside the branch, so that it is only computed when needed.
-        again = isinstance(gradient, Share) and runs is not None
-        rows = Share(tf.IndexedSlices(gradient.whole, gradient.indices), gradient.divisor) if again else gradient
+    def update_at_once() -> None:
+        rows = gradient
+        if isinstance(gradient, DividedRows) and read_rows is not None:
+            # Divide again inside this branch: TensorFlow then computes the quotient only if the branch runs.
+            rows = DividedRows(tf.IndexedSlices(gradient.undivided, gradient.indices), gradient.divisor)
         grad = rows_of_gradient(rows)
         rule(optimizer, variable, tf.IndexedSlices(tf.cast(grad.values, variable.dtype), grad.indices), rate)
 
-    if rule is not _sgd or optimizer.momentum or runs is None or not isinstance(gradient, tf.IndexedSlices):
-        by_rows()
+    if rule is not _sgd or optimizer.momentum or read_rows is None or not isinstance(gradient, tf.IndexedSlices):
+        update_at_once()
         return
 
-    def by_runs() -> None:
+    def update_rank_by_rank() -> None:
         # Plain SGD is linear: applying rank after rank equals applying the sum, so don't compute the sum.
-        shared = isinstance(gradient, Share)
-        whole, own_rate = (gradient.whole, rate / gradient.divisor) if shared else (gradient.values, rate)
-        for ids, values in split_runs(whole, runs):
-            rule(optimizer, variable, tf.IndexedSlices(tf.cast(values, variable.dtype), ids), own_rate)
+        values, step_size = gradient.values, rate
+        if isinstance(gradient, DividedRows):
+            values, step_size = gradient.undivided, rate / gradient.divisor
+        for ids, part in split_by_rank(values, read_rows):
+            rule(optimizer, variable, tf.IndexedSlices(tf.cast(part, variable.dtype), ids), step_size)
 
-    is_all = tf.equal(tf.size(gradient.indices), tf.size(runs.ids))
-    same = tf.cond(is_all, lambda: tf.reduce_all(gradient.indices == runs.ids), lambda: tf.constant(False))
-    _either(same, by_runs, by_rows)
+    is_all = tf.equal(tf.size(gradient.indices), tf.size(read_rows.ids))
+    same = tf.cond(is_all, lambda: tf.reduce_all(gradient.indices == read_rows.ids), lambda: tf.constant(False))
 
-
-def _either(condition: tf.Tensor, do: Callable[[], None], otherwise: Callable[[], None]) -> None:
-    """Run one of two updates."""
-
-    def running(update: Callable[[], None]) -> Callable[[], tf.Tensor]:
+    def branch(update: Callable[[], None]) -> Callable[[], tf.Tensor]:
         def run() -> tf.Tensor:
             update()
             return tf.constant(0)
 
         return run
 
-    tf.cond(condition, running(do), running(otherwise))
+    tf.cond(same, branch(update_rank_by_rank), branch(update_at_once))

@@ -12,33 +12,33 @@ import tensorflow as tf
 
 from hvdkit.collectives.marks import WeakRegistry
 from hvdkit.sharding.shards import shard_of, write_box
-from hvdkit.sharding.vocabulary import take_fresh
+from hvdkit.sharding.vocabulary import pop_new_rows
 
 _BLOCK_NUMBERS = 1 << 22
 
 
-def fill(slot: Any, initializer: Any) -> None:
+def initialize_slot(slot: Any, initializer: Any) -> None:
     """Overwrite a zero slot with its constant initial value, one block at a time to save memory.
 
     Keras's initializers would hold two more copies of the slot in memory.
     """
     with tf.init_scope():
-        value = first_value(slot, initializer)
+        value = initial_value(slot, initializer)
         rows, width = slot.shape[0], max(1, math.prod(slot.shape[1:]))
         if not rows or not float(value):
             return
-        many = max(1, _BLOCK_NUMBERS // width)
-        for start in range(0, rows, many):
-            end = min(rows, start + many)
+        rows_per_block = max(1, _BLOCK_NUMBERS // width)
+        for start in range(0, rows, rows_per_block):
+            end = min(rows, start + rows_per_block)
             write_box(slot._value, (slice(start, end),), tf.fill([end - start, *slot.shape[1:]], value))
 
 
-def first_value(slot: Any, initializer: Any) -> tf.Tensor:
+def initial_value(slot: Any, initializer: Any) -> tf.Tensor:
     """Return the constant that ``initializer`` fills ``slot`` with."""
     return tf.convert_to_tensor(keras.initializers.get(initializer)((1,), dtype=slot.dtype)[0])
 
 
-class Slots:
+class ReassignableSlots:
     """The slots of an optimizer for variables whose rows can be reassigned to other ids.
 
     Moments of the old id must not affect the new one. A reassigned row is reset only once: the optimizer that updates
@@ -52,34 +52,35 @@ class Slots:
         """Register a slot of ``reference``."""
         inner = reference._value
         self._of.setdefault(id(inner), []).append((name, slot, initializer))
-        if (found := _SLOTS.get(inner)) is None:
-            _SLOTS.set(inner, found := weakref.WeakSet())
-        found.add(self)
+        if (sets := _SLOTS.get(inner)) is None:
+            _SLOTS.set(inner, sets := weakref.WeakSet())
+        sets.add(self)
 
     def of(self, variable: tf.Variable) -> list[tuple[str, Any, Any]]:
         """Return name, slot and initializer of each slot of ``variable``."""
         return self._of.get(id(variable), [])
 
 
-_SLOTS: WeakRegistry[weakref.WeakSet[Slots]] = WeakRegistry()  # for each TensorFlow variable, one per optimizer
+# For each TensorFlow variable, the slots of all optimizers.
+_SLOTS: WeakRegistry[weakref.WeakSet[ReassignableSlots]] = WeakRegistry()
 
 
-def renew(grads: Sequence[Any], variables: Sequence[Any], *, whole: bool) -> None:
+def reset_reassigned_rows(grads: Sequence[Any], variables: Sequence[Any], *, all_rows: bool) -> None:
     """Reset the slots of rows that were reassigned to another id since the last update.
 
     Args:
         grads: one per variable.
         variables: any; variables without reassignable rows are skipped.
-        whole: reset all reassigned rows, not only those in the gradients; needed when gradients are accumulated.
+        all_rows: reset all reassigned rows, not only those in the gradients; needed when gradients are accumulated.
     """
     for gradient, variable in zip(grads, variables, strict=False):
         shard = shard_of(variable)
-        if gradient is None or shard is None or shard.uses is None:
+        if gradient is None or shard is None or shard.usage is None:
             continue
-        rows, inner = take_fresh(shard.uses, gradient, whole), getattr(variable, "_value", variable)
+        rows, inner = pop_new_rows(shard.usage, gradient, all_rows), getattr(variable, "_value", variable)
         for name, slot, initializer in [s for slots in _SLOTS.get(inner) or () for s in slots.of(inner)]:
             if name == "average":  # Keras's moving average of the weights starts at the weights
-                first = inner.sparse_read(rows)
+                values = inner.sparse_read(rows)
             else:
-                first = tf.fill([tf.size(rows), slot.shape[1]], first_value(slot, initializer))
-            slot._value.scatter_update(tf.IndexedSlices(first, rows))
+                values = tf.fill([tf.size(rows), slot.shape[1]], initial_value(slot, initializer))
+            slot._value.scatter_update(tf.IndexedSlices(values, rows))

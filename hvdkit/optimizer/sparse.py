@@ -26,17 +26,17 @@ from hvdkit.optimizer.compression import dtype_on_wire, reduce_dense
 TINY_DENSE_BYTES = 64 * 1024
 
 
-class Share(tf.IndexedSlices):
-    """Rows divided by a number. Keeps the original values, so that an update may divide its learning rate instead.
+class DividedRows(tf.IndexedSlices):
+    """Rows divided by a number. Keeps the undivided values, so that an update can divide its learning rate instead.
 
     Attributes:
-        whole: the undivided values, ``[k, ...]``.
+        undivided: the undivided values, ``[k, ...]``.
         divisor: the divisor.
     """
 
     def __init__(self, rows: tf.IndexedSlices, divisor: int):
         super().__init__(rows.values / divisor, rows.indices, rows.dense_shape)
-        self.whole, self.divisor = rows.values, divisor
+        self.undivided, self.divisor = rows.values, divisor
 
 
 def sum_duplicates(grad: tf.IndexedSlices) -> tf.IndexedSlices:

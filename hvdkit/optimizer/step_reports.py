@@ -12,18 +12,18 @@ from tensorflow.python.ops import control_flow_util
 from hvdkit.cluster.progress import progress
 
 
-def tell_profile(grads: Sequence[Any], place: str) -> None:
+def report_step(grads: Sequence[Any], call_site: str) -> None:
     """Report to the profiler, if active, that ``grads`` are combined; inside a graph, on every execution.
 
     Args:
         grads: the combined gradients; a graph reports when the first of them is available.
-        place: identifies the call site; the first call site that reports marks the end of each step.
+        call_site: identifies the call site; the first call site that reports marks the end of each step.
     """
     recorder = progress().profile
     if recorder is None:
         return
     if not tf.inside_function():
-        recorder.gradients_combined(place)
+        recorder.gradients_combined(call_site)
         return
     first = next((g for g in grads if g is not None), None)
     # XLA has no kernel for numpy_function.
@@ -31,8 +31,8 @@ def tell_profile(grads: Sequence[Any], place: str) -> None:
         return
     values = first.values if isinstance(first, tf.IndexedSlices) else first
 
-    def tell(_: np.ndarray) -> np.int32:
-        recorder.gradients_combined(place)
+    def report(_: np.ndarray) -> np.int32:
+        recorder.gradients_combined(call_site)
         return np.int32(0)
 
-    tf.numpy_function(tell, [tf.reshape(values, [-1])[:1]], tf.int32, name="hvdkit_profile")
+    tf.numpy_function(report, [tf.reshape(values, [-1])[:1]], tf.int32, name="hvdkit_profile")

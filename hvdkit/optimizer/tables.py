@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from hvdkit.errors import describe
-from hvdkit.sharding.own_optimizer import own_optimizer
+from hvdkit.sharding.variable_optimizer import variable_optimizer
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,12 @@ class TableOptimizers:
     """Copies of the optimizers that the user passed for single tables, owned by a distributed optimizer.
 
     Attributes:
-        owners: the copy that updates each variable, by id of the variable.
-        copies: all copies, without duplicates.
+        by_variable: the copy that updates each variable, by id of the variable.
+        optimizers: all copies, without duplicates.
     """
 
-    owners: dict[int, Any]
-    copies: tuple[Any, ...]
+    by_variable: dict[int, Any]
+    optimizers: tuple[Any, ...]
 
     @classmethod
     def of(cls, variables: Sequence[Any], copy: Callable[[Any], Any]) -> TableOptimizers | None:
@@ -34,44 +34,44 @@ class TableOptimizers:
         """
         groups: dict[str, list[Any]] = {}
         for variable in variables:
-            if (own := own_optimizer(variable)) is not None:
-                groups.setdefault(own.key, []).append(variable)
+            if (registered := variable_optimizer(variable)) is not None:
+                groups.setdefault(registered.key, []).append(variable)
         if not groups:
             return None
-        owners: dict[int, Any] = {}
-        copies: list[Any] = []
+        by_variable: dict[int, Any] = {}
+        optimizers: list[Any] = []
         # Checkpoints identify slots by path: use the same path whether a step or the user builds the model's optimizer.
         with keras.name_scope("tables", override_parent=""):
             for members in groups.values():
-                made = copy(own_optimizer(members[0]).optimizer)  # type: ignore[union-attr]
-                made.build(members)
-                copies.append(made)
-                owners |= {id(variable): made for variable in members}
-        return cls(owners, tuple(copies))
+                optimizer = copy(variable_optimizer(members[0]).optimizer)  # type: ignore[union-attr]
+                optimizer.build(members)
+                optimizers.append(optimizer)
+                by_variable |= {id(variable): optimizer for variable in members}
+        return cls(by_variable, tuple(optimizers))
 
-    def others(self, variables: Sequence[Any]) -> list[Any]:
+    def without_tables(self, variables: Sequence[Any]) -> list[Any]:
         """Return the variables that the model's optimizer updates."""
-        return [variable for variable in variables if id(variable) not in self.owners]
+        return [variable for variable in variables if id(variable) not in self.by_variable]
 
     def apply(self, grads: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Update the tables with their optimizers; return the remaining gradients and variables."""
         pairs = list(zip(grads, variables, strict=True))
-        for optimizer in self.copies:
-            own = [(g, v) for g, v in pairs if self.owners.get(id(v)) is optimizer]
+        for optimizer in self.optimizers:
+            own = [(g, v) for g, v in pairs if self.by_variable.get(id(v)) is optimizer]
             if own:
                 optimizer.apply(*map(list, zip(*own, strict=True)))
-        rest = [(g, v) for g, v in pairs if id(v) not in self.owners]
+        rest = [(g, v) for g, v in pairs if id(v) not in self.by_variable]
         return [g for g, _ in rest], [v for _, v in rest]
 
     def finalize(self, variables: Sequence[Any]) -> None:
         """Assign the moving averages to the tables among ``variables``, if their optimizers keep any."""
-        for optimizer in self.copies:
-            own = [v for v in variables if self.owners.get(id(v)) is optimizer]
+        for optimizer in self.optimizers:
+            own = [v for v in variables if self.by_variable.get(id(v)) is optimizer]
             if own:
                 optimizer.finalize_variable_values(own)
 
 
-def check_for_tables(accumulate_steps: int, shard_states: bool) -> None:
+def check_table_options(accumulate_steps: int, shard_states: bool) -> None:
     """Reject options that treat the gradients or slots of all variables together.
 
     Raises:

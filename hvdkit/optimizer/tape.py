@@ -11,11 +11,11 @@ from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.ops import Average, ReduceOp, Sum
 from hvdkit.collectives.process_sets import RankGroup, resolve
 from hvdkit.errors import describe
-from hvdkit.optimizer.average import Averaging, agree_on, average, share, zero_without_weight
+from hvdkit.optimizer.average import Averaging, agree_on, average, weight_factor, zero_without_weight
 from hvdkit.optimizer.coupled_layers import check_coupled, was_coupled
-from hvdkit.optimizer.gradients import PlacedGradients, given, kind_of
+from hvdkit.optimizer.gradients import PlacedGradients, kind_of, place_gradients
 from hvdkit.optimizer.local_variables import is_layer, register_local_variables
-from hvdkit.optimizer.step_reports import tell_profile
+from hvdkit.optimizer.step_reports import report_step
 
 
 class DistributedGradientTape:
@@ -55,7 +55,7 @@ class DistributedGradientTape:
         if not hasattr(tape, "gradient"):
             raise TypeError(describe("tape", type(tape).__name__, "a tf.GradientTape", "pass tf.GradientTape()"))
         self._tape = tape
-        self._how = Averaging(op=op, weight=weight, compression=compression, group=resolve(process_set))
+        self._averaging = Averaging(op=op, weight=weight, compression=compression, group=resolve(process_set))
 
     def __enter__(self) -> DistributedGradientTape:
         self._tape.__enter__()
@@ -83,35 +83,36 @@ class DistributedGradientTape:
                 register_local_variables(layer)
         variables = tf.nest.flatten(sources)
         check_coupled(variables)
-        if self._how.weight is not None and (was_coupled() or any(kind_of(v) in ("rows", "part") for v in variables)):
-            return self._weighted(target, sources, *args, **kwargs)
+        is_weighted = self._averaging.weight is not None
+        if is_weighted and (was_coupled() or any(kind_of(v) in ("rows", "part") for v in variables)):
+            return self._weighted_gradient(target, sources, *args, **kwargs)
         structure: list[Any] = []
 
         def prepare() -> PlacedGradients:
             structure.append(self._tape.gradient(target, sources, *args, **kwargs))
-            return given(tf.nest.flatten(structure[0]), variables)
+            return place_gradients(tf.nest.flatten(structure[0]), variables)
 
-        return self._packed(average(prepare, self._how), structure)
+        return self._pack(average(prepare, self._averaging), structure)
 
-    def _weighted(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
+    def _weighted_gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
         """Weight the loss instead of its gradients: some are exchanged during the backward pass."""
-        agree_on(lambda: given([]), self._how)  # check the weight before it is exchanged
-        factor = share(self._how)
+        agree_on(lambda: place_gradients([]), self._averaging)  # check the weight before it is exchanged
+        factor = weight_factor(self._averaging)
         structure: list[Any] = []
 
         def prepare() -> PlacedGradients:
             upstream = tf.nest.map_structure(tf.ones_like, target) if output_gradients is None else output_gradients
             weighed = tf.nest.map_structure(lambda g: g * tf.cast(factor, g.dtype), upstream)
             structure.append(self._tape.gradient(target, sources, output_gradients=weighed, **kwargs))
-            found = given(tf.nest.flatten(structure[0]), tf.nest.flatten(sources))
+            placed = place_gradients(tf.nest.flatten(structure[0]), tf.nest.flatten(sources))
             # Keep rows: they come from all ranks.
-            return found.map(lambda grad, kind: grad if kind == "rows" else zero_without_weight(grad, factor))
+            return placed.map(lambda grad, kind: grad if kind == "rows" else zero_without_weight(grad, factor))
 
-        return self._packed(average(prepare, Averaging(op=Sum, compression=self._how.compression)), structure)
+        return self._pack(average(prepare, Averaging(op=Sum, compression=self._averaging.compression)), structure)
 
     @staticmethod
-    def _packed(combined: list[Any], structure: list[Any]) -> Any:
-        tell_profile(combined, "tape")
+    def _pack(combined: list[Any], structure: list[Any]) -> Any:
+        report_step(combined, "tape")
         return tf.nest.pack_sequence_as(structure[0], combined)
 
 

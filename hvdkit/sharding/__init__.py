@@ -1,1 +1,13 @@
-"""Variables sharded across ranks: who owns which rows and columns, and the exchange that looks up their rows."""
+"""Who owns which rows and columns of a sharded variable, and the exchange that looks up rows of other ranks.
+
+Shapes, placements and seeds go in; variables with this rank's rows, and lookups that are differentiable across ranks,
+come out. Start with ``partition.py`` (from rows to ranks, pure arithmetic) and ``partitioned.py`` (a sharded variable).
+
+Tables: ``table.py`` is the user's description, ``plan.py`` chooses placements, ``layout.py`` stacks tables in variables
+and ``keys.py`` numbers their rows. ``initial.py`` and ``hashing.py`` compute initial values that do not depend on the
+number of ranks. ``vocabulary.py`` maps arbitrary ids to rows, with eviction.
+
+Lookups: ``id_checks.py`` detects invalid ids, ``routing.py`` exchanges ids and rows, and ``last_lookup.py`` informs the
+update which rank read which rows. ``shards.py`` registers the variables that differ between ranks, ``variables.py``
+broadcasts and compares all others, and ``variable_optimizer.py`` registers variables that have their own optimizer.
+"""

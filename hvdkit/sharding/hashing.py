@@ -14,17 +14,17 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.errors import describe
-from hvdkit.sharding.initial import Constant, Distribution, rule_of
+from hvdkit.sharding.initial import Constant, Distribution, resolve_initializer
 
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment
 
 
 def bucket_of(ids: tf.Tensor, buckets: int) -> tf.Tensor:
     """Return the bucket of each id, 0 to ``buckets - 1``, int64."""
-    return tf.math.floormod(mixed(ids), tf.constant(buckets, tf.int64))
+    return tf.math.floormod(hash64(ids), tf.constant(buckets, tf.int64))
 
 
-def mixed(x: tf.Tensor) -> tf.Tensor:
+def hash64(x: tf.Tensor) -> tf.Tensor:
     """Return a 64-bit hash of ``x``; both are int64.
 
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;  z ^ (z >> 31)
@@ -47,22 +47,22 @@ def first_rows(initializer: Any, shape: tuple[int, int], dtype: str, seed: int, 
     Raises:
         ValueError: the initializer is of another kind.
     """
-    rule, width = rule_of(initializer, shape, dtype, seed), shape[1]
-    if isinstance(rule, Constant):
-        return lambda ids: tf.fill([tf.size(ids), width], tf.constant(rule.value, dtype))
-    if not isinstance(rule, Distribution):
+    generator, width = resolve_initializer(initializer, shape, dtype, seed), shape[1]
+    if isinstance(generator, Constant):
+        return lambda ids: tf.fill([tf.size(ids), width], tf.constant(generator.value, dtype))
+    if not isinstance(generator, Distribution):
         expected = "a number, or Keras's uniform, normal, truncated normal or variance scaling"
         remedy = "rows of new ids are made one by one"
         raise ValueError(describe(f"initializer of table {table!r}", initializer, expected, remedy))
-    start = (seed * _GOLDEN + zlib.crc32(table.encode())) % 2**64
+    table_seed = (seed * _GOLDEN + zlib.crc32(table.encode())) % 2**64
     columns = tf.constant([_int64((c + 1) * _GOLDEN) for c in range(width)], tf.int64)
 
-    def drawn(ids: tf.Tensor) -> tf.Tensor:
-        words = mixed(mixed(ids ^ _signed(start))[:, None] + columns)
-        unit = (tf.cast(_shifted(words, 32), tf.float64) + 0.5) / 2.0**32
-        return tf.cast(rule.from_unit(unit), dtype)
+    def initial_rows(ids: tf.Tensor) -> tf.Tensor:
+        hashes = hash64(hash64(ids ^ _signed(table_seed))[:, None] + columns)
+        unit = (tf.cast(_shifted(hashes, 32), tf.float64) + 0.5) / 2.0**32
+        return tf.cast(generator.from_unit(unit), dtype)
 
-    return drawn
+    return initial_rows
 
 
 def _shifted(x: tf.Tensor, bits: int) -> tf.Tensor:

@@ -1,7 +1,7 @@
 """Invalid ids and weights: detected on one rank, raised on all ranks before anything is updated.
 
-If only one rank raised, the others would wait forever. So the fault is sent with the ids, as a header of a few words,
-and every rank raises the same error in the same step.
+If only one rank raised, the others would wait forever. So the fault is sent with the ids, as a header of three 32-bit
+words, and every rank raises the same error in the same step.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import tensorflow as tf
 
 from hvdkit.errors import describe
 
-# Number of the check (1 for the first, 0 without a fault), and a value in two halves, as ids may be sent in 32 bits.
+# Number of the failed check (1 for the first, 0: valid), and the value in two halves, as ids may be sent in 32 bits.
 FAULT_WORDS = 3
-_REFUSED = -1
+_REFUSED = -1  # instead of the number of a check
 
 
 class Check(NamedTuple):
     """A check of one feature's values, with the texts of its error message.
 
     Attributes:
-        values: ``[n]`` integers; None if there is nothing to check. Every rank needs the same numbered checks.
-        bad: ``[n]`` bool, or None.
+        values: ``[n]`` integers; None if there is nothing to check. All ranks list the same checks, in the same order.
+        invalid: whether each value is invalid, ``[n]`` bool, or None.
         what: the argument, "ids" or "weights".
-        where: its origin, e.g. ``"feature 'user' of table 'users'"``.
+        where: where the values are used, e.g. ``"feature 'user' of table 'users'"``.
         expected: the expected values.
         remedy: the suggested fix.
     """
 
     values: tf.Tensor | None
-    bad: tf.Tensor | None
+    invalid: tf.Tensor | None
     what: str
     where: str
     expected: str
@@ -50,23 +50,23 @@ class Fault(NamedTuple):
     texts: tuple[tuple[str, str, str, str], ...]
 
 
-def rows_only(ids: tf.Tensor | None, rows: int, where: str) -> Check:
-    """Check that ids ``[n]`` are valid for a table with ``rows`` rows; None skips the check."""
+def range_check(ids: tf.Tensor | None, rows: int, where: str) -> Check:
+    """Return the check that ids ``[n]`` are valid for a table with ``rows`` rows; None: nothing to check."""
     remedy = "check the data, or pass out_of_range='wrap' or 'drop'"
-    bad = None if ids is None else is_out_of_range(ids, rows)
-    return Check(ids, bad, "ids", where, f"0 to {rows - 1}", remedy)
+    invalid = None if ids is None else is_out_of_range(ids, rows)
+    return Check(ids, invalid, "ids", where, f"0 to {rows - 1}", remedy)
 
 
-def weights_match(weights: tf.Tensor | None, matches: tf.Tensor | None, where: str) -> Check:
-    """Check ``matches`` (bool scalar): weights and ids have the same structure; None skips the check."""
+def weights_check(weights: tf.Tensor | None, matches: tf.Tensor | None, where: str) -> Check:
+    """Return the check of ``matches`` (bool): weights and ids have the same structure; None: nothing to check."""
     expected, remedy = "one for each id, in the same places", "give both the same shape"
     if weights is None or matches is None:
         return Check(None, None, "weights", where, expected, remedy)
     return Check(tf.size(weights)[None], tf.logical_not(matches)[None], "weights", where, expected, remedy)
 
 
-def whole_numbers(ids: tf.Tensor | None, whole: tf.Tensor | None, where: str) -> Check:
-    """Check ``whole`` ``[n]``: ids ``[n]`` given as floats are whole numbers; None for integers."""
+def whole_numbers_check(ids: tf.Tensor | None, whole: tf.Tensor | None, where: str) -> Check:
+    """Return the check of ``whole`` ``[n]``: ids ``[n]`` passed as floats are whole numbers; None for integers."""
     what, expected, remedy = "ids, without their fraction", "whole numbers", "pass integers"
     if ids is None or whole is None:
         return Check(None, None, what, where, expected, remedy)
@@ -76,26 +76,28 @@ def whole_numbers(ids: tf.Tensor | None, whole: tf.Tensor | None, where: str) ->
 def find_fault(checks: Sequence[Check]) -> Fault:
     """Return the first invalid value on this rank."""
     texts = tuple(check[2:] for check in checks)
-    made = [
-        (number, c.values, c.bad) for number, c in enumerate(checks, 1) if c.values is not None and c.bad is not None
+    present = [
+        (number, c.values, c.invalid)
+        for number, c in enumerate(checks, 1)
+        if c.values is not None and c.invalid is not None
     ]
-    if not made:
+    if not present:
         return Fault(tf.zeros([FAULT_WORDS], tf.int32), texts)
-    wrong = tf.concat([bad for _, _, bad in made], 0)
+    invalid_values = tf.concat([invalid for _, _, invalid in present], 0)
 
-    def words() -> tf.Tensor:
-        ends = tf.cumsum(tf.stack([tf.size(values) for _, values, _ in made]))
-        first = tf.argmax(wrong, output_type=tf.int32)
-        number = tf.gather([number for number, _, _ in made], tf.searchsorted(ends, first[None], side="right"))
-        value = tf.concat([tf.cast(values, tf.int64) for _, values, _ in made], 0)[first]
+    def first_fault() -> tf.Tensor:
+        ends = tf.cumsum(tf.stack([tf.size(values) for _, values, _ in present]))
+        first = tf.argmax(invalid_values, output_type=tf.int32)
+        number = tf.gather([number for number, _, _ in present], tf.searchsorted(ends, first[None], side="right"))
+        value = tf.concat([tf.cast(values, tf.int64) for _, values, _ in present], 0)[first]
         return tf.concat([number, tf.bitcast(value, tf.int32)], 0)
 
-    found = tf.cond(tf.reduce_any(wrong), words, lambda: tf.zeros([FAULT_WORDS], tf.int32))
-    return Fault(tf.ensure_shape(found, [FAULT_WORDS]), texts)
+    code = tf.cond(tf.reduce_any(invalid_values), first_fault, lambda: tf.zeros([FAULT_WORDS], tf.int32))
+    return Fault(tf.ensure_shape(code, [FAULT_WORDS]), texts)
 
 
-def refused() -> Fault:
-    """Return the fault that a rank sends if it rejects its inputs, so that other ranks do not wait."""
+def refusal() -> Fault:
+    """Return the fault that a rank sends if it has rejected its inputs, so that other ranks do not wait."""
     return Fault(tf.constant([_REFUSED, 0, 0], tf.int32), ())
 
 
@@ -119,7 +121,7 @@ def raise_everywhere(words: tf.Tensor, fault: Fault) -> list[tf.Operation]:
                 raise ValueError(f"lookup: rank {rank} refused its inputs; its own error says why")
             if number:
                 what, where, expected, remedy = fault.texts[number - 1]
-                raise ValueError(describe(what, f"{_joined(halves)} in {where} on rank {rank}", expected, remedy))
+                raise ValueError(describe(what, f"{_join_halves(halves)} in {where} on rank {rank}", expected, remedy))
         return []
     if not fault.texts:
         return []
@@ -131,7 +133,7 @@ def raise_everywhere(words: tf.Tensor, fault: Fault) -> list[tf.Operation]:
     return [tf.cond(tf.reduce_any(words[:, 0] > 0), stop, lambda: tf.constant(True)).op]
 
 
-def _joined(halves: Sequence[int]) -> int:
+def _join_halves(halves: Sequence[int]) -> int:
     low, high = (int(h) for h in halves)
     return (high << 32) | (low & 0xFFFFFFFF)
 

@@ -1,8 +1,8 @@
 """Initial values of a sharded variable: a function of the seed and the global row, independent of the number of ranks.
 
 Random numbers come from Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11), a counter-based
-generator that can start anywhere in its stream: row i starts at counter i * c, with c counters per row. With contiguous
-rows a rank generates only its own numbers. With round-robin rows, it generates the rows between them as well, and
+generator that can start anywhere in its stream: row i starts at counter i * c, with c counters per row. A rank with
+contiguous rows generates only their numbers. A rank with round-robin rows also generates the rows between them, and
 discards those.
 """
 
@@ -49,23 +49,23 @@ def initial_blocks(
     rows, *others = index
     columns = tuple(slice(axis.start, axis.stop, axis.step) for axis in others)
     numpy_dtype = tf.as_dtype(dtype).as_numpy_dtype
-    rule = rule_of(initializer, tuple(shape), dtype, seed)
-    if isinstance(rule, np.ndarray):
-        yield 0, rule[(slice(rows.start, rows.stop, rows.step), *columns)].astype(numpy_dtype)
+    resolved = resolve_initializer(initializer, tuple(shape), dtype, seed)
+    if isinstance(resolved, np.ndarray):
+        yield 0, resolved[(slice(rows.start, rows.stop, rows.step), *columns)].astype(numpy_dtype)
         return
     width = math.prod(shape[1:])
-    many = max(1, _BLOCK_NUMBERS // max(1, width * rows.step))
-    for start in range(0, len(rows), many):
-        part = rows[start : start + many]
-        run = range(part[0], part[-1] + 1)
-        values = rule(seed, run, width)[:: part.step].reshape(len(part), *shape[1:])
+    rows_per_block = max(1, _BLOCK_NUMBERS // max(1, width * rows.step))
+    for start in range(0, len(rows), rows_per_block):
+        block = rows[start : start + rows_per_block]
+        span = range(block[0], block[-1] + 1)
+        values = resolved(seed, span, width)[:: block.step].reshape(len(block), *shape[1:])
         yield start, values[(slice(None), *columns)].astype(numpy_dtype)
 
 
 def common_seed(seed: int | None, initializer: Any = None) -> int:
-    """Return ``seed``, else the initializer's seed, else a new one; all ranks must use the chief's."""
-    own = getattr(initializer, "_init_seed", None)
-    chosen = seed if seed is not None else own
+    """Return ``seed``, or the initializer's seed, or a new random one. All ranks must use the chief's."""
+    initializer_seed = getattr(initializer, "_init_seed", None)
+    chosen = seed if seed is not None else initializer_seed
     if chosen is None:
         return secrets.randbits(63)
     if isinstance(chosen, bool) or not isinstance(chosen, (int, np.integer)) or chosen < 0:
@@ -82,44 +82,44 @@ class Distribution:
     def __call__(self, seed: int, rows: range, width: int) -> np.ndarray:
         counters = -(-width // _PER_COUNTER)
         philox = np.random.Philox(key=seed, counter=rows.start * counters)
-        words = philox.random_raw(len(rows) * counters * _PER_COUNTER // 2).view(np.uint32)
-        unit = (words.reshape(len(rows), -1)[:, :width] + 0.5) / 2.0**32
+        bits = philox.random_raw(len(rows) * counters * _PER_COUNTER // 2).view(np.uint32)
+        unit = (bits.reshape(len(rows), -1)[:, :width] + 0.5) / 2.0**32
         return self.from_unit(unit)
 
 
-def rule_of(initializer: Any, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
-    """Return the entire array, or a function of the seed, a range of rows and their width."""
+def resolve_initializer(initializer: Any, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
+    """Return the function that generates rows from the seed, a range of rows and their width; else the entire array."""
     if isinstance(initializer, (int, float)) and not isinstance(initializer, bool):
         return Constant(float(initializer))
     if isinstance(initializer, (np.ndarray, list, tuple, tf.Tensor)):
-        return _whole(np.asarray(initializer), shape)
+        return _check_shape(np.asarray(initializer), shape)
     try:
-        made = keras.initializers.get(initializer)
+        resolved = keras.initializers.get(initializer)
     except ValueError:
-        made = None
-    known = keras.initializers
-    if isinstance(made, known.Zeros | known.Ones):
-        return Constant(float(isinstance(made, known.Ones)))
-    if isinstance(made, known.Constant) and np.ndim(made.value) == 0:
-        return Constant(float(made.value))
-    if isinstance(made, known.RandomUniform):
-        return _uniform(made.minval, made.maxval)
-    if isinstance(made, known.RandomNormal):
-        return _normal(made.mean, made.stddev)
-    if isinstance(made, known.TruncatedNormal):
-        return _truncated(made.mean, made.stddev)
-    if isinstance(made, known.VarianceScaling):
-        return _variance_scaling(made, shape)
-    if not callable(made):
+        resolved = None
+    kinds = keras.initializers
+    if isinstance(resolved, kinds.Zeros | kinds.Ones):
+        return Constant(float(isinstance(resolved, kinds.Ones)))
+    if isinstance(resolved, kinds.Constant) and np.ndim(resolved.value) == 0:
+        return Constant(float(resolved.value))
+    if isinstance(resolved, kinds.RandomUniform):
+        return _uniform(resolved.minval, resolved.maxval)
+    if isinstance(resolved, kinds.RandomNormal):
+        return _normal(resolved.mean, resolved.stddev)
+    if isinstance(resolved, kinds.TruncatedNormal):
+        return _truncated(resolved.mean, resolved.stddev)
+    if isinstance(resolved, kinds.VarianceScaling):
+        return _variance_scaling(resolved, shape)
+    if not callable(resolved):
         remedy = "pass e.g. 'uniform', keras.initializers.RandomNormal(0.01) or an array"
         raise TypeError(describe("initializer", initializer, "a Keras initializer, its name, or values", remedy))
-    if isinstance(made, known.Initializer) and "seed" in made.get_config():
-        made = type(made).from_config({**made.get_config(), "seed": seed % 2**31})
+    if isinstance(resolved, kinds.Initializer) and "seed" in resolved.get_config():
+        resolved = type(resolved).from_config({**resolved.get_config(), "seed": seed % 2**31})
     with tf.init_scope():
-        return _whole(tf.convert_to_tensor(made(shape, dtype=dtype)).numpy(), shape)
+        return _check_shape(tf.convert_to_tensor(resolved(shape, dtype=dtype)).numpy(), shape)
 
 
-def _whole(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _check_shape(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if array.shape != shape:
         raise ValueError(describe("initializer", f"values {list(array.shape)}", f"{list(shape)}", "pass all of them"))
     return array
@@ -156,15 +156,15 @@ def _inverse_normal(probability: Any) -> Any:
         return tf.math.ndtri(tf.constant(probability, tf.float64)).numpy()
 
 
-def _variance_scaling(made: Any, shape: tuple[int, ...]) -> Distribution:
+def _variance_scaling(initializer: Any, shape: tuple[int, ...]) -> Distribution:
     """Keras's formulas, with the fans of the global shape: stddev = sqrt(scale / n), limit = sqrt(3 scale / n)."""
     field = math.prod(shape[:-2])
     fan_in, fan_out = (shape[0], shape[0]) if len(shape) == 1 else (shape[-2] * field, shape[-1] * field)
-    n = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[made.mode]
-    scale = made.scale / max(1.0, n)
-    if made.distribution == "uniform":
+    n = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[initializer.mode]
+    scale = initializer.scale / max(1.0, n)
+    if initializer.distribution == "uniform":
         limit = math.sqrt(3 * scale)
         return _uniform(-limit, limit)
-    if made.distribution == "untruncated_normal":
+    if initializer.distribution == "untruncated_normal":
         return _normal(0.0, math.sqrt(scale))
     return _truncated(0.0, math.sqrt(scale) / 0.87962566103423978)  # the stddev of the truncated distribution

@@ -22,9 +22,9 @@ def keys_of(ids: tf.Tensor, rule: str, rows: int, size: int, *, base: int = 0, r
         return ids + base * size if base else ids  # local * N + rank is the id itself
     if rule == "whole":
         return (ids + base) * size + rank
-    each, longer = divmod(rows, size)
-    owner = tf.maximum(ids // (each + 1), (ids - longer) // max(each, 1))
-    local = ids - (owner * each + tf.minimum(owner, tf.constant(longer, ids.dtype)))
+    base_count, remainder = divmod(rows, size)
+    owner = tf.maximum(ids // (base_count + 1), (ids - remainder) // max(base_count, 1))
+    local = ids - (owner * base_count + tf.minimum(owner, tf.constant(remainder, ids.dtype)))
     return (local + base) * size + owner
 
 

@@ -22,7 +22,7 @@ from hvdkit.sharding.table import BUCKET, DTYPES, Table
 
 
 @dataclass(frozen=True)
-class Slice:
+class TableSlice:
     """Some columns of a table, with all rows placed by one rule.
 
     Attributes:
@@ -30,7 +30,7 @@ class Slice:
         columns: its columns.
         rule: "mod", "div", "bucket" (like "div", but by whole buckets), or "whole": all rows on one rank.
         rank: the rank, for rule "whole".
-        base: the slice's first row in the variable: the same on all ranks that hold a part of it.
+        base: the slice's first row in the variable, the same on all ranks that hold a part of it.
     """
 
     table: Table
@@ -44,8 +44,8 @@ class Slice:
         if self.rule == "whole":
             return range(self.table.input_dim if rank == self.rank else 0)
         if self.rule == "bucket":
-            held = rows_of("div", self.table.buckets, rank, size)
-            return range(held.start * BUCKET, held.stop * BUCKET)
+            buckets = rows_of("div", self.table.buckets, rank, size)
+            return range(buckets.start * BUCKET, buckets.stop * BUCKET)
         return rows_of(self.rule, self.table.input_dim, rank, size)
 
 
@@ -60,7 +60,7 @@ class TablePart(NamedTuple):
 
 @dataclass
 class TableGroup:
-    """Slices of the same width and dtype, which share a variable.
+    """Slices of the same width and dtype, stacked in one variable.
 
     Attributes:
         width: number of columns.
@@ -68,14 +68,14 @@ class TableGroup:
         rows: number of rows of each rank's variable.
         slices: the slices, in order of placement.
         host: whether the variable is in host memory.
-        evicts: the table with eviction if this is its group, or None.
+        evicts: the table with eviction if the variable belongs to one, or None.
         optimizer: the tables' Keras optimizer, or None for the model's.
     """
 
     width: int
     dtype: str
     rows: list[int]
-    slices: list[Slice] = field(default_factory=list)
+    slices: list[TableSlice] = field(default_factory=list)
     host: bool = False
     evicts: Table | None = None
     optimizer: Any = None
@@ -85,14 +85,15 @@ class TableGroup:
         """One more than the largest key."""
         return 2**63 if self.evicts is not None else max(self.rows) * len(self.rows)
 
-    def held(self, rank: int) -> list[TablePart]:
+    def parts_on(self, rank: int) -> list[TablePart]:
         """Return the part of each table on ``rank``, possibly empty, in an order that all ranks share."""
-        found: dict[str, TablePart] = {}
-        for part in self.slices:
-            rows = part.rows(rank, len(self.rows))
-            if rows or part.table.name not in found:
-                found[part.table.name] = TablePart(part.table, rows, part.columns if rows else range(0), part.base)
-        return list(found.values())
+        parts: dict[str, TablePart] = {}
+        for table_slice in self.slices:
+            rows = table_slice.rows(rank, len(self.rows))
+            if rows or table_slice.table.name not in parts:
+                columns = table_slice.columns if rows else range(0)
+                parts[table_slice.table.name] = TablePart(table_slice.table, rows, columns, table_slice.base)
+        return list(parts.values())
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Layout:
 
     size: int
     groups: tuple[TableGroup, ...]
-    slices: Mapping[str, tuple[tuple[int, Slice], ...]]
+    slices: Mapping[str, tuple[tuple[int, TableSlice], ...]]
     replicated: tuple[Table, ...]
 
     @property
@@ -135,25 +136,25 @@ def lay_out(tables: Sequence[Table], placements: Mapping[str, str], size: int) -
         ([3, 5], [0, 2])
     """
     groups: dict[tuple[int, str, bool, str, str], TableGroup] = {}
-    placed: dict[str, list[tuple[int, Slice]]] = {}
+    slices: dict[str, list[tuple[int, TableSlice]]] = {}
 
     def add(table: Table, width: int, columns: range, rule: str, rank: int = 0) -> None:
-        alone = table if table.evict else None
-        key = (width, table.dtype, table.host, table.name if alone else "", table.optimizer_key)
+        evicting = table if table.evict else None
+        key = (width, table.dtype, table.host, table.name if evicting else "", table.optimizer_key)
         group = groups.setdefault(
-            key, TableGroup(width, table.dtype, [0] * size, [], table.host, alone, table.optimizer)
+            key, TableGroup(width, table.dtype, [0] * size, [], table.host, evicting, table.optimizer)
         )
-        part = Slice(table, columns, rule, group.rows[rank] if rule == "whole" else max(group.rows), rank)
+        table_slice = TableSlice(table, columns, rule, group.rows[rank] if rule == "whole" else max(group.rows), rank)
         for r in range(size):
-            if rows := len(part.rows(r, size)):
-                group.rows[r] = part.base + rows
-            group.rows[r] += alone is not None
-        group.slices.append(part)
-        placed.setdefault(table.name, []).append((list(groups).index(key), part))
+            if rows := len(table_slice.rows(r, size)):
+                group.rows[r] = table_slice.base + rows
+            group.rows[r] += evicting is not None
+        group.slices.append(table_slice)
+        slices.setdefault(table.name, []).append((list(groups).index(key), table_slice))
 
     for table in tables:
-        if (how := placements[table.name]) in ("row", "div"):
-            rule = "bucket" if table.evict else "mod" if how == "row" else "div"
+        if (placement := placements[table.name]) in ("row", "div"):
+            rule = "bucket" if table.evict else "mod" if placement == "row" else "div"
             add(table, table.output_dim, range(table.output_dim), rule)
     for table in tables:
         if placements[table.name] == "column":
@@ -162,7 +163,7 @@ def lay_out(tables: Sequence[Table], placements: Mapping[str, str], size: int) -
                 add(table, width, range(first, min(first + width, table.output_dim)), "whole", rank)
     for table in sorted(tables, key=lambda t: -t.bytes):
         if placements[table.name] == "table":
-            held = [sum(g.rows[rank] * g.width * DTYPES[g.dtype] for g in groups.values()) for rank in range(size)]
-            add(table, table.output_dim, range(table.output_dim), "whole", held.index(min(held)))
+            nbytes = [sum(g.rows[rank] * g.width * DTYPES[g.dtype] for g in groups.values()) for rank in range(size)]
+            add(table, table.output_dim, range(table.output_dim), "whole", nbytes.index(min(nbytes)))
     replicated = tuple(t for t in tables if placements[t.name] == "replicated")
-    return Layout(size, tuple(groups.values()), {n: tuple(parts) for n, parts in placed.items()}, replicated)
+    return Layout(size, tuple(groups.values()), {n: tuple(of_table) for n, of_table in slices.items()}, replicated)

@@ -17,14 +17,14 @@ from hvdkit.errors import describe
 Partition = Literal["div", "mod"]
 
 FLAT = "flat"
-"""The rule for arrays whose elements are split, in row-major order, into runs that may start and end within a row."""
+"""The rule for arrays whose elements are split in row-major order, so that a shard may start or end within a row."""
 
 
 def rows_of(partition: str, rows: int, rank: int, size: int) -> range:
     """Return the global rows that ``rank`` of ``size`` holds, in storage order.
 
-    ``div`` assigns contiguous runs, with one additional row on the first ``rows % size`` ranks; ``mod`` assigns rows
-    round-robin. Both are the strategies of ``tf.nn.embedding_lookup``.
+    ``div`` assigns contiguous rows, with one additional row on the first ``rows % size`` ranks; ``mod`` assigns rows
+    round-robin. ``tf.nn.embedding_lookup`` has the same strategies.
 
     Args:
         partition: ``"div"`` or ``"mod"``.
@@ -47,20 +47,20 @@ def rows_of(partition: str, rows: int, rank: int, size: int) -> range:
         )
     if partition == "mod":
         return range(rank, rows, size)
-    each, longer = divmod(rows, size)
-    start = rank * each + min(rank, longer)
-    return range(start, start + each + (rank < longer))
+    base_count, remainder = divmod(rows, size)
+    start = rank * base_count + min(rank, remainder)
+    return range(start, start + base_count + (rank < remainder))
 
 
-def share_of(elements: int, size: int) -> int:
-    """Return the number of elements in each of ``size`` equal parts of an array; the last parts may be smaller."""
+def flat_shard_size(elements: int, size: int) -> int:
+    """Return the number of elements per rank if an array is split into equal parts; the last parts may be smaller."""
     return -(-elements // size)
 
 
-def runs_of(counts: Sequence[int], rank: int, size: int) -> list[range]:
+def flat_ranges(counts: Sequence[int], rank: int, size: int) -> list[range]:
     """Return the elements of each array that ``rank`` holds if the concatenated arrays are split into equal parts.
 
-    Every rank has :func:`share_of` elements, or fewer at the end, so at most two arrays of a rank are partial.
+    Every rank has :func:`flat_shard_size` elements, or fewer at the end, so at most two arrays of a rank are partial.
 
     Args:
         counts: number of elements of each array.
@@ -68,36 +68,36 @@ def runs_of(counts: Sequence[int], rank: int, size: int) -> list[range]:
         size: number of ranks, >= 1.
 
     Example:
-        >>> [runs_of([3, 4], r, 2) for r in range(2)]
+        >>> [flat_ranges([3, 4], r, 2) for r in range(2)]
         [[range(0, 3), range(0, 1)], [range(0, 0), range(1, 4)]]
     """
-    share = share_of(sum(counts), size)
-    runs, offset = [], 0
+    shard_size = flat_shard_size(sum(counts), size)
+    ranges, offset = [], 0
     for count in counts:
-        start, stop = (min(max(edge - offset, 0), count) for edge in (rank * share, (rank + 1) * share))
-        runs.append(range(start, stop) if start < stop else range(0))
+        start, stop = (min(max(edge - offset, 0), count) for edge in (rank * shard_size, (rank + 1) * shard_size))
+        ranges.append(range(start, stop) if start < stop else range(0))
         offset += count
-    return runs
+    return ranges
 
 
-def boxes_of(shape: Sequence[int], run: range) -> list[tuple[range, ...]]:
-    """Return the boxes (indices along each axis) that make up a run of an array's elements in row-major order.
+def boxes_of(shape: Sequence[int], elements: range) -> list[tuple[range, ...]]:
+    """Return the boxes (indices along each axis) that make up a range of an array's elements in row-major order.
 
     Example:
         >>> boxes_of((3, 4), range(2, 9))
         [(range(0, 1), range(2, 4)), (range(1, 2), range(0, 4)), (range(2, 3), range(0, 1))]
     """
-    if not run:
+    if not elements:
         return []
     if not shape:
         return [()]
     width = math.prod(shape[1:])
-    (top, left), (bottom, right) = divmod(run.start, width), divmod(run.stop, width)
+    (top, left), (bottom, right) = divmod(elements.start, width), divmod(elements.stop, width)
     if top == bottom or (top + 1 == bottom and right == 0):  # within one row
-        inner = range(left, left + len(run))
+        inner = range(left, left + len(elements))
         return [(range(top, top + 1), *box) for box in boxes_of(shape[1:], inner)]
-    head = boxes_of(shape, range(run.start, (top + 1) * width)) if left else []
-    tail = boxes_of(shape, range(bottom * width, run.stop)) if right else []
+    head = boxes_of(shape, range(elements.start, (top + 1) * width)) if left else []
+    tail = boxes_of(shape, range(bottom * width, elements.stop)) if right else []
     whole = range(top + (left > 0), bottom)
     return [*head, *([(whole, *map(range, shape[1:]))] if whole else []), *tail]
 
@@ -115,8 +115,8 @@ def intersect(a: range, b: range) -> range:
     if not a or not b or (b.start - a.start) % divisor:
         return range(0)
     step = a.step // divisor * b.step
-    turns = (b.start - a.start) // divisor * pow(a.step // divisor, -1, b.step // divisor) % (b.step // divisor)
-    common = a.start + turns * a.step
+    steps = (b.start - a.start) // divisor * pow(a.step // divisor, -1, b.step // divisor) % (b.step // divisor)
+    common = a.start + steps * a.step
     low = max(a.start, b.start)
     return range(low + (common - low) % step, min(a[-1], b[-1]) + 1, step)
 
@@ -158,8 +158,8 @@ def owner(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
     ids = _checked_ids(partition, ids, rows, size)
     if partition == "mod":
         return ids % size
-    each, longer = divmod(rows, size)
-    return np.maximum(ids // (each + 1), (ids - longer) // max(each, 1))
+    base_count, remainder = divmod(rows, size)
+    return np.maximum(ids // (base_count + 1), (ids - remainder) // max(base_count, 1))
 
 
 def local_row(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
@@ -172,9 +172,9 @@ def local_row(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarr
     ids = _checked_ids(partition, ids, rows, size)
     if partition == "mod":
         return ids // size
-    each, longer = divmod(rows, size)
+    base_count, remainder = divmod(rows, size)
     ranks = owner(partition, ids, rows, size)
-    return ids - (ranks * each + np.minimum(ranks, longer))
+    return ids - (ranks * base_count + np.minimum(ranks, remainder))
 
 
 def _checked_ids(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:

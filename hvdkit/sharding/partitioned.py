@@ -14,12 +14,12 @@ from hvdkit.collectives import alltoall, tensors
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import HvdkitError, describe, integer
-from hvdkit.sharding.id_checks import Fault, find_fault, is_out_of_range, refused, rows_only
+from hvdkit.sharding.id_checks import Fault, find_fault, is_out_of_range, range_check, refusal
 from hvdkit.sharding.initial import common_seed, initial_blocks
 from hvdkit.sharding.keys import key_dtype, keys_of
+from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.partition import Partition, local_row, owner, rows_of
-from hvdkit.sharding.routing import KeyedVariable, look_up
-from hvdkit.sharding.runs import LastLookup
+from hvdkit.sharding.routing import KeyedVariable, fetch_rows, request_rows
 from hvdkit.sharding.shards import Piece, Shard, mark, write_box
 
 
@@ -88,18 +88,18 @@ class PartitionedVariable:
             call.payload = common_seed(seed, initializer)
 
         call.problem = attempt(check)
-        common = agree_on_call(call)[0].payload
+        chief_seed = agree_on_call(call)[0].payload
         self.partition = partition
         self.local_rows = rows_of(partition, self.shape[0], cluster.rank(), cluster.size())
         self.local_index = (self.local_rows, *map(range, self.shape[1:]))
         self._key_dtype = key_dtype(-(-self.shape[0] // cluster.size()) * cluster.size())
         with tf.init_scope():
-            self.local = self._make(initializer, common, trainable)
+            self.local = self._create(initializer, chief_seed, trainable)
         piece = Piece("", self.shape, self.local_index, 0, partition)
-        self._last = LastLookup()
-        mark(self.local, Shard(self.name, (piece,), lookup=self._last))
+        self._last_lookup = LastLookup()
+        mark(self.local, Shard(self.name, (piece,), lookup=self._last_lookup))
 
-    def _make(self, initializer: Any, seed: int, trainable: bool) -> tf.Variable:
+    def _create(self, initializer: Any, seed: int, trainable: bool) -> tf.Variable:
         zeros = tf.zeros([len(axis) for axis in self.local_index], self.dtype)
         local = tf.Variable(zeros, trainable=trainable, name=self.name)
         for start, block in initial_blocks(initializer, self.shape, self.dtype.name, seed, self.local_index):
@@ -107,9 +107,9 @@ class PartitionedVariable:
         return local
 
     def __repr__(self) -> str:
-        held = f"{len(self.local_rows)} of {self.shape[0]} rows on rank {cluster.rank()} of {cluster.size()}"
+        local = f"{len(self.local_rows)} of {self.shape[0]} rows on rank {cluster.rank()} of {cluster.size()}"
         return (
-            f"<hvdkit.PartitionedVariable {self.name!r} {self.dtype.name}{list(self.shape)} {self.partition}: {held}>"
+            f"<hvdkit.PartitionedVariable {self.name!r} {self.dtype.name}{list(self.shape)} {self.partition}: {local}>"
         )
 
     @graph_safe
@@ -135,17 +135,19 @@ class PartitionedVariable:
         except (TypeError, ValueError):
             with contextlib.suppress(ValueError):
                 if tf.executing_eagerly():  # in a graph, a tracing error ends the job; here others would wait
-                    self._look_up(tf.zeros([0], tf.int32), refused())
+                    self._look_up(tf.zeros([0], tf.int32), refusal())
             raise
         flat = tf.reshape(ids, [-1])
-        found = self._look_up(flat, find_fault([rows_only(flat, self.shape[0], f"lookup of {self.name!r}")]))
-        return tf.reshape(found, tf.concat([tf.shape(ids), self.shape[1:]], 0))
+        vectors = self._look_up(flat, find_fault([range_check(flat, self.shape[0], f"lookup of {self.name!r}")]))
+        return tf.reshape(vectors, tf.concat([tf.shape(ids), self.shape[1:]], 0))
 
     def _look_up(self, flat: tf.Tensor, fault: Fault) -> tf.Tensor:
         rows = self.shape[0]
         safe = tf.cast(tf.where(is_out_of_range(flat, rows), tf.zeros_like(flat), flat), self._key_dtype)
         keys = keys_of(safe, self.partition, rows, cluster.size())
-        return look_up([KeyedVariable(self.local, self._last)], [[keys]], fault, name="hvdkit.lookup")[0][0].spread()
+        sources = [KeyedVariable(self.local, self._last_lookup)]
+        lookup = request_rows(sources, [[keys]], fault, name="hvdkit.lookup")
+        return fetch_rows(sources, [1], lookup, name="hvdkit.lookup")[0][0].by_key()
 
     def gather(self, root: int | None = None) -> np.ndarray | None:
         """Return the unsharded array on every rank, or only on ``root`` and None elsewhere. Every rank calls it."""
@@ -189,30 +191,28 @@ class PartitionedVariable:
             CollectiveMismatchError: another rank's ids or values are invalid.
         """
         call = Call(f"PartitionedVariable({self.name!r}).assign_rows()")
-        ids_given, rows_given = ids, rows
-        given: list[np.ndarray] = []
+        checked: list[np.ndarray] = []
 
         def check() -> None:
-            ids = np.asarray(ids_given)
-            values = np.asarray(rows_given, self.dtype.as_numpy_dtype)
-            if not ids.size and not values.size:
-                ids, values = np.zeros(0, np.int64), np.zeros((0, *self.shape[1:]), values.dtype)
-            given.extend((ids, values))
-            if ids.dtype.kind not in "iu" or ids.ndim != 1:
-                raise TypeError(
-                    describe("ids", f"{ids.dtype}{list(ids.shape)}", "integers [k]", "flatten or cast them")
-                )
-            if values.shape != (len(ids), *self.shape[1:]):
-                expected = f"{[len(ids), *self.shape[1:]]}, one row for each id"
-                raise ValueError(describe("rows", list(values.shape), expected, "pass as many rows as ids"))
-            if len(ids) and not 0 <= ids.min() <= ids.max() < self.shape[0]:
-                raise ValueError(
-                    describe("ids", f"{ids.min()} to {ids.max()}", f"0 to {self.shape[0] - 1}", "check them")
-                )
+            checked[:] = self._checked_rows(ids, rows)
 
         call.problem = attempt(check)
         agree_on_call(call)
-        self._scatter(given[0].astype(np.int64), given[1])
+        self._scatter(checked[0].astype(np.int64), checked[1])
+
+    def _checked_rows(self, ids: Any, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids ``[k]`` and rows ``[k, *shape[1:]]`` as arrays, or raise."""
+        ids, rows = np.asarray(ids), np.asarray(rows, self.dtype.as_numpy_dtype)
+        if not ids.size and not rows.size:
+            return np.zeros(0, np.int64), np.zeros((0, *self.shape[1:]), rows.dtype)
+        if ids.dtype.kind not in "iu" or ids.ndim != 1:
+            raise TypeError(describe("ids", f"{ids.dtype}{list(ids.shape)}", "integers [k]", "flatten or cast them"))
+        if rows.shape != (len(ids), *self.shape[1:]):
+            expected = f"{[len(ids), *self.shape[1:]]}, one row for each id"
+            raise ValueError(describe("rows", list(rows.shape), expected, "pass as many rows as ids"))
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.shape[0]:
+            raise ValueError(describe("ids", f"{ids.min()} to {ids.max()}", f"0 to {self.shape[0] - 1}", "check them"))
+        return ids, rows
 
     def _scatter(self, ids: np.ndarray, rows: np.ndarray) -> None:
         """Send rows to their owners, who write them."""
@@ -221,11 +221,11 @@ class PartitionedVariable:
         order = np.argsort(owners, kind="stable")
         splits = np.bincount(owners, minlength=size)[:size].astype(np.int32)
         values = rows[order].astype(self.dtype.as_numpy_dtype)
-        places = alltoall(local_row(self.partition, ids[order], total, size) if total else ids, splits)[0]
+        rows_received = alltoall(local_row(self.partition, ids[order], total, size) if total else ids, splits)[0]
         received = alltoall(values, splits)[0]
-        _, last = np.unique(places[::-1], return_index=True)  # the last of duplicates
-        kept = len(places) - 1 - last
-        self.local.scatter_update(tf.IndexedSlices(tf.constant(received[kept], self.dtype), places[kept]))
+        _, last = np.unique(rows_received[::-1], return_index=True)  # the last of duplicates
+        kept = len(rows_received) - 1 - last
+        self.local.scatter_update(tf.IndexedSlices(tf.constant(received[kept], self.dtype), rows_received[kept]))
 
     def apply(self, fn: Callable[[tf.Tensor], Any]) -> None:
         """Set this rank's rows to ``fn(local)``, without communication.
@@ -269,15 +269,15 @@ def gather_parts(
     """
     if tf.inside_function():
         raise HvdkitError("gather: called inside tf.function; call it outside, it returns an array")
-    size, mine = cluster.size(), tf.reshape(tf.convert_to_tensor(local), [-1])
+    size, flat = cluster.size(), tf.reshape(tf.convert_to_tensor(local), [-1])
     if size > 1 and root is None:
-        mine = tensors.allgather(mine, name)
+        flat = tensors.allgather(flat, name)
     elif size > 1:
-        splits = [int(mine.shape[0]) * (rank == root) for rank in range(size)]
-        mine = tensors.alltoall(mine, tf.constant(splits, tf.int32), name)[0]
+        splits = [int(flat.shape[0]) * (rank == root) for rank in range(size)]
+        flat = tensors.alltoall(flat, tf.constant(splits, tf.int32), name)[0]
         if cluster.rank() != root:
             return None
-    received, result, start = mine.numpy(), np.empty(shape, mine.dtype.as_numpy_dtype), 0
+    received, result, start = flat.numpy(), np.empty(shape, flat.dtype.as_numpy_dtype), 0
     for index in indices:
         extents = [len(axis) for axis in index]
         end = start + int(np.prod(extents))

@@ -69,24 +69,24 @@ class Plan:
 
     def __str__(self) -> str:
         tables = [
-            (t.name, f"{t.input_dim:,}", str(t.output_dim), shown(t.bytes), self.placements[t.name])
+            (t.name, f"{t.input_dim:,}", str(t.output_dim), format_bytes(t.bytes), self.placements[t.name])
             for t in self.tables
         ]
         names = ["weights", "slots", "gradients", "exchange", "total"]
         names += ["host"] if any(b.host for b in self.ranks) else []
-        ranks = [(str(rank), *(shown(getattr(b, name)) for name in names)) for rank, b in enumerate(self.ranks)]
+        ranks = [(str(rank), *(format_bytes(getattr(b, name)) for name in names)) for rank, b in enumerate(self.ranks)]
         lines = aligned([("table", "rows", "width", "whole", "placement"), *tables], right=(1, 2, 3))
         lines += ["", *aligned([("rank", *names), *ranks], right=range(len(names) + 1))]
         if self.memory_bytes is not None:
-            lines.append(f"limit {shown(self.memory_bytes)} a rank")
+            lines.append(f"limit {format_bytes(self.memory_bytes)} a rank")
         return "\n".join(lines)
 
 
-def shown(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Return a human-readable number of bytes.
 
     Example:
-        >>> shown(1536)
+        >>> format_bytes(1536)
         '1.5 KiB'
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -132,34 +132,32 @@ def plan_tables(
 
         print(hk.plan_tables([hk.layers.Table("items", 10_000_000, 64)], 4, optimizer="adagrad", batch_size=4096))
     """
-    listed, size = check_tables(tables), integer("size", size, minimum=1)
+    table_tuple, size = check_tables(tables), integer("size", size, minimum=1)
     batch = integer("batch_size", batch_size, minimum=1) * integer("ids_per_example", ids_per_example, minimum=1)
     if optimizer not in SLOTS:
         raise ValueError(describe("optimizer", optimizer, f"one of {sorted(SLOTS)}", "pass its name"))
     if memory_bytes is not None:
         memory_bytes = integer("memory_bytes", memory_bytes, minimum=1)
-    by_hand = _checked_placements(placements or {}, listed)
-    for limit, few in ((REPLICATED_BYTES, 0), (0, 0), (0, size)):  # shard tiny tables only if memory requires it
-        chosen = {t.name: by_hand.get(t.name) or _chosen(t, limit, few) for t in listed}
-        ranks = _count(lay_out(listed, chosen, size), optimizer, batch)
-        plan = Plan(listed, size, chosen, ranks, memory_bytes)
+    explicit = _checked_placements(placements or {}, table_tuple)
+    for limit, min_rows in ((REPLICATED_BYTES, 0), (0, 0), (0, size)):  # shard tiny tables only if memory requires it
+        chosen = {t.name: explicit.get(t.name) or _choose_placement(t, limit, min_rows) for t in table_tuple}
+        ranks = _count(lay_out(table_tuple, chosen, size), optimizer, batch)
+        plan = Plan(table_tuple, size, chosen, ranks, memory_bytes)
         if memory_bytes is None or max(b.total for b in ranks) <= memory_bytes:
             return plan
     fullest = max(range(size), key=lambda rank: ranks[rank].total)
-    raise PlanError(
-        describe(
-            "memory_bytes",
-            f"{memory_bytes:,} ({shown(memory_bytes or 0)})",
-            f"at least {ranks[fullest].total:,} ({shown(ranks[fullest].total)}), which rank {fullest} of {size} needs",
-            "start more ranks, take a smaller batch or an optimizer with fewer slots, or tables with host=True",
-        )
-    )
+    needed = ranks[fullest].total
+    got = f"{memory_bytes:,} ({format_bytes(memory_bytes or 0)})"
+    expected = f"at least {needed:,} ({format_bytes(needed)}), which rank {fullest} of {size} needs"
+    remedy = "start more ranks, take a smaller batch or an optimizer with fewer slots, or tables with host=True"
+    raise PlanError(describe("memory_bytes", got, expected, remedy))
 
 
-def _chosen(table: Table, limit: int, few: int) -> str:
+def _choose_placement(table: Table, replicated_bytes: int, min_rows: int) -> str:
+    """Replicate tables of at most ``replicated_bytes``; shard tables with fewer than ``min_rows`` rows by columns."""
     if table.evict:
         return "row"
-    return "replicated" if table.bytes <= limit else "column" if table.input_dim < few else "row"
+    return "replicated" if table.bytes <= replicated_bytes else "column" if table.input_dim < min_rows else "row"
 
 
 def _checked_placements(placements: Mapping[str, str], tables: Sequence[Table]) -> Mapping[str, str]:
@@ -176,34 +174,34 @@ def _checked_placements(placements: Mapping[str, str], tables: Sequence[Table]) 
 
 
 def _count(layout: Layout, optimizer: str, batch: int) -> tuple[RankBytes, ...]:
-    found = []
+    totals = []
     for rank in range(layout.size):
-        held = [(t.bytes, 0, SLOTS[_rule(t.optimizer, optimizer)], t.host) for t in layout.replicated]
+        parts = [(t.bytes, 0, SLOTS[_slot_kind(t.optimizer, optimizer)], t.host) for t in layout.replicated]
         gradients, exchange = sum(t.bytes for t in layout.replicated), 0
         for group in layout.groups:
-            row, rule = group.width * DTYPES[group.dtype], _rule(group.optimizer, optimizer)
-            more = _EVICTING_BYTES * group.rows[rank] * (group.evicts is not None)
-            held.append((group.rows[rank] * row, more, SLOTS[rule], group.host))
-            for part in group.slices:
-                looked_up = batch * len(part.table.features)
-                rows = len(part.rows(rank, layout.size))
-                gradients += (2 * rows if rule in WHOLE_SHARDS else min(rows, looked_up * layout.size)) * row
+            row, kind = group.width * DTYPES[group.dtype], _slot_kind(group.optimizer, optimizer)
+            extra = _EVICTING_BYTES * group.rows[rank] * (group.evicts is not None)
+            parts.append((group.rows[rank] * row, extra, SLOTS[kind], group.host))
+            for table_slice in group.slices:
+                lookups = batch * len(table_slice.table.features)
+                rows = len(table_slice.rows(rank, layout.size))
+                gradients += (2 * rows if kind in WHOLE_SHARDS else min(rows, lookups * layout.size)) * row
                 if layout.size > 1:
-                    exchange += looked_up * ((4 if layout.keys < 2**31 else 8) + 2 * row)
-        host = sum(weights * (1 + slots) + more for weights, more, slots, host in held if host)
-        own_slots = sum(slots * weights for weights, _, slots, host in held if not host)
-        weights = sum(weights + more for weights, more, _, host in held if not host)
-        found.append(RankBytes(weights, own_slots, gradients, exchange, host))
-    return tuple(found)
+                    exchange += lookups * ((4 if layout.keys < 2**31 else 8) + 2 * row)
+        host = sum(weights * (1 + slots) + extra for weights, extra, slots, host in parts if host)
+        slots = sum(slots * weights for weights, _, slots, host in parts if not host)
+        weights = sum(weights + extra for weights, extra, _, host in parts if not host)
+        totals.append(RankBytes(weights, slots, gradients, exchange, host))
+    return tuple(totals)
 
 
-def _rule(own: Any, default: str) -> str:
+def _slot_kind(optimizer: Any, default: str) -> str:
     """Return the name under which an optimizer's slots are counted; ``default`` for a table without an optimizer."""
-    if own is None:
+    if optimizer is None:
         return default
-    name = type(own).__name__.lower()
+    name = type(optimizer).__name__.lower()
     if name == "sgd":
-        return "momentum" if own.momentum else "sgd"
+        return "momentum" if optimizer.momentum else "sgd"
     if name in ("adam", "adamw"):
-        return "amsgrad" if own.amsgrad else "adam"
+        return "amsgrad" if optimizer.amsgrad else "adam"
     return name if name in SLOTS else "amsgrad"  # the maximum, for unknown optimizers

@@ -28,7 +28,7 @@ from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.batch_share import with_shared_gradient
 from hvdkit.sharding.id_checks import FAULT_WORDS, Fault, raise_everywhere
-from hvdkit.sharding.runs import LastLookup, Runs
+from hvdkit.sharding.last_lookup import LastLookup, RowsByRank
 
 
 @dataclass(frozen=True)
@@ -37,25 +37,25 @@ class LookupRows:
 
     Attributes:
         rows: ``[u, width]``.
-        place: the index in ``rows`` of each key's row, ``[n]``.
+        positions: the index in ``rows`` of each key's row, ``[n]``.
     """
 
     rows: tf.Tensor
-    place: tf.Tensor
+    positions: tf.Tensor
 
-    def spread(self) -> tf.Tensor:
+    def by_key(self) -> tf.Tensor:
         """Return the row of each key, ``[n, width]``."""
-        return _spread(self.rows, self.place)
+        return _expand(self.rows, self.positions)
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Access to the rows of one variable, on this rank and on others."""
 
     def route(self, keys: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the owner of each key, int32, and the values to send to it."""
+        """Return the owner of each key, int32, and the id by which the owner finds the row."""
 
-    def read(self, sent: tf.Tensor) -> tf.Tensor:
-        """Return this rank's rows for the values sent."""
+    def read(self, ids: tf.Tensor) -> tf.Tensor:
+        """Return this rank's rows with these ids."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class KeyedVariable:
         """Return the owner of each key, and its local row."""
         return tf.cast(keys % size, tf.int32), keys // size
 
-    def read(self, sent: tf.Tensor) -> tf.Tensor:
+    def read(self, local_rows: tf.Tensor) -> tf.Tensor:
         """Return local rows."""
-        return self.variable.sparse_read(sent)
+        return self.variable.sparse_read(local_rows)
 
 
 class RoutedLookup(NamedTuple):
@@ -86,25 +86,20 @@ class RoutedLookup(NamedTuple):
 
     Attributes:
         ids: for each variable, the ids requested from this rank, ``[m]``.
-        places: for each part, the position of each key's row among the rows received, ``[n]``.
-        mine: number of rows of each part that this rank requested from each rank, ``[N, P]`` int32.
-        theirs: number of rows of each variable that each rank requested from this one, ``[N, variables]`` int32.
+        positions: for each part, the position of each key's row among the rows received, ``[n]``.
+        requested: number of rows of each part that this rank requested from each rank, ``[N, P]`` int32.
+        served: number of rows of each variable that each rank requested from this one, ``[N, variables]`` int32.
     """
 
     ids: tuple[tf.Tensor, ...]
-    places: tuple[tf.Tensor, ...]
-    mine: tf.Tensor
-    theirs: tf.Tensor
+    positions: tuple[tf.Tensor, ...]
+    requested: tf.Tensor
+    served: tf.Tensor
 
 
-def look_up(
-    sources: Sequence[Source], keys: Sequence[Sequence[tf.Tensor]], fault: Fault, *, name: str
-) -> list[list[LookupRows]]:
-    """Return the rows of each part of each variable for its keys: :func:`ask`, then :func:`fetch`."""
-    return fetch(sources, [len(k) for k in keys], ask(sources, keys, fault, name=name), name=name)
-
-
-def ask(sources: Sequence[Source], keys: Sequence[Sequence[tf.Tensor]], fault: Fault, *, name: str) -> RoutedLookup:
+def request_rows(
+    sources: Sequence[RowSource], keys: Sequence[Sequence[tf.Tensor]], fault: Fault, *, name: str
+) -> RoutedLookup:
     """Request from every rank the rows that this rank needs.
 
     Every rank calls it with the same variables and parts; the keys and their number may differ.
@@ -123,200 +118,201 @@ def ask(sources: Sequence[Source], keys: Sequence[Sequence[tf.Tensor]], fault: F
     size = cluster.size()
     if size == 1:
         with tf.control_dependencies(raise_everywhere(fault.words[None], fault)):
-            found = [[tf.unique(tf.identity(k)) for k in parts] for parts in keys]
-        ids = tuple(joined([distinct for distinct, _ in parts]) for parts in found)
-        counts = tf.stack([tf.size(distinct) for parts in found for distinct, _ in parts])[None]
-        return RoutedLookup(ids, tuple(place for parts in found for _, place in parts), counts, counts)
-    asked = _Sorted.of(sources, keys, size)
-    wanted, theirs = _swap_ids(asked, fault, name)
-    return RoutedLookup(tuple(wanted), asked.places, asked.by_part, theirs)
+            uniques = [[tf.unique(tf.identity(k)) for k in parts] for parts in keys]
+        ids = tuple(concat([unique_ids for unique_ids, _ in parts]) for parts in uniques)
+        counts = tf.stack([tf.size(unique_ids) for parts in uniques for unique_ids, _ in parts])[None]
+        return RoutedLookup(ids, tuple(positions for parts in uniques for _, positions in parts), counts, counts)
+    requests = _SortedRequests.of(sources, keys, size)
+    received, served = _exchange_ids(requests, fault, name)
+    return RoutedLookup(tuple(received), requests.positions, requests.by_part, served)
 
 
-def fetch(
-    sources: Sequence[Source], parts: Sequence[int], asked: RoutedLookup, *, name: str, wire: tf.DType | None = None
+def fetch_rows(
+    sources: Sequence[RowSource], parts: Sequence[int], lookup: RoutedLookup, *, name: str, wire: tf.DType | None = None
 ) -> list[list[LookupRows]]:
     """Return the requested rows of each part of each variable. Every rank calls it.
 
     Args:
-        sources: as for :func:`ask`.
+        sources: as for :func:`request_rows`.
         parts: number of parts of each variable.
-        asked: the result of :func:`ask`.
+        lookup: the result of :func:`request_rows`.
         name: prefix of the collectives' names.
         wire: dtype in which rows are sent; None for their dtype.
     """
-    rows = [s.read(i) for s, i in zip(sources, asked.ids, strict=True)]
+    rows = [s.read(i) for s, i in zip(sources, lookup.ids, strict=True)]
     if cluster.size() > 1:
         for v, source in enumerate(sources):
             if isinstance(source, KeyedVariable) and source.lookup is not None:
-                source.lookup.note(Runs(asked.ids[v], asked.theirs[:, v]))
-        received = iter(_swap_rows(rows, parts, asked, wire, name))
+                source.lookup.record(RowsByRank(lookup.ids[v], lookup.served[:, v]))
+        received = iter(_exchange_rows(rows, parts, lookup, wire, name))
     else:
-        counts = tf.split(asked.mine[0], list(parts))
-        received = iter([part for r, c, n in zip(rows, counts, parts, strict=True) for part in _split(r, c, n)])
-    places = iter(asked.places)
-    return [[LookupRows(with_shared_gradient(next(received)), next(places)) for _ in range(n)] for n in parts]
+        counts = tf.split(lookup.requested[0], list(parts))
+        received = iter([part for r, c, n in zip(rows, counts, parts, strict=True) for part in split(r, c, n)])
+    positions = iter(lookup.positions)
+    return [[LookupRows(with_shared_gradient(next(received)), next(positions)) for _ in range(n)] for n in parts]
 
 
-def joined(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+def concat(parts: Sequence[tf.Tensor]) -> tf.Tensor:
     """Concatenate along the first axis."""
     return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
 
-def _split(x: tf.Tensor, sizes: tf.Tensor, number: int) -> list[tf.Tensor]:
+def split(x: tf.Tensor, sizes: tf.Tensor, number: int) -> list[tf.Tensor]:
+    """Split along the first axis into ``number`` tensors of these sizes."""
     return [x] if number == 1 else tf.split(x, sizes, num=number)
 
 
-def read_distinct(source: Source, keys: tf.Tensor) -> LookupRows:
+def read_distinct(source: RowSource, keys: tf.Tensor) -> LookupRows:
     """Read local rows, each once even if requested repeatedly, so that its gradient is one row as well."""
-    distinct, place = tf.unique(keys)
-    return LookupRows(source.read(distinct), place)
+    unique_keys, positions = tf.unique(keys)
+    return LookupRows(source.read(unique_keys), positions)
 
 
 @dataclass(frozen=True)
-class _Sorted:
+class _SortedRequests:
     """This rank's requests to every rank: distinct ids, sorted by part, and by rank within each part.
 
     Attributes:
         blocks: for each variable and part, the ids to send to each rank.
         by_part: their number, ``[N, P]`` int32.
         by_variable: their number, ``[N, variables]`` int32.
-        places: for each part, the position of each key's row in ``concat(blocks of all ranks)``.
+        positions: for each part, the position of each key's row in ``concat(blocks of all ranks)``.
     """
 
     blocks: list[list[list[tf.Tensor]]]
     by_part: tf.Tensor
     by_variable: tf.Tensor
-    places: tuple[tf.Tensor, ...]
+    positions: tuple[tf.Tensor, ...]
 
     @classmethod
-    def of(cls, sources: Sequence[Source], keys: Sequence[Sequence[tf.Tensor]], size: int) -> _Sorted:
+    def of(cls, sources: Sequence[RowSource], keys: Sequence[Sequence[tf.Tensor]], size: int) -> _SortedRequests:
         numbers = [len(parts) for parts in keys]
-        found = [tf.unique(k) for parts in keys for k in parts]
-        sizes = tf.stack([tf.size(distinct) for distinct, _ in found])
+        uniques = [tf.unique(k) for parts in keys for k in parts]
+        sizes = tf.stack([tf.size(unique_ids) for unique_ids, _ in uniques])
         routes, start = [], 0
         for source, number in zip(sources, numbers, strict=True):
-            routes.append(source.route(joined([d for d, _ in found[start : start + number]]), size))
+            routes.append(source.route(concat([d for d, _ in uniques[start : start + number]]), size))
             start += number
-        part = joined([tf.fill(tf.shape(distinct), p) for p, (distinct, _) in enumerate(found)])
-        block = part * size + joined([rank for rank, _ in routes])
-        blocks = tf.dynamic_partition(joined([sent for _, sent in routes]), block, len(found) * size)
-        order = tf.concat(tf.dynamic_partition(tf.range(tf.size(block)), block, len(found) * size), 0)
+        part = concat([tf.fill(tf.shape(unique_ids), p) for p, (unique_ids, _) in enumerate(uniques)])
+        block = part * size + concat([rank for rank, _ in routes])
+        blocks = tf.dynamic_partition(concat([ids for _, ids in routes]), block, len(uniques) * size)
+        order = tf.concat(tf.dynamic_partition(tf.range(tf.size(block)), block, len(uniques) * size), 0)
         within = tf.math.invert_permutation(order) - tf.gather(tf.cumsum(sizes, exclusive=True), part)
-        own = _split(within, sizes, len(found))
-        counts = tf.reshape(tf.stack([tf.size(b) for b in blocks]), [len(found), size])
+        offsets = split(within, sizes, len(uniques))
+        counts = tf.reshape(tf.stack([tf.size(b) for b in blocks]), [len(uniques), size])
         variable = [v for v, number in enumerate(numbers) for _ in range(number)]
-        of_parts = [list(blocks[p * size : (p + 1) * size]) for p in range(len(found))]
+        of_parts = [list(blocks[p * size : (p + 1) * size]) for p in range(len(uniques))]
         return cls(
-            [[of_parts[p] for p, own in enumerate(variable) if own == v] for v in range(len(numbers))],
+            [[of_parts[p] for p, of in enumerate(variable) if of == v] for v in range(len(numbers))],
             tf.transpose(counts),
             tf.transpose(tf.math.segment_sum(counts, variable)),
-            tuple(tf.gather(o, place) for o, (_, place) in zip(own, found, strict=True)),
+            tuple(tf.gather(offset, position) for offset, (_, position) in zip(offsets, uniques, strict=True)),
         )
 
 
-def _swap_ids(asked: _Sorted, fault: Fault, name: str) -> tuple[list[tf.Tensor], tf.Tensor]:
+def _exchange_ids(requests: _SortedRequests, fault: Fault, name: str) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Send every rank its requests; return those received, by variable, and their number per rank and variable.
 
     A message is a header (the fault's words, and the number of rows of each variable) followed by the ids.
     """
-    size, variables, dtype = cluster.size(), len(asked.blocks), asked.blocks[0][0][0].dtype
-    header = tf.cast(tf.concat([tf.tile(fault.words[None], [size, 1]), asked.by_variable], 1), dtype)
+    size, variables, dtype = cluster.size(), len(requests.blocks), requests.blocks[0][0][0].dtype
+    header = tf.cast(tf.concat([tf.tile(fault.words[None], [size, 1]), requests.by_variable], 1), dtype)
     length = FAULT_WORDS + variables
     message = []
     for rank in range(size):
-        message += [header[rank], *(part[rank] for variable in asked.blocks for part in variable)]
-    splits = tf.reduce_sum(asked.by_variable, axis=1) + length
-    received, theirs = tensors.alltoall(tf.concat(message, 0), splits, f"{name}.ids")
-    starts = tf.cumsum(theirs, exclusive=True)
+        message += [header[rank], *(part[rank] for variable in requests.blocks for part in variable)]
+    splits = tf.reduce_sum(requests.by_variable, axis=1) + length
+    received, received_counts = tensors.alltoall(tf.concat(message, 0), splits, f"{name}.ids")
+    starts = tf.cumsum(received_counts, exclusive=True)
     headers = tf.cast(tf.gather(received, starts[:, None] + tf.range(length)), tf.int32)
     with tf.control_dependencies(raise_everywhere(headers[:, :FAULT_WORDS], fault)):
-        wanted = tf.identity(headers[:, FAULT_WORDS:])
-        wanted.set_shape([size, variables])
-    lengths = tf.reshape(tf.concat([tf.fill([size, 1], length), wanted], 1), [-1])
-    pieces = tf.split(received, lengths, num=size * (1 + variables))
-    return [tf.concat(pieces[1 + v :: 1 + variables], 0) for v in range(variables)], wanted
+        served = tf.identity(headers[:, FAULT_WORDS:])
+        served.set_shape([size, variables])
+    lengths = tf.reshape(tf.concat([tf.fill([size, 1], length), served], 1), [-1])
+    chunks = tf.split(received, lengths, num=size * (1 + variables))
+    return [tf.concat(chunks[1 + v :: 1 + variables], 0) for v in range(variables)], served
 
 
-def _swap_rows(
-    rows: list[tf.Tensor], parts: Sequence[int], asked: RoutedLookup, wire: tf.DType | None, name: str
+def _exchange_rows(
+    rows: list[tf.Tensor], parts: Sequence[int], lookup: RoutedLookup, wire: tf.DType | None, name: str
 ) -> list[tf.Tensor]:
     """Send each variable's rows to the ranks that requested them; return each part's rows. Differentiable."""
     variable = [v for v, number in enumerate(parts) for _ in range(number)]
-    shapes = [(rows[v].shape[1:], rows[v].dtype) for v in variable]
-    back = [(r.shape[1:], r.dtype) for r in rows]
+    kinds = [(r.shape[1:], r.dtype) for r in rows]
 
     @tf.custom_gradient
-    def swap(*rows: tf.Tensor) -> Any:
+    def exchange(*rows: tf.Tensor) -> Any:
         def gradient(*upstream: tf.Tensor) -> Any:
-            sent = [(g, asked.mine[:, p]) for p, g in enumerate(upstream)]
-            came = [(*back[v], asked.theirs[:, v]) for v in range(len(back))]
-            return _exchange(sent, came, wire, f"{name}.gradients")
+            outgoing = [(g, lookup.requested[:, p]) for p, g in enumerate(upstream)]
+            incoming = [(*kind, lookup.served[:, v]) for v, kind in enumerate(kinds)]
+            return _exchange_tensors(outgoing, incoming, wire, f"{name}.gradients")
 
-        sent = [(r, asked.theirs[:, v]) for v, r in enumerate(rows)]
-        came = [(*shapes[p], asked.mine[:, p]) for p in range(len(shapes))]
-        return _exchange(sent, came, wire, f"{name}.rows"), gradient
+        outgoing = [(r, lookup.served[:, v]) for v, r in enumerate(rows)]
+        incoming = [(*kinds[v], lookup.requested[:, p]) for p, v in enumerate(variable)]
+        return _exchange_tensors(outgoing, incoming, wire, f"{name}.rows"), gradient
 
-    return list(swap(*rows))
+    return list(exchange(*rows))
 
 
-def _exchange(
-    sent: list[tuple[tf.Tensor, tf.Tensor]],
-    came: list[tuple[tf.TensorShape, tf.DType, tf.Tensor]],
+def _exchange_tensors(
+    outgoing: list[tuple[tf.Tensor, tf.Tensor]],
+    incoming: list[tuple[tf.TensorShape, tf.DType, tf.Tensor]],
     wire: tf.DType | None,
     name: str,
 ) -> list[tf.Tensor]:
     """Exchange rows, with one collective per dtype.
 
     Args:
-        sent: rows of variables or parts, sorted by destination rank, and their number for each rank, ``[N]``.
-        came: the row shape, dtype, and number of rows from each rank of each tensor to receive. Rows sent as one
+        outgoing: rows of variables or parts, sorted by destination rank, and their number for each rank, ``[N]``.
+        incoming: the row shape, dtype, and number of rows from each rank of each tensor to receive. Rows sent as one
             variable may be received as its parts, and vice versa: the order is the same.
         wire: dtype in which rows are sent; None for their dtype.
         name: prefix of the collectives' names.
     """
 
-    def on_the_way(dtype: tf.DType) -> tf.DType:
+    def sent_as(dtype: tf.DType) -> tf.DType:
         return wire if wire is not None and wire.size < dtype.size else dtype
 
-    results: list[Any] = [None] * len(came)
-    for dtype in dict.fromkeys(on_the_way(rows.dtype) for rows, _ in sent):
-        out = [(tf.cast(rows, dtype), counts) for rows, counts in sent if on_the_way(rows.dtype) == dtype]
-        places = [i for i, (_, own, _) in enumerate(came) if on_the_way(own) == dtype]
-        received = _exchange_one(out, [came[i][0::2] for i in places], f"{name}_{dtype.name}")
-        for i, rows in zip(places, received, strict=True):
-            results[i] = tf.cast(rows, came[i][1])
+    results: list[Any] = [None] * len(incoming)
+    for dtype in dict.fromkeys(sent_as(rows.dtype) for rows, _ in outgoing):
+        sent = [(tf.cast(rows, dtype), counts) for rows, counts in outgoing if sent_as(rows.dtype) == dtype]
+        indices = [i for i, (_, result_dtype, _) in enumerate(incoming) if sent_as(result_dtype) == dtype]
+        received = _exchange_dtype(sent, [incoming[i][0::2] for i in indices], f"{name}_{dtype.name}")
+        for i, rows in zip(indices, received, strict=True):
+            results[i] = tf.cast(rows, incoming[i][1])
     return results
 
 
-def _exchange_one(
-    sent: list[tuple[tf.Tensor, tf.Tensor]], came: list[tuple[tf.TensorShape, tf.Tensor]], name: str
+def _exchange_dtype(
+    outgoing: list[tuple[tf.Tensor, tf.Tensor]], incoming: list[tuple[tf.TensorShape, tf.Tensor]], name: str
 ) -> list[tf.Tensor]:
     """Exchange rows of one dtype; rows of different widths are sent as one flat tensor."""
-    size, flat = cluster.size(), len({tuple(shape) for shape, _ in came}) > 1
-    units = [shape.num_elements() if flat else 1 for shape, _ in came]
-    own = [rows.shape[1:].num_elements() if flat else 1 for rows, _ in sent]
-    out = [(tf.reshape(r, [-1]) if flat else r, n * unit) for (r, n), unit in zip(sent, own, strict=True)]
-    message = out[0][0]
-    if len(out) > 1:
-        blocks = [tf.split(rows, counts, num=size) for rows, counts in out]
-        message = tf.concat([of_one[rank] for rank in range(size) for of_one in blocks], 0)
-    splits = tf.add_n([counts for _, counts in out])
+    size, flat = cluster.size(), len({tuple(shape) for shape, _ in incoming}) > 1
+    units_received = [shape.num_elements() if flat else 1 for shape, _ in incoming]
+    units_sent = [rows.shape[1:].num_elements() if flat else 1 for rows, _ in outgoing]
+    pairs = zip(outgoing, units_sent, strict=True)
+    sent = [(tf.reshape(rows, [-1]) if flat else rows, counts * unit) for (rows, counts), unit in pairs]
+    message = sent[0][0]
+    if len(sent) > 1:
+        blocks = [tf.split(rows, counts, num=size) for rows, counts in sent]
+        message = tf.concat([of_tensor[rank] for rank in range(size) for of_tensor in blocks], 0)
+    splits = tf.add_n([counts for _, counts in sent])
     received = tensors.alltoall(message, splits, name)[0]
     results = [received]
-    if len(came) > 1:
-        lengths = tf.stack([counts * unit for (_, counts), unit in zip(came, units, strict=True)], axis=1)
-        pieces = tf.split(received, tf.reshape(lengths, [-1]), num=size * len(came))
-        results = [tf.concat(pieces[i :: len(came)], 0) for i in range(len(came))]
-    shapes = [[-1, *shape] for shape, _ in came]
+    if len(incoming) > 1:
+        lengths = tf.stack([counts * unit for (_, counts), unit in zip(incoming, units_received, strict=True)], axis=1)
+        chunks = tf.split(received, tf.reshape(lengths, [-1]), num=size * len(incoming))
+        results = [tf.concat(chunks[i :: len(incoming)], 0) for i in range(len(incoming))]
+    shapes = [[-1, *shape] for shape, _ in incoming]
     return [tf.ensure_shape(tf.reshape(r, s), [None, *s[1:]]) for r, s in zip(results, shapes, strict=True)]
 
 
 @tf.custom_gradient
-def _spread(rows: tf.Tensor, place: tf.Tensor) -> Any:
+def _expand(rows: tf.Tensor, positions: tf.Tensor) -> Any:
     """Gather with a dense gradient: the sum over the positions of each row."""
 
     def gradient(upstream: tf.Tensor) -> Any:
         wide = tf.cast(upstream, tf.float32) if upstream.dtype.size == 2 else upstream
-        return tf.cast(tf.math.unsorted_segment_sum(wide, place, tf.shape(rows)[0]), upstream.dtype), None
+        return tf.cast(tf.math.unsorted_segment_sum(wide, positions, tf.shape(rows)[0]), upstream.dtype), None
 
-    return tf.gather(rows, place), gradient
+    return tf.gather(rows, positions), gradient

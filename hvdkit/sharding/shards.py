@@ -16,8 +16,8 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.cluster.mesh import coordinates
 from hvdkit.collectives.marks import WeakRegistry
+from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.partition import FLAT
-from hvdkit.sharding.runs import LastLookup
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Shard:
         owner: name of the layer or variable that the tables belong to.
         pieces: the tables' parts. Rows outside of them are unused.
         slot: name of the optimizer's slot ("momentum"); None for the weights.
-        uses: a ``hvdkit.sharding.vocabulary.RowUsage`` if rows can be reassigned to other ids; else None.
+        usage: a ``hvdkit.sharding.vocabulary.RowUsage`` if rows can be reassigned to other ids; else None.
         axis: axis of the mesh along which ranks hold different parts; along other axes they hold the same part. None if
             every rank holds its own part.
         lookup: the last lookup of its rows across ranks, for their update; None if rows are not read by lookups.
@@ -63,12 +63,12 @@ class Shard:
     pieces: tuple[Piece, ...]
     slot: str | None = None
     axis: str | None = None
-    uses: Any = None
+    usage: Any = None
     lookup: LastLookup | None = field(default=None, compare=False, repr=False)
 
     def of_slot(self, slot: str) -> Shard:
         """Return the contents of a slot of this variable."""
-        return replace(self, slot=slot, uses=None, lookup=None)
+        return replace(self, slot=slot, usage=None, lookup=None)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def shard_of(variable: Any) -> Shard | None:
     return holding if isinstance(holding, Shard) else None
 
 
-def run_of(variable: Any) -> FlatShard | None:
+def flat_shard_of(variable: Any) -> FlatShard | None:
     """Return the elements that ``variable`` holds, or None if it is not a sharded slot."""
     holding = holding_of(variable)
     return holding if isinstance(holding, FlatShard) else None
@@ -126,15 +126,15 @@ def is_local(variable: Any) -> bool:
     return isinstance(holding_of(variable), Local)
 
 
-def is_part(variable: Any) -> bool:
+def differs_by_rank(variable: Any) -> bool:
     """Return True if ranks hold different values in ``variable``: a shard, a sharded slot, or local values."""
     return holding_of(variable) is not None
 
 
 def assign_whole(variable: Any, whole: Any) -> None:
     """Set ``variable`` to ``whole``, or a sharded slot to its elements of ``whole``."""
-    if (run := run_of(variable)) is not None:
-        whole = tf.reshape(whole, [-1])[run.elements.start : run.elements.stop]
+    if (shard := flat_shard_of(variable)) is not None:
+        whole = tf.reshape(whole, [-1])[shard.elements.start : shard.elements.stop]
         whole = tf.reshape(whole, variable.shape)
     variable.assign(whole)
 
@@ -151,9 +151,9 @@ class FlatShardState:
 
     partition = FLAT
 
-    def __init__(self, variable: Any, run: FlatShard):
+    def __init__(self, variable: Any, shard: FlatShard):
         self._variable = getattr(variable, "_value", variable)
-        self.shape, self.dtype, self.local_index = run.shape, self._variable.dtype, (run.elements,)
+        self.shape, self.dtype, self.local_index = shard.shape, self._variable.dtype, (shard.elements,)
 
     @property
     def local(self) -> Any:
@@ -178,6 +178,7 @@ class PieceState:
     """One table's part of a variable, as a ``hvdkit.checkpoint.state.ShardedState`` for checkpoints.
 
     Attributes:
+        table: the table's name.
         name: owner and name of the table and, for a slot, the slot's name.
         shape: global shape.
         dtype: the variable's dtype.
@@ -188,12 +189,12 @@ class PieceState:
     def __init__(self, variable: Any, shard: Shard, piece: Piece):
         self._variable = getattr(variable, "_value", variable)
         self._box = piece.box
-        words = (shard.owner, piece.table, shard.slot)
-        self.name = "/".join(word for word in words if word)
+        self.table = piece.table
+        self.name = "/".join(filter(None, (shard.owner, piece.table, shard.slot)))
         self.shape, self.dtype, self.partition = piece.shape, self._variable.dtype, piece.partition
         self.local_index = piece.index
         # Ranks along the mesh's other axes hold the same part: one of them writes it.
-        self.is_writer = shard.axis is None or cluster.rank() == min(_holders(shard.axis))
+        self.is_writer = shard.axis is None or cluster.rank() == min(_ranks_with_same_part(shard.axis))
 
     @property
     def local(self) -> Any:
@@ -219,10 +220,10 @@ class PieceState:
         return tuple(len(i) for i in self.local_index) == tuple(self._variable.shape)
 
 
-def _holders(axis: str) -> list[int]:
+def _ranks_with_same_part(axis: str) -> list[int]:
     """Return the ranks that hold the same part as this rank if tables are sharded along ``axis``."""
-    mesh, mine = cluster.cluster().mesh, cluster.group(axis).index
-    return [rank for rank in range(cluster.size()) if coordinates(rank, mesh).get(axis, 0) == mine]
+    mesh, local = cluster.cluster().mesh, cluster.group(axis).index
+    return [rank for rank in range(cluster.size()) if coordinates(rank, mesh).get(axis, 0) == local]
 
 
 def piece_states(variable: Any) -> list[PieceState]:

@@ -86,7 +86,7 @@ class Table:
             object.__setattr__(self, "input_dim", self.buckets * BUCKET)
         if self.optimizer is not None:
             object.__setattr__(self, "optimizer", _optimizer(self.optimizer, where))
-            object.__setattr__(self, "optimizer_key", _key(self.optimizer))
+            object.__setattr__(self, "optimizer_key", _optimizer_key(self.optimizer))
         if self.regularizer is not None:
             object.__setattr__(self, "regularizer", _regularizer(self.regularizer, where))
             if self.evict is not None:
@@ -104,44 +104,45 @@ class Table:
         return self.input_dim * self.output_dim * DTYPES[self.dtype]
 
 
-def _optimizer(given: Any, where: str) -> Any:
+def _optimizer(value: Any, where: str) -> Any:
     """Return the Keras optimizer of a table, or raise TypeError."""
     import keras
 
     try:
-        made = keras.optimizers.get(given)
+        resolved = keras.optimizers.get(value)
     except (TypeError, ValueError):
-        made = given
+        resolved = value
     names = ("LossScaleOptimizer", "MultiOptimizer")
-    around = tuple(getattr(keras.optimizers, name) for name in names if hasattr(keras.optimizers, name))
-    if not isinstance(made, keras.optimizers.Optimizer) or isinstance(made, around) or hasattr(made, "_hvdkit"):
+    wrappers = tuple(getattr(keras.optimizers, name) for name in names if hasattr(keras.optimizers, name))
+    is_wrapped = isinstance(resolved, wrappers) or hasattr(resolved, "_hvdkit")
+    if is_wrapped or not isinstance(resolved, keras.optimizers.Optimizer):
         expected = "a plain Keras optimizer or its name"
         remedy = "pass e.g. keras.optimizers.Adagrad(0.05), without a wrapper"
-        raise TypeError(describe(f"optimizer {where}", given, expected, remedy))
-    return made
+        raise TypeError(describe(f"optimizer {where}", value, expected, remedy))
+    return resolved
 
 
-def _key(optimizer: Any) -> str:
+def _optimizer_key(optimizer: Any) -> str:
     """Return a key that is equal for equal optimizers on all ranks: class and configuration."""
     config = {name: value for name, value in optimizer.get_config().items() if name != "name"}
-    shown = {name: getattr(value, "__qualname__", value) for name, value in config.items()}
-    return f"{type(optimizer).__name__}({', '.join(f'{name}={value}' for name, value in sorted(shown.items()))})"
+    values = {name: getattr(value, "__qualname__", value) for name, value in config.items()}
+    return f"{type(optimizer).__name__}({', '.join(f'{name}={value}' for name, value in sorted(values.items()))})"
 
 
-def _regularizer(given: Any, where: str) -> Any:
-    """Return the Keras regularizer, or raise TypeError unless it is a sum over elements, which ranks can add up."""
+def _regularizer(value: Any, where: str) -> Any:
+    """Return the Keras regularizer; raise ValueError unless it is a sum over elements, which ranks can add up."""
     import keras
 
     kinds = keras.regularizers
     try:
-        made = kinds.get(given)
+        resolved = kinds.get(value)
     except (TypeError, ValueError):
-        made = given
-    if type(made) not in (kinds.L1, kinds.L2, kinds.L1L2):
+        resolved = value
+    if type(resolved) not in (kinds.L1, kinds.L2, kinds.L1L2):
         expected = "keras.regularizers.L1, L2 or L1L2, which are sums over all numbers"
         remedy = "compute any other penalty from the layer's outputs, and add it to the loss"
-        raise ValueError(describe(f"regularizer {where}", given, expected, remedy))
-    return made
+        raise ValueError(describe(f"regularizer {where}", value, expected, remedy))
+    return resolved
 
 
 def check_tables(tables: Any) -> tuple[Table, ...]:

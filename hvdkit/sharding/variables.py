@@ -13,10 +13,10 @@ from hvdkit.cluster.agreement import agree, compare, gather, unlike_places
 from hvdkit.collectives import tensors
 from hvdkit.collectives.call_checks import check_root
 from hvdkit.collectives.digests import behind, digest
-from hvdkit.sharding.shards import is_part
+from hvdkit.sharding.shards import differs_by_rank
 
-# Variables are sent in pieces of about this many bytes, to avoid a second copy of the whole model.
-_PIECE_BYTES = 64 * 2**20
+# Variables are sent in batches of about this many bytes, to avoid a second copy of the whole model.
+_BATCH_BYTES = 64 * 2**20
 _REMEDY = "build the same model on every rank"
 _Signature: TypeAlias = tuple[str, tuple[int, ...], str]
 
@@ -43,19 +43,19 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
 
         hk.broadcast_variables(model.variables + optimizer.variables)
     """
-    listed = [v for v in variables if not is_part(v)]
+    replicated = [v for v in variables if not differs_by_rank(v)]
 
     def signatures() -> list[_Signature]:
         check_root(root)
-        return [_signature(v) for v in listed]
+        return [_signature(v) for v in replicated]
 
     everywhere = gather(cluster.exchange(), f"broadcast_variables(root={root})", signatures)
     # Names may differ (Keras numbers layers in order of creation), but shapes and dtypes must not.
     compare(everywhere, "variables", _REMEDY, key=lambda each: [kind for _, *kind in each], show=_first_difference)
     if cluster.size() == 1:
         return
-    for number, piece in enumerate(_pieces(listed)):
-        _broadcast_piece(piece, root, f"hvdkit.variables.{number}")
+    for number, batch in enumerate(_batches(replicated)):
+        _broadcast_batch(batch, root, f"hvdkit.variables.{number}")
 
 
 def compare_variables(variables: Iterable[Any]) -> str:
@@ -71,7 +71,7 @@ def compare_variables(variables: Iterable[Any]) -> str:
 
         print(f"equal on all ranks: {hk.compare_variables(model.variables)}")
     """
-    listed = [v for v in variables if not is_part(v)]
+    replicated = [v for v in variables if not differs_by_rank(v)]
     remedy = (
         "begin with hk.broadcast_variables and update with hk.DistributedOptimizer (the moving statistics of "
         "BatchNormalization follow each rank's own examples: compare trainable_variables then)"
@@ -80,10 +80,10 @@ def compare_variables(variables: Iterable[Any]) -> str:
     def unequal(odd: list[bytes], usual: list[bytes]) -> tuple[str, str]:
         if len(odd) != len(usual):
             return f"{len(odd)} variables", f"{len(usual)}"
-        return f"other values of {variable_name(listed[unlike_places(odd, usual)[0]])}", "equal ones"
+        return f"other values of {variable_name(replicated[unlike_places(odd, usual)[0]])}", "equal ones"
 
     exchange = cluster.exchange()
-    digests = agree(exchange, lambda: [digest(v) for v in listed], "values of variables", remedy, show=unequal)
+    digests = agree(exchange, lambda: [digest(v) for v in replicated], "values of variables", remedy, show=unequal)
     return xxhash.xxh3_128_hexdigest(b"".join(digests[0]))[:12]
 
 
@@ -98,32 +98,34 @@ def _signature(variable: Any) -> _Signature:
 
 
 def _first_difference(odd: list[_Signature], usual: list[_Signature]) -> tuple[str, str]:
-    place = unlike_places(*([kind for _, *kind in each] for each in (odd, usual)))[0]
-    got, expected = ([*map(_shown, each), f"only {len(each)} variables"][place] for each in (odd, usual))
+    index = unlike_places(*([kind for _, *kind in signatures] for signatures in (odd, usual)))[0]
+    got, expected = (
+        [*map(_format_signature, signatures), f"only {len(signatures)} variables"][index] for signatures in (odd, usual)
+    )
     return got, expected
 
 
-def _shown(signature: _Signature) -> str:
+def _format_signature(signature: _Signature) -> str:
     name, shape, dtype = signature
     return f"{name} ({dtype}{list(shape)})"
 
 
-def _pieces(variables: list[Any]) -> list[list[Any]]:
-    """Split the list into parts of one dtype and at most about ``_PIECE_BYTES``."""
-    pieces: list[list[Any]] = []
-    room = 0
+def _batches(variables: list[Any]) -> list[list[Any]]:
+    """Split the list into batches of one dtype and at most about ``_BATCH_BYTES``."""
+    batches: list[list[Any]] = []
+    bytes_left = 0
     for variable in variables:
         dtype = tf.as_dtype(variable.dtype)
-        needs = int(tf.TensorShape(variable.shape).num_elements() or 0) * dtype.size
-        if not pieces or tf.as_dtype(pieces[-1][0].dtype) != dtype or needs > room:
-            pieces.append([])
-            room = _PIECE_BYTES
-        pieces[-1].append(variable)
-        room -= needs
-    return pieces
+        nbytes = int(tf.TensorShape(variable.shape).num_elements() or 0) * dtype.size
+        if not batches or tf.as_dtype(batches[-1][0].dtype) != dtype or nbytes > bytes_left:
+            batches.append([])
+            bytes_left = _BATCH_BYTES
+        batches[-1].append(variable)
+        bytes_left -= nbytes
+    return batches
 
 
-def _broadcast_piece(variables: list[Any], root: int, name: str) -> None:
+def _broadcast_batch(variables: list[Any], root: int, name: str) -> None:
     flat = tf.concat([tf.reshape(tf.convert_to_tensor(v), [-1]) for v in variables], axis=0)
     sizes = [int(tf.TensorShape(v.shape).num_elements() or 0) for v in variables]
     for variable, part in zip(variables, tf.split(tensors.broadcast(flat, root, name), sizes), strict=True):

@@ -19,16 +19,17 @@ import tensorflow as tf
 
 from hvdkit.errors import describe
 from hvdkit.sharding.hashing import bucket_of
+from hvdkit.sharding.keys import keys_of
 from hvdkit.sharding.table import BUCKET
 
 # A reserved id that marks free rows.
 NO_ID = -(2**63)
 # `used` packs (number of steps that requested the row, for lfu) * _STEPS + the last of these steps.
 _STEPS = 2**40
-_MOST_STEPS = 2**22
-# Rows looked up since the last update await gradients and are not evicted, but for at most this many lookups: otherwise
-# a program that never updates would fill the table.
-_PATIENCE = 16
+_MAX_STEPS = 2**22
+# Rows looked up since the last update wait for gradients and are not evicted, but for at most this many lookups:
+# otherwise a program that never updates would fill the table.
+_MAX_PENDING_LOOKUPS = 16
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ class RowUsage:
 
 
 class Vocabulary:
-    """The rows of one table on this rank, by id: a source for ``hvdkit.sharding.routing``.
+    """The rows of one table on this rank, by id: a row source of ``hvdkit.sharding.routing``.
 
     Args:
         rows: this rank's rows, ``[buckets * W + 1, width]``; the last row is unused and stays zero.
-        uses: the usage of the rows.
+        usage: the usage of the rows.
         buckets: the buckets of this rank.
         total: number of all buckets.
         evict: "lru" or "lfu".
@@ -65,7 +66,7 @@ class Vocabulary:
     def __init__(
         self,
         rows: tf.Variable,
-        uses: RowUsage,
+        usage: RowUsage,
         *,
         buckets: range,
         total: int,
@@ -74,26 +75,23 @@ class Vocabulary:
         table: str,
         training: bool | None,
     ):
-        self.rows, self._uses, self._buckets, self._total = rows, uses, buckets, total
-        self._counts, self._first_rows, self._table = evict == "lfu", first_rows, table
+        self.rows, self._usage, self._buckets, self._total = rows, usage, buckets, total
+        self._is_lfu, self._first_rows, self._table = evict == "lfu", first_rows, table
         self._training = training
 
     def route(self, ids: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the owner of each id, int32, and the ids to send to it."""
-        each, longer = divmod(self._total, size)  # same as hvdkit.sharding.partition.owner for "div"
-        bucket = bucket_of(ids, self._total)
-        rank = tf.maximum(bucket // (each + 1), (bucket - longer) // max(each, 1))
-        return tf.cast(rank, tf.int32), ids
+        keys = keys_of(bucket_of(ids, self._total), "div", self._total, size)
+        return tf.cast(keys % size, tf.int32), ids
 
     def read(self, ids: tf.Tensor) -> tf.Tensor:
         """Return the rows of ids ``[n]``, ``[n, width]``; zeros for ids without a row."""
         with tf.device(self.rows.device):
-            distinct, place = tf.unique(ids)
-            places = tf.gather(self._find(distinct), place)
-            nobody = tf.equal(places, self._nobody)
-            rows = self.rows.sparse_read(places)
-            rows = tf.where(nobody[:, None], tf.zeros_like(rows), rows)
-            return self._without_gradient(rows) if self._training is None else rows
+            unique_ids, position = tf.unique(ids)
+            rows = tf.gather(self._find_rows(unique_ids), position)
+            values = self.rows.sparse_read(rows)
+            values = tf.where(tf.equal(rows, self._unused_row)[:, None], tf.zeros_like(values), values)
+            return self._without_gradient(values) if self._training is None else values
 
     def _without_gradient(self, rows: tf.Tensor) -> tf.Tensor:
         """Raise in the gradient if ``training`` was not specified: new ids would silently never learn."""
@@ -102,86 +100,84 @@ class Vocabulary:
         return tf.raw_ops.PreventGradient(input=rows, message=describe("training", None, expected, remedy))
 
     @property
-    def _nobody(self) -> int:
+    def _unused_row(self) -> int:
         return len(self._buckets) * BUCKET
 
-    def _find(self, ids: tf.Tensor) -> tf.Tensor:
+    def _find_rows(self, ids: tf.Tensor) -> tf.Tensor:
         """Return the row of each of the distinct ids; in training, assign rows to new ids."""
         clock = None
         if self._training:
             with tf.control_dependencies([ids]):  # a rejected step must not change the state
-                clock = self._uses.clock.assign_add([1, 0])
-        if not self._buckets:  # fewer buckets than ranks: this rank gets only empty requests
-            return tf.fill([tf.size(ids)], tf.constant(self._nobody, tf.int64))
+                clock = self._usage.clock.assign_add([1, 0])
+        if not self._buckets:  # there are fewer buckets than ranks: all requests to this rank are empty
+            return tf.fill([tf.size(ids)], tf.constant(self._unused_row, tf.int64))
         bucket = bucket_of(ids, self._total) - self._buckets.start
         real = ids != tf.constant(NO_ID, tf.int64)
-        hits = tf.logical_and(self._uses.ids.sparse_read(bucket) == ids[:, None], real[:, None])
-        found, way = tf.reduce_any(hits, 1), tf.argmax(tf.cast(hits, tf.int8), 1)
-        places = tf.where(found, bucket * BUCKET + way, self._nobody)
+        hits = tf.logical_and(self._usage.ids.sparse_read(bucket) == ids[:, None], real[:, None])
+        is_known, way = tf.reduce_any(hits, 1), tf.argmax(tf.cast(hits, tf.int8), 1)
+        rows = tf.where(is_known, bucket * BUCKET + way, self._unused_row)
         if clock is None:
-            return places
-        now, floor = clock[0], tf.maximum(clock[1], clock[0] - _PATIENCE)
-        self._touch(tf.boolean_mask(tf.stack([bucket, way], 1), found), now)
-        missing = tf.where(tf.logical_and(tf.logical_not(found), real))[:, 0]
-        return tf.cond(
-            tf.size(missing) > 0, lambda: self._take_in(ids, bucket, places, missing, now, floor), lambda: places
-        )
+            return rows
+        now, floor = clock[0], tf.maximum(clock[1], clock[0] - _MAX_PENDING_LOOKUPS)
+        self._record_use(tf.boolean_mask(tf.stack([bucket, way], 1), is_known), now)
+        missing = tf.where(tf.logical_and(tf.logical_not(is_known), real))[:, 0]
+        return tf.cond(tf.size(missing) > 0, lambda: self._admit(ids, bucket, rows, missing, now, floor), lambda: rows)
 
-    def _touch(self, places: tf.Tensor, now: tf.Tensor) -> None:
-        """Record a request for rows ``[n, 2]`` (bucket, way)."""
-        steps = tf.zeros_like(places[:, 0])
-        if self._counts:
-            steps = tf.minimum(self._uses.used.gather_nd(places) // _STEPS + 1, _MOST_STEPS)
-        self._uses.used.scatter_nd_update(places, steps * _STEPS + now)
+    def _record_use(self, cells: tf.Tensor, now: tf.Tensor) -> None:
+        """Record a request for the rows at ``cells``, ``[n, 2]`` (bucket, way)."""
+        steps = tf.zeros_like(cells[:, 0])
+        if self._is_lfu:
+            steps = tf.minimum(self._usage.used.gather_nd(cells) // _STEPS + 1, _MAX_STEPS)
+        self._usage.used.scatter_nd_update(cells, steps * _STEPS + now)
 
-    def _take_in(
-        self, ids: tf.Tensor, bucket: tf.Tensor, places: tf.Tensor, missing: tf.Tensor, now: tf.Tensor, floor: tf.Tensor
+    def _admit(
+        self, ids: tf.Tensor, bucket: tf.Tensor, rows: tf.Tensor, new: tf.Tensor, now: tf.Tensor, floor: tf.Tensor
     ) -> tf.Tensor:
-        """Assign rows to the ids at ``missing``; return the rows of all ids.
+        """Assign rows to the ids at ``new``; return the rows of all ids.
 
         The new ids of a bucket, in ascending order, take its least used rows. Rows used in this step, or looked up
         since the last update, are not evicted. If a bucket runs out of rows, the remaining ids get zeros in this step.
         """
-        order = tf.argsort(tf.gather(ids, missing), stable=True)
-        missing = tf.gather(missing, order)
-        missing = tf.gather(missing, tf.argsort(tf.gather(bucket, missing), stable=True))
-        bucket = tf.gather(bucket, missing)
-        turn = tf.range(tf.size(bucket)) - tf.searchsorted(bucket, bucket, side="left")
-        used = self._uses.used.sparse_read(bucket)
+        order = tf.argsort(tf.gather(ids, new), stable=True)
+        new = tf.gather(new, order)
+        new = tf.gather(new, tf.argsort(tf.gather(bucket, new), stable=True))
+        bucket = tf.gather(bucket, new)
+        order_in_bucket = tf.range(tf.size(bucket)) - tf.searchsorted(bucket, bucket, side="left")
+        used = self._usage.used.sparse_read(bucket)
         busy = tf.logical_and(used >= 0, used % _STEPS > floor)
         ways = tf.argsort(tf.where(busy, tf.int64.max, used), axis=1, stable=True)
-        fits = turn < BUCKET - tf.reduce_sum(tf.cast(busy, tf.int32), 1)
-        way = tf.gather(ways, tf.minimum(turn, BUCKET - 1), batch_dims=1)
-        missing, bucket = tf.boolean_mask(missing, fits), tf.boolean_mask(bucket, fits)
-        place = tf.stack([bucket, tf.cast(tf.boolean_mask(way, fits), tf.int64)], 1)
-        self._give(place, tf.gather(ids, missing), now)
-        return tf.tensor_scatter_nd_update(places, missing[:, None], place[:, 0] * BUCKET + place[:, 1])
+        fits = order_in_bucket < BUCKET - tf.reduce_sum(tf.cast(busy, tf.int32), 1)
+        way = tf.gather(ways, tf.minimum(order_in_bucket, BUCKET - 1), batch_dims=1)
+        new, bucket = tf.boolean_mask(new, fits), tf.boolean_mask(bucket, fits)
+        cells = tf.stack([bucket, tf.cast(tf.boolean_mask(way, fits), tf.int64)], 1)
+        self._assign_rows(cells, tf.gather(ids, new), now)
+        return tf.tensor_scatter_nd_update(rows, new[:, None], cells[:, 0] * BUCKET + cells[:, 1])
 
-    def _give(self, place: tf.Tensor, ids: tf.Tensor, now: tf.Tensor) -> None:
-        """Assign the rows at ``place`` to new ids, and initialize them."""
-        uses, first = self._uses, _STEPS if self._counts else 0
-        uses.ids.scatter_nd_update(place, ids)
-        uses.used.scatter_nd_update(place, tf.fill([tf.size(ids)], first + now))
-        uses.fresh.scatter_nd_update(place, tf.fill([tf.size(ids)], True))
-        rows = place[:, 0] * BUCKET + place[:, 1]
+    def _assign_rows(self, cells: tf.Tensor, ids: tf.Tensor, now: tf.Tensor) -> None:
+        """Assign the rows at ``cells``, ``[n, 2]`` (bucket, way), to new ids, and initialize them."""
+        usage, first = self._usage, _STEPS if self._is_lfu else 0
+        usage.ids.scatter_nd_update(cells, ids)
+        usage.used.scatter_nd_update(cells, tf.fill([tf.size(ids)], first + now))
+        usage.fresh.scatter_nd_update(cells, tf.fill([tf.size(ids)], True))
+        rows = cells[:, 0] * BUCKET + cells[:, 1]
         self.rows.scatter_update(tf.IndexedSlices(self._first_rows(ids), rows))
 
 
-def take_fresh(uses: RowUsage, gradient: Any, whole: bool) -> tf.Tensor:
+def pop_new_rows(usage: RowUsage, gradient: Any, whole: bool) -> tf.Tensor:
     """Return the rows assigned to new ids since the last update, and clear their flags; called before an update.
 
     Args:
-        uses: the usage of the rows.
+        usage: the usage of the rows.
         gradient: the gradient of the table's rows.
         whole: check all rows, not only those in the gradient.
     """
-    uses.clock.assign(tf.stack([uses.clock[0], uses.clock[0]]))
+    usage.clock.assign(tf.stack([usage.clock[0], usage.clock[0]]))
     if isinstance(gradient, tf.IndexedSlices) and not whole:
         rows = tf.cast(gradient.indices, tf.int64)
-        rows = tf.boolean_mask(rows, rows < uses.fresh.shape[0] * BUCKET)
-        places = tf.stack([rows // BUCKET, rows % BUCKET], 1)
-        places = tf.boolean_mask(places, uses.fresh.gather_nd(places))
+        rows = tf.boolean_mask(rows, rows < usage.fresh.shape[0] * BUCKET)
+        cells = tf.stack([rows // BUCKET, rows % BUCKET], 1)
+        cells = tf.boolean_mask(cells, usage.fresh.gather_nd(cells))
     else:
-        places = tf.where(uses.fresh)
-    uses.fresh.scatter_nd_update(places, tf.fill([tf.shape(places)[0]], False))
-    return places[:, 0] * BUCKET + places[:, 1]
+        cells = tf.where(usage.fresh)
+    usage.fresh.scatter_nd_update(cells, tf.fill([tf.shape(cells)[0]], False))
+    return cells[:, 0] * BUCKET + cells[:, 1]

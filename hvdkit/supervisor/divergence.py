@@ -11,7 +11,7 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import compare, gather, unlike_places
 from hvdkit.collectives.digests import digest
 from hvdkit.errors import describe
-from hvdkit.sharding.shards import is_part
+from hvdkit.sharding.shards import differs_by_rank
 from hvdkit.sharding.variables import variable_name
 
 
@@ -119,7 +119,7 @@ def replicated(model: Any, optimizer: Any) -> list[Any]:
     accumulators = {id(v) for each in _with_inner(optimizer) for v in getattr(each, "_accumulated_gradients", ())}
     slots = [] if optimizer is None else [v for v in optimizer.variables if id(v) not in accumulators]
     parameters = [] if model is None else model.trainable_variables
-    return [v for v in [*parameters, *slots] if not is_part(v)]
+    return [v for v in [*parameters, *slots] if not differs_by_rank(v)]
 
 
 def _with_inner(optimizer: Any) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.marks import Attached
 from hvdkit.errors import describe
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
-from hvdkit.sharding.shards import is_part
+from hvdkit.sharding.shards import differs_by_rank
 from hvdkit.sharding.variables import SEED_STATE, broadcast_variables
 from hvdkit.training.atomic_saving import make_saving_atomic
 from hvdkit.training.attribute_swap import swap_attributes
@@ -175,7 +175,7 @@ class VariableBroadcaster:
 
     def _all(self) -> list[Any]:
         variables = [*self._model.variables, *(v for each in optimizers_of(self._model) for v in each.variables)]
-        return [v for v in {id(v): v for v in variables}.values() if not is_part(v)]
+        return [v for v in {id(v): v for v in variables}.values() if not differs_by_rank(v)]
 
 
 # Stored on the model, which the session's compiled steps reference.

@@ -17,7 +17,7 @@ from hvdkit.collectives.ops import ReduceOp
 from hvdkit.errors import describe
 from hvdkit.optimizer.copies import Original
 from hvdkit.optimizer.distributed import DistributedOptimizer
-from hvdkit.optimizer.mixins import Distributed
+from hvdkit.optimizer.mixins import DistributedMixin
 
 _MAX_OPTIMIZERS = 64  # longer lists are assumed to contain something else
 
@@ -44,7 +44,7 @@ def optimizers_of(model: Any) -> list[Any]:
     optimizers: dict[int, Any] = {}
 
     def collect(value: Any) -> None:
-        if isinstance(value, Distributed):
+        if isinstance(value, DistributedMixin):
             optimizers[id(value)] = value
         for item in _items(value):
             collect(item)
@@ -177,7 +177,7 @@ def _distributed(value: Any, wrapped: dict[int, Any]) -> Any:
         value: an attribute of a model.
         wrapped: the distributed optimizers so far, by the id of the original.
     """
-    if isinstance(value, Distributed):
+    if isinstance(value, DistributedMixin):
         if value._hvdkit.op != ReduceOp.Average:
             remedy = "use hk.Average: hk.fit takes care of losses that are sums"
             raise ValueError(describe("op", value._hvdkit.op.name, "hk.Average of optimizers for hk.fit", remedy))

@@ -9,7 +9,7 @@ import tensorflow as tf
 from pairwise import pairwise
 
 import hvdkit as hk
-from hvdkit.sharding.shards import is_local, run_of
+from hvdkit.sharding.shards import flat_shard_of, is_local
 
 opts = keras.optimizers
 STEPS, BATCH, WIDTH = 3, 12, 3
@@ -105,7 +105,7 @@ def test_equal_to_one_process_with_the_variables_of_all_ranks(name, op, clip, ac
     hk.compare_variables(ours)
     slots = [v for v in optimizer.variables if is_local(v)]
     assert len(slots) == {"SGD": 1, "Adam": 3, "Lamb": 2, "scaled": 0}[name] + (accumulate > 1)
-    assert not any(run_of(v) for v in slots)
+    assert not any(flat_shard_of(v) for v in slots)
 
 
 @pytest.mark.contract

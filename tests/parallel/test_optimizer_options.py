@@ -9,7 +9,7 @@ import tensorflow as tf
 from pairwise import pairwise
 
 import hvdkit as hk
-from hvdkit.optimizer.rows import BY_ELEMENTS
+from hvdkit.optimizer.rows import ELEMENTWISE
 
 opts = keras.optimizers
 STEPS = 4
@@ -131,11 +131,11 @@ def assert_equal(ours, theirs, rtol=3e-5, atol=3e-6):
 
 
 def can_divide(optimizer, option):
-    return type(optimizer) in BY_ELEMENTS and option not in NORMS
+    return type(optimizer) in ELEMENTWISE and option not in NORMS
 
 
 def test_every_class_is_covered():
-    named = {cls.__name__ for cls in BY_ELEMENTS} | {"Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW"}
+    named = {cls.__name__ for cls in ELEMENTWISE} | {"Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW"}
     assert {name.split()[0] for name in CLASSES} == named
 
 

@@ -12,8 +12,8 @@ import tensorflow as tf
 import hvdkit as hk
 from hvdkit.checkpoint.matching import without_numbers
 from hvdkit.optimizer.compression import reduce_scatter
-from hvdkit.optimizer.rows import BY_ELEMENTS
-from hvdkit.sharding.shards import is_part, run_of
+from hvdkit.optimizer.rows import ELEMENTWISE
+from hvdkit.sharding.shards import differs_by_rank, flat_shard_of
 
 opts = keras.optimizers
 # Kernel, table with a sparse gradient, one without a gradient in some steps, scalar; two of other dtypes.
@@ -70,7 +70,7 @@ def assert_equal(ours, theirs, rtol=2e-5, atol=2e-6):
     hk.compare_variables(ours)
 
 
-MAKERS = {cls.__name__: cls for cls in sorted(BY_ELEMENTS, key=lambda cls: cls.__name__)}
+MAKERS = {cls.__name__: cls for cls in sorted(ELEMENTWISE, key=lambda cls: cls.__name__)}
 OPTIONS = {
     "momentum": lambda: opts.SGD(0.1, momentum=0.9, nesterov=True),
     "clipvalue": lambda: opts.SGD(0.1, clipvalue=0.2),
@@ -162,7 +162,7 @@ def test_accumulation_combines_once_an_update(op):
 
     assert_equal(ours, stepped(opts.Adam(0.05), both, steps=2))
     sums = optimizer._accumulated_gradients
-    assert [tuple(v.shape) for v in sums] == [SHAPES[name] for name in SINGLE] and not any(map(run_of, sums))
+    assert [tuple(v.shape) for v in sums] == [SHAPES[name] for name in SINGLE] and not any(map(flat_shard_of, sums))
 
 
 class Halving(opts.Optimizer):
@@ -251,7 +251,7 @@ def test_each_rank_keeps_its_share_of_the_slots(shapes, rank, size):
     shares = [sum(math.prod(s) for s in shapes), 5]
     held = [max(0, min(-(-n // size), n - rank * -(-n // size))) for n in shares]
     assert bytes_of(slots) == 3 * (4 * held[0] + 8 * held[1])
-    assert all(run_of(v) is not None for v in slots) == (size > 1)
+    assert all(flat_shard_of(v) is not None for v in slots) == (size > 1)
     total = sum(hk.allgather_object(bytes_of(slots)))
     assert total == 3 * (4 * shares[0] + 8 * shares[1])
 
@@ -361,7 +361,7 @@ def test_a_built_optimizer_is_divided_with_its_state(rank, size):
     plain.apply(combined(0), weights)
     again = [keras.Variable(v.value, name=v.name) for v in weights]
     optimizer = hk.DistributedOptimizer(plain, shard_states=True)
-    assert sum(map(is_part, optimizer.variables)) == (2 * len(SHAPES) if size > 1 else 0)
+    assert sum(map(differs_by_rank, optimizer.variables)) == (2 * len(SHAPES) if size > 1 else 0)
     optimizer.apply(own(2), weights)
     twin = opts.Adam(0.05)
     twin.build(again)

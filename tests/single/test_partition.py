@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from hvdkit.sharding.partition import (
     boxes_of,
+    flat_ranges,
+    flat_shard_size,
     intersect,
     local_row,
     owner,
     positions,
     rows_of,
-    runs_of,
-    share_of,
 )
 
 RULES = st.sampled_from(["div", "mod"])
@@ -121,11 +121,11 @@ def test_bad_ids_name_themselves():
 
 @given(st.lists(st.integers(0, 30), max_size=6), SIZES)
 def test_runs_are_equal_parts_of_arrays_laid_end_to_end(counts, size):
-    held = [runs_of(counts, rank, size) for rank in range(size)]
+    held = [flat_ranges(counts, rank, size) for rank in range(size)]
     for place, count in enumerate(counts):
         assert [i for runs in held for i in runs[place]] == list(range(count))
     shares = [sum(map(len, runs)) for runs in held]
-    assert max(shares) == share_of(sum(counts), size) and shares == sorted(shares, reverse=True)
+    assert max(shares) == flat_shard_size(sum(counts), size) and shares == sorted(shares, reverse=True)
     for runs in held:
         assert sum(0 < len(run) < count for run, count in zip(runs, counts, strict=True)) <= 2
 

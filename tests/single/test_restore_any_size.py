@@ -24,7 +24,7 @@ CODE = """
 import json, pathlib, sys
 import hvdkit as hk
 import keras, numpy as np, tensorflow as tf
-from hvdkit.sharding.shards import assign_whole, run_of
+from hvdkit.sharding.shards import assign_whole, flat_shard_of
 from hvdkit.sharding.partition import rows_of
 
 folder, sources = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -56,7 +56,7 @@ SLOTS = {"cube": ((5, 3, 2), "float32"), "scalar": ((), "float32"), "half": ((7,
 SLOTS |= {"wide": ((40_000, 16), "float32"), "empty": ((0, 3), "float32"), "double": ((4, 1), "float64")}
 
 def whole(slot):
-    shape = slot.shape if run_of(slot) is None else run_of(slot).shape
+    shape = slot.shape if flat_shard_of(slot) is None else flat_shard_of(slot).shape
     return (np.arange(np.prod(shape)) * 1.0 + len(slot.name)).reshape(shape)
 
 def divided(good):
@@ -69,7 +69,7 @@ def divided(good):
 
 def check_divided(optimizer):
     for slot in optimizer.variables[2:]:
-        run = run_of(slot)
+        run = flat_shard_of(slot)
         assert (run is None) == (size in (1, 2)), slot
         expected = tf.cast(whole(slot), slot.dtype).numpy()
         if run is not None:

@@ -1,4 +1,4 @@
-"""The variables that map ids to rows in a table with eviction."""
+"""The Keras variables of a ``hvdkit.sharding.vocabulary.Vocabulary``: which id has which row, and its last use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit import cluster
-from hvdkit.layers.sharded_layer import memory
+from hvdkit.layers.sharded_layer import memory_device
 from hvdkit.sharding.hashing import first_rows
 from hvdkit.sharding.partition import rows_of
 from hvdkit.sharding.partitioned import gather_parts
@@ -15,11 +15,11 @@ from hvdkit.sharding.shards import Piece, Shard, mark, shard_of
 from hvdkit.sharding.table import BUCKET, Table
 from hvdkit.sharding.vocabulary import NO_ID, RowUsage, Vocabulary
 
-_FIRST = {"ids": (NO_ID, "int64"), "used": (-1, "int64"), "fresh": (False, "bool")}
+_INITIAL = {"ids": (NO_ID, "int64"), "used": (-1, "int64"), "fresh": (False, "bool")}
 
 
-class ChangingRows:
-    """The mapping from ids to rows on this rank.
+class VocabularyVariables:
+    """The variables of the mapping from ids to rows on this rank.
 
     Args:
         layer: the Keras layer that owns the variables.
@@ -33,46 +33,46 @@ class ChangingRows:
         self._buckets = rows_of("div", table.buckets, cluster.rank(), cluster.size())
         shape = (table.input_dim, table.output_dim)
         self._first_rows = first_rows(table.initializer, shape, table.dtype, seed, table.name)
-        with memory(table.host):
-            self._uses = {word: self._add(layer, word, *_FIRST[word]) for word in _FIRST}
+        with memory_device(table.host):
+            self._usage = {name: self._add_weight(layer, name, *_INITIAL[name]) for name in _INITIAL}
             self._clock = layer.add_weight(
                 name=f"{table.name}_clock", shape=(2,), initializer="zeros", dtype="int64", trainable=False
             )
-        self._mark()
+        self._mark_shards()
 
-    def _add(self, layer: Any, word: str, first: Any, dtype: str) -> Any:
-        def first_values(shape: Any, dtype: str) -> np.ndarray:
-            return np.full(shape, first, dtype)
+    def _add_weight(self, layer: Any, name: str, initial_value: Any, dtype: str) -> Any:
+        def initial_values(shape: Any, dtype: str) -> np.ndarray:
+            return np.full(shape, initial_value, dtype)
 
         return layer.add_weight(
-            name=f"{self.table.name}_{word}",
+            name=f"{self.table.name}_{name}",
             shape=(len(self._buckets), BUCKET),
-            initializer=first_values,
+            initializer=initial_values,
             dtype=dtype,
             trainable=False,
             autocast=False,
         )
 
-    def _mark(self) -> None:
+    def _mark_shards(self) -> None:
         """Mark all variables as shards, again if Keras has created the TensorFlow variables in the meantime."""
-        whole = shard_of(self._rows)
-        assert whole is not None
+        shard = shard_of(self._rows)
+        assert shard is not None
         shape, index = (self.table.buckets, BUCKET), (self._buckets, range(BUCKET))
-        for word, variable in self._uses.items():
+        for name, variable in self._usage.items():
             piece = Piece(self.table.name, shape, index, 0, "bucket")
-            mark(variable, Shard(whole.owner, (piece,), word))
+            mark(variable, Shard(shard.owner, (piece,), name))
         if self._clock._value is not None:
-            mark(self._rows, Shard(whole.owner, whole.pieces, uses=self._inner()))
+            mark(self._rows, Shard(shard.owner, shard.pieces, usage=self._row_usage()))
 
-    def _inner(self) -> RowUsage:
-        return RowUsage(**{word: v._value for word, v in self._uses.items()}, clock=self._clock._value)
+    def _row_usage(self) -> RowUsage:
+        return RowUsage(**{name: v._value for name, v in self._usage.items()}, clock=self._clock._value)
 
     def source(self, training: bool | None) -> Vocabulary:
         """Return the source of rows for lookups."""
-        self._mark()
+        self._mark_shards()
         return Vocabulary(
             self._rows._value,
-            self._inner(),
+            self._row_usage(),
             buckets=self._buckets,
             total=self.table.buckets,
             evict=str(self.table.evict),
@@ -85,6 +85,6 @@ class ChangingRows:
         """Return the id of each row of the entire table, ``[input_dim]``; ``NO_ID`` for free rows."""
         size, shape = cluster.size(), (self.table.buckets, BUCKET)
         indices = [(rows_of("div", self.table.buckets, rank, size), range(BUCKET)) for rank in range(size)]
-        whole = gather_parts(self._uses["ids"]._value, indices, shape, None, "hvdkit.ids")
+        whole = gather_parts(self._usage["ids"]._value, indices, shape, None, "hvdkit.ids")
         assert whole is not None
         return whole.reshape(-1)

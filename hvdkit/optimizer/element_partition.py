@@ -1,0 +1,220 @@
+"""Assign elements of the replicated variables to ranks, for sharded optimizer state.
+
+The variables of each dtype are concatenated in flat buffers of at most 64 MiB (or one larger variable). Each buffer is
+padded by less than N elements and split into N equal parts, one per rank. A rank therefore updates some variables
+completely, others not at all, and at most two per buffer partially. Complete variables are updated in place; partial
+ones through a proxy variable that uses memory only during the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.collectives import tensors
+from hvdkit.collectives.ops import ReduceOp
+from hvdkit.optimizer.average import Averaging, combine_kinds
+from hvdkit.optimizer.compression import reduce_scatter, wire_dtype
+from hvdkit.optimizer.gradients import Gradient, PlacedGradients
+from hvdkit.sharding.partition import flat_ranges, flat_shard_size
+from hvdkit.sharding.shards import FlatShard, holding_of
+
+# Each buffer is held in memory twice during its exchange; larger buffers are not faster.
+_MAX_BYTES = 64 * 2**20
+
+
+class PartProxy(keras.Variable):
+    """Proxy for the elements of a variable that this rank updates: shape ``[k]``, where k may be 0.
+
+    Keras creates slots of this shape, under the name of the variable.
+    """
+
+    def __init__(self, variable: Any, elements: int):
+        self._whole_path = getattr(variable, "path", None) or str(variable.name).replace("/", "_").replace(":", "_")
+        name = str(variable.name).split("/")[-1].split(":")[0]
+        super().__init__("zeros", (elements,), variable.dtype, trainable=False, name=name)
+
+    @property
+    def path(self) -> str:
+        """The path of the original variable."""
+        return self._whole_path
+
+    def set_elements(self, values: tf.Tensor) -> None:
+        """Assign ``values`` of any length; empty values free the memory."""
+        tf.raw_ops.AssignVariableOp(resource=self._value.handle, value=values)
+
+
+class _FlatBuffer(NamedTuple):
+    """Concatenated variables: their indices in the list, their element counts, and the elements per rank."""
+
+    indices: tuple[int, ...]
+    counts: tuple[int, ...]
+    shard_size: int
+    name: str
+
+    @property
+    def padding(self) -> int:
+        return self.shard_size * cluster.size() - sum(self.counts)
+
+
+class ElementPartition:
+    """The part of a list of variables that this rank updates.
+
+    Args:
+        variables: TensorFlow or Keras variables, the same list on every rank. Shards and local variables are updated
+            directly.
+
+    Attributes:
+        variables: the same.
+        targets: for each variable, the variable itself if this rank updates all of it, otherwise a :class:`PartProxy`.
+    """
+
+    def __init__(self, variables: Sequence[Any]):
+        self.variables = tuple(variables)
+        self._buffers = tuple(_flat_buffers(self.variables))
+        self._shards: dict[int, FlatShard] = {}
+        for buffer in self._buffers:
+            ranges = flat_ranges(buffer.counts, cluster.rank(), cluster.size())
+            for index, elements in zip(buffer.indices, ranges, strict=True):
+                self._shards[index] = FlatShard(tuple(self.variables[index].shape), elements)
+        self.targets = tuple(self._target_of(index) for index in range(len(self.variables)))
+        self._indices: dict[int, int] = {}
+        for index, pair in enumerate(zip(self.variables, self.targets, strict=True)):
+            self._indices |= {id(_inner(variable)): index for variable in pair}
+        self.release()
+
+    def _target_of(self, index: int) -> Any:
+        variable, shard = self.variables[index], self._shards.get(index)
+        if shard is None or len(shard.elements) == math.prod(shard.shape):
+            return variable
+        with tf.device(_inner(variable).device):
+            return PartProxy(variable, len(shard.elements))
+
+    def index_of(self, variable: Any) -> int | None:
+        """Return the index of a variable or its proxy in the list; None if it is not in the list."""
+        return self._indices.get(id(_inner(variable)))
+
+    def shard(self, index: int) -> FlatShard | None:
+        """Return the elements of variable ``index`` that this rank updates; None for a shard or local variable."""
+        return self._shards.get(index)
+
+    def load(self) -> None:
+        """Copy the variables' elements into the proxies."""
+        for index, proxy in self._proxies():
+            proxy.set_elements(self._slice(_inner(self.variables[index]).read_value(), index))
+
+    def release(self) -> None:
+        """Free the memory of the proxies."""
+        for _, proxy in self._proxies():
+            # The length must not be known statically, or TensorFlow rejects the change of shape.
+            proxy.set_elements(tf.zeros(tf.cast(tf.timestamp(), tf.int32)[None] * 0, proxy.dtype))
+
+    def _proxies(self) -> Iterator[tuple[int, PartProxy]]:
+        for index, target in enumerate(self.targets):
+            if isinstance(target, PartProxy) and 0 not in target.shape:
+                yield index, target
+
+    def slice_gradients(self, grads: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+        """Return this rank's elements of replicated gradients."""
+        results = []
+        for grad, index in zip(grads, indices, strict=True):
+            whole = grad is None or self.targets[index] is self.variables[index]
+            results.append(grad if whole else self._slice(self._dense(grad, index), index))
+        return results
+
+    def _slice(self, whole: tf.Tensor, index: int) -> tf.Tensor:
+        elements = self._shards[index].elements
+        return tf.reshape(whole, [-1])[elements.start : elements.stop]
+
+    def _dense(self, grad: Any, index: int) -> tf.Tensor:
+        variable = self.variables[index]
+        if isinstance(grad, tf.IndexedSlices):
+            grad = tf.math.unsorted_segment_sum(grad.values, grad.indices, variable.shape[0])
+        return tf.cast(grad, variable.dtype)
+
+    def combine(self, placed: PlacedGradients, averaging: Averaging) -> list[Gradient]:
+        """Combine the gradients over ranks (Average or Sum) and return this rank's elements. Ranks must have agreed.
+
+        There is one exchange per buffer, in which each rank sends and receives (N-1)/N of the gradients' bytes.
+        Missing gradients and None are sent as zeros. Gradients of shards and local variables are combined as usual.
+
+        Args:
+            placed: complete gradients of variables in the list, or of their proxies.
+            averaging: the same on all ranks, without weight.
+        """
+        pairs = zip(placed.variables, placed.kinds, strict=True)
+        indices = [self._indices[id(_inner(v))] for v, kind in pairs if kind == "replicated"]
+        return combine_kinds(placed, averaging, lambda replicated: self._reduce(replicated, indices, averaging))
+
+    def _reduce(self, grads: Sequence[Any], indices: Sequence[int], averaging: Averaging) -> list[Any]:
+        grads_by_index = {index: grad for index, grad in zip(indices, grads, strict=True) if grad is not None}
+        combined: dict[int, Any] = {}
+        for buffer in self._buffers:
+            if grads_by_index.keys() & set(buffer.indices):
+                combined |= self._reduce_buffer(buffer, grads_by_index, averaging)
+        return [combined[index] if index in grads_by_index else None for index in indices]
+
+    def _reduce_buffer(self, buffer: _FlatBuffer, grads: dict[int, Any], averaging: Averaging) -> dict[int, tf.Tensor]:
+        dtype = tf.as_dtype(self.variables[buffer.indices[0]].dtype)
+        flat = [
+            tf.reshape(self._dense(grads[index], index), [-1]) if index in grads else tf.zeros([count], dtype)
+            for index, count in zip(buffer.indices, buffer.counts, strict=True)
+        ]
+        flat = tf.concat([*flat, tf.zeros([buffer.padding], dtype)], axis=0)
+        shard = reduce_scatter(flat, averaging.op, wire_dtype(averaging.compression), f"hvdkit.gradients_{buffer.name}")
+        if averaging.op == ReduceOp.Sum and averaging.ranks_per_batch > 1:
+            shard /= averaging.ranks_per_batch
+        shard.set_shape([buffer.shard_size])
+        lengths = [len(self._shards[index].elements) for index in buffer.indices]
+        pieces = tf.split(shard, [*lengths, buffer.shard_size - sum(lengths)])
+        pairs = zip(buffer.indices, pieces, strict=False)
+        return {index: tf.reshape(piece, self.targets[index].shape) for index, piece in pairs}
+
+    def gather(self, indices: Sequence[int]) -> None:
+        """Gather the updated elements of the variables at ``indices`` from the ranks that own them, on every rank."""
+        for buffer in self._buffers:
+            if not set(indices).isdisjoint(buffer.indices):
+                self._gather_buffer(buffer, indices)
+
+    def _gather_buffer(self, buffer: _FlatBuffer, indices: Sequence[int]) -> None:
+        local = [_inner(self.targets[index]) for index in buffer.indices if self._shards[index].elements]
+        padding = buffer.shard_size - sum(len(self._shards[index].elements) for index in buffer.indices)
+        dtype = tf.as_dtype(self.variables[buffer.indices[0]].dtype)
+        parts = [*(tf.reshape(variable.read_value(), [-1]) for variable in local), tf.zeros([padding], dtype)]
+        whole = tensors.allgather(tf.concat(parts, axis=0), f"hvdkit.weights_{buffer.name}")
+        whole.set_shape([buffer.shard_size * cluster.size()])
+        pieces = tf.split(whole, [*buffer.counts, buffer.padding])
+        for index, piece in zip(buffer.indices, pieces, strict=False):
+            # Assign this rank's own variables as well: all then share the receive buffer, without duplicates.
+            if index in indices:
+                _inner(self.variables[index]).assign(tf.reshape(piece, self.variables[index].shape))
+
+
+def _flat_buffers(variables: Sequence[Any]) -> Iterator[_FlatBuffer]:
+    by_dtype: dict[str, list[list[int]]] = {}
+    filled: dict[str, int] = {}
+    for index, variable in enumerate(variables):
+        if holding_of(variable) is not None:
+            continue
+        dtype = tf.as_dtype(variable.dtype)
+        size = math.prod(variable.shape) * dtype.size
+        lists = by_dtype.setdefault(dtype.name, [])
+        if not lists or filled[dtype.name] + size > _MAX_BYTES:
+            lists.append([])
+            filled[dtype.name] = 0
+        lists[-1].append(index)
+        filled[dtype.name] += size
+    for dtype, lists in by_dtype.items():
+        for number, indices in enumerate(lists):
+            counts = tuple(math.prod(variables[index].shape) for index in indices)
+            shard_size = flat_shard_size(sum(counts), cluster.size())
+            yield _FlatBuffer(tuple(indices), counts, shard_size, f"{dtype}{f'_{number}' if number else ''}")
+
+
+def _inner(variable: Any) -> tf.Variable:
+    return getattr(variable, "_value", variable)
