@@ -204,9 +204,14 @@ class Connection:
         unacknowledged, milliseconds = struct.unpack_from("I", info, 24)[0], struct.unpack_from("I", info, 56)[0]
         return (unacknowledged > 0 or info[3] > 1) and milliseconds > seconds * 1000
 
+    @property
+    def is_open(self) -> bool:
+        """True until :meth:`close`."""
+        return bool(self._events)
+
     def close(self) -> None:
         """Close this end."""
-        if self._events:
+        if self.is_open:
             self._events = 0
             self._selector.unregister(self.socket)
             self.socket.close()

@@ -152,8 +152,6 @@ class Coordinator:
                     self.take(self.members[peer.rank], message, time.monotonic())
         except Closed as closed:
             member = self.members[peer.rank]
-            if member.peer is peer:
-                member.connected = False
             if member.peer is peer and member.here:
                 self._connection_ended(member, time.monotonic(), closed.errno)
 
@@ -486,7 +484,7 @@ class Coordinator:
                 member.peer.connection.close()
 
     @property
-    def keeps_launcher(self) -> bool:
+    def launcher_waits(self) -> bool:
         """True if the last line is written, but the launcher waits for a rank on another host that does not exit.
 
         A launcher detects that a host has died, but not that a host is cut off or that a rank is stopped.

@@ -100,8 +100,7 @@ class JobEnd:
 
     def _ask_for_flights(self) -> list[Member]:
         """Request the last collectives of all ranks; return the ranks that can answer."""
-        members = self._members.values()
-        asked = [member for member in members if member.trains and member.connected and member.lost is None]
+        asked = [member for member in self._members.values() if member.trains and member.is_connected]
         most = max(_FEWEST_RECORDS, min(SLOTS, _ALL_RECORDS // max(1, len(asked))))
         for member in asked:
             member.send(GiveFlight(most=most))

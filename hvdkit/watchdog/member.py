@@ -24,7 +24,6 @@ class Member:
     leaving: float | None = None  # when its script ended
     released: Release | None = None
     exited: Exited | None = None
-    connected: bool = True  # its sentinel is
     lost: float | None = None  # since when its sentinel has been gone, although the rank had not ended
     is_silent: bool = False  # it was given up, since it did not answer
     unwound: bool = False
@@ -41,6 +40,11 @@ class Member:
     def here(self) -> bool:
         """True while its process runs, as far as is known."""
         return self.exited is None and self.lost is None
+
+    @property
+    def is_connected(self) -> bool:
+        """True while its sentinel can answer."""
+        return self.peer is None or self.peer.connection.is_open
 
     @property
     def clock_offset(self) -> float:

@@ -74,7 +74,9 @@ class Job:
         self._reported_at = self.now
 
     def join(self, rank: int) -> Member:
-        peer = SimpleNamespace(connection=SimpleNamespace(is_cut_off=lambda seconds: False, close=lambda: None))
+        connection = SimpleNamespace(is_cut_off=lambda seconds: False, is_open=True)
+        connection.close = lambda: setattr(connection, "is_open", False)
+        peer = SimpleNamespace(connection=connection)
         joined = Joined(rank=rank, size=len(self.sent), host=f"host-{rank // 8}", place=f"place-{rank // 8}")
         return self.coordinator.join(joined, lambda order: self.obey(rank, order), peer)
 
@@ -254,7 +256,7 @@ def test_a_rank_whose_sentinel_joins_too_late_is_ended_at_once(why):
         job.coordinator.ordered = True
     job.silent.add(1)
     job.run(5.0)
-    peer = SimpleNamespace(connection=SimpleNamespace(send=job.sent[1].append))
+    peer = SimpleNamespace(connection=SimpleNamespace(send=job.sent[1].append, is_open=True))
     job.coordinator.server.welcome = lambda peer, rank, answer: peer.connection.send(answer)
     job.coordinator._join(peer, late.joined)
     assert job.sent[1][-1] == End(code=3 if why == "a rank has failed" else 1)
@@ -608,7 +610,7 @@ def test_what_a_sentinel_asks_at_every_turn_costs_the_same_whatever_the_number_o
     for size in (FEW, MANY):
         job = Job(size)
         found = job.coordinator
-        costs.append(instructions(lambda: (found.keeps_launcher, found.over, found.all_ended)))  # noqa: B023
+        costs.append(instructions(lambda: (found.launcher_waits, found.over, found.all_ended)))  # noqa: B023
     assert 0 < costs[1] <= 1.05 * costs[0], costs
 
 
