@@ -191,9 +191,9 @@ class Record:
     notes: Sequence[str] = ()
 
     def write(self, path: Path) -> None:
-        """Write the record as JSON."""
+        """Write the record as JSON, with one line for each round."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        path.write_text(as_lines(asdict(self)) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Record:
@@ -221,3 +221,16 @@ def _measured(*, metrics: list, goals: list, rounds: list, **rest: Any) -> Measu
         rounds=[Round(**r) for r in rounds],
         **rest,
     )
+
+
+def as_lines(value: Any, depth: int = 0) -> str:
+    """Return JSON with one line for each round, metric, goal, row and curve, which a record has at depth 4."""
+    named = isinstance(value, dict)
+    items = list(value.values()) if named else value if isinstance(value, list | tuple) else []
+    if depth == 4 or not any(isinstance(item, dict | list | tuple) for item in items):
+        return json.dumps(value, ensure_ascii=False)
+    names = [f"{json.dumps(name)}: " for name in value] if named else [""] * len(items)
+    margin = "\n" + " " * depth
+    lines = [f"{margin} {name}{as_lines(item, depth + 1)}" for name, item in zip(names, items, strict=True)]
+    begin, end = "{}" if named else "[]"
+    return f"{begin}{','.join(lines)}{margin}{end}"

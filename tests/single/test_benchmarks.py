@@ -108,8 +108,9 @@ def test_a_busy_machine_is_named():
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
     goal = Goal(upper="theirs", lower="ours", limit=2)
-    made = record(measured(of(1, 2), goals=[goal]), sheets=[Sheet(title="", header=["a"], rows=[["b"]])])
+    made = record(measured(of(1, 2), of(3, 4), goals=[goal]), sheets=[Sheet(title="", header=["a"], rows=[["b"]])])
     made.write(tmp_path / "mine.json")
+    assert (tmp_path / "mine.json").read_text().count('\n    {"results": {"ours"') == 2  # a line for each round
     assert page.section(Record.read(tmp_path / "mine.json")) == page.section(made)
     (tmp_path / "mine.json").write_text('{"name": "mine"}')
     with pytest.raises(ValueError, match=r"mine\.json: got .* expected a benchmark's results"):
