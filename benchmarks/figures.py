@@ -124,6 +124,16 @@ class Measured:
                 found.append(above - below if difference else above / below)
         return found
 
+    @property
+    def series(self) -> list[Metric]:
+        """The metrics that have positions on an x axis."""
+        return [metric for metric in self.metrics if metric.at is not None]
+
+    @property
+    def is_drawn(self) -> bool:
+        """True for a series, or at least three ways with figures: two need no picture."""
+        return bool(self.series) or sum(bool(self.values(way, self.metrics[0].name)) for way in self.ways) >= 3
+
     def trouble(self, way: str) -> str:
         """Return why a way lacks figures from some or all rounds, or an empty string if it has all."""
         if way in self.unavailable:
@@ -189,6 +199,11 @@ class Record:
     sheets: Sequence[Sheet] = ()
     pictures: Sequence[Picture] = ()
     notes: Sequence[str] = ()
+
+    def drawn(self) -> dict[str, Measured | Picture]:
+        """Return what the report draws, by the name of the picture's file."""
+        cases = {f"{self.name}-{measured.name}": measured for measured in self.measured if measured.is_drawn}
+        return {f"{name}.png": what for name, what in (cases | {p.name: p for p in self.pictures}).items()}
 
     def write(self, path: Path) -> None:
         """Write the record as JSON, with one line for each round."""
