@@ -54,7 +54,7 @@ def _revision() -> str | None:
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run(
-            [*git, "status", "--porcelain", "--", "hvdkit", "benchmarks/*.py"],
+            [*git, "status", "--porcelain", "--", "hvdkit", "benchmarks/*.py", "proofs/*.py"],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
