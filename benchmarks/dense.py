@@ -19,7 +19,7 @@ from harness import Benchmark, Case, Config, Way, main
 from processes import BIN, WORKERS, environment, free_ports, launch, ranks, results
 
 Model = Literal["cifar10", "resnet50", "mlp"]
-BATCH: Mapping[str, int] = {"cifar10": 64, "resnet50": 16, "mlp": 64}  # as in workers/networks.py
+BATCH: Mapping[str, int] = {"cifar10": 64, "resnet50": 16, "mlp": 64}
 TITLES = {
     "cifar10": "the CIFAR-10 tutorial's network, 4.3 MB of gradients, 64 images a process",
     "resnet50": "ResNet-50 on 32x32 images, 94 MB of gradients, 16 images a process",
@@ -114,7 +114,7 @@ def goal(way: str, limit: float, about: str) -> Goal:
 
 def run_way(way: str, folder: Path, *, model: Model, size: int, steps: int, peer: Path | None) -> dict[str, float]:
     """Run one way once."""
-    common = ["--folder", str(folder), "--model", model, "--steps", str(steps)]
+    common = ["--folder", str(folder), "--model", model, "--batch", str(BATCH[model]), "--steps", str(steps)]
     commands: dict[str, Callable[[Sequence[str], int], list[list[str]]]] = {
         "ddp": partial(torch_processes, peer),
         "ps": ps_processes,

@@ -16,8 +16,8 @@ from figures import Goal, Metric
 from harness import Benchmark, Case, Config, Results, Way, main
 from processes import WORKERS, environment, launch, ranks, results
 
-Model = Literal["cifar10", "recommender"]
-TITLES = {"cifar10": "the CIFAR-10 tutorial's network", "recommender": "a click model with 26 tables"}
+Model = Literal["cifar10", "clicks"]
+TITLES = {"cifar10": "the CIFAR-10 tutorial's network", "clicks": "a click model with 26 tables"}
 METRICS = (Metric(name="ms", title="ms/step", digits=2), Metric(name="cpu_ms", title="CPU ms/step", digits=2))
 WAYS = {
     "plain": "Keras `model.fit`",
@@ -32,7 +32,7 @@ TURNS = 4  # epochs are short: multiplies the rounds of the command line
 class Fit(Config):
     """Compare hk.fit with model.fit and a loop."""
 
-    model: tuple[Model, ...] = ("cifar10", "recommender")
+    model: tuple[Model, ...] = ("cifar10", "clicks")
     """Models to train."""
     np: tuple[int, ...] = (1, 2)
     """Numbers of ranks."""
@@ -85,7 +85,7 @@ def training(model: Model, size: int, config: Fit) -> Case:
 def run(model: Model, size: int, config: Fit, *args: str | Path) -> Sequence[Mapping[str, Results]]:
     """Run the single job of a case; return the slowest rank's figures by way, for each round."""
     *words, folder = map(str, args)
-    steps = 10 if config.quick else config.steps * (5 if model == "recommender" else 1)  # because its steps are short
+    steps = 10 if config.quick else config.steps * (5 if model == "clicks" else 1)  # because its steps are short
     rounds = 1 if config.quick else config.rounds * TURNS
     worker = [sys.executable, str(WORKERS / "fit.py"), "--model", model, "--folder", folder, *words]
     worker += ["--steps", str(steps), "--rounds", str(rounds), "--processes", str(size)]

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable
 
-from networks import RATE, inputs, workload
+from dense_tf import RATE, network
 from timing import leave, parser
 
 WARM_UP = 8
@@ -25,6 +25,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--role", choices=["ps", "worker", "chief"], required=True)
     options.add_argument("--model", default="cifar10")
+    options.add_argument("--batch", type=int, default=64)
     options.add_argument("--ports", type=int, nargs="+", help="of the server, the coordinator and the workers")
     args = options.parse_args()
     take_part(args, [f"127.0.0.1:{port}" for port in args.ports], coordinate)
@@ -62,12 +63,12 @@ def coordinate(args, workers: int) -> None:
     strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
-        model, loss_of, *_ = workload(args.model)
+        model, loss_of, *batch = network(args)
     variables = [v.value for v in model.trainable_variables]
     if not all("/job:ps" in variable.device for variable in variables):
         raise RuntimeError(f"variables are on {variables[0].device}, expected them on /job:ps")
 
-    batch = inputs(args.model)  # constants of the graph: tensors would be sent to the worker for every step
+    batch = [x.numpy() for x in batch]  # constants of the graph: tensors would be sent to the worker for every step
 
     @tf.function
     def step():

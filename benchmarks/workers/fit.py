@@ -17,18 +17,18 @@ import hvdkit as hk
 
 # isort: split
 import keras
-import networks  # noqa: F401  (adds models/ to the path)
 import numpy as np
 import tensorflow as tf
 from timing import leave, meet, parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
 
-import cifar10
 from inputs import planted_clicks
 from recommender import Recommender
 
-BATCH = {"cifar10": 64, "recommender": 500}  # examples per rank
+from hvdkit.bench.workloads import workload
+
+BATCH = {"cifar10": 64, "clicks": 500}  # examples per rank
 Clocked = tuple[float, float]  # seconds, and CPU seconds
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     args = options.parse_args()
     hk.init()
     batch = BATCH[args.model] * hk.size()
-    work = {"cifar10": images, "recommender": clicks}[args.model]
+    work = {"cifar10": images, "clicks": clicks}[args.model]
     ways = (evaluations if args.evaluate else trainings)(lambda: work(batch * args.steps), batch, args)
     rounds = [turns(ways, number, args.steps) for number in range(-1, args.rounds)]
     figures = {f"{way} {key} {r}": n for r, each in enumerate(rounds[1:]) for way, f in each.items() for key, n in f}
@@ -61,8 +61,7 @@ def turns(ways: dict[str, Callable[[], Clocked]], number: int, steps: int) -> di
 
 def images(examples: int):
     """Return the CIFAR-10 tutorial's network, its loss class, and distorted images."""
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((24, 24, 3)), *cifar10.network(10)])
+    model = workload("cifar10").model
     rng = np.random.default_rng(0)
     data = rng.normal(size=(examples, 24, 24, 3)).astype("float32"), rng.integers(0, 10, examples)
     return model, keras.losses.SparseCategoricalCrossentropy, data
@@ -111,7 +110,7 @@ def trainings(work, batch, args) -> dict[str, Callable[[], Clocked]]:
     """Return all ways to train."""
     ways = {"loop": by_loop(work, batch, args.steps), "fit": by_callbacks(work, batch), "hk": by_hk_fit(work, batch)}
     if hk.size() == 1:
-        ways["plain"] = by_plain_fit(work, batch, args.model == "recommender")
+        ways["plain"] = by_plain_fit(work, batch, args.model == "clicks")
     return ways
 
 
