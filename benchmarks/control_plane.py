@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,9 +24,9 @@ import machine
 import tyro
 from figures import Goal, Measured, Metric, Round, Sheet
 from harness import Output, publish
-from processes import WORKERS, RunFailed, environment
+from processes import RunFailed, environment, launch, worker
 
-WORKER = WORKERS / "control_plane.py"
+SCRIPT = "control_plane.py"
 ABOUT = """Rank 0's part, and hvdkit run's, in everything that ranks say to each other beside the training: hvdkit's own
 code in a process with nothing else in it, so that its CPU is what it costs. The other ranks are simulated by two
 processes on the same machine, without TensorFlow: real connections over loopback, real files. Eight ranks make a host.
@@ -87,12 +85,12 @@ def simulate(size: int, seconds: float) -> Figures:
     """Run all phases of a job of ``size`` ranks."""
     found: Figures = {}
     for fault in ("kill", "error"):
-        rank0, ranks, usage = run("watchdog", size, "--seconds", str(seconds), "--fault", fault)
+        rank0, ranks = run("watchdog", size, "--seconds", seconds, "--fault", fault)
         ends = [end for part in ranks for end in part["ends"]]
         if None in ends:
             raise RunFailed(f"{ends.count(None)} of {size} ranks never heard of the failure")
         known = max(ends) - max(part["struck"] or 0.0 for part in ranks)
-        found[f"failure ({fault})"] = {"known": known, "cpu": usage - rank0["cpu"], "messages": 2.0 * size}
+        found[f"failure ({fault})"] = {"known": known, "cpu": rank0["cpu"], "messages": 2.0 * size}
         found |= {"start": rank0["start"], "watchdog": rank0["steady"]}
     found |= run("exchange", size, simulators=1)[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -104,44 +102,22 @@ def simulate(size: int, seconds: float) -> Figures:
 
 
 def run(
-    phase: str, size: int, *flags: str, simulators: int = SIMULATORS, folder: Path | None = None
-) -> tuple[Any, list[Any], float]:
-    """Run a phase's processes; return rank 0's figures, those of the simulated ranks, and rank 0's CPU in seconds."""
+    phase: str, size: int, *flags: object, simulators: int = SIMULATORS, folder: Path | None = None
+) -> tuple[Any, list[Any]]:
+    """Run a phase's processes; return rank 0's figures, and those of the simulated ranks."""
     if folder is None:
         with tempfile.TemporaryDirectory() as made:
             return run(phase, size, *flags, simulators=simulators, folder=Path(made))
     for name in ("place.json", "rank0.json", *(path.name for path in folder.glob("ranks-*.json"))):
         (folder / name).unlink(missing_ok=True)
     step = max(1, math.ceil((size - 1) / max(1, simulators)))
-    parts = [(first, min(first + step, size)) for first in range(1, size, step)] if simulators else []
-    (folder / "parts.json").write_text(json.dumps([f"ranks-{first}.json" for first, _ in parts]))
-    command = [sys.executable, str(WORKER)]
-    with (folder / "log").open("wb") as log:
-        settings: dict[str, Any] = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
-        settings["env"] = environment(threads=1)
-        rank0 = subprocess.Popen([*command, "rank0", phase, str(size), str(folder), *flags], **settings)
-        others = [
-            subprocess.Popen(
-                [*command, "ranks", phase, str(size), str(folder), "--first", str(first), "--stop", str(stop)],
-                **settings,
-            )
-            for first, stop in parts
-        ]
-        try:
-            _, status, usage = os.wait4(rank0.pid, 0)
-            rank0.returncode = os.waitstatus_to_exitcode(status)
-            for other in others:
-                other.wait(timeout=120)
-        finally:
-            for process in (rank0, *others):
-                if process.returncode is None:
-                    process.kill()
-                    process.wait()
-    codes = [rank0.returncode, *(other.returncode for other in others)]
-    if any(codes) or not (folder / "rank0.json").exists():
-        raise RunFailed(f"{phase} at {size} ranks: exit codes {codes}", (folder / "log").read_text()[-4000:])
-    ranks = [json.loads((folder / f"ranks-{first}.json").read_text()) for first, _ in parts]
-    return json.loads((folder / "rank0.json").read_text()), ranks, usage.ru_utime + usage.ru_stime
+    firsts = range(1, size, step) if simulators else range(0)
+    (folder / "parts.json").write_text(json.dumps([f"ranks-{first}.json" for first in firsts]))
+    common = (phase, size, folder)
+    others = [worker(SCRIPT, "ranks", *common, "--first", n, "--stop", min(n + step, size)) for n in firsts]
+    launch([worker(SCRIPT, "rank0", *common, *flags), *others], env=environment(), timeout=1800)
+    ranks = [json.loads((folder / f"ranks-{first}.json").read_text()) for first in firsts]
+    return json.loads((folder / "rank0.json").read_text()), ranks
 
 
 def tables(found: Mapping[int, Figures]) -> list[Sheet]:

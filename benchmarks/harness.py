@@ -153,10 +153,7 @@ def measure(case: Case, config: Config) -> Measured:
     ways = {way.name: way for way in case.ways if not config.only or way.name in config.only}
     count = 1 if config.quick else case.rounds or config.rounds
     unavailable: dict[str, str] = {}
-    if case.together is not None:
-        rounds = _together(case)
-    else:
-        rounds = list(_rounds(case, ways, count, config.seed, unavailable))
+    rounds = _together(case) if case.together else list(_rounds(case, ways, count, config.seed, unavailable))
     return Measured(
         name=case.name,
         title=case.title,

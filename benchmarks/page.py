@@ -34,21 +34,14 @@ def page(records: Iterable[Record], notes: Mapping[str, str], pictures: str) -> 
 
 def summary(records: Sequence[Record]) -> str:
     """Return a table of the headline goals, or an empty string without any."""
-    lines = ["| what | goal | measured | |", "|---|---|---|---|"]
-    for record in records:
-        for measured in record.measured:
-            for verdict in measured.verdicts():
-                if verdict.goal.headline:
-                    lines.append(_goal_row(verdict, record, measured))
-    return "\n".join(lines) if len(lines) > 2 else ""
-
-
-def _goal_row(verdict: Verdict, record: Record, measured: Measured) -> str:
-    goal = verdict.goal
-    what = goal.about or f"{measured.title}: {goal.formula}"
-    value = "" if verdict.value is None else f"{verdict.value:.3g}"
-    link = f"[{what}](#{anchor(record.title)})"
-    return f"| {link} | {_sign(goal.relation)} {goal.limit:g} | {value} | {verdict.word} |"
+    lines = []
+    for record, measured, verdict in [(r, m, v) for r in records for m in r.measured for v in m.verdicts()]:
+        goal = verdict.goal
+        link = f"[{goal.about or f'{measured.title}: {goal.formula}'}](#{anchor(record.title)})"
+        value = "" if verdict.value is None else f"{verdict.value:.3g}"
+        if goal.headline:
+            lines.append(f"| {link} | {_sign(goal.relation)} {goal.limit:g} | {value} | {verdict.word} |")
+    return "\n".join(["| what | goal | measured | |", "|---|---|---|---|", *lines]) if lines else ""
 
 
 def section(record: Record, notes: str = "", pictures: str = "") -> str:

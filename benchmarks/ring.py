@@ -7,7 +7,7 @@ python benchmarks/ring.py          # about 20 minutes; needs root, iproute2, ope
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 from figures import Goal, Metric
 from harness import Benchmark, Case, Config, Way, main
 from network import RATES, ROOT, Host, Hosts, limit, mpirun, on_hosts
-from processes import WORKERS, environment, launch, results
+from processes import environment, launch, slowest, worker
 
 from hvdkit.planning.command import bits_of
 
@@ -100,29 +100,24 @@ def run_way(
         return {f"ms_{size}": 1000 * 2 * (count - 1) / count * size * 8 / bits_of(rate) for size in sizes}
     here = list(hosts)[:count]
     limit(hosts, rate)
-    common = ["--folder", str(folder), "--steps", str(steps), "--sizes", *map(str, sizes)]
-    start: Callable[..., list[list[str]]] = partial(server_processes, hosts[MOST]) if way == "ps" else ranks
+    common = ["--folder", folder, "--steps", steps, "--processes", count, "--sizes", *sizes]
     # hvdkit does not tune a collective if the user has set one of its variables; this is the default value.
     extra = {"OMPI_MCA_coll_tuned_priority": "30"} if way == "own" else {}
     env = environment(PYTHONPATH=str(ROOT), **extra)
-    launch(start(way, here, [*common, "--processes", str(count)], env), env=env, timeout=600)
-    found = [each for each in results(folder) if f"ms_{sizes[0]}" in each]
-    return {f"ms_{size}": max(each[f"ms_{size}"] for each in found) for size in sizes}
+    if way == "ps":
+        commands = server_processes(hosts[MOST], here, common)
+    else:
+        commands = [[*mpirun(here, env), *worker("ring.py", way, *common)]]
+    launch(commands, env=env, timeout=600)
+    return slowest(folder)
 
 
-def ranks(way: str, hosts: Sequence[Host], common: Sequence[str], env: dict[str, str]) -> list[list[str]]:
-    """Return the command of a plain mpirun on the first host."""
-    return [[*mpirun(hosts, env), sys.executable, str(WORKERS / "ring.py"), way, *common]]
-
-
-def server_processes(
-    server: Host, _: str, hosts: Sequence[Host], common: Sequence[str], __: dict[str, str]
-) -> list[list[str]]:
+def server_processes(server: Host, hosts: Sequence[Host], common: Sequence[object]) -> list[list[str]]:
     """Return the commands of server and coordinator, on one host, and of a worker on each of the others."""
     places = [(server, "ps", 0), (server, "chief", 0), *((host, "worker", i) for i, host in enumerate(hosts))]
     addresses = [f"{host.address}:{PORT + number}" for number, (host, *_) in enumerate(places)]
-    worker = [sys.executable, str(WORKERS / "ring_ps.py"), *common, "--addresses", *addresses]
-    return [[*host.enter, *worker, "--role", role, "--number", str(number)] for host, role, number in places]
+    program = worker("ring_ps.py", *common, "--addresses", *addresses)
+    return [[*host.enter, *program, "--role", role, "--number", str(number)] for host, role, number in places]
 
 
 def benchmark(hosts: Hosts) -> Benchmark:

@@ -13,6 +13,7 @@ back (a library that ``cc`` compiles); or four processes per core compute all th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import itertools
 import os
@@ -31,6 +32,7 @@ from functools import cache
 from pathlib import Path
 
 import paths
+import psutil
 import tyro
 from figures import Sheet
 from harness import Output, publish
@@ -142,15 +144,12 @@ def clock_library() -> Path:
 def sentinels_of(pid: int) -> list[int]:
     """Return the sentinels that watch a process."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        number = int(folder.name)
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            is_leader = os.getsid(number) == number  # unlike the process that starts the sentinel
-        except OSError:
-            continue
-        if is_leader and b"watch" in words and words[words.index(b"watch") + 1] == str(pid).encode():
-            found.append(number)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            words = process.cmdline()
+            leads = os.getsid(process.pid) == process.pid  # unlike the process that starts the sentinel
+            if leads and "watch" in words and words[words.index("watch") + 1] == str(pid):
+                found.append(process.pid)
     return found
 
 
