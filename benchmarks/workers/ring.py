@@ -44,7 +44,11 @@ def in_graph(average: Callable) -> Callable[[int], Callable[[], object]]:
     def make(size: int) -> Callable[[], object]:
         # Variables, which a graph cannot treat as constants.
         held = [tf.Variable(tf.ones([max(1, size // 4 // TENSORS)])) for _ in range(TENSORS)]
-        averaged = tf.function(lambda: tf.add_n([grad[0] for grad in average([v + 0.0 for v in held])]))
+
+        @tf.function
+        def averaged():
+            return tf.add_n([grad[0] for grad in average([v + 0.0 for v in held])])
+
         return lambda: float(averaged())
 
     return make
