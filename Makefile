@@ -7,7 +7,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; 
 # Open MPI's wheel exists for x86_64; elsewhere Horovod brings its own Gloo. MPI=system takes yours.
 MPI    ?= $(if $(filter x86_64,$(shell uname -m)),wheel,none)
 NP     ?= 4
-# All that takes half an hour; comeback and failure (10 minutes, root, several hosts) are asked for by name.
+# Scripts in benchmarks/ and proofs/, half an hour in all; BENCH=failure (10 minutes, root, several hosts), comeback,
+# many_ranks and false_alarms only by name.
 BENCH  ?= dense fit allreduce ring scaling embedding checkpoint startup loss_curves resume large_table \
 	control_plane
 
@@ -41,8 +42,8 @@ docs-check: setup ## run the examples in the docstrings and documents, check the
 
 # A goal that is missed (exit code 3) does not stop the others; an error, or Ctrl-C, does.
 bench: setup ## measure hvdkit beside its peers and write the report; BENCH="dense fit" picks
-	@for name in $(BENCH); do \
-		$(RUN) python "benchmarks/$$name.py" || [ $$? -eq 3 ] || exit 1; \
+	@for script in $(foreach name,$(BENCH),$(or $(wildcard proofs/$(name).py),benchmarks/$(name).py)); do \
+		$(RUN) python "$$script" || [ $$? -eq 3 ] || exit 1; \
 	done
 	@$(RUN) python benchmarks/report.py
 

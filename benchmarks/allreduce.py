@@ -12,7 +12,7 @@ from pathlib import Path
 
 from figures import Metric
 from harness import Benchmark, Case, Config, Way, main
-from processes import BIN, WORKERS, environment, launch, results
+from processes import environment, horovodrun, launch, slowest, worker
 
 WAYS = {
     "hvdkit": ("hvdkit, in a graph", "graph"),
@@ -46,11 +46,9 @@ def cases(config: Allreduce) -> list[Case]:
 
 def run(word: str, config: Allreduce, sizes: list[int], folder: Path) -> dict[str, float]:
     """Run one way once; return the slowest rank's microseconds by size, and GB/s of the largest size."""
-    worker = [sys.executable, str(WORKERS / "allreduce.py"), word, "--folder", str(folder)]
-    worker += ["--processes", str(config.np), "--sizes", *map(str, sizes)]
-    launch([[str(BIN / "horovodrun"), "-np", str(config.np), *worker]], env=environment(), timeout=300)
-    found = results(folder)
-    figures = {f"us_{size}": max(each[f"us_{size}"] for each in found) for size in sizes}
+    program = worker("allreduce.py", word, "--folder", folder, "--processes", config.np, "--sizes", *sizes)
+    launch([horovodrun(config.np, program)], env=environment(), timeout=300)
+    figures = slowest(folder)
     return figures | {"gbs": sizes[-1] / figures[f"us_{sizes[-1]}"] / 1000}
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from figures import Goal, Metric
 from harness import Benchmark, Case, Config, Way, main
-from processes import WORKERS, environment, launch, ranks
+from processes import environment, launch, ranks, worker
 
 METRICS = (
     Metric(name="write", title="seconds to write", digits=2),
@@ -77,27 +77,9 @@ def run(size: int, config: Checkpoint, _: Path) -> list[Mapping[str, Mapping[str
     """Run the worker on ``size`` ranks; return its rounds."""
     rounds, gigabytes = (1, 0.1) if config.quick else (config.rounds, config.gigabytes)
     with tempfile.TemporaryDirectory(dir=config.folder, prefix=".checkpoint-benchmark-") as folder:
-        script = [sys.executable, str(WORKERS / "checkpoint.py"), folder, "--gigabytes", str(gigabytes)]
-        launch([ranks(size, [*script, "--rounds", str(rounds)])], env=environment(threads=None), timeout=1800)
-        found = json.loads((Path(folder) / "results.json").read_text())
-    return [by_way(each) for each in found]
-
-
-def by_way(found: Mapping[str, float]) -> Mapping[str, Mapping[str, float]]:
-    """Return one round's figures by way and metric."""
-    return {
-        "plain": {"write": found["plain_write"], "read": found["plain_read"]},
-        "hvdkit": {
-            "write": found["save"],
-            "read": found["restore"],
-            "call": found["stall_call"],
-            "next": found["stall_next"],
-            "stall": found["stall_call"] + max(0.0, found["stall_next"]),
-            "save_mb": found["save_mb"],
-            "async_share": found["async_mb"] / found["shard_mb"],
-            "read_share": found["read_ratio"],
-        },
-    }
+        program = worker("checkpoint.py", folder, "--gigabytes", gigabytes, "--rounds", rounds)
+        launch([ranks(size, program)], env=environment(threads=None), timeout=1800)
+        return json.loads((Path(folder) / "results.json").read_text())
 
 
 BENCHMARK = Benchmark(

@@ -2,22 +2,16 @@
 
     python benchmarks/control_plane.py --ranks 4 256 1024 4096
     python benchmarks/control_plane.py --ranks 4 64 --quick
-    python benchmarks/control_plane.py --real 12
 
 Rank 0's sentinel and hvdkit run are hvdkit's own code, each alone in a process, so that the process's CPU time is
 theirs. Two processes simulate the other ranks without TensorFlow: they connect over loopback with the sentinels'
-connection code, and write their parts of checkpoints with hvdkit's own code. With ``--real`` a job of that many ranks
-with TensorFlow is killed during training, and continued with another number of ranks.
+connection code, and write their parts of checkpoints with hvdkit's own code.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import machine
-import psutil
 import tyro
 from figures import Goal, Measured, Metric, Round, Sheet
-from harness import finish, recorded
-from processes import BIN, WORKERS, RunFailed, environment, launch, rank_processes
+from harness import Output, publish
+from processes import RunFailed, environment, launch, worker
 
-WORKER, TRAINER = WORKERS / "control_plane.py", WORKERS / "real_ranks.py"
+SCRIPT = "control_plane.py"
 ABOUT = """Rank 0's part, and hvdkit run's, in everything that ranks say to each other beside the training: hvdkit's own
 code in a process with nothing else in it, so that its CPU is what it costs. The other ranks are simulated by two
 processes on the same machine, without TensorFlow: real connections over loopback, real files. Eight ranks make a host.
@@ -58,66 +51,46 @@ COLUMNS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Output):
     """Measure the control plane."""
 
     ranks: tuple[int, ...] = (4, 256, 1024, 4096)
     """Numbers of simulated ranks."""
     seconds: float = 20.0
     """Seconds for which the watchdog is measured."""
-    real: int = 0
-    """Ranks of the job with TensorFlow, each needing at least 1 GB; 0: run only simulated ranks."""
-    simulated: bool = True
-    """Simulate ranks."""
     quick: bool = False
     """Measure for three seconds; results are only recorded with --json."""
-    json: Path | None = None
-    """Write the results here. Default: benchmarks/results/control_plane.json."""
 
 
 Figures = dict[str, dict[str, float]]  # by phase, then by quantity
 
 
 def main() -> int:
-    """Run the selected measurements; return MISSED if a goal is missed."""
+    """Run all phases at each number of ranks; return MISSED if a goal is missed."""
     config = tyro.cli(Config, description=__doc__)
-    sheets: list[Sheet] = []
-    cases: list[Measured] = []
-    notes: list[str] = []
-    right = True
-    if config.simulated:
-        load = machine.load_average()
-        found: dict[int, Figures] = {}
-        for size in sorted(config.ranks):
-            began = time.monotonic()
-            found[size] = simulate(size, 3.0 if config.quick else config.seconds)
-            took = time.monotonic() - began
-            print(f"{size} ranks: {took:.0f} s, {json.dumps(found[size]['watchdog'])}", file=sys.stderr, flush=True)
-        sheets += tables(found)
-        if (case := goals(found, load)).metrics:  # otherwise no size has a goal
-            cases.append(case)
-    if config.real:
-        sheet, note, right = real_job(config.real)
-        sheets.append(sheet)
-        notes.append(note)
+    load = machine.load_average()
+    found: dict[int, Figures] = {}
+    for size in sorted(config.ranks):
+        began = time.monotonic()
+        found[size] = simulate(size, 3.0 if config.quick else config.seconds)
+        took = time.monotonic() - began
+        print(f"{size} ranks: {took:.0f} s, {json.dumps(found[size]['watchdog'])}", file=sys.stderr, flush=True)
+    case = goals(found, load)
+    measured = [case] if case.metrics else []  # otherwise no size has a goal
     title = "The control plane at thousands of ranks"
-    record = recorded("control_plane", title, ABOUT, config, measured=cases, sheets=sheets, notes=notes)
-    return finish(record, config, missed=not right)
-
-
-# ---- simulated ranks ----
+    return publish("control_plane", title, ABOUT, config, measured=measured, sheets=tables(found))
 
 
 def simulate(size: int, seconds: float) -> Figures:
     """Run all phases of a job of ``size`` ranks."""
     found: Figures = {}
     for fault in ("kill", "error"):
-        rank0, ranks, usage = run("watchdog", size, "--seconds", str(seconds), "--fault", fault)
+        rank0, ranks = run("watchdog", size, "--seconds", seconds, "--fault", fault)
         ends = [end for part in ranks for end in part["ends"]]
         if None in ends:
             raise RunFailed(f"{ends.count(None)} of {size} ranks never heard of the failure")
         known = max(ends) - max(part["struck"] or 0.0 for part in ranks)
-        found[f"failure ({fault})"] = {"known": known, "cpu": usage - rank0["cpu"], "messages": 2.0 * size}
+        found[f"failure ({fault})"] = {"known": known, "cpu": rank0["cpu"], "messages": 2.0 * size}
         found |= {"start": rank0["start"], "watchdog": rank0["steady"]}
     found |= run("exchange", size, simulators=1)[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -129,44 +102,22 @@ def simulate(size: int, seconds: float) -> Figures:
 
 
 def run(
-    phase: str, size: int, *flags: str, simulators: int = SIMULATORS, folder: Path | None = None
-) -> tuple[Any, list[Any], float]:
-    """Run a phase's processes; return rank 0's figures, those of the simulated ranks, and rank 0's CPU in seconds."""
+    phase: str, size: int, *flags: object, simulators: int = SIMULATORS, folder: Path | None = None
+) -> tuple[Any, list[Any]]:
+    """Run a phase's processes; return rank 0's figures, and those of the simulated ranks."""
     if folder is None:
         with tempfile.TemporaryDirectory() as made:
             return run(phase, size, *flags, simulators=simulators, folder=Path(made))
     for name in ("place.json", "rank0.json", *(path.name for path in folder.glob("ranks-*.json"))):
         (folder / name).unlink(missing_ok=True)
     step = max(1, math.ceil((size - 1) / max(1, simulators)))
-    parts = [(first, min(first + step, size)) for first in range(1, size, step)] if simulators else []
-    (folder / "parts.json").write_text(json.dumps([f"ranks-{first}.json" for first, _ in parts]))
-    command = [sys.executable, str(WORKER)]
-    with (folder / "log").open("wb") as log:
-        settings: dict[str, Any] = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
-        settings["env"] = environment(threads=1)
-        rank0 = subprocess.Popen([*command, "rank0", phase, str(size), str(folder), *flags], **settings)
-        others = [
-            subprocess.Popen(
-                [*command, "ranks", phase, str(size), str(folder), "--first", str(first), "--stop", str(stop)],
-                **settings,
-            )
-            for first, stop in parts
-        ]
-        try:
-            _, status, usage = os.wait4(rank0.pid, 0)
-            rank0.returncode = os.waitstatus_to_exitcode(status)
-            for other in others:
-                other.wait(timeout=120)
-        finally:
-            for process in (rank0, *others):
-                if process.returncode is None:
-                    process.kill()
-                    process.wait()
-    codes = [rank0.returncode, *(other.returncode for other in others)]
-    if any(codes) or not (folder / "rank0.json").exists():
-        raise RunFailed(f"{phase} at {size} ranks: exit codes {codes}", (folder / "log").read_text()[-4000:])
-    ranks = [json.loads((folder / f"ranks-{first}.json").read_text()) for first, _ in parts]
-    return json.loads((folder / "rank0.json").read_text()), ranks, usage.ru_utime + usage.ru_stime
+    firsts = range(1, size, step) if simulators else range(0)
+    (folder / "parts.json").write_text(json.dumps([f"ranks-{first}.json" for first in firsts]))
+    common = (phase, size, folder)
+    others = [worker(SCRIPT, "ranks", *common, "--first", n, "--stop", min(n + step, size)) for n in firsts]
+    launch([worker(SCRIPT, "rank0", *common, *flags), *others], env=environment(), timeout=1800)
+    ranks = [json.loads((folder / f"ranks-{first}.json").read_text()) for first in firsts]
+    return json.loads((folder / "rank0.json").read_text()), ranks
 
 
 def tables(found: Mapping[int, Figures]) -> list[Sheet]:
@@ -246,86 +197,6 @@ def goals(found: Mapping[int, Figures], load: float) -> Measured:
     ways = {"hvdkit": "simulated ranks"}
     rounds = [Round(results={"hvdkit": results}, order=["hvdkit"], load=load)]
     return Measured(name="goals", title="goals", metrics=metrics, ways=ways, goals=wanted, rounds=rounds)
-
-
-# ---- real ranks ----
-
-
-STEPS, KILLED_AFTER = 60, 25
-
-
-def real_job(size: int) -> tuple[Sheet, str, bool]:
-    """Kill a rank of a job of ``size`` ranks during training, continue with fewer, and compare with an unbroken run."""
-    fewer = size * 2 // 3
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        print(f"{size} real ranks train without a break", file=sys.stderr, flush=True)
-        expected = train(folder / "unbroken", size)
-        print(f"{size} real ranks train, and one is killed", file=sys.stderr, flush=True)
-        code, seconds, saved = train_and_kill(folder / "killed", size)
-        print(f"killed at step {saved} or later; {fewer} ranks go on", file=sys.stderr, flush=True)
-        found = train(folder / "killed", fewer)
-        same = train_again(folder, size, expected)
-    apart = max(abs(a - b) / max(abs(a), 1e-3) for a, b in zip(expected["weights"], found["weights"], strict=True))
-    rows = [
-        [f"{size}, unbroken", STEPS, "", f"{expected['loss']:.6f}", ""],
-        [f"{size}, one killed (exit code {code}, {seconds:.1f} s)", saved, "", "", ""],
-        [f"{fewer}, continued", STEPS, found["from"], f"{found['loss']:.6f}", f"{apart:.1e}"],
-    ]
-    header = ["ranks", "saved up to step", "restored step", "last loss", "largest relative difference of the sums"]
-    right = apart < 1e-3 and found["from"] == saved and code != 0 and same
-    note = f"the same {size} ranks continued: weights and tables are {'equal to the bit' if same else 'DIFFERENT'}"
-    return Sheet(title="real ranks with TensorFlow", header=header, rows=rows), note, right
-
-
-def train_again(folder: Path, size: int, expected: Mapping[str, Any]) -> bool:
-    """Kill a run again and continue it with the same ranks; return True if it ends like the unbroken one."""
-    train_and_kill(folder / "same", size)
-    return train(folder / "same", size)["digest"] == expected["digest"]
-
-
-def command(logdir: Path, size: int) -> list[str]:
-    """Return the command of a run of real ranks."""
-    mpirun = [str(BIN / "mpirun"), "--bind-to", "none", "-np", str(size)]
-    return [*mpirun, sys.executable, str(TRAINER), str(logdir), "--steps", str(STEPS)]
-
-
-def train(logdir: Path, size: int) -> dict[str, Any]:
-    """Train to the end; return rank 0's result."""
-    printed = launch([command(logdir, size)], env=environment(threads=1), timeout=1800)
-    line = next(line for line in printed.splitlines() if line.startswith("result "))
-    return json.loads(line.removeprefix("result "))
-
-
-def train_and_kill(logdir: Path, size: int) -> tuple[int, float, int]:
-    """Kill the last rank after some steps; return the launcher's exit code, seconds until all ranks ended, the step."""
-    nowhere = subprocess.DEVNULL
-    process = subprocess.Popen(command(logdir, size), env=environment(threads=1), stdout=nowhere, stderr=nowhere)
-    try:
-        until = time.monotonic() + 1800
-        while newest(logdir) < KILLED_AFTER:
-            if process.poll() is not None or time.monotonic() > until:
-                raise RunFailed(f"it ended with exit code {process.poll()} at step {newest(logdir)}, before the kill")
-            time.sleep(0.05)
-        ranks = rank_processes(process.pid, TRAINER)
-        struck = time.monotonic()
-        os.kill(ranks[-1].pid, signal.SIGKILL)
-        code = process.wait(timeout=120)
-        psutil.wait_procs(ranks, timeout=60)
-    finally:
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    return code, time.monotonic() - struck, newest(logdir)
-
-
-def newest(logdir: Path) -> int:
-    """Return the step of the newest checkpoint, or 0."""
-    names = [path.name for path in (logdir / "checkpoints").glob("step-*")] if logdir.exists() else []
-    return max((int(name.removeprefix("step-")) for name in names), default=0)
 
 
 if __name__ == "__main__":

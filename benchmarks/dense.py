@@ -6,8 +6,10 @@ python benchmarks/dense.py --model resnet50 mlp --np 1 2   # --json FILE keeps t
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,10 +18,10 @@ from typing import Literal
 import peers
 from figures import Goal, Metric
 from harness import Benchmark, Case, Config, Way, main
-from processes import BIN, WORKERS, environment, free_ports, launch, ranks, results
+from processes import environment, free_ports, horovodrun, launch, ranks, results, worker
 
 Model = Literal["cifar10", "resnet50", "mlp"]
-BATCH: Mapping[str, int] = {"cifar10": 64, "resnet50": 16, "mlp": 64}  # as in workers/networks.py
+BATCH: Mapping[str, int] = {"cifar10": 64, "resnet50": 16, "mlp": 64}
 TITLES = {
     "cifar10": "the CIFAR-10 tutorial's network, 4.3 MB of gradients, 64 images a process",
     "resnet50": "ResNet-50 on 32x32 images, 94 MB of gradients, 16 images a process",
@@ -65,9 +67,8 @@ class Dense(Config):
 
 def cases(config: Dense) -> list[Case]:
     """Return a case for each network and number of processes."""
-    return [
-        case(model, size, config) for model in config.model for size in config.np if size <= 2 or model == "cifar10"
-    ]
+    pairs = itertools.product(config.model, config.np)
+    return [case(model, size, config) for model, size in pairs if size <= 2 or model == "cifar10"]
 
 
 def case(model: Model, size: int, config: Dense) -> Case:
@@ -114,18 +115,17 @@ def goal(way: str, limit: float, about: str) -> Goal:
 
 def run_way(way: str, folder: Path, *, model: Model, size: int, steps: int, peer: Path | None) -> dict[str, float]:
     """Run one way once."""
-    common = ["--folder", str(folder), "--model", model, "--steps", str(steps)]
-    commands: dict[str, Callable[[Sequence[str], int], list[list[str]]]] = {
-        "ddp": partial(torch_processes, peer),
-        "ps": ps_processes,
-        "towers": tower_process,
-    }
-    start = commands.get(way, partial(tensorflow_processes, way))
+    common = ["--folder", folder, "--model", model, "--batch", BATCH[model], "--steps", steps]
+    if way == "ddp":
+        commands = [peers.torch_processes(peer, size, worker("dense_torch.py", *common, "--processes", size))]
+    elif way == "ps":
+        commands = ps_processes(common, size)
+    else:
+        commands = tensorflow_processes(way, common, size)
     # The baseline for hvdkit's overhead uses huge pages, as hvdkit's ranks do.
-    launch(start(common, size), env=environment(**(HUGE_PAGES if way == "alone" else {})), timeout=300)
+    launch(commands, env=environment(**(HUGE_PAGES if way == "alone" else {})), timeout=300)
     found = results(folder)
-    times = [each["ms"] for each in found if "ms" in each]
-    milliseconds = sum(times) / len(times)
+    milliseconds = statistics.mean(each["ms"] for each in found if "ms" in each)
     return {
         "ms": milliseconds,
         "images": 1000 * size * BATCH[model] / milliseconds,
@@ -134,36 +134,23 @@ def run_way(way: str, folder: Path, *, model: Model, size: int, steps: int, peer
     }
 
 
-def tensorflow_processes(way: str, common: Sequence[str], size: int) -> list[list[str]]:
+def tensorflow_processes(way: str, common: Sequence[object], size: int) -> list[list[str]]:
     """Return the commands of ranks under a launcher, or of separate processes."""
-    named = "hvdkit" if way == "horovodrun" else way
-    worker = [sys.executable, str(WORKERS / "dense_tf.py"), named, *common, "--processes", str(size)]
+    if way == "towers":
+        return [worker("dense_tf.py", way, *common, "--towers", size)]
+    program = worker("dense_tf.py", "hvdkit" if way == "horovodrun" else way, *common, "--processes", size)
     if way in ("hvdkit", "sharded", "fp16", "tied"):
-        return [ranks(size, worker)]
+        return [ranks(size, program)]
     if way in ("horovodrun", "horovod"):
-        return [[str(BIN / "horovodrun"), "-np", str(size), *worker]]
+        return [horovodrun(size, program)]
     ports = ["--ports", *map(str, free_ports(size))] if way == "multiworker" else []
-    return [[*worker, "--number", str(number), *ports] for number in range(size)]
+    return [[*program, "--number", str(number), *ports] for number in range(size)]
 
 
-def tower_process(common: Sequence[str], size: int) -> list[list[str]]:
-    """Return the command of the single process."""
-    return [[sys.executable, str(WORKERS / "dense_tf.py"), "towers", *common, "--towers", str(size)]]
-
-
-def ps_processes(common: Sequence[str], size: int) -> list[list[str]]:
+def ps_processes(common: Sequence[object], size: int) -> list[list[str]]:
     """Return the commands of coordinator, server and workers."""
-    ports = ["--ports", *map(str, free_ports(size + 2))]
-    worker = [sys.executable, str(WORKERS / "dense_ps.py"), *common, *ports, "--role"]
-    workers = [[*worker, "worker", "--number", str(number)] for number in range(size)]
-    return [[*worker, "chief"], [*worker, "ps"], *workers]
-
-
-def torch_processes(peer: Path | None, common: Sequence[str], size: int) -> list[list[str]]:
-    """Return the command of PyTorch's launcher."""
-    python = str(peers.python("torch", peer))
-    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    return [[*launcher, str(WORKERS / "dense_torch.py"), *common, "--processes", str(size)]]
+    program = worker("dense_ps.py", *common, "--ports", *free_ports(size + 2), "--role")
+    return [[*program, "chief"], [*program, "ps"], *([*program, "worker", "--number", str(i)] for i in range(size))]
 
 
 BENCHMARK = Benchmark(

@@ -7,7 +7,6 @@ python benchmarks/embedding.py --work one-adagrad many-adam --ahead
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Literal
 import peers
 from figures import Goal, Metric
 from harness import Benchmark, Case, Config, Way, main
-from processes import BIN, WORKERS, environment, launch, ranks, results
+from processes import environment, horovodrun, launch, ranks, slowest, worker
 
 Work = Literal["one-sgd", "one-adagrad", "one-adam", "many-sgd", "many-adagrad", "many-adam"]
 TITLES = {"one": "one table of 1,000,000 x 64", "many": "26 tables of mixed sizes and widths, ragged ids"}
@@ -109,27 +108,19 @@ def goals(work: Work) -> list[Goal]:
 def run_way(way: str, folder: Path, *, work: Work, steps: int, peer: Path | None) -> dict[str, float]:
     """Run one way once; return the maximum of every figure over the ranks."""
     _, words, size = WAYS[way]
-    common = ["--folder", str(folder), "--steps", str(steps), "--processes", str(size), *words]
-    if way.startswith("torchrec"):
-        launcher = [str(peers.python("torch", peer)), "-m", "torch.distributed.run", "--standalone"]
-        commands = [[*launcher, "--nproc-per-node", str(size), str(WORKERS / "embedding_torch.py"), *common]]
-    else:
-        commands = tensorflow_commands(way, work, common)
-    launch(commands, env=environment(), timeout=300)
-    found = results(folder)
-    return {key: max(each[key] for each in found) for key in found[0]}
-
-
-def tensorflow_commands(way: str, work: Work, common: Sequence[str]) -> list[list[str]]:
-    """Return the commands that run TensorFlow's ways."""
-    _, words, size = WAYS[way]
+    common = ["--folder", folder, "--steps", steps, "--processes", size, *words]
     tables, _, optimizer = work.partition("-")
-    worker = [sys.executable, str(WORKERS / "embedding_tf.py"), "--work", tables, "--optimizer", optimizer, *common]
-    if way == "apart-2":
-        return [ranks(1, [*worker, "--number", str(number)]) for number in range(size)]
-    if words[0] == "hvdkit":
-        return [ranks(size, worker)]
-    return [[str(BIN / "horovodrun"), "-np", str(size), *worker] if size > 1 else worker]
+    program = worker("embedding_tf.py", "--work", tables, "--optimizer", optimizer, *common)
+    if way.startswith("torchrec"):
+        commands = [peers.torch_processes(peer, size, worker("embedding_torch.py", *common))]
+    elif way == "apart-2":
+        commands = [ranks(1, [*program, "--number", str(number)]) for number in range(size)]
+    elif words[0] == "hvdkit":
+        commands = [ranks(size, program)]
+    else:
+        commands = [horovodrun(size, program) if size > 1 else program]
+    launch(commands, env=environment(), timeout=300)
+    return slowest(folder)
 
 
 BENCHMARK = Benchmark(

@@ -124,6 +124,16 @@ class Measured:
                 found.append(above - below if difference else above / below)
         return found
 
+    @property
+    def series(self) -> list[Metric]:
+        """The metrics that have positions on an x axis."""
+        return [metric for metric in self.metrics if metric.at is not None]
+
+    @property
+    def is_drawn(self) -> bool:
+        """True for a series, or at least three ways with figures: two need no picture."""
+        return bool(self.series) or sum(bool(self.values(way, self.metrics[0].name)) for way in self.ways) >= 3
+
     def trouble(self, way: str) -> str:
         """Return why a way lacks figures from some or all rounds, or an empty string if it has all."""
         if way in self.unavailable:
@@ -190,10 +200,15 @@ class Record:
     pictures: Sequence[Picture] = ()
     notes: Sequence[str] = ()
 
+    def drawn(self) -> dict[str, Measured | Picture]:
+        """Return what the report draws, by the name of the picture's file."""
+        cases = {f"{self.name}-{measured.name}": measured for measured in self.measured if measured.is_drawn}
+        return {f"{name}.png": what for name, what in (cases | {p.name: p for p in self.pictures}).items()}
+
     def write(self, path: Path) -> None:
-        """Write the record as JSON."""
+        """Write the record as JSON, with one line for each round."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        path.write_text(as_lines(asdict(self)) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Record:
@@ -221,3 +236,16 @@ def _measured(*, metrics: list, goals: list, rounds: list, **rest: Any) -> Measu
         rounds=[Round(**r) for r in rounds],
         **rest,
     )
+
+
+def as_lines(value: Any, depth: int = 0) -> str:
+    """Return JSON with one line for each round, metric, goal, row and curve, which a record has at depth 4."""
+    named = isinstance(value, dict)
+    items = list(value.values()) if named else value if isinstance(value, list | tuple) else []
+    if depth == 4 or not any(isinstance(item, dict | list | tuple) for item in items):
+        return json.dumps(value, ensure_ascii=False)
+    names = [f"{json.dumps(name)}: " for name in value] if named else [""] * len(items)
+    margin = "\n" + " " * depth
+    lines = [f"{margin} {name}{as_lines(item, depth + 1)}" for name, item in zip(names, items, strict=True)]
+    begin, end = "{}" if named else "[]"
+    return f"{begin}{','.join(lines)}{margin}{end}"

@@ -14,10 +14,10 @@ from typing import Literal
 
 from figures import Goal, Metric
 from harness import Benchmark, Case, Config, Results, Way, main
-from processes import WORKERS, environment, launch, ranks, results
+from processes import environment, launch, ranks, slowest, worker
 
-Model = Literal["cifar10", "recommender"]
-TITLES = {"cifar10": "the CIFAR-10 tutorial's network", "recommender": "a click model with 26 tables"}
+Model = Literal["cifar10", "clicks"]
+TITLES = {"cifar10": "the CIFAR-10 tutorial's network", "clicks": "a click model with 26 tables"}
 METRICS = (Metric(name="ms", title="ms/step", digits=2), Metric(name="cpu_ms", title="CPU ms/step", digits=2))
 WAYS = {
     "plain": "Keras `model.fit`",
@@ -25,6 +25,7 @@ WAYS = {
     "hk": "`hk.fit`",
     "fit": "`model.fit` with hvdkit's optimizer and callbacks",
 }
+MODELS = Path(__file__).resolve().parents[1] / "models"
 TURNS = 4  # epochs are short: multiplies the rounds of the command line
 
 
@@ -32,7 +33,7 @@ TURNS = 4  # epochs are short: multiplies the rounds of the command line
 class Fit(Config):
     """Compare hk.fit with model.fit and a loop."""
 
-    model: tuple[Model, ...] = ("cifar10", "recommender")
+    model: tuple[Model, ...] = ("cifar10", "clicks")
     """Models to train."""
     np: tuple[int, ...] = (1, 2)
     """Numbers of ranks."""
@@ -45,12 +46,16 @@ class Fit(Config):
 def cases(config: Fit) -> list[Case]:
     """Return a case for each model and number of ranks, and one for evaluations."""
     found = [training(model, size, config) for model in config.model for size in config.np]
-    ways = [Way(name="one", title="`model.evaluate`, one rank"), Way(name="all", title="`hk.evaluate`, two ranks")]
+    return [*found, evaluation(config)] if 2 in config.np and "cifar10" in config.model else found
+
+
+def evaluation(config: Fit) -> Case:
+    """Return the case of evaluations."""
     about = f"hk.evaluate on 2 ranks / on 1, {TITLES['cifar10']}"
-    evaluation = Case(
+    return Case(
         name="evaluate",
         title=f"evaluation of {TITLES['cifar10']}, the whole call over its batches",
-        ways=ways,
+        ways=[Way(name="one", title="`model.evaluate`, one rank"), Way(name="all", title="`hk.evaluate`, two ranks")],
         metrics=METRICS,
         goals=[
             Goal(upper="all", lower="one", limit=0.6, headline=True, about=about),
@@ -59,7 +64,6 @@ def cases(config: Fit) -> list[Case]:
         reference="one",
         together=partial(run, "cifar10", 2, config, "--evaluate"),
     )
-    return [*found, *([evaluation] if 2 in config.np and "cifar10" in config.model else [])]
 
 
 def training(model: Model, size: int, config: Fit) -> Case:
@@ -84,18 +88,17 @@ def training(model: Model, size: int, config: Fit) -> Case:
 
 def run(model: Model, size: int, config: Fit, *args: str | Path) -> Sequence[Mapping[str, Results]]:
     """Run the single job of a case; return the slowest rank's figures by way, for each round."""
-    *words, folder = map(str, args)
-    steps = 10 if config.quick else config.steps * (5 if model == "recommender" else 1)  # because its steps are short
+    *words, folder = args
+    steps = 10 if config.quick else config.steps * (5 if model == "clicks" else 1)  # because its steps are short
     rounds = 1 if config.quick else config.rounds * TURNS
-    worker = [sys.executable, str(WORKERS / "fit.py"), "--model", model, "--folder", folder, *words]
-    worker += ["--steps", str(steps), "--rounds", str(rounds), "--processes", str(size)]
-    launch([ranks(size, worker)], env=environment(), timeout=900)
-    found = results(Path(folder))
+    sizes = ["--steps", steps, "--rounds", rounds, "--processes", size]
+    program = worker("fit.py", "--model", model, "--folder", folder, *words, *sizes)
+    launch([ranks(size, program)], env=environment(PYTHONPATH=str(MODELS)), timeout=900)
     made: list[dict[str, dict[str, float]]] = [{} for _ in range(rounds)]
-    for name in found[0]:
+    for name, value in slowest(Path(folder)).items():
         if " " in name:
             way, metric, number = name.split()
-            made[int(number)].setdefault(way, {})[metric] = max(each[name] for each in found)
+            made[int(number)].setdefault(way, {})[metric] = value
     return made
 
 

@@ -30,12 +30,12 @@ from typing import Any
 import machine
 import page
 import tyro
-from figures import Goal, Measured, Metric, Picture, Record, Round, Sheet
+from figures import Goal, Measured, Metric, Record, Round
 from processes import RunFailed, Unavailable
 from rich.console import Console
 from rich.progress import Progress
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
 MISSED = 3  # exit code if a goal is missed or a way failed, as opposed to an error in the benchmark
 ELSEWHERE = ("--json", "--peer-python")  # options with paths on this machine, which do not change what is measured
 GIVE_UP = 2  # a way that has failed this often is not run again
@@ -80,15 +80,21 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Output:
+    """Where results go."""
+
+    json: Path | None = None
+    """Write the results here. Default: results/NAME.json next to the script; docs/benchmarks.md is made from these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Output):
     """Measure, print the tables and record them."""
 
     rounds: int = 5
     """Number of rounds; every way runs once per round."""
     only: tuple[str, ...] = ()
     """Run only these ways; results are only recorded with --json."""
-    json: Path | None = None
-    """Write the results here. Default: benchmarks/results/NAME.json, from which docs/benchmarks.md is generated."""
     quick: bool = False
     """Run one short round to check that every way works; results are only recorded with --json."""
     seed: int = 0
@@ -126,8 +132,7 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing is recorded", file=sys.stderr)
         return 130
-    record = recorded(benchmark.name, benchmark.title, benchmark.about, config, given, measured=measured)
-    return finish(record, config)
+    return publish(benchmark.name, benchmark.title, benchmark.about, config, given, measured=measured)
 
 
 @contextlib.contextmanager
@@ -148,10 +153,7 @@ def measure(case: Case, config: Config) -> Measured:
     ways = {way.name: way for way in case.ways if not config.only or way.name in config.only}
     count = 1 if config.quick else case.rounds or config.rounds
     unavailable: dict[str, str] = {}
-    if case.together is not None:
-        rounds = _together(case)
-    else:
-        rounds = list(_rounds(case, ways, count, config.seed, unavailable))
+    rounds = _together(case) if case.together else list(_rounds(case, ways, count, config.seed, unavailable))
     return Measured(
         name=case.name,
         title=case.title,
@@ -229,19 +231,34 @@ def _rounds(case: Case, ways: Mapping[str, Way], count: int, seed: int, unavaila
             yield Round(results=results, failed=failed, order=order, load=load)
 
 
-def recorded(
+def publish(
     name: str,
     title: str,
     about: str,
     config: Any,
     given: Sequence[str] | None = None,
     *,
+    folder: str = "benchmarks",
+    missed: bool = False,
     measured: Sequence[Measured] = (),
-    sheets: Sequence[Sheet] = (),
-    pictures: Sequence[Picture] = (),
-    notes: Sequence[str] = (),
-) -> Record:
-    """Return a record with the command, the date and the environment; ``given`` are the command line's arguments."""
+    **parts: Any,
+) -> int:
+    """Print the results with the command, the date and the environment, and write them to a file.
+
+    Args:
+        name: name of the script and of its results file.
+        title: heading of the report's section.
+        about: a paragraph for the report.
+        config: an :class:`Output`; with ``quick`` or ``only``, results are only written to its ``json``.
+        given: the command line's arguments; by default this process's.
+        folder: the script's.
+        missed: True if a goal outside of the cases is missed.
+        measured: the cases.
+        **parts: sheets, pictures and notes of the :class:`figures.Record`.
+
+    Returns:
+        MISSED if a goal is missed or a way failed, otherwise 0.
+    """
     words = list(sys.argv[1:] if given is None else given)
     for option in ELSEWHERE:  # specific to this machine
         if option in words:
@@ -252,35 +269,22 @@ def recorded(
         for field in dataclasses.fields(config)
         if field.name not in ("json", "only", "quick", "peer_python")
     }
-    return Record(
+    record = Record(
         name=name,
         title=title,
         about=" ".join(about.split()),
-        command=shlex.join(["python", f"benchmarks/{name}.py", *words]),
+        command=shlex.join(["python", f"{folder}/{name}.py", *words]),
         recorded=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         environment=machine.environment(),
         settings=settings,
         measured=measured,
-        sheets=sheets,
-        pictures=pictures,
-        notes=notes,
+        **parts,
     )
-
-
-def finish(record: Record, config: Any, *, missed: bool = False) -> int:
-    """Print a record and write it to the config's file; return MISSED if a goal is missed or a way failed.
-
-    Args:
-        record: the measurements.
-        config: has ``json``, and optionally ``quick`` and ``only``.
-        missed: True if a goal outside of the record's cases is missed.
-    """
     print(page.section(record))
     partial = getattr(config, "quick", False) or getattr(config, "only", ())
-    target = config.json or (None if partial else RESULTS / f"{record.name}.json")
+    target = config.json or (None if partial else ROOT / folder / "results" / f"{name}.json")
     if target is not None:
         record.write(target)
         print(f"results: {target}", file=sys.stderr)
-    missed = missed or not all(verdict.met for m in record.measured for verdict in m.verdicts())
-    failed = any(r.failed for m in record.measured for r in m.rounds)
-    return MISSED if missed or failed else 0
+    missed = missed or not all(verdict.met for m in measured for verdict in m.verdicts())
+    return MISSED if missed or any(r.failed for m in measured for r in m.rounds) else 0

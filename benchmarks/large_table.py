@@ -12,7 +12,7 @@ from pathlib import Path
 
 from figures import Metric
 from harness import Benchmark, Case, Config, Way, main
-from processes import WORKERS, environment, launch, ranks, results
+from processes import environment, launch, ranks, slowest, worker
 
 METRICS = (
     Metric(name="ms", title="ms/step", digits=0),
@@ -47,11 +47,9 @@ def cases(config: LargeTable) -> list[Case]:
 def run(optimizer: str, config: LargeTable, folder: Path) -> dict[str, float]:
     """Train once; return the maximum of every figure over the ranks."""
     rows, steps = (config.rows // 100, 3) if config.quick else (config.rows, config.steps)
-    options = ["--folder", str(folder), "--rows", str(rows), "--steps", str(steps), "--optimizer", optimizer]
-    worker = [sys.executable, str(WORKERS / "large_table.py"), *options]
-    launch([ranks(config.np, worker)], env=environment(threads=None), timeout=600)
-    found = results(folder)
-    return {key: max(each[key] for each in found) for key in found[0]}
+    program = worker("large_table.py", "--folder", folder, "--rows", rows, "--steps", steps, "--optimizer", optimizer)
+    launch([ranks(config.np, program)], env=environment(threads=None), timeout=600)
+    return slowest(folder)
 
 
 BENCHMARK = Benchmark(

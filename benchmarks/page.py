@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from figures import Measured, Record, Verdict
 
@@ -17,56 +17,48 @@ OPENING = (
 )
 
 
-def page(records: Sequence[Record], notes: Mapping[str, str], pictures: Mapping[str, Sequence[str]]) -> str:
+def page(records: Iterable[Record], notes: Mapping[str, str], pictures: str) -> str:
     """Return docs/benchmarks.md.
 
     Args:
         records: in the order of their sections.
         notes: hand-written Markdown by benchmark.
-        pictures: files to show by benchmark, relative to docs/.
+        pictures: folder with the pictures, relative to docs/.
     """
-    parts = ["# Benchmarks", _wrapped(OPENING)]
+    records, parts = list(records), ["# Benchmarks", _wrapped(OPENING)]
     if rows := summary(records):
         parts += ["## Goals", rows]
-    parts += [section(record, notes.get(record.name, ""), pictures.get(record.name, ())) for record in records]
+    parts += [section(record, notes.get(record.name, ""), pictures) for record in records]
     return "\n\n".join(parts) + "\n"
 
 
 def summary(records: Sequence[Record]) -> str:
     """Return a table of the headline goals, or an empty string without any."""
-    lines = ["| what | goal | measured | |", "|---|---|---|---|"]
-    for record in records:
-        for measured in record.measured:
-            for verdict in measured.verdicts():
-                if verdict.goal.headline:
-                    lines.append(_goal_row(verdict, record, measured))
-    return "\n".join(lines) if len(lines) > 2 else ""
+    lines = []
+    for record, measured, verdict in [(r, m, v) for r in records for m in r.measured for v in m.verdicts()]:
+        goal = verdict.goal
+        link = f"[{goal.about or f'{measured.title}: {goal.formula}'}](#{anchor(record.title)})"
+        value = "" if verdict.value is None else f"{verdict.value:.3g}"
+        if goal.headline:
+            lines.append(f"| {link} | {_sign(goal.relation)} {goal.limit:g} | {value} | {verdict.word} |")
+    return "\n".join(["| what | goal | measured | |", "|---|---|---|---|", *lines]) if lines else ""
 
 
-def _goal_row(verdict: Verdict, record: Record, measured: Measured) -> str:
-    goal = verdict.goal
-    what = goal.about or f"{measured.title}: {goal.formula}"
-    value = "" if verdict.value is None else f"{verdict.value:.3g}"
-    link = f"[{what}](#{anchor(record.title)})"
-    return f"| {link} | {_sign(goal.relation)} {goal.limit:g} | {value} | {verdict.word} |"
-
-
-def section(record: Record, notes: str = "", pictures: Sequence[str] = ()) -> str:
-    """Return a benchmark's section."""
+def section(record: Record, notes: str = "", pictures: str = "") -> str:
+    """Return a benchmark's section; without a folder of ``pictures``, it shows none."""
     parts = [f"## {record.title}", _wrapped(f"`{record.command}`: {record.about}")]
     for measured in record.measured:
         if len(record.measured) > 1:
             parts.append(f"### {measured.title[0].upper()}{measured.title[1:]}")
-        mine = f"{record.name}-{measured.name}"
-        parts += [f"![{measured.title}]({file})" for file in pictures if _stem(file) == mine]
+        if pictures and measured.is_drawn:
+            parts.append(f"![{measured.title}]({pictures}/{record.name}-{measured.name}.png)")
         parts.append(table(measured))
         if measured.goals:
             parts.append("\n".join(_goal_line(verdict, measured) for verdict in measured.verdicts()))
     for sheet in record.sheets:
         parts += [f"**{sheet.title}**"] if sheet.title else []
         parts.append("\n".join([_row(sheet.header), "|" + "---|" * len(sheet.header), *map(_row, sheet.rows)]))
-    own = {f"{record.name}-{measured.name}" for measured in record.measured}
-    parts += [f"![{record.title}]({file})" for file in pictures if _stem(file) not in own]
+    parts += [f"![{record.title}]({pictures}/{drawn.name}.png)" for drawn in record.pictures if pictures]
     parts += ["\n".join(f"- {note}" for note in record.notes)] if record.notes else []
     parts += [notes.strip()] if notes.strip() else []
     parts.append(_wrapped(environment(record)))
@@ -76,7 +68,7 @@ def section(record: Record, notes: str = "", pictures: Sequence[str] = ()) -> st
 def table(measured: Measured) -> str:
     """Return a case's table: each way's medians, the first metric's spread, and its ratio to the reference."""
     first, *rest = measured.metrics
-    series = first.at is not None
+    series = bool(measured.series)
     reference = None if series else measured.reference
     spread = "" if len(measured.rounds) < 2 or series else ": median (min-max)"
     head = ["way", first.title + spread]
@@ -161,10 +153,6 @@ def number(value: float, digits: int | None) -> str:
 
 def _row(cells: Sequence[object]) -> str:
     return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _stem(file: str) -> str:
-    return file.rpartition("/")[2].rpartition(".")[0]
 
 
 def _wrapped(text: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from processes import Unavailable
@@ -45,6 +46,12 @@ def python(name: str, given: Path | None = None) -> Path:
         _run(name, [*pip, "--no-deps", "--requirement", str(pins)])
         shutil.copyfile(pins, made)  # last: marks a complete environment
     return folder / "bin" / "python"
+
+
+def torch_processes(given: Path | None, size: int, program: Sequence[str]) -> list[str]:
+    """Return the command of a Python program in ``size`` processes of PyTorch."""
+    launcher = [str(python("torch", given)), "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", str(size), *program[1:]]
 
 
 def _run(name: str, command: list[str]) -> None:

@@ -1,9 +1,13 @@
-"""Draw the report's pictures: reads {file: [digest, drawing]} as JSON from stdin. Needs matplotlib alone."""
+"""Draw the report's pictures. Needs matplotlib, and of this project only figures.py.
+
+python plots.py FOLDER RESULT.json ...
+"""
 
 from __future__ import annotations
 
-import json
+import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -11,6 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from figures import Measured, Picture, Record
 
 OURS, THEIRS, SPREAD, TEXT, FAINT = "#1f6feb", "#9aa7b4", "#30363d", "#24292f", "#d0d7de"
 COLOURS = (OURS, "#e36209", "#2da44e", "#8250df", "#6e7781", "#bf3989")
@@ -33,69 +38,81 @@ STYLE = {
 }
 
 
-def main() -> None:
-    """Draw all."""
+def main(folder: Path, *results: Path) -> None:
+    """Draw all pictures of some results into a folder."""
     plt.rcParams.update(STYLE)
-    for file, (digest, drawing) in json.load(sys.stdin).items():
-        figure = {"bars": bars, "series": series, "curves": curves}[drawing["kind"]](drawing)
-        figure.savefig(file, dpi=130, bbox_inches="tight", metadata={"Description": digest, "Software": None})
-        plt.close(figure)
+    for result in results:
+        for file, drawn in Record.read(result).drawn().items():
+            draw = curves if isinstance(drawn, Picture) else series if drawn.series else bars
+            figure = draw(drawn)
+            # Without the version of matplotlib, so that the same figures give the same file.
+            figure.savefig(folder / file, dpi=130, bbox_inches="tight", metadata={"Software": None})
+            plt.close(figure)
 
 
-def bars(drawing: dict[str, Any]):
+def bars(measured: Measured):
     """Horizontal bars, the medians; a line from the least to the most."""
-    count, middle = len(drawing["labels"]), drawing["middle"]
-    figure, axes = plt.subplots(figsize=(8.5, 0.42 * count + 0.9))
-    places = range(count)
-    axes.barh(places, middle, height=0.62, color=[OURS if ours else THEIRS for ours in drawing["ours"]])
-    reach = max(drawing["most"])
-    for place, value, least, most in zip(places, middle, drawing["least"], drawing["most"], strict=True):
-        if most > least:
-            axes.plot([least, most], [place, place], color=SPREAD, linewidth=1.4, marker="|", markersize=7)
-        digits = 3 if drawing["digits"] is None else drawing["digits"]
-        axes.text(max(value, most) + 0.012 * reach, place, f"{value:.{digits}f}", va="center")
-    axes.set_yticks(list(places), drawing["labels"])
+    metric = measured.metrics[0]
+    found = {title: measured.values(way, metric.name) for way, title in measured.ways.items()}
+    found = {plain(title): values for title, values in found.items() if values}
+    places, reach = range(len(found)), max(map(max, found.values()))
+    figure, axes = plt.subplots(figsize=(8.5, 0.42 * len(found) + 0.9))
+    middle = [statistics.median(values) for values in found.values()]
+    axes.barh(places, middle, height=0.62, color=[OURS if "hvdkit" in label else THEIRS for label in found])
+    for place, value, values in zip(places, middle, found.values(), strict=True):
+        if max(values) > min(values):
+            axes.plot([min(values), max(values)], [place, place], color=SPREAD, linewidth=1.4, marker="|", markersize=7)
+        digits = 3 if metric.digits is None else metric.digits
+        axes.text(max(values) + 0.012 * reach, place, f"{value:.{digits}f}", va="center")
+    axes.set_yticks(list(places), list(found))
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlim(0, reach * 1.1)
-    spread = ": median, with least and most" if drawing["most"] != drawing["least"] else ""
-    axes.set_xlabel(drawing["x_label"] + spread)
+    spread = any(len(set(values)) > 1 for values in found.values())
+    axes.set_xlabel(metric.title + (": median, with least and most" if spread else ""))
     return figure
 
 
-def series(drawing: dict[str, Any]):
+def series(measured: Measured):
     """Lines over sizes, both axes logarithmic."""
     figure, axes = plt.subplots(figsize=(7.6, 4.2))
-    for (label, points), colour in zip(drawing["curves"].items(), COLOURS, strict=False):
+    for (way, title), colour in zip(measured.ways.items(), COLOURS, strict=False):
+        found = {metric.at: measured.values(way, metric.name) for metric in measured.series}
+        points = [(at, statistics.median(values)) for at, values in found.items() if values]
         if points:
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=label)
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=plain(title))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ticks = sorted({x for points in drawing["curves"].values() for x, _ in points})
+    ticks = sorted(metric.at for metric in measured.series)
     axes.set_xticks(ticks, [size(x) for x in ticks], fontsize=8.5)
-    axes.set_xlabel(drawing["x_label"])
-    axes.set_ylabel(drawing["y_label"])
+    axes.set_xlabel("bytes")
+    axes.set_ylabel("µs")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
     return figure
 
 
-def curves(drawing: dict[str, Any]):
+def curves(picture: Picture):
     """Curves over steps, the first of which the others should cover; or over powers of two."""
     figure, axes = plt.subplots(figsize=(8.5, 3.8))
-    looks = by_model(list(drawing["curves"])) if drawing["doubling"] else covering(len(drawing["curves"]))
-    for (label, points), look in zip(drawing["curves"].items(), looks, strict=True):
+    looks = by_model(list(picture.curves)) if picture.doubling else covering(len(picture.curves))
+    for (label, points), look in zip(picture.curves.items(), looks, strict=True):
         axes.plot(*zip(*points, strict=True), label=label, **look)
-    if drawing["y_log"]:
+    if picture.y_log:
         axes.set_yscale("log")
-    if drawing["doubling"]:
+    if picture.doubling:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_ylim(0, 1)
-    axes.set_xlabel(drawing["x_label"])
-    axes.set_ylabel(drawing["y_label"])
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02)) if drawing["doubling"] else axes.legend()
+    axes.set_xlabel(picture.x_label)
+    axes.set_ylabel(picture.y_label)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02)) if picture.doubling else axes.legend()
     return figure
+
+
+def plain(title: str) -> str:
+    """Return a title without Markdown's marks."""
+    return title.replace("`", "")
 
 
 def covering(count: int) -> list[dict[str, Any]]:
@@ -123,4 +140,4 @@ def size(count: float) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:]))

@@ -61,9 +61,19 @@ def environment(*, threads: int | None = 1, **extra: str) -> dict[str, str]:
     return env | extra
 
 
-def ranks(size: int, worker: Sequence[str]) -> list[str]:
+def worker(script: str, *words: object) -> list[str]:
+    """Return the command of a script in workers/."""
+    return [sys.executable, str(WORKERS / script), *map(str, words)]
+
+
+def ranks(size: int, program: Sequence[str]) -> list[str]:
     """Return the command of ``size`` ranks of hvdkit, as users start them."""
-    return [str(BIN / "hvdkit"), "run", "-np", str(size), "--", *worker]
+    return [str(BIN / "hvdkit"), "run", "-np", str(size), "--", *program]
+
+
+def horovodrun(size: int, program: Sequence[str]) -> list[str]:
+    """Return the command of ``size`` ranks of raw Horovod."""
+    return [str(BIN / "horovodrun"), "-np", str(size), *program]
 
 
 def launch(commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None = None, timeout: float = 300.0) -> str:
@@ -83,18 +93,11 @@ def launch(commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None =
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         started: list[subprocess.Popen[bytes]] = []
         try:
+            # In new sessions: only this process gets Ctrl-C, and ends the others in order.
+            settings: dict[str, Any] = {"env": env, "start_new_session": True}
+            settings |= {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             for command in commands:
-                # In a new session: only this process gets Ctrl-C, and ends the others in order.
-                started.append(
-                    subprocess.Popen(
-                        command,
-                        env=env,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        start_new_session=True,
-                    )
-                )
+                started.append(subprocess.Popen(command, **settings))
             trouble = _wait(started, timeout)
         finally:
             end(mark)
@@ -134,17 +137,14 @@ def _cause(lines: Sequence[str]) -> str:
 def end(mark: str) -> None:
     """End every process of a run, including those that launchers have orphaned."""
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt this
+    until = time.monotonic() + 5.0
     try:
-        patience, act = time.monotonic() + 5.0, psutil.Process.terminate
-        signalled: set[psutil.Process] = set()
-        while left := set(_of(mark)):
-            if time.monotonic() > patience:
-                signalled, act = set(), psutil.Process.kill
-            for process in left - signalled:
+        while left := list(_of(mark)):
+            patience = until - time.monotonic()
+            for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    act(process)
-            signalled |= left
-            time.sleep(0.01)
+                    process.terminate() if patience > 0 else process.kill()
+            psutil.wait_procs(left, timeout=max(0.1, patience))
     finally:
         signal.signal(signal.SIGINT, handler)
 
@@ -154,16 +154,6 @@ def _of(mark: str) -> Iterator[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == mark:
                 yield process
-
-
-def rank_processes(parent: int, script: Path) -> list[psutil.Process]:
-    """Return the processes below a launcher that run ``script``, in rank order."""
-    found = []
-    for process in psutil.Process(parent).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if any(Path(word) == script for word in process.cmdline()):
-                found.append((int(process.environ()["OMPI_COMM_WORLD_RANK"]), process))
-    return [process for _, process in sorted(found, key=lambda pair: pair[0])]
 
 
 def free_ports(count: int) -> list[int]:
@@ -185,3 +175,9 @@ def results(folder: Path) -> list[dict[str, float]]:
     if not files:
         raise RunFailed("no process left a result")
     return [json.loads(file.read_text()) for file in files]
+
+
+def slowest(folder: Path) -> dict[str, float]:
+    """Return the maximum of every figure over the processes that have it."""
+    found = results(folder)
+    return {key: max(each[key] for each in found if key in each) for one in found for key in one}

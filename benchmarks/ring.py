@@ -7,23 +7,19 @@ python benchmarks/ring.py          # about 20 minutes; needs root, iproute2, ope
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cluster"), str(ROOT / "benchmarks")]
+from figures import Goal, Metric
+from harness import Benchmark, Case, Config, Way, main
+from network import RATES, ROOT, Host, Hosts, limit, mpirun, on_hosts
+from processes import environment, launch, slowest, worker
 
-from figures import Goal, Metric  # noqa: E402
-from harness import Benchmark, Case, Config, Way, main  # noqa: E402
-from hosts import Host, Hosts, missing  # noqa: E402
-from jobs_that_fail import across  # noqa: E402
-from processes import BIN, WORKERS, environment, launch, results  # noqa: E402
+from hvdkit.commands.plan.command import bits_of
 
 MB = 1_000_000
-RATES = {"1gbit": 1e9, "200mbit": 2e8}
-NAMES = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}
 SMALL = (4096, 65536)
 WAYS = {
     "hvdkit": "hvdkit, as it is",
@@ -69,7 +65,7 @@ def case(hosts: Hosts, rate: str, count: int, config: Ring) -> Case:
     large = [size for size in sizes if size > MB]
     return Case(
         name=f"{rate}-{count}",
-        title=f"{count} hosts, {NAMES.get(rate, rate)} each",
+        title=f"{count} hosts, {RATES.get(rate, rate)} each",
         ways=[Way(name=name, title=title, run=partial(run, name)) for name, title in WAYS.items()],
         metrics=[
             *(Metric(name=f"ms_{size}", title=f"ms for {size // MB} MB", digits=0) for size in large),
@@ -79,7 +75,7 @@ def case(hosts: Hosts, rate: str, count: int, config: Ring) -> Case:
             *(
                 goal
                 for size in large
-                for goal in goals(size, f"{count} hosts, {NAMES.get(rate, rate)}, {size // MB} MB")
+                for goal in goals(size, f"{count} hosts, {RATES.get(rate, rate)}, {size // MB} MB")
             ),
             Goal(upper="hvdkit", lower="own", metric=f"ms_{SMALL[0]}", limit=1.1, about="small messages no slower"),
         ],
@@ -101,43 +97,27 @@ def run_way(
 ) -> dict[str, float]:
     """Run one way once; return the slowest rank's milliseconds by size."""
     if way == "bound":
-        bits = RATES[rate] if rate in RATES else _bits(rate)
-        return {f"ms_{size}": 1000 * 2 * (count - 1) / count * size * 8 / bits for size in sizes}
+        return {f"ms_{size}": 1000 * 2 * (count - 1) / count * size * 8 / bits_of(rate) for size in sizes}
     here = list(hosts)[:count]
-    for host in hosts:
-        host.slow_down(rate, burst="256kb", latency="50ms")
-    common = ["--folder", str(folder), "--steps", str(steps), "--sizes", *map(str, sizes)]
-    start: Callable[..., list[list[str]]] = partial(server_processes, hosts[MOST]) if way == "ps" else ranks
+    limit(hosts, rate)
+    common = ["--folder", folder, "--steps", steps, "--processes", count, "--sizes", *sizes]
     # hvdkit does not tune a collective if the user has set one of its variables; this is the default value.
     extra = {"OMPI_MCA_coll_tuned_priority": "30"} if way == "own" else {}
     env = environment(PYTHONPATH=str(ROOT), **extra)
-    launch(start(way, here, [*common, "--processes", str(count)], env), env=env, timeout=600)
-    found = [each for each in results(folder) if f"ms_{sizes[0]}" in each]
-    return {f"ms_{size}": max(each[f"ms_{size}"] for each in found) for size in sizes}
+    if way == "ps":
+        commands = server_processes(hosts[MOST], here, common)
+    else:
+        commands = [[*mpirun(here, env), *worker("ring.py", way, *common)]]
+    launch(commands, env=env, timeout=600)
+    return slowest(folder)
 
 
-def ranks(way: str, hosts: Sequence[Host], common: Sequence[str], env: dict[str, str]) -> list[list[str]]:
-    """Return the command of a plain mpirun on the first host."""
-    worker = [sys.executable, str(WORKERS / "ring.py"), way, *common]
-    listed = ",".join(f"{host.address}:1" for host in hosts)
-    options = across("mpirun", listed, env)
-    return [[*hosts[0].enter, str(BIN / "mpirun"), "--bind-to", "none", "-np", str(len(hosts)), *options, *worker]]
-
-
-def server_processes(
-    server: Host, _: str, hosts: Sequence[Host], common: Sequence[str], __: dict[str, str]
-) -> list[list[str]]:
+def server_processes(server: Host, hosts: Sequence[Host], common: Sequence[object]) -> list[list[str]]:
     """Return the commands of server and coordinator, on one host, and of a worker on each of the others."""
     places = [(server, "ps", 0), (server, "chief", 0), *((host, "worker", i) for i, host in enumerate(hosts))]
     addresses = [f"{host.address}:{PORT + number}" for number, (host, *_) in enumerate(places)]
-    worker = [sys.executable, str(WORKERS / "ring_ps.py"), *common, "--addresses", *addresses]
-    return [[*host.enter, *worker, "--role", role, "--number", str(number)] for host, role, number in places]
-
-
-def _bits(rate: str) -> float:
-    from hvdkit.commands.plan.command import bits_of
-
-    return bits_of(rate)
+    program = worker("ring_ps.py", *common, "--addresses", *addresses)
+    return [[*host.enter, *program, "--role", role, "--number", str(number)] for host, role, number in places]
 
 
 def benchmark(hosts: Hosts) -> Benchmark:
@@ -155,8 +135,4 @@ def benchmark(hosts: Hosts) -> Benchmark:
 
 
 if __name__ == "__main__":
-    if (why := missing()) is not None:
-        print(f"ring: not measured, there are no hosts on this machine: {why}", file=sys.stderr)
-        sys.exit(0)
-    with Hosts(MOST + 1) as found:
-        sys.exit(main(benchmark(found)))
+    sys.exit(on_hosts("ring", MOST + 1, lambda hosts: main(benchmark(hosts))))

@@ -15,19 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from figures import Picture, Sheet
+from harness import Output, publish
+from network import RATES, ROOT, Host, Hosts, limit, on_hosts
+from processes import BIN, environment, launch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cluster"), str(ROOT / "benchmarks")]
-
-from figures import Picture, Sheet  # noqa: E402
-from harness import finish, recorded  # noqa: E402
-from hosts import Host, Hosts, missing  # noqa: E402
-from processes import BIN, environment, launch  # noqa: E402
-from ring import NAMES, RATES  # noqa: E402
-
-from hvdkit.commands.plan.cost import Link, fit_link, step_cost  # noqa: E402
-from hvdkit.commands.plan.measurements import Gradient, Measurements  # noqa: E402
-from hvdkit.commands.plan.scaling import CYCLE_SECONDS, doublings, predict_scaling  # noqa: E402
+from hvdkit.commands.plan.cost import Link, fit_link, step_cost
+from hvdkit.commands.plan.measurements import Gradient, Measurements
+from hvdkit.commands.plan.scaling import CYCLE_SECONDS, doublings, predict_scaling
 
 LIMIT = 0.15
 BUCKET_BYTES = 32 * 1024 * 1024  # hvdkit's default between hosts
@@ -52,7 +47,7 @@ PAPER = Link(latency=20e-6, byte=8 / 25e9, copy=1 / 100e9, wakeup=2.5e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Output):
     """Compare predicted steps with measured ones."""
 
     models: tuple[str, ...] = ("cifar10", "resnet50")
@@ -66,8 +61,6 @@ class Config:
     many except for the CIFAR-10 network, which has short steps."""
     steps: int = 30
     """Number of steps in each."""
-    json: Path | None = None
-    """Write the results here. Default: benchmarks/results/scaling.json."""
 
 
 def inside(host: Host, *words: object) -> list[str]:
@@ -118,7 +111,7 @@ def compare(hosts: Sequence[Host], model: str, rate: str, config: Config) -> tup
     for size in SIZES:
         ratios = [guess / real for guess, real in zip(expected[size], found[size], strict=True)]
         error = f"{100 * (statistics.median(ratios) - 1):+.0f} %"
-        rows.append([model, NAMES[rate], size, _spread(found[size]), _spread(expected[size]), error])
+        rows.append([model, RATES.get(rate, rate), size, _spread(found[size]), _spread(expected[size]), error])
         print(*rows[-1], file=sys.stderr, flush=True)
     return measured, rows
 
@@ -133,8 +126,7 @@ def measure(hosts: Hosts, config: Config) -> tuple[dict[str, Measurements], list
     every: dict[str, Measurements] = {}
     rows: list[list[object]] = []
     for rate in config.rates:
-        for host in hosts:
-            host.slow_down(rate, burst="256kb", latency="50ms")
+        limit(hosts, rate)
         for model in config.models:
             measured, more = compare(list(hosts), model, rate, config)
             every.setdefault(model, measured)
@@ -182,28 +174,28 @@ def published() -> Sheet:
 
 
 def main() -> int:
-    """Compare, record, and return MISSED if a prediction is off by more than the limit."""
+    """Compare predictions with measurements, and record both."""
     config = tyro.cli(Config, description=__doc__)
-    if (why := missing()) is not None:
-        print(f"scaling: not measured, there are no hosts on this machine: {why}", file=sys.stderr)
-        return 0
-    with Hosts(4) as hosts:
-        every, rows = measure(hosts, config)
+    return on_hosts("scaling", len(SIZES), lambda hosts: report(*measure(hosts, config), config))
+
+
+def report(every: dict[str, Measurements], rows: list[list[object]], config: Config) -> int:
+    """Record the measurements; return MISSED if a prediction is off by more than the limit."""
     sheet, picture = extrapolated(every)
     worst = max(abs(float(str(row[-1]).split()[0])) for row in rows) / 100
     header = ["model", "link", "hosts", "measured ms", "predicted ms", "error"]
-    record = recorded(
+    return publish(
         "scaling",
         "What more ranks would bring",
         ABOUT,
         config,
+        missed=worst > LIMIT,
         sheets=[Sheet(title="Predicted and measured steps", header=header, rows=rows), sheet, published()],
         pictures=[picture],
         notes=[
             f"largest error {100 * worst:.0f} %, goal ≤ {100 * LIMIT:.0f} %: {'met' if worst <= LIMIT else 'MISSED'}"
         ],
     )
-    return finish(record, config, missed=worst > LIMIT)
 
 
 if __name__ == "__main__":

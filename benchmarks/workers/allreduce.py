@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable
 
 import numpy as np
@@ -23,8 +23,7 @@ def main() -> None:
     found = {}
     for size in args.sizes:
         run = make(np.full(size // 4, rank + 1, np.float32))
-        for _ in range(3):
-            run(1)
+        timed(run, 3)
         meet(args.folder, rank, args.processes, f"ready-{size}")
         once = agree(timed(run, 3))  # all ranks must run the same number of times
         times = max(FEW, min(MANY, int(BUDGET / once)))
@@ -34,21 +33,9 @@ def main() -> None:
     meet(args.folder, rank, args.processes, "end")
 
 
-def timed(run: Callable[[int], None], times: int) -> float:
+def timed(call: Callable[[], object], times: int) -> float:
     """Return the mean seconds of ``times`` consecutive calls."""
-    started = time.perf_counter()
-    run(times)
-    return (time.perf_counter() - started) / times
-
-
-def repeated(call: Callable[[], object]) -> Callable[[int], None]:
-    """Return a function that makes ``call`` a given number of times."""
-
-    def run(times: int) -> None:
-        for _ in range(times):
-            call()
-
-    return run
+    return timeit.timeit(call, number=times) / times
 
 
 def check(total: np.ndarray, size: int) -> None:
@@ -57,23 +44,24 @@ def check(total: np.ndarray, size: int) -> None:
         raise RuntimeError(f"got {np.asarray(total).ravel()[:3]}, expected the sum of 1 to {size}")
 
 
+def in_graph(reduce: Callable, size: int):
+    """Return what makes a compiled function that reduces an array."""
+    import tensorflow as tf
+
+    def make(values):
+        tensor, summed = tf.constant(values), tf.function(reduce)
+        check(summed(tensor).numpy(), size)
+        return lambda: summed(tensor)
+
+    return make
+
+
 def hvdkit_graph():
     """``hk.allreduce`` in a compiled function."""
     import hvdkit as hk
 
     cluster = hk.init()
-    import tensorflow as tf
-
-    def make(values):
-        tensor = tf.constant(values)
-
-        @tf.function
-        def summed(x):
-            return hk.allreduce(x, hk.Sum)
-
-        check(summed(tensor).numpy(), cluster.size)
-        return repeated(lambda: summed(tensor))
-
+    make = in_graph(lambda x: hk.allreduce(x, hk.Sum), cluster.size)
     return make, cluster.rank, lambda x: max(hk.allgather_object(x))
 
 
@@ -87,7 +75,7 @@ def hvdkit_eager():
     def make(values):
         tensor = tf.constant(values)
         check(hk.allreduce(tensor, hk.Sum).numpy(), cluster.size)
-        return repeated(lambda: hk.allreduce(tensor, hk.Sum))
+        return lambda: hk.allreduce(tensor, hk.Sum)
 
     return make, cluster.rank, lambda x: max(hk.allgather_object(x))
 
@@ -99,16 +87,7 @@ def horovod():
     hvd.init()
     import tensorflow as tf
 
-    def make(values):
-        tensor = tf.constant(values)
-
-        @tf.function
-        def summed(x):
-            return hvd.allreduce(x, op=hvd.Sum)
-
-        check(summed(tensor).numpy(), hvd.size())
-        return repeated(lambda: summed(tensor))
-
+    make = in_graph(lambda x: hvd.allreduce(x, op=hvd.Sum), hvd.size())
     return make, hvd.rank(), lambda x: float(hvd.allreduce(tf.constant(x), op=hvd.Max))
 
 
@@ -122,7 +101,7 @@ def with_mpi4py():
         total = np.empty_like(values)
         world.Allreduce(values, total)
         check(total, world.size)
-        return repeated(lambda: world.Allreduce(values, total))
+        return lambda: world.Allreduce(values, total)
 
     return make, world.rank, lambda x: world.allreduce(x, MPI.MAX)
 
@@ -135,7 +114,7 @@ def memcpy():
 
     def make(values):
         copy = np.empty_like(values)
-        return repeated(lambda: np.copyto(copy, values))
+        return lambda: np.copyto(copy, values)
 
     return make, world.rank, lambda x: world.allreduce(x, MPI.MAX)
 

@@ -9,12 +9,14 @@ import shutil
 import statistics
 import threading
 import time
+import timeit
 from pathlib import Path
 
 import hvdkit as hk
 
 # isort: split
 import numpy as np
+import psutil
 import tensorflow as tf
 
 from hvdkit.checkpoint.manifest import Manifest
@@ -59,44 +61,40 @@ def main() -> None:
         (args.folder / "results.json").write_text(json.dumps(results))
 
 
-def one_round(folder: Path, table: Table, number: int) -> dict[str, float]:
-    """Measure everything once; seconds are the slowest rank's, bytes and MB the maximum over ranks."""
-    state, path = {"table": table}, folder / f"step-{number:09d}"
-    result: dict[str, float] = {}
+def one_round(folder: Path, table: Table, number: int) -> dict[str, dict[str, float]]:
+    """Measure everything once, by way; seconds are the slowest rank's, bytes and MB the maximum over ranks."""
+    state, path, mine = {"table": table}, folder / f"step-{number:09d}", folder / f"plain-{hk.rank()}"
+    plain: dict[str, float] = {}
+    ours: dict[str, float] = {}
 
-    def plain() -> None:
-        result["plain_write"] = slowest(lambda: plain_write(folder / f"plain-{hk.rank()}", table))
+    def write_plain() -> None:
+        plain["write"] = slowest(lambda: plain_write(mine, table))
 
-    def ours() -> None:
-        result["save"], result["save_mb"] = with_memory(lambda: hk.checkpoint.save(path, state))
+    def save() -> None:
+        ours["write"], ours["save_mb"] = with_memory(lambda: hk.checkpoint.save(path, state))
 
     # Alternate the order: right after writing 2 GB a disk is slower.
-    for write in (plain, ours) if number % 2 else (ours, plain):
+    for write in (write_plain, save) if number % 2 else (save, write_plain):
         write()
-    result |= asynchronous(folder, state, table)
+    ours |= asynchronous(folder, state, table)
     forget(folder)
-    result["plain_read"] = slowest(lambda: plain_read(folder / f"plain-{hk.rank()}"))
+    plain["read"] = slowest(lambda: plain_read(mine))
     forget(folder)
-    result["restore"], result["restore_mb"] = with_memory(lambda: hk.checkpoint.restore(path, state))
-    result["read_ratio"] = read_ratio(path, table)
+    ours["read"] = slowest(lambda: hk.checkpoint.restore(path, state))
+    ours["read_share"] = read_ratio(path, table)
     hk.barrier()
     if hk.is_chief():
         shutil.rmtree(path)
         for file in folder.glob("plain-*"):
             file.unlink()
     hk.barrier()
-    return result
+    return {"plain": plain, "hvdkit": ours}
 
 
 def asynchronous(folder: Path, state, table: Table) -> dict[str, float]:
     """Train during a save; return the delay of training and the additional memory."""
     train = tf.function(lambda: table.local.assign_add(tf.ones_like(table.local)))
-    usual = []
-    for _ in range(6):
-        started = time.perf_counter()
-        train()
-        usual.append(time.perf_counter() - started)
-    step = statistics.median(usual)
+    step = statistics.median(timeit.repeat(train, number=1, repeat=6))
     stalls = {}
 
     def save_behind() -> None:
@@ -114,12 +112,9 @@ def asynchronous(folder: Path, state, table: Table) -> dict[str, float]:
     if hk.is_chief():
         shutil.rmtree(folder / "step-900000000")
     everywhere = hk.allgather_object(stalls)
-    return {
-        "stall_call": max(s["call"] for s in everywhere),
-        "stall_next": max(s["next"] for s in everywhere),
-        "async_mb": megabytes,
-        "shard_mb": max(hk.allgather_object(len(table.mine) * COLUMNS * 4 / 2**20)),
-    }
+    call, following = (max(stall[name] for stall in everywhere) for name in ("call", "next"))
+    shard = max(hk.allgather_object(len(table.mine) * COLUMNS * 4 / 2**20))
+    return {"call": call, "next": following, "stall": call + max(0.0, following), "async_share": megabytes / shard}
 
 
 def plain_write(path: Path, table: Table) -> None:
@@ -168,25 +163,24 @@ def slowest(action) -> float:
 
 def with_memory(action) -> tuple[float, float]:
     """Return seconds as :func:`slowest`, and the maximum growth of any rank's memory in MB meanwhile."""
-    over, peak = threading.Event(), [0]
-    before = resident()
+    over, before, found = threading.Event(), resident(), [0]
 
     def watch() -> None:
         while not over.wait(0.005):
-            peak[0] = max(peak[0], resident() - before)
+            found.append(resident() - before)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     seconds = slowest(action)
     over.set()
     watcher.join()
-    return seconds, max(hk.allgather_object(peak[0] / 2**20))
+    return seconds, max(hk.allgather_object(max(found) / 2**20))
 
 
 def resident() -> int:
     """Return this process's memory in bytes, without shared file pages."""
-    fields = Path("/proc/self/statm").read_text().split()
-    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+    found = psutil.Process().memory_info()
+    return found.rss - found.shared
 
 
 if __name__ == "__main__":

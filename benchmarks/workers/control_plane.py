@@ -17,12 +17,20 @@ from simulated_exchange import exchange_rank0, exchange_ranks, manifest_rank0
 from simulated_launcher import launcher_rank0, launcher_ranks
 from simulated_watchdog import watchdog_rank0, watchdog_ranks
 
+PHASES = {
+    "watchdog": (watchdog_rank0, watchdog_ranks),
+    "exchange": (exchange_rank0, exchange_ranks),
+    "checkpoint": (checkpoint_rank0, checkpoint_ranks),
+    "manifest": (manifest_rank0, exchange_ranks),
+    "launcher": (launcher_rank0, launcher_ranks),
+}
+
 
 def main() -> None:
     """Run the part that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=["rank0", "ranks"])
-    parser.add_argument("phase", choices=["watchdog", "exchange", "checkpoint", "manifest", "launcher"])
+    parser.add_argument("phase", choices=PHASES)
     parser.add_argument("size", type=int)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--first", type=int, default=1)
@@ -31,25 +39,11 @@ def main() -> None:
     parser.add_argument("--fault", default="none")
     args = parser.parse_args()
     ranks = range(args.first, args.size if args.stop is None else args.stop)
+    rank0, others = PHASES[args.phase]
     if args.part == "rank0":
-        phases = {
-            "watchdog": watchdog_rank0,
-            "exchange": exchange_rank0,
-            "checkpoint": checkpoint_rank0,
-            "manifest": manifest_rank0,
-            "launcher": launcher_rank0,
-        }
-        phases[args.phase](args.size, args.folder, args.seconds, args.fault)
-    elif args.phase == "launcher":
-        launcher_ranks(args.size, args.folder, args.fault)
+        rank0(args.size, args.folder, args.seconds, args.fault)
     else:
-        others = {
-            "watchdog": watchdog_ranks,
-            "exchange": exchange_ranks,
-            "manifest": exchange_ranks,
-            "checkpoint": checkpoint_ranks,
-        }
-        others[args.phase](args.size, args.folder, ranks)
+        others(args.size, args.folder, ranks, args.fault)
 
 
 if __name__ == "__main__":

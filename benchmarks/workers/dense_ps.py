@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable
 
-from networks import RATE, inputs, workload
+from dense_tf import RATE, network
 from timing import leave, parser
 
 WARM_UP = 8
@@ -25,6 +25,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--role", choices=["ps", "worker", "chief"], required=True)
     options.add_argument("--model", default="cifar10")
+    options.add_argument("--batch", type=int, default=64)
     options.add_argument("--ports", type=int, nargs="+", help="of the server, the coordinator and the workers")
     args = options.parse_args()
     take_part(args, [f"127.0.0.1:{port}" for port in args.ports], coordinate)
@@ -59,15 +60,11 @@ def coordinate(args, workers: int) -> None:
     """Train on all workers."""
     import tensorflow as tf
 
-    strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
-    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    strategy, coordinator = coordinated()
     with strategy.scope():
-        model, loss_of, *_ = workload(args.model)
-    variables = [v.value for v in model.trainable_variables]
-    if not all("/job:ps" in variable.device for variable in variables):
-        raise RuntimeError(f"variables are on {variables[0].device}, expected them on /job:ps")
-
-    batch = inputs(args.model)  # constants of the graph: tensors would be sent to the worker for every step
+        model, loss_of, *batch = network(args)
+    variables = on_the_server([v.value for v in model.trainable_variables])
+    batch = [x.numpy() for x in batch]  # constants of the graph: tensors would be sent to the worker for every step
 
     @tf.function
     def step():
@@ -77,17 +74,33 @@ def coordinate(args, workers: int) -> None:
             variable.assign_sub(RATE * grad)
         return loss
 
-    def train(steps: int) -> float:
+    leave(args.folder, 0, {"ms": milliseconds(coordinator, step, workers, WARM_UP, args.steps)})
+    (args.folder / DONE).touch()
+
+
+def coordinated():
+    """Return the strategy, and the coordinator of its cluster."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    return strategy, tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+
+def on_the_server(variables: list) -> list:
+    """Return the variables, or raise an error if the server does not hold all of them."""
+    if not all("/job:ps" in variable.device for variable in variables):
+        raise RuntimeError(f"variables are on {variables[0].device}, expected them on /job:ps")
+    return variables
+
+
+def milliseconds(coordinator, step, workers: int, warm_up: int, steps: int) -> float:
+    """Return the time in which all workers together run a step each, after ``warm_up`` such times."""
+    for times in (warm_up, steps):
         started = time.perf_counter()
-        for _ in range(steps):
+        for _ in range(times * workers):
             coordinator.schedule(step)
         coordinator.join()
-        return time.perf_counter() - started
-
-    train(WARM_UP * workers)
-    scheduled = args.steps * workers
-    leave(args.folder, 0, {"ms": 1000 * train(scheduled) * workers / scheduled})
-    (args.folder / DONE).touch()
+    return 1000 * (time.perf_counter() - started) / steps
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ import json
 import os
 import sys
 
-from networks import RATE, workload
 from timing import parser, time_steps
+
+RATE = 0.01
 
 
 def main() -> None:
@@ -25,12 +26,21 @@ def main() -> None:
     }
     options = parser(__doc__)
     options.add_argument("way", choices=ways)
-    options.add_argument("--model", default="cifar10")
+    options.add_argument("--model", default="cifar10", help="one of hvdkit.commands.bench.workloads")
+    options.add_argument("--batch", type=int, default=64)
     options.add_argument("--ports", type=int, nargs="*", default=(), help="one a process, for multiworker")
     options.add_argument("--towers", type=int, default=1, help="devices in this one process, for towers")
     args = options.parse_args()
     step, number = ways[args.way](args)
     time_steps(args, lambda _: float(step()), number)
+
+
+def network(args):
+    """Return the network, its loss function, and a batch, the same in every process."""
+    from hvdkit.commands.bench.workloads import workload  # not before the framework that is measured
+
+    work = workload(args.model, args.batch, rank=0)
+    return work.model, work.loss, *work.data[0]
 
 
 def plain_step(optimizer, tape_of, model, loss_of, images, labels):
@@ -52,7 +62,7 @@ def alone(args):
     """Train without any other process."""
     import keras
 
-    return plain_step(keras.optimizers.SGD(RATE), lambda tape: tape, *workload(args.model)), args.number
+    return plain_step(keras.optimizers.SGD(RATE), lambda tape: tape, *network(args)), args.number
 
 
 def tied(args):
@@ -75,7 +85,7 @@ def tied(args):
             with tf.control_dependencies([number]):
                 return [tf.identity(grad) for grad in grads]
 
-    return plain_step(keras.optimizers.SGD(RATE), Tape, *workload(args.model)), hk.rank()
+    return plain_step(keras.optimizers.SGD(RATE), Tape, *network(args)), hk.rank()
 
 
 def with_hvdkit(args):
@@ -89,7 +99,7 @@ def with_hvdkit(args):
     if missing := set(options) - set(inspect.signature(hk.DistributedOptimizer).parameters):
         sys.exit(f"not available: DistributedOptimizer takes no {', '.join(missing)}")
     optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(RATE), **options)
-    return plain_step(optimizer, lambda tape: tape, *workload(args.model)), hk.rank()
+    return plain_step(optimizer, lambda tape: tape, *network(args)), hk.rank()
 
 
 def with_horovod(args):
@@ -99,7 +109,7 @@ def with_horovod(args):
     hvd.init()
     import keras
 
-    return plain_step(keras.optimizers.SGD(RATE), hvd.DistributedGradientTape, *workload(args.model)), hvd.rank()
+    return plain_step(keras.optimizers.SGD(RATE), hvd.DistributedGradientTape, *network(args)), hvd.rank()
 
 
 def multiworker(args):
@@ -113,7 +123,7 @@ def multiworker(args):
     with strategy.scope():
         import keras
 
-        model, loss_of, images, labels = workload(args.model)
+        model, loss_of, images, labels = network(args)
         optimizer = keras.optimizers.SGD(RATE)
         optimizer.build(model.trainable_variables)
 
@@ -144,7 +154,7 @@ def towers(args):
     import keras
 
     with tf.device("/CPU:0"):
-        model, loss_of, images, labels = workload(args.model)
+        model, loss_of, images, labels = network(args)
         optimizer = keras.optimizers.SGD(RATE)
         optimizer.build(model.trainable_variables)
     variables = [v.value for v in model.trainable_variables]

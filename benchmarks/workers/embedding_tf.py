@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 from timing import parser, time_steps
 
@@ -9,7 +11,9 @@ WARM_UP, BATCHES = 24, 8
 ROWS, WIDTH, FEATURES, SAMPLES = 1_000_000, 64, 26, 4096
 # 26 tables as in recommenders: a few large ones, many small ones, three widths.
 SIZES = [400_000, 200_000, 100_000, 50_000] + [20_000] * 6 + [5_000] * 8 + [1_000] * 8
-WIDTHS = [64, 32, 64, 16, *([32, 64, 16] * 8)][: len(SIZES)]
+WIDTHS = [64, 32, 64, 16, *([32, 64, 16] * 8)]
+MANY = {f"t{i}": shape for i, shape in enumerate(zip(SIZES, WIDTHS, strict=False))}
+TABLES = {"one": {"table": (ROWS, WIDTH)}, "many": MANY}  # rows and width
 
 
 def main() -> None:
@@ -39,20 +43,19 @@ def ids_of(work: str, rank: int) -> list[dict]:
     made = []
     for _ in range(BATCHES):
         batch = {}
-        for number, rows in enumerate(SIZES):
+        for name, (rows, _) in TABLES[work].items():
             lengths = rng.integers(0, 4, SAMPLES)
             flat = rng.zipf(1.2, lengths.sum()) % rows
-            batch[f"t{number}"] = tf.RaggedTensor.from_row_lengths(tf.constant(flat, tf.int64), lengths)
+            batch[name] = tf.RaggedTensor.from_row_lengths(tf.constant(flat, tf.int64), lengths)
         made.append(batch)
     return made
 
 
-def optimizer_of(name: str):
+def keras_optimizer(name: str):
     """Return a Keras optimizer."""
-    import keras
+    from hvdkit.commands.bench.workloads import optimizer  # not before the framework that is measured
 
-    optimizers = {"sgd": keras.optimizers.SGD, "adagrad": keras.optimizers.Adagrad, "adam": keras.optimizers.Adam}
-    return optimizers[name](0.01)
+    return optimizer(name, 0.01)
 
 
 def loss_of(found):
@@ -66,10 +69,7 @@ def replicated(args):
     """Return whole tables, and a lookup of all features in them with TensorFlow's own ops."""
     import tensorflow as tf
 
-    shapes = {"table": (ROWS, WIDTH)} if args.work == "one" else {
-        f"t{i}": (rows, width) for i, (rows, width) in enumerate(zip(SIZES, WIDTHS, strict=True))
-    }  # fmt: skip
-    tables = {name: tf.Variable(tf.random.uniform(shape, -0.05, 0.05)) for name, shape in shapes.items()}
+    tables = {name: tf.Variable(tf.random.uniform(shape, -0.05, 0.05)) for name, shape in TABLES[args.work].items()}
 
     def look_up(ids):
         if args.work == "one":
@@ -81,27 +81,47 @@ def replicated(args):
 
 def plain(args):
     """One process with a whole table, ``tf.gather`` and ``scatter_sub``."""
+    return replicated_step(args, 0, lambda tape: tape), 0, lambda: None, dict
+
+
+def with_horovod(args):
+    """Replicated tables on raw Horovod: gather sparse gradients ("sparse"), or reduce them as dense ones ("dense")."""
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+    import tensorflow as tf
+
+    def tape_of(tape):
+        return hvd.DistributedGradientTape(tape, sparse_as_dense=args.way == "dense")
+
+    return replicated_step(args, hvd.rank(), tape_of), hvd.rank(), lambda: hvd.allreduce(tf.zeros([])), dict
+
+
+def replicated_step(args, rank, tape_of):
+    """Return a step on replicated tables; ``tape_of`` wraps the tape. SGD is the table's own update, without Keras."""
     import tensorflow as tf
 
     tables, look_up = replicated(args)
-    batches, variables = ids_of(args.work, 0), list(tables.values())
-    optimizer = None if args.optimizer == "sgd" else optimizer_of(args.optimizer)
-    if optimizer is not None:
-        optimizer.build(variables)
+    batches, variables = ids_of(args.work, rank), list(tables.values())
+    optimizer = keras_optimizer(args.optimizer)
+    optimizer.build(variables)
 
     @tf.function
     def step(ids):
         with tf.GradientTape() as tape:
             loss = loss_of(look_up(ids))
-        grads = tape.gradient(loss, variables)
-        if optimizer is None:
-            for table, grad in zip(variables, grads, strict=True):
-                table.scatter_sub(tf.IndexedSlices(0.01 * grad.values, grad.indices))
-        else:
+        grads = tape_of(tape).gradient(loss, variables)
+        if args.optimizer != "sgd":
             optimizer.apply(grads, variables)
+            return loss
+        for table, grad in zip(variables, grads, strict=True):
+            if isinstance(grad, tf.IndexedSlices):
+                table.scatter_sub(tf.IndexedSlices(0.01 * grad.values, grad.indices))
+            else:
+                table.assign_sub(0.01 * grad)
         return loss
 
-    return lambda number: step(batches[number % BATCHES]), 0, lambda: None, dict
+    return lambda number: step(batches[number % BATCHES])
 
 
 def sharded(work):
@@ -111,13 +131,12 @@ def sharded(work):
     if work == "one":
         layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, seed=1)
         layer.build()
-        return (
-            layer,
-            lambda ids: [layer(ids["table"] if isinstance(ids, dict) else ids)],
-            lambda i: layer.ask(i["table"]),
-        )
-    shapes = zip(SIZES, WIDTHS, strict=True)
-    tables = [hk.layers.Table(f"t{i}", rows, width, combiner="sum") for i, (rows, width) in enumerate(shapes)]
+
+        def look_up(ids):
+            return [layer(ids["table"] if isinstance(ids, dict) else ids)]
+
+        return layer, look_up, lambda ids: layer.ask(ids["table"])
+    tables = [hk.layers.Table(name, *shape, combiner="sum") for name, shape in TABLES[work].items()]
     layer = hk.layers.ShardedEmbeddingCollection(tables, seed=1)
     layer.build()
     return layer, lambda ids: list(layer(ids).values()), layer.ask
@@ -131,7 +150,7 @@ def with_hvdkit(args):
     import tensorflow as tf
 
     layer, look_up, ask = sharded(args.work)
-    optimizer = hk.DistributedOptimizer(optimizer_of(args.optimizer))
+    optimizer = hk.DistributedOptimizer(keras_optimizer(args.optimizer))
     optimizer.build(layer.trainable_variables)
     number = args.number or cluster.rank
     batches = ids_of(args.work, number)
@@ -191,45 +210,11 @@ def exchanged(loss, layer, batch) -> tuple[int, int]:
         sent.append(int(tf.size(x)) * x.dtype.size)
         return real(x, splits, name)
 
-    tensors.alltoall = counting
-    try:
+    with mock.patch.object(tensors, "alltoall", counting):
         with tf.GradientTape() as tape:
             value = loss(batch)
         tape.gradient(value, [v.value for v in layer.trainable_variables])
-    finally:
-        tensors.alltoall = real
     return sum(sent), len(sent)
-
-
-def with_horovod(args):
-    """Replicated tables on raw Horovod: gather sparse gradients ("sparse"), or reduce them as dense ones ("dense")."""
-    import horovod.tensorflow as hvd
-
-    hvd.init()
-    import tensorflow as tf
-
-    tables, look_up = replicated(args)
-    batches, variables = ids_of(args.work, hvd.rank()), list(tables.values())
-    optimizer = optimizer_of(args.optimizer)
-    optimizer.build(variables)
-
-    @tf.function
-    def step(ids):
-        with tf.GradientTape() as tape:
-            loss = loss_of(look_up(ids))
-        tape = hvd.DistributedGradientTape(tape, sparse_as_dense=args.way == "dense")
-        grads = tape.gradient(loss, variables)
-        if args.optimizer == "sgd":
-            for table, grad in zip(variables, grads, strict=True):
-                if args.way == "sparse":
-                    table.scatter_sub(tf.IndexedSlices(0.01 * grad.values, grad.indices))
-                else:
-                    table.assign_sub(0.01 * grad)
-        else:
-            optimizer.apply(grads, variables)
-        return loss
-
-    return lambda number: step(batches[number % BATCHES]), hvd.rank(), lambda: hvd.allreduce(tf.zeros([])), dict
 
 
 if __name__ == "__main__":

@@ -1,35 +1,31 @@
 """One rank of benchmarks/fit.py: train a model in several ways by turns, or evaluate it on one rank and on all.
 
 A way trains two epochs per turn, and the second one counts: in the first, steps may compile and ranks compare
-weights. All ways run in one process, so that a slow minute of the machine affects all of them.
+weights. All ways run in one process, so that a slow minute of the machine affects all of them. models/ is on the path.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import hvdkit as hk
 
 # isort: split
 import keras
-import networks  # noqa: F401  (adds models/ to the path)
 import numpy as np
 import tensorflow as tf
-from timing import leave, meet, parser
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
-
-import cifar10
 from inputs import planted_clicks
 from recommender import Recommender
+from timing import leave, meet, parser
 
-BATCH = {"cifar10": 64, "recommender": 500}  # examples per rank
-Clocked = tuple[float, float]  # seconds, and CPU seconds
+from hvdkit.commands.bench.workloads import workload
+
+BATCH = {"cifar10": 64, "clicks": 500}  # examples per rank
+Clocked = np.ndarray  # seconds, and CPU seconds
 
 
 def main() -> None:
@@ -41,7 +37,7 @@ def main() -> None:
     args = options.parse_args()
     hk.init()
     batch = BATCH[args.model] * hk.size()
-    work = {"cifar10": images, "recommender": clicks}[args.model]
+    work = {"cifar10": images, "clicks": clicks}[args.model]
     ways = (evaluations if args.evaluate else trainings)(lambda: work(batch * args.steps), batch, args)
     rounds = [turns(ways, number, args.steps) for number in range(-1, args.rounds)]
     figures = {f"{way} {key} {r}": n for r, each in enumerate(rounds[1:]) for way, f in each.items() for key, n in f}
@@ -61,8 +57,7 @@ def turns(ways: dict[str, Callable[[], Clocked]], number: int, steps: int) -> di
 
 def images(examples: int):
     """Return the CIFAR-10 tutorial's network, its loss class, and distorted images."""
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((24, 24, 3)), *cifar10.network(10)])
+    model = workload("cifar10").model
     rng = np.random.default_rng(0)
     data = rng.normal(size=(examples, 24, 24, 3)).astype("float32"), rng.integers(0, 10, examples)
     return model, keras.losses.SparseCategoricalCrossentropy, data
@@ -86,18 +81,12 @@ class Clock(keras.callbacks.Callback):
         self.started = now()
 
     def on_epoch_end(self, epoch, logs=None):
-        self.epoch = since(self.started)
+        self.epoch = now() - self.started
 
 
 def now() -> Clocked:
     """Return the time, and the CPU time of this process."""
-    return time.perf_counter(), time.process_time()
-
-
-def since(started: Clocked) -> Clocked:
-    """Return the elapsed times."""
-    wall, cpu = now()
-    return wall - started[0], cpu - started[1]
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 def compiled(work, optimizer):
@@ -111,33 +100,32 @@ def trainings(work, batch, args) -> dict[str, Callable[[], Clocked]]:
     """Return all ways to train."""
     ways = {"loop": by_loop(work, batch, args.steps), "fit": by_callbacks(work, batch), "hk": by_hk_fit(work, batch)}
     if hk.size() == 1:
-        ways["plain"] = by_plain_fit(work, batch, args.model == "recommender")
+        ways["plain"] = by_plain_fit(work, batch, args.model == "clicks")
     return ways
+
+
+def second_epoch(fit: Callable[..., object]) -> Callable[[], Clocked]:
+    """Return a way that trains two epochs with ``fit``, which gets the callbacks, and times the second."""
+
+    def train():
+        clock = Clock()
+        fit(epochs=2, callbacks=[clock], verbose=0)
+        return clock.epoch
+
+    return train
 
 
 def by_plain_fit(work, batch, tables):
     """Train with Keras alone, on one rank; hvdkit's tables have hvdkit's optimizer."""
     plain = keras.optimizers.SGD(0.01)
     model, (x, y) = compiled(work, hk.DistributedOptimizer(plain) if tables else plain)
-
-    def train():
-        clock = Clock()
-        model.fit(x, y, batch_size=batch, epochs=2, callbacks=[clock], verbose=0)
-        return clock.epoch
-
-    return train
+    return second_epoch(partial(model.fit, x, y, batch_size=batch))
 
 
 def by_hk_fit(work, batch):
     """Train with hk.fit."""
     model, (x, y) = compiled(work, keras.optimizers.SGD(0.01))
-
-    def train():
-        clock = Clock()
-        hk.fit(model, x, y, batch_size=batch, epochs=2, callbacks=[clock], verbose=0)
-        return clock.epoch
-
-    return train
+    return second_epoch(partial(hk.fit, model, x, y, batch_size=batch))
 
 
 def by_callbacks(work, batch):
@@ -145,13 +133,11 @@ def by_callbacks(work, batch):
     model, data = compiled(work, hk.DistributedOptimizer(keras.optimizers.SGD(0.01)))
     batches = hk.data.GlobalBatches(data, batch, shuffle_seed=0, remainder="drop")
 
-    def train():
-        clock = Clock()
-        callbacks = [hk.callbacks.BroadcastInitial(), hk.callbacks.MetricAverage(), clock]
-        model.fit(batches.as_keras(), epochs=2, callbacks=callbacks, verbose=0, shuffle=False)
-        return clock.epoch
+    def fit(callbacks, **options):
+        callbacks = [hk.callbacks.BroadcastInitial(), hk.callbacks.MetricAverage(), *callbacks]
+        model.fit(batches.as_keras(), callbacks=callbacks, shuffle=False, **options)
 
-    return train
+    return second_epoch(fit)
 
 
 def by_loop(work, batch, steps):
@@ -179,7 +165,7 @@ def by_loop(work, batch, steps):
                 train_step(x, y, batches.sample_weight)
             hk.grouped_allreduce([v.value for v in mean.variables], hk.Sum)
             mean.reset_state()
-            epoch = since(started)
+            epoch = now() - started
         return epoch
 
     return train
@@ -194,14 +180,14 @@ def evaluations(work, batch, args) -> dict[str, Callable[[], Clocked]]:
         place, started = f"alone-{next(number)}", now()
         if hk.is_chief():
             alone.evaluate(x, y, batch_size=batch, verbose=0)
-        passed = since(started)
+        passed = now() - started
         meet(args.folder, hk.rank(), hk.size(), place)
         return passed
 
     def all_ranks():
         started = now()
         hk.evaluate(together, x, y, batch_size=batch, verbose=0)
-        return since(started)
+        return now() - started
 
     return {"one": one, "all": all_ranks}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from timing import leave, meet, parser
@@ -32,16 +32,26 @@ def main() -> None:
             started = time.perf_counter()
             average()
             seconds.append(time.perf_counter() - started)
-        found[f"ms_{size}"] = 1000 * sorted(seconds)[len(seconds) // 2]
+        found[f"ms_{size}"] = 1000 * statistics.median(seconds)
     leave(args.folder, rank, found)
     meet(args.folder, rank, args.processes, "end")
 
 
-def gradients(size: int) -> list[Any]:
-    """Return variables, which a graph cannot treat as constants."""
+def in_graph(average: Callable) -> Callable[[int], Callable[[], object]]:
+    """Return what makes a compiled function that averages a number of bytes."""
     import tensorflow as tf
 
-    return [tf.Variable(tf.ones([max(1, size // 4 // TENSORS)])) for _ in range(TENSORS)]
+    def make(size: int) -> Callable[[], object]:
+        # Variables, which a graph cannot treat as constants.
+        held = [tf.Variable(tf.ones([max(1, size // 4 // TENSORS)])) for _ in range(TENSORS)]
+
+        @tf.function
+        def averaged():
+            return tf.add_n([grad[0] for grad in average([v + 0.0 for v in held])])
+
+        return lambda: float(averaged())
+
+    return make
 
 
 def with_hvdkit(way: str):
@@ -49,19 +59,8 @@ def with_hvdkit(way: str):
     import hvdkit as hk
 
     cluster = hk.init()
-    import tensorflow as tf
-
-    def make(size: int) -> Callable[[], object]:
-        held = gradients(size)
-
-        @tf.function
-        def average():
-            grads = hk.average_gradients([v + 0.0 for v in held], compression="fp16" if way == "fp16" else None)
-            return tf.add_n([g[0] for g in grads])
-
-        return lambda: float(average())
-
-    return cluster.rank, hk.barrier, make
+    compression = "fp16" if way == "fp16" else None
+    return cluster.rank, hk.barrier, in_graph(lambda grads: hk.average_gradients(grads, compression=compression))
 
 
 def with_horovod(_: str):
@@ -71,16 +70,10 @@ def with_horovod(_: str):
     hvd.init()
     import tensorflow as tf
 
-    def make(size: int) -> Callable[[], object]:
-        held = gradients(size)
+    def average(grads):
+        return [hvd.allreduce(grad, name=f"{grad.shape[0]}-{i}") for i, grad in enumerate(grads)]
 
-        @tf.function
-        def average():
-            return tf.add_n([hvd.allreduce(v + 0.0, name=f"{size}-{i}")[0] for i, v in enumerate(held)])
-
-        return lambda: float(average())
-
-    return hvd.rank(), lambda: hvd.allreduce(tf.constant(0.0), name="barrier"), make
+    return hvd.rank(), lambda: hvd.allreduce(tf.constant(0.0), name="barrier"), in_graph(average)
 
 
 def central(_: str):

@@ -7,10 +7,9 @@ together do this once per worker.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
-from dense_ps import DONE, take_part
+from dense_ps import DONE, coordinated, milliseconds, on_the_server, take_part
 from timing import leave, parser
 
 TENSORS = 8
@@ -30,25 +29,12 @@ def coordinate(args, workers: int) -> None:
     """Run reads and updates on all workers."""
     import tensorflow as tf
 
-    strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
-    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    strategy, coordinator = coordinated()
     found = {}
     for size in args.sizes:
         with strategy.scope():
-            held = [tf.Variable(tf.ones([max(1, size // 4 // TENSORS)])) for _ in range(TENSORS)]
-        if not all("/job:ps" in variable.device for variable in held):
-            raise RuntimeError(f"variables are on {held[0].device}, expected them on /job:ps")
-
-        step = tf.function(partial(update, held))
-        for _ in range(2 * workers):
-            coordinator.schedule(step)
-        coordinator.join()
-        scheduled = args.steps * workers
-        started = time.perf_counter()
-        for _ in range(scheduled):
-            coordinator.schedule(step)
-        coordinator.join()
-        found[f"ms_{size}"] = 1000 * (time.perf_counter() - started) * workers / scheduled
+            held = on_the_server([tf.Variable(tf.ones([max(1, size // 4 // TENSORS)])) for _ in range(TENSORS)])
+        found[f"ms_{size}"] = milliseconds(coordinator, tf.function(partial(update, held)), workers, 2, args.steps)
     leave(args.folder, 0, found)
     (args.folder / DONE).touch()
 

@@ -1,16 +1,23 @@
-"""Code shared by the processes of benchmarks/control_plane.py: files for synchronization, and resource usage."""
+"""Code shared by the processes of benchmarks/control_plane.py: files to meet at, resource usage, sentinels."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import resource
+import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import process_time
 from typing import Any, Protocol
+
+from hvdkit.machine.limits import allow_files
+from hvdkit.watchdog.channel import Closed, Offer, connect
+from hvdkit.watchdog.events import Joined, Message
 
 RANKS_PER_HOST = 8
 WAIT_SECONDS = 300.0  # for another process of a phase
@@ -21,11 +28,6 @@ class Counting(Protocol):
 
     messages: int
     connection: socket.socket
-
-
-def cpu() -> float:
-    """Return the CPU seconds of this process, user plus system."""
-    return time.process_time()
 
 
 def peak_mb() -> float:
@@ -63,9 +65,62 @@ def measured(act: Callable[[], Any], communicator: Counting | None = None) -> di
     """Return the cost of ``act`` to this process."""
     connections = [] if communicator is None else [communicator.connection]
     messages = 0 if communicator is None else communicator.messages
-    carried, memory, before, began = sent_and_received(connections), peak_mb(), cpu(), time.monotonic()
+    carried, memory, before, began = sent_and_received(connections), peak_mb(), process_time(), time.monotonic()
     act()
-    found = {"seconds": time.monotonic() - began, "cpu": cpu() - before, "memory": max(0.0, peak_mb() - memory)}
+    found = {
+        "seconds": time.monotonic() - began,
+        "cpu": process_time() - before,
+        "memory": max(0.0, peak_mb() - memory),
+    }
     if communicator is not None:
         found |= {"messages": communicator.messages - messages, "bytes": sent_and_received(connections) - carried}
     return found
+
+
+def joined(rank: int, size: int) -> Joined:
+    """Return the Joined message of a simulated rank's sentinel."""
+    host = f"host-{rank // RANKS_PER_HOST}"
+    return Joined(rank=rank, size=size, host=host, place=host)
+
+
+class Sentinels:
+    """Sentinels of some simulated ranks: hvdkit's own connections and messages, one thread for all of them.
+
+    Attributes:
+        links: the open connections by rank.
+        welcome: the coordinator's answer to the first.
+    """
+
+    def __init__(self, offer: Offer, ranks: range, size: int, *, at_once: int) -> None:
+        allow_files(len(ranks))
+        self._selector = selectors.DefaultSelector()
+        with ThreadPoolExecutor(at_once) as pool:
+            found = list(pool.map(lambda rank: connect(offer, joined(rank, size), self._selector, rank), ranks))
+        self.links = {rank: link for rank, (link, _) in zip(ranks, found, strict=True)}
+        self.welcome = found[0][1]
+
+    def serve(self, seconds: float) -> None:
+        """Wait for up to ``seconds`` for messages, and handle them."""
+        for key, events in self._selector.select(seconds):
+            rank, link = key.data, self.links[key.data]
+            if events & selectors.EVENT_WRITE:
+                link.flush()
+            try:
+                for order in link.receive():
+                    self.obey(rank, order)
+            except Closed:
+                self.close(rank)
+
+    def obey(self, rank: int, order: Any) -> None:
+        """Do what a message to one sentinel says."""
+        raise NotImplementedError
+
+    def say(self, rank: int, *messages: Message) -> None:
+        """Send messages of one sentinel."""
+        for message in messages:
+            self.links[rank].send(message)
+
+    def close(self, rank: int) -> None:
+        """Close one sentinel's connection."""
+        if (link := self.links.pop(rank, None)) is not None:
+            link.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def save(rank: int, size: int, folder: Path) -> Any:
         raise one.error
 
 
-def checkpoint_ranks(size: int, folder: Path, ranks: range) -> None:
+def checkpoint_ranks(size: int, folder: Path, ranks: range, _: str) -> None:
     """Save as each of ``ranks``."""
     began = time.monotonic()
     for rank in ranks:
@@ -69,32 +70,25 @@ def checkpoint_rank0(size: int, folder: Path, seconds: float, fault: str) -> Non
     manifest = Manifest.load(path)
     found["manifest"] |= {"messages": len(manifest.files), "bytes": (path / NAME).stat().st_size}
 
-    def restore(rank: int, ranks: int) -> int:
+    def restore(ranks: int) -> None:
         with Reader(path, manifest) as reader:
-            state = state_of(rank, ranks)
-            for e in state.entries.values():
+            for e in state_of(0, ranks).entries.values():
                 if e.kind == "replicated":
                     assert (reader.replicated(e.name) == e.read()).all()
                 elif e.kind == "per_rank":
-                    reader.per_rank(e.name, rank, ranks, "keep")
-                else:
-                    got = reader.sharded(e.name, (range(*_scaled(e.index[0], ranks, size)), e.index[1]))
-                    assert (
-                        len(got) and (got[:, 0] == np.arange(*_scaled(e.index[0], ranks, size)) + int(e.name[6:])).all()
-                    )
-            return reader.bytes_read
+                    reader.per_rank(e.name, 0, ranks, "keep")
+                else:  # the rows of the tables of ``size`` ranks
+                    rows = range(e.index[0].start * size // ranks, e.index[0].stop * size // ranks)
+                    got = reader.sharded(e.name, (rows, e.index[1]))
+                    assert len(got) and (got[:, 0] == np.asarray(rows) + int(e.name[6:])).all()
+            found["read"] = reader.bytes_read
 
     for name, ranks in (("restore, same ranks", size), ("restore, half", max(1, size // 2))):
-        found[name] = measured(lambda: found.update(read=restore(0, ranks)))  # noqa: B023
+        found[name] = measured(partial(restore, ranks))
         found[name]["bytes"] = found.pop("read")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, before[1]))
-    found["restore, one rank"] = measured(lambda: found.update(read=restore(0, 1)))
+    found["restore, one rank"] = measured(partial(restore, 1))
     found["restore, one rank"] |= {"bytes": found.pop("read"), "messages": size}
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     write(folder, "rank0.json", found)
-
-
-def _scaled(rows: range, ranks: int, size: int) -> tuple[int, int]:
-    """Return a rank's rows of the tables of ``size`` ranks if there are now ``ranks``."""
-    return rows.start * size // ranks, rows.stop * size // ranks

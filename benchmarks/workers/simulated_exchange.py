@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
-import struct
 from collections.abc import Iterator
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,7 @@ class Ring:
     """
 
     def __init__(self, connection: socket.socket, size: int) -> None:
-        self.connection, self._size = connection, size
+        self.connection, self._pieces, self._size = connection, pieces_over(connection), size
         self.messages = 0
 
     def Iallgather(self, mine: np.ndarray, every: np.ndarray) -> Ring:
@@ -36,8 +39,8 @@ class Ring:
         piece = mine.tobytes()
         pieces = [piece]
         for _ in range(self._size - 1):
-            send_piece(self.connection, piece)
-            piece = receive_piece(self.connection)
+            self._pieces.send_bytes(piece)
+            piece = self._pieces.recv_bytes()
             pieces.append(piece)
             self.messages += 2
         into = every[0].view(np.uint8)
@@ -55,39 +58,15 @@ class Ring:
         return False
 
 
-class Sizes:
-    """The Horovod interface that ``ObjectExchange`` needs."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    @staticmethod
-    def rank() -> int:
-        """Return 0."""
-        return 0
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._size
+def horovod(size: int) -> Any:
+    """Return the Horovod interface that ``ObjectExchange`` needs."""
+    return SimpleNamespace(rank=lambda: 0, size=lambda: size)
 
 
-def send_piece(connection: socket.socket, data: bytes) -> None:
-    """Send bytes after their length."""
-    connection.sendall(struct.pack("!I", len(data)) + data)
-
-
-def receive_piece(connection: socket.socket) -> bytes:
-    """Return the bytes sent by :func:`send_piece`; raise EOFError at the end."""
-    (length,) = struct.unpack("!I", receive_exactly(connection, 4))
-    return receive_exactly(connection, length)
-
-
-def receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """Return exactly ``count`` bytes."""
-    data = connection.recv(count, socket.MSG_WAITALL) if count else b""
-    if len(data) < count:
-        raise EOFError
-    return data
+def pieces_over(connection: socket.socket) -> Connection:
+    """Return what sends and receives bytes after their length over a connection."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Connection(os.dup(connection.fileno()))
 
 
 @contextlib.contextmanager
@@ -96,23 +75,21 @@ def ring(size: int, folder: Path) -> Iterator[Ring]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         write(folder, "place.json", server.getsockname()[1])
         connection, _ = server.accept()
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with connection:
-        made = Ring(connection, size)
-        yield made
+        yield Ring(connection, size)
 
 
-def exchange_ranks(size: int, folder: Path, ranks: range) -> None:
+def exchange_ranks(size: int, folder: Path, ranks: range, _: str) -> None:
     """Simulate the rest of the ring: return each of rank 0's first messages once for each other rank."""
     with socket.create_connection(("127.0.0.1", read(folder, "place.json"))) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        pieces = pieces_over(connection)
         with contextlib.suppress(EOFError, OSError):
             while True:
-                piece = receive_piece(connection)
+                piece = pieces.recv_bytes()
                 for step in range(size - 1):
-                    send_piece(connection, piece)
+                    pieces.send_bytes(piece)
                     if step < size - 2:
-                        receive_piece(connection)
+                        pieces.recv_bytes()
     write(folder, f"ranks-{ranks.start}.json", {})
 
 
@@ -124,13 +101,10 @@ def exchange_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
 
     offer = str(Offer(("127.0.0.1",), 1, "0" * 32))
     with ring(size, folder) as communicator:
-        exchange = ObjectExchange(Sizes(size), communicator)
-        found = {}
-        for name, act in (
-            ("agreement", lambda: rank_facts.agreed_places(None, exchange, size, offer)),
-            ("look at a save", lambda: gather(exchange, "the end of a save", lambda: (True, None))),
-        ):
-            found[name] = measured(act, communicator)
+        exchange = ObjectExchange(horovod(size), communicator)
+        found = {"agreement": measured(lambda: rank_facts.agreed_places(None, exchange, size, offer), communicator)}
+        look = partial(gather, exchange, "the end of a save", lambda: (True, None))
+        found["look at a save"] = measured(look, communicator)
     write(folder, "rank0.json", found)
 
 
@@ -148,7 +122,7 @@ def manifest_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
         rank=0, size=size, local_rank=0, local_size=RANKS_PER_HOST, hosts=hosts, is_chief=True, mesh={"data": size}
     )
     with ring(size, folder) as communicator:
-        world._world = world._World(here, Sizes(size), ObjectExchange(Sizes(size), communicator))
+        world._world = world._World(here, horovod(size), ObjectExchange(horovod(size), communicator))
         found = {"manifest exchange": measured(lambda: agreed_manifest(path), communicator)}
     world._world = None
     write(folder, "rank0.json", found)

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import socket
 import sys
 import time
 from pathlib import Path
+from time import process_time
 from typing import Any
 
-from simulated import RANKS_PER_HOST, cpu, peak_mb, read, sent_and_received, write
+from simulated import Sentinels, peak_mb, read, sent_and_received, write
 
-from hvdkit.machine.limits import allow_files
-from hvdkit.watchdog.channel import STDOUT, Closed, Connection, Output, connect
-from hvdkit.watchdog.events import End, Exited, Flight, GiveFlight, Joined, Leaving, Message, Release, Training
+from hvdkit.watchdog.channel import STDOUT, Output
+from hvdkit.watchdog.events import End, Exited, Flight, GiveFlight, Leaving, Message, Release, Training
 from hvdkit.watchdog.running import offered
 
 OUTPUT_LINES = 20
 SENTINELS = 500  # per process
 
 
-def launcher_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
+def launcher_rank0(size: int, folder: Path, _: float, fault: str) -> None:
     """Act as ``hvdkit run``: an engine whose ranks' sentinels are simulated, from its start to the verdict."""
     from hvdkit.commands.run.attempt import Attempt, Signals
     from hvdkit.commands.run.config import RunConfig
@@ -38,7 +37,7 @@ def launcher_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
             argv = (sys.executable, worker, "ranks", "launcher", str(size), str(folder), "--fault", fault)
             return CommandLine(argv)
 
-    memory, before, began = peak_mb(), cpu(), time.monotonic()
+    memory, before, began = peak_mb(), process_time(), time.monotonic()
     environment = dict(os.environ)
     hosts = (Host(socket.gethostname(), size),)
     job = SimulatedJob(RunConfig(grace=10.0), hosts, Engine("simulated", ""), tuple(environment), environment)
@@ -52,20 +51,20 @@ def launcher_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
     assert (verdict.code, verdict.rank) == wanted, verdict
     assert fault != "none" or lines == OUTPUT_LINES * size, f"{lines} lines came, of {OUTPUT_LINES * size}"
     heard = read(folder, "ranks-0.json")
-    found = {"seconds": time.monotonic() - began, "cpu": cpu() - before, "memory": peak_mb() - memory}
+    found = {"seconds": time.monotonic() - began, "cpu": process_time() - before, "memory": peak_mb() - memory}
     found |= {"messages": heard["messages"], "bytes": heard["bytes"]}
     if fault != "none":
         found["known"] = heard["known"]
     write(folder, "rank0.json", {"launcher" if fault == "none" else "launcher, a failure": found})
 
 
-def launcher_ranks(size: int, folder: Path, fault: str) -> None:
+def launcher_ranks(size: int, folder: Path, _: range, fault: str) -> None:
     """Act as the engine: all sentinels, some hundreds per process."""
     children = []
     for first in range(0, size, SENTINELS):
         pid = os.fork()
         if pid == 0:
-            fleet = Sentinels(range(first, min(first + SENTINELS, size)), size)
+            fleet = Programs(range(first, min(first + SENTINELS, size)), size)
             write(folder, f"ready-{first}.json", {})
             for other in range(0, size, SENTINELS):  # none fails before all are connected
                 read(folder, f"ready-{other}.json")
@@ -83,17 +82,12 @@ def launcher_ranks(size: int, folder: Path, fault: str) -> None:
     sys.exit(3 if fault != "none" else 0)
 
 
-class Sentinels:
-    """Sentinels of some ranks: hvdkit's own connection, and programs that write some lines and exit."""
+class Programs(Sentinels):
+    """Sentinels of programs that write some lines and exit."""
 
     def __init__(self, ranks: range, size: int) -> None:
-        allow_files(len(ranks))
-        self.selector, self.links = selectors.DefaultSelector(), dict[int, Connection]()
-        for rank in ranks:
-            host = f"host-{rank // RANKS_PER_HOST}"
-            there = Joined(rank=rank, size=size, host=host, place=host)
-            self.links[rank], welcome = connect(offered(), there, self.selector, rank)
-            assert welcome.program is not None
+        super().__init__(offered(), ranks, size, at_once=1)
+        assert self.welcome.program is not None
         self.messages = 5 * len(ranks)  # for the handshakes
         self.ordered = 0.0
         self.bytes = 0
@@ -103,7 +97,7 @@ class Sentinels:
         """Write the lines; end all ranks, or only ``failed`` and the others when ordered."""
         line = b"%b\n" % (b"x" * 79)
         for rank in self.links:
-            self._say(rank, Training(pid=1))
+            self.say(rank, Training(pid=1))
         for _ in range(OUTPUT_LINES if failed is None else 1):
             for link in self.links.values():
                 link.send(Output(STDOUT, line))
@@ -112,46 +106,38 @@ class Sentinels:
         has_failed = failed in self.links
         if failed is None:
             for rank in self.links:
-                self._say(rank, Leaving())
+                self.say(rank, Leaving())
         elif has_failed:
             self._end(failed, 3)
         while self.links:
-            for key, events in self.selector.select(1.0):
-                self._serve(key.data, events)
+            self.serve(1.0)
         struck = 0.0 if failed is not None and not has_failed else struck
         return {"messages": self.messages, "bytes": self.bytes, "struck": struck, "ordered": self.ordered}
 
-    def _serve(self, rank: int, events: int) -> None:
-        link = self.links[rank]
-        if events & selectors.EVENT_WRITE:
-            link.flush()
-        try:
-            for order in link.receive():
-                self.messages += 1
-                self._obey(rank, order)
-        except Closed:
-            self._close(rank)
-
-    def _obey(self, rank: int, order: Any) -> None:
+    def obey(self, rank: int, order: Any) -> None:
+        """Give the flight recorder's lines, end the program, or leave."""
+        self.messages += 1
         if isinstance(order, GiveFlight):
-            self._say(rank, Flight(records=[]))
+            self.say(rank, Flight(records=[]))
         elif isinstance(order, End) and rank not in self._ended:
             self.ordered = time.monotonic()
             self._end(rank, -15)
         elif isinstance(order, Release) and rank in self._ended:
-            self._close(rank)
+            self.close(rank)
         elif isinstance(order, Release):
             self._end(rank, 0)
 
     def _end(self, rank: int, code: int) -> None:
         self._ended.add(rank)
-        self._say(rank, Exited(code=code))
+        self.say(rank, Exited(code=code))
 
-    def _say(self, rank: int, message: Message) -> None:
-        self.links[rank].send(message)
-        self.messages += 1
+    def say(self, rank: int, *messages: Message) -> None:
+        """Send and count messages of one sentinel."""
+        super().say(rank, *messages)
+        self.messages += len(messages)
 
-    def _close(self, rank: int) -> None:
-        if (link := self.links.pop(rank, None)) is not None:
-            self.bytes += sent_and_received([link.socket])
-            link.close()
+    def close(self, rank: int) -> None:
+        """Count a connection's bytes, and close it."""
+        if rank in self.links:
+            self.bytes += sent_and_received([self.links[rank].socket])
+        super().close(rank)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import selectors
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import process_time
 from typing import Any
 
-from simulated import RANKS_PER_HOST, cpu, peak_mb, read, sent_and_received, write
+from simulated import Sentinels, joined, peak_mb, read, sent_and_received, write
 
 from hvdkit.machine import processes
 from hvdkit.machine.limits import allow_files
 from hvdkit.watchdog import flight_file
-from hvdkit.watchdog.channel import MESSAGE, Closed, Connection, Offer, Output, connect, listen, send_now
+from hvdkit.watchdog.channel import MESSAGE, Offer, Output, listen, send_now
 from hvdkit.watchdog.coordinating import CoordinatingSentinel
 from hvdkit.watchdog.events import (
     Connect,
@@ -27,8 +27,6 @@ from hvdkit.watchdog.events import (
     Failed,
     Flight,
     GiveFlight,
-    Joined,
-    Message,
     Release,
     Status,
     Training,
@@ -45,12 +43,6 @@ RECORD = CollectiveRecord(
 GIVE_UP_SECONDS = 60.0
 
 
-def joined(rank: int, size: int) -> Joined:
-    """Return the Joined message of a simulated rank's sentinel."""
-    host = f"host-{rank // RANKS_PER_HOST}"
-    return Joined(rank=rank, size=size, host=host, place=host)
-
-
 class Rank0:
     """Rank 0's sentinel in this process, as ``hk.init()`` starts it; its rank is a process that sleeps."""
 
@@ -63,10 +55,8 @@ class Rank0:
         offer = Offer(("127.0.0.1",), listeners[0].getsockname()[1], os.urandom(16).hex())
         self.sentinel = CoordinatingSentinel(self.rank.pid, started.started, theirs, listeners)
         socket.send_fds(mine, [b"f"], [FlightRecorder().file, os.open(os.devnull, os.O_RDONLY)])
-        there = joined(0, size)
-        send_now(
-            mine, Connect(rank=0, size=size, host=there.host, offer=str(offer), chief_host=there.host, speaks=False)
-        )
+        host = joined(0, size).host
+        send_now(mine, Connect(rank=0, size=size, host=host, offer=str(offer), chief_host=host, speaks=False))
         send_now(mine, Training(pid=self.rank.pid))
         self._mine, self.turns = mine, 0
         self.run(lambda: self.sentinel.coordinator is not None)
@@ -89,33 +79,34 @@ def watchdog_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
     """Admit all ranks, watch them for some seconds, and detect a failure."""
     allow_files(size)
     os.environ[flight_file.FOLDER] = str(folder)
-    memory, before, began = peak_mb(), cpu(), time.monotonic()
+    memory, before, began = peak_mb(), process_time(), time.monotonic()
     rank0 = Rank0(size, folder)
     coordinator = rank0.coordinator
     rank0.run(lambda: len(coordinator.members) == size and coordinator.messages >= size)
-    found: dict[str, Any] = {"start": {"seconds": time.monotonic() - began, "cpu": cpu() - before}}
+    found: dict[str, Any] = {"start": {"seconds": time.monotonic() - began, "cpu": process_time() - before}}
     sockets = rank0.connections()
     # Each handshake has five messages.
     found["start"] |= {"messages": coordinator.messages + 5 * size, "bytes": sent_and_received(sockets)}
     wait_until(rank0, coordinator.settings.interval(size))  # the ranks have begun to report
     messages, carried = coordinator.messages, sent_and_received(sockets)
-    turns, before, began = rank0.turns, cpu(), time.monotonic()
+    turns, before, began = rank0.turns, process_time(), time.monotonic()
     wait_until(rank0, seconds)
     elapsed = time.monotonic() - began
     found["steady"] = {
-        "share": 100 * (cpu() - before) / elapsed,
+        "share": 100 * (process_time() - before) / elapsed,
         "wakeups": (rank0.turns - turns) / elapsed,
         "messages": (coordinator.messages - messages) / elapsed,
         "bytes": (sent_and_received(sockets) - carried) / elapsed,
         "memory": peak_mb() - memory,
     }
-    found["cpu"] = cpu()  # the remaining CPU time of this process is the failure's
-    write(folder, "rank0.json", found)
+    before = process_time()
     write(folder, "fault.json", fault)
     give_up = time.monotonic() + GIVE_UP_SECONDS
     others = [member for rank, member in coordinator.members.items() if rank]
     rank0.run(lambda: not any(member.here for member in others) or time.monotonic() > give_up)
     assert coordinator.verdict is not None and coordinator.verdict.rank == size - 1, coordinator.verdict
+    found["cpu"] = process_time() - before
+    write(folder, "rank0.json", found)
     rank0.rank.kill()
     rank0.rank.wait()
 
@@ -126,68 +117,46 @@ def wait_until(rank0: Rank0, seconds: float) -> None:
     rank0.run(lambda: time.monotonic() >= until)
 
 
-class Fleet:
-    """Sentinels of simulated ranks: hvdkit's connections and messages, one thread for all of them."""
+class Fleet(Sentinels):
+    """Sentinels that report, and end their ranks when ordered."""
 
     def __init__(self, offer: Offer, ranks: range, size: int) -> None:
-        allow_files(len(ranks))
-        self.selector = selectors.DefaultSelector()
-        with ThreadPoolExecutor(CONNECTING) as pool:
-            found = list(pool.map(lambda rank: connect(offer, joined(rank, size), self.selector, rank), ranks))
-        self.links: dict[int, Connection] = {rank: one for rank, (one, _) in zip(ranks, found, strict=True)}
-        self.interval = found[0][1].interval
-        for link in self.links.values():
-            link.send(Training(pid=1))
+        super().__init__(offer, ranks, size, at_once=CONNECTING)
+        for rank in ranks:
+            self.say(rank, Training(pid=1))
         # Spread the sentinels' reports over the interval.
-        now = time.monotonic()
+        now, self.interval = time.monotonic(), self.welcome.interval
         self.due = {rank: now + self.interval * (1 - rank / size) for rank in ranks}
-        self.turn = sorted(self.due, key=self.due.__getitem__)
-        self.next = 0
+        self.turns = itertools.cycle(sorted(self.due, key=self.due.__getitem__))
+        self.turn = next(self.turns)
         self.ended: dict[int, float] = {}  # when each got the order to end its rank
         self._flight: tuple[int, bytes] = (0, b"")
 
     def run(self, until: Callable[[], bool]) -> None:
         """Send reports and record received messages until ``until()`` is true."""
         while not until():
-            for key, events in self.selector.select(0.01):
-                self._serve(key.data, events)
+            self.serve(0.01)
             now = time.monotonic()
-            while self.links and self.due[rank := self.turn[self.next]] <= now:
-                self.due[rank] += self.interval
-                self.next = (self.next + 1) % len(self.turn)
-                if rank in self.links:
-                    self.links[rank].send(Status(step=1234, idle=0.25, count=1234))
+            while self.links and self.due[self.turn] <= now:
+                self.due[self.turn] += self.interval
+                if self.turn in self.links:
+                    self.say(self.turn, Status(step=1234, idle=0.25, count=1234))
+                self.turn = next(self.turns)
 
-    def _serve(self, rank: int, events: int) -> None:
-        link = self.links[rank]
-        if events & selectors.EVENT_WRITE:
-            link.flush()
-        try:
-            for message in link.receive():
-                self._obey(rank, message)
-        except Closed:
-            link.close()
-            del self.links[rank]
-
-    def _obey(self, rank: int, order: Any) -> None:
-        link = self.links[rank]
+    def obey(self, rank: int, order: Any) -> None:
+        """Give the flight recorder's lines, or end the rank."""
         if isinstance(order, GiveFlight):
             if self._flight[0] != order.most:
                 self._flight = order.most, Flight(records=[RECORD] * order.most).encode()
-            link.send(Output(MESSAGE, self._flight[1]))
+            self.links[rank].send(Output(MESSAGE, self._flight[1]))
         elif isinstance(order, End):
             self.ended[rank] = time.monotonic()
             self.say(rank, Unwound(), Exited(code=order.code))
         elif isinstance(order, Release):
             self.ended.setdefault(rank, time.monotonic())
 
-    def say(self, rank: int, *messages: Message) -> None:
-        """Send messages of one sentinel."""
-        for message in messages:
-            self.links[rank].send(message)
 
-
-def watchdog_ranks(size: int, folder: Path, ranks: range) -> None:
+def watchdog_ranks(size: int, folder: Path, ranks: range, _: str) -> None:
     """Simulate some ranks: connect, report, and have the last one fail when rank 0 requests it."""
     fleet = Fleet(Offer.parse(read(folder, "place.json")), ranks, size)
     fleet.run((folder / "fault.json").exists)

@@ -136,6 +136,8 @@ def test_the_network_is_that_of_the_tutorial():
     assert [w.shape for w in ours.model.trainable_variables] == [w.shape for w in theirs.trainable_variables]
     assert ours.gradient_bytes == 4 * 1_068_298 and ours.sharded_bytes == 0
     assert len(ours.model.losses) == len(theirs.losses) == 2  # weight decay
+    images, same, others = (workload("cifar10", 2, rank=rank).data[0][0].numpy() for rank in (None, 0, 1))
+    assert (images == same).all() and (images != others).any()
 
 
 def test_steps_of_a_workload_learn_and_are_timed():

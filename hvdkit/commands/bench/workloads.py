@@ -78,7 +78,7 @@ class Workload:
         return sum(_bytes(v) for v in self.model.trainable_variables if shard_of(v) is not None)
 
 
-def workload(name: str, batch: int | None = None, seed: int = 0) -> Workload:
+def workload(name: str, batch: int | None = None, seed: int = 0, rank: int | None = None) -> Workload:
     """Build the workload ``name``.
 
     Args:
@@ -87,10 +87,11 @@ def workload(name: str, batch: int | None = None, seed: int = 0) -> Workload:
             dense part).
         batch: examples per step on each rank; by default :data:`BATCHES`.
         seed: seed of weights and data; ranks have the same weights and different data.
+        rank: the rank whose data to make, by default this one; a process that does not use hvdkit's ranks passes it.
 
     Raises:
         ValueError: the workload does not exist, or ``batch`` is less than 1.
-        ClusterError: ``hk.init()`` was not called.
+        ClusterError: neither ``rank`` was passed nor ``hk.init()`` called.
 
     Example::
 
@@ -107,7 +108,8 @@ def workload(name: str, batch: int | None = None, seed: int = 0) -> Workload:
     from hvdkit import cluster
 
     keras.utils.set_random_seed(seed)
-    return _BUILDERS[name](name, batch, np.random.default_rng([seed, cluster.rank()]))
+    generator = np.random.default_rng([seed, cluster.rank() if rank is None else rank])
+    return _BUILDERS[name](name, batch, generator)
 
 
 def optimizer(name: str, learning_rate: float = 0.01) -> keras.optimizers.Optimizer:

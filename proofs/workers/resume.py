@@ -1,4 +1,4 @@
-"""One rank of benchmarks/resume.py: train under a Supervisor, log the losses, and print a digest of the weights."""
+"""One rank of proofs/resume.py: train under a Supervisor, log the losses, and print a digest of the weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def main() -> None:
             time.sleep(args.rest)
     digests = hk.allgather_object(digest([*model.variables, *optimizer.variables]))
     if hk.is_chief():
-        print("digests", json.dumps(digests), flush=True)
+        print("result", json.dumps(digests), flush=True)
 
 
 def workload(dropout: float):

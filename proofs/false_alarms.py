@@ -1,7 +1,7 @@
 """Run healthy jobs under stress: the watchdog must not end any of them.
 
-    python benchmarks/false_alarms.py --runs 1000
-    python benchmarks/false_alarms.py --runs 20 --stresses lock "sentinel killed"
+    python proofs/false_alarms.py --runs 1000
+    python proofs/false_alarms.py --runs 20 --stresses lock "sentinel killed"
 
 Each run is a job of four ranks with hvdkit's own sentinels, coordinator and reporter, without TensorFlow and MPI, so
 that a thousand runs take minutes. At one step one rank is stressed: it holds Python's lock for twice the heartbeat's
@@ -13,6 +13,7 @@ back (a library that ``cc`` compiles); or four processes per core compute all th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import itertools
 import os
@@ -30,10 +31,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import paths
+import psutil
 import tyro
 from figures import Sheet
-from harness import finish, recorded
-from processes import WORKERS, environment
+from harness import Output, publish
+from processes import environment
 
 ABOUT = """Jobs of four ranks that all end well, each under one stress: how many the watchdog ended, or reported."""
 RANKS, STEPS = 4, 10
@@ -42,7 +45,7 @@ _PTRACE_ATTACH, _PTRACE_DETACH = 16, 17
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Output):
     """Run healthy jobs under stress."""
 
     runs: int = 1000
@@ -53,8 +56,6 @@ class Config:
     """Jobs at a time: 4 jobs are 16 ranks and 16 sentinels."""
     heartbeat: float = 1.5
     """Heartbeat limit in seconds; the default for users is 10."""
-    json: Path | None = None
-    """Write the results here. Default: benchmarks/results/false_alarms.json."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def run(stress: str, seed: int, heartbeat: float) -> Outcome:
     for rank in range(RANKS):
         words = [str(folder), str(rank), str(RANKS), str(STEPS), stress, str(seed)]
         with (folder / f"out-{rank}").open("wb") as out:
-            command = [sys.executable, str(WORKERS / "stressed_rank.py"), *words]
+            command = [sys.executable, str(paths.WORKERS / "stressed_rank.py"), *words]
             ranks.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
     try:
         until = time.monotonic() + 120
@@ -135,7 +136,7 @@ def clock_library() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="hvdkit-clock-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     library = folder / "jumping_clock.so"
-    source = WORKERS / "jumping_clock.c"
+    source = paths.WORKERS / "jumping_clock.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(source)], check=True)
     return library
 
@@ -143,15 +144,12 @@ def clock_library() -> Path:
 def sentinels_of(pid: int) -> list[int]:
     """Return the sentinels that watch a process."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        number = int(folder.name)
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            is_leader = os.getsid(number) == number  # unlike the process that starts the sentinel
-        except OSError:
-            continue
-        if is_leader and b"watch" in words and words[words.index(b"watch") + 1] == str(pid).encode():
-            found.append(number)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            words = process.cmdline()
+            leads = os.getsid(process.pid) == process.pid  # unlike the process that starts the sentinel
+            if leads and "watch" in words and words[words.index("watch") + 1] == str(pid):
+                found.append(process.pid)
     return found
 
 
@@ -174,15 +172,16 @@ def main() -> int:
                 print(f"{done.total()} runs, {alarms.total()} alarms", file=sys.stderr)
     rows = [[stress, str(done[stress]), str(alarms[stress])] for stress in config.stresses]
     rows.append(["all", str(done.total()), str(alarms.total())])
-    record = recorded(
+    code = publish(
         "false_alarms",
         "False alarms",
         ABOUT,
         config,
+        folder="proofs",
         sheets=[Sheet(title="jobs", header=["stress", "jobs", "ended or reported"], rows=rows)],
         notes=[f"{time.monotonic() - began:.0f} s in all, {config.at_once} jobs at a time"],
     )
-    return finish(record, config) or min(1, alarms.total())
+    return code or min(1, alarms.total())
 
 
 if __name__ == "__main__":

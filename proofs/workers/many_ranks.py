@@ -1,4 +1,4 @@
-"""One rank of ``benchmarks/control_plane.py --real``: a Keras model with a sharded embedding under a Supervisor."""
+"""One rank of proofs/many_ranks.py: a Keras model with a sharded embedding under a Supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/false_alarms.py: hvdkit's own sentinel and reporter, without TensorFlow and MPI.
+"""One rank of proofs/false_alarms.py: hvdkit's own sentinel and reporter, without TensorFlow and MPI.
 
     python stressed_rank.py FOLDER RANK SIZE STEPS STRESS SEED
 
@@ -80,7 +80,7 @@ def stress() -> None:
     elif STRESS == "fork":
         fork_children()
     elif STRESS in ("stop", "debugger", "sentinel killed", "sentinel stopped", "clock"):
-        (FOLDER / "act").write_text(str(os.getpid()))  # the benchmark acts on this rank
+        (FOLDER / "act").write_text(str(os.getpid()))  # the proof acts on this rank
     if STRESS == "clock":
         before = time.time()
         time.sleep(3 * HEARTBEAT)

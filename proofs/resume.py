@@ -1,7 +1,7 @@
 """Show that a run that is killed and continued ends like an uninterrupted run.
 
-    python benchmarks/resume.py
-    python benchmarks/resume.py --show kill --kills 10
+    python proofs/resume.py
+    python proofs/resume.py --show kill --kills 10
 
 kill: a run is ended by kill -9 (one rank, the chief, or all of them, in turn) at random times, and restarted
 with the same command until it is done; its weights, slots and random states must be bitwise equal on every rank
@@ -13,6 +13,7 @@ compared with those of an uninterrupted run of 4 ranks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import subprocess
@@ -23,12 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import paths
+import psutil
 import tyro
 from figures import Picture, Sheet
-from harness import finish, recorded
-from processes import BIN, WORKERS, RunFailed, environment, launch, rank_processes
+from harness import Output, publish
+from processes import BIN, RunFailed, environment, launch
 
-WORKER = WORKERS / "resume.py"
+WORKER = paths.WORKERS / "resume.py"
 STEPS = 390
 KILLED_STEPS = 900
 LIMIT = 0.01
@@ -38,7 +41,7 @@ resized goes on with another number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resume:
+class Resume(Output):
     """Kill runs and continue them."""
 
     show: tuple[Literal["kill", "resize"], ...] = ("kill", "resize")
@@ -49,8 +52,6 @@ class Resume:
     """Number of times it is killed."""
     seed: int = 0
     """Seed of the times."""
-    json: Path | None = None
-    """Write the results here. Default: benchmarks/results/resume.json."""
 
 
 def main() -> int:
@@ -72,50 +73,42 @@ def main() -> int:
             sheets.append(sheet)
             pictures.append(picture)
             right = right and worst <= LIMIT
-    title = "Runs that are continued"
-    record = recorded("resume", title, ABOUT, config, sheets=sheets, pictures=pictures, notes=notes)
-    return finish(record, config, missed=not right)
+    parts = {"sheets": sheets, "pictures": pictures, "notes": notes}
+    return publish("resume", "Runs that are continued", ABOUT, config, folder="proofs", missed=not right, **parts)
 
 
 def show_kills(folder: Path, config: Resume) -> tuple[Sheet, bool]:
     """Compare a killed run with an uninterrupted one; return the kills, and whether all digests are equal."""
     chance, flags = random.Random(config.seed), ["--steps", str(KILLED_STEPS)]
-    expected = complete(folder / "unharmed", config.np, *flags)
+    expected = complete(WORKER, folder / "unharmed", config.np, *flags)
     victims = ["one rank", "the chief", "all ranks"]
     rows: list[list[Any]] = []
     while len(rows) < config.kills:
         victim = victims[len(rows) % len(victims)]
         before = newest(folder / "killed")
-        process = start(folder / "killed", config.np, *flags)
+        process = start(WORKER, folder / "killed", config.np, *flags)
         steps, rest = chance.randint(1, KILLED_STEPS // (2 * config.kills)), chance.uniform(0, 0.5)
-        while process.poll() is None and newest(folder / "killed") < before + steps:
-            time.sleep(0.01)
+        wait_for_save(process, folder / "killed", before + steps)
         time.sleep(rest)
         if process.poll() is not None:
             raise RunFailed(f"it ended with exit code {process.returncode} before kill {len(rows) + 1}")
-        strike(process, victim)
+        ranks = rank_processes(process.pid, WORKER)
+        for rank in {"one rank": ranks[-1:], "the chief": ranks[:1], "all ranks": ranks}[victim]:
+            rank.kill()
         process.wait(timeout=60)
         rows.append([len(rows) + 1, victim, before, newest(folder / "killed")])
         print(f"kill {len(rows)}: {victim}, saved up to step {rows[-1][-1]}", file=sys.stderr, flush=True)
-    found = complete(folder / "killed", config.np, *flags)
+    found = complete(WORKER, folder / "killed", config.np, *flags)
     header = ["kill", "of", "saved before it was started: step", "when it was killed"]
     return Sheet(title=f"{config.np} ranks, {KILLED_STEPS} steps", header=header, rows=rows), found == expected
-
-
-def strike(process: subprocess.Popen[bytes], victim: str) -> None:
-    """Kill ranks of the job with SIGKILL."""
-    ranks = rank_processes(process.pid, WORKER)
-    chosen = {"one rank": ranks[-1:], "the chief": ranks[:1], "all ranks": ranks}[victim]
-    for rank in chosen:
-        rank.kill()
 
 
 def show_resize(folder: Path) -> tuple[Sheet, Picture, float]:
     """Compare the losses of 4 -> 2 -> 3 ranks with those of 4 ranks; return the largest difference, too."""
     flags = ["--dropout", "0", "--rest", "0"]  # dropout masks differ by rank
-    complete(folder / "through", 4, "--steps", str(STEPS), *flags)
+    complete(WORKER, folder / "through", 4, "--steps", str(STEPS), *flags)
     for number, np in enumerate([4, 2, 3], start=1):
-        complete(folder / "resized", np, "--steps", str(number * STEPS // 3), *flags)
+        complete(WORKER, folder / "resized", np, "--steps", str(number * STEPS // 3), *flags)
     through, resized = losses(folder / "through"), losses(folder / "resized")
     apart, rows = differences(through, resized), []
     for third in range(3):
@@ -155,25 +148,43 @@ def newest(logdir: Path) -> int:
     return max((int(name.removeprefix("step-")) for name in names), default=0)
 
 
-def command(logdir: Path, np: int, *flags: str) -> list[str]:
+def wait_for_save(process: subprocess.Popen[bytes], logdir: Path, step: int) -> None:
+    """Wait until a run has saved ``step`` or a later one; raise RunFailed if it ends before."""
+    while newest(logdir) < step:
+        if process.poll() is not None:
+            raise RunFailed(f"it ended with exit code {process.returncode} at step {newest(logdir)}, before the kill")
+        time.sleep(0.01)
+
+
+def command(worker: Path, logdir: Path, np: int, *flags: str) -> list[str]:
     """Return the command of a run."""
     mpirun = [str(BIN / "mpirun"), "--bind-to", "none", "-np", str(np)]
-    return [*mpirun, sys.executable, str(WORKER), str(logdir), *flags]
+    return [*mpirun, sys.executable, str(worker), str(logdir), *flags]
 
 
-def start(logdir: Path, np: int, *flags: str) -> subprocess.Popen[bytes]:
+def start(worker: Path, logdir: Path, np: int, *flags: str) -> subprocess.Popen[bytes]:
     """Start a run."""
     env, nowhere = environment(threads=None), subprocess.DEVNULL
-    return subprocess.Popen(command(logdir, np, *flags), env=env, stdout=nowhere, stderr=nowhere)
+    return subprocess.Popen(command(worker, logdir, np, *flags), env=env, stdout=nowhere, stderr=nowhere)
 
 
-def complete(logdir: Path, np: int, *flags: str) -> list[str]:
-    """Run to the end; return each rank's digest."""
+def complete(worker: Path, logdir: Path, np: int, *flags: str) -> Any:
+    """Run to the end; return the result that the chief prints."""
     started = time.monotonic()
-    printed = launch([command(logdir, np, *flags)], env=environment(threads=None), timeout=300)
-    line = next(line for line in printed.splitlines() if line.startswith("digests "))
+    printed = launch([command(worker, logdir, np, *flags)], env=environment(threads=None), timeout=1800)
+    line = next(line for line in printed.splitlines() if line.startswith("result "))
     print(f"{logdir.name}, {np} ranks: done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    return json.loads(line.removeprefix("digests "))
+    return json.loads(line.removeprefix("result "))
+
+
+def rank_processes(parent: int, script: Path) -> list[psutil.Process]:
+    """Return the processes below a launcher that run ``script``, in rank order."""
+    found = []
+    for process in psutil.Process(parent).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(Path(word) == script for word in process.cmdline()):
+                found.append((int(process.environ()["OMPI_COMM_WORLD_RANK"]), process))
+    return [process for _, process in sorted(found, key=lambda pair: pair[0])]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Measure how long a failed job takes to end, and what the watchdog costs.
 
-    python benchmarks/failure.py                    # one host and three, every launcher: about 10 minutes
-    python benchmarks/failure.py --faults "kill -9" SIGSTOP --no-hosts
+    python proofs/failure.py                    # one host and three, every launcher: about 10 minutes
+    python proofs/failure.py --faults "kill -9" SIGSTOP --no-hosts
 
 For each fault and launcher: seconds from the fault until no process of the job is left, and the launcher's exit code.
 Then the watchdog's cost: microseconds of a step that consists of 20 eager exchanges, with and without the
@@ -17,26 +17,22 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
+import paths  # noqa: F401  (before modules of the folders that it adds)
+import slurm as under_slurm
 import tyro
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cluster")]
-
-import slurm as under_slurm  # noqa: E402
-from figures import Sheet  # noqa: E402
-from harness import finish, recorded  # noqa: E402
-from hosts import Hosts, missing  # noqa: E402
-from jobs import MPI  # noqa: E402
-from jobs import run as run_code  # noqa: E402
-from jobs_that_fail import LAUNCHERS, Ending, NoMemoryGroup, run  # noqa: E402
+from figures import Sheet
+from harness import Output, publish
+from hosts import Hosts, missing
+from jobs import MPI
+from jobs import run as run_code
+from jobs_that_fail import LAUNCHERS, Ending, NoMemoryGroup, run
 
 ABOUT = """One of three ranks fails, or one of three hosts (network namespaces) is cut off or dies: seconds from the
 fault until no process of the job is left, and the launcher's exit code."""
 EXCHANGES = 20
 STEP = f"""
-import time
+import statistics, time
 import hvdkit as hk
 cluster = hk.init()
 hk.barrier()
@@ -47,12 +43,12 @@ for _ in range(300):
         hk.barrier()
     times.append(time.perf_counter() - started)
 if cluster.is_chief:
-    print("step " + str(sorted(times)[len(times) // 2] * 1e6))
+    print("step " + str(statistics.median(times) * 1e6))
 """
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Output):
     """Measure failures."""
 
     faults: tuple[str, ...] = (
@@ -74,8 +70,6 @@ class Config:
     """Also run under a Slurm of three hosts, if it is installed."""
     overhead: bool = True
     """Also measure the watchdog's cost."""
-    json: Path | None = None
-    """Write the results here. Default: benchmarks/results/failure.json."""
 
 
 Endings = Iterator[tuple[str, str, Ending]]  # fault, launcher, how the job ended
@@ -137,15 +131,15 @@ def main() -> int:
         print(f"{fault}, {launcher}: {ending.seconds:.1f} s, {ending.code}{left}: {ending.last}", file=sys.stderr)
     launchers = list(dict.fromkeys(launcher for row in table.values() for launcher in row))
     rows = [[fault, *(row.get(launcher, "") for launcher in launchers)] for fault, row in table.items()]
-    record = recorded(
+    return publish(
         "failure",
         "Failures",
         ABOUT,
         config,
+        folder="proofs",
         sheets=[Sheet(title="seconds / exit code", header=["fault", *launchers], rows=rows)],
         notes=[overhead()] if config.overhead else [],
     )
-    return finish(record, config)
 
 
 if __name__ == "__main__":

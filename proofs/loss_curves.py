@@ -1,6 +1,6 @@
 """Train the CIFAR-10 network with the same global batch on 1, 2 and 4 ranks, and compare the losses step by step.
 
-    python benchmarks/loss_curves.py
+    python proofs/loss_curves.py
 
 The ranks see the same examples in the same order with the same distortion, so the curves only differ by rounding:
 sums are taken in another order. A high learning rate would make training chaotic and amplify rounding errors, so
@@ -12,29 +12,26 @@ from __future__ import annotations
 import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
+import paths
 import tyro
 from figures import Picture, Sheet
-from harness import finish, recorded
+from harness import Output, publish
 from processes import BIN, environment, launch
 
-ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 2e-4
 ABOUT = """The CIFAR-10 tutorial's network on real images; a step is 128 examples over all ranks, the same in the same
 order, distorted alike. The curves differ by rounding alone: sums are taken in another order."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossCurves:
+class LossCurves(Output):
     """Compare losses over numbers of ranks."""
 
     steps: int = 100
     """Steps to train."""
     np: tuple[int, ...] = (1, 2, 4)
     """World sizes; the others are compared with the first."""
-    json: Path | None = None
-    """Write the results here. Default: benchmarks/results/loss_curves.json."""
 
 
 def main() -> int:
@@ -49,11 +46,13 @@ def main() -> int:
     rows = [[size, f"{curves[size][-1]:.6f}", f"{max(found):.1e}"] for size, found in differences.items()]
     header = ["ranks", f"loss of step {config.steps}", f"largest relative difference from {config.np[0]}"]
     worst = max(max(found) for found in differences.values())
-    record = recorded(
+    return publish(
         "loss_curves",
         f"One global batch on {', '.join(map(str, config.np))} ranks",
         ABOUT,
         config,
+        folder="proofs",
+        missed=worst > LIMIT,
         sheets=[Sheet(title="", header=header, rows=rows)],
         pictures=[
             Picture(
@@ -65,7 +64,6 @@ def main() -> int:
         ],
         notes=[f"limit of the difference {LIMIT:.0e}: {'met' if worst <= LIMIT else 'MISSED'}"],
     )
-    return finish(record, config, missed=worst > LIMIT)
 
 
 def points(curve: list[float]) -> list[tuple[float, float]]:
@@ -78,7 +76,7 @@ def losses(size: int, steps: int) -> list[float]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with tempfile.TemporaryDirectory() as folder:
-        script = [sys.executable, str(ROOT / "models" / "train.py"), "cifar10", "--steps", str(steps)]
+        script = [sys.executable, str(paths.ROOT / "models" / "train.py"), "cifar10", "--steps", str(steps)]
         options = ["--learning-rate", "0.02", "--warmup-steps", "0", "--log-every", "1", "--logdir", folder]
         command = [str(BIN / "mpirun"), "-np", str(size), *script, *options]
         launch([command], env=environment(threads=None), timeout=900)

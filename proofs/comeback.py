@@ -1,6 +1,6 @@
 """Show a run that loses a host and continues on the others.
 
-    python benchmarks/comeback.py       # about 2 minutes; needs root, iproute2, openssh-server
+    python proofs/comeback.py       # about 2 minutes; needs root, iproute2, openssh-server
 
 Four hosts (network namespaces with sshd) with a rank on each, started by ``hvdkit run --max-restarts 1 --min-np 3``.
 At a random step one host's network is cut. Records the seconds until the job has ended and until it trains
@@ -17,23 +17,20 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import paths
 import tyro
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cluster"), str(ROOT / "benchmarks")]
-
-from figures import Sheet  # noqa: E402
-from harness import finish, recorded  # noqa: E402
-from hosts import Hosts, missing  # noqa: E402
-from jobs import environment  # noqa: E402
-from resume import LIMIT, WORKER, differences, losses, picture  # noqa: E402
+from figures import Sheet
+from harness import Output, publish
+from hosts import Hosts, missing
+from jobs import environment
+from resume import LIMIT, WORKER, differences, losses, picture
 
 ABOUT = """Four hosts in network namespaces of one machine, a rank on each, under `hvdkit run --max-restarts 1
 --min-np 3`. At a random step the cable of one of them is cut, and three go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Output):
     """Cut one of four hosts off in the middle of a run."""
 
     steps: int = 300
@@ -42,8 +39,6 @@ class Config:
     """Seed of the step and the host."""
     heartbeat: float = 10.0
     """HVDKIT_HEARTBEAT_SECONDS of the run."""
-    json: Path | None = None
-    """Write the results here. Default: benchmarks/results/comeback.json."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,8 @@ def train(folder: Path, config: Config, cut_at: int | None = None, victim: int =
     log = folder / "log" / "losses.jsonl"
     command = ["hvdkit", "run", "--max-restarts", "1", "--min-np", "3"]
     program = [sys.executable, str(WORKER), str(folder / "log"), "--steps", str(config.steps), "--dropout", "0"]
-    env = environment(PYTHONPATH=str(ROOT), HVDKIT_HEARTBEAT_SECONDS=str(config.heartbeat), TF_CPP_MIN_LOG_LEVEL="2")
+    env = {"TF_CPP_MIN_LOG_LEVEL": "2", "HVDKIT_HEARTBEAT_SECONDS": str(config.heartbeat)}
+    env = environment(PYTHONPATH=str(paths.ROOT), **env)
     with Hosts(4) as hosts, (folder / "out").open("wb") as out:
         process = hosts[0].start(
             [*command, "-H", hosts.list, "--", *program], env=env, stdout=out, stderr=subprocess.STDOUT
@@ -100,11 +96,13 @@ def main() -> int:
         for (number, through, _), (_, continued, ranks) in zip(whole.losses, cut.losses, strict=True)
         if number % max(1, config.steps // 10) == 0
     ]
-    record = recorded(
+    return publish(
         "comeback",
         "A run that loses a host",
         ABOUT,
         config,
+        folder="proofs",
+        missed=worst > LIMIT or cut.code != 0,
         sheets=[Sheet(title="", header=["step", "4 ranks, through", "continued", "on ranks"], rows=rows)],
         pictures=[picture("comeback", whole.losses, cut.losses)],
         notes=[
@@ -113,7 +111,6 @@ def main() -> int:
             f"largest relative difference of the loss, over all steps: {worst:.1e}",
         ],
     )
-    return finish(record, config, missed=worst > LIMIT or cut.code != 0)
 
 
 if __name__ == "__main__":

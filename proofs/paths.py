@@ -1,0 +1,10 @@
+"""Where the proofs import from: the harness in benchmarks/, simulated hosts and jobs that fail in tests/."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKERS = ROOT / "proofs" / "workers"
+sys.path += [str(ROOT / folder) for folder in ("benchmarks", "tests", "tests/cluster")]
