@@ -20,12 +20,12 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cluster"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from figures import Sheet  # noqa: E402
 from harness import finish, recorded  # noqa: E402
-from hosts import Hosts, missing  # noqa: E402
-from jobs import environment  # noqa: E402
+from helpers.hosts import Hosts, missing  # noqa: E402
+from helpers.jobs import environment  # noqa: E402
 from resume import LIMIT, WORKER, differences, losses, picture  # noqa: E402
 
 ABOUT = """Four hosts in network namespaces of one machine, a rank on each, under `hvdkit run --max-restarts 1

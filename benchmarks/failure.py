@@ -22,15 +22,15 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cluster")]
+sys.path[:0] = [str(ROOT / "tests")]
 
-import slurm as under_slurm  # noqa: E402
 from figures import Sheet  # noqa: E402
 from harness import finish, recorded  # noqa: E402
-from hosts import Hosts, missing  # noqa: E402
-from jobs import MPI  # noqa: E402
-from jobs import run as run_code  # noqa: E402
-from jobs_that_fail import LAUNCHERS, Ending, NoMemoryGroup, run  # noqa: E402
+from helpers import slurm as under_slurm  # noqa: E402
+from helpers.hosts import Hosts, missing  # noqa: E402
+from helpers.jobs import MPI  # noqa: E402
+from helpers.jobs import run as run_code  # noqa: E402
+from helpers.jobs_that_fail import LAUNCHERS, Ending, NoMemoryGroup, run  # noqa: E402
 
 ABOUT = """One of three ranks fails, or one of three hosts (network namespaces) is cut off or dies: seconds from the
 fault until no process of the job is left, and the launcher's exit code."""
@@ -65,7 +65,7 @@ class Config:
         "out of memory",
         "SIGSTOP",
     )
-    """Faults injected into one of three ranks; see tests/cluster/faulty.py."""
+    """Faults injected into one of three ranks; see tests/jobs/faulty.py."""
     launchers: tuple[str, ...] = tuple(LAUNCHERS)
     """Launchers to use."""
     hosts: bool = True

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cluster"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from figures import Goal, Metric  # noqa: E402
 from harness import Benchmark, Case, Config, Way, main  # noqa: E402
-from hosts import Host, Hosts, missing  # noqa: E402
-from jobs_that_fail import across  # noqa: E402
+from helpers.hosts import Host, Hosts, missing  # noqa: E402
+from helpers.jobs_that_fail import across  # noqa: E402
 from processes import BIN, WORKERS, environment, launch, results  # noqa: E402
 
 MB = 1_000_000

@@ -17,11 +17,11 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cluster"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from figures import Picture, Sheet  # noqa: E402
 from harness import finish, recorded  # noqa: E402
-from hosts import Host, Hosts, missing  # noqa: E402
+from helpers.hosts import Host, Hosts, missing  # noqa: E402
 from processes import BIN, environment, launch  # noqa: E402
 from ring import NAMES, RATES  # noqa: E402
 

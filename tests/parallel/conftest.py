@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outcomes import VERDICT
-from speed import STALL, slowdown
+from helpers.outcomes import VERDICT
+from helpers.speed import STALL, slowdown
 
 import hvdkit as hk
 from hvdkit.cluster.progress import progress

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.counting import counting
+from helpers.pairwise import pairwise
 
 import hvdkit as hk
 from hvdkit.collectives.batch_share import share_of_batch
 from hvdkit.gradients import coupled
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from counting import counting
-from pairwise import pairwise
 
 opts = keras.optimizers
 CHANNELS = 3

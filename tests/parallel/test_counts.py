@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.counting import Exchange, PythonCalls, counting
 
 import hvdkit as hk
 from hvdkit.supervisor import session
 from hvdkit.supervisor.pace import Pace
 from hvdkit.training import results
 from hvdkit.variable.faults import FAULT_WORDS
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from counting import Exchange, PythonCalls, counting
 
 opts = keras.optimizers
 SHAPES = [(8, 16), (16,), (16, 4), (4,)]

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from as_one import compare, plain, ported, same_logs
+from helpers.as_one import compare, plain, ported, same_logs
 
 import hvdkit as hk
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from as_one import compare, plain, ported, same_logs, same_weights
+from helpers.as_one import compare, plain, ported, same_logs, same_weights
 
 import hvdkit as hk
 from hvdkit.training.inputs import Given

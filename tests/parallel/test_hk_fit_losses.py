@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from as_one import compare
+from helpers.as_one import compare
 
 import hvdkit as hk
 from hvdkit.collectives.batch_share import share_of_batch

@@ -1,0 +1,54 @@
+"""Run every launch command of the docs: each exits normally and reports which ranks trained."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.speed import WAIT
+
+ROOT = Path(__file__).resolve().parents[2]
+ENV = os.environ | {
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "NP": "3",
+}
+RANK_TAG = re.compile(r"\[(?:1,)?(\d+)\]<stderr>")
+SCRIPT = ["models/train.py", "cifar10", "--data", "synthetic", "--steps", "2", "--batch-size", "12"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        (["launch/local.sh"], 3),  # horovodrun -np 3
+        (["env", "GLOO=1", "NP=2", "launch/local.sh"], 2),  # horovodrun --gloo -np 2
+        (["mpirun", "--tag-output", "-np", "2", "python"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_the_script_runs_under(launcher, ranks):
+    done = subprocess.run(
+        [*launcher, *SCRIPT], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=WAIT, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert f"all {ranks} ranks hold the same 1068298 weights, bit for bit" in done.stdout
+    assert done.stdout.count("finished") == 1
+    assert chattering(done.stdout + done.stderr) <= {"0"}
+
+
+def chattering(output):
+    """Return the ranks, by their lines' tags, that print TensorFlow's startup lines (horovodrun prints its own)."""
+    return {tag[1] for line in output.splitlines() if "oneDNN" in line and (tag := RANK_TAG.match(line))}
+
+
+def test_a_mistake_on_the_command_line_is_reported_once():
+    command = ["mpirun", "-np", "2", "python", "models/train.py", "cifar10", "--steps", "many"]
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=WAIT, check=False)
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count("many") == 1
