@@ -31,9 +31,13 @@ CONTRACT = {
     "callbacks",
     "dropout",
     "gan",
+    "own_log_keys",
     "own_train_step",
+    "rate_scheduler",
     "sequence_labelling",
     "sequential",
+    "shuffled_dataset",
+    "subclassed",
     "synchronized_batchnorm",
     "uneven_batches",
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import zipfile
 
 import keras
 import numpy as np
@@ -162,6 +164,12 @@ def test_models_are_saved_with_their_optimizer(shard_states, tmp_path):
     model = model_of(hk.DistributedOptimizer(opts.AdamW(0.1, weight_decay=0.2), shard_states=shard_states))
     model.fit(x, y, verbose=0)
     model.save(tmp_path / "model.keras")
+    with zipfile.ZipFile(tmp_path / "model.keras") as archive:
+        text = archive.read("config.json").decode()
+    saved = json.loads(text)["compile_config"]["optimizer"]  # by Keras's module: a process without hvdkit can load it
+    assert (saved["module"], saved["class_name"]) == ("keras.optimizers", "AdamW")
+    assert keras.saving.get_registered_object(saved["registered_name"]) is None  # or else Keras would use that class
+    assert "hvdkit" not in text and "horovod" not in text
     model.save_weights(tmp_path / "model.weights.h5")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     other = model_of(hk.DistributedOptimizer(opts.AdamW(0.1, weight_decay=0.2), shard_states=shard_states))
@@ -399,13 +407,15 @@ def test_what_a_built_choice_of_optimizers_holds_is_copied():
 )
 def test_an_optimizer_is_distributed_once(make):
     inner = hk.DistributedOptimizer(opts.SGD(0.1))
-    with pytest.raises(TypeError, match=r"optimizer: got .*DistributedOptimizer.*twice combines twice"):
+    with pytest.raises(TypeError, match=r"optimizer: got .*DistributedOptimizer.*wrap it once; twice combines"):
         hk.DistributedOptimizer(make(inner))
 
 
-@pytest.mark.parametrize("wrong", ["adam", None, opts.SGD, tf.Module()], ids=str)
+@pytest.mark.parametrize(
+    "wrong", ["adam", None, opts.SGD, tf.Module(), tf.compat.v1.train.GradientDescentOptimizer(0.1)], ids=str
+)
 def test_what_is_not_an_optimizer(wrong):
-    with pytest.raises(TypeError, match="optimizer: got"):
+    with pytest.raises(TypeError, match=r"optimizer: got .*a Keras 3 optimizer, e\.g\. keras\.optimizers\.SGD"):
         hk.DistributedOptimizer(wrong)
 
 
