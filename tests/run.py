@@ -45,18 +45,12 @@ from typing import Annotated
 import psutil
 import tyro
 from helpers import speed
+from helpers.jobs import BIN, PERMISSIONS
 from helpers.outcomes import Launch, reason, report
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP = threading.Event()
 """Set if this run is interrupted: every launch ends, and no new one starts."""
-BIN = Path(sys.executable).parent
-# Open MPI's permissions to run as root and with more ranks than cores.
-PERMISSIONS = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-}
 # Files of tests/jobs that compare the seconds until a job ends, and the names of their launches.
 TIMED = {"test_hosts.py": "jobs on hosts, timed", "test_one_host.py": "jobs here, timed"}
 # Files whose tests marked `contract` cover every kind of exchange: under Gloo only the exchange differs.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 import hvdkit as hk
 
@@ -47,6 +49,18 @@ def same_weights(found: Any, expected: Any, *, rtol: float = 2e-4, atol: float =
     pairs = zip(found.weights, expected.weights, strict=True)
     for mine, theirs in pairs:
         np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=rtol, atol=atol, err_msg=theirs.path)
+
+
+def raises_on_several(error: Any, match: str) -> contextlib.AbstractContextManager[Any]:
+    """Expect an error on every rank; a single rank cannot differ from others, so expect none there."""
+    return pytest.raises(error, match=match) if hk.size() > 1 else contextlib.nullcontext()
+
+
+def assert_mismatch(call: Callable[[], object], words: list[str]) -> None:
+    """Check that the call fails on every rank, with an error that names the last rank and has all ``words``."""
+    with raises_on_several(hk.CollectiveMismatchError, f"rank {hk.size() - 1}") as error:
+        call()
+    assert error is None or all(word in str(error.value) for word in words), error
 
 
 def _made(arguments: Any) -> Any:

@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -16,6 +18,12 @@ from helpers.speed import WAIT
 BIN = Path(sys.executable).parent
 MPI = ("mpirun", "--tag-output", "--bind-to", "none", "-np")
 GLOO = ("horovodrun", "--gloo", "-np")
+# Open MPI's permissions to run as root and with more ranks than cores.
+PERMISSIONS = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
 # The launch that runs the tests must not pass its rank variables on to the jobs that the tests start.
 INHERITED = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "HVDKIT_TEST", "TF_CPP_MIN_LOG_LEVEL")
 
@@ -33,8 +41,25 @@ def environment(**extra: str) -> dict[str, str]:
     """Return this process's environment without rank variables, ready to start ranks as root."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED)}
     env["PATH"] = f"{BIN}{os.pathsep}{env['PATH']}"
-    permissions = {"ALLOW_RUN_AS_ROOT": "1", "ALLOW_RUN_AS_ROOT_CONFIRM": "1", "MCA_rmaps_base_oversubscribe": "1"}
-    return env | {f"OMPI_{name}": value for name, value in permissions.items()} | extra
+    return env | PERMISSIONS | extra
+
+
+def call(command: Sequence[str | os.PathLike[str]] | str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command, with its output as text; fail if it is still running after ``WAIT`` seconds."""
+    usual = {"env": environment(), "stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": WAIT}
+    return subprocess.run(command, **usual | options)
+
+
+def without(*modules: str) -> str:
+    """Return the first lines of a program in which ``modules`` are not installed."""
+    return f"""
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {modules}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
 
 
 def run(code: str, launcher: tuple[str, ...] = (), ranks: int = 1, **extra: str) -> Job:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import numpy as np
-from helpers.jobs import MPI, environment, run
-from helpers.speed import WAIT
+from helpers.jobs import MPI, call, run
 
 ROOT = Path(__file__).resolve().parents[2]
 MINE = """
@@ -45,9 +43,7 @@ def test_the_commands_of_the_document(tmp_path):
     (block,) = re.findall(marked, document, re.DOTALL)
     shown = []
     for command in block.splitlines():
-        done = subprocess.run(
-            command, shell=True, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=WAIT
-        )
+        done = call(command, shell=True, cwd=tmp_path)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         shown.append(done.stdout)
     listed, inspected, listed_json, verified, weights, some, served = shown

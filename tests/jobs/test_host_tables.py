@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-from helpers.jobs import environment
-from helpers.speed import WAIT
+from helpers.jobs import run
 
 CODE = """
 import hvdkit as hk
@@ -61,7 +57,5 @@ print("same")
 
 
 def test_host_tables_stay_with_their_slots_and_train_alike():
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], env=environment(), capture_output=True, text=True, timeout=WAIT, check=False
-    )
-    assert done.returncode == 0 and done.stdout.endswith("same\n"), done.stdout + done.stderr
+    job = run(CODE)
+    assert job.code == 0 and job.output.endswith("same\n"), job.output

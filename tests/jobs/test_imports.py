@@ -6,24 +6,12 @@ import re
 import sys
 
 import pytest
-from helpers.jobs import MPI, run
+from helpers.jobs import MPI, run, without
 
 from hvdkit.cluster import loading, logs
 
 HEAVY = ("tensorflow", "keras", "horovod", "mpi4py")
 CHATTER = re.compile(r"^\[1,(\d+)\]<stderr>:.*(?:oneDNN|cpu_feature_guard|absl::InitializeLog|To enable)", re.MULTILINE)
-
-
-def blocked(*modules):
-    """Return the first lines of a script in which ``modules`` are not installed."""
-    return f"""
-import sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {modules}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Missing())
-"""
 
 
 def test_a_plain_import_loads_nothing_heavy():
@@ -33,7 +21,7 @@ def test_a_plain_import_loads_nothing_heavy():
 
 def test_hvdkit_imports_where_none_of_them_is_installed():
     job = run(
-        blocked(*HEAVY) + "import hvdkit as hk; print(hk.__version__, issubclass(hk.ClusterError, hk.HvdkitError))"
+        without(*HEAVY) + "import hvdkit as hk; print(hk.__version__, issubclass(hk.ClusterError, hk.HvdkitError))"
     )
     assert job.code == 0 and job.output.endswith("True\n"), job.output
 
@@ -46,14 +34,14 @@ def test_hvdkit_imports_where_none_of_them_is_installed():
     ],
 )
 def test_the_first_use_names_the_command_that_brings_what_is_missing(missing, use, command):
-    job = run(blocked(missing) + f"import hvdkit as hk\ntry: {use}\nexcept ImportError as e: print('!', e.name, e)")
+    job = run(without(missing) + f"import hvdkit as hk\ntry: {use}\nexcept ImportError as e: print('!', e.name, e)")
     assert job.code == 0
     assert f"! {missing}" in job.output and command in job.output, job.output
 
 
 def test_one_process_needs_no_mpi():
     job = run(
-        blocked("mpi4py")
+        without("mpi4py")
         + "import gc, hvdkit as hk; print(hk.init().size, hk.allgather_object('x'), hk.allreduce(2.0))\n"
         + "print(gc.isenabled(), gc.get_freeze_count() > 200_000)"
     )

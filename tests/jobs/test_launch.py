@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.speed import WAIT
+from helpers.jobs import call, environment
 
 ROOT = Path(__file__).resolve().parents[2]
-ENV = os.environ | {
-    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "NP": "3",
-}
 RANK_TAG = re.compile(r"\[(?:1,)?(\d+)\]<stderr>")
 SCRIPT = ["models/train.py", "cifar10", "--data", "synthetic", "--steps", "2", "--batch-size", "12"]
 
@@ -33,9 +23,7 @@ SCRIPT = ["models/train.py", "cifar10", "--data", "synthetic", "--steps", "2", "
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_the_script_runs_under(launcher, ranks):
-    done = subprocess.run(
-        [*launcher, *SCRIPT], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=WAIT, check=False
-    )
+    done = call([*launcher, *SCRIPT], cwd=ROOT, env=environment(NP="3"))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert f"all {ranks} ranks hold the same 1068298 weights, bit for bit" in done.stdout
     assert done.stdout.count("finished") == 1
@@ -49,6 +37,6 @@ def chattering(output):
 
 def test_a_mistake_on_the_command_line_is_reported_once():
     command = ["mpirun", "-np", "2", "python", "models/train.py", "cifar10", "--steps", "many"]
-    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=WAIT, check=False)
+    done = call(command, cwd=ROOT)
     assert done.returncode != 0
     assert (done.stdout + done.stderr).count("many") == 1

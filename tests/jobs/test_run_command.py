@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers.jobs import environment
-from helpers.speed import WAIT, scaled
+from helpers.jobs import call, environment
+from helpers.speed import WAIT, scaled, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = [sys.executable, "-m", "hvdkit", "run"]
@@ -55,13 +55,6 @@ def left(mark):
         except psutil.Error:
             continue
     return found
-
-
-def until(condition):
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 HUGE = "glibc.malloc.hugetlb=1"  # pages
@@ -104,7 +97,7 @@ def test_the_first_rank_that_fails_is_named_and_nothing_is_left(tmp_path, failur
     got, _, err, last = finish(start("-np", "3", code=script, mark=mark))
     assert got == code if code is not None else got not in (0, 2), err
     assert re.fullmatch(rf"hvdkit run: rank 1 on {HOST} {words}.*; the job ended after \d+\.\d s", last), err
-    until(lambda: not left(mark))
+    wait_until(lambda: not left(mark))
 
 
 @pytest.mark.parametrize(
@@ -119,26 +112,26 @@ def test_a_signal_to_hvdkit_run_ends_all_ranks(tmp_path, number, code):
         f"open({mark!r} + f'/up-{{RANK}}', 'w'); time.sleep(4000)"
     )
     process = start("-np", "3", "--max-restarts", "1", code=script, mark=mark)
-    until(lambda: len(list(tmp_path.glob("up-*"))) == 3)
+    wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 3)
     process.send_signal(number)
     got, _, err, _ = finish(process)
     assert got == code and "starting again" not in err, err
     if number != signal.SIGKILL:  # a rank that has saved must not end those still saving
         assert len(list(tmp_path.glob("saved-*"))) == 3
-    until(lambda: not left(mark))
+    wait_until(lambda: not left(mark))
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path):
     mark = str(tmp_path)
     script = f"signal.signal(2, lambda *_: None); open({mark!r} + f'/up-{{RANK}}', 'w')\nwhile True: time.sleep(1)"
     process = start("-np", "2", code=script, mark=mark)
-    until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
+    wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert finish(process)[0] == 130
-    until(lambda: not left(mark))
+    wait_until(lambda: not left(mark))
 
 
 def start_first(folder, code):
@@ -157,24 +150,24 @@ def start_first(folder, code):
 def test_a_rank_that_fails_ends_a_job_whose_other_ranks_have_not_begun(tmp_path):
     code, _, err, last = finish(start_first(tmp_path, "sys.exit(3)"))
     assert code == 3 and "hvdkit run: of 2 ranks 1 never began; rank 0 ended with exit code 3; the job" in last, err
-    until(lambda: not left(str(tmp_path)))
+    wait_until(lambda: not left(str(tmp_path)))
 
 
 def test_a_signal_ends_a_job_whose_other_ranks_have_not_begun(tmp_path):
     process = start_first(tmp_path, f"open({str(tmp_path)!r} + '/up', 'w'); time.sleep(4000)")
-    until((tmp_path / "up").exists)
+    wait_until((tmp_path / "up").exists)
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     code, _, err, _ = finish(process)
     assert code == 143 and time.monotonic() - begin < 25, err  # sooner than the 30 s that ranks have to save
-    until(lambda: not left(str(tmp_path)))
+    wait_until(lambda: not left(str(tmp_path)))
 
 
 def test_under_gloo_no_secret_is_on_a_command_line_and_the_exit_code_is_kept(tmp_path):
     mark = str(tmp_path)
     script = f"open({mark!r} + f'/up-{{RANK}}', 'w').write(os.environ['TOKEN']); time.sleep(2); sys.exit(RANK and 5)"
     process = start("-np", "2", "--engine", "gloo", "--env", "TOKEN", code=script, mark=mark, TOKEN="s3cret")
-    until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
+    wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
     assert not [one.pid for one in psutil.process_iter(["cmdline"]) if "s3cret" in " ".join(one.info["cmdline"] or [])]
     code, _, err, last = finish(process)
     assert (tmp_path / "up-0").read_text() == "s3cret"
@@ -196,7 +189,7 @@ def writer(folder):
 def test_a_reader_that_is_paused_does_not_hold_up_the_end(tmp_path, end):
     mark = str(tmp_path)
     process = start("-np", "2", code=writer(tmp_path), mark=mark)
-    until((tmp_path / "written-1").exists)
+    wait_until((tmp_path / "written-1").exists)
     if end == "signal":
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT) == 143  # although its output has not been read
@@ -204,20 +197,20 @@ def test_a_reader_that_is_paused_does_not_hold_up_the_end(tmp_path, end):
     else:
         (tmp_path / "new").write_text("3")
         (tmp_path / "new").rename(tmp_path / "code")
-        until(lambda: len(left(mark)) == 1)  # hvdkit run, which waits for its reader
+        wait_until(lambda: len(left(mark)) == 1)  # hvdkit run, which waits for its reader
         code, out, err, last = finish(process)
         assert code == 3 and f"hvdkit run: rank 1 on {HOST} ended with exit code 3" in last, err
         lines = {rank: [line for line in out.splitlines() if line.startswith(f"[rank {rank}] ")] for rank in (0, 1)}
         assert lines[1] == [f"[rank 1] {number} {'x' * 1000}" for number in range(30)]
         whole = lines[0][:-1]  # rank 0 was ended while writing the last one
         assert whole == [f"[rank 0] {number} {'x' * 1000}" for number in range(len(whole))]
-    until(lambda: not left(mark))
+    wait_until(lambda: not left(mark))
 
 
 def test_a_reader_that_pauses_for_longer_than_the_heartbeat_loses_nothing(tmp_path):
     (tmp_path / "code").write_text("0")
     process = start("-np", "2", code=writer(tmp_path), mark=str(tmp_path), HVDKIT_HEARTBEAT_SECONDS=scaled(1))
-    until((tmp_path / "written-1").exists)
+    wait_until((tmp_path / "written-1").exists)
     time.sleep(4 * float(scaled(1)))
     assert not (tmp_path / "written-0").exists()  # it waits, too: hvdkit run does not keep everything in memory
     code, out, err, _ = finish(process)
@@ -288,8 +281,7 @@ ARGUMENTS = ["a", ":", "b", "", "new\nline", "q'u\"o $HOME `id`", "-x", "--", "-
 def test_a_program_gets_its_arguments_as_they_are(engine):
     code = "import os, sys; print([os.fsencode(word) for word in sys.argv[1:]])"
     command = [*RUN, "-np", "2", "--engine", engine, "--", sys.executable, "-c", code, *ARGUMENTS]
-    env = environment(PYTHONPATH=str(ROOT))
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT, check=False)
+    done = call(command, env=environment(PYTHONPATH=str(ROOT)))
     expected = str(list(map(os.fsencode, ARGUMENTS)))
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] {expected}" for rank in (0, 1)], done.stderr
 
@@ -299,8 +291,8 @@ def test_what_a_dry_run_prints_can_be_run_as_it_is(engine):
     code = "import sys; print(sys.argv[1:])"
     command = [*RUN, "-np", "2", "--engine", engine, "--dry-run", "--", sys.executable, "-c", code, *ARGUMENTS[:-1]]
     env = environment(PYTHONPATH=str(ROOT))
-    printed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT, check=True).stdout
-    done = subprocess.run(printed, shell=True, env=env, capture_output=True, text=True, timeout=WAIT, check=False)
+    printed = call(command, env=env, check=True).stdout
+    done = call(printed, env=env, shell=True)
     assert done.stdout.count(str(ARGUMENTS[:-1])) == 2, (printed, done.stdout, done.stderr)
 
 
@@ -370,8 +362,8 @@ def test_launchers_to_copy(tmp_path, launcher, variables):
     for code in ("0", "3"):
         command = ["bash", str(ROOT / "launch" / launcher), str(tmp_path / "train.py"), code]
         env = environment(PYTHONPATH=str(ROOT), LOGS=str(tmp_path / "logs"), **variables)
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT, check=False)
+        done = call(command, env=env, cwd=tmp_path)
         assert done.returncode == int(code), done.stderr
         assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] trained {code}" for rank in (0, 1)]
-    alone = subprocess.run(["bash", str(ROOT / "launch" / launcher)], capture_output=True, text=True, check=False)
+    alone = call(["bash", ROOT / "launch" / launcher])
     assert alone.returncode == 2 and f"launch/{launcher} models/train.py cifar10" in alone.stderr

@@ -10,7 +10,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
@@ -18,13 +17,14 @@ import psutil
 import pytest
 from helpers.hosts import Hosts, missing
 from helpers.jobs import BIN, environment, words
-from helpers.speed import WAIT, scaled
+from helpers.speed import WAIT, scaled, wait_until
 from resume import WORKER, losses
 
 import hvdkit
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 150
+OVER_GLOO = ("hvdkit", "run", "--engine", "gloo", "--check-timeout", "250")
 WHY = missing()
 pytestmark = pytest.mark.skipif(WHY is not None, reason=f"no hosts: {WHY}")
 
@@ -39,13 +39,6 @@ def begin(hosts, *command, out, **extra):
     env = environment(PYTHONPATH=str(ROOT), TF_CPP_MIN_LOG_LEVEL="2", **extra)
     with out.open("wb") as file:
         return hosts[0].start(command, env=env, stdout=file, stderr=file)
-
-
-def until(condition, out):
-    limit = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < limit, out.read_text()
-        time.sleep(0.05)
 
 
 def test_a_host_is_lost_and_comes_back(hosts, tmp_path):
@@ -63,11 +56,11 @@ def test_a_host_is_lost_and_comes_back(hosts, tmp_path):
     def trained(ranks):
         return log.exists() and log.read_text().count(f", {ranks}]")
 
-    until(lambda: trained(3) > 30, out)
+    wait_until(lambda: trained(3) > 30, out.read_text)
     hosts[2].cut()
-    until(lambda: trained(2) > 0, out)
+    wait_until(lambda: trained(2) > 0, out.read_text)
     hosts[2].plug_in()
-    until(lambda: trained(2) > 30, out)
+    wait_until(lambda: trained(2) > 30, out.read_text)
     rank = next(pid for pid in hosts[1].processes() if words(pid)[:2] == worker)
     os.kill(rank, signal.SIGKILL)
     alone = subprocess.run([*worker, str(tmp_path / "alone"), *flags, "--rest", "0"], env=environment(), check=True)
@@ -107,22 +100,8 @@ def test_under_gloo_the_token_lies_in_a_private_file_and_one_address_is_listened
     program = [sys.executable, "-c", script, str(tmp_path / "up-")]
     before = set(Path("/tmp").glob("hvdkit-run-*"))
     out = tmp_path / "out"
-    process = begin(
-        hosts,
-        "hvdkit",
-        "run",
-        "--engine",
-        "gloo",
-        "-H",
-        hosts.list,
-        "--check-timeout",
-        "250",
-        *options,
-        "--",
-        *program,
-        out=out,
-    )
-    until(lambda: len(list(tmp_path.glob("up-*"))) == 3, out)
+    process = begin(hosts, *OVER_GLOO, "-H", hosts.list, *options, "--", *program, out=out)
+    wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 3, out.read_text)
     (made,) = set(Path("/tmp").glob("hvdkit-run-*")) - before
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
     text = (made / "offer").read_text()
@@ -141,19 +120,7 @@ def test_a_folder_that_is_there_already_and_has_another_token_is_refused(tmp_pat
     before = set(Path("/tmp").glob("hvdkit-run-*"))
     with Hosts(2) as two:
         two[1].put(stub, Path(shutil.which("cmp")).resolve())
-        process = begin(
-            two,
-            "hvdkit",
-            "run",
-            "--engine",
-            "gloo",
-            "-H",
-            two.list,
-            "--check-timeout",
-            "250",
-            "true",
-            out=tmp_path / "out",
-        )
+        process = begin(two, *OVER_GLOO, "-H", two.list, "true", out=tmp_path / "out")
         assert process.wait(WAIT) == 2
     assert re.search(r"host 10\.77\.0\.2: .*exists already, and is not of this job", (tmp_path / "out").read_text())
     assert set(Path("/tmp").glob("hvdkit-run-*")) == before

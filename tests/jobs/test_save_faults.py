@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-from helpers.jobs import environment
+from helpers.jobs import call
 from helpers.speed import WAIT
 
 from hvdkit.checkpoint.writing import Save, Snapshot
@@ -20,9 +19,7 @@ DRIVER = Path(__file__).with_name("save_driver.py")
 
 @pytest.fixture(scope="module")
 def cases():
-    done = subprocess.run(
-        [sys.executable, str(DRIVER)], env=environment(), capture_output=True, text=True, timeout=WAIT
-    )
+    done = call([sys.executable, DRIVER])
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from helpers.hosts import Hosts
 from helpers.jobs_that_fail import SCRIPT, environment
 from helpers.slurm import Slurm, missing
-from helpers.speed import WAIT, scaled
+from helpers.speed import WAIT, scaled, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = str(ROOT / "launch" / "slurm.sbatch")
@@ -33,13 +32,6 @@ def variables(**extra):
     return environment(PYTHONPATH=str(ROOT), TF_CPP_MIN_LOG_LEVEL="2", **extra)
 
 
-def until(condition, text):
-    limit = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < limit, text()
-        time.sleep(0.05)
-
-
 def test_training_is_preempted_and_goes_on(cluster, tmp_path):
     """Another job takes all nodes: Slurm signals the ranks directly; hvdkit run gets no signal."""
     _, slurm = cluster
@@ -49,7 +41,7 @@ def test_training_is_preempted_and_goes_on(cluster, tmp_path):
     script = [str(ROOT / "models" / "train.py"), "linear", "--logdir", str(logdir), "--save-model-secs", "0.5"]
     nodes = ["--nodes=3", "--ntasks-per-node=1", f"--output={out}"]
     job = slurm.submit([*nodes, SBATCH, *script, "--sleep", "0.03", "--epochs", "5"], variables())
-    until(lambda: list(logdir.glob("checkpoints/step-*")), out.read_text)
+    wait_until(lambda: list(logdir.glob("checkpoints/step-*")), out.read_text)
     slurm.submit(["--partition=urgent", "--nodes=3", "--ntasks-per-node=4", "--output=/dev/null", "--wrap=true"])
     assert slurm.wait(job)["ExitCode"] == "0:0", out.read_text()
     text = out.read_text()
@@ -108,14 +100,14 @@ def test_jobs_that_fail(cluster, tmp_path):
     run = f"hvdkit run --slurm --engine mpirun --max-restarts 2 --min-np 1 -- sh {tmp_path}/wait {done}"
     left = submit("left", "--no-kill", "--exclude=host-a", f"--wrap={run}")
     queued = submit("queued", SBATCH, f"{tmp_path}/wait", str(done))
-    until(lambda: text().count("] rank on host-") == 4, text)
+    wait_until(lambda: text().count("] rank on host-") == 4, text)
     hosts[2].kill()
     there = ["--nodes=2", "--ntasks-per-node=1", "--exclude=host-c"]
     plain = {"mpirun": start("mpirun", "salloc", "--quiet", *there, "mpirun")}
     if not without_pmix:
         plain["srun"] = start("srun", "srun", "--mpi=pmix", *there)
     fails = submit("fails", "--exclude=host-c", SBATCH, f"{tmp_path}/fail", str(marks))
-    until(lambda: "] rank on host-a" in log["queued"].read_text(), text)
+    wait_until(lambda: "] rank on host-a" in log["queued"].read_text(), text)
     done.touch()
 
     check_lost_nodes(slurm, log, left, queued, text)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
-from helpers.jobs import BIN, environment, words
+from helpers.jobs import BIN, call, environment, words
 from helpers.speed import WAIT
 
 SCRIPT = Path(__file__).parents[2] / "models" / "train.py"
@@ -69,8 +69,6 @@ def test_a_run_is_killed_stopped_continued_with_fewer_ranks_and_inspected(tmp_pa
     assert "finished" in output
 
     assert len(list((logdir / "checkpoints").glob("step-*"))) == 1  # max_to_keep=1
-    shown = subprocess.run(
-        [BIN / "hvdkit", "checkpoint", "inspect", logdir], capture_output=True, text=True, timeout=WAIT
-    )
+    shown = call([BIN / "hvdkit", "checkpoint", "inspect", logdir])
     assert shown.returncode == 0, shown.stderr
     assert "1000" in shown.stdout

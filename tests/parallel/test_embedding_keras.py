@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.jobs import environment
-from helpers.speed import WAIT
+from helpers.jobs import call, environment
 
 import hvdkit as hk
 from hvdkit import registration
@@ -383,13 +381,8 @@ def written_by_one_process(shared_path):
             "model.save(sys.argv[1] + '/model.keras'); model.save_weights(sys.argv[1] + '/model.weights.h5')\n"
             "np.save(sys.argv[1] + '/predicted.npy', model.predict(ids, verbose=0))\n"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(shared_path)],
-            env=environment(PYTHONPATH=os.pathsep.join(map(str, Path(__file__).parents[:2]))),
-            capture_output=True,
-            text=True,
-            timeout=WAIT,
-        )
+        env = environment(PYTHONPATH=os.pathsep.join(map(str, Path(__file__).parents[:2])))
+        done = call([sys.executable, "-c", code, shared_path], env=env)
         assert done.returncode == 0, done.stdout + done.stderr
     hk.barrier()
     return shared_path

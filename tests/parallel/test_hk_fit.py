@@ -6,16 +6,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.as_one import compare, plain, ported, same_logs
+from helpers.as_one import compare, plain, ported, raises_on_several, same_logs
 
 import hvdkit as hk
 
 layers = keras.layers
 
 
-def regression(rows, rng, width=5, targets=1):
-    x = rng.normal(size=(rows, width)).astype("float32")
-    y = (x @ rng.normal(size=(width, targets)) + 0.1 * rng.normal(size=(rows, targets))).astype("float32")
+def regression(rows, rng):
+    x = rng.normal(size=(rows, 5)).astype("float32")
+    y = (x @ rng.normal(size=(5, 1)) + 0.1 * rng.normal(size=(rows, 1))).astype("float32")
     return x, y
 
 
@@ -106,10 +106,7 @@ def test_sharded_tables_are_weighed_by_rows_once(rng):
 def test_a_dataset_that_is_shuffled_unlike_is_an_error(rng):
     x, y = regression(16, rng)
     data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(16, seed=hk.rank()).batch(8)
-    if hk.size() == 1:
-        hk.fit(mlp()(), data, verbose=0)
-        return
-    with pytest.raises(hk.CollectiveMismatchError, match=r"^x: got another first batch on rank 1\b.*seed"):
+    with raises_on_several(hk.CollectiveMismatchError, r"^x: got another first batch on rank 1\b.*seed"):
         hk.fit(mlp()(), data, verbose=0)
 
 
@@ -120,16 +117,10 @@ def test_later_batches_are_compared_if_an_epoch_begins_with_them(rng, alike):
     order = np.concatenate([np.arange(16 * alike), 16 * alike + np.arange(64 - 16 * alike) * (1 + 2 * hk.rank()) % 16])
     data = tf.data.Dataset.from_tensor_slices((x[order], y[order])).batch(16)
 
-    def train():
-        model = mlp()()
-        model.compile("sgd", "mse", steps_per_execution=2, jit_compile=False)
+    model = mlp()()
+    model.compile("sgd", "mse", steps_per_execution=2, jit_compile=False)
+    with raises_on_several(hk.CollectiveMismatchError, r"^x: got another first batch on rank 1\b"):
         hk.fit(model, data, verbose=0, epochs=2, steps_per_epoch=2)
-
-    if hk.size() == 1:
-        train()
-        return
-    with pytest.raises(hk.CollectiveMismatchError, match=r"^x: got another first batch on rank 1\b"):
-        train()
 
 
 def test_arrays_and_arguments_that_differ_are_errors_on_every_rank(rng):
@@ -152,13 +143,10 @@ def test_data_that_end_early_on_one_rank_are_an_error_on_all(rng, what):
     rows = 24 - 8 * (hk.rank() == hk.size() - 1 and hk.size() > 1)
     data = tf.data.Dataset.from_tensor_slices((x, y)).take(rows).filter(lambda a, b: True).batch(8)
     given = {"x": data} if what == "x" else {"x": x, "y": y, "validation_data": data}
-    if hk.size() == 1:
-        hk.fit(mlp()(), **given, verbose=0)
-        return
     errors, match = (hk.CollectiveMismatchError, tf.errors.InvalidArgumentError), "x: got data that have ended"
-    with pytest.raises(errors, match=match):
+    with raises_on_several(errors, match):
         hk.fit(mlp()(), **given, verbose=0)
-    with pytest.raises(errors, match=match):
+    with raises_on_several(errors, match):
         hk.predict(mlp()(), data, verbose=0)
 
 

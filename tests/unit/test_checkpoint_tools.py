@@ -14,7 +14,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.jobs import environment
+from helpers.jobs import call, environment, without
 from helpers.speed import WAIT
 
 import hvdkit as hk
@@ -418,18 +418,13 @@ def test_the_tools_import_no_tensorflow(one, tmp_path):
     """Nor Horovod or MPI: the tools run on machines that only have the files."""
     code = """
 import sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("tensorflow", "keras", "horovod", "mpi4py"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Missing())
 from hvdkit.cli import main
 checkpoint, to = sys.argv[1:]
 for arguments in (["inspect", checkpoint], ["verify", checkpoint], ["export", checkpoint, "--to", to]):
     assert main(["checkpoint", *arguments]) == 0, arguments
 """
-    command = [sys.executable, "-c", code, str(one), str(tmp_path / "to")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=WAIT)
+    code = without("tensorflow", "keras", "horovod", "mpi4py") + code
+    done = call([sys.executable, "-c", code, one, tmp_path / "to"])
     assert done.returncode == 0, done.stderr
     assert "whole: 1 checkpoint(s)" in done.stdout and (tmp_path / "to" / "values.json").exists()
 

@@ -262,18 +262,6 @@ def test_tensors_are_made_without_a_copy(monkeypatch):
         np.testing.assert_array_equal(batches.sample_weight, plain.sample_weight)
 
 
-def test_as_keras_of_ranks_makes_the_global_batches():
-    x, y = linear_data()
-    whole = GlobalBatches((x, y), 10, shuffle_seed=1, rank=0, size=1)
-    parts = [GlobalBatches((x, y), 10, shuffle_seed=1, rank=r, size=3).as_keras() for r in range(3)]
-    for _ in range(3):  # passes
-        for locals_ in zip(*parts, strict=True):
-            expected, _ = next(whole)
-            np.testing.assert_array_equal(np.concatenate([xb for xb, _, _ in locals_]), expected)
-            loss = [np.mean(w * np.sum(xb, 1)) for xb, _, w in locals_]
-            np.testing.assert_allclose(np.mean(loss), np.sum(expected[whole.mask], 1).mean(), rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("most", [16, 3, 1])
 def test_passes_read_at_the_same_time_are_each_their_own(most, monkeypatch):
     """More passes than readers kept open; the pass that is abandoned leaves no trace in the others."""

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from helpers.speed import WAIT
+from helpers.speed import WAIT, wait_until
 
 from hvdkit.machine import interfaces
 from hvdkit.machine.limits import allow_files
@@ -109,20 +109,13 @@ class Job:
         """Return the other end of the connection of a sentinel that has joined."""
         selector = selectors.DefaultSelector()
         made = connect(self.offer, joined(rank, size), selector, selector)[0]
-        wait_for(lambda: rank in self.coordinator.members and self.coordinator.members[rank].here)
+        wait_until(lambda: rank in self.coordinator.members and self.coordinator.members[rank].here)
         return made
 
     def stranger(self) -> socket.socket:
         made = socket.create_connection((LOCAL, self.port))
         made.settimeout(WAIT)
         return made
-
-
-def wait_for(condition) -> None:
-    until = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def is_closed(made: socket.socket) -> bool:
@@ -151,7 +144,7 @@ def test_a_sentinel_and_the_coordinator_find_each_other():
         ends[1].send(Training(pid=3, waiters=[4]))
         ends[1].send(Status(step=7))
         ends[1].send(Output(STDOUT, b"a line\n"))
-        wait_for(lambda: job.output)
+        wait_until(lambda: job.output)
         member = job.coordinator.members[1]
         assert member.trains and member.status == Status(step=7) and job.output == {(1, b"a line\n"): 1}
         assert (member.joined.host, member.joined.place) == ("host-0", "place-0")
@@ -331,7 +324,7 @@ def test_a_sentinel_that_sends_garbage_later_counts_as_lost():
         sentinel = job.sentinel()
         sentinel.socket.setblocking(True)
         sentinel.socket.sendall(b"\0\xff\xff\xff\xff")
-        wait_for(lambda: job.coordinator.members[0].lost is not None)
+        wait_until(lambda: job.coordinator.members[0].lost is not None)
         close(sentinel)
 
 
@@ -345,7 +338,7 @@ def test_half_a_message_is_waited_for_and_whole_ones_are_read_in_any_pieces():
         for byte in HEADER.pack(0, len(payload)) + payload:
             sentinel.socket.sendall(bytes([byte]))
             time.sleep(0.001)
-        wait_for(lambda: job.coordinator.members[0].status.step == 5)
+        wait_until(lambda: job.coordinator.members[0].status.step == 5)
         half.close()
         close(sentinel)
 
@@ -357,7 +350,7 @@ def test_a_flood_of_silent_strangers_does_not_keep_a_sentinel_out():
         assert len(job.coordinator.server._strangers) <= channel._STRANGERS + 1
         more = [job.stranger() for _ in range(300)]
         sentinel.send(Status(step=1))
-        wait_for(lambda: job.coordinator.members[0].status.step == 1)
+        wait_until(lambda: job.coordinator.members[0].status.step == 1)
         assert job.coordinator.verdict is None
         for one in (*silent, *more):
             one.close()
@@ -369,7 +362,7 @@ def test_strangers_that_stay_silent_are_closed_after_a_while_but_not_for_our_own
     (listener,) = listen([LOCAL])
     server = Server(selector, [listener], "the token", 2)
     strangers = [socket.create_connection(listener.getsockname()) for _ in range(3)]
-    wait_for(lambda: (server.admit(listener), len(server._strangers) == 3)[1])
+    wait_until(lambda: (server.admit(listener), len(server._strangers) == 3)[1])
     now = time.monotonic()
     server.forget_strangers(now + 9)
     assert len(server._strangers) == 3
@@ -404,7 +397,7 @@ def test_without_a_file_left_the_coordinator_goes_on_and_lets_sentinels_in_later
             for _ in range(20):
                 os.close(files.pop())
             assert flood.stdout.readline() == b"connected\n"
-            wait_for(lambda: len(job.coordinator.server._strangers) >= 19)
+            wait_until(lambda: len(job.coordinator.server._strangers) >= 19)
             time.sleep(0.3)
             assert job._thread.is_alive() and job.coordinator.verdict is None
         finally:
@@ -518,7 +511,7 @@ def test_hundreds_of_sentinels_connect_and_report():
             end.send(Training(pid=1, waiters=[]))
             end.send(Output(STDOUT, b"hello\n"))
             end.send(Status(step=rank))
-        wait_for(
+        wait_until(
             lambda: (
                 len(job.output) == size
                 and all(one.status.step is not None for one in list(job.coordinator.members.values()))
@@ -537,11 +530,11 @@ def test_hundreds_of_sentinels_connect_and_report():
             orders.append(receive_now(end.socket))
             send_now(end.socket, Unwound())
         assert orders == [End(code=1, unwind=3.0)] * size
-        wait_for(lambda: len(job.lines) == 2)
+        wait_until(lambda: len(job.lines) == 2)
         assert job.lines[-1] == "hvdkit: rank 7 on host-0 failed at step 3: ValueError: the disk is full"
         for end in ends:
             send_now(end.socket, Exited(code=1))
-        wait_for(lambda: job.coordinator.over)
+        wait_until(lambda: job.coordinator.over)
         for end in ends:
             close(end)
 
@@ -551,14 +544,14 @@ def test_a_sentinel_that_was_killed_is_replaced():
         ends = [job.sentinel(rank, 2) for rank in range(2)]
         for _ in range(3):
             close(ends[1])
-            wait_for(lambda: job.coordinator.members[1].lost is not None)
+            wait_until(lambda: job.coordinator.members[1].lost is not None)
             ends[1] = job.sentinel(1, 2)
             ends[1].send(Training(pid=1, waiters=[]))
         assert job.coordinator.members[1].here and job.coordinator.verdict is None
         for end in ends:
             end.send(Leaving())
             end.send(Exited(code=0))
-        wait_for(lambda: job.coordinator.over)
+        wait_until(lambda: job.coordinator.over)
         assert job.coordinator.judge().code == 0
         for end in ends:
             close(end)
@@ -574,7 +567,7 @@ def running(program: str, **limits: float):
         variables = {**os.environ, RUN_VARIABLE: str(job.offer)}
         process = subprocess.Popen([sys.executable, "-IS", sentinel.PATH, "run"], env=variables)
         try:
-            wait_for(lambda: 0 in job.coordinator.members)
+            wait_until(lambda: 0 in job.coordinator.members)
             yield job, job.coordinator.members[0]
             job.coordinator.release()
             process.wait(WAIT)
@@ -585,7 +578,7 @@ def running(program: str, **limits: float):
 
 def test_the_end_of_a_rank_is_reported_though_a_child_process_keeps_writing():
     with running("while :; do echo loading; sleep 0.02; done & echo begun; kill -SEGV $$") as (job, member):
-        wait_for(lambda: member.exited is not None)
+        wait_until(lambda: member.exited is not None)
         assert member.exited.code == -signal.SIGSEGV
         assert any(b"begun" in data for _, data in job.output)
 
@@ -593,13 +586,13 @@ def test_the_end_of_a_rank_is_reported_though_a_child_process_keeps_writing():
 def test_what_child_processes_write_after_the_end_of_the_rank_is_read():
     """As with ``exec > >(tee log)`` in a script: tee ends after the shell."""
     with running("(sleep 0.1; echo last) & exit 0") as (job, member):
-        wait_for(lambda: member.exited is not None)
+        wait_until(lambda: member.exited is not None)
         assert job.output == {(0, b"last\n"): 1}
 
 
 def test_nothing_is_reported_of_a_process_that_has_ended():
     with running("exit 3", heartbeat=1.0) as (job, _):
-        wait_for(lambda: job.coordinator.over)
+        wait_until(lambda: job.coordinator.over)
         before = job.coordinator.messages
         time.sleep(2.0)
         assert job.coordinator.messages == before
