@@ -46,8 +46,8 @@ def environment(**extra: str) -> dict[str, str]:
 
 def call(command: Sequence[str | os.PathLike[str]] | str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command, with its output as text; fail if it is still running after ``WAIT`` seconds."""
-    usual = {"env": environment(), "stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": WAIT}
-    return subprocess.run(command, **usual | options)
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.run(command, **{"env": environment(), "timeout": WAIT, **pipes, **options})
 
 
 def without(*modules: str) -> str:
@@ -66,16 +66,8 @@ def run(code: str, launcher: tuple[str, ...] = (), ranks: int = 1, **extra: str)
     """Run Python ``code`` on ``ranks`` ranks; fail if it is still running after ``WAIT`` seconds."""
     launched = [*launcher, str(ranks)] if launcher else []
     started = time.monotonic()
-    done = subprocess.run(
-        [*launched, sys.executable, "-c", code],
-        env=environment(**extra),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=WAIT,
-        text=True,
-        errors="replace",
-    )
+    command = [*launched, sys.executable, "-c", code]
+    done = call(command, env=environment(**extra), stderr=subprocess.STDOUT, errors="replace")
     return Job(done.returncode, time.monotonic() - started, done.stdout)
 
 

@@ -6,13 +6,12 @@ import gzip
 import io
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.jobs import environment
+from helpers.jobs import call, environment
 from helpers.speed import WAIT, slowdown
 from helpers.traces import check_trace
 
@@ -67,9 +66,7 @@ for x in batches:
 
 def bench(folder, *options):
     command = [sys.executable, "-m", "hvdkit", "bench", *options]
-    env = environment(PYTHONPATH=str(ROOT))
-    done = subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                          timeout=WAIT)  # fmt: skip
+    done = call(command, cwd=folder, env=environment(PYTHONPATH=str(ROOT)))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, done.stderr
 

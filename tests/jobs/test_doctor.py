@@ -7,14 +7,13 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import venv
 from pathlib import Path
 
 import psutil
 import pytest
-from helpers.jobs import words
+from helpers.jobs import call, words
 from helpers.speed import WAIT, slowdown
 
 from hvdkit.commands.doctor import examine, facts, live, report, software
@@ -41,13 +40,7 @@ def make_environment(folder: Path, *absent: str) -> Path:
 
 def run_doctor(python: Path, *arguments: str, **variables: str) -> tuple[int, dict[str, dict]]:
     """Run ``hvdkit doctor --json`` and return its exit code and findings."""
-    result = subprocess.run(
-        [python, "-m", "hvdkit", "doctor", "--json", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=WAIT,
-        env={**ENVIRONMENT, **variables},
-    )
+    result = call([python, "-m", "hvdkit", "doctor", "--json", *arguments], env={**ENVIRONMENT, **variables})
     assert result.stdout.startswith("{"), result.stderr
     document = json.loads(result.stdout)
     assert document["exit_code"] == result.returncode

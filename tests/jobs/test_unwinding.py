@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers.jobs import environment
+from helpers.jobs import call, environment
 from helpers.jobs_that_fail import HVDKIT_LINE, LAUNCHERS, PATHS
-from helpers.speed import WAIT, scaled
+from helpers.speed import scaled
 
 SCRIPT = Path(__file__).with_name("unwinding.py")
 RANKS = 3
@@ -34,16 +34,8 @@ def run(kind, launcher):
     """Run one job; return its exit code, its output, and the contents of each file that its ranks wrote."""
     with tempfile.TemporaryDirectory(prefix="hvdkit-unwinding-") as folder:
         command = [*LAUNCHERS[launcher], "-np", str(RANKS), sys.executable, str(SCRIPT), folder, kind]
-        done = subprocess.run(
-            command,
-            env=environment(PYTHONPATH=PATHS, TF_CPP_MIN_LOG_LEVEL="2", HVDKIT_UNWIND_SECONDS=scaled(3)),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=WAIT,
-            check=False,
-        )
+        env = environment(PYTHONPATH=PATHS, TF_CPP_MIN_LOG_LEVEL="2", HVDKIT_UNWIND_SECONDS=scaled(3))
+        done = call(command, env=env, stderr=subprocess.STDOUT)
         found = {path.name: path.read_text() for path in Path(folder).iterdir()}
     return done.returncode, done.stdout, found
 
