@@ -15,6 +15,12 @@ import hvdkit as hk
 SEED = 11
 
 
+def line(rng: np.random.Generator, rows: int = 22) -> tuple[np.ndarray, np.ndarray]:
+    """Return examples on a plane."""
+    x = rng.normal(size=(rows, 3)).astype("float32")
+    return x, (x @ np.ones((3, 1)) + 0.1).astype("float32")
+
+
 def plain(build: Callable[[], Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, list[float]]]:
     """Return the model and the History of plain ``model.fit`` on all the data, in this process only."""
     keras.utils.set_random_seed(SEED)

@@ -9,17 +9,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.as_one import compare, plain, ported, raises_on_several, same_logs, same_weights
+from helpers.as_one import compare, line, plain, ported, raises_on_several, same_logs, same_weights
 
 import hvdkit as hk
 from hvdkit.training import starting
 
 layers = keras.layers
-
-
-def line(rng, rows=22):
-    x = rng.normal(size=(rows, 3)).astype("float32")
-    return x, (x @ np.ones((3, 1)) + 0.1).astype("float32")
 
 
 def dense(optimizer="sgd", **options):
