@@ -33,10 +33,3 @@ def test_the_script_runs_under(launcher, ranks):
 def chattering(output):
     """Return the ranks, by their lines' tags, that print TensorFlow's startup lines (horovodrun prints its own)."""
     return {tag[1] for line in output.splitlines() if "oneDNN" in line and (tag := RANK_TAG.match(line))}
-
-
-def test_a_mistake_on_the_command_line_is_reported_once():
-    command = ["mpirun", "-np", "2", "python", "models/train.py", "cifar10", "--steps", "many"]
-    done = call(command, cwd=ROOT)
-    assert done.returncode != 0
-    assert (done.stdout + done.stderr).count("many") == 1
