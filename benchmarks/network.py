@@ -1,4 +1,4 @@
-"""Hosts on this machine, with links of limited bandwidth: simulated by tests/cluster/hosts.py."""
+"""Hosts on this machine, with links of limited bandwidth: simulated by tests/helpers/hosts.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "cluster")]
+sys.path.append(str(ROOT / "tests"))
 
-from hosts import Host, Hosts, missing  # noqa: E402
-from jobs_that_fail import across  # noqa: E402
+from helpers.hosts import Host, Hosts, missing  # noqa: E402
+from helpers.jobs_that_fail import across  # noqa: E402
 from processes import BIN  # noqa: E402
 
 RATES = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}  # titles by tc's names

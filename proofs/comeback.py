@@ -21,8 +21,8 @@ import paths
 import tyro
 from figures import Sheet
 from harness import Output, publish
-from hosts import Hosts, missing
-from jobs import environment
+from helpers.hosts import Hosts, missing
+from helpers.jobs import environment
 from resume import LIMIT, WORKER, differences, losses, picture
 
 ABOUT = """Four hosts in network namespaces of one machine, a rank on each, under `hvdkit run --max-restarts 1

@@ -19,14 +19,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import paths  # noqa: F401  (before modules of the folders that it adds)
-import slurm as under_slurm
 import tyro
 from figures import Sheet
 from harness import Output, publish
-from hosts import Hosts, missing
-from jobs import MPI
-from jobs import run as run_code
-from jobs_that_fail import LAUNCHERS, Ending, NoMemoryGroup, run
+from helpers import slurm as under_slurm
+from helpers.hosts import Hosts, missing
+from helpers.jobs import MPI
+from helpers.jobs import run as run_code
+from helpers.jobs_that_fail import LAUNCHERS, Ending, NoMemoryGroup, run
 
 ABOUT = """One of three ranks fails, or one of three hosts (network namespaces) is cut off or dies: seconds from the
 fault until no process of the job is left, and the launcher's exit code."""
@@ -61,7 +61,7 @@ class Config(Output):
         "out of memory",
         "SIGSTOP",
     )
-    """Faults injected into one of three ranks; see tests/cluster/faulty.py."""
+    """Faults injected into one of three ranks; see tests/jobs/faulty.py."""
     launchers: tuple[str, ...] = tuple(LAUNCHERS)
     """Launchers to use."""
     hosts: bool = True

@@ -7,4 +7,4 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = ROOT / "proofs" / "workers"
-sys.path += [str(ROOT / folder) for folder in ("benchmarks", "tests", "tests/cluster")]
+sys.path += [str(ROOT / folder) for folder in ("benchmarks", "tests")]

@@ -6,13 +6,11 @@ import gc
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # for speed.py, jobs.py etc.
+from helpers.speed import WAIT
 
 from hvdkit.machine.launcher import launched_rank
 
@@ -41,7 +39,6 @@ class Recorder:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._reports = []
-        self._started, self._cpu = time.monotonic(), cpu_seconds()
         self._write(started=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -50,18 +47,10 @@ class Recorder:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         outcome = outcome_of(self._reports)
         details = [report_text(r) for r in self._reports if r.failed or (r.skipped and outcome == "skipped")]
-        seconds = round(time.monotonic() - self._started, 3)
-        cpu = round(cpu_seconds() - self._cpu, 3)
-        self._write(test=nodeid, outcome=outcome, seconds=seconds, cpu=cpu, detail="\n".join(details))
+        self._write(test=nodeid, outcome=outcome, detail="\n".join(details))
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self._write(ended=int(exitstatus))
-
-
-def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and its finished children: the cost of a test on any machine."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 def outcome_of(reports: list[pytest.TestReport]) -> str:
@@ -93,3 +82,13 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session")
+def here():
+    """Return the doctor's facts about the environment that runs the tests."""
+    from hvdkit.commands.doctor import facts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        return facts.gather(np=2, timeout=WAIT)

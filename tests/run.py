@@ -3,18 +3,19 @@
     python tests/run.py                          # everything
     python tests/run.py --np 2 3 --no-gloo -k optimizer
     python tests/run.py --np 4 --contract-np     # all of tests/parallel on 4 ranks
-    python tests/run.py --single-only
+    python tests/run.py --unit-only
 
 Test folders:
 
-    tests/single    in one process; some tests start jobs of several ranks
+    tests/unit      in one process, without jobs
     tests/parallel  all on 2 and 3 ranks under MPI: an even and an odd number, and one with a middle rank;
                     tests marked `contract`, at least one per contract of the design, also on 1 and 4 ranks,
                     and those of UNDER_GLOO on 2 ranks under Gloo, which has another transport
-    tests/cluster   jobs that fail, are slow, or lose a host, on this host and on several in network namespaces
+    tests/jobs      start jobs, with every launcher: jobs that succeed, fail, are slow, or lose a host, on this
+                    host and on several in network namespaces
 
 A launch has no limit on its total time; it is ended as hung if no test ends for ``--stall`` seconds. Limits in
-seconds are multiplied by the machine's slowdown (tests/speed.py), measured at the start and again before the
+seconds are multiplied by the machine's slowdown (tests/helpers/speed.py), measured at the start and again before the
 tests that measure how soon a job ends.
 
 One launch runs all tests of a number of ranks, because starting TensorFlow takes seconds. A test counts once per
@@ -43,24 +44,15 @@ from typing import Annotated
 
 import psutil
 import tyro
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import speed
-from outcomes import Launch, reason, report
+from helpers import speed
+from helpers.jobs import BIN, PERMISSIONS
+from helpers.outcomes import Launch, reason, report
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP = threading.Event()
 """Set if this run is interrupted: every launch ends, and no new one starts."""
-BIN = Path(sys.executable).parent
-# Open MPI's permissions to run as root and with more ranks than cores.
-PERMISSIONS = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-}
-# Files of tests/cluster that compare the seconds until a job ends; each runs alone.
-IN_TIME = ("test_hosts.py", "test_one_host.py")
+# Files of tests/jobs that compare the seconds until a job ends, and the names of their launches.
+TIMED = {"test_hosts.py": "jobs on hosts, timed", "test_one_host.py": "jobs here, timed"}
 # Files whose tests marked `contract` cover every kind of exchange: under Gloo only the exchange differs.
 UNDER_GLOO = (
     "test_checkpoint.py",
@@ -94,14 +86,14 @@ class Config:
     """Run the contract tests of every kind of exchange again without MPI, with `horovodrun --gloo`."""
     gloo_np: int = 2
     """Number of ranks of the launch under Gloo."""
-    single: bool = True
-    """Run tests/single first."""
-    single_only: bool = False
-    """Run only tests/single."""
+    unit: Annotated[bool, tyro.conf.arg(aliases=["--single"])] = True
+    """Run tests/unit first."""
+    unit_only: Annotated[bool, tyro.conf.arg(aliases=["--single-only"])] = False
+    """Run only tests/unit."""
     k: Annotated[str, tyro.conf.arg(aliases=["-k"])] = ""
     """Run only the tests that match this pytest expression."""
-    faults: bool = True
-    """Run tests/cluster: jobs that fail, on this host and on several in network namespaces."""
+    jobs: Annotated[bool, tyro.conf.arg(aliases=["--faults"])] = True
+    """Run tests/jobs: jobs under every launcher, on this host and on several in network namespaces."""
     stall: float = 600.0
     """Seconds without a finished test after which a launch is ended as hung. Its total time has no limit."""
     keep: bool = False
@@ -122,16 +114,16 @@ def launches(config: Config, folder: Path) -> list[Launch]:
     pytest = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-q", *(["-k", config.k] if config.k else [])]
     contract = [*pytest, *([] if config.k else ["-m", "contract"])]
     listed = []
-    if config.single or config.single_only:
-        command = [*pytest, "--continue-on-collection-errors", "tests/single"]
-        listed.append(Launch("one process", 1, command, folder / "single"))
-    if config.single_only:
+    if config.unit or config.unit_only:
+        command = [*pytest, "--continue-on-collection-errors", "tests/unit"]
+        listed.append(Launch("unit", 1, command, folder / "unit"))
+    if config.unit_only:
         return listed
-    if config.faults:
-        others = sorted({path.name for path in (ROOT / "tests" / "cluster").glob("test_*.py")} - set(IN_TIME))
-        for name, files in (("faults", others), ("faults, hosts", IN_TIME[:1]), ("faults, here", IN_TIME[1:])):
-            command = [*pytest, *(f"tests/cluster/{file}" for file in files)]
-            listed.append(Launch(name, 1, command, folder / name.replace(", ", "-")))
+    if config.jobs:
+        ignored = [f"--ignore=tests/jobs/{file}" for file in TIMED]
+        listed.append(Launch("jobs", 1, [*pytest, *ignored, "tests/jobs"], folder / "jobs"))
+        for file, name in TIMED.items():
+            listed.append(Launch(name, 1, [*pytest, f"tests/jobs/{file}"], folder / file))
     for n in config.np:
         mpirun = [program("mpirun"), "-np", str(n), "--bind-to", "none"]
         path = folder / f"mpi-{n}"
@@ -148,12 +140,12 @@ def launches(config: Config, folder: Path) -> list[Launch]:
 def run_all(listed: list[Launch], stall: float) -> Iterator[Launch]:
     """Run all launches, and yield each when it ends.
 
-    Launches of several ranks only fill two cores while they start; later their ranks wait for each other. So tests in
-    one process, jobs that fail and the launch of one rank run at the same time. Tests that measure how soon a job ends
+    Launches of several ranks only fill two cores while they start; later their ranks wait for each other. So unit
+    tests, tests that start jobs and the launch of one rank run at the same time. Tests that measure how soon a job ends
     have the machine to themselves.
     """
-    timed = {f"faults, {where}": [x for x in listed if x.name == f"faults, {where}"] for where in ("hosts", "here")}
-    others = [launch for launch in listed if launch.name not in timed]
+    timed = [[launch] for launch in listed if launch.name in TIMED.values()]
+    others = [launch for launch in listed if launch.name not in TIMED.values()]
     ranks = [launch for launch in others if launch.size > 1]
     alone = [launch for launch in others if launch.size == 1]
     ended: SimpleQueue[Launch] = SimpleQueue()
@@ -166,7 +158,7 @@ def run_all(listed: list[Launch], stall: float) -> Iterator[Launch]:
             run(launch, stall)
             ended.put(launch)
 
-    for together in ([ranks, alone], list(timed.values())):
+    for together in ([ranks, alone], timed):
         if not any(together):
             continue
         os.environ[speed.VARIABLE] = f"{max(speed.slowdown(), speed.measure()):.2f}"  # the load may have increased

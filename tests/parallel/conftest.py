@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -21,8 +22,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outcomes import VERDICT
-from speed import STALL, slowdown
+from helpers.outcomes import VERDICT
+from helpers.speed import STALL, slowdown
 
 import hvdkit as hk
 from hvdkit.cluster.progress import progress
@@ -152,3 +153,12 @@ def shared_path(request: pytest.FixtureRequest) -> Path:
     """Return a folder of this test, the same on every rank."""
     folder = hk.broadcast_object(tempfile.mkdtemp(dir=request.config.stash[STEPS].folder) if hk.is_chief() else None)
     return Path(folder)
+
+
+@pytest.fixture
+def removed(shared_path: Path) -> Iterator[None]:
+    """Remove the test's folder once every rank has finished."""
+    yield
+    hk.barrier()
+    if hk.is_chief():
+        shutil.rmtree(shared_path, ignore_errors=True)

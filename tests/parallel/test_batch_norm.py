@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.as_one import raises_on_several
+from helpers.counting import counting
+from helpers.pairwise import pairwise
 
 import hvdkit as hk
 from hvdkit.collectives.batch_share import share_of_batch
 from hvdkit.optimizer import coupled_layers
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from counting import counting
-from pairwise import pairwise
 
 opts = keras.optimizers
 CHANNELS = 3
@@ -355,18 +351,12 @@ def test_local_statistics_are_refused(how, rng, size):
     x, y = data(rng, 4)
     model, optimizer = fresh(True), hk.DistributedOptimizer(opts.SGD(0.1), op=None if how == "tape" else hk.Average)
 
-    def run():
+    with raises_on_several(ValueError, r"synchronized.*synchronize_batch_normalization"):
         if how == "fit":
-            return fitted(model, x, y, 4, optimizer)
+            fitted(model, x, y, 4, optimizer)
         with hk.DistributedGradientTape(tf.GradientTape()) if how == "tape" else tf.GradientTape() as tape:
             loss = tf.reduce_mean(example_losses(model, x, y))
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-
-    if size == 1:
-        run()
-        return
-    with pytest.raises(ValueError, match=r"synchronized.*synchronize_batch_normalization"):
-        run()
     hk.layers.synchronize_batch_normalization(model)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
-from speed import wait_until
+from helpers.speed import wait_until
 
 import hvdkit as hk
 from hvdkit import cluster
@@ -48,7 +48,7 @@ GLOO = launcher.launched_rank().controller == "gloo" and hk.size() > 1
 def begun_again():
     """Leave a running cluster after the test."""
     if GLOO:
-        pytest.skip("tests/single/test_failures.py: under Gloo a second hk.init() is refused")
+        pytest.skip("tests/jobs/test_failures.py: under Gloo a second hk.init() is refused")
     yield
     hk.shutdown()
     hk.init()

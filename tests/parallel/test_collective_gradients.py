@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
-from pairwise import pairwise
+from helpers.pairwise import pairwise
 
 import hvdkit as hk
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from pairwise import pairwise
+from helpers.pairwise import pairwise
 
 import hvdkit as hk
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.counting import Exchange, PythonCalls, counting
 
 import hvdkit as hk
 from hvdkit.sharding.id_checks import FAULT_WORDS
 from hvdkit.supervisor import session
 from hvdkit.supervisor.pace import Pace
 from hvdkit.training import metric_combiner
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from counting import Exchange, PythonCalls, counting
 
 opts = keras.optimizers
 SHAPES = [(8, 16), (16,), (16, 4), (4,)]
@@ -153,7 +147,7 @@ def test_sparse_gradients_travel_as_rows_while_these_are_fewer_bytes(counts, siz
 @pytest.mark.parametrize("compression", [None, "fp16"])
 def test_a_lookup_in_all_tables_is_two_alltoalls_and_its_gradient_one(compression, counts, rank, size):
     """Distinct ids out, their rows back, the rows' gradients out: 4 + 2 * 4 * width bytes a row; 16 bits halve both."""
-    tables = [hk.layers.Table(f"t{i}", 500, 8, combiner="sum") for i in range(3)]
+    tables = [hk.layers.Table(f"t{i}", 500, 4 * (i + 1), combiner="sum") for i in range(3)]
     layer = hk.layers.ShardedEmbeddingCollection(
         tables, dict.fromkeys(["t0", "t1", "t2"], "row"), seed=1, compression=compression
     )
@@ -173,17 +167,18 @@ def test_a_lookup_in_all_tables_is_two_alltoalls_and_its_gradient_one(compressio
     counts.look()
     step(batches[1])
     seen = counts.exchanges()
-    distinct = sum(len(np.unique(ids)) for ids in batches[1].values())
-    row = 8 * (4 if compression is None else 2)
+    rows = [len(np.unique(ids)) for ids in batches[1].values()]
+    distinct, numbers = sum(rows), sum(n * t.output_dim for n, t in zip(rows, tables, strict=True))
+    width = 4 if compression is None else 2  # bytes of a number
     header = FAULT_WORDS + len(layer.trainable_variables)  # to each rank
-    gradients, norm = Exchange("alltoall", 1, 1, distinct * row), Exchange("allreduce", 1, 1, 8)
+    gradients, norm = Exchange("alltoall", 1, 1, numbers * width), Exchange("allreduce", 1, 1, 8)
     ids = Exchange("alltoall", 1, 1, 4 * (distinct + size * header))
     assert not counts.traced
     assert [(e.kind, e.tensors, e.runs) for e in seen] == among(size, *[("alltoall", 1, 1)] * 3, ("allreduce", 1, 1))
     if size > 1:
         assert [seen[0], *seen[2:]] == [ids, gradients, norm]
         # The rows that a rank sends are those that others requested; the sums over all ranks are equal.
-        assert hk.allreduce(seen[1].bytes, hk.Sum) == hk.allreduce(distinct, hk.Sum) * row
+        assert hk.allreduce(seen[1].bytes, hk.Sum) == hk.allreduce(numbers, hk.Sum) * width
 
 
 # ---- loops and fit --------------------------------------------------------------------------------------------

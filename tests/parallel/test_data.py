@@ -1,19 +1,13 @@
 """The real ranks of a world get the same batches as a single process, in parts."""
 
-import sys
-from pathlib import Path
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from as_one import same_weights
+from helpers.as_one import same_weights
+from inputs import Distortion, distorted_inputs
 
 import hvdkit as hk
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
-
-from inputs import Distortion, distorted_inputs
 
 pytestmark = pytest.mark.contract
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.jobs import call, environment
 
 import hvdkit as hk
 from hvdkit import registration
@@ -366,17 +371,9 @@ PLAN = {"item": "row", "tags": "column", "small": "replicated", "words": "row"}
 @pytest.fixture
 def written_by_one_process(shared_path):
     """Return a .keras file and a .weights.h5 file written by one process, and its model's predictions."""
-    import subprocess
-    import sys
-    from pathlib import Path
-
-    from jobs import environment
-    from speed import WAIT
-
     if hk.is_chief():
         code = (
-            "import sys; sys.path.insert(0, sys.argv[2])\n"
-            "import hvdkit as hk; hk.init()\n"
+            "import sys, hvdkit as hk; hk.init()\n"
             "import numpy as np\n"
             "from test_embedding_keras import *\n"
             "model, ids = model_of_all_kinds(PLAN), ids_of_all_kinds()\n"
@@ -384,15 +381,8 @@ def written_by_one_process(shared_path):
             "model.save(sys.argv[1] + '/model.keras'); model.save_weights(sys.argv[1] + '/model.weights.h5')\n"
             "np.save(sys.argv[1] + '/predicted.npy', model.predict(ids, verbose=0))\n"
         )
-        folders = [str(shared_path), str(Path(__file__).parent)]
-        path = {"PYTHONPATH": str(Path(__file__).parents[1])}
-        done = subprocess.run(
-            [sys.executable, "-c", code, *folders],
-            env=environment(**path),
-            capture_output=True,
-            text=True,
-            timeout=WAIT,
-        )
+        env = environment(PYTHONPATH=os.pathsep.join(map(str, Path(__file__).parents[:2])))
+        done = call([sys.executable, "-c", code, shared_path], env=env)
         assert done.returncode == 0, done.stdout + done.stderr
     hk.barrier()
     return shared_path

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from pairwise import pairwise
+from helpers.pairwise import pairwise
 
 import hvdkit as hk
 

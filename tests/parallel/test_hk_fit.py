@@ -6,16 +6,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from as_one import compare, plain, ported, same_logs
+from helpers.as_one import compare, plain, ported, raises_on_several, same_logs
 
 import hvdkit as hk
 
 layers = keras.layers
 
 
-def regression(rows, rng, width=5, targets=1):
-    x = rng.normal(size=(rows, width)).astype("float32")
-    y = (x @ rng.normal(size=(width, targets)) + 0.1 * rng.normal(size=(rows, targets))).astype("float32")
+def regression(rows, rng):
+    x = rng.normal(size=(rows, 5)).astype("float32")
+    y = (x @ rng.normal(size=(5, 1)) + 0.1 * rng.normal(size=(rows, 1))).astype("float32")
     return x, y
 
 
@@ -28,22 +28,6 @@ def mlp(optimizer="adam", metrics=("mae",), **options):
     return build
 
 
-class Subclassed(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.hidden = layers.Dense(8, "relu")
-        self.out = layers.Dense(1)
-
-    def call(self, x):
-        return self.out(self.hidden(x))
-
-
-def subclassed():
-    model = Subclassed()
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
-    return model
-
-
 @pytest.mark.contract
 @pytest.mark.parametrize(
     ("rows", "batch_size", "shuffle"),
@@ -53,77 +37,6 @@ def test_arrays_train_as_in_one_process(rng, rows, batch_size, shuffle):
     """Batches that divide evenly, unevenly, and a last one with fewer rows than ranks."""
     x, y = regression(rows, rng)
     compare(mlp(), x, y, batch_size=batch_size, epochs=3, shuffle=shuffle)
-
-
-@pytest.mark.contract
-def test_a_model_that_is_built_by_its_first_step(rng):
-    x, y = regression(41, rng)
-    compare(subclassed, x, y, batch_size=8, epochs=2)
-
-
-def test_validation_and_its_split(rng):
-    x, y = regression(50, rng)
-    compare(mlp(), x, y, batch_size=8, epochs=2, validation_split=0.3)
-    xv, yv = regression(13, rng)
-    compare(mlp(), x, y, batch_size=8, epochs=3, validation_data=(xv, yv), validation_freq=2, validation_batch_size=6)
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize("drop", [False, True])
-def test_datasets(rng, drop):
-    x, y = regression(45, rng)
-    xv, yv = regression(10, rng)
-
-    def make_data():
-        return tf.data.Dataset.from_tensor_slices((x, y)).shuffle(45, seed=3).batch(8, drop_remainder=drop)
-
-    def make_validation():
-        return tf.data.Dataset.from_tensor_slices((xv, yv)).batch(4)
-
-    compare(mlp(), make_data, epochs=2, validation_data=make_validation)
-
-
-def test_a_dataset_of_unknown_length_without_labels(rng):
-    x, _ = regression(23, rng)
-
-    def build():
-        model = keras.Sequential([keras.Input((5,)), layers.Dense(2), layers.Dense(5)])
-        model.compile("adam", "mse")
-        return model
-
-    def make_data():
-        return tf.data.Dataset.from_tensor_slices((x, x)).filter(lambda a, b: a[0] > -10).batch(6)
-
-    compare(build, make_data, epochs=2)
-
-
-def test_dicts_of_inputs_and_several_outputs(rng):
-    """The means of several losses count batches, and weight uneven shards by their rows."""
-    x, y = regression(31, rng, targets=2)
-    inputs = {"a": x[:, :2], "b": x[:, 2:]}
-
-    def build():
-        a, b = keras.Input((2,), name="a"), keras.Input((3,), name="b")
-        both = layers.Concatenate()([a, b])
-        outputs = {"first": layers.Dense(1, name="first")(both), "second": layers.Dense(1, name="second")(both)}
-        model = keras.Model({"a": a, "b": b}, outputs)
-        model.compile("sgd", {"first": "mse", "second": "mae"}, loss_weights={"first": 0.5, "second": 2.0},
-                      metrics={"first": "mae"})  # fmt: skip
-        return model
-
-    compare(build, inputs, {"first": y[:, :1], "second": y[:, 1:]}, batch_size=7, epochs=2)
-
-
-def test_metrics_of_counts(rng):
-    x, y = regression(43, rng)
-    names = [keras.metrics.AUC, keras.metrics.Precision, keras.metrics.Recall, keras.metrics.BinaryAccuracy]
-
-    def build():
-        model = keras.Sequential([keras.Input((5,)), layers.Dense(1, "sigmoid")])
-        model.compile("adam", "binary_crossentropy", metrics=[metric(name=metric.__name__) for metric in names])
-        return model
-
-    compare(build, x, (y > 0).astype("float32"), batch_size=10, epochs=2, validation_split=0.25)
 
 
 @pytest.mark.contract
@@ -155,19 +68,6 @@ def test_plain_keras_works_on_the_model_afterwards(rng):
     assert hk.compare_variables(model.trainable_variables)
 
 
-def test_a_second_fit_goes_on(rng):
-    x, y = regression(26, rng)
-
-    def twice(fit):
-        keras.utils.set_random_seed(5)
-        model = mlp()()
-        for _ in range(2):
-            logs = fit(model, x, y, batch_size=8, epochs=1, verbose=0).history
-        return logs
-
-    same_logs(twice(hk.fit), twice(keras.Model.fit))
-
-
 def test_ranks_without_a_seed_shuffle_as_the_chief_does(rng):
     """Every row occurs once per epoch, whatever each rank's random state."""
     import tensorflow.python.eager.context as context
@@ -182,18 +82,6 @@ def test_ranks_without_a_seed_shuffle_as_the_chief_does(rng):
         np.testing.assert_allclose(model.get_weights()[0], np.full((6, 1), -2 / 3), rtol=1e-5)
     finally:
         tf.random.set_seed(20 if before is None else before)
-
-
-def test_synchronized_batch_normalization_with_shares_of_any_size(rng):
-    x, y = regression(25, rng)
-
-    def build():
-        normal = layers.BatchNormalization(synchronized=True)
-        model = keras.Sequential([keras.Input((5,)), layers.Dense(4), normal, layers.Dense(1)])
-        model.compile("sgd", "mse")
-        return model
-
-    compare(build, x, y, batch_size=8, epochs=2, validation_split=0.2)
 
 
 def test_sharded_tables_are_weighed_by_rows_once(rng):
@@ -218,10 +106,7 @@ def test_sharded_tables_are_weighed_by_rows_once(rng):
 def test_a_dataset_that_is_shuffled_unlike_is_an_error(rng):
     x, y = regression(16, rng)
     data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(16, seed=hk.rank()).batch(8)
-    if hk.size() == 1:
-        hk.fit(mlp()(), data, verbose=0)
-        return
-    with pytest.raises(hk.CollectiveMismatchError, match=r"^x: got another first batch on rank 1\b.*seed"):
+    with raises_on_several(hk.CollectiveMismatchError, r"^x: got another first batch on rank 1\b.*seed"):
         hk.fit(mlp()(), data, verbose=0)
 
 
@@ -232,16 +117,10 @@ def test_later_batches_are_compared_if_an_epoch_begins_with_them(rng, alike):
     order = np.concatenate([np.arange(16 * alike), 16 * alike + np.arange(64 - 16 * alike) * (1 + 2 * hk.rank()) % 16])
     data = tf.data.Dataset.from_tensor_slices((x[order], y[order])).batch(16)
 
-    def train():
-        model = mlp()()
-        model.compile("sgd", "mse", steps_per_execution=2, jit_compile=False)
+    model = mlp()()
+    model.compile("sgd", "mse", steps_per_execution=2, jit_compile=False)
+    with raises_on_several(hk.CollectiveMismatchError, r"^x: got another first batch on rank 1\b"):
         hk.fit(model, data, verbose=0, epochs=2, steps_per_epoch=2)
-
-    if hk.size() == 1:
-        train()
-        return
-    with pytest.raises(hk.CollectiveMismatchError, match=r"^x: got another first batch on rank 1\b"):
-        train()
 
 
 def test_arrays_and_arguments_that_differ_are_errors_on_every_rank(rng):
@@ -264,13 +143,10 @@ def test_data_that_end_early_on_one_rank_are_an_error_on_all(rng, what):
     rows = 24 - 8 * (hk.rank() == hk.size() - 1 and hk.size() > 1)
     data = tf.data.Dataset.from_tensor_slices((x, y)).take(rows).filter(lambda a, b: True).batch(8)
     given = {"x": data} if what == "x" else {"x": x, "y": y, "validation_data": data}
-    if hk.size() == 1:
-        hk.fit(mlp()(), **given, verbose=0)
-        return
     errors, match = (hk.CollectiveMismatchError, tf.errors.InvalidArgumentError), "x: got data that have ended"
-    with pytest.raises(errors, match=match):
+    with raises_on_several(errors, match):
         hk.fit(mlp()(), **given, verbose=0)
-    with pytest.raises(errors, match=match):
+    with raises_on_several(errors, match):
         hk.predict(mlp()(), data, verbose=0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import ClassVar
 
@@ -10,17 +9,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from as_one import compare, plain, ported, same_logs, same_weights
+from helpers.as_one import compare, line, plain, ported, raises_on_several, same_logs, same_weights
 
 import hvdkit as hk
 from hvdkit.training import model_optimizers
 
 layers = keras.layers
-
-
-def line(rng, rows=22):
-    x = rng.normal(size=(rows, 3)).astype("float32")
-    return x, (x @ np.ones((3, 1)) + 0.1).astype("float32")
 
 
 def dense(optimizer="sgd", **options):
@@ -30,118 +24,6 @@ def dense(optimizer="sgd", **options):
         return model
 
     return build
-
-
-class Batches(keras.utils.PyDataset):
-    def __init__(self, x, y):
-        super().__init__()
-        self.x, self.y = x, y
-
-    def __len__(self):
-        return math.ceil(len(self.x) / 8)
-
-    def __getitem__(self, i):
-        return self.x[8 * i : 8 * i + 8], self.y[8 * i : 8 * i + 8]
-
-
-class TwoPlayers(keras.Model):
-    """A model with two optimizers, a tracker, and a log key that is not a metric."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = (keras.Sequential([keras.Input((3,)), layers.Dense(1)]) for _ in range(2))
-        self.tracker = keras.metrics.Mean(name="one_loss")
-
-    def compile(self):
-        super().compile()
-        self.first, self.second = keras.optimizers.SGD(0.05), keras.optimizers.Adam(0.01)
-
-    @property
-    def metrics(self):
-        return [self.tracker]
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(self.one(x) - y))
-        self.first.apply(tape.gradient(loss, self.one.trainable_weights), self.one.trainable_weights)
-        with tf.GradientTape() as tape:
-            other = tf.reduce_mean(tf.abs(self.two(x) - self.one(x)))
-        self.second.apply(tape.gradient(other, self.two.trainable_weights), self.two.trainable_weights)
-        self.tracker.update_state(loss)
-        return {"one_loss": self.tracker.result(), "two_loss": other}
-
-
-def players():
-    model = TwoPlayers()
-    model.compile()
-    return model
-
-
-@pytest.mark.contract
-def test_an_own_step_with_two_optimizers_and_logs_that_are_no_metrics(rng):
-    x, y = line(rng)
-    compare(players, x, y, batch_size=8, epochs=2)
-
-
-def test_pydatasets_generators_and_weights_in_datasets(rng):
-    x, y = line(rng)
-
-    def make_batches():
-        return Batches(x, y)
-
-    def make_generator():
-        return ((x[i : i + 7], y[i : i + 7]) for i in (0, 7, 14, 0, 7, 14))
-
-    def make_weighted():
-        weights = np.linspace(0, 1, 22, dtype="float32")
-        return tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(8)
-
-    compare(dense(), make_batches, epochs=2)
-    compare(dense(), make_generator, epochs=2, steps_per_epoch=3)
-    compare(dense(weighted_metrics=["mae"]), make_weighted, epochs=2)
-
-
-def test_pandas_and_steps(rng):
-    pandas = pytest.importorskip("pandas")
-    x, y = line(rng)
-    compare(dense(), pandas.DataFrame(x), pandas.Series(y[:, 0]), batch_size=8, epochs=2, steps_per_epoch=2)
-
-
-@pytest.mark.contract
-def test_deciders_decide_alike_and_writers_write_once(rng, shared_path):
-    x, y = line(rng)
-
-    def callbacks(folder):
-        return [
-            keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.5),
-            keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_delta=0.5, factor=0.5),
-            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
-            keras.callbacks.ModelCheckpoint(str(folder / "best.keras"), save_best_only=True),
-            keras.callbacks.CSVLogger(str(folder / "log.csv")),
-            keras.callbacks.TerminateOnNaN(),
-        ]
-
-    own = shared_path / f"plain-{hk.rank()}"
-    own.mkdir()
-    _, expected = plain(dense(), x, y, batch_size=8, epochs=5, validation_split=0.2, callbacks=callbacks(own))
-    _, found = ported(dense(), x, y, batch_size=8, epochs=5, validation_split=0.2, callbacks=callbacks(shared_path))
-    same_logs(found, expected)
-    hk.barrier()
-    mine, theirs = (np.genfromtxt(folder / "log.csv", delimiter=",", skip_header=1) for folder in (shared_path, own))
-    np.testing.assert_allclose(mine, theirs, rtol=1e-4)
-    best = [keras.models.load_model(folder / "best.keras").get_weights() for folder in (shared_path, own)]
-    np.testing.assert_allclose(best[0][0], best[1][0], rtol=1e-4)
-
-
-def test_logs_of_batches_are_global_if_a_callback_gets_them(rng):
-    x, y = line(rng)
-    seen: list[float] = []
-    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["loss"]))
-    plain(dense(), x, y, batch_size=8, epochs=2, callbacks=[note])
-    expected, seen[:] = list(seen), []
-    ported(dense(), x, y, batch_size=8, epochs=2, callbacks=[note])
-    np.testing.assert_allclose(seen, expected, rtol=1e-4)
 
 
 class Raises(keras.callbacks.Callback):
@@ -158,7 +40,8 @@ class StopsAlone(keras.callbacks.Callback):
 def test_one_rank_that_raises_or_stops_alone_is_an_error_on_all(rng):
     x, y = line(rng)
     last = hk.rank() == hk.size() - 1
-    with pytest.raises(OSError if last else hk.CollectiveMismatchError, match="disk full"):
+    words = "disk full" if last else f"rank {hk.size() - 1} raised OSError: disk full"
+    with pytest.raises(OSError if last else hk.CollectiveMismatchError, match=words):
         hk.fit(dense()(), x, y, epochs=3, verbose=0, callbacks=[Raises()])
     if hk.size() > 1:
         stops = rf"got .*stop_training.: True.* on rank {hk.size() - 1}"
@@ -166,19 +49,6 @@ def test_one_rank_that_raises_or_stops_alone_is_an_error_on_all(rng):
             hk.fit(dense()(), x, y, epochs=3, verbose=0, callbacks=[StopsAlone()])
 
 
-def test_words_name_what_a_callback_raised(rng):
-    def raises(epoch, logs):
-        if hk.rank() == hk.size() - 1:
-            raise RuntimeError("only here")
-
-    x, y = line(rng)
-    last = hk.rank() == hk.size() - 1
-    words = "only here" if last else f"rank {hk.size() - 1} raised RuntimeError: only here"
-    with pytest.raises(RuntimeError if last else hk.CollectiveMismatchError, match=words):
-        hk.fit(dense()(), x, y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=raises)])
-
-
-@pytest.mark.contract
 class Writes(keras.callbacks.Callback):
     def __init__(self, path):
         super().__init__()
@@ -214,12 +84,10 @@ def test_lists_of_callbacks_that_differ_are_an_error_on_all(rng):
     x, y = line(rng)
     last = hk.size() - 1
     stops = [keras.callbacks.EarlyStopping("loss")] if hk.rank() < last else []
-    if hk.size() == 1:
-        return
     words = rf"callbacks: got \[\] on rank {last}, expected \['EarlyStopping'\]"
-    with pytest.raises(hk.CollectiveMismatchError, match=words):
+    with raises_on_several(hk.CollectiveMismatchError, words):
         hk.fit(dense()(), x, y, verbose=0, callbacks=stops)
-    with pytest.raises(hk.CollectiveMismatchError, match=rf"callbacks: got \[\] on rank {last}"):
+    with raises_on_several(hk.CollectiveMismatchError, rf"callbacks: got \[\] on rank {last}"):
         hk.predict(dense()(), x, verbose=0, callbacks=stops)
 
 
@@ -242,9 +110,7 @@ def test_optimizers_that_differ_are_an_error_on_all(first, other, key, rng):
     each = [keras.optimizers.SGD(a) if isinstance(a, float) else a for a in (first, other)]
     last = hk.size() - 1
     model = dense(each[hk.rank() == last > 0])()
-    if hk.size() == 1:
-        return
-    with pytest.raises(hk.CollectiveMismatchError, match=f"optimizer: got {key}=.* on rank {last}"):
+    with raises_on_several(hk.CollectiveMismatchError, f"optimizer: got {key}=.* on rank {last}"):
         hk.fit(model, x, y, verbose=0)
 
 
@@ -275,20 +141,17 @@ def test_an_optimizer_that_the_model_does_not_hold_is_an_error(rng):
     x, y = line(rng)
     hidden = keras.optimizers.SGD(0.1)
 
-    class Hides(TwoPlayers):
+    class Hides(keras.Sequential):
         def train_step(self, data):
             x, y = data
             with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(self.one(x) - y))
-            hidden.apply(tape.gradient(loss, self.one.trainable_weights), self.one.trainable_weights)
-            self.tracker.update_state(loss)
-            return {"one_loss": self.tracker.result()}
+                loss = tf.reduce_mean(tf.square(self(x) - y))
+            hidden.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            return {"loss": loss}
 
-    model = Hides()
+    model = Hides([keras.Input((3,)), layers.Dense(1)])
     model.compile()
-    if hk.size() == 1:
-        return
-    with pytest.raises(hk.CollectiveMismatchError, match=r"after the first update: .*attribute of the model"):
+    with raises_on_several(hk.CollectiveMismatchError, r"after the first update: .*attribute of the model"):
         hk.fit(model, x, y, verbose=0)
 
 
@@ -396,44 +259,12 @@ def test_a_stop_within_an_epoch_of_unknown_length_repeats_the_epoch(rng, shared_
     assert epochs.begun == [1, 1, 2]
 
 
-def test_a_backup_restores_all_ranks(rng, shared_path):
-    x, y = line(rng)
-
-    class Ends(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 1:
-                raise InterruptedError("between epochs")
-
-    options = {"batch_size": 8, "shuffle": False, "epochs": 3}
-    one, expected = plain(dense("adam"), x, y, **options)
-
-    def backup():
-        return keras.callbacks.BackupAndRestore(str(shared_path / "backup"))
-
-    with pytest.raises(InterruptedError):
-        ported(dense("adam"), x, y, callbacks=[backup(), Ends()], **options)
-    hk.barrier()
-    many, found = ported(dense("adam"), x, y, callbacks=[backup()], **options)
-    same_logs(found, {"loss": expected["loss"][1:]})
-    same_weights(many, one)
-
-
 def test_a_rate_set_on_the_optimizer_that_was_compiled_is_an_error(rng):
     x, y = line(rng)
     optimizer = keras.optimizers.SGD(0.1)
     sets = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: setattr(optimizer, "learning_rate", 0.01))
     with pytest.raises(ValueError, match=r"set it on model\.optimizer"):
         hk.fit(dense(optimizer)(), x, y, verbose=0, callbacks=[sets])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"run_eagerly": True}, {"steps_per_execution": 2}, {"jit_compile": True}],
-    ids=["eager", "steps", "jit"],
-)
-def test_other_ways_to_run_steps(rng, options):
-    x, y = line(rng)
-    compare(dense(**options), x, y, batch_size=6, epochs=2)
 
 
 def test_dropout_differs_between_ranks_and_is_reproducible(rng):

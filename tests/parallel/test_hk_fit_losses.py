@@ -6,33 +6,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from as_one import compare
+from helpers.as_one import compare
 
 import hvdkit as hk
 from hvdkit.collectives.batch_share import share_of_batch
 
 layers, losses = keras.layers, keras.losses
-
-
-def tokens(rng, rows=21, length=6):
-    """Return sequences of different lengths, padded with 0, and a label for each token."""
-    ids = rng.integers(1, 12, size=(rows, length))
-    ids[np.arange(length)[None] >= rng.integers(1, length + 1, size=rows)[:, None]] = 0
-    return ids, (ids * 7 % 5).astype("int32")
-
-
-@pytest.mark.contract
-def test_masks_divide_by_the_valid_tokens_of_the_global_batch(rng):
-    ids, labels = tokens(rng)
-
-    def build():
-        model = keras.Sequential(
-            [keras.Input((6,)), layers.Embedding(12, 4, mask_zero=True), layers.Dense(5, "softmax")]
-        )
-        model.compile(keras.optimizers.SGD(0.5), "sparse_categorical_crossentropy", metrics=["accuracy"])
-        return model
-
-    compare(build, ids, labels, batch_size=8, epochs=2, validation_split=0.2)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
@@ -48,24 +27,6 @@ def test_other_reductions_with_weights(rng, reduction):
         return model
 
     compare(build, x, y, batch_size=8, epochs=2, sample_weight=weights)
-
-
-def test_ignored_classes_and_class_weights(rng):
-    ids, labels = tokens(rng)
-    x = rng.normal(size=(21, 3)).astype("float32")
-
-    def segmenting():
-        model = keras.Sequential([keras.Input((6,)), layers.Embedding(12, 4), layers.Dense(5)])
-        model.compile("sgd", losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0))
-        return model
-
-    def classifying():
-        model = keras.Sequential([keras.Input((3,)), layers.Dense(2, "softmax", activity_regularizer="l2")])
-        model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
-        return model
-
-    compare(segmenting, ids, labels, batch_size=8, epochs=2)
-    compare(classifying, x, (x[:, 0] > 0).astype(int), batch_size=8, epochs=2, class_weight={0: 1.0, 1: 3.0})
 
 
 def test_a_loss_of_one_number_for_each_row_is_refused():

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from pairwise import pairwise
+from helpers.pairwise import pairwise
 
 import hvdkit as hk
 from hvdkit.sharding.shards import flat_shard_of, is_local

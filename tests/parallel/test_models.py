@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import numpy as np
-import pytest
-
-import hvdkit as hk
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
-
 import cifar10
 import keras
 import linear
+import numpy as np
+import pytest
 import tensorflow as tf
 import train
 import training
+
+import hvdkit as hk
 
 QUICK = {"steps": 6, "batch_size": 20, "warmup_steps": 3, "decay_steps": 4, "learning_rate": 0.02, "log_every": 2}
 

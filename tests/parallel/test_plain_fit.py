@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.as_one import raises_on_several
 
 import hvdkit as hk
 
@@ -39,10 +40,7 @@ def test_a_missing_broadcast_is_made_up_for(rank, size, capfd):
 
 def test_weights_that_differ_at_the_end_of_fit_are_an_error(rank, size):
     model = model_of(hk.DistributedOptimizer(opts.SGD(0.1)), seed=rank, built=False)
-    if size == 1:
-        model.fit(*own(rank), batch_size=4, verbose=0)
-        return
-    with pytest.raises(hk.CollectiveMismatchError, match=r"at the end of fit.*hk\.fit"):
+    with raises_on_several(hk.CollectiveMismatchError, r"at the end of fit.*hk\.fit"):
         model.fit(*own(rank), batch_size=4, verbose=0)
 
 
@@ -64,25 +62,15 @@ class Slows(keras.callbacks.Callback):
 @pytest.mark.parametrize(("callback", "words"), [(Stops, "stop_training"), (Slows, "learning rate")])
 def test_callbacks_that_decide_by_rank_are_an_error_on_every_rank(callback, words, rank, size):
     model = model_of(hk.DistributedOptimizer(opts.SGD(0.1)), seed=1)
-
-    def run():
+    with raises_on_several(hk.CollectiveMismatchError, f"{words}.*hk.fit"):
         model.fit(*own(rank), batch_size=4, epochs=2, callbacks=[callback()], verbose=0)
-
-    if size == 1:
-        run()
-        return
-    with pytest.raises(hk.CollectiveMismatchError, match=f"{words}.*hk.fit"):
-        run()
 
 
 @pytest.mark.contract
 def test_steps_that_differ_are_an_error_on_every_rank(rank, size):
     model = model_of(hk.DistributedOptimizer(opts.SGD(0.1)), seed=1)
     x, y = X[: 8 + 4 * rank], Y[: 8 + 4 * rank]
-    if size == 1:
-        model.fit(x, y, batch_size=4, verbose=0)
-        return
-    with pytest.raises(hk.CollectiveMismatchError, match=r"steps per epoch.*hk\.fit"):
+    with raises_on_several(hk.CollectiveMismatchError, r"steps per epoch.*hk\.fit"):
         model.fit(x, y, batch_size=4, verbose=0)
 
 
@@ -98,10 +86,7 @@ def test_local_logs_are_warned_about_once(averaged, rank, size, capfd):
 
 def test_a_missing_broadcast_in_eager_mode_is_an_error(rank, size):
     model = model_of(hk.DistributedOptimizer(opts.SGD(0.1)), seed=rank, run_eagerly=True)
-    if size == 1:
-        model.fit(*own(rank), verbose=0)
-        return
-    with pytest.raises(hk.CollectiveMismatchError, match=r"before the first step.*hk\.fit"):
+    with raises_on_several(hk.CollectiveMismatchError, r"before the first step.*hk\.fit"):
         model.fit(*own(rank), verbose=0)
 
 
@@ -114,15 +99,8 @@ def test_an_optimizer_that_does_not_average_is_an_error_on_every_rank(which, ran
         "Supervisor": lambda: hk.callbacks.SupervisorCallback(shared_path),
     }[which]()
     model = model_of("adam", seed=1)
-
-    def run():
+    with raises_on_several(hk.CollectiveMismatchError, r"hk\.fit.*DistributedOptimizer"):
         model.fit(*own(rank), batch_size=4, callbacks=[callback], verbose=0)
-
-    if size == 1:
-        run()
-        return
-    with pytest.raises(hk.CollectiveMismatchError, match=r"hk\.fit.*DistributedOptimizer"):
-        run()
 
 
 @pytest.mark.contract

@@ -1,7 +1,7 @@
 """Programs written for plain Keras: ported with three lines, they do on N ranks what they do in one process.
 
 Each file of tests/programs runs twice: unchanged, with plain Keras in one process, and as its mechanical port
-(tests/porting.py) on all ranks. History, weights, predictions, figures and files are compared.
+(tests/helpers/porting.py) on all ranks. History, weights, predictions, figures and files are compared.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import porting
 import pytest
 import tensorflow as tf
+from helpers import porting
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 import hvdkit as hk
@@ -31,9 +31,13 @@ CONTRACT = {
     "callbacks",
     "dropout",
     "gan",
+    "own_log_keys",
     "own_train_step",
+    "rate_scheduler",
     "sequence_labelling",
     "sequential",
+    "shuffled_dataset",
+    "subclassed",
     "synchronized_batchnorm",
     "uneven_batches",
 }

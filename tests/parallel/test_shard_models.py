@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import inputs
 import numpy as np
+import partitioned
 import pytest
+import recommender
 
 import hvdkit as hk
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
-
-import inputs
-import partitioned
-import recommender
 
 SMALL = {"examples": 24_000, "epochs": 3}
 

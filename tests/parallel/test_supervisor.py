@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -21,6 +20,8 @@ from hvdkit.supervisor import PREEMPTED
 
 X = np.random.default_rng(3).normal(size=(90, 6)).astype(np.float32)
 Y = (X @ np.arange(6, dtype=np.float32))[:, None]
+
+pytestmark = pytest.mark.usefixtures("removed")
 
 
 class Run:
@@ -451,12 +452,3 @@ def test_scalars_of_other_names_are_named(shared_path, rank, size):
         Run().supervised(shared_path / "run", summary_steps=1) as sv,
     ):
         sv.step(loss=1.0, **({"rate": 0.1} if rank == 1 else {}))
-
-
-@pytest.fixture(autouse=True)
-def clean(shared_path):
-    """Remove the test's folder once every rank has finished."""
-    yield
-    hk.barrier()
-    if hk.is_chief():
-        shutil.rmtree(shared_path, ignore_errors=True)

@@ -14,7 +14,7 @@ import pytest
 
 import hvdkit as hk
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("removed")]
 
 
 def session(logdir: Path, **options) -> hk.Supervisor:
@@ -208,11 +208,3 @@ def test_what_a_killed_run_left_half_written_is_removed(shared_path):
     with session(shared_path / "run") as sv:
         assert sv.global_step == 4
     assert sorted(path.name for path in folder.iterdir()) == ["step-000000002", "step-000000004"]
-
-
-@pytest.fixture(autouse=True)
-def clean(shared_path):
-    """Remove the test's folder once every rank has finished."""
-    yield
-    hk.barrier()
-    on_chief(lambda: shutil.rmtree(shared_path, ignore_errors=True))

@@ -21,6 +21,8 @@ X = np.random.default_rng(3).normal(size=(96, 6)).astype(np.float32)
 Y = (X @ np.arange(6, dtype=np.float32))[:, None]
 EPOCHS, STEPS = 3, 6
 
+pytestmark = pytest.mark.usefixtures("removed")
+
 
 class Interrupt(keras.callbacks.Callback):
     """Request a stop after some steps of this run, as a user or a cluster would."""
@@ -182,12 +184,3 @@ def test_a_fit_on_plain_arrays_goes_on_with_its_epoch(shared_path, caplog):
 def test_the_manifest_keeps_the_callbacks(parts):
     values = json.loads((hk.checkpoint.latest(parts[0]) / "manifest.json").read_text())["values"]
     assert values["state/callbacks"]["LearningRateWarmup"]["steps"] == EPOCHS * STEPS
-
-
-@pytest.fixture(autouse=True)
-def clean(shared_path):
-    """Remove the test's folder once every rank has finished."""
-    yield
-    hk.barrier()
-    if hk.is_chief():
-        shutil.rmtree(shared_path, ignore_errors=True)

@@ -98,7 +98,7 @@ def test_a_tape_equals_the_global_batch(weighted, rank, size):
     def within():
         with hk.DistributedGradientTape(tf.GradientTape(), weight=counts[rank] if weighted else None) as recording:
             loss = loss_of(mine)
-        return recording.gradient(loss, [w, b.value])
+        return recording.gradient(loss, [w, b])  # a Keras variable itself
 
     for results in (around(), within(), tf.function(around)(), tf.function(within)()):
         for result, want in zip(results, expected, strict=True):

@@ -1,8 +1,0 @@
-"""Measure the machine's slowdown for these tests, which compare seconds, unless the runner has measured it."""
-
-import os
-
-import speed
-
-if speed.VARIABLE not in os.environ:
-    os.environ[speed.VARIABLE] = str(speed.measure())

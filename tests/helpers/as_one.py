@@ -1,0 +1,82 @@
+"""Compare hk.fit with plain Keras: the same program alone on all the data in each process, and on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import hvdkit as hk
+
+SEED = 11
+
+
+def line(rng: np.random.Generator, rows: int = 22) -> tuple[np.ndarray, np.ndarray]:
+    """Return examples on a plane."""
+    x = rng.normal(size=(rows, 3)).astype("float32")
+    return x, (x @ np.ones((3, 1)) + 0.1).astype("float32")
+
+
+def plain(build: Callable[[], Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, list[float]]]:
+    """Return the model and the History of plain ``model.fit`` on all the data, in this process only."""
+    keras.utils.set_random_seed(SEED)
+    model = build()
+    return model, model.fit(*_made(args), verbose=0, **_made(kwargs)).history
+
+
+def ported(build: Callable[[], Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, list[float]]]:
+    """Return the model and the History of ``hk.fit``."""
+    keras.utils.set_random_seed(SEED)
+    model = build()
+    return model, hk.fit(model, *_made(args), verbose=0, **_made(kwargs)).history
+
+
+def compare(build: Callable[[], Any], *args: Any, rtol: float = 2e-4, atol: float = 2e-5, **kwargs: Any) -> Any:
+    """Check that both ways give the same History and weights; return both models. Call arguments named ``make_...``."""
+    one, expected = plain(build, *args, **kwargs)
+    many, found = ported(build, *args, **kwargs)
+    same_logs(found, expected, rtol=rtol, atol=atol)
+    same_weights(many, one, rtol=rtol, atol=atol)
+    hk.compare_variables(many.trainable_variables)
+    return one, many
+
+
+def same_logs(found: Any, expected: Any, *, rtol: float = 2e-4, atol: float = 2e-5) -> None:
+    assert list(found) == list(expected)
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=rtol, atol=atol, err_msg=name)
+
+
+def same_weights(found: Any, expected: Any, *, rtol: float = 2e-4, atol: float = 2e-5) -> None:
+    pairs = zip(found.weights, expected.weights, strict=True)
+    for mine, theirs in pairs:
+        np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=rtol, atol=atol, err_msg=theirs.path)
+
+
+def raises_on_several(error: Any, match: str) -> contextlib.AbstractContextManager[Any]:
+    """Expect an error on every rank; a single rank cannot differ from others, so expect none there."""
+    return pytest.raises(error, match=match) if hk.size() > 1 else contextlib.nullcontext()
+
+
+def assert_mismatch(call: Callable[[], object], words: list[str]) -> None:
+    """Check that the call fails on every rank, with an error that names the last rank and has all ``words``."""
+    with raises_on_several(hk.CollectiveMismatchError, f"rank {hk.size() - 1}") as error:
+        call()
+    assert error is None or all(word in str(error.value) for word in words), error
+
+
+def _made(arguments: Any) -> Any:
+    made = {key: value() if is_maker(value) else value for key, value in _items(arguments)}
+    return made if isinstance(arguments, dict) else list(made.values())
+
+
+def _items(arguments: Any) -> Any:
+    return arguments.items() if isinstance(arguments, dict) else enumerate(arguments)
+
+
+def is_maker(value: Any) -> bool:
+    return callable(value) and getattr(value, "__name__", "").startswith("make_")

@@ -1,0 +1,108 @@
+"""``HVDKIT_CHECK=1``: if ranks build different graphs, the error names the first differing collective and its lines."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from helpers.jobs import GLOO, MPI, run
+from helpers.jobs_that_fail import PATHS
+
+SCRIPT = Path(__file__).with_name("unlike.py")
+LINES = {text.split("  # ")[1]: n for n, text in enumerate(SCRIPT.read_text().splitlines(), 1) if "  # " in text}
+
+
+def run_unlike(kind, ranks=2):
+    code = f"import runpy, sys; sys.argv = ['', {kind!r}]; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    return run(code, MPI, ranks, HVDKIT_CHECK="1", PYTHONPATH=PATHS)
+
+
+def at(comment, of="float32[3]"):
+    return f"hvdkit.allreduce of {of} ({SCRIPT}:{LINES[comment]})"
+
+
+NOTHING = {"nothing": (2, "")}
+KINDS = {
+    "dtype": (2, f"is in {at('another dtype', 'float64[3]')}, but rank 0 in {at('the second')}; build the same graph"),
+    # With three ranks, only the second one differs.
+    "shape": (3, f"is in {at('the second', 'float32[2]')}, but rank 0 in {at('the second')}; build the same graph"),
+    "extra": (2, f"is in {at('one more')}, but rank 0 in {at('the second')}; build the same graph"),
+    "branch": (3, f"waits in {at('in a branch')}, but rank 0 in {at('after it')}, and neither can go on"),
+    "eager": (2, f"waits in barrier() ({SCRIPT}:{LINES['alone']}), but rank 0 in {at('the first')}, and neither"),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    """Run all jobs, two at a time since they mostly start or wait."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {kind: pool.submit(run_unlike, kind, ranks) for kind, (ranks, _) in (KINDS | NOTHING).items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_lines_that_differ(jobs, kind):
+    job = jobs[kind].result()
+    assert job.code == 1
+    words = r"hvdkit: rank 1 on \S+ failed: CollectiveMismatchError: " + re.escape(KINDS[kind][1])
+    assert re.search(words, job.output), job.output
+
+
+def test_ranks_that_do_alike_are_left_alone(jobs):
+    job = jobs["nothing"].result()
+    assert job.code == 0 and job.output.count("trained") == 2 and "hvdkit:" not in job.output, job.output
+
+
+UNLIKE_SETS = """
+import numpy as np, hvdkit as hk
+hk.init()
+sets = [hk.ProcessSet(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
+x = np.ones(3, np.float32)
+for one in sets:
+    if one.included():
+        hk.allreduce(x, process_set=one)
+print('together', flush=True)
+hk.allreduce(x, process_set=sets[hk.rank()])
+"""
+
+
+@pytest.mark.parametrize(("launcher", "extra"), [(MPI, {}), (GLOO, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})])
+def test_ranks_in_unlike_process_sets_end_with_an_error(launcher, extra):
+    """Runs without ``HVDKIT_CHECK``. Each rank waits for the next one, in a cycle."""
+    job = run(UNLIKE_SETS, launcher, 3, **extra)
+    assert job.code != 0 and job.output.count("together") == 3, job.output
+    words = (
+        r"rank 1 on .* waits in allreduce\(.*process_set=\[1, 2\].*, but rank 0 in allreduce\(.*process_set=\[0, 1\]"
+    )
+    assert re.search(words, job.output), job.output
+
+
+LATE = """
+import time
+import numpy as np, hvdkit as hk
+hk.init()
+x = np.ones(20_000, np.float32)
+{before}
+time.sleep(15 if hk.rank() == 2 else 0)
+hk.allreduce(x)
+print('averaged', flush=True)
+"""
+JOIN_ONE_BY_ONE = """
+for _ in range(hk.rank() + 1):
+    hk.allreduce(x)
+hk.join()
+"""
+WAIT_FOR_THOSE_BEFORE = """
+for _ in range(10):
+    handles = [hk.allreduce_async(x) for _ in range(2)]
+    time.sleep(0.01 * hk.rank())
+    hk.allgather_object(1)
+"""
+
+
+@pytest.mark.parametrize("before", [JOIN_ONE_BY_ONE, WAIT_FOR_THOSE_BEFORE], ids=["join", "asynchronous"])
+def test_two_ranks_may_wait_for_a_late_one(before):
+    """Rank 0 must not mistake one collective for two, whatever the ranks exchanged before."""
+    job = run(LATE.format(before=before), MPI, 3)
+    assert job.code == 0 and job.output.count("averaged") == 3, job.output

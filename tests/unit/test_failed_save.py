@@ -1,0 +1,57 @@
+"""One rank fails to write while another is still writing: the failed rank is named, and no file is left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+from helpers.speed import WAIT
+
+import hvdkit as hk
+from hvdkit.checkpoint.saving import progress_of, settled
+from hvdkit.checkpoint.tensorfile import OutgoingTensor
+from hvdkit.checkpoint.writing import Save, Snapshot
+
+SIZE, SLOW, FULL = 3, 1, 2
+
+
+class Disk(Snapshot):
+    """The writes of one rank: slow on rank 1, and to a full disk on rank 2."""
+
+    rank: int
+
+    def shard_tensors(self) -> list[OutgoingTensor]:
+        def rows(start: int, stop: int) -> np.ndarray:
+            if self.rank == FULL:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            time.sleep(0.5 if self.rank == SLOW else 0)
+            return np.ones((stop - start, 2), np.float32)
+
+        return [OutgoingTensor("own", np.dtype(np.float32), (4, 2), rows)]
+
+
+def start(target: Path, rank: int) -> Save:
+    disk = Disk()
+    disk.rank = rank
+    return Save(target, disk, step=1, rank=rank, size=SIZE, token="t").start()
+
+
+def test_the_rank_that_failed_is_named_and_not_one_that_was_still_writing(tmp_path):
+    saves = [start(tmp_path / "step-000000001", rank) for rank in range(SIZE)]
+    told: list[str] = []
+    deadline = time.monotonic() + WAIT
+    while len(told) < SIZE and time.monotonic() < deadline:
+        words = [progress_of(save) for save in saves]  # what the ranks exchange
+        for save in saves:
+            try:
+                assert not settled(save, words)
+            except hk.CheckpointError as error:
+                told.append(str(error))
+        time.sleep(0.01)
+    assert len(told) == SIZE
+    for text in told:
+        assert f"not saved, rank {FULL} failed: " in text and "No space left on device" in text
+    assert not [*tmp_path.iterdir()]

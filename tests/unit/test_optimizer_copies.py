@@ -1,0 +1,620 @@
+"""A distributed optimizer is a copy of the original optimizer: options, state, config, files, and errors."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdkit as hk
+
+hk.init()
+opts = keras.optimizers
+
+# Each class with options that differ from its defaults.
+MAKERS = {
+    "Adadelta": lambda: opts.Adadelta(0.5, rho=0.9, epsilon=1e-6, weight_decay=0.1),
+    "Adafactor": lambda: opts.Adafactor(0.5, beta_2_decay=-0.7, clip_threshold=0.9, relative_step=False),
+    "Adagrad": lambda: opts.Adagrad(0.5, initial_accumulator_value=0.2, clipvalue=2.0),
+    "Adam": lambda: opts.Adam(0.5, beta_1=0.8, amsgrad=True, clipnorm=0.5),
+    "AdamW": lambda: opts.AdamW(0.5, weight_decay=0.3, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    "Adamax": lambda: opts.Adamax(0.5, beta_2=0.9, global_clipnorm=1.0),
+    "Ftrl": lambda: opts.Ftrl(0.5, learning_rate_power=-0.3, l1_regularization_strength=0.1, beta=0.2),
+    "Lamb": lambda: opts.Lamb(0.5, beta_1=0.8, name="the_lamb"),
+    "Lion": lambda: opts.Lion(0.5, beta_2=0.9, loss_scale_factor=4.0),
+    "LossScaleOptimizer": lambda: opts.LossScaleOptimizer(opts.SGD(0.5, momentum=0.1), initial_scale=8.0),
+    "MultiOptimizer": lambda: opts.MultiOptimizer(
+        opts.OptimizerMap(opts.SGD(0.5), {"kernel": opts.Adam(0.1)}), loss_scale_factor=2.0
+    ),
+    "Muon": lambda: opts.Muon(0.5, exclude_layers=["last"], rms_rate=None, ns_steps=3),
+    "Nadam": lambda: opts.Nadam(opts.schedules.ExponentialDecay(0.5, 2, 0.9), beta_1=0.8),
+    "RMSprop": lambda: opts.RMSprop(0.5, rho=0.8, momentum=0.1, centered=True),
+    "SGD": lambda: opts.SGD(0.5, momentum=0.06, nesterov=True, gradient_accumulation_steps=2),
+    "ScheduleFreeAdamW": lambda: opts.ScheduleFreeAdamW(0.5, warmup_steps=4),
+}
+
+
+def variables():
+    return [keras.Variable([[1.0, 2.0], [3.0, 4.0]], name="kernel"), keras.Variable([1.0, 2.0], name="bias")]
+
+
+def gradients(step=0):
+    return [tf.constant([[0.5, -1.0], [2.0, 0.25]]) * (1.0 + step), tf.constant([1.0, -2.0])]
+
+
+def stepped(optimizer, weights=None, steps=3):
+    weights = weights or variables()
+    for step in range(steps):
+        optimizer.apply(gradients(step), weights)
+    return weights
+
+
+def assert_equal(ours, theirs):
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine.numpy(), other.numpy(), rtol=1e-6, err_msg=other.path)
+
+
+def without_registered_names(config):
+    """Return a config without the entry that Keras sets to None for its own classes."""
+    if isinstance(config, dict):
+        return {key: without_registered_names(item) for key, item in config.items() if key != "registered_name"}
+    return config
+
+
+def test_every_class_is_covered():
+    names = [
+        n for n in dir(opts) if isinstance(getattr(opts, n), type) and issubclass(getattr(opts, n), opts.Optimizer)
+    ]
+    assert {*names} - {"Optimizer"} <= {*MAKERS}
+
+
+# ---- config, names and files ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_config_is_that_of_keras_and_makes_a_plain_optimizer(name):
+    plain = MAKERS[name]()
+    optimizer = hk.DistributedOptimizer(plain)
+    config = keras.saving.serialize_keras_object(optimizer)
+    assert without_registered_names(config) == without_registered_names(opts.serialize(plain))
+    assert optimizer.name == plain.name and opts.get(optimizer) is optimizer
+    made = keras.saving.deserialize_keras_object(config)
+    assert type(made) is type(plain) and made.get_config() == plain.get_config()
+    again = type(optimizer).from_config(plain.get_config())
+    assert again.get_config() == plain.get_config()
+    copy = pickle.loads(pickle.dumps(hk.DistributedOptimizer(plain, clip_global_norm=0.01)))
+    assert without_registered_names(copy.get_config()) == without_registered_names(plain.get_config())
+    with pytest.raises(TypeError, match="a DistributedOptimizer"):
+        hk.DistributedOptimizer(copy)
+    if name == "SGD":
+        assert (copy._hvdkit.clip_global_norm, copy._hvdkit.accumulate_steps) == (0.01, 2)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_unbuilt_copy_updates_as_the_original_does(name):
+    plain = MAKERS[name]()
+    optimizer = hk.DistributedOptimizer(plain)
+    ours = stepped(optimizer)
+    assert not plain.built and int(plain.iterations) == 0
+    theirs = stepped(plain)
+    assert_equal(ours, theirs)
+    assert_equal(optimizer.variables, plain.variables)
+    numbered = [[v.path.rstrip("_0123456789") for v in o.variables] for o in (optimizer, plain)]
+    assert numbered[0] == numbered[1]  # Keras numbers variables without a name
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_built_copy_goes_on_as_the_original_does(name):
+    plain, weights = MAKERS[name](), variables()
+    stepped(plain, weights, 2)
+    optimizer = hk.DistributedOptimizer(plain)
+    assert_equal(optimizer.variables, plain.variables)
+    assert [v.path for v in optimizer.variables] == [v.path for v in plain.variables]
+    before = [v.numpy() for v in plain.variables]
+    start = [v.numpy() for v in weights]
+    optimizer.apply(gradients(2))
+    ours = [v.numpy() for v in weights]
+    for mine, was in zip(plain.variables, before, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), was)
+    for weight, was in zip(weights, start, strict=True):
+        weight.assign(was)
+    plain.apply(gradients(2))
+    for mine, other in zip(ours, weights, strict=True):
+        np.testing.assert_allclose(mine, other.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_weights_move_between_plain_and_distributed_optimizers(name):
+    plain = MAKERS[name]()
+    stepped(plain)
+    by_list, by_store, back = (hk.DistributedOptimizer(MAKERS[name]()) for _ in range(3))
+    with pytest.raises(ValueError, match="set_weights"):
+        by_list.set_weights(plain.variables)
+    store = {}
+    plain.save_own_variables(store)
+    weights = variables()
+    for optimizer in (by_list, by_store, back):
+        optimizer.build(weights)
+    by_store.load_own_variables(store)
+    assert_equal(by_store.variables, plain.variables)
+    if name != "LossScaleOptimizer":  # Keras's sets only the outer variables
+        by_list.set_weights([v.numpy() for v in plain.variables])
+        assert_equal(by_list.variables, plain.variables)
+    store = {}
+    by_store.save_own_variables(store)
+    back.load_own_variables(store)
+    assert_equal(back.variables, plain.variables)
+    with pytest.warns(UserWarning, match="Skipping variable loading"):
+        back.load_own_variables({})
+
+
+@pytest.mark.parametrize("shard_states", [False, True])
+def test_models_are_saved_with_their_optimizer(shard_states, tmp_path):
+    def model_of(optimizer):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, kernel_initializer="ones")])
+        model.compile(optimizer, "mse", jit_compile=False)
+        return model
+
+    x, y = np.ones((4, 3), "f4"), np.zeros((4, 2), "f4")
+    model = model_of(hk.DistributedOptimizer(opts.AdamW(0.1, weight_decay=0.2), shard_states=shard_states))
+    model.fit(x, y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    with zipfile.ZipFile(tmp_path / "model.keras") as archive:
+        text = archive.read("config.json").decode()
+    saved = json.loads(text)["compile_config"]["optimizer"]  # by Keras's module: a process without hvdkit can load it
+    assert (saved["module"], saved["class_name"]) == ("keras.optimizers", "AdamW")
+    assert keras.saving.get_registered_object(saved["registered_name"]) is None  # or else Keras would use that class
+    assert "hvdkit" not in text and "horovod" not in text
+    model.save_weights(tmp_path / "model.weights.h5")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    other = model_of(hk.DistributedOptimizer(opts.AdamW(0.1, weight_decay=0.2), shard_states=shard_states))
+    other.load_weights(tmp_path / "model.weights.h5")
+    assert_equal(other.variables, model.variables)
+    assert type(loaded.optimizer) is opts.AdamW
+    assert_equal(loaded.optimizer.variables, model.optimizer.variables)
+    for each in (model, loaded):
+        each.fit(x, y, verbose=0)
+    assert_equal(loaded.variables, model.variables)
+
+
+def test_tensorflow_checkpoints_hold_the_slots(tmp_path):
+    optimizer, weights = hk.DistributedOptimizer(opts.Adam(0.1)), variables()
+    stepped(optimizer, weights, 1)
+    saved = [v.numpy() for v in optimizer.variables]
+    path = tf.train.Checkpoint(optimizer=optimizer).save(str(tmp_path / "checkpoint"))
+    stepped(optimizer, weights, 1)
+    tf.train.Checkpoint(optimizer=optimizer).restore(path)
+    for mine, was in zip(optimizer.variables, saved, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), was)
+
+
+# ---- learning rates -------------------------------------------------------------------------------------------
+
+
+def test_a_function_gives_the_learning_rate():
+    optimizer = hk.DistributedOptimizer(opts.SGD(lambda: 0.1))
+    weights = stepped(optimizer, steps=1)
+    np.testing.assert_allclose(weights[1], [0.9, 2.2], rtol=1e-6)
+    assert len(optimizer.variables) == 1 and float(optimizer.learning_rate) == pytest.approx(0.1)
+
+
+def test_a_function_may_read_the_iterations_of_the_original():
+    plain = opts.SGD(0.1)
+    plain.learning_rate = lambda: 1.0 / (1.0 + tf.cast(plain.iterations, tf.float32))
+    optimizer, variable = hk.DistributedOptimizer(plain), keras.Variable([0.0])
+    for _ in range(3):
+        optimizer.apply([tf.ones([1])], [variable])
+    np.testing.assert_allclose(variable, [-(1 + 1 / 2 + 1 / 3)], rtol=1e-6)
+    with pytest.raises(ValueError, match="optimizer: got an optimizer that is wrapped already, with a function"):
+        hk.DistributedOptimizer(plain)
+
+
+def test_a_method_that_gives_the_learning_rate_belongs_to_the_copy():
+    class Halves(opts.SGD):
+        def __init__(self, first):
+            super().__init__(self._rate)
+            self.first = first
+
+        def _rate(self):
+            return self.first * 0.5 ** tf.cast(self.iterations, tf.float32)
+
+    plain = Halves(1.0)
+    optimizer, variable = hk.DistributedOptimizer(plain), keras.Variable([0.0])
+    optimizer.first = 2.0
+    for _ in range(3):
+        optimizer.apply([tf.ones([1])], [variable])
+    np.testing.assert_allclose(variable, [-3.5])
+
+
+def test_rates_are_set_on_the_copy():
+    optimizer = hk.DistributedOptimizer(opts.Adam(0.1))
+    optimizer.learning_rate = 0.025
+    assert float(optimizer.learning_rate) == pytest.approx(0.025) and len(optimizer.variables) == 2
+    optimizer.learning_rate = opts.schedules.PolynomialDecay(0.1, 4)
+    assert len(optimizer.variables) == 1
+    with pytest.raises(TypeError, match="not settable"):
+        optimizer.learning_rate = 0.1
+    plain = opts.SGD(0.1)
+    plain.learning_rate = 0.5
+    assert float(hk.DistributedOptimizer(plain).learning_rate) == 0.5
+
+
+# ---- user-defined optimizers ----------------------------------------------------------------------------------
+
+
+class Tempered(opts.Optimizer):
+    """w -= lr temper f(g), with constructor arguments missing from its config."""
+
+    def __init__(self, temper, transform, *, given=()):
+        super().__init__(learning_rate=0.5, weight_decay=0.1)
+        self.temper, self.transform, self.given = temper, transform, list(given)
+        self.names = {"first": temper}
+
+    def update_step(self, gradient, variable, learning_rate):
+        rate = tf.cast(learning_rate, variable.dtype)
+        known = any(v is variable or v.value is variable for v in self.given)
+        self.assign_sub(variable, rate * self.temper * self.transform(gradient) * (10.0 if known else 1.0))
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_config_that_lacks_options_does_not_lose_them(steps_before):
+    weights = variables()
+    plain = Tempered(0.25, lambda g: g * 2, given=weights[1:])
+    stepped(plain, weights, steps_before)
+    start = [v.numpy() for v in weights]
+    optimizer = hk.DistributedOptimizer(plain)
+    assert (optimizer.temper, optimizer.names) == (0.25, {"first": 0.25}) and optimizer.transform is plain.transform
+    assert optimizer.given[0] is weights[1]
+    stepped(optimizer, weights)
+    ours = [v.numpy() for v in weights]
+    for weight, was in zip(weights, start, strict=True):
+        weight.assign(was)
+    stepped(plain, weights)
+    for mine, other in zip(ours, weights, strict=True):
+        np.testing.assert_allclose(mine, other.numpy(), rtol=1e-6)
+
+
+class Appending(opts.Optimizer):
+    """An optimizer with its slots in a list that the constructor creates."""
+
+    def __init__(self, learning_rate=0.5):
+        super().__init__(learning_rate)
+        self.sums = []
+
+    def build(self, variables):
+        super().build(variables)
+        for variable in variables:
+            self.sums.append(self.add_variable_from_reference(variable, "sum"))
+
+    def update_step(self, gradient, variable, learning_rate):
+        total = self.sums[self._get_variable_index(variable)]
+        self.assign_add(total, tf.convert_to_tensor(gradient))
+        self.assign_sub(variable, total * tf.cast(learning_rate, variable.dtype))
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_slots_in_a_list_that_the_constructor_made(steps_before):
+    plain, weights = Appending(), variables()
+    stepped(plain, weights, steps_before)
+    optimizer = hk.DistributedOptimizer(plain)
+    ours = stepped(optimizer, [keras.Variable(v.value, name=v.name) for v in weights] if not steps_before else weights)
+    assert len(optimizer.sums) == 2 and len(plain.sums) == 2 * steps_before
+    given = [gradients(step) for step in (*range(steps_before), *range(3))]
+    totals = [sum(grads) for grads in zip(*given, strict=True)]
+    for mine, total in zip(optimizer.sums, totals, strict=True):
+        np.testing.assert_allclose(mine, total, rtol=1e-6)
+    assert ours
+
+
+@pytest.mark.parametrize("options", [{"shard_states": True}, {"accumulate_steps": 2}], ids=str)
+def test_slots_that_build_cannot_make_again_stand_in_the_way(options):
+    hk.DistributedOptimizer(Appending(), **options)
+    plain = Appending()
+    plain.build(variables())
+    with pytest.raises(TypeError, match=r"optimizer: got Appending, which is built.*'sums'.*before it is built"):
+        hk.DistributedOptimizer(plain, **options)
+
+
+class Lookahead(opts.Optimizer):
+    """An optimizer that wraps another one."""
+
+    def __init__(self, inner):
+        super().__init__(0.0)
+        self.inner = inner
+
+    def build(self, variables):
+        super().build(variables)
+        self.inner.build(variables)
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.inner.update_step(gradient, variable, self.inner.learning_rate)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_an_optimizer_inside_another_one_is_copied(steps_before):
+    plain, weights = Lookahead(opts.SGD(0.5, momentum=0.5)), variables()
+    stepped(plain, weights, steps_before)
+    optimizer = hk.DistributedOptimizer(plain)
+    assert optimizer.inner is not plain.inner
+    slots = [v.numpy() for v in plain.inner.variables]
+    stepped(optimizer, weights, 1)
+    for mine, was in zip(plain.inner.variables, slots, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), was)
+    if steps_before:
+        with pytest.raises(TypeError, match=r"optimizer\.inner: got a SGD.*built optimizer inside another"):
+            hk.DistributedOptimizer(plain, accumulate_steps=2)
+
+
+def test_a_registered_class_is_saved_under_its_name():
+    @keras.saving.register_keras_serializable("hvdkit_tests")
+    class Own(opts.SGD):
+        pass
+
+    optimizer = hk.DistributedOptimizer(Own(0.5))
+    assert opts.serialize(optimizer)["registered_name"] == "hvdkit_tests>Own"
+    assert type(opts.deserialize(opts.serialize(optimizer))) is Own
+    assert keras.saving.get_registered_object("hvdkit_tests>Own") is Own
+
+
+def test_a_loss_scale_around_an_optimizer_without_config():
+    weights = variables()
+    optimizer = hk.DistributedOptimizer(opts.LossScaleOptimizer(Tempered(0.25, lambda g: g), initial_scale=4.0))
+    optimizer.apply([g * 4.0 for g in gradients()], weights)
+    theirs = stepped(Tempered(0.25, lambda g: g), steps=1)
+    assert_equal(weights, theirs)
+
+
+def test_an_optimizer_for_each_variable_by_a_function():
+    adam, sgd = opts.Adam(0.1), opts.SGD(0.5)
+
+    def choose(variable):
+        return adam if variable.path == "kernel" else sgd
+
+    optimizer = hk.DistributedOptimizer(opts.MultiOptimizer(choose))
+    weights = stepped(optimizer)
+    assert optimizer.optimizers == [adam, sgd]  # the ones that the function returns
+    theirs = variables()
+    stepped(opts.MultiOptimizer(lambda v: other[v.name]), theirs) if (
+        other := {"kernel": opts.Adam(0.1), "bias": opts.SGD(0.5)}
+    ) else None
+    assert_equal(weights, theirs)
+    again = hk.DistributedOptimizer(opts.MultiOptimizer(lambda v: hk.DistributedOptimizer(opts.SGD(0.1))))
+    with pytest.raises(TypeError, match="plain Keras optimizers inside"):
+        again.build(variables())
+
+
+def test_what_a_built_choice_of_optimizers_holds_is_copied():
+    plain, weights = MAKERS["MultiOptimizer"](), variables()
+    stepped(plain, weights)
+    optimizer = hk.DistributedOptimizer(plain)
+    assert not {id(v) for v in optimizer.variables} & {id(v) for v in plain.variables}
+    assert [type(o) for o in optimizer.optimizers] == [type(o) for o in plain.optimizers]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: o,
+        opts.LossScaleOptimizer,
+        lambda o: opts.MultiOptimizer(opts.OptimizerMap(opts.SGD(0.1), {"kernel": o})),
+    ],
+    ids=["itself", "loss scale", "choice"],
+)
+def test_an_optimizer_is_distributed_once(make):
+    inner = hk.DistributedOptimizer(opts.SGD(0.1))
+    words = r"optimizer: got .*DistributedOptimizer.*wrap (it once|the outermost optimizer only); twice combines twice"
+    with pytest.raises(TypeError, match=words):
+        hk.DistributedOptimizer(make(inner))
+
+
+@pytest.mark.parametrize(
+    "wrong", ["adam", None, opts.SGD, tf.Module(), tf.compat.v1.train.GradientDescentOptimizer(0.1)], ids=str
+)
+def test_what_is_not_an_optimizer(wrong):
+    with pytest.raises(TypeError, match=r"optimizer: got .*a Keras 3 optimizer, e\.g\. keras\.optimizers\.SGD"):
+        hk.DistributedOptimizer(wrong)
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------
+
+
+def test_iterations_count_updates():
+    optimizer, variable = hk.DistributedOptimizer(opts.Adam(1.0)), keras.Variable([[1.0, 2.0]])
+    for count in range(3):
+        assert int(optimizer.iterations) == count
+        assert int(optimizer.apply_gradients([(tf.ones([1, 2]), variable)])) == count + 1
+
+
+def test_accumulation_adds_up_and_begins_again():
+    optimizer, variable = hk.DistributedOptimizer(opts.SGD(1.0), accumulate_steps=3), keras.Variable([1.0, 2.0])
+    optimizer.build([variable])
+    (total,) = optimizer._accumulated_gradients
+    expected = [([1, 2], 1), ([1, 2], 2), ([0, 1], 0), ([0, 1], 1)]
+    for step, (values, sums) in enumerate(expected):
+        optimizer.apply([tf.ones([2])])
+        np.testing.assert_allclose(variable, values)
+        np.testing.assert_allclose(total, [sums, sums])
+        assert int(optimizer.iterations) == (step + 1) // 3
+
+
+@pytest.mark.parametrize("shard_states", [False, True])
+def test_steps_without_gradients(shard_states):
+    optimizer, weights = hk.DistributedOptimizer(opts.SGD(1.0), shard_states=shard_states), variables()
+    with pytest.raises(ValueError, match="trainable_variables: got None"):
+        optimizer.apply(gradients())
+    with pytest.raises(ValueError, match="No gradients provided"):
+        optimizer.apply([None, None], weights)
+    with pytest.warns(UserWarning, match=r"Gradients do not exist for variables \['bias'\]"):
+        optimizer.apply([gradients()[0], None], weights)
+    np.testing.assert_allclose(weights[1], [1.0, 2.0])
+    assert optimizer.apply([], []) is None and int(optimizer.iterations) == 1
+    with pytest.raises(ValueError, match=r"variables: got 1 of them, expected 2"):
+        optimizer.apply(gradients(), weights[:1])
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer.apply(gradients(), [weights[0], keras.Variable([1.0, 2.0])])
+    with pytest.raises(ValueError, match="grads_and_vars: got no pair"):
+        optimizer.apply_gradients([])
+
+
+@pytest.mark.parametrize("name", ["SGD", "LossScaleOptimizer"])
+def test_a_stateless_step_is_refused(name):
+    optimizer = hk.DistributedOptimizer(MAKERS[name]())
+    optimizer.build(variables())
+    with pytest.raises(ValueError, match="stateless_apply"):
+        optimizer.stateless_apply([v.value for v in optimizer.variables], gradients(), [v.value for v in variables()])
+
+
+def test_dynamic_loss_scales_grow_and_shrink():
+    growing = opts.LossScaleOptimizer(opts.SGD(0.5), initial_scale=2.0, dynamic_growth_steps=2)
+    optimizer, variable = hk.DistributedOptimizer(growing), keras.Variable([1.0, 2.0])
+    for _ in range(8):
+        optimizer.apply([tf.ones([2])], [variable])
+    assert float(optimizer.scale_loss(1.0)) == 32.0 and int(optimizer.iterations) == 8
+    for _ in range(3):
+        optimizer.apply([tf.constant([np.inf, 1.0])], [variable])
+    assert float(optimizer.scale_loss(1.0)) == 4.0 and int(optimizer.iterations) == 8
+    assert optimizer.apply([], []) is None
+
+
+def test_a_static_loss_scale():
+    optimizer = hk.DistributedOptimizer(opts.SGD(1.0, loss_scale_factor=1024.0), clip_global_norm=1e3)
+    variable = keras.Variable([1.0, 2.0])
+    assert optimizer.scale_loss(1.0) == 1024.0
+    optimizer.apply([tf.constant([1.0, 2.0]) * 1024.0], [variable])
+    np.testing.assert_allclose(variable, [0.0, 0.0])
+
+
+def test_exclusions_said_after_wrapping():
+    weights = variables()
+    optimizer = hk.DistributedOptimizer(opts.SGD(1.0, weight_decay=0.5))
+    optimizer.exclude_from_weight_decay(var_list=[weights[0]], var_names=["nothing"])
+    optimizer.apply([tf.zeros_like(v.value) for v in weights], weights)
+    np.testing.assert_allclose(weights[0], [[1.0, 2.0], [3.0, 4.0]])
+    np.testing.assert_allclose(weights[1], [0.5, 1.0])
+
+
+def test_tensorflow_and_keras_variables_together():
+    optimizer, variable, other = hk.DistributedOptimizer(opts.Adam(1.0)), keras.Variable([1.0]), tf.Variable([1.0])
+    optimizer.apply([tf.ones([1]), tf.ones([1])], [variable, other])
+    np.testing.assert_allclose(variable.numpy(), other.numpy())
+
+
+def test_weights_are_swapped_with_their_averages():
+    """As with Keras's own optimizer, validation uses the averages, and training continues with the weights."""
+    x, y = np.ones((4, 2), "f4"), np.zeros((4, 1), "f4")
+    found = []
+    for wrapped in (lambda optimizer: optimizer, hk.DistributedOptimizer):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(wrapped(opts.SGD(0.1, use_ema=True, ema_momentum=0.5)), "mse", jit_compile=False)
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=False)
+        history = model.fit(x, y, validation_data=(x, y), callbacks=[swap], epochs=2, verbose=0).history
+        found.append(
+            [*history["loss"], *history["val_loss"], *np.concatenate([w.ravel() for w in model.get_weights()])]
+        )
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+
+
+# ---- gradients of every kind ----------------------------------------------------------------------------------
+
+NUMBERS = [[0.5, -1.0], [2.0, 0.25]]
+
+
+def kinds(integer=False):
+    values = [[1, 2], [3, 4]] if integer else NUMBERS
+    return {
+        "tensor": tf.constant(values, tf.float32),
+        "list": values,
+        "tuple": tuple(map(tuple, values)),
+        "array": np.array(values, "f4"),
+        "rows of arrays": [np.array(row, "f4") for row in values],
+        "list of tensors": [tf.constant(row, tf.float32) for row in values],
+    }
+
+
+def rows_of(how):
+    values, indices, shape = NUMBERS, [1, 0], [2, 2]
+    made = {
+        "tensors": (tf.constant(values), tf.constant(indices), tf.constant(shape)),
+        "lists": (values, indices, shape),
+        "tuples": (tuple(map(tuple, values)), tuple(indices), tuple(shape)),
+        "arrays": (np.array(values, "f4"), np.array(indices), np.array(shape)),
+        "some": (tf.constant(values), tuple(indices), None),
+        "shape": (tf.constant(values), np.array(indices, "i4"), tf.TensorShape(shape)),
+    }
+    return tf.IndexedSlices(*made[how])
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("kind", kinds())
+def test_dense_gradients_of_every_kind(kind, graph):
+    def run(step):
+        return tf.function(step, autograph=False)() if graph else step()
+
+    (result,) = run(lambda: hk.average_gradients((kinds()[kind],)))
+    assert result.dtype == tf.float32
+    np.testing.assert_allclose(result, NUMBERS)
+    for integer in (False, True):
+        variable = keras.Variable(np.zeros((2, 2), "f4"))
+        optimizer = hk.DistributedOptimizer(opts.SGD(1.0), clip_global_norm=1e3)
+        optimizer.build([variable])
+        run(lambda o=optimizer, i=integer: o.apply((kinds(i)[kind],)))
+        np.testing.assert_allclose(variable, -np.array(kinds(integer)["list"], "f4"))
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("how", ["tensors", "lists", "tuples", "arrays", "some", "shape"])
+def test_rows_of_every_kind(how, graph):
+    def run(step):
+        return tf.function(step, autograph=False)() if graph else step()
+
+    (result,) = run(lambda: hk.average_gradients([rows_of(how)]))
+    expected = np.array(NUMBERS)[::-1]
+    whole = np.zeros((2, 2))
+    np.add.at(whole, result.indices.numpy(), result.values.numpy())
+    np.testing.assert_allclose(whole, expected)
+    for make in (lambda: opts.SGD(1.0), lambda: opts.SGD(1.0, momentum=0.5, clipvalue=100.0)):
+        variable = keras.Variable(np.zeros((2, 2), "f4"))
+        optimizer = hk.DistributedOptimizer(make())
+        optimizer.build([variable])
+        run(lambda o=optimizer: o.apply([rows_of(how)]))
+        np.testing.assert_allclose(variable, -expected)
+
+
+def wrong_gradients():
+    rows = tf.IndexedSlices
+    return {
+        "a word": (["abc"], TypeError, r"grads\[0\]: got str"),
+        "a bool": ([True], TypeError, r"grads\[0\]: got bool"),
+        "an object": ([object()], TypeError, r"grads\[0\]: got object"),
+        "words in an array": ([np.array(["a"])], TypeError, r"grads\[0\]: got dtype <U1"),
+        "ragged": ([[1.0, [2.0]]], TypeError, r"grads\[0\]: got a list that is not a tensor"),
+        "a variable": ([tf.Variable(1.0)], TypeError, r"grads\[0\]"),
+        "whole numbers": ([np.array([1])], TypeError, r"grads\[0\]: got int64"),
+        "complex": ([np.array([1j])], TypeError, r"grads\[0\]: got dtype complex128"),
+        "a dict": ({"w": tf.ones([2])}, TypeError, "grads: got dict"),
+        "a tensor": (tf.ones([2, 2]), TypeError, "grads: got EagerTensor"),
+        "an array": (np.ones([2, 2]), TypeError, "grads: got ndarray"),
+        "nothing": (None, TypeError, "grads: got NoneType"),
+        "fractional rows": ([rows(NUMBERS, [0.5, 1.0])], TypeError, r"grads\[0\]\.indices: got float64"),
+        "rows in two axes": ([rows(NUMBERS, [[0], [1]])], ValueError, r"grads\[0\]\.indices: got shape \[2, 1\]"),
+        "too few rows": ([rows(NUMBERS, [0, 1, 1])], ValueError, r"grads\[0\]\.values: got shape \[2, 2\]"),
+        "other rows": ([rows(NUMBERS, [0, 1], [5, 3])], ValueError, r"grads\[0\]\.dense_shape: got \[5, 3\]"),
+        "rows beyond the table": ([rows(NUMBERS, [0, 5], [5, 2])], ValueError, r"indices: got 5, expected rows 0 to 4"),
+        "negative rows": ([rows(NUMBERS, [-1, 1], [5, 2])], ValueError, r"indices: got -1, expected rows 0 to 4"),
+    }
+
+
+@pytest.mark.parametrize("name", wrong_gradients())
+def test_wrong_gradients(name):
+    grads, kind, words = wrong_gradients()[name]
+    with pytest.raises(kind, match=words):
+        hk.average_gradients(grads)
+    weight = [keras.Variable(np.zeros((5, 2), "f4"))]
+    if name != "whole numbers":  # these are cast to the variable's dtype
+        with pytest.raises(kind, match=words):
+            hk.DistributedOptimizer(opts.SGD(0.1)).apply(grads, weight)

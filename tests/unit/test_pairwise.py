@@ -1,0 +1,33 @@
+"""Pairwise parameters: every pair of values is in a case, and there are few cases."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+from helpers.pairwise import covering, pairwise
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_every_pair_is_in_some_case(sizes):
+    cases = covering(sizes)
+    assert cases == covering(sizes)
+    assert all(len(case) == len(sizes) and all(0 <= v < n for v, n in zip(case, sizes, strict=True)) for case in cases)
+    for i, j in combinations(range(len(sizes)), 2):
+        assert {(case[i], case[j]) for case in cases} == set(product(range(sizes[i]), range(sizes[j])))
+    assert {case[0] for case in cases} == set(range(sizes[0]))
+
+
+def test_cases_are_few():
+    """The minimum is the number of pairs of the two largest parameters."""
+    assert len(covering([3, 4])) == 12
+    assert len(covering([13, 2, 3])) == 39
+    assert len(covering([3, 3, 2, 2])) <= 10
+    assert len(covering([2] * 10)) <= 10
+
+
+def test_a_mark_names_the_values():
+    mark = pairwise(dtype=["a", "b"], n=[1, 2], mode=[len, max]).mark
+    assert mark.args[0] == "dtype,n,mode" and len(mark.args[1]) == 4
+    assert {(dtype, mode) for dtype, _, mode in mark.args[1]} == set(product("ab", [len, max]))

@@ -1,0 +1,63 @@
+"""The mechanical port of tests/programs, and the comparison of results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import porting
+
+TOLERANCE = 1e-4
+FURTHER = {"contrastive": 2, "retrieval": 2}
+DOCUMENT = Path(__file__).parents[2] / "docs" / "keras.md"
+
+
+def test_the_comparison_notices_every_leaf():
+    """The comparison rejects a result in which any leaf differs slightly."""
+    expected = porting.as_values(
+        {"history": {"loss": [0.5, 0.25], "epochs": [0, 1]}, "weights": [np.ones((2, 2), "f4")], "name": "a"}
+    )
+    changes = [
+        {"history": {"loss": [0.5, 0.2502], "epochs": [0, 1]}},
+        {"history": {"loss": [0.5, 0.25], "epochs": [0, 2]}},
+        {"history": {"loss": [0.5], "epochs": [0, 1]}},
+        {"history": {"loss": [0.5, np.nan], "epochs": [0, 1]}},
+        {"history": {"epochs": [0, 1]}},
+        {"weights": [np.array([[1, 1], [1, 0.999]], "f4")]},
+        {"weights": []},
+        {"name": "b"},
+    ]
+    for change in changes:
+        comparison = porting.Comparison(TOLERANCE)
+        comparison.values({**expected, **porting.as_values(change)}, expected)
+        assert len(comparison.problems) == 1, change
+    same = porting.Comparison(TOLERANCE)
+    same.values(expected, expected)
+    assert not same.problems
+
+
+@pytest.mark.parametrize("name", porting.names())
+def test_a_port_is_three_kinds_of_lines(name):
+    """The import, hk.init() and the calls; more only for losses that couple rows."""
+    made = porting.port(porting.source(name))
+    assert made.inserted == 2
+    assert made.calls >= 1
+    assert made.extra == FURTHER.get(name, 0)
+    compile(made.text, name, "exec")
+
+
+def test_every_kind_of_call_is_ported():
+    made = porting.port('"""Doc."""\n\nimport keras\nscore = self.model.evaluate(x)\n    # port: y = hk.allgather(y)\n')
+    assert made.text.splitlines()[2:] == [
+        "import hvdkit as hk",
+        "hk.init()",
+        "import keras",
+        "score = hk.evaluate(self.model, x)",
+        "    y = hk.allgather(y)",
+    ]
+    assert (made.inserted, made.calls, made.extra, made.lines) == (2, 1, 1, 4)
+
+
+def test_the_document_has_the_table_of_programs():
+    assert porting.table() in DOCUMENT.read_text(), "put `python tests/helpers/porting.py` into docs/keras.md"

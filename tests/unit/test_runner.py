@@ -1,0 +1,78 @@
+"""The runner of these tests: a launch may take any time while its tests end; if none ends, it is hung."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import psutil
+import run as runner
+from helpers.jobs import words
+from helpers.outcomes import VERDICT, Launch, reason, report
+from helpers.speed import WAIT, slowdown, wait_until
+
+# Like a rank's recorder: a test starts and ends every ``each`` seconds; the last one takes ``last`` seconds more.
+TESTS = """
+import json, os, pathlib, sys, time
+each, last = map(float, sys.argv[1:])
+with (pathlib.Path(os.environ["HVDKIT_TEST_RECORDS"]) / "rank-0.jsonl").open("a") as file:
+    for number in range(10):
+        print(json.dumps({"started": f"t{number}"}), file=file, flush=True)
+        time.sleep(each + (last if number == 9 else 0))
+        print(json.dumps({"test": f"t{number}", "outcome": "passed", "seconds": each}), file=file, flush=True)
+    print(json.dumps({"ended": 0}), file=file, flush=True)
+"""
+
+
+def launched(folder, each, last, stall):
+    """Return a launch of ten tests after it has ended; seconds are multiplied by the machine's slowdown."""
+    seconds = [str(slowdown() * value) for value in (each, last)]
+    launch = Launch("here", 1, [sys.executable, "-c", TESTS, *seconds], folder / "records")
+    runner.run(launch, slowdown() * stall)
+    return launch
+
+
+def test_a_launch_whose_tests_end_may_take_longer_than_the_limit(tmp_path):
+    launch = launched(tmp_path, 0.3, 0, stall=2)
+    assert launch.seconds > 2 * slowdown()
+    assert launch.passed == [f"t{number}" for number in range(10)] and not launch.failures
+
+
+def test_a_launch_in_which_no_test_ends_is_ended_and_says_in_which_test(tmp_path):
+    launch = launched(tmp_path, 0.01, 600, stall=2)
+    assert len(launch.passed) == 9 and len(launch.failures) == 1
+    assert "hung: no test ended for" in report(launch) and "in: t9" in report(launch)
+
+
+def test_every_rank_has_to_pass_and_a_test_counts_once(tmp_path):
+    """Rank 0 passes both tests; rank 1 fails one, and ends in the middle of the launch's last test."""
+    lines = {
+        0: [{"test": "a", "outcome": "passed"}, {"test": "b", "outcome": "passed"}, {"ended": 0}],
+        1: [{"test": "a", "outcome": "passed"}, {"test": "b", "outcome": "failed", "detail": "E no"}, {"started": "c"}],
+    }
+    for rank, written in lines.items():
+        (tmp_path / f"rank-{rank}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in written))
+    (tmp_path / VERDICT).write_text("rank 1 is late\n")
+    launch = Launch("np=2", 2, [], tmp_path, exit_code=-9)
+    launch.read()
+    ended = "np=2: ended by signal SIGKILL"
+    assert launch.passed == ["a"] and list(launch.failures) == ["b", ended, "the watchdog"]
+    assert launch.failures["b"] == {1: "E no"} and "in: c" in launch.failures[ended][1]
+    assert reason(launch.failures["the watchdog"]) == "rank 0: rank 1 is late"
+
+
+def launches(pid):
+    """Return the launches of a test run."""
+    return [child for child in psutil.Process(pid).children() if "pytest" in words(child.pid)]
+
+
+def test_a_run_that_is_terminated_ends_its_launches(tmp_path):
+    """SIGTERM reaches only the run, unlike Ctrl-C in a terminal."""
+    command = [sys.executable, "tests/run.py", "--unit-only", "-k", "test_a_launch_in_which_no_test_ends"]
+    with subprocess.Popen(command, cwd=runner.ROOT, stdout=subprocess.PIPE, text=True) as run:
+        wait_until(lambda: launches(run.pid))
+        (launch,) = launches(run.pid)
+        run.terminate()
+        assert run.wait(WAIT) != 0
+    assert not launch.is_running()

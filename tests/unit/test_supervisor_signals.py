@@ -1,0 +1,237 @@
+"""Stop signals, sent to real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from helpers.speed import WAIT
+
+from hvdkit.supervisor.signals import ECHO_SECONDS, PREEMPTED, StopSignals
+
+HEAD = """
+import os, signal, sys, time
+from hvdkit.supervisor.signals import PREEMPTED, StopSignals
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
+def say(*words):  # handlers call it, too, in the middle of itself: print() refuses that
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
+LOOP = """
+with StopSignals() as stop:
+    say('ready')
+    for step in range(1500):
+        time.sleep(0.01)
+        if stop.received:
+            say('noted', stop.received.name)
+            break
+"""
+# Ignores received signals until it reads a line.
+STUBBORN = """
+with StopSignals() as stop:
+    say('ready')
+    sys.stdin.readline()
+say('went on')
+"""
+# One call into native code, during which Python runs no handler: pthread_join of a thread that sleeps. (time.sleep
+# and reads return for signals.)
+NATIVE = """
+import ctypes
+libc = ctypes.CDLL(None)
+with StopSignals() as stop:
+    say('ready')
+    thread = ctypes.c_ulong()
+    sleep = ctypes.cast(libc.sleep, ctypes.c_void_p)
+    libc.pthread_create(ctypes.byref(thread), None, sleep, ctypes.c_void_p(4000))
+    libc.pthread_join(thread, None)
+"""
+
+
+class Process:
+    """A script in another process that has printed ``ready``."""
+
+    def __init__(self, code):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HEAD + code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.line() == "ready"
+
+    def line(self):
+        return self.process.stdout.readline().strip()
+
+    def send(self, number):
+        self.process.send_signal(number)
+
+    def end(self, line=""):
+        out, err = self.process.communicate(line, timeout=WAIT)
+        return self.process.returncode, out.strip(), err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_is_noted_and_the_loop_ends_by_itself(number):
+    process = Process(LOOP + "sys.exit(PREEMPTED)")
+    process.send(number)
+    assert process.end() == (PREEMPTED, f"noted {number.name}", "")
+    assert PREEMPTED == os.EX_TEMPFAIL
+
+
+def test_the_first_signal_is_kept():
+    process = Process(STUBBORN + "say(stop.received.name)")
+    process.send(signal.SIGUSR1)
+    time.sleep(0.2)
+    process.send(signal.SIGTERM)
+    code, out, _ = process.end()
+    assert (code, out.split("\n")) == (0, ["went on", "SIGUSR1"])
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it(second):
+    process = Process(STUBBORN)
+    process.send(signal.SIGTERM)
+    time.sleep(ECHO_SECONDS[second] + 0.3)
+    process.send(second)
+    code, out, err = process.end()
+    assert out == ""  # without the line after its loop
+    assert code == -second
+    assert ("KeyboardInterrupt" in err) == (second == signal.SIGINT)
+
+
+def test_a_second_signal_ends_a_main_thread_that_waits_in_native_code():
+    process = Process(NATIVE)
+    process.send(signal.SIGTERM)
+    time.sleep(ECHO_SECONDS[signal.SIGTERM] + 0.3)
+    assert process.process.poll() is None
+    process.send(signal.SIGTERM)
+    code, _, err = process.end()
+    assert code == -signal.SIGTERM
+    assert err == "hvdkit: ended by a second SIGTERM; what was not saved is lost\n"
+
+
+def test_an_echo_of_the_first_is_no_second():
+    process = Process(STUBBORN)
+    process.send(signal.SIGTERM)
+    time.sleep(0.02)
+    process.send(signal.SIGINT)
+    time.sleep(0.2)
+    process.send(signal.SIGTERM)
+    assert process.end()[:2] == (0, "went on")
+
+
+def test_usr1_may_come_often():
+    process = Process(STUBBORN)
+    for _ in range(3):
+        process.send(signal.SIGUSR1)
+        time.sleep(0.4)
+    assert process.end()[:2] == (0, "went on")
+
+
+def test_ignored_signals_stay_ignored():
+    process = Process(
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        + LOOP.replace("1500", "100")
+        + "say('received', stop.received)"
+    )
+    process.send(signal.SIGINT)
+    assert process.end()[:2] == (0, "received None")
+
+
+def test_usr1_is_left_to_whoever_handles_it():
+    process = Process(
+        "signal.signal(signal.SIGUSR1, lambda *_: say('mine'))\n"
+        + LOOP.replace("1500", "100")
+        + "say('received', stop.received)"
+    )
+    process.send(signal.SIGUSR1)
+    assert process.end()[:2] == (0, "mine\nreceived None")
+
+
+def test_handlers_come_back():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    for _ in range(2):
+        with StopSignals() as stop:
+            assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.received == signal.SIGTERM
+        assert {number: signal.getsignal(number) for number in before} == before
+        assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_handler_set_meanwhile_stays():
+    before = signal.getsignal(signal.SIGTERM)
+
+    def mine(number, frame):
+        pass
+
+    try:
+        with StopSignals():
+            signal.signal(signal.SIGTERM, mine)
+        assert signal.getsignal(signal.SIGTERM) == mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_previous_handler_gets_the_second_signal():
+    process = Process("signal.signal(signal.SIGTERM, lambda *_: (say('mine'), sys.exit(9)))" + STUBBORN)
+    process.send(signal.SIGTERM)
+    time.sleep(ECHO_SECONDS[signal.SIGTERM] + 0.3)
+    process.send(signal.SIGTERM)
+    assert process.end()[:2] == (9, "mine")
+
+
+def test_another_thread_changes_nothing():
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def inside():
+        with StopSignals() as stop:
+            seen.extend([signal.getsignal(signal.SIGTERM), stop.received])
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert seen == [before, None] and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_forked_child_ends_as_ever_and_its_parent_does_not_notice():
+    process = Process(
+        """
+with StopSignals() as stop:
+    for _ in range(2):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b'!')
+            time.sleep(4000)
+            os._exit(0)
+        os.read(reader, 1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    say('ready')
+    time.sleep(2.5)  # the watching thread's grace
+    say('received', stop.received)
+"""
+    )
+    assert process.end()[:2] == (0, "received None")
+
+
+def test_an_event_loop_keeps_its_wakeup_descriptor():
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.received == signal.SIGTERM
+        assert os.read(reader, 10) == bytes([signal.SIGTERM])
+    finally:
+        assert signal.set_wakeup_fd(-1) == writer
+        os.close(reader)
+        os.close(writer)
