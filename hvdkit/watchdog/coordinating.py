@@ -43,7 +43,7 @@ class CoordinatingSentinel(WatchingSentinel):
         self._listeners, self._lines = listeners, Writer(2)
         launched = processes.stat(pid)
         self._launcher = launched.parent if launched is not None else 0
-        self._kept_since: float | None = None  # since when the launcher has been waiting for a lost rank
+        self._waits_since: float | None = None  # since when the launcher has been waiting for a lost rank
 
     def join(self, connect_to: Connect, joined: Joined) -> None:
         """Become the coordinator of the job."""
@@ -57,7 +57,7 @@ class CoordinatingSentinel(WatchingSentinel):
         """Report to the coordinator; return False if it has not been created yet."""
         if self.coordinator is None or self._member is None:
             return False
-        self.coordinator.take(self._member, message, time.monotonic())
+        self.coordinator.handle(self._member, message, time.monotonic())
         return True
 
     def run(self) -> int:
@@ -67,7 +67,7 @@ class CoordinatingSentinel(WatchingSentinel):
         while self.coordinator is not None:
             now = time.monotonic()
             if (
-                self.coordinator.over and not self._is_kept
+                self.coordinator.over and not self._launcher_waits
             ):  # sentinels of others may still connect, to report that their ranks have left
                 if self.coordinator.all_ended or now > ended_at + _JOIN_SECONDS:
                     break
@@ -98,17 +98,17 @@ class CoordinatingSentinel(WatchingSentinel):
         self.coordinator.tick(now)
 
     @property
-    def _is_kept(self) -> bool:
-        return bool(self._launcher) and self.coordinator is not None and self.coordinator.keeps_launcher
+    def _launcher_waits(self) -> bool:
+        return bool(self._launcher) and self.coordinator is not None and self.coordinator.launcher_waits
 
     def _end_launcher(self, now: float) -> None:
         """End the launcher if it would wait for a lost rank."""
         assert self.coordinator is not None
         ranks_run = not self.coordinator.has_ended
-        if not self._is_kept:
-            self._kept_since = None
+        if not self._launcher_waits:
+            self._waits_since = None
             return
-        self._kept_since = self._kept_since or now
-        is_due = ranks_run or now > self._kept_since + _LAUNCHER_SECONDS
+        self._waits_since = self._waits_since or now
+        is_due = ranks_run or now > self._waits_since + _LAUNCHER_SECONDS
         if is_due and end_stuck_launcher(self._launcher, ranks_run=ranks_run):
             self._launcher = 0

@@ -109,7 +109,7 @@ class Job:
         """Return the other end of the connection of a sentinel that has joined."""
         selector = selectors.DefaultSelector()
         made = connect(self.offer, joined(rank, size), selector, selector)[0]
-        wait_for(lambda: rank in self.coordinator.members and self.coordinator.members[rank].here)
+        wait_for(lambda: rank in self.coordinator.members and self.coordinator.members[rank].is_running)
         return made
 
     def stranger(self) -> socket.socket:
@@ -153,7 +153,7 @@ def test_a_sentinel_and_the_coordinator_find_each_other():
         ends[1].send(Output(STDOUT, b"a line\n"))
         wait_for(lambda: job.output)
         member = job.coordinator.members[1]
-        assert member.trains and member.status == Status(step=7) and job.output == {(1, b"a line\n"): 1}
+        assert member.is_training and member.status == Status(step=7) and job.output == {(1, b"a line\n"): 1}
         assert (member.joined.host, member.joined.place) == ("host-0", "place-0")
         for one in ends:
             close(one)
@@ -174,7 +174,7 @@ def test_a_rank_that_is_not_of_this_job_or_is_there_already_is_not_let_in_and_le
         other = Joined(**{"rank": 1, "size": 2, "host": "h", "place": "p"} | wrong)
         with pytest.raises(ConnectionRefusedError, match=f"the job's coordinator does not let this rank in: {why}"):
             connect(job.offer, other, selectors.DefaultSelector(), None)
-        assert job.coordinator.members.keys() == {0} and job.coordinator.members[0].here
+        assert job.coordinator.members.keys() == {0} and job.coordinator.members[0].is_running
         close(first)
 
 
@@ -246,7 +246,7 @@ def test_a_sentinel_that_joins_again_on_its_connection_counts_as_lost():
                 while again.socket.recv(1 << 16):
                     pass
             close(again)
-        assert job.coordinator.members[0].lost is not None and job.coordinator.members[1].exited == Exited(code=0)
+        assert job.coordinator.members[0].lost_at is not None and job.coordinator.members[1].exited == Exited(code=0)
 
 
 @pytest.mark.parametrize("proof", ["guessed", "", "\ud800", "é" * 100])
@@ -331,7 +331,7 @@ def test_a_sentinel_that_sends_garbage_later_counts_as_lost():
         sentinel = job.sentinel()
         sentinel.socket.setblocking(True)
         sentinel.socket.sendall(b"\0\xff\xff\xff\xff")
-        wait_for(lambda: job.coordinator.members[0].lost is not None)
+        wait_for(lambda: job.coordinator.members[0].lost_at is not None)
         close(sentinel)
 
 
@@ -551,10 +551,10 @@ def test_a_sentinel_that_was_killed_is_replaced():
         ends = [job.sentinel(rank, 2) for rank in range(2)]
         for _ in range(3):
             close(ends[1])
-            wait_for(lambda: job.coordinator.members[1].lost is not None)
+            wait_for(lambda: job.coordinator.members[1].lost_at is not None)
             ends[1] = job.sentinel(1, 2)
             ends[1].send(Training(pid=1, waiters=[]))
-        assert job.coordinator.members[1].here and job.coordinator.verdict is None
+        assert job.coordinator.members[1].is_running and job.coordinator.verdict is None
         for end in ends:
             end.send(Leaving())
             end.send(Exited(code=0))

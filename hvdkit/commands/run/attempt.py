@@ -146,7 +146,7 @@ class Attempt:
             processes.end_descendants(_CHILDREN_SECONDS)
             if file is not None:
                 members = self._coordinator.members.values()
-                file.remove({member.joined.host for member in members if member.lost is not None})
+                file.remove({member.joined.host for member in members if member.lost_at is not None})
         for rank in self._coordinator.members:
             self.output.ended(rank)
         verdict = self._judge()
@@ -178,9 +178,8 @@ class Attempt:
             ),
             output=self._take,
             lines=self.output,
-            writes_end=False,  # written once the engine has ended
             hosts=dict(enumerate(names)),
-            returns=False,
+            under_run=True,
         )
         return offer
 
@@ -238,7 +237,7 @@ class Attempt:
         """True once all ranks have ended. After a failure or a signal, ranks that have not started do not count."""
         found = self._coordinator
         if self._stopped_by is not None:
-            return not any(member.here for member in found.members.values())
+            return not any(member.is_running for member in found.members.values())
         return found.all_ended or (found.verdict is not None and found.over)
 
     @property
@@ -260,7 +259,7 @@ class Attempt:
     def _release(self) -> None:
         """Let the sentinels and the engine end, after all ranks have ended."""
         self._coordinator.release()
-        if any(member.lost is not None for member in self._coordinator.members.values()):
+        if any(member.lost_at is not None for member in self._coordinator.members.values()):
             self._engine.end(CUT_OFF_SECONDS)
         else:
             ends_itself = self._coordinator.verdict is None and self._coordinator.all_ended
@@ -275,7 +274,7 @@ class Attempt:
         elif self._stopped_by is None and self._have_ended:  # ended before the signal
             self._engine.end(0.0)
         elif self._stopped_by is None:
-            self._stopped_by, self._coordinator.ordered = number, True
+            self._stopped_by, self._coordinator.stop_requested = number, True
             self.output.line(
                 f"hvdkit run: {number.name}: ranks have {self._grace:g} s to end; a second one ends them now"
             )
