@@ -16,7 +16,7 @@ from simulated import RANKS_PER_HOST, cpu, peak_mb, read, sent_and_received, wri
 from hvdkit.machine.limits import allow_files
 from hvdkit.watchdog.channel import STDOUT, Closed, Connection, Output, connect
 from hvdkit.watchdog.events import End, Exited, Flight, GiveFlight, Joined, Leaving, Message, Release, Training
-from hvdkit.watchdog.running import offered
+from hvdkit.watchdog.running import read_offer
 
 OUTPUT_LINES = 20
 SENTINELS = 500  # per process
@@ -92,7 +92,7 @@ class Sentinels:
         for rank in ranks:
             host = f"host-{rank // RANKS_PER_HOST}"
             there = Joined(rank=rank, size=size, host=host, place=host)
-            self.links[rank], welcome = connect(offered(), there, self.selector, rank)
+            self.links[rank], welcome = connect(read_offer(), there, self.selector, rank)
             assert welcome.program is not None
         self.messages = 5 * len(ranks)  # for the handshakes
         self.ordered = 0.0

@@ -41,8 +41,8 @@ class CoordinatingSentinel(WatchingSentinel):
         self.coordinator: Coordinator | None = None
         self._member: Member | None = None  # this rank
         self._listeners, self._lines = listeners, Writer(2)
-        launched = processes.stat(pid)
-        self._launcher = launched.parent if launched is not None else 0
+        process = processes.stat(pid)
+        self._launcher = process.parent if process is not None else 0
         self._waits_since: float | None = None  # since when the launcher has been waiting for a lost rank
 
     def join(self, connect_to: Connect, joined: Joined) -> None:
@@ -63,17 +63,16 @@ class CoordinatingSentinel(WatchingSentinel):
     def run(self) -> int:
         """Watch until the rank has ended, and coordinate until the job has ended."""
         super().run()
-        ended_at, left_at = time.monotonic(), None
+        ended_at, give_up_at = time.monotonic(), None
         while self.coordinator is not None:
             now = time.monotonic()
-            if (
-                self.coordinator.over and not self._launcher_waits
-            ):  # sentinels of others may still connect, to report that their ranks have left
+            if self.coordinator.over and not self._launcher_waits:
+                # Other sentinels may still connect, to report that their ranks have left.
                 if self.coordinator.all_ended or now > ended_at + _JOIN_SECONDS:
                     break
             elif self.coordinator.verdict is not None:
-                left_at = left_at or now + self.coordinator.settings.unwind + _LAST_SECONDS
-                if now > left_at:
+                give_up_at = give_up_at or now + self.coordinator.settings.unwind + _LAST_SECONDS
+                if now > give_up_at:
                     break
             self.turn()
         self._lines.finish()
@@ -104,11 +103,11 @@ class CoordinatingSentinel(WatchingSentinel):
     def _end_launcher(self, now: float) -> None:
         """End the launcher if it would wait for a lost rank."""
         assert self.coordinator is not None
-        ranks_run = not self.coordinator.has_ended
         if not self._launcher_waits:
             self._waits_since = None
             return
         self._waits_since = self._waits_since or now
+        ranks_run = not self.coordinator.has_ended
         is_due = ranks_run or now > self._waits_since + _LAUNCHER_SECONDS
         if is_due and end_stuck_launcher(self._launcher, ranks_run=ranks_run):
             self._launcher = 0
