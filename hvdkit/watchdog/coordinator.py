@@ -230,7 +230,7 @@ class Coordinator:
         member.clock_difference = min(member.clock_difference, now - status.now)
         (self._stopped_ranks.discard if status.stopped is None else self._stopped_ranks.add)(member.rank)
         if not self.settings.check:
-            self._waits.only(member.rank, status.waits, now)
+            self._waits.replace(member.rank, status.waits, now)
         patience = self.settings.patience
         if patience and status.idle > patience and member.is_running:
             longest = None if self._longest_idle is None else self.members[self._longest_idle]

@@ -47,7 +47,7 @@ def parse_hosts(text: str, argument: str = "-H") -> tuple[Host, ...]:
         >>> [str(host) for host in parse_hosts("node1:4,node2")]
         ['node1:4', 'node2:1']
     """
-    return _added([_entry(entry.strip(), argument) for entry in text.split(",")])
+    return _merge_slots([_entry(entry.strip(), argument) for entry in text.split(",")])
 
 
 def read_hostfile(path: Path, argument: str = "--hostfile") -> tuple[Host, ...]:
@@ -68,7 +68,7 @@ def read_hostfile(path: Path, argument: str = "--hostfile") -> tuple[Host, ...]:
             found.append(_entry(text, f"{argument} {path}, line {number}"))
     if not found:
         raise ValueError(describe(argument, f"{path} without a host", "one host per line", "write `node1 slots=4`"))
-    return _added(found)
+    return _merge_slots(found)
 
 
 def _entry(text: str, argument: str) -> Host:
@@ -79,7 +79,7 @@ def _entry(text: str, argument: str) -> Host:
     return Host(found["name"], int(slots))
 
 
-def _added(hosts: Sequence[Host]) -> tuple[Host, ...]:
+def _merge_slots(hosts: Sequence[Host]) -> tuple[Host, ...]:
     """Return each host once, with the sum of its slots, in the order of first mention."""
     slots: Counter[str] = Counter()
     for host in hosts:
@@ -142,24 +142,24 @@ def _numbers(ranges: str, text: str) -> list[str]:
     return found
 
 
-def placed(hosts: Sequence[Host], np: int | None) -> tuple[Host, ...]:
+def place_ranks(hosts: Sequence[Host], np: int | None) -> tuple[Host, ...]:
     """Return the hosts for ``np`` ranks (None: all slots), in order, with the number of ranks on each as slots.
 
     Raises:
         ValueError: there are fewer slots than ranks.
 
     Example:
-        >>> [str(host) for host in placed(parse_hosts("a:2,b:2,c:2"), 3)]
+        >>> [str(host) for host in place_ranks(parse_hosts("a:2,b:2,c:2"), 3)]
         ['a:2', 'b:1']
     """
     slots = slots_of(hosts)
-    wanted = slots if np is None else np
-    if wanted > slots:
+    remaining = slots if np is None else np
+    if remaining > slots:
         shown = ", ".join(map(str, hosts))
-        raise ValueError(describe("-np", wanted, f"at most {slots} ranks ({shown})", "name more slots: node1:4"))
-    taken, left = [], wanted
+        raise ValueError(describe("-np", remaining, f"at most {slots} ranks ({shown})", "name more slots: node1:4"))
+    placement = []
     for host in hosts:
-        if left:
-            taken.append(Host(host.name, min(host.slots, left)))
-            left -= taken[-1].slots
-    return tuple(taken)
+        if remaining:
+            placement.append(Host(host.name, min(host.slots, remaining)))
+            remaining -= placement[-1].slots
+    return tuple(placement)
