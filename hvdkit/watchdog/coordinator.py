@@ -28,6 +28,7 @@ from hvdkit.watchdog.events import (
     Joined,
     Leaving,
     Message,
+    Refused,
     Release,
     Signal,
     Stacks,
@@ -164,7 +165,7 @@ class Coordinator:
         elif before is not None and before.is_running:
             why = f"another sentinel, on {before.joined.host}, watches rank {joined.rank}"
         if why:
-            self.server.reject(peer, why)
+            peer.connection.send(Refused(why=why))
             return
         self.server.welcome(peer, joined.rank, self._welcome(joined))
         self.join(joined, peer.connection.send, peer)
@@ -309,9 +310,9 @@ class Coordinator:
         """Check all deadlines and limits."""
         elapsed, self._ticked_at = now - self._ticked_at, now
         if elapsed > max(2.0, self.settings.heartbeat / 2):  # this process itself was stopped and has resumed
-            self.server.extend(elapsed)
+            self.server.extend_deadlines(elapsed)
             self._postpone_silence(elapsed)
-        self.server.forget_strangers(now)
+        self.server.close_unauthenticated(now)
         if self._give_up_at is not None and now >= self._give_up_at:
             self._give_up_at = None
             for member in list(self._running.values()):  # its sentinel is stopped or cut off

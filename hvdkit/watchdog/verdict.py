@@ -66,7 +66,7 @@ class Verdict:
 
     Attributes:
         code: its exit code.
-        words: what the rank did, without its number and host; without a ``rank``, what is known. Empty: success.
+        summary: what the rank did, without its number and host; without a ``rank``, what is known. Empty: success.
         rank: the rank that failed first; None if unknown, or after success.
         host: its host.
         step: steps it had trained.
@@ -77,7 +77,7 @@ class Verdict:
     """
 
     code: int
-    words: str = ""
+    summary: str = ""
     rank: int | None = None
     host: str = ""
     step: int | None = None
@@ -89,7 +89,7 @@ class Verdict:
     @property
     def line(self) -> str:
         """The rank, its host and what it did, in one line."""
-        return self.words if self.rank is None else f"rank {self.rank} on {self.host} {self.words}"
+        return self.summary if self.rank is None else f"rank {self.rank} on {self.host} {self.summary}"
 
 
 def verdict(events: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = {}) -> Verdict:
@@ -116,9 +116,8 @@ def verdict(events: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = {
     if all(one.exited is not None and one.exited.code == 0 for one in histories):
         return Verdict(0)
     all_left = all(Leaving in one.first for one in histories)
-    victims = sorted(
-        (one.time, one.rank) for history in histories for one in history.events if getattr(one.event, "follows", False)
-    )
+    all_events = (event for history in histories for event in history.events)
+    victims = sorted((one.time, one.rank) for one in all_events if getattr(one.event, "follows", False))
     candidates = (candidate for one in histories for candidate in one.candidates(all_left, victims))
     first = min(candidates, key=lambda one: (one.time, one.since), default=None)
     texts = {one.failed.text for one in histories if one.failed is not None and not one.failed.follows} - {""}
@@ -131,7 +130,7 @@ def verdict(events: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = {
     text = failed.text if failed is not None else ""
     return Verdict(
         blame.code,
-        _words(blame, step),
+        _summarize(blame, step),
         first.rank,
         hosts.get(first.rank, ""),
         step,
@@ -143,16 +142,16 @@ def verdict(events: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = {
 def _unknown(histories: Sequence[_History], texts: tuple[str, ...]) -> Verdict:
     """Return the verdict for the case that the first failure is unknown."""
     code = next((shell_code(one.exited.code) for one in histories if one.exited is not None and one.exited.code), None)
-    words = "it is not known which rank failed first"
+    summary = "it is not known which rank failed first"
     reports = [(one.failed.follows, one.first[Failed].time, one.rank, one.failed) for one in histories if one.failed]
     if not reports:
-        return Verdict(code or 1, words, texts=texts)
+        return Verdict(code or 1, summary, texts=texts)
     follows, _, rank, failed = min(reports)
     code = failed.code if not follows or code is None else code
-    return Verdict(code, f"{words}; rank {rank} reported: {failed.cause}", texts=texts or (failed.text,))
+    return Verdict(code, f"{summary}; rank {rank} reported: {failed.cause}", texts=texts or (failed.text,))
 
 
-def _words(blame: Failed, step: int | None) -> str:
+def _summarize(blame: Failed, step: int | None) -> str:
     at = "" if step is None else f" at step {step}"
     cause = f": {blame.cause}" if blame.cause else ""
     busy = f" (busy: {blame.busy})" if blame.busy else ""

@@ -71,7 +71,7 @@ class Waits:
             del self._pending[rank]
 
     def replace(self, rank: int, record: CollectiveRecord | None, now: float) -> None:
-        """Record the single eager collective in which a rank has waited for a while, or None."""
+        """Replace a rank's records by the single eager collective in which it has waited for a while, or None."""
         if list(self._pending.get(rank, ())) == ([] if record is None else [record.key]):
             return
         self._pending.pop(rank, None)
@@ -102,9 +102,8 @@ class Waits:
                 if name != key and one == line and lines.get(name, line) != line:
                     return self._compare(name)
             other_line = other_lines.get(key, line)
-            if other_line != line and (
-                other_line in lines.values() or (line in other_lines.values() and not is_repeated)
-            ):
+            is_swapped = other_line in lines.values() or (line in other_lines.values() and not is_repeated)
+            if other_line != line and is_swapped:
                 return self._compare(key)
         return None
 
@@ -153,14 +152,12 @@ class Waits:
         return stuck
 
 
-def _difference(
-    records: Mapping[int, CollectiveRecord], attribute: Callable[[CollectiveRecord], str]
-) -> Difference | None:
-    """Return the first rank whose record differs from the majority's in ``attribute``, or None.
+def _difference(records: Mapping[int, CollectiveRecord], get: Callable[[CollectiveRecord], str]) -> Difference | None:
+    """Return the first rank for whose record ``get`` returns another value than for the majority's, or None.
 
     The majority is assumed to be right; on a tie, the group with the lowest rank.
     """
-    values = {rank: attribute(record) for rank, record in records.items()}
+    values = {rank: get(record) for rank, record in records.items()}
     usual = Counter(values.values()).most_common(1)[0][0]
     odd = next((rank for rank in values if values[rank] != usual), None)
     if odd is None:

@@ -341,11 +341,11 @@ def test_an_engine_that_fails_is_quoted():
     judged = attempt(UNKNOWN, (0, None), code=-15, last_line=last)._judge()
     assert judged.code == 143 and judged.line.startswith("of 2 ranks 1 never began; mpirun: There are not")
     failed = attempt(UNKNOWN, (0, 3), code=-15, was_ended=True)
-    failed._coordinator.verdict = Verdict(3, UNKNOWN.words)
+    failed._coordinator.verdict = Verdict(3, UNKNOWN.summary)
     judged = failed._judge()
     assert judged.code == 3 and judged.line.startswith("of 2 ranks 1 never began; rank 0 ended with exit code 3; the")
     judged = attempt(UNKNOWN, (0, 0), (1, None), code=0)._judge()
-    assert judged.code == 1 and judged.line.startswith(UNKNOWN.words)  # never 0 if a rank is missing
+    assert judged.code == 1 and judged.line.startswith(UNKNOWN.summary)  # never 0 if a rank is missing
 
 
 def test_the_lines_of_an_engine(tmp_path):

@@ -354,7 +354,7 @@ def test_a_flood_of_silent_strangers_does_not_keep_a_sentinel_out():
     with Job(1) as job:
         silent = [job.stranger() for _ in range(300)]
         sentinel = job.sentinel()
-        assert len(job.coordinator.server._strangers) <= channel._STRANGERS + 1
+        assert len(job.coordinator.server._unauthenticated) <= channel._MAX_UNAUTHENTICATED + 1
         more = [job.stranger() for _ in range(300)]
         sentinel.send(Status(step=1))
         wait_for(lambda: job.coordinator.members[0].status.step == 1)
@@ -369,15 +369,15 @@ def test_strangers_that_stay_silent_are_closed_after_a_while_but_not_for_our_own
     (listener,) = listen([LOCAL])
     server = Server(selector, [listener], "the token", 2)
     strangers = [socket.create_connection(listener.getsockname()) for _ in range(3)]
-    wait_for(lambda: (server.admit(listener), len(server._strangers) == 3)[1])
+    wait_for(lambda: (server.admit(listener), len(server._unauthenticated) == 3)[1])
     now = time.monotonic()
-    server.forget_strangers(now + 9)
-    assert len(server._strangers) == 3
-    server.extend(60.0)
-    server.forget_strangers(now + 60)
-    assert len(server._strangers) == 3
-    server.forget_strangers(now + 71)
-    assert not server._strangers and all(is_closed(one) for one in strangers)
+    server.close_unauthenticated(now + 9)
+    assert len(server._unauthenticated) == 3
+    server.extend_deadlines(60.0)
+    server.close_unauthenticated(now + 60)
+    assert len(server._unauthenticated) == 3
+    server.close_unauthenticated(now + 71)
+    assert not server._unauthenticated and all(is_closed(one) for one in strangers)
     server.close()
     selector.close()
 
@@ -404,7 +404,7 @@ def test_without_a_file_left_the_coordinator_goes_on_and_lets_sentinels_in_later
             for _ in range(20):
                 os.close(files.pop())
             assert flood.stdout.readline() == b"connected\n"
-            wait_for(lambda: len(job.coordinator.server._strangers) >= 19)
+            wait_for(lambda: len(job.coordinator.server._unauthenticated) >= 19)
             time.sleep(0.3)
             assert job._thread.is_alive() and job.coordinator.verdict is None
         finally:

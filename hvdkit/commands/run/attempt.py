@@ -74,11 +74,11 @@ class Signals:
     def read(self) -> list[signal.Signals]:
         """Return the signals that have arrived."""
         try:
-            found = [signal.Signals(number) for number in os.read(self.file, 256)]
+            numbers = [signal.Signals(number) for number in os.read(self.file, 256)]
         except BlockingIOError:
             return []
-        self.stopped = self.stopped or any(number in STOP_SIGNALS for number in found)
-        return found
+        self.stopped = self.stopped or any(number in STOP_SIGNALS for number in numbers)
+        return numbers
 
     def wait(self, seconds: float) -> signal.Signals | None:
         """Wait for ``seconds``, or until a stop signal arrives; return that signal, or None."""
@@ -86,8 +86,8 @@ class Signals:
         while True:
             left = until - time.monotonic()
             select.select([self.file], [], [], max(0.0, left))
-            if found := [number for number in self.read() if number in STOP_SIGNALS]:
-                return found[0]
+            if stops := [number for number in self.read() if number in STOP_SIGNALS]:
+                return stops[0]
             if left <= 0:
                 return None
 
@@ -292,28 +292,28 @@ class Attempt:
         if self._stopped_by is not None:
             return self._stopped(self._stopped_by, tail)
         verdict = self._coordinator.judge()
-        if verdict.code == 0 and not verdict.words:
+        if verdict.code == 0 and not verdict.summary:
             unusual = engine.code != 0 and not engine.was_ended
-            words = f"{name} ended with exit code {engine.code} after all ranks had ended with 0{tail}"
-            return Verdict(0, words if unusual else "")
+            summary = f"{name} ended with exit code {engine.code} after all ranks had ended with 0{tail}"
+            return Verdict(0, summary if unusual else "")
         if verdict.rank is not None:
             is_preempted = self._coordinator.notified and verdict.code == PREEMPTED
-            return replace(verdict, words=verdict.words + tail, final=is_preempted, flight=self._coordinator.flight)
-        words = verdict.words
+            return replace(verdict, summary=verdict.summary + tail, final=is_preempted, flight=self._coordinator.flight)
+        summary = verdict.summary
         if not members:
-            words = f"{name} ended with exit code {engine.code} before any rank began"
+            summary = f"{name} ended with exit code {engine.code} before any rank began"
         elif missing := sorted(set(range(self._size)) - members.keys()):
-            words = f"of {self._size} ranks {', '.join(map(str, missing))} never began"
+            summary = f"of {self._size} ranks {', '.join(map(str, missing))} never began"
             if (decided := self._coordinator.verdict) is not None:  # other ranks may have been ended since then
                 verdict = replace(verdict, code=decided.code)
                 codes = {rank: member.exited.code for rank, member in members.items() if member.exited is not None}
                 ended = [rank for rank, code in codes.items() if code and shell_code(code) == decided.code]
-                words += f"; rank {ended[0]} ended with exit code {decided.code}" if ended else ""
+                summary += f"; rank {ended[0]} ended with exit code {decided.code}" if ended else ""
         quoted = f"; {name}: {engine.last_line}" if engine.last_line else ""
         return replace(
             verdict,
             code=(0 if engine.was_ended else shell_code(engine.code)) or verdict.code or 1,
-            words=f"{words}{quoted}{tail}",
+            summary=f"{summary}{quoted}{tail}",
             flight=self._coordinator.flight,
         )
 
@@ -321,8 +321,8 @@ class Attempt:
         exited = [member.exited for member in self._coordinator.members.values()]
         codes = {None if one is None else one.code for one in exited}
         saved = bool(codes) and codes <= {0, PREEMPTED} and len(exited) == self._size
-        words = "all ranks saved and ended" if saved and PREEMPTED in codes else "its ranks were ended"
+        summary = "all ranks saved and ended" if saved and PREEMPTED in codes else "its ranks were ended"
         code = shell_code(-number)
         if saved and number != signal.SIGINT:
             code = PREEMPTED if PREEMPTED in codes else 0
-        return Verdict(code, f"{number.name}: {words}{tail}", final=True)
+        return Verdict(code, f"{number.name}: {summary}{tail}", final=True)
