@@ -15,7 +15,7 @@ from simulated import Sentinels, peak_mb, read, sent_and_received, write
 
 from hvdkit.watchdog.channel import STDOUT, Output
 from hvdkit.watchdog.events import End, Exited, Flight, GiveFlight, Leaving, Message, Release, Training
-from hvdkit.watchdog.running import offered
+from hvdkit.watchdog.running import read_offer
 
 OUTPUT_LINES = 20
 SENTINELS = 500  # per process
@@ -86,7 +86,7 @@ class Programs(Sentinels):
     """Sentinels of programs that write some lines and exit."""
 
     def __init__(self, ranks: range, size: int) -> None:
-        super().__init__(offered(), ranks, size, at_once=1)
+        super().__init__(read_offer(), ranks, size, at_once=1)
         assert self.welcome.program is not None
         self.messages = 5 * len(ranks)  # for the handshakes
         self.ordered = 0.0

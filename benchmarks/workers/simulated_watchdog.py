@@ -103,7 +103,7 @@ def watchdog_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
     write(folder, "fault.json", fault)
     give_up = time.monotonic() + GIVE_UP_SECONDS
     others = [member for rank, member in coordinator.members.items() if rank]
-    rank0.run(lambda: not any(member.here for member in others) or time.monotonic() > give_up)
+    rank0.run(lambda: not any(member.is_running for member in others) or time.monotonic() > give_up)
     assert coordinator.verdict is not None and coordinator.verdict.rank == size - 1, coordinator.verdict
     found["cpu"] = process_time() - before
     write(folder, "rank0.json", found)

@@ -8,9 +8,9 @@ from hvdkit.machine import processes
 from hvdkit.watchdog.flight_recorder import RecorderState
 
 # Threads that together use less than this fraction of a core are only polling, and count as idle.
-_WORKING = 0.02
+_MIN_CPU_FRACTION = 0.02
 # Bytes per second. Child processes that transfer less count as idle.
-_TRANSFERRING = 4096
+_MIN_TRANSFER = 4096
 
 
 class Activity:
@@ -27,44 +27,45 @@ class Activity:
     """
 
     def __init__(self, pid: int, waiters: Sequence[int], now: float) -> None:
-        self._pid, self._waiters = pid, set(waiters)
-        self._moved = self._ran = self._looked = now
-        self._time: int | None = None
-        self._times: dict[int, int] = {}
+        self._pid, self._polling_threads = pid, set(waiters)
+        self._progressed_at = self._worked_at = self._checked_at = now
+        self._training_time: int | None = None  # CPU time of the training thread
+        self._thread_times: dict[int, int] = {}  # CPU time of the others that do not poll
         self._children: dict[int, processes.Work] = {}
 
-    def moved(self, now: float) -> None:
+    def note_progress(self, now: float) -> None:
         """Record progress that is not visible from outside."""
-        self._moved = now
+        self._progressed_at = now
 
     def idle(self, state: RecorderState, now: float) -> float:
         """Return the seconds since the last progress."""
-        spent, seconds = processes.cpu_nanoseconds(self._pid, state.thread), now - self._looked
-        works = [self._others_work(seconds), self._children_work(seconds)]
-        if spent != self._time or spent is None or any(works):
-            self._time, self._ran = spent, now
-        self._looked = now
-        return now - max(state.since, self._moved, 0.0 if state.waiting else self._ran)
+        spent, seconds = processes.cpu_nanoseconds(self._pid, state.thread), now - self._checked_at
+        worked = [self._threads_worked(seconds), self._children_worked(seconds)]  # both keep what they measured
+        if spent != self._training_time or spent is None or any(worked):
+            self._training_time, self._worked_at = spent, now
+        self._checked_at = now
+        return now - max(state.since, self._progressed_at, 0.0 if state.waiting else self._worked_at)
 
-    def _children_work(self, seconds: float) -> bool:
+    def _children_worked(self, seconds: float) -> bool:
         """Return True if the rank's descendants computed or transferred data, or are waiting for a disk."""
-        found = {pid: done for pid in processes.descendants(self._pid) if (done := processes.work(pid)) is not None}
-        begun = processes.Work(0.0, 0)  # count a new process's work from its start
-        before, self._children = self._children, found
-        computed = sum(done.seconds - before.get(pid, begun).seconds for pid, done in found.items())
-        transferred = sum(done.transferred - before.get(pid, begun).transferred for pid, done in found.items())
-        is_working = computed > _WORKING * seconds or transferred > _TRANSFERRING * seconds
-        return is_working or any(_waits_for_disk(pid) for pid in found)
+        after = {pid: work for pid in processes.descendants(self._pid) if (work := processes.work(pid)) is not None}
+        none = processes.Work(0.0, 0)  # count a new process's work from its start
+        before, self._children = self._children, after
+        computed = sum(work.seconds - before.get(pid, none).seconds for pid, work in after.items())
+        transferred = sum(work.transferred - before.get(pid, none).transferred for pid, work in after.items())
+        is_working = computed > _MIN_CPU_FRACTION * seconds or transferred > _MIN_TRANSFER * seconds
+        return is_working or any(_waits_for_disk(pid) for pid in after)
 
-    def _others_work(self, seconds: float) -> bool:
+    def _threads_worked(self, seconds: float) -> bool:
         """Return True if the rank's non-polling threads computed, or are waiting for a disk."""
-        found = processes.threads(self._pid) - self._waiters
-        times = {thread: processes.cpu_nanoseconds(self._pid, thread) or 0 for thread in found}
-        worked = sum(spent - self._times.get(thread, 0) for thread, spent in times.items())
-        self._times = times
-        return worked > _WORKING * seconds * 1e9 or any(_waits_for_disk(self._pid, thread) for thread in found)
+        threads = processes.threads(self._pid) - self._polling_threads
+        times = {thread: processes.cpu_nanoseconds(self._pid, thread) or 0 for thread in threads}
+        spent = sum(time - self._thread_times.get(thread, 0) for thread, time in times.items())
+        self._thread_times = times
+        is_working = spent > _MIN_CPU_FRACTION * seconds * 1e9
+        return is_working or any(_waits_for_disk(self._pid, thread) for thread in threads)
 
 
 def _waits_for_disk(pid: int, thread: int | None = None) -> bool:
-    found = processes.stat(pid, thread)
-    return found is not None and found.state == "D"
+    process = processes.stat(pid, thread)
+    return process is not None and process.state == "D"

@@ -35,11 +35,11 @@ def busy(reason: str) -> AbstractContextManager[None]:
         raise TypeError(describe("reason", f"{reason!r} ({type(reason).__name__})", expected, remedy))
     if not reason.strip():
         raise ValueError(describe("reason", repr(reason), expected, remedy))
-    return _noted(" ".join(reason.split()))
+    return _report_busy(" ".join(reason.split()))
 
 
 @contextmanager
-def _noted(reason: str) -> Iterator[None]:
+def _report_busy(reason: str) -> Iterator[None]:
     reporter().begin_busy(reason)
     try:
         yield

@@ -35,7 +35,7 @@ CROWDED = 1 << 20
 _CONNECT_SECONDS, _WELCOME_SECONDS = 2.0, 15.0
 # Seconds for a new connection to authenticate before it is closed; and how many unauthenticated connections are allowed
 # beyond the number of sentinels still expected. Above that, the oldest one is closed.
-_PROOF_SECONDS, _STRANGERS = 10.0, 64
+_PROOF_SECONDS, _MAX_UNAUTHENTICATED = 10.0, 64
 _BACKLOG = 1 << 16  # the kernel lowers it to net.core.somaxconn
 _PORT_ATTEMPTS = 20
 
@@ -102,7 +102,7 @@ def _frame(message: Message | Output) -> bytes:
     return _HEADER.pack(MESSAGE, len(payload)) + payload
 
 
-def _take(received: bytearray, longest: int) -> Message | Output | int:
+def _pop_frame(received: bytearray, longest: int) -> Message | Output | int:
     """Remove the first frame from ``received`` and return its contents, or the minimum number of bytes still missing.
 
     Raises:
@@ -184,8 +184,8 @@ class Connection:
         except OSError as error:
             raise Closed(str(error), error.errno) from error
         self._received += data
-        while not isinstance(found := _take(self._received, self.longest), int):
-            yield found
+        while not isinstance(message := _pop_frame(self._received, self.longest), int):
+            yield message
         if not data:
             raise Closed("the end of the connection")
 
@@ -263,7 +263,7 @@ def connect(
         connected.settimeout(seconds)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the handshake sends two messages in a row
         try:
-            return _greet(connected, offer.token, joined, selector, data)
+            return _authenticate(connected, offer.token, joined, selector, data)
         except ConnectionRefusedError:
             connected.close()
             raise
@@ -274,16 +274,16 @@ def connect(
     raise OSError(f"the job's coordinator cannot be reached at {where} ({problem})")
 
 
-def _greet(
+def _authenticate(
     connected: socket.socket, token: str, joined: Joined, selector: selectors.BaseSelector, data: object
 ) -> tuple[Connection, Welcome]:
-    mine = os.urandom(16).hex()
-    send_now(connected, _Hello(nonce=mine, version=VERSION))
+    nonce = os.urandom(16).hex()
+    send_now(connected, _Hello(nonce=nonce, version=VERSION))
     challenge = receive_now(connected, _LONGEST_BEFORE_PROOF)
-    expected = _proof(token, "coordinator", mine, getattr(challenge, "nonce", ""))
+    expected = _proof(token, "coordinator", nonce, getattr(challenge, "nonce", ""))
     if not isinstance(challenge, _Challenge) or not _equal(challenge.proof, expected):
         raise Closed("the server at this address does not know the job's token")
-    send_now(connected, _Proof(proof=_proof(token, "sentinel", mine, challenge.nonce)))
+    send_now(connected, _Proof(proof=_proof(token, "sentinel", nonce, challenge.nonce)))
     send_now(connected, joined)
     welcome = receive_now(connected, _LONGEST)
     if isinstance(welcome, Refused):
@@ -307,14 +307,14 @@ def receive_now(connected: socket.socket, longest: int = _LONGEST) -> Message:
         OSError: the socket failed.
     """
     received = bytearray()
-    while isinstance(found := _take(received, longest), int):
-        data = connected.recv(found)
+    while isinstance(message := _pop_frame(received, longest), int):  # the number of missing bytes
+        data = connected.recv(message)
         if not data:
             raise Closed("the other end has closed the connection")
         received += data
-    if isinstance(found, Output):
+    if isinstance(message, Output):
         raise Closed("the other end does not use hvdkit's protocol")
-    return found
+    return message
 
 
 def listen(addresses: Sequence[str] = ()) -> list[socket.socket]:
@@ -372,15 +372,15 @@ class Server:
     ) -> None:
         self._selector, self._listeners, self._token = selector, list(listeners), token
         self._expected = expected
-        self._strangers: dict[Peer, None] = {}  # unauthenticated or not yet joined, in order of arrival
+        self._unauthenticated: dict[Peer, None] = {}  # or authenticated but not joined, in order of arrival
         for one in listeners:
             one.setblocking(False)
             selector.register(one, selectors.EVENT_READ, one)
 
     def admit(self, listener: socket.socket) -> None:
         """Accept pending connections of ``listener``, a limited number so that open ones are served in between."""
-        self.forget_strangers(time.monotonic())
-        for _ in range(_STRANGERS):
+        self.close_unauthenticated(time.monotonic())
+        for _ in range(_MAX_UNAUTHENTICATED):
             try:
                 connected = listener.accept()[0]
             except BlockingIOError:
@@ -388,30 +388,30 @@ class Server:
             except OSError:  # the peer has disconnected, or file descriptors have run out: do not spin
                 time.sleep(0.01)
                 return
-            if len(self._strangers) >= max(0, self._expected) + _STRANGERS:
-                self.refuse(next(iter(self._strangers)))  # a sentinel authenticates quickly
+            if len(self._unauthenticated) >= max(0, self._expected) + _MAX_UNAUTHENTICATED:
+                self.drop(next(iter(self._unauthenticated)))  # a sentinel authenticates quickly
             peer = Peer(time.monotonic())
             peer.connection = Connection(connected, self._selector, peer)
             peer.connection.longest = _LONGEST_BEFORE_PROOF
-            self._strangers[peer] = None
+            self._unauthenticated[peer] = None
 
-    def forget_strangers(self, now: float) -> None:
+    def close_unauthenticated(self, now: float) -> None:
         """Close the connections that have not authenticated in time."""
-        while self._strangers and now - (oldest := next(iter(self._strangers))).since > _PROOF_SECONDS:
-            self.refuse(oldest)
+        while self._unauthenticated and now - (oldest := next(iter(self._unauthenticated))).since > _PROOF_SECONDS:
+            self.drop(oldest)
 
-    def extend(self, seconds: float) -> None:
+    def extend_deadlines(self, seconds: float) -> None:
         """Extend the deadline of unauthenticated connections, because this process itself was stopped."""
-        for one in self._strangers:
+        for one in self._unauthenticated:
             one.since += seconds
 
-    def refuse(self, peer: Peer) -> None:
+    def drop(self, peer: Peer) -> None:
         """Close an unauthenticated or rejected connection."""
-        self._strangers.pop(peer, None)
+        self._unauthenticated.pop(peer, None)
         peer.connection.close()
 
     def receive(self, peer: Peer) -> Iterator[Message | Output]:
-        """Yield a sentinel's messages: first ``Joined``, to be answered by :meth:`welcome` or :meth:`reject`.
+        """Yield a sentinel's messages: first ``Joined``, to be answered by :meth:`welcome` or with ``Refused``.
 
         Raises:
             Closed: a sentinel's connection has ended. Not raised for an unauthenticated connection.
@@ -426,25 +426,21 @@ class Server:
                     if peer.version == VERSION:
                         yield message
                     else:
-                        remedy = "use the same hvdkit on all hosts"
-                        self.reject(peer, f"its watchdog has version {VERSION}, this one {peer.version}; {remedy}")
+                        versions = f"its watchdog has version {VERSION}, this one {peer.version}"
+                        peer.connection.send(Refused(why=f"{versions}; use the same hvdkit on all hosts"))
                     if peer.rank < 0:
                         raise Closed("rejected")
         except Closed:
-            self.refuse(peer)
+            self.drop(peer)
             if peer.rank >= 0:
                 raise
 
-    def reject(self, peer: Peer, why: str) -> None:
-        """Send a sentinel the reason why it is rejected."""
-        peer.connection.send(Refused(why=why))
-
     def _challenge(self, peer: Peer, message: Message | Output) -> None:
         if isinstance(message, _Hello) and not peer.expected:
-            mine = os.urandom(16).hex()
-            peer.version, peer.expected = message.version, _proof(self._token, "sentinel", message.nonce, mine)
-            proof = _proof(self._token, "coordinator", message.nonce, mine)
-            peer.connection.send(_Challenge(nonce=mine, proof=proof))
+            nonce = os.urandom(16).hex()
+            peer.version, peer.expected = message.version, _proof(self._token, "sentinel", message.nonce, nonce)
+            proof = _proof(self._token, "coordinator", message.nonce, nonce)
+            peer.connection.send(_Challenge(nonce=nonce, proof=proof))
         elif isinstance(message, _Proof) and peer.expected and _equal(message.proof, peer.expected):
             peer.proved, peer.connection.longest = True, _LONGEST
         else:
@@ -452,7 +448,7 @@ class Server:
 
     def welcome(self, peer: Peer, rank: int, answer: Welcome) -> None:
         """Admit the sentinel of ``rank``."""
-        del self._strangers[peer]
+        del self._unauthenticated[peer]
         peer.rank = rank
         self._expected -= 1
         keep_alive(peer.connection.socket, answer.heartbeat)
@@ -460,8 +456,8 @@ class Server:
 
     def close(self) -> None:
         """Stop listening, and close unauthenticated connections."""
-        for peer in list(self._strangers):
-            self.refuse(peer)
+        for peer in list(self._unauthenticated):
+            self.drop(peer)
         for one in self._listeners:
             self._selector.unregister(one)
             one.close()

@@ -41,8 +41,8 @@ class CoordinatingSentinel(WatchingSentinel):
         self.coordinator: Coordinator | None = None
         self._member: Member | None = None  # this rank
         self._listeners, self._lines = listeners, Writer(2)
-        launched = processes.stat(pid)
-        self._launcher = launched.parent if launched is not None else 0
+        process = processes.stat(pid)
+        self._launcher = process.parent if process is not None else 0
         self._waits_since: float | None = None  # since when the launcher has been waiting for a lost rank
 
     def join(self, connect_to: Connect, joined: Joined) -> None:
@@ -57,13 +57,13 @@ class CoordinatingSentinel(WatchingSentinel):
         """Report to the coordinator; return False if it has not been created yet."""
         if self.coordinator is None or self._member is None:
             return False
-        self.coordinator.take(self._member, message, time.monotonic())
+        self.coordinator.handle(self._member, message, time.monotonic())
         return True
 
     def run(self) -> int:
         """Watch until the rank has ended, and coordinate until the job has ended."""
         super().run()
-        ended_at, left_at = time.monotonic(), None
+        ended_at, give_up_at = time.monotonic(), None
         while self.coordinator is not None:
             now = time.monotonic()
             if self.coordinator.over and not self._launcher_waits:
@@ -71,8 +71,8 @@ class CoordinatingSentinel(WatchingSentinel):
                 if self.coordinator.all_ended or now > ended_at + _JOIN_SECONDS:
                     break
             elif self.coordinator.verdict is not None:
-                left_at = left_at or now + self.coordinator.settings.unwind + _LAST_SECONDS
-                if now > left_at:
+                give_up_at = give_up_at or now + self.coordinator.settings.unwind + _LAST_SECONDS
+                if now > give_up_at:
                     break
             self.turn()
         self._lines.finish()

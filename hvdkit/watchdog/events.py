@@ -34,10 +34,10 @@ def decode(data: bytes) -> Message:
         ValueError: ``data`` is not a message of this version.
     """
     try:
-        found = json.loads(data)
-        kind = Message.kinds[found.pop("kind")]
+        fields = json.loads(data)
+        kind = Message.kinds[fields.pop("kind")]
         types = _types(kind.__name__)
-        return kind(**{name: _read(value, types[name]) for name, value in found.items()})
+        return kind(**{name: _read(value, types[name]) for name, value in fields.items()})
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError("not a message of hvdkit's watchdog") from error
 

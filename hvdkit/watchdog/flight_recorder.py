@@ -302,8 +302,8 @@ class FlightReader:
         """Return collective ``number``, or None if its slot has been reused or is being written."""
         start = _BEGIN + (number - 1) % SLOTS * _SLOT_BYTES
         slot = self._memory[start : start + _SLOT_BYTES]
-        found, step, begin, end, nbytes, length = _SLOT.unpack_from(slot)
-        if found != number or _NUMBER.unpack_from(self._memory, start)[0] != number:
+        stored, step, begin, end, nbytes, length = _SLOT.unpack_from(slot)
+        if stored != number or _NUMBER.unpack_from(self._memory, start)[0] != number:
             return None
         text = slot[_SLOT.size : _SLOT.size + length].decode(errors="replace")
         key, ranks, line, what = (text.split("\0", 3) + [""] * 3)[:4]

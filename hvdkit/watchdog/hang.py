@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from hvdkit.watchdog.events import Stacks, Status
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-_LIKE = "its stacks, most recent call first:"
+_HEADER_END = "its stacks, most recent call first:"
 
 
-def least_done(status: Mapping[int, Status], stacks: Mapping[int, Stacks], idle_longest: int) -> int:
+def furthest_behind(status: Mapping[int, Status], stacks: Mapping[int, Stacks], idle_longest: int) -> int:
     """Return the rank that is furthest behind: the others wait for it.
 
     Ranks are compared by steps, then by eager collectives begun; on a tie, a rank outside of a collective is behind one
@@ -23,11 +23,11 @@ def least_done(status: Mapping[int, Status], stacks: Mapping[int, Stacks], idle_
         idle_longest: the rank that has been idle longest.
     """
 
-    def done(rank: int) -> tuple[int, int, bool]:
+    def progress(rank: int) -> tuple[int, int, bool]:
         return status[rank].step or 0, status[rank].count, stacks[rank].waiting
 
-    least = min(sorted(stacks), key=done, default=idle_longest)
-    return idle_longest if not stacks or done(least) == max(map(done, stacks)) else least
+    last = min(sorted(stacks), key=progress, default=idle_longest)
+    return idle_longest if not stacks or progress(last) == max(map(progress, stacks)) else last
 
 
 def texts(stacks: Mapping[int, Stacks]) -> list[str]:
@@ -38,12 +38,13 @@ def texts(stacks: Mapping[int, Stacks]) -> list[str]:
         >>> texts({0: same, 1: same})[1]
         '[rank 1] its stacks are the same as those of rank 0'
     """
-    printed: dict[str, int] = {}
+    first_ranks: dict[str, int] = {}
     found = []
     for rank, one in sorted(stacks.items()):
-        header, _, body = one.text.partition("\n")
-        first = printed.setdefault(_ADDRESS.sub("", body), rank)
-        same = bool(body) and first != rank
-        text = header.replace(_LIKE, f"its stacks are the same as those of rank {first}") if same else one.text
+        text = one.text
+        header, _, body = text.partition("\n")
+        first = first_ranks.setdefault(_ADDRESS.sub("", body), rank)
+        if body and first != rank:
+            text = header.replace(_HEADER_END, f"its stacks are the same as those of rank {first}")
         found.append("\n".join(f"[rank {rank}] {line}" for line in text.splitlines()))
     return found

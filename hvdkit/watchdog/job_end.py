@@ -10,7 +10,7 @@ from hvdkit.watchdog import flight_file
 from hvdkit.watchdog.events import End, GiveFlight, Release
 from hvdkit.watchdog.flight_recorder import SLOTS
 from hvdkit.watchdog.lines import Lines
-from hvdkit.watchdog.member import Member, order
+from hvdkit.watchdog.member import Member, broadcast
 from hvdkit.watchdog.settings import WatchdogSettings
 from hvdkit.watchdog.verdict import Verdict
 
@@ -61,9 +61,9 @@ class JobEnd:
         self.flight = ""
         self.has_written = False
 
-    def begin(self, found: Verdict) -> None:
+    def begin(self, verdict: Verdict) -> None:
         """Begin to end the job with this verdict."""
-        self._steps, self.due = self._end(found), 0.0
+        self._steps, self.due = self._end(verdict), 0.0
         self.tick(0.0)
 
     def tick(self, now: float) -> None:
@@ -72,65 +72,67 @@ class JobEnd:
             pause = next(self._steps, None)
             self.due = None if pause is None else time.monotonic() + pause
 
-    def _end(self, found: Verdict) -> Iterator[float]:
+    def _end(self, verdict: Verdict) -> Iterator[float]:
         """Run the steps; yield the seconds until the next one."""
-        asked = self._ask_for_flights()
-        said = list(found.texts[-TEXTS:])
-        if len(found.texts) > TEXTS:
-            said.insert(0, f"hvdkit: {len(found.texts) - TEXTS} more ranks failed; their tracebacks are left out")
-        for text in said:
+        senders = self._request_flights()
+        tracebacks = list(verdict.texts[-TEXTS:])
+        if len(verdict.texts) > TEXTS:
+            more = len(verdict.texts) - TEXTS
+            tracebacks.insert(0, f"hvdkit: {more} more ranks failed; their tracebacks are left out")
+        for text in tracebacks:
             self._lines.line(text)
-        unwind = self._settings.unwind if found.orderly else 0.0
+        unwind = self._settings.unwind if verdict.orderly else 0.0
         until = time.monotonic() + (unwind or _FLIGHT_SECONDS)
-        culprit = self._culprit(found)
+        culprit = self._culprit(verdict)
         if unwind:
-            has_left = culprit is not None and culprit.leaving is not None
-            order(self._members, End(code=found.code, unwind=unwind, finalize=has_left))
-            yield from self._await_unwinding(found, until)
+            finalize = culprit is not None and culprit.script_ended_at is not None
+            broadcast(self._members, End(code=verdict.code, unwind=unwind, finalize=finalize))
+            yield from self._await_unwinding(verdict, until)
         else:
-            while time.monotonic() < until and any(member.flight is None for member in asked):
+            while time.monotonic() < until and any(member.flight is None for member in senders):
                 yield 0.01
         self._write_last_lines()
         code = self._judge().code
-        if culprit is None or culprit.here:
+        if culprit is None or culprit.is_running:
             yield _FORWARD_SECONDS
         self.has_written = True
         yield 0.0  # rank 0's sentinel ends a launcher that would wait for a lost host
-        order(self._members, Release(code=code) if unwind else End(code=code))
+        broadcast(self._members, Release(code=code) if unwind else End(code=code))
 
-    def _ask_for_flights(self) -> list[Member]:
+    def _request_flights(self) -> list[Member]:
         """Request the last collectives of all ranks; return the ranks that can answer."""
-        asked = [member for member in self._members.values() if member.trains and member.is_connected]
-        most = max(_FEWEST_RECORDS, min(SLOTS, _ALL_RECORDS // max(1, len(asked))))
-        for member in asked:
+        senders = [member for member in self._members.values() if member.is_training and member.is_connected]
+        most = max(_FEWEST_RECORDS, min(SLOTS, _ALL_RECORDS // max(1, len(senders))))
+        for member in senders:
             member.send(GiveFlight(most=most))
-        return asked
+        return senders
 
-    def _culprit(self, found: Verdict) -> Member | None:
-        return None if found.rank is None else self._members[found.rank]
+    def _culprit(self, verdict: Verdict) -> Member | None:
+        """Return the failed rank; a sentinel that replaced its first one is a new Member."""
+        return None if verdict.rank is None else self._members[verdict.rank]
 
-    def _await_unwinding(self, found: Verdict, until: float) -> Iterator[float]:
+    def _await_unwinding(self, verdict: Verdict, until: float) -> Iterator[float]:
         """Wait until all ranks have unwound or time is up; then, if the failed rank's script had ended, release it."""
         while time.monotonic() < until and not self._have_unwound():
             yield 0.05
-        culprit = self._culprit(found)
-        if culprit is None or culprit.leaving is None or not culprit.here:
+        culprit = self._culprit(verdict)
+        if culprit is None or culprit.script_ended_at is None or not culprit.is_running:
             return
         if culprit.released is None:
             culprit.released = Release()
             culprit.send(culprit.released)
-        while culprit.here and time.monotonic() < until + _SPARE_SECONDS:
+        while culprit.is_running and time.monotonic() < until + _SPARE_SECONDS:
             yield 0.05
 
     def _have_unwound(self) -> bool:
         """Return True once all ranks have unwound, or one has exited without unwinding."""
-        unwinding = [one for one in self._members.values() if one.leaving is None and not one.unwound]
+        unwinding = [one for one in self._members.values() if one.script_ended_at is None and not one.unwound]
         early = any(one.exited is not None and one.exited.code != 0 for one in unwinding)
-        return early or not any(one.trains and one.here for one in unwinding)
+        return early or not any(one.is_training and one.is_running for one in unwinding)
 
     def _write_last_lines(self) -> None:
         """Write the last line of the job, from the events so far, and the path of the flight recorder's file."""
-        found = self._judge()
+        verdict = self._judge()
         ranks = [
             flight_file.RankFlight(
                 rank=member.rank, host=member.joined.host, clock=member.clock_offset, records=member.flight.records
@@ -139,10 +141,10 @@ class JobEnd:
             if member.flight is not None
         ]
         if self._writes_last:
-            self._lines.line(f"hvdkit: {found.line}")
+            self._lines.line(f"hvdkit: {verdict.line}")
 
         def write() -> None:
-            self.flight = flight_file.write(found.line, ranks, self._size)
+            self.flight = flight_file.write(verdict.line, ranks, self._size)
 
         # In a thread: a file system that hangs may be the reason for the failure.
         writer = threading.Thread(target=write, daemon=True)

@@ -17,19 +17,19 @@ class Member:
 
     joined: Joined
     send: Callable[[Message], None]
-    heard: float
+    last_heard: float
     peer: Peer | None = None  # None: the sentinel in this process
     status: Status = field(default_factory=Status)
-    trains: bool = False  # has called hk.init(), and can exit normally
-    leaving: float | None = None  # when its script ended
+    is_training: bool = False  # has called hk.init(), and can exit normally
+    script_ended_at: float | None = None
     released: Release | None = None
     exited: Exited | None = None
-    lost: float | None = None  # since when its sentinel has been gone, although the rank had not ended
-    is_silent: bool = False  # it was given up, since it did not answer
+    lost_at: float | None = None  # when its sentinel went away although the rank had not ended
+    is_silent: bool = False  # its sentinel was given up because it did not answer
     unwound: bool = False
     stacks: Stacks | None = None
     flight: Flight | None = None
-    clock: float = math.inf  # smallest difference seen between the clock here and its host's
+    clock_difference: float = math.inf  # smallest difference seen between this host's clock and the rank's
 
     @property
     def rank(self) -> int:
@@ -37,9 +37,9 @@ class Member:
         return self.joined.rank
 
     @property
-    def here(self) -> bool:
+    def is_running(self) -> bool:
         """True while its process runs, as far as is known."""
-        return self.exited is None and self.lost is None
+        return self.exited is None and self.lost_at is None
 
     @property
     def is_connected(self) -> bool:
@@ -49,12 +49,12 @@ class Member:
     @property
     def clock_offset(self) -> float:
         """Seconds to add to its host's clock to get this one's, estimated from the message with the least delay."""
-        is_here = self.joined.place == processes.place()
-        return 0.0 if is_here or math.isinf(self.clock) else self.clock
+        is_local = self.joined.place == processes.place()
+        return 0.0 if is_local or math.isinf(self.clock_difference) else self.clock_difference
 
 
-def order(members: Mapping[int, Member], message: Message) -> None:
+def broadcast(members: Mapping[int, Member], message: Message) -> None:
     """Send ``message`` to the sentinels of all running ranks."""
     for member in members.values():
-        if member.here:
+        if member.is_running:
             member.send(message)

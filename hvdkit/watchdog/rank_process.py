@@ -43,17 +43,17 @@ class RankProcess:
         self._reader: FlightReader | None = None
         self._status_pipe: int | None = None
         self._activity: Activity | None = None
-        self._noted = 0  # number of the last collective returned by :meth:`collectives`
-        self._open: dict[int, str] = {}  # keys of collectives returned as begun, not yet as ended
+        self._last_reported = 0  # number of the last collective that :meth:`collectives` returned
+        self._pending: dict[int, str] = {}  # keys of collectives returned as begun, not yet as ended
 
-    def take_files(self, received: socket.socket) -> None:
+    def receive_files(self, received: socket.socket) -> None:
         """Receive the descriptors that the rank sends before its first message: see ``reporter.Reporter``."""
         _, files, _, _ = socket.recv_fds(received, 1, 2)
         if len(files) == 2:
             self._reader, self._status_pipe = FlightReader(files[0]), files[1]
             os.close(files[0])
 
-    def trains(self, training: Training, now: float) -> None:
+    def begin_training(self, training: Training, now: float) -> None:
         """Record that ``hk.init()`` was called, in the program or in one of its descendants.
 
         Any other PID belongs to a container's namespace, and could be any process on this host.
@@ -84,28 +84,28 @@ class RankProcess:
     def set_busy(self, reason: str | None, now: float) -> None:
         """Record the beginning of ``hk.busy``, or its end (``reason=None``)."""
         if reason is None:
-            self._moved(now)
+            self._note_progress(now)
         self.busy = reason
 
-    def look(self, now: float) -> bool:
+    def check_stopped(self, now: float) -> bool:
         """Check whether the process is stopped; return True if that has changed."""
-        found = processes.stat(self.pid)
-        state = "" if found is None else found.state
+        process = processes.stat(self.pid)
+        state = "" if process is None else process.state
         has_changed = (state == "T") != (self.stopped_at is not None)
         if has_changed:
             self.stopped_at = now if state == "T" else None
         if has_changed or state == "t":  # held by a debugger
-            self._moved(now)
+            self._note_progress(now)
         return has_changed
 
-    def went_on(self, now: float) -> None:
+    def skip_pause(self, now: float) -> None:
         """Record that the sentinel itself was stopped until now, so that this time does not count towards a hang."""
         self.stopped_at = None if self.stopped_at is None else now
-        self._moved(now)
+        self._note_progress(now)
 
-    def _moved(self, now: float) -> None:
+    def _note_progress(self, now: float) -> None:
         if self._activity is not None:
-            self._activity.moved(now)
+            self._activity.note_progress(now)
 
     def stopped(self, now: float) -> float | None:
         """Return the seconds since the process was stopped, or None."""
@@ -136,20 +136,20 @@ class RankProcess:
             return None
         return data[0] if data else None
 
-    def records(self, most: int) -> list[CollectiveRecord]:
-        """Return its last collectives, up to ``most``."""
-        return [] if self._reader is None else self._reader.records(self._reader.state().number - most)
+    def records(self, limit: int) -> list[CollectiveRecord]:
+        """Return its last collectives, up to ``limit``."""
+        return [] if self._reader is None else self._reader.records(self._reader.state().number - limit)
 
     def collectives(self) -> Collectives | None:
         """Return the collectives that have begun or ended since the last call, or None."""
         reader = self._reader
         if reader is None:
             return None
-        over = [number for number in self._open if (found := reader.record(number)) is None or found.end is not None]
-        ended = [self._open.pop(number) for number in over]
-        begun = reader.records(self._noted)
+        records = {number: reader.record(number) for number in self._pending}
+        ended = [self._pending.pop(number) for number, one in records.items() if one is None or one.end is not None]
+        begun = reader.records(self._last_reported)
         for record in begun:
-            self._noted = record.number
+            self._last_reported = record.number
             if record.end is None:
-                self._open[record.number] = record.key
+                self._pending[record.number] = record.key
         return Collectives(ended=ended, begun=begun) if ended or begun else None

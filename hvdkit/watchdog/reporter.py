@@ -77,7 +77,7 @@ class Reporter:
         self._sentinel = 0
         self._connect: Connect | None = None
         self._training: Training | None = None
-        self._reasons: list[str] = []
+        self._busy_reasons: list[str] = []
         self._answered = threading.Event()
         self._released = threading.Event()
         self._closed = False
@@ -86,11 +86,11 @@ class Reporter:
         self._all_leave = False
         self._finalize: Callable[[], None] = lambda: None
         self._must_finalize = False
-        self._ident = threading.main_thread().ident or 0  # of the training thread
+        self._thread_ident = threading.main_thread().ident or 0  # of the training thread
         self._rank = self._restarts = 0
-        self._look = WatchdogSettings().look
+        self._check_interval = WatchdogSettings().check_interval
         self._status_reader = report_exit_status()
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._close_in_child)
 
     # ---- the sentinel -----------------------------------------------------------------------------------------
 
@@ -113,8 +113,8 @@ class Reporter:
         self._answered.clear()
         self._released.clear()
         settings = WatchdogSettings.from_environment()
-        self._look = settings.look
-        self._under_run = self._under_run or self._take_sentinel()
+        self._check_interval = settings.check_interval
+        self._under_run = self._under_run or self._adopt_sentinel()
         if self._under_run or launched.size == 1 or not settings.heartbeat:
             return ""
         if self.is_watched:  # hk.init() failed, and was called again
@@ -154,7 +154,7 @@ class Reporter:
             waiters: IDs of busy-polling threads (Horovod and MPI).
             finalize: finalizes MPI.
         """
-        self._ident, self._finalize = threading.get_ident(), finalize
+        self._thread_ident, self._finalize = threading.get_ident(), finalize
         if not self._under_run and offer:
             elsewhere = (other for other, place in enumerate(places) if place != places[0])
             self._connect = Connect(
@@ -166,7 +166,7 @@ class Reporter:
                 speaks=rank == next(elsewhere, 1),
             )
         self._training = Training(pid=self.pid, waiters=sorted(waiters), step=self.recorder.step)
-        self._introduce()
+        self._send_state()
 
     def add_waiters(self, waiters: Collection[int]) -> None:
         """Add busy-polling threads, after Horovod has been started again."""
@@ -174,7 +174,7 @@ class Reporter:
             self._training = replace(self._training, waiters=sorted({*self._training.waiters, *waiters}))
             self.send(self._training)
 
-    def _introduce(self) -> None:
+    def _send_state(self) -> None:
         """Send this rank's state to a new sentinel."""
         busy = None if self.reason is None else Busy(reason=self.reason)
         leaving = Leaving(step=self.recorder.step) if self._leaving else None
@@ -182,14 +182,14 @@ class Reporter:
             if message is not None:
                 self.send(message)
 
-    def _take_sentinel(self) -> bool:
+    def _adopt_sentinel(self) -> bool:
         """Connect to the sentinel that started this program, if any. Child programs do not inherit the connection."""
         number, _, inode = os.environ.pop(SOCKET_VARIABLE, "").partition(" ")
         if not number.isdigit() or not inode.isdigit():
             return False
         try:
-            found = os.fstat(int(number))
-            if not stat.S_ISSOCK(found.st_mode) or found.st_ino != int(inode):
+            status = os.fstat(int(number))
+            if not stat.S_ISSOCK(status.st_mode) or status.st_ino != int(inode):
                 return False
             os.set_inheritable(int(number), False)
             self._serve_from(socket.socket(fileno=int(number)))
@@ -204,17 +204,17 @@ class Reporter:
             listeners: listening sockets of the coordinator, in rank 0.
         """
         self._listeners = listeners
-        found = processes.stat(self.pid)
+        process = processes.stat(self.pid)
         python = sys.executable or "python3"  # may be empty in a program that embeds Python
         try:
-            mine, theirs = socket.socketpair()
-            with theirs:
-                files = [theirs.fileno(), *(one.fileno() for one in listeners)]
-                numbers = [self.pid, found.started if found is not None else 0, *files]
+            rank_end, sentinel_end = socket.socketpair()
+            with sentinel_end:
+                files = [sentinel_end.fileno(), *(one.fileno() for one in listeners)]
+                numbers = [self.pid, process.started if process is not None else 0, *files]
                 command = [python, "-IS", sentinel.PATH, "watch", *map(str, numbers)]
                 nothing = subprocess.DEVNULL
                 self._child = subprocess.Popen(command, pass_fds=files, stdin=nothing, stdout=nothing)
-            self._serve_from(mine)
+            self._serve_from(rank_end)
         except OSError as error:
             _LOGGER.warning("watchdog: no sentinel can be started (%s): failures may not be noticed", error)
 
@@ -232,8 +232,8 @@ class Reporter:
         ready.register(connected, select.POLLIN)
         while True:
             try:
-                if not ready.poll(self._look * 1000):
-                    self._continue_sentinel()
+                if not ready.poll(self._check_interval * 1000):
+                    self._resume_sentinel()
                     self._sample()
                     continue
                 order = receive_now(connected)
@@ -255,7 +255,7 @@ class Reporter:
             return
         _LOGGER.warning("watchdog: the sentinel of rank %d was killed; starting a new one", self._rank)
         self._start_sentinel(self._listeners)
-        self._introduce()
+        self._send_state()
 
     def _sample(self) -> None:
         """Record the collectives noted by this rank's graphs, unless the interpreter is about to exit."""
@@ -267,10 +267,10 @@ class Reporter:
             _LOGGER.warning("flight recorder: no more collectives of graphs on rank %d: %s", self._rank, error)
             self.recorder.sampler = lambda: None
 
-    def _continue_sentinel(self) -> None:
+    def _resume_sentinel(self) -> None:
         """Resume the sentinel if it is stopped while its rank runs."""
-        found = processes.stat(self._sentinel) if self._sentinel else None
-        if found is not None and found.state == "T":
+        process = processes.stat(self._sentinel) if self._sentinel else None
+        if process is not None and process.state == "T":
             processes.kill(self._sentinel, signal.SIGCONT)
 
     def _obey(self, order: Message) -> None:
@@ -308,19 +308,18 @@ class Reporter:
 
     def begin_busy(self, reason: str) -> None:
         """Record the start of work that is not visible from outside. Suspends hang detection until :meth:`end_busy`."""
-        self._reasons.append(reason)
+        self._busy_reasons.append(reason)
         self.send(Busy(reason=reason))
 
     def end_busy(self, reason: str) -> None:
         """Record the end of work begun with :meth:`begin_busy`."""
-        self._reasons.remove(reason)
+        self._busy_reasons.remove(reason)
         self.send(Busy(reason=self.reason))
 
     @property
     def reason(self) -> str | None:
         """The reason of the most recent open :meth:`begin_busy`, or None."""
-        reasons = self._reasons[-1:]
-        return reasons[0] if reasons else None
+        return self._busy_reasons[-1] if self._busy_reasons else None
 
     def _stacks(self) -> Stacks:
         """Return this rank's last activity, and the Python stacks of all its threads."""
@@ -331,7 +330,7 @@ class Reporter:
         step = "" if self.recorder.step is None else f"at step {self.recorder.step}"
         busy = f"busy: {self.reason}" if self.reason else ""
         last, where, waiting = self.recorder.describe(), "", self.recorder.waiting
-        frame = sys._current_frames().get(self._ident)
+        frame = sys._current_frames().get(self._thread_ident)
         if frame is not None:
             where = f"in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}"
             waiting = waiting or frame.f_code.co_name in _IN_GRAPH
@@ -339,7 +338,7 @@ class Reporter:
         where = "; ".join(filter(None, [busy, where, last]))
         return Stacks(text="\n".join([header, *stacks.splitlines()]), where=where, waiting=waiting)
 
-    def _forget(self) -> None:
+    def _close_in_child(self) -> None:
         """Close the parent's connections in a forked child: otherwise they would stay open after the parent's end."""
         if self._socket is not None:
             os.close(self._socket.detach())
@@ -371,7 +370,7 @@ class Reporter:
         """Report that this rank's script has ended."""
         self._answered.clear()
         self._leaving = True
-        self._continue_sentinel()
+        self._resume_sentinel()
         self.send(Leaving(step=self.recorder.step))
 
     def await_others(self) -> bool:

@@ -23,7 +23,7 @@ from hvdkit.watchdog.events import Exited, HoldOutput, Joined, Message
 from hvdkit.watchdog.rank_process import RankProcess
 from hvdkit.watchdog.settings import RUN_VARIABLE, SOCKET_VARIABLE
 
-_SIGNALS_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
+_FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 # Seconds for a program to end after the coordinator is gone. Seconds without output, and seconds in total, after which
 # children that outlive the program and hold its pipes are ended.
 _ORPHAN_SECONDS, _DRAIN_SECONDS, _CHILDREN_SECONDS = 5.0, 0.3, 2.0
@@ -47,8 +47,8 @@ class RunningSentinel(Sentinel):
 
     def __init__(self, offer: Offer, joined: Joined) -> None:
         super().__init__(RankProcess(0))
-        self.up, self.welcome = connect(offer, joined, self.selector, "up")
-        self._status: int | None = None
+        self.uplink, self.welcome = connect(offer, joined, self.selector, "uplink")
+        self._exit_status: int | None = None
         self._read_at = 0.0  # when output was last available
         # Signals that other processes than `hvdkit run` sent to this one, and when.
         self._signals: list[tuple[int, float]] = []
@@ -58,33 +58,33 @@ class RunningSentinel(Sentinel):
         for file in (wakeup, writer):
             os.set_blocking(file, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        handled = (*_SIGNALS_PASSED_ON, signal.SIGCHLD)
+        handled = (*_FORWARDED_SIGNALS, signal.SIGCHLD)
         for number in handled:
             signal.signal(number, lambda number, frame: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)  # a launcher may have blocked some
-        self.selector.register(wakeup, selectors.EVENT_READ, self._signalled)
+        self.selector.register(wakeup, selectors.EVENT_READ, self._handle_signals)
         assert self.welcome.program is not None
         self._start(self.welcome.program)
 
     def _start(self, program: dict[str, Any]) -> None:
         terminal = program["terminal"]
         outputs = {STDOUT: _pipe(terminal), STDERR: _pipe(terminal)}
-        mine, theirs = socket.socketpair()
-        found = os.fstat(theirs.fileno())
+        sentinel_end, program_end = socket.socketpair()
+        inode = os.fstat(program_end.fileno()).st_ino
         environment = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
-        environment |= {**program["environment"], SOCKET_VARIABLE: f"{theirs.fileno()} {found.st_ino}"}
-        command = [word.encode("latin-1") for word in program["command"]]  # bytes, in JSON
-        me = os.getpid()
+        environment |= {**program["environment"], SOCKET_VARIABLE: f"{program_end.fileno()} {inode}"}
+        command = [argument.encode("latin-1") for argument in program["command"]]  # bytes, in JSON
+        sentinel_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
                 processes.signal_at_parent_end()
-                if os.getppid() != me:
+                if os.getppid() != sentinel_pid:
                     os._exit(137)
                 os.dup2(outputs[STDOUT][1], 1)
                 os.dup2(outputs[STDERR][1], 2)
-                os.set_inheritable(theirs.fileno(), True)
-                for number in (*_SIGNALS_PASSED_ON, signal.SIGCHLD, signal.SIGPIPE):
+                os.set_inheritable(program_end.fileno(), True)
+                for number in (*_FORWARDED_SIGNALS, signal.SIGCHLD, signal.SIGPIPE):
                     signal.signal(number, signal.SIG_DFL)
                 os.execvpe(command[0], command, environment)
             except OSError as error:
@@ -93,26 +93,26 @@ class RunningSentinel(Sentinel):
             finally:
                 os._exit(126)
         self.rank.program = self.rank.pid = pid
-        for channel, (reader, written) in outputs.items():
-            os.close(written)
+        for channel, (reader, writer) in outputs.items():
+            os.close(writer)
             self._outputs[reader] = channel
             self.selector.register(reader, selectors.EVENT_READ, self._forward)
-        theirs.close()
-        self.listen_to_rank(mine)
+        program_end.close()
+        self.attach_rank(sentinel_end)
 
     def run(self) -> int:
         """Serve until the program has ended; return its exit code as a shell reports it."""
-        while self._status is None:
+        while self._exit_status is None:
             self.turn()
         self._drain()
         now, rank = time.monotonic(), self.rank
         signals = [number for number, at in self._signals if now - at < _SIGNALLED_SECONDS]
-        code, stopped = self._status, rank.stopped(now)
+        code, stopped = self._exit_status, rank.stopped(now)
         self.report(Exited(code=code, step=rank.step, busy=rank.busy, signals=signals, stopped=stopped))
         # As long as this process runs, the engine does not see the end of the rank, and other ranks can save.
-        while self.up is not None and (self.up.unsent or not self.released):
+        while self.uplink is not None and (self.uplink.unsent or not self.released):
             self.turn()
-        return self._status if self._status >= 0 else 128 - self._status
+        return self._exit_status if self._exit_status >= 0 else 128 - self._exit_status
 
     def _drain(self) -> None:
         """Forward the remaining output of the program and its children, and end children that remain."""
@@ -134,7 +134,7 @@ class RunningSentinel(Sentinel):
             self._is_held = order.hold
         super().obey(order)
 
-    def _signalled(self, file: int) -> None:
+    def _handle_signals(self, file: int) -> None:
         for number in os.read(file, 64):
             if number != signal.SIGCHLD:
                 self._signals.append((number, time.monotonic()))
@@ -145,13 +145,13 @@ class RunningSentinel(Sentinel):
                 if not pid:
                     return
                 if pid == self.rank.program:
-                    self._status, self.rank.has_ended = os.waitstatus_to_exitcode(status), True
+                    self._exit_status, self.rank.has_ended = os.waitstatus_to_exitcode(status), True
 
     def _forward(self, file: int) -> None:
         self._read_at = time.monotonic()
-        is_held = self._is_held and self._status is None
-        if self.up is not None and (is_held or self.up.unsent > CROWDED):  # so the program pauses, too
-            time.sleep(0.01)
+        is_held = self._is_held and self._exit_status is None
+        if self.uplink is not None and (is_held or self.uplink.unsent > CROWDED):
+            time.sleep(0.01)  # the program pauses as well, once its pipe is full
             return
         self._read(file)
 
@@ -163,19 +163,19 @@ class RunningSentinel(Sentinel):
             return False
         except OSError:  # a terminal whose writers are gone
             data = b""
-        if data and self.up is not None:
-            self.up.send(Output(self._outputs[file], data))
+        if data and self.uplink is not None:
+            self.uplink.send(Output(self._outputs[file], data))
         elif not data:
             self.selector.unregister(file)
             os.close(file)
             del self._outputs[file]
         return bool(data)
 
-    def lost(self, *, is_cut_off: bool) -> None:
+    def handle_disconnect(self, *, is_cut_off: bool) -> None:
         """End this rank: ``hvdkit run`` is gone or out of reach, and would never end it."""
         self.rank.signal(signal.SIGCONT)
         self.rank.signal(signal.SIGTERM)
-        self.due[self.kill] = time.monotonic() + _ORPHAN_SECONDS
+        self.timers[self.kill] = time.monotonic() + _ORPHAN_SECONDS
 
 
 def _pipe(terminal: dict[str, int] | None) -> tuple[int, int]:
@@ -191,7 +191,7 @@ def _pipe(terminal: dict[str, int] | None) -> tuple[int, int]:
     return reader, writer
 
 
-def offered() -> Offer:
+def read_offer() -> Offer:
     """Return the offer of ``hvdkit run`` from the variable, or from the private file that it names."""
     text = os.environ[RUN_VARIABLE]
     return Offer.parse(read_private(text) if text.startswith("/") else text)
@@ -206,12 +206,12 @@ def read_private(path: str) -> str:
     folder = path.rpartition("/")[0]
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        for what, found, is_kind in (
+        for name, status, is_kind in (
             (folder, os.lstat(folder), stat.S_ISDIR),
             (path, os.fstat(file), stat.S_ISREG),
         ):
-            if not is_kind(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-                raise OSError(f"{what} is not private: user {found.st_uid}, mode {found.st_mode:o}; start again")
+            if not is_kind(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                raise OSError(f"{name} is not private: user {status.st_uid}, mode {status.st_mode:o}; start again")
         return os.read(file, _LONGEST_FILE).decode()
     finally:
         os.close(file)
@@ -224,7 +224,7 @@ def run() -> int:
     launched = launched_rank()
     joined = Joined(rank=launched.rank, size=launched.size, host=host, place=processes.place())
     try:
-        sentinel = RunningSentinel(offered(), joined)
+        sentinel = RunningSentinel(read_offer(), joined)
     except (OSError, ValueError) as error:
         print(f"hvdkit run: on {host}: {error}", file=sys.stderr)
         return 1

@@ -22,9 +22,9 @@ RUN_VARIABLE = "HVDKIT_RUN"
 SOCKET_VARIABLE = "HVDKIT_SENTINEL"
 _DEFAULTS = {HEARTBEAT: 10.0, PATIENCE: 600.0, UNWIND: 3.0}
 _SHORTEST_HEARTBEAT = 1.0
-_LONGEST_LOOK = 2.0
-# Reports of a sentinel per heartbeat with up to _FEW ranks; half as many from 16 times that number on.
-_REPORTS, _FEW = 5, 64
+_LONGEST_CHECK_INTERVAL = 2.0
+# Reports of a sentinel per heartbeat with up to _FEW_RANKS ranks; half as many from 16 times that number on.
+_REPORTS, _FEW_RANKS = 5, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +64,18 @@ class WatchdogSettings:
             >>> [WatchdogSettings().interval(size) for size in (4, 256, 4096)]
             [2.0, 3.0, 4.0]
         """
-        doublings = math.log2(max(size, _FEW) / _FEW)
+        doublings = math.log2(max(size, _FEW_RANKS) / _FEW_RANKS)
         return (self.heartbeat or _DEFAULTS[HEARTBEAT]) / _REPORTS * min(2.0, 1 + doublings / 4)
 
     @property
-    def look(self) -> float:
+    def check_interval(self) -> float:
         """Seconds between a rank's checks of its sentinel, so that a stopped one is resumed well within the heartbeat.
 
         Example:
-            >>> WatchdogSettings().look, WatchdogSettings(heartbeat=2.0).look
+            >>> WatchdogSettings().check_interval, WatchdogSettings(heartbeat=2.0).check_interval
             (2.0, 0.5)
         """
-        return min(_LONGEST_LOOK, self.heartbeat / 4) if self.heartbeat else _LONGEST_LOOK
+        return min(_LONGEST_CHECK_INTERVAL, self.heartbeat / 4) if self.heartbeat else _LONGEST_CHECK_INTERVAL
 
     def welcome(self, size: int) -> Welcome:
         """Return the answer to a sentinel that joins."""

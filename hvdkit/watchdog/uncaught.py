@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hvdkit.watchdog.reporter import Reporter
 
 _LONGEST_TEXT = 60_000
-_LET_DOWN = (
+_VICTIM_TEXTS = (
     "has been shut down",
     "has not been initialized",
     "left the job",
@@ -154,7 +154,7 @@ def is_victim(error: BaseException) -> bool:
     text = str(error)
     if "OpError" in names and not any(engine in text for engine in _ENGINES):  # e.g. tf.data reading over a network
         return False
-    return bool(names & {"OpError", "ClusterError"}) and any(part in text for part in _LET_DOWN)
+    return bool(names & {"OpError", "ClusterError"}) and any(part in text for part in _VICTIM_TEXTS)
 
 
 def cause_of(error: BaseException) -> str:

@@ -66,7 +66,7 @@ class Verdict:
 
     Attributes:
         code: its exit code.
-        words: what the rank did, without its number and host; without a ``rank``, what is known. Empty: success.
+        summary: what the rank did, without its number and host; without a ``rank``, what is known. Empty: success.
         rank: the rank that failed first; None if unknown, or after success.
         host: its host.
         step: steps it had trained.
@@ -77,7 +77,7 @@ class Verdict:
     """
 
     code: int
-    words: str = ""
+    summary: str = ""
     rank: int | None = None
     host: str = ""
     step: int | None = None
@@ -89,17 +89,17 @@ class Verdict:
     @property
     def line(self) -> str:
         """The rank, its host and what it did, in one line."""
-        return self.words if self.rank is None else f"rank {self.rank} on {self.host} {self.words}"
+        return self.summary if self.rank is None else f"rank {self.rank} on {self.host} {self.summary}"
 
 
-def verdict(entries: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = {}) -> Verdict:
+def verdict(events: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = {}) -> Verdict:
     """Return the verdict: which rank failed first, and how.
 
-    A rank is named only if all other ranks are known not to have failed earlier. Missing entries make the verdict
-    "unknown", but never blame a healthy rank. The order of the entries does not matter, only their times.
+    A rank is named only if all other ranks are known not to have failed earlier. Missing events make the verdict
+    "unknown", but never blame a healthy rank. The order of the events does not matter, only their times.
 
     Args:
-        entries: the events so far. Events that result from an order to end never count as the first failure.
+        events: the events so far. Events that result from an order to end never count as the first failure.
         size: number of ranks.
         hosts: the host of each rank.
 
@@ -108,49 +108,50 @@ def verdict(entries: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = 
         >>> verdict([one, RankEvent(0, 4.1, Alive())], size=2, hosts={1: "b"}).line
         'rank 1 on b failed at step 7: ValueError: bad'
     """
-    found: dict[int, list[RankEvent]] = {rank: [] for rank in range(size)}
-    for entry in entries:
-        if entry.rank in found:
-            found[entry.rank].append(entry)
-    ranks = [_History(rank, own) for rank, own in found.items()]
-    if all(one.exited is not None and one.exited.code == 0 for one in ranks):
+    by_rank: dict[int, list[RankEvent]] = {rank: [] for rank in range(size)}
+    for one in events:
+        if one.rank in by_rank:
+            by_rank[one.rank].append(one)
+    histories = [_History(rank, rank_events) for rank, rank_events in by_rank.items()]
+    if all(one.exited is not None and one.exited.code == 0 for one in histories):
         return Verdict(0)
-    has_left = all(Leaving in one.first for one in ranks)
-    let_down = sorted((at.time, at.rank) for one in ranks for at in one.entries if getattr(at.event, "follows", False))
-    candidates = (candidate for one in ranks for candidate in one.candidates(has_left, let_down))
+    all_left = all(Leaving in one.first for one in histories)
+    all_events = (event for history in histories for event in history.events)
+    victims = sorted((one.time, one.rank) for one in all_events if getattr(one.event, "follows", False))
+    candidates = (candidate for one in histories for candidate in one.candidates(all_left, victims))
     first = min(candidates, key=lambda one: (one.time, one.since), default=None)
-    texts = {one.failed.text for one in ranks if one.failed is not None and not one.failed.follows} - {""}
-    if first is None or not all(one.well_until >= first.time for one in ranks if one.rank != first.rank):
-        return _unknown(ranks, tuple(sorted(texts)))
-    blame, own = first.blame, ranks[first.rank].failed
-    step = (
-        blame.step if blame.step is not None else max((one.step for one in ranks if one.step is not None), default=None)
-    )
-    text = own.text if own is not None else ""
+    texts = {one.failed.text for one in histories if one.failed is not None and not one.failed.follows} - {""}
+    if first is None or not all(one.well_until >= first.time for one in histories if one.rank != first.rank):
+        return _unknown(histories, tuple(sorted(texts)))
+    blame, failed = first.blame, histories[first.rank].failed
+    step = blame.step
+    if step is None:  # ranks step together
+        step = max((one.step for one in histories if one.step is not None), default=None)
+    text = failed.text if failed is not None else ""
     return Verdict(
         blame.code,
-        _words(blame, step),
+        _summarize(blame, step),
         first.rank,
         hosts.get(first.rank, ""),
         step,
         texts=(*sorted(texts - {text}), *([text] if text else [])),
-        orderly=not any(one.is_dead for one in ranks),
+        orderly=not any(one.is_dead for one in histories),
     )
 
 
-def _unknown(ranks: Sequence[_History], texts: tuple[str, ...]) -> Verdict:
+def _unknown(histories: Sequence[_History], texts: tuple[str, ...]) -> Verdict:
     """Return the verdict for the case that the first failure is unknown."""
-    code = next((shell_code(one.exited.code) for one in ranks if one.exited is not None and one.exited.code), None)
-    words = "it is not known which rank failed first"
-    reports = [(one.failed.follows, one.first[Failed].time, one.rank, one.failed) for one in ranks if one.failed]
+    code = next((shell_code(one.exited.code) for one in histories if one.exited is not None and one.exited.code), None)
+    summary = "it is not known which rank failed first"
+    reports = [(one.failed.follows, one.first[Failed].time, one.rank, one.failed) for one in histories if one.failed]
     if not reports:
-        return Verdict(code or 1, words, texts=texts)
+        return Verdict(code or 1, summary, texts=texts)
     follows, _, rank, failed = min(reports)
     code = failed.code if not follows or code is None else code
-    return Verdict(code, f"{words}; rank {rank} reported: {failed.cause}", texts=texts or (failed.text,))
+    return Verdict(code, f"{summary}; rank {rank} reported: {failed.cause}", texts=texts or (failed.text,))
 
 
-def _words(blame: Failed, step: int | None) -> str:
+def _summarize(blame: Failed, step: int | None) -> str:
     at = "" if step is None else f" at step {step}"
     cause = f": {blame.cause}" if blame.cause else ""
     busy = f" (busy: {blame.busy})" if blame.busy else ""
@@ -171,7 +172,7 @@ class _History:
     """The events of one rank.
 
     Attributes:
-        entries: the events, sorted by time.
+        events: the events, sorted by time.
         first: the first event of each kind.
         failed: its first error, or None.
         exited: how its process ended, or None.
@@ -180,42 +181,42 @@ class _History:
         is_dead: whether its process did not, or cannot, exit normally.
     """
 
-    def __init__(self, rank: int, entries: Iterable[RankEvent]) -> None:
+    def __init__(self, rank: int, events: Iterable[RankEvent]) -> None:
         self.rank = rank
-        self.entries = sorted(entries, key=lambda entry: entry.time)
-        self.first = {type(entry.event): entry for entry in reversed(self.entries)}
-        events = [entry.event for entry in self.entries]
-        self.failed = next((event for event in events if type(event) is Failed), None)
-        self.exited = next((event for event in reversed(events) if isinstance(event, Exited)), None)
-        steps = [step for event in events if isinstance(step := getattr(event, "step", None), int)]
+        self.events = sorted(events, key=lambda event: event.time)
+        self.first = {type(one.event): one for one in reversed(self.events)}
+        messages = [one.event for one in self.events]
+        self.failed = next((message for message in messages if type(message) is Failed), None)
+        self.exited = next((message for message in reversed(messages) if isinstance(message, Exited)), None)
+        steps = [step for message in messages if isinstance(step := getattr(message, "step", None), int)]
         self.step = max(steps, default=None)
         ended_well = self.exited is not None and self.exited.code == 0 and self.failed is None
-        self.well_until = math.inf if ended_well else max((entry.time for entry in self.entries), default=-math.inf)
+        self.well_until = math.inf if ended_well else max((one.time for one in self.events), default=-math.inf)
         ended_abruptly = self.exited is not None and self.failed is None and Leaving not in self.first
-        is_judged_dead = any(isinstance(event, Judged) and event.dead for event in events)
+        is_judged_dead = any(isinstance(message, Judged) and message.dead for message in messages)
         self.is_dead = Lost in self.first or is_judged_dead or ended_abruptly
 
-    def candidates(self, has_left: bool, let_down: Sequence[tuple[float, int]]) -> Iterator[_Candidate]:
+    def candidates(self, all_left: bool, victims: Sequence[tuple[float, int]]) -> Iterator[_Candidate]:
         """Yield the possible failures of this rank.
 
         Args:
-            has_left: the scripts of all ranks have ended.
-            let_down: sorted time and rank of the reported errors that were caused by another rank.
+            all_left: the scripts of all ranks have ended.
+            victims: sorted time and rank of the reported errors that were caused by another rank.
         """
         leaving = self.first.get(Leaving)
-        for entry in self.entries:
-            event = entry.event
-            if entry.ordered:
+        for one in self.events:
+            event = one.event
+            if one.ordered:
                 continue
             if isinstance(event, Failed) and not event.follows:
-                yield _Candidate(self.rank, entry.time, event)
+                yield _Candidate(self.rank, one.time, event)
             elif isinstance(event, Lost):
                 why = "is out of reach (its host is down, the network is cut, or its sentinel was killed)"
-                yield _Candidate(self.rank, entry.time, Judged(cause="", verb=why))
+                yield _Candidate(self.rank, one.time, Judged(cause="", verb=why))
             elif isinstance(event, Exited) and self.failed is None and leaving is None:
-                yield from self._abrupt_end(entry.time, event)
+                yield from self._abrupt_end(one.time, event)
         if leaving is not None and not leaving.ordered and self.failed is None:
-            yield from self._early_end(leaving, has_left, let_down)
+            yield from self._early_end(leaving, all_left, victims)
 
     def _abrupt_end(self, time: float, end: Exited) -> Iterator[_Candidate]:
         """Yield the failure of a process that ended without announcing it."""
@@ -230,22 +231,22 @@ class _History:
         yield _Candidate(self.rank, time, Judged(cause=cause, verb=verb, code=code, step=end.step, busy=end.busy))
 
     def _early_end(
-        self, leaving: RankEvent, has_left: bool, let_down: Sequence[tuple[float, int]]
+        self, leaving: RankEvent, all_left: bool, victims: Sequence[tuple[float, int]]
     ) -> Iterator[_Candidate]:
         """Yield the failure of a rank whose script ended: its exit code, or that another rank still needed it."""
         time, since, code = leaving.time, 0.0, self.exited.code if self.exited is not None else 0
-        if code and (code < 0 or has_left):
+        if code and (code < 0 or all_left):
             code, verb, cause = shell_code(code), how(code), ""
         elif code:
             verb, cause = "failed", f"sys.exit({code}) while other ranks went on"
         else:
-            after = bisect.bisect_left(let_down, (time, -1))
-            before = bisect.bisect_left(let_down, (time - _CROSSING_SECONDS, -1))
-            if after < len(let_down):
-                since, (time, other) = time, let_down[after]  # until then another rank may have failed
-            elif before < len(let_down):
-                since, time, other = time, time + _CROSSING_SECONDS, let_down[before][1]
-            else:  # its end has hurt no rank
+            after = bisect.bisect_left(victims, (time, -1))
+            before = bisect.bisect_left(victims, (time - _CROSSING_SECONDS, -1))
+            if after < len(victims):
+                since, (time, other) = time, victims[after]  # until then another rank may have failed
+            elif before < len(victims):
+                since, time, other = time, time + _CROSSING_SECONDS, victims[before][1]
+            else:  # no other rank needed it any more
                 return
             code, verb, cause = 1, "left the job", f"ended before the others: rank {other} still needed it"
         step = getattr(leaving.event, "step", None)

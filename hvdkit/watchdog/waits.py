@@ -40,12 +40,12 @@ class Waits:
     def __init__(self, heard: Callable[[int], float]) -> None:
         self._heard = heard
         self._pending: dict[int, dict[str, CollectiveRecord]] = defaultdict(dict)
-        self._last: dict[int, dict[str, CollectiveRecord]] = defaultdict(dict)  # by key, whether still pending or not
+        self._latest: dict[int, dict[str, CollectiveRecord]] = defaultdict(dict)  # by key, whether still pending or not
         self._lines: dict[str, set[str]] = defaultdict(set)  # source lines of each key, on any rank
         self._ambiguous: set[str] = set()  # keys with several lines
-        self._shuffled: Difference | None = None
-        self._changed: dict[int, float] = {}  # when each rank last reported about its collectives
-        self._compared = 0.0
+        self._swapped: Difference | None = None
+        self._changed_at: dict[int, float] = {}  # when each rank last reported about its collectives
+        self._compared_at = 0.0
 
     def begin(self, rank: int, record: CollectiveRecord, now: float) -> None:
         """Record that a rank waits in a collective."""
@@ -53,25 +53,25 @@ class Waits:
             return
         key = record.key
         self._pending[rank][key] = record
-        self._changed[rank] = now
-        if not record.is_eager and self._shuffled is None:
-            self._last[rank][key] = record
+        self._changed_at[rank] = now
+        if not record.is_eager and self._swapped is None:
+            self._latest[rank][key] = record
             lines = self._lines[key]
             lines.add(record.line)
             if len(lines) > 1:
                 self._ambiguous.add(key)
             if self._ambiguous:  # otherwise all ranks agree, without comparing them one by one
-                self._shuffled = self._seek_shuffled(rank, key, record.line)
+                self._swapped = self._seek_swapped(rank, key, record.line)
 
     def end(self, rank: int, key: str, now: float) -> None:
         """Record that a rank has left a collective."""
         self._pending[rank].pop(key, None)
-        self._changed[rank] = now
+        self._changed_at[rank] = now
         if not self._pending[rank]:
             del self._pending[rank]
 
-    def only(self, rank: int, record: CollectiveRecord | None, now: float) -> None:
-        """Record the single eager collective in which a rank has waited for a while, or None."""
+    def replace(self, rank: int, record: CollectiveRecord | None, now: float) -> None:
+        """Replace a rank's records by the single eager collective in which it has waited for a while, or None."""
         if list(self._pending.get(rank, ())) == ([] if record is None else [record.key]):
             return
         self._pending.pop(rank, None)
@@ -83,42 +83,43 @@ class Waits:
 
         Every :data:`SETTLED` seconds, the ranks that have sent no message during that time are compared.
         """
-        if self._shuffled is not None or now - self._compared < SETTLED or not self._pending:
-            return self._shuffled
-        self._compared = now
-        settled = {rank for rank in self._pending.keys() & ranks if now - self._changed[rank] >= SETTLED}
+        if self._swapped is not None or now - self._compared_at < SETTLED or not self._pending:
+            return self._swapped
+        self._compared_at = now
+        settled = {rank for rank in self._pending.keys() & ranks if now - self._changed_at[rank] >= SETTLED}
         return self.mismatch(settled) or self._deadlock(ranks, settled)
 
-    def _seek_shuffled(self, rank: int, key: str, line: str) -> Difference | None:
+    def _seek_swapped(self, rank: int, key: str, line: str) -> Difference | None:
         """Return the difference if a line has different keys on two ranks, and one of the keys has another line there.
 
         A key with different lines is not sufficient: ranks may call a function, or ``fit``, from different lines.
         """
-        here = {name: one.line for name, one in self._last[rank].items()}
-        again = any(name != key and one == line for name, one in here.items())
-        for other in self._last.keys() - {rank}:
-            there = {name: one.line for name, one in self._last[other].items()}
-            for name, one in there.items():
-                if name != key and one == line and here.get(name, line) != line:
+        lines = {name: record.line for name, record in self._latest[rank].items()}
+        is_repeated = any(name != key and one == line for name, one in lines.items())
+        for other in self._latest.keys() - {rank}:
+            other_lines = {name: record.line for name, record in self._latest[other].items()}
+            for name, one in other_lines.items():
+                if name != key and one == line and lines.get(name, line) != line:
                     return self._compare(name)
-            taken = there.get(key, line)
-            if taken != line and (taken in here.values() or (line in there.values() and not again)):
+            other_line = other_lines.get(key, line)
+            is_swapped = other_line in lines.values() or (line in other_lines.values() and not is_repeated)
+            if other_line != line and is_swapped:
                 return self._compare(key)
         return None
 
     def _compare(self, key: str) -> Difference | None:
-        same = {rank: found[key] for rank, found in sorted(self._last.items()) if key in found}
-        return _difference(same, lambda record: record.line)
+        records = {rank: latest[key] for rank, latest in sorted(self._latest.items()) if key in latest}
+        return _difference(records, lambda record: record.line)
 
     def mismatch(self, ranks: Set[int] | None = None) -> Difference | None:
         """Return the first of ``ranks`` whose collective differs from that with the same key on most other ranks."""
-        together: dict[str, dict[int, CollectiveRecord]] = defaultdict(dict)
+        by_key: dict[str, dict[int, CollectiveRecord]] = defaultdict(dict)
         for rank in sorted(self._pending if ranks is None else ranks):
             for key, record in self._pending[rank].items():
                 if not record.is_eager:
-                    together[key][rank] = record
-        found = (_difference(there, lambda record: record.what) for there in together.values())
-        return next(filter(None, found), None)
+                    by_key[key][rank] = record
+        differences = (_difference(records, lambda record: record.what) for records in by_key.values())
+        return next(filter(None, differences), None)
 
     def _deadlock(self, ranks: Set[int], settled: Set[int]) -> Difference | None:
         """Return which rank waits in which collective, if some of the ``settled`` ranks are deadlocked.
@@ -127,16 +128,16 @@ class Waits:
         began to wait, which shows that all of them were waiting at that moment.
         """
         stuck = self._waiting_for_each_other(ranks, settled)
-        if not stuck or min(map(self._heard, stuck)) <= max(self._changed[rank] for rank in stuck):
+        if not stuck or min(map(self._heard, stuck)) <= max(self._changed_at[rank] for rank in stuck):
             return None
-        where = {rank: next(iter(self._pending[rank])) for rank in sorted(stuck)}
-        usual = Counter(where.values()).most_common(1)[0][0]
-        other = next(rank for rank, key in where.items() if key == usual)
-        theirs = self._pending[other][usual]
-        missing = (rank for rank in theirs.participants or ranks if rank in stuck and usual not in self._pending[rank])
+        keys = {rank: next(iter(self._pending[rank])) for rank in sorted(stuck)}
+        usual = Counter(keys.values()).most_common(1)[0][0]
+        other = next(rank for rank, key in keys.items() if key == usual)
+        awaited = self._pending[other][usual]
+        missing = (rank for rank in awaited.participants or ranks if rank in stuck and usual not in self._pending[rank])
         odd = min(missing, default=other)
-        words = f"waits in {self._pending[odd][where[odd]]}, but rank {other} in {theirs}, and neither can go on"
-        return Difference(odd, f"CollectiveMismatchError: {words}; make every rank enter the same collectives")
+        cause = f"waits in {self._pending[odd][keys[odd]]}, but rank {other} in {awaited}, and neither can go on"
+        return Difference(odd, f"CollectiveMismatchError: {cause}; make every rank enter the same collectives")
 
     def _waiting_for_each_other(self, ranks: Set[int], settled: Set[int]) -> set[int]:
         """Return the ranks that each wait only in collectives that another rank of this set has not entered."""
@@ -151,16 +152,16 @@ class Waits:
         return stuck
 
 
-def _difference(there: Mapping[int, CollectiveRecord], kind: Callable[[CollectiveRecord], str]) -> Difference | None:
-    """Return the first rank whose record differs from the majority's in ``kind``, or None.
+def _difference(records: Mapping[int, CollectiveRecord], get: Callable[[CollectiveRecord], str]) -> Difference | None:
+    """Return the first rank for whose record ``get`` returns another value than for the majority's, or None.
 
     The majority is assumed to be right; on a tie, the group with the lowest rank.
     """
-    kinds = {rank: kind(record) for rank, record in there.items()}
-    usual = Counter(kinds.values()).most_common(1)[0][0]
-    odd = next((rank for rank in kinds if kinds[rank] != usual), None)
+    values = {rank: get(record) for rank, record in records.items()}
+    usual = Counter(values.values()).most_common(1)[0][0]
+    odd = next((rank for rank in values if values[rank] != usual), None)
     if odd is None:
         return None
-    other = next(rank for rank in kinds if kinds[rank] == usual)
-    words = f"is in {there[odd]}, but rank {other} in {there[other]}"
-    return Difference(odd, f"CollectiveMismatchError: {words}; build the same graph on every rank")
+    other = next(rank for rank in values if values[rank] == usual)
+    cause = f"is in {records[odd]}, but rank {other} in {records[other]}"
+    return Difference(odd, f"CollectiveMismatchError: {cause}; build the same graph on every rank")

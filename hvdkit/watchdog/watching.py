@@ -17,7 +17,7 @@ from hvdkit.watchdog.lines import write_line
 from hvdkit.watchdog.rank_process import RankProcess
 
 _RECONNECT_SECONDS, _RETRY_SECONDS, _LAST_SECONDS = 5.0, 0.2, 3.0
-# How many times to read the messages that the rank sent before its end.
+# How many times to read messages that the rank sent before its end.
 _READS = 20
 # Seconds before a warning about a rank that cannot connect.
 _WARN_SECONDS = 1.0
@@ -37,7 +37,7 @@ class WatchingSentinel(Sentinel):
         self._started = started
         self._has_left = False
         self._connect: Connect | None = None
-        self.listen_to_rank(connected)
+        self.attach_rank(connected)
         # Before Linux 5.3, or with Python built against an old C library, /proc is polled instead.
         with contextlib.suppress(OSError, AttributeError):
             self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, self._process_ended)
@@ -49,14 +49,14 @@ class WatchingSentinel(Sentinel):
             self.rank.has_ended |= processes.is_over(self.rank.pid, self._started)
         for _ in range(_READS):
             if self.rank.connection is not None:
-                self.hear_rank(selectors.EVENT_READ)
+                self.exchange_with_rank(selectors.EVENT_READ)
         code = 0 if self._has_left else self.rank.exit_status()
         self.report(Exited(code=code, step=self.rank.step, busy=self.rank.busy))
         until = time.monotonic() + _LAST_SECONDS
         # If the rank has failed, the coordinator requests its last collectives.
-        while (
-            self.up is not None and time.monotonic() < until and (self.up.unsent or (code != 0 and not self.released))
-        ):
+        while self.uplink is not None and time.monotonic() < until:
+            if not self.uplink.unsent and (code == 0 or self.released):
+                break
             self.turn(0.1)
         return 0
 
@@ -64,7 +64,7 @@ class WatchingSentinel(Sentinel):
         self.selector.unregister(file)
         self.rank.has_ended = True
 
-    def take(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         """Handle a message of the rank, and report it."""
         if isinstance(message, Connect):
             self._connect = message
@@ -73,13 +73,13 @@ class WatchingSentinel(Sentinel):
         elif isinstance(message, Left):
             self.rank.has_ended = self._has_left = True
         else:
-            super().take(message)
+            super().handle(message)
 
     def join(self, connect_to: Connect, joined: Joined) -> None:
         """Join the coordinator of the job."""
-        self._reach = partial(connect, Offer.parse(connect_to.offer), joined, self.selector, "up")
+        self._connect_again = partial(connect, Offer.parse(connect_to.offer), joined, self.selector, "uplink")
         try:
-            self.up, self.welcome = self._reach()
+            self.uplink, self.welcome = self._connect_again()
         except ConnectionRefusedError as error:
             write_line(f"hvdkit: watchdog: rank {joined.rank} on {joined.host}: {error}")
         except OSError as error:
@@ -93,17 +93,17 @@ class WatchingSentinel(Sentinel):
                 if not self.rank.leaving:
                     write_line(warning)
 
-            self.due[warn] = time.monotonic() + _WARN_SECONDS
+            self.timers[warn] = time.monotonic() + _WARN_SECONDS
 
-    def lost(self, *, is_cut_off: bool) -> None:
+    def handle_disconnect(self, *, is_cut_off: bool) -> None:
         """Reconnect if rank 0's sentinel was only killed and is replaced; otherwise end this rank."""
         if self.order is not None or self.released or self._connect is None or self.rank.has_ended:
             return
         until = time.monotonic() + _RECONNECT_SECONDS
-        while not is_cut_off and (left := until - time.monotonic()) > _RETRY_SECONDS:
+        while not is_cut_off and (remaining := until - time.monotonic()) > _RETRY_SECONDS:
             time.sleep(_RETRY_SECONDS)
             with contextlib.suppress(OSError):
-                self.up, self.welcome = self._reach(left)
+                self.uplink, self.welcome = self._connect_again(remaining)
                 if self.rank.training is not None:
                     self.report(self.rank.training)
                 if self.rank.leaving:

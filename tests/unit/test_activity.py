@@ -51,7 +51,7 @@ CHILDREN = {
 class WatchedAlone(Sentinel):
     """A sentinel without a coordinator."""
 
-    def lost(self, *, is_cut_off):
+    def handle_disconnect(self, *, is_cut_off):
         pass
 
 
@@ -135,7 +135,7 @@ def test_a_rank_that_has_ended_is_not_idle():
 
 def test_busy_counts_as_work_until_it_ends():
     activity = Activity(os.getpid(), [], 10.0)
-    activity.moved(90.0)
+    activity.note_progress(90.0)
     assert (
         activity.idle(RecorderState(thread=os.getpid(), step=None, number=1, count=1, waiting=1, since=20.0), 100.0)
         == 10.0
@@ -169,8 +169,8 @@ def watched(start):
     recorder.begin("eager 1", "barrier()", eager=True)
     rank = RankProcess(child.pid)
     rank._reader = FlightReader(recorder.file)
-    rank.trains(Training(pid=child.pid, waiters=[]), now)
-    rank.look(now)
+    rank.begin_training(Training(pid=child.pid, waiters=[]), now)
+    rank.check_stopped(now)
     return child, rank, recorder, now
 
 
@@ -183,12 +183,12 @@ def test_a_rank_that_was_stopped_has_not_been_idle(watched):
     child, rank, _, now = watched
     child.send_signal(signal.SIGSTOP)
     wait_until(lambda: is_stopped(child.pid))
-    assert rank.look(now + 1.0)
+    assert rank.check_stopped(now + 1.0)
     status = rank.status(now + 700.0)
     assert status.stopped == pytest.approx(699.0) and status.idle == 0.0
     child.send_signal(signal.SIGCONT)
     wait_until(lambda: not is_stopped(child.pid))
-    assert rank.look(now + 701.0)
+    assert rank.check_stopped(now + 701.0)
     status = rank.status(now + 703.0)
     assert status.stopped is None and status.idle == pytest.approx(2.0)
 
@@ -197,9 +197,9 @@ def test_a_rank_was_not_idle_while_its_sentinel_was_stopped_too(watched):
     _, rank, recorder, now = watched
     sentinel = WatchedAlone(rank)
     struct.pack_into("<d", recorder._memory, 40, now - 1000.0)  # start of the wait
-    rank.trains(rank.training, now - 1000.0)
+    rank.begin_training(rank.training, now - 1000.0)
     assert rank.status(now).idle == pytest.approx(1000.0)
-    sentinel._turned = now - 1000.0
+    sentinel._turned_at = now - 1000.0
     sentinel.turn(0.0)
     assert rank.status(time.monotonic()).idle < 900.0
     sentinel.selector.close()
@@ -224,13 +224,13 @@ def test_kernels_without_all_files_show_as_much(start, monkeypatch, missing):
 def test_a_process_that_a_debugger_holds_does_not_hang(start):
     child, _ = start("print(1, flush=True)\nwhile True: pass")
     rank = RankProcess(child.pid)
-    rank.trains(Training(pid=child.pid, waiters=[]), time.monotonic())
+    rank.begin_training(Training(pid=child.pid, waiters=[]), time.monotonic())
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.ptrace(_PTRACE_ATTACH, child.pid, None, None) == 0
     os.waitpid(child.pid, 0)
     try:
         later = time.monotonic() + 1000.0
-        rank.look(later)
+        rank.check_stopped(later)
         state = RecorderState(thread=child.pid, step=1, number=1, count=1, waiting=0, since=0.0)
         assert rank._activity.idle(state, later) < 1.0
     finally:
@@ -241,8 +241,8 @@ def test_only_processes_below_the_sentinel_are_taken_for_the_rank(start):
     """A program in a container reports its PID there, which on this host may belong to any process."""
     child, _ = start("print(1, flush=True)\nimport time; time.sleep(1000)")
     rank = RankProcess(child.pid)
-    rank.trains(Training(pid=os.getppid(), waiters=[]), time.monotonic())
+    rank.begin_training(Training(pid=os.getppid(), waiters=[]), time.monotonic())
     assert rank.pid == child.pid
     rank = RankProcess(os.getpid())
-    rank.trains(Training(pid=child.pid, waiters=[]), time.monotonic())
+    rank.begin_training(Training(pid=child.pid, waiters=[]), time.monotonic())
     assert rank.pid == child.pid

@@ -61,7 +61,7 @@ class Job:
             [],
             "token",
             lines=lines or SimpleNamespace(line=self.lines.append, finish=lambda seconds: True),
-            returns=returns,
+            under_run=not returns,
         )
         self.asked: list[int] = []  # ranks asked for their last collectives
         self.silent: set[int] = set()
@@ -91,7 +91,7 @@ class Job:
         return self.coordinator.members[rank]
 
     def say(self, rank: int, message: Message) -> None:
-        self.coordinator.take(self.member(rank), message, self.now)
+        self.coordinator.handle(self.member(rank), message, self.now)
 
     def lose(self, rank: int, number: int | None = None) -> None:
         """Close the connection of a rank's sentinel, with a kernel error if ``number`` is given."""
@@ -112,7 +112,7 @@ class Job:
             if self.now - self._reported_at >= 2.0:
                 self._reported_at = self.now
                 for rank in range(len(self.sent)):
-                    if rank not in self.silent and self.member(rank).here:
+                    if rank not in self.silent and self.member(rank).is_running:
                         self.report(rank)
             while self.asked:
                 self.say(self.asked.pop(), Flight(records=[]))
@@ -249,11 +249,11 @@ def test_a_program_without_hvdkit_that_fails_leaves_the_others_a_second_to_repor
 def test_a_rank_whose_sentinel_joins_too_late_is_ended_at_once(why):
     job = Job(2, trains=False, returns=False)
     late = job.coordinator.members.pop(1)
-    del job.coordinator._here[1]
+    del job.coordinator._running[1]
     if why == "a rank has failed":
         job.say(0, Exited(code=3))
     else:
-        job.coordinator.ordered = True
+        job.coordinator.stop_requested = True
     job.silent.add(1)
     job.run(5.0)
     peer = SimpleNamespace(connection=SimpleNamespace(send=job.sent[1].append, is_open=True))
@@ -713,7 +713,7 @@ def test_the_end_of_a_job_does_not_wait_for_a_host_that_is_cut_off():
     job.member(1).peer.connection.is_cut_off = lambda seconds: True
     job.run(10.5)
     assert job.line.startswith("hvdkit: rank 1 on host-0 failed: has not answered for "), job.lines
-    assert job.member(1).lost is not None and not job.member(1).here
+    assert job.member(1).lost_at is not None and not job.member(1).is_running
 
 
 def test_a_job_that_is_suspended_with_its_sentinels_goes_on_later():

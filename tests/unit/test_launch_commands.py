@@ -23,7 +23,7 @@ from hvdkit.commands.run.attempt import Attempt
 from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.engine_choice import EngineFacts, choose
 from hvdkit.commands.run.engine_process import EngineProcess
-from hvdkit.commands.run.engines import CommandLine, Engine, Start
+from hvdkit.commands.run.engines import CommandLine, Engine, LaunchSpec
 from hvdkit.commands.run.hosts import Host, parse_hosts
 from hvdkit.commands.run.job import Job
 from hvdkit.commands.run.job import _hosts as job_hosts
@@ -108,7 +108,7 @@ def test_command_lines(engine, options, expected):
 
 
 def line(engine, **options):
-    return str(engines.command_line(Start(engine=engine, **options)))
+    return str(engines.command_line(LaunchSpec(engine=engine, **options)))
 
 
 def test_within_slurm_no_engine_needs_ssh():
@@ -133,14 +133,14 @@ def test_what_an_engine_cannot_do_is_refused():
 
 def test_only_named_variables_are_passed_on_and_secrets_by_name_alone():
     environment = {"PATH": "p", "TF_X": "1", "MY_TOKEN": "s3cret", "TF_API_KEY": "s3cret", "EDITOR": "vi", "HOME": "/"}
-    names = engines.passed_on(environment, ("MY_TOKEN",))
+    names = engines.select_variables(environment, ("MY_TOKEN",))
     assert names == ("MY_TOKEN", "PATH", "TF_X")
     assert set(engines.engine_environment(environment, names)) == {"MY_TOKEN", "PATH", "TF_X", "HOME"}
     for engine in (FOUR, MPICH, INTEL):
         shown = line(engine, **SPREAD | {"names": names})
         assert "MY_TOKEN" in shown and "s3cret" not in shown
     with pytest.raises(ValueError, match="--env: got MISSING, expected a variable that is set"):
-        engines.passed_on(environment, ("MISSING",))
+        engines.select_variables(environment, ("MISSING",))
 
 
 @pytest.mark.parametrize(
@@ -199,10 +199,10 @@ def test_hosts_of_slurm():
 
 
 def test_ranks_take_slots_in_order_and_no_more_than_there_are():
-    assert hosts.placed(parse_hosts("a:2,b:2,c:2"), 3) == (Host("a", 2), Host("b", 1))
-    assert hosts.placed(parse_hosts("a:2,b:2"), None) == (Host("a", 2), Host("b", 2))
+    assert hosts.place_ranks(parse_hosts("a:2,b:2,c:2"), 3) == (Host("a", 2), Host("b", 1))
+    assert hosts.place_ranks(parse_hosts("a:2,b:2"), None) == (Host("a", 2), Host("b", 2))
     with pytest.raises(ValueError, match=r"-np: got 5, expected at most 4 ranks \(a:2, b:2\)"):
-        hosts.placed(parse_hosts("a:2,b:2"), 5)
+        hosts.place_ranks(parse_hosts("a:2,b:2"), 5)
 
 
 def found(built, mpi=None, plugins=(), horovodrun="/bin/horovodrun"):
@@ -239,9 +239,9 @@ def test_ssh_refusals_name_the_remedy():
         ("ssh: connect to host n1 port 22: Connection refused", "sshd"),
         ("ssh: connect to host n1 port 22: Connection timed out", "firewall"),
     ):
-        assert remedy in preflight.refusal("n1", 255, said)
-    assert "install the same environment" in preflight.refusal("n1", 127, "bash: /env/bin/python: No such file")
-    assert "kaputt" in preflight.refusal("n1", 1, "kaputt")
+        assert remedy in preflight.explain_failure("n1", 255, said)
+    assert "install the same environment" in preflight.explain_failure("n1", 127, "bash: /env/bin/python: No such file")
+    assert "kaputt" in preflight.explain_failure("n1", 1, "kaputt")
 
 
 def test_the_check_compares_versions_of_hvdkit_too():
@@ -285,7 +285,7 @@ def test_the_interface_between_hosts():
 
 
 def test_hosts_that_fail_twice_in_a_row_are_left_out_and_others_come_back():
-    book = restarts.Hosts(parse_hosts("a:2,b:2,c:2"), np=6, least=2)
+    book = restarts.HostPool(parse_hosts("a:2,b:2,c:2"), np=6, min_slots=2)
     everybody = {"a", "b", "c"}
     book.failed("b")
     book.failed("c")
@@ -297,7 +297,7 @@ def test_hosts_that_fail_twice_in_a_row_are_left_out_and_others_come_back():
     assert book.next(everybody) == parse_hosts("a:2,c:2")  # c is included again
     assert book.next({"b"}) == parse_hosts("b:2")  # the other hosts are gone
     assert book.next(set()) is None
-    assert restarts.Hosts(parse_hosts("a:2,b:2"), np=3, least=3).next({"a"}) is None
+    assert restarts.HostPool(parse_hosts("a:2,b:2"), np=3, min_slots=3).next({"a"}) is None
 
 
 def attempt(found, *members, code=1, last_line="", was_ended=False):
@@ -341,11 +341,11 @@ def test_an_engine_that_fails_is_quoted():
     judged = attempt(UNKNOWN, (0, None), code=-15, last_line=last)._judge()
     assert judged.code == 143 and judged.line.startswith("of 2 ranks 1 never began; mpirun: There are not")
     failed = attempt(UNKNOWN, (0, 3), code=-15, was_ended=True)
-    failed._coordinator.verdict = Verdict(3, UNKNOWN.words)
+    failed._coordinator.verdict = Verdict(3, UNKNOWN.summary)
     judged = failed._judge()
     assert judged.code == 3 and judged.line.startswith("of 2 ranks 1 never began; rank 0 ended with exit code 3; the")
     judged = attempt(UNKNOWN, (0, 0), (1, None), code=0)._judge()
-    assert judged.code == 1 and judged.line.startswith(UNKNOWN.words)  # never 0 if a rank is missing
+    assert judged.code == 1 and judged.line.startswith(UNKNOWN.summary)  # never 0 if a rank is missing
 
 
 def test_the_lines_of_an_engine(tmp_path):

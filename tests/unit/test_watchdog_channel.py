@@ -114,7 +114,7 @@ class Job:
         """Return the other end of the connection of a sentinel that has joined."""
         selector = selectors.DefaultSelector()
         made = connect(self.offer, joined(rank, size), selector, selector)[0]
-        wait_until(lambda: rank in self.coordinator.members and self.coordinator.members[rank].here)
+        wait_until(lambda: rank in self.coordinator.members and self.coordinator.members[rank].is_running)
         return made
 
     def stranger(self) -> socket.socket:
@@ -151,7 +151,7 @@ def test_a_sentinel_and_the_coordinator_find_each_other():
         ends[1].send(Output(STDOUT, b"a line\n"))
         wait_until(lambda: job.output)
         member = job.coordinator.members[1]
-        assert member.trains and member.status == Status(step=7) and job.output == {(1, b"a line\n"): 1}
+        assert member.is_training and member.status == Status(step=7) and job.output == {(1, b"a line\n"): 1}
         assert (member.joined.host, member.joined.place) == ("host-0", "place-0")
         for one in ends:
             close(one)
@@ -172,7 +172,7 @@ def test_a_rank_that_is_not_of_this_job_or_is_there_already_is_not_let_in_and_le
         other = Joined(**{"rank": 1, "size": 2, "host": "h", "place": "p"} | wrong)
         with pytest.raises(ConnectionRefusedError, match=f"the job's coordinator does not let this rank in: {why}"):
             connect(job.offer, other, selectors.DefaultSelector(), None)
-        assert job.coordinator.members.keys() == {0} and job.coordinator.members[0].here
+        assert job.coordinator.members.keys() == {0} and job.coordinator.members[0].is_running
         close(first)
 
 
@@ -244,7 +244,7 @@ def test_a_sentinel_that_joins_again_on_its_connection_counts_as_lost():
                 while again.socket.recv(1 << 16):
                     pass
             close(again)
-        assert job.coordinator.members[0].lost is not None and job.coordinator.members[1].exited == Exited(code=0)
+        assert job.coordinator.members[0].lost_at is not None and job.coordinator.members[1].exited == Exited(code=0)
 
 
 @pytest.mark.parametrize("proof", ["guessed", "", "\ud800", "é" * 100])
@@ -329,7 +329,7 @@ def test_a_sentinel_that_sends_garbage_later_counts_as_lost():
         sentinel = job.sentinel()
         sentinel.socket.setblocking(True)
         sentinel.socket.sendall(b"\0\xff\xff\xff\xff")
-        wait_until(lambda: job.coordinator.members[0].lost is not None)
+        wait_until(lambda: job.coordinator.members[0].lost_at is not None)
         close(sentinel)
 
 
@@ -352,7 +352,7 @@ def test_a_flood_of_silent_strangers_does_not_keep_a_sentinel_out():
     with Job(1) as job:
         silent = [job.stranger() for _ in range(300)]
         sentinel = job.sentinel()
-        assert len(job.coordinator.server._strangers) <= channel._STRANGERS + 1
+        assert len(job.coordinator.server._unauthenticated) <= channel._MAX_UNAUTHENTICATED + 1
         more = [job.stranger() for _ in range(300)]
         sentinel.send(Status(step=1))
         wait_until(lambda: job.coordinator.members[0].status.step == 1)
@@ -367,15 +367,15 @@ def test_strangers_that_stay_silent_are_closed_after_a_while_but_not_for_our_own
     (listener,) = listen([LOCAL])
     server = Server(selector, [listener], "the token", 2)
     strangers = [socket.create_connection(listener.getsockname()) for _ in range(3)]
-    wait_until(lambda: (server.admit(listener), len(server._strangers) == 3)[1])
+    wait_until(lambda: (server.admit(listener), len(server._unauthenticated) == 3)[1])
     now = time.monotonic()
-    server.forget_strangers(now + 9)
-    assert len(server._strangers) == 3
-    server.extend(60.0)
-    server.forget_strangers(now + 60)
-    assert len(server._strangers) == 3
-    server.forget_strangers(now + 71)
-    assert not server._strangers and all(is_closed(one) for one in strangers)
+    server.close_unauthenticated(now + 9)
+    assert len(server._unauthenticated) == 3
+    server.extend_deadlines(60.0)
+    server.close_unauthenticated(now + 60)
+    assert len(server._unauthenticated) == 3
+    server.close_unauthenticated(now + 71)
+    assert not server._unauthenticated and all(is_closed(one) for one in strangers)
     server.close()
     selector.close()
 
@@ -402,7 +402,7 @@ def test_without_a_file_left_the_coordinator_goes_on_and_lets_sentinels_in_later
             for _ in range(20):
                 os.close(files.pop())
             assert flood.stdout.readline() == b"connected\n"
-            wait_until(lambda: len(job.coordinator.server._strangers) >= 19)
+            wait_until(lambda: len(job.coordinator.server._unauthenticated) >= 19)
             time.sleep(0.3)
             assert job._thread.is_alive() and job.coordinator.verdict is None
         finally:
@@ -549,10 +549,10 @@ def test_a_sentinel_that_was_killed_is_replaced():
         ends = [job.sentinel(rank, 2) for rank in range(2)]
         for _ in range(3):
             close(ends[1])
-            wait_until(lambda: job.coordinator.members[1].lost is not None)
+            wait_until(lambda: job.coordinator.members[1].lost_at is not None)
             ends[1] = job.sentinel(1, 2)
             ends[1].send(Training(pid=1, waiters=[]))
-        assert job.coordinator.members[1].here and job.coordinator.verdict is None
+        assert job.coordinator.members[1].is_running and job.coordinator.verdict is None
         for end in ends:
             end.send(Leaving())
             end.send(Exited(code=0))

@@ -1,7 +1,9 @@
 """``hvdkit run``: starts a job on this machine, on hosts, under Slurm or on Kubernetes, and reports how it ended.
 
 An engine, e.g. mpirun, starts a sentinel for each rank, and the sentinel starts the rank's program. Sentinels connect
-to ``hvdkit run``, and transfer output, exit codes and signals over these connections with every engine. Modules:
+to the coordinator in ``hvdkit run``, and transfer output, exit codes and signals over these connections with every
+engine. Options and the program come in; the output of all ranks, the last line and an exit code go out. Start reading
+with ``command.py``; ``attempt.py`` is the main loop. The modules:
 
     config.py          the options
     command.py         runs the command

@@ -38,8 +38,8 @@ _DRAIN_SECONDS = 0.5
 _CHILDREN_SECONDS = 3.0
 # Unread bytes of output above which ranks that write more are blocked; the same once the job is being ended, when ranks
 # write their last lines. Seconds between checks whether the reader has resumed.
-_MOST_WAITING, _MOST_WAITING_AT_END = 1 << 22, 1 << 26
-_HELD_SECONDS = 0.02
+_MAX_UNREAD, _MAX_UNREAD_AT_END = 1 << 22, 1 << 26
+_PAUSED_SECONDS = 0.02
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SENTINEL = (sys.executable, "-IS", sentinel.PATH, "run")
 
@@ -74,11 +74,11 @@ class Signals:
     def read(self) -> list[signal.Signals]:
         """Return the signals that have arrived."""
         try:
-            found = [signal.Signals(number) for number in os.read(self.file, 256)]
+            numbers = [signal.Signals(number) for number in os.read(self.file, 256)]
         except BlockingIOError:
             return []
-        self.stopped = self.stopped or any(number in STOP_SIGNALS for number in found)
-        return found
+        self.stopped = self.stopped or any(number in STOP_SIGNALS for number in numbers)
+        return numbers
 
     def wait(self, seconds: float) -> signal.Signals | None:
         """Wait for ``seconds``, or until a stop signal arrives; return that signal, or None."""
@@ -86,8 +86,8 @@ class Signals:
         while True:
             left = until - time.monotonic()
             select.select([self.file], [], [], max(0.0, left))
-            if found := [number for number in self.read() if number in STOP_SIGNALS]:
-                return found[0]
+            if stops := [number for number in self.read() if number in STOP_SIGNALS]:
+                return stops[0]
             if left <= 0:
                 return None
 
@@ -117,8 +117,8 @@ class Attempt:
         self._selector = selectors.DefaultSelector()
         self._stopped_by: signal.Signals | None = None
         self._kill_at: float | None = None
-        self._begin = time.monotonic()
-        self._held: set[int] = set()  # ranks whose output is on hold
+        self._began_at = time.monotonic()
+        self._paused_ranks: set[int] = set()  # ranks that must not send output now
 
     def run(self) -> Verdict:
         """Start the engine, wait for its end, and return how the job ended.
@@ -146,7 +146,7 @@ class Attempt:
             processes.end_descendants(_CHILDREN_SECONDS)
             if file is not None:
                 members = self._coordinator.members.values()
-                file.remove({member.joined.host for member in members if member.lost is not None})
+                file.remove({member.joined.host for member in members if member.lost_at is not None})
         for rank in self._coordinator.members:
             self.output.ended(rank)
         verdict = self._judge()
@@ -176,48 +176,47 @@ class Attempt:
             welcome=lambda joined: replace(
                 settings.welcome(self._size), program=self.job.program(self.program, joined.rank)
             ),
-            output=self._take,
+            output=self._write_output,
             lines=self.output,
-            writes_end=False,  # written once the engine has ended
             hosts=dict(enumerate(names)),
-            returns=False,
+            under_run=True,
         )
         return offer
 
     def _start(self, offer: str) -> EngineProcess:
         """Start the engine. Sentinels get the program over their connection, as engines interpret some arguments."""
-        job, variable = self.job, RUN_VARIABLE
-        line = job.command_line(self.hosts, SENTINEL, self.network.interface, variable)
-        environment = {**engine_environment(job.environment, job.names), variable: offer}
+        job = self.job
+        line = job.command_line(self.hosts, SENTINEL, self.network.interface, RUN_VARIABLE)
+        environment = {**engine_environment(job.environment, job.names), RUN_VARIABLE: offer}
         if job.engine.name == "gloo":
             for name in job.config.env:
                 environment.pop(name, None)
         return EngineProcess(job.engine.name, line, environment, self._selector, self.output)
 
-    def _take(self, rank: int, output: Output) -> None:
+    def _write_output(self, rank: int, output: Output) -> None:
         """Write the output of a rank; put the rank on hold if the reader of this process pauses or is too slow."""
         self.output.feed(rank, output.channel, output.data)
-        if rank not in self._held and self.output.waiting > self._most_waiting:
-            self._held.add(rank)
+        if rank not in self._paused_ranks and self.output.waiting > self._max_unread:
+            self._paused_ranks.add(rank)
             self._coordinator.members[rank].send(HoldOutput(hold=True))
 
     @property
-    def _most_waiting(self) -> int:
-        return _MOST_WAITING_AT_END if self._is_over else _MOST_WAITING
+    def _max_unread(self) -> int:
+        return _MAX_UNREAD_AT_END if self._is_over else _MAX_UNREAD
 
     def _turn(self, seconds: float) -> bool:
         """Wait for events and handle them; return True if there were any."""
-        if self._held:
-            seconds = min(seconds, _HELD_SECONDS)
-            if self.output.waiting <= self._most_waiting // 2:
-                for rank in self._held:
+        if self._paused_ranks:
+            seconds = min(seconds, _PAUSED_SECONDS)
+            if self.output.waiting <= self._max_unread // 2:
+                for rank in self._paused_ranks:
                     self._coordinator.members[rank].send(HoldOutput(hold=False))
-                self._held.clear()
+                self._paused_ranks.clear()
         ready = self._selector.select(min(seconds, self._coordinator.pause(time.monotonic())))
         for key, events in ready:
             if key.data is self.signals:
                 for number in self.signals.read():
-                    self._signalled(number)
+                    self._handle_signal(number)
             elif isinstance(key.data, int):
                 self._engine.read(key, self._is_over)
             else:
@@ -236,10 +235,10 @@ class Attempt:
     @property
     def _have_ended(self) -> bool:
         """True once all ranks have ended. After a failure or a signal, ranks that have not started do not count."""
-        found = self._coordinator
+        coordinator = self._coordinator
         if self._stopped_by is not None:
-            return not any(member.here for member in found.members.values())
-        return found.all_ended or (found.verdict is not None and found.over)
+            return not any(member.is_running for member in coordinator.members.values())
+        return coordinator.all_ended or (coordinator.verdict is not None and coordinator.over)
 
     @property
     def _is_over(self) -> bool:
@@ -260,13 +259,13 @@ class Attempt:
     def _release(self) -> None:
         """Let the sentinels and the engine end, after all ranks have ended."""
         self._coordinator.release()
-        if any(member.lost is not None for member in self._coordinator.members.values()):
+        if any(member.lost_at is not None for member in self._coordinator.members.values()):
             self._engine.end(CUT_OFF_SECONDS)
         else:
             ends_itself = self._coordinator.verdict is None and self._coordinator.all_ended
             self._engine.end(ENGINE_SECONDS if ends_itself else FAILED_ENGINE_SECONDS)
 
-    def _signalled(self, number: signal.Signals) -> None:
+    def _handle_signal(self, number: signal.Signals) -> None:
         if number in (signal.SIGUSR1, signal.SIGUSR2):
             self._coordinator.notified = True
             self._coordinator.signal(number)
@@ -275,7 +274,7 @@ class Attempt:
         elif self._stopped_by is None and self._have_ended:  # ended before the signal
             self._engine.end(0.0)
         elif self._stopped_by is None:
-            self._stopped_by, self._coordinator.ordered = number, True
+            self._stopped_by, self._coordinator.stop_requested = number, True
             self.output.line(
                 f"hvdkit run: {number.name}: ranks have {self._grace:g} s to end; a second one ends them now"
             )
@@ -289,32 +288,32 @@ class Attempt:
         """Return how the attempt ended. Called after the engine has ended."""
         engine, name, members = self._engine, self.job.engine.name, self._coordinator.members
         assert engine.code is not None
-        tail = f"; the job ended after {time.monotonic() - self._begin:.1f} s"
+        tail = f"; the job ended after {time.monotonic() - self._began_at:.1f} s"
         if self._stopped_by is not None:
             return self._stopped(self._stopped_by, tail)
-        found = self._coordinator.judge()
-        if found.code == 0 and not found.words:
+        verdict = self._coordinator.judge()
+        if verdict.code == 0 and not verdict.summary:
             unusual = engine.code != 0 and not engine.was_ended
-            words = f"{name} ended with exit code {engine.code} after all ranks had ended with 0{tail}"
-            return Verdict(0, words if unusual else "")
-        if found.rank is not None:
-            is_preempted = self._coordinator.notified and found.code == PREEMPTED
-            return replace(found, words=found.words + tail, final=is_preempted, flight=self._coordinator.flight)
-        words = found.words
+            summary = f"{name} ended with exit code {engine.code} after all ranks had ended with 0{tail}"
+            return Verdict(0, summary if unusual else "")
+        if verdict.rank is not None:
+            is_preempted = self._coordinator.notified and verdict.code == PREEMPTED
+            return replace(verdict, summary=verdict.summary + tail, final=is_preempted, flight=self._coordinator.flight)
+        summary = verdict.summary
         if not members:
-            words = f"{name} ended with exit code {engine.code} before any rank began"
+            summary = f"{name} ended with exit code {engine.code} before any rank began"
         elif missing := sorted(set(range(self._size)) - members.keys()):
-            words = f"of {self._size} ranks {', '.join(map(str, missing))} never began"
+            summary = f"of {self._size} ranks {', '.join(map(str, missing))} never began"
             if (decided := self._coordinator.verdict) is not None:  # other ranks may have been ended since then
-                found = replace(found, code=decided.code)
+                verdict = replace(verdict, code=decided.code)
                 codes = {rank: member.exited.code for rank, member in members.items() if member.exited is not None}
                 ended = [rank for rank, code in codes.items() if code and shell_code(code) == decided.code]
-                words += f"; rank {ended[0]} ended with exit code {decided.code}" if ended else ""
+                summary += f"; rank {ended[0]} ended with exit code {decided.code}" if ended else ""
         quoted = f"; {name}: {engine.last_line}" if engine.last_line else ""
         return replace(
-            found,
-            code=(0 if engine.was_ended else shell_code(engine.code)) or found.code or 1,
-            words=f"{words}{quoted}{tail}",
+            verdict,
+            code=(0 if engine.was_ended else shell_code(engine.code)) or verdict.code or 1,
+            summary=f"{summary}{quoted}{tail}",
             flight=self._coordinator.flight,
         )
 
@@ -322,8 +321,8 @@ class Attempt:
         exited = [member.exited for member in self._coordinator.members.values()]
         codes = {None if one is None else one.code for one in exited}
         saved = bool(codes) and codes <= {0, PREEMPTED} and len(exited) == self._size
-        words = "all ranks saved and ended" if saved and PREEMPTED in codes else "its ranks were ended"
+        summary = "all ranks saved and ended" if saved and PREEMPTED in codes else "its ranks were ended"
         code = shell_code(-number)
         if saved and number != signal.SIGINT:
             code = PREEMPTED if PREEMPTED in codes else 0
-        return Verdict(code, f"{number.name}: {words}{tail}", final=True)
+        return Verdict(code, f"{number.name}: {summary}{tail}", final=True)

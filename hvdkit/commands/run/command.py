@@ -10,7 +10,7 @@ from hvdkit.commands.run import restarts
 from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.job import prepare
 from hvdkit.commands.run.output import OutputWriter
-from hvdkit.commands.run.preflight import refuse
+from hvdkit.commands.run.preflight import raise_problems
 from hvdkit.errors import describe
 
 # Arguments that engines interpret themselves: the separator of programs, and the end of options.
@@ -37,7 +37,7 @@ def run(config: RunConfig, program: Sequence[str]) -> int | str:
     if config.dry_run:
         hosts = job.first_hosts()
         network, answers = job.network(hosts)
-        refuse(answers)
+        raise_problems(answers)
         return str(job.command_line(hosts, plain(program), network.interface))
     if config.logs is not None:
         try:

@@ -14,7 +14,7 @@ from hvdkit.errors import describe
 
 EngineKind = Literal["auto", "mpirun", "horovodrun", "gloo", "srun"]
 # The minimum of each number.
-_LEAST: Mapping[str, int] = {
+_MINIMUM: Mapping[str, int] = {
     "np": 1, "min_np": 1, "max_restarts": 0, "slots_per_worker": 1, "check_timeout": 0, "grace": 0, "backoff": 0,
 }  # fmt: skip
 
@@ -85,11 +85,11 @@ class RunConfig:
             raise ValueError(describe("hosts", " and ".join(named), "one of them", "leave the others out"))
         if self.k8s and self.image is None:
             raise ValueError(describe("--image", "none", "a container image, for --k8s", "pass --image NAME"))
-        for name, least in _LEAST.items():
+        for name, minimum in _MINIMUM.items():
             value = getattr(self, name)
-            if value is not None and not value >= least:  # also rejects NaN
+            if value is not None and not value >= minimum:  # also rejects NaN
                 flag = "-np" if name == "np" else f"--{name.replace('_', '-')}"
-                raise ValueError(describe(flag, value, f"at least {least}", "pass another number"))
+                raise ValueError(describe(flag, value, f"at least {minimum}", "pass another number"))
         if self.min_np is not None and self.np is not None and self.min_np > self.np:
             raise ValueError(describe("--min-np", self.min_np, f"at most -np ({self.np})", "lower it, or raise -np"))
         for name in self.env:

@@ -47,7 +47,7 @@ class EngineProcess:
         self.was_ended = False
         self.last_line = ""
         self._deadlines: list[tuple[float, signal.Signals]] = []
-        self._begun = {1: b"", 2: b""}
+        self._partial = {1: b"", 2: b""}
         self._held = b""
         try:
             self._process = subprocess.Popen(
@@ -99,15 +99,15 @@ class EngineProcess:
         if not data:
             self._selector.unregister(key.fileobj)
             return
-        *lines, rest = (self._begun[key.data] + data).split(b"\n")
+        *lines, rest = (self._partial[key.data] + data).split(b"\n")
         if len(rest) > LONGEST_LINE:
             lines, rest = [*lines, rest], b""
-        self._begun[key.data] = rest
+        self._partial[key.data] = rest
         self._write(key.data, lines, hold)
 
     def flush(self, hold: bool) -> None:
         """Write the remaining incomplete lines."""
-        for channel, rest in self._begun.items():
+        for channel, rest in self._partial.items():
             self._write(channel, [rest] if rest else [], hold)
 
     def write_held(self) -> None:

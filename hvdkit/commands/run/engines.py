@@ -17,8 +17,19 @@ DEFAULT_PREFIXES = (
     "HOROVOD_", "HVDKIT_", "TF_", "KERAS_", "NCCL_", "OMP_", "XLA_", "CUDA_", "PYTHON", "LC_", "MKL_", "UCX_", "FI_",
 )  # fmt: skip
 # Variables that the engine needs on this host; not sent to other hosts.
-OWN_NAMES = ("HOME", "USER", "LOGNAME", "SHELL", "TERM", "SSH_AUTH_SOCK", "KRB5CCNAME", "XDG_RUNTIME_DIR")
-OWN_PREFIXES = ("OMPI_", "PRTE_", "PMIX_MCA_", "OPAL_", "HYDRA_", "I_MPI_", "MPICH_", "SLURM_", "PBS_", "KUBERNETES_")
+ENGINE_NAMES = ("HOME", "USER", "LOGNAME", "SHELL", "TERM", "SSH_AUTH_SOCK", "KRB5CCNAME", "XDG_RUNTIME_DIR")
+ENGINE_PREFIXES = (
+    "OMPI_",
+    "PRTE_",
+    "PMIX_MCA_",
+    "OPAL_",
+    "HYDRA_",
+    "I_MPI_",
+    "MPICH_",
+    "SLURM_",
+    "PBS_",
+    "KUBERNETES_",
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,7 @@ class Engine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class LaunchSpec:
     """The parameters of one start of the job, for the command line of any engine.
 
     Attributes:
@@ -89,148 +100,148 @@ class CommandLine:
         return " ".join([*variables, shlex.join(self.argv)])
 
 
-def command_line(start: Start) -> CommandLine:
-    """Return the command line of the engine of ``start``.
+def command_line(spec: LaunchSpec) -> CommandLine:
+    """Return the command line of the engine of ``spec``.
 
     Raises:
-        ValueError: the engine does not support ``start``, or its MPI is not supported.
+        ValueError: the engine does not support ``spec``, or its MPI is not supported.
 
     Example:
         >>> engine = Engine("mpirun", "mpirun", Mpi("Open MPI", "4.1"))
-        >>> print(command_line(Start(engine=engine, np=2, command=("python", "train.py"))))
+        >>> print(command_line(LaunchSpec(engine=engine, np=2, command=("python", "train.py"))))
         mpirun -np 2 --bind-to none --map-by slot --oversubscribe python train.py
     """
-    engine = start.engine
+    engine = spec.engine
     if engine.name in ("horovodrun", "gloo"):
-        return _horovodrun(start)
+        return _horovodrun(spec)
     if engine.name == "srun":
-        return _srun(start)
-    of_vendor = _MPIRUNS.get(engine.mpi.vendor) if engine.mpi else None
-    if of_vendor is None:
+        return _srun(spec)
+    mpirun = _MPIRUNS.get(engine.mpi.vendor) if engine.mpi else None
+    if mpirun is None:
         got = f"{engine.mpi or 'unknown MPI'} at {engine.program}"
         raise ValueError(describe("--engine mpirun", got, "Open MPI, MPICH or Intel MPI", "--engine gloo"))
-    return of_vendor(start)
+    return mpirun(spec)
 
 
-def _open_mpi(start: Start) -> CommandLine:
+def _open_mpi(spec: LaunchSpec) -> CommandLine:
     """Open MPI: do not bind threads to one core, and allow more ranks than cores, because slots have been checked.
 
     From version 5 on, PRRTE starts the ranks, with its own options.
     """
-    if start.engine.mpi and start.engine.mpi.major >= 5:
+    if spec.engine.mpi and spec.engine.mpi.major >= 5:
         placement, fabric = ["--map-by", "slot:OVERSUBSCRIBE"], []
         flag, ssh_args, interface = "--prtemca", "plm_ssh_args", "prte_if_include"
     else:  # As Horovod recommends, exclude the old InfiniBand transport, which fails on many clusters.
         placement, fabric = ["--map-by", "slot", "--oversubscribe"], ["--mca", "btl", "^openib"]
         flag, ssh_args, interface = "--mca", "plm_rsh_args", "oob_tcp_if_include"
-    argv = [start.engine.program, "-np", str(start.np), "--bind-to", "none", *placement]
-    argv += ["--allow-run-as-root"] if start.root else []
-    argv += _option("--host", start.slots)
-    if start.is_spread:
-        argv += ["--mca", "pml", "ob1", *fabric, *_option("--prefix", start.engine.prefix)]
-        argv += _option(flag, ssh_args, start.ssh_args)
-        argv += _option("--mca", "btl_tcp_if_include", start.interface) + _option(flag, interface, start.interface)
-    names = [word for name in start.names for word in ("-x", name)]
-    return CommandLine((*argv, *names, *start.command))
+    argv = [spec.engine.program, "-np", str(spec.np), "--bind-to", "none", *placement]
+    argv += ["--allow-run-as-root"] if spec.root else []
+    argv += _option("--host", spec.slots)
+    if spec.is_spread:
+        argv += ["--mca", "pml", "ob1", *fabric, *_option("--prefix", spec.engine.prefix)]
+        argv += _option(flag, ssh_args, spec.ssh_args)
+        argv += _option("--mca", "btl_tcp_if_include", spec.interface) + _option(flag, interface, spec.interface)
+    names = [argument for name in spec.names for argument in ("-x", name)]
+    return CommandLine((*argv, *names, *spec.command))
 
 
-def _mpich(start: Start) -> CommandLine:
+def _mpich(spec: LaunchSpec) -> CommandLine:
     """MPICH: Hydra passes on all variables unless it gets a list of names.
 
     Hydra 5.0 does not send the last variable of its environment to other hosts, so the unused HVDKIT_LAST comes last.
     """
-    argv = [start.engine.program, "-n", str(start.np), "-bind-to", "none"]
+    argv = [spec.engine.program, "-n", str(spec.np), "-bind-to", "none"]
     environment = {}
-    if start.hosts:
-        argv += ["-launcher", "slurm" if start.slurm else "ssh", "-hosts", start.slots]
-    if start.is_spread:
-        environment = {"HYDRA_LAUNCHER_EXTRA_ARGS": start.ssh_args} if start.ssh_args else {}
+    if spec.hosts:
+        argv += ["-launcher", "slurm" if spec.slurm else "ssh", "-hosts", spec.slots]
+    if spec.is_spread:
+        environment = {"HYDRA_LAUNCHER_EXTRA_ARGS": spec.ssh_args} if spec.ssh_args else {}
         environment["HVDKIT_LAST"] = "1"
-        argv += _option("-iface", _interface_name(start, "MPICH"))
-    return CommandLine((*argv, "-genvlist", ",".join(start.names), *start.command), environment)
+        argv += _option("-iface", _interface_name(spec, "MPICH"))
+    return CommandLine((*argv, "-genvlist", ",".join(spec.names), *spec.command), environment)
 
 
-def _intel_mpi(start: Start) -> CommandLine:
+def _intel_mpi(spec: LaunchSpec) -> CommandLine:
     """Intel MPI: a variant of Hydra with one block of arguments per host."""
-    argv = [start.engine.program]
+    argv = [spec.engine.program]
     environment = {"I_MPI_PIN": "0"}
-    if start.is_spread:
-        if start.ssh_args:
-            environment["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = start.ssh_args
-        argv += ["-bootstrap", "slurm" if start.slurm else "ssh"]
-        argv += _option("-iface", _interface_name(start, "Intel MPI"))
-    argv += ["-genvlist", ",".join(start.names)]
-    if not start.hosts:
-        return CommandLine((*argv, "-n", str(start.np), *start.command), environment)
+    if spec.is_spread:
+        if spec.ssh_args:
+            environment["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = spec.ssh_args
+        argv += ["-bootstrap", "slurm" if spec.slurm else "ssh"]
+        argv += _option("-iface", _interface_name(spec, "Intel MPI"))
+    argv += ["-genvlist", ",".join(spec.names)]
+    if not spec.hosts:
+        return CommandLine((*argv, "-n", str(spec.np), *spec.command), environment)
     blocks: list[str] = []
-    for host in start.hosts:
-        blocks += [*([":"] if blocks else []), "-host", host.name, "-n", str(host.slots), *start.command]
+    for host in spec.hosts:
+        blocks += [*([":"] if blocks else []), "-host", host.name, "-n", str(host.slots), *spec.command]
     return CommandLine((*argv, *blocks), environment)
 
 
-_MPIRUNS: Mapping[str, Callable[[Start], CommandLine]] = {
+_MPIRUNS: Mapping[str, Callable[[LaunchSpec], CommandLine]] = {
     "Open MPI": _open_mpi,
     "MPICH": _mpich,
     "Intel MPI": _intel_mpi,
 }
 
 
-def _horovodrun(start: Start) -> CommandLine:
+def _horovodrun(spec: LaunchSpec) -> CommandLine:
     """Horovod's launcher, over MPI or Gloo. It passes on its whole environment, which is therefore kept small."""
-    argv = [start.engine.program, "--gloo" if start.engine.name == "gloo" else "--mpi", "-np", str(start.np)]
-    argv += _option("-H", start.slots)
-    if start.is_spread:
-        argv += [*_horovod_ssh(start), *_option("--network-interfaces", _interface_name(start, "horovodrun"))]
-    return CommandLine((*argv, *start.command))
+    argv = [spec.engine.program, "--gloo" if spec.engine.name == "gloo" else "--mpi", "-np", str(spec.np)]
+    argv += _option("-H", spec.slots)
+    if spec.is_spread:
+        argv += [*_horovod_ssh(spec), *_option("--network-interfaces", _interface_name(spec, "horovodrun"))]
+    return CommandLine((*argv, *spec.command))
 
 
-def _horovod_ssh(start: Start) -> list[str]:
+def _horovod_ssh(spec: LaunchSpec) -> list[str]:
     """Return horovodrun's ssh options: port and key. Over MPI, mpirun gets the prefix and all other ssh arguments."""
-    own, others = [], []
-    words = iter(shlex.split(start.ssh_args))
-    for word in words:
-        flag, value = word[:2], word[2:]
+    options, others = [], []
+    arguments = iter(shlex.split(spec.ssh_args))
+    for argument in arguments:
+        flag, value = argument[:2], argument[2:]
         if flag in ("-p", "-i"):
-            own += ["--ssh-port" if flag == "-p" else "--ssh-identity-file", value or next(words, "")]
+            options += ["--ssh-port" if flag == "-p" else "--ssh-identity-file", value or next(arguments, "")]
         else:
-            others.append(word)
-    if others and start.engine.name == "gloo":
+            others.append(argument)
+    if others and spec.engine.name == "gloo":
         remedy = "put the rest into ~/.ssh/config, or use --engine mpirun"
         expected = "-p PORT and -i FILE only, for horovodrun --gloo"
-        raise ValueError(describe("--ssh-args", start.ssh_args, expected, remedy))
-    to_mpirun = _option("--prefix", start.engine.prefix)
+        raise ValueError(describe("--ssh-args", spec.ssh_args, expected, remedy))
+    mpi_args = _option("--prefix", spec.engine.prefix)
     if others:
-        own = []
-        to_mpirun += ["-mca", "plm_rsh_args", start.ssh_args]
-    return own + _option("--mpi-args", shlex.join(to_mpirun))
+        options = []
+        mpi_args += ["-mca", "plm_rsh_args", spec.ssh_args]
+    return options + _option("--mpi-args", shlex.join(mpi_args))
 
 
-def _srun(start: Start) -> CommandLine:
+def _srun(spec: LaunchSpec) -> CommandLine:
     """Slurm starts the ranks itself, and ends the step if a rank fails."""
-    engine = start.engine
-    argv = [engine.program, "--ntasks", str(start.np), f"--mpi={engine.slurm_mpi}", "--kill-on-bad-exit=1"]
+    engine = spec.engine
+    argv = [engine.program, "--ntasks", str(spec.np), f"--mpi={engine.slurm_mpi}", "--kill-on-bad-exit=1"]
     argv += ["--cpu-bind=none", "--unbuffered", "--overlap"]
-    if start.hosts:
-        argv += ["--nodelist", ",".join(host.name for host in start.hosts), "--nodes", str(len(start.hosts))]
-        if len({host.slots for host in start.hosts}) == 1:
-            argv += ["--ntasks-per-node", str(start.hosts[0].slots)]
-    return CommandLine((*argv, "--export=" + ",".join(start.names), *start.command))
+    if spec.hosts:
+        argv += ["--nodelist", ",".join(host.name for host in spec.hosts), "--nodes", str(len(spec.hosts))]
+        if len({host.slots for host in spec.hosts}) == 1:
+            argv += ["--ntasks-per-node", str(spec.hosts[0].slots)]
+    return CommandLine((*argv, "--export=" + ",".join(spec.names), *spec.command))
 
 
-def _option(*words: str | None) -> list[str]:
+def _option(*arguments: str | None) -> list[str]:
     """Return an option and its value, or nothing if the value is empty."""
-    return [word for word in words if word] if words[-1] else []
+    return [argument for argument in arguments if argument] if arguments[-1] else []
 
 
-def _interface_name(start: Start, engine: str) -> str | None:
+def _interface_name(spec: LaunchSpec, engine: str) -> str | None:
     """Return the interface for an engine that does not accept subnets. Raises ValueError for a subnet."""
-    if start.interface and "/" in start.interface:
+    if spec.interface and "/" in spec.interface:
         expected = f"one name on all hosts, for {engine}"
-        raise ValueError(describe("--interface", start.interface, expected, "use --engine mpirun with Open MPI"))
-    return start.interface
+        raise ValueError(describe("--interface", spec.interface, expected, "use --engine mpirun with Open MPI"))
+    return spec.interface
 
 
-def passed_on(environment: Mapping[str, str], named: tuple[str, ...]) -> tuple[str, ...]:
+def select_variables(environment: Mapping[str, str], named: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of the variables to pass to ranks: those that configure training, and ``named``.
 
     Args:
@@ -241,7 +252,7 @@ def passed_on(environment: Mapping[str, str], named: tuple[str, ...]) -> tuple[s
         ValueError: a variable of ``named`` is not set.
 
     Example:
-        >>> passed_on({"TF_X": "1", "TF_TOKEN": "t", "MINE": "2", "OTHER": "3"}, ("MINE",))
+        >>> select_variables({"TF_X": "1", "TF_TOKEN": "t", "MINE": "2", "OTHER": "3"}, ("MINE",))
         ('MINE', 'TF_X')
     """
     for name in named:
@@ -260,5 +271,5 @@ def engine_environment(environment: Mapping[str, str], names: tuple[str, ...]) -
     return {
         name: value
         for name, value in environment.items()
-        if name in names or name in OWN_NAMES or name.startswith(OWN_PREFIXES)
+        if name in names or name in ENGINE_NAMES or name.startswith(ENGINE_PREFIXES)
     }

@@ -47,7 +47,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         >>> [str(host) for host in parse_hosts("node1:4,node2")]
         ['node1:4', 'node2:1']
     """
-    return _added([_entry(entry.strip(), "-H") for entry in text.split(",")])
+    return _merge_slots([_entry(entry.strip(), "-H") for entry in text.split(",")])
 
 
 def read_hostfile(path: Path, argument: str = "--hostfile") -> tuple[Host, ...]:
@@ -61,25 +61,25 @@ def read_hostfile(path: Path, argument: str = "--hostfile") -> tuple[Host, ...]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ValueError(describe(argument, f"{path} ({why})", "a readable file", "check its path")) from None
-    found = []
+    hosts = []
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if text:
-            found.append(_entry(text, f"{argument} {path}, line {number}"))
-    if not found:
+            hosts.append(_entry(text, f"{argument} {path}, line {number}"))
+    if not hosts:
         raise ValueError(describe(argument, f"{path} without a host", "one host per line", "write `node1 slots=4`"))
-    return _added(found)
+    return _merge_slots(hosts)
 
 
 def _entry(text: str, argument: str) -> Host:
-    found = _ENTRY.fullmatch(text)
-    slots = (found["colon"] or found["slots"] or "1") if found else ""
-    if found is None or not _NAME.match(found["name"]) or not slots.isdigit() or int(slots) < 1:
+    match = _ENTRY.fullmatch(text)
+    slots = (match["colon"] or match["slots"] or "1") if match else ""
+    if match is None or not _NAME.match(match["name"]) or not slots.isdigit() or int(slots) < 1:
         raise ValueError(describe(argument, repr(text), "a host and its slots", "write node1:4 (or node1 slots=4)"))
-    return Host(found["name"], int(slots))
+    return Host(match["name"], int(slots))
 
 
-def _added(hosts: Sequence[Host]) -> tuple[Host, ...]:
+def _merge_slots(hosts: Sequence[Host]) -> tuple[Host, ...]:
     """Return each host once, with the sum of its slots, in the order of first mention."""
     slots: Counter[str] = Counter()
     for host in hosts:
@@ -105,10 +105,10 @@ def slurm_hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
     text = environment.get("SLURM_TASKS_PER_NODE", "1")
     counts: list[int] = []
     for part in text.split(","):
-        found = _COUNT.fullmatch(part.strip())
-        if found is None:
+        match = _COUNT.fullmatch(part.strip())
+        if match is None:
             raise ValueError(describe("SLURM_TASKS_PER_NODE", text, "as 4(x2),2", "pass -H instead of --slurm"))
-        counts += [int(found["count"])] * int(found["times"] or 1)
+        counts += [int(match["count"])] * int(match["times"] or 1)
     if len(counts) != len(names):
         got = f"{text} for {nodes}"
         raise ValueError(describe("SLURM_TASKS_PER_NODE", got, "a number for each node", "pass -H instead of --slurm"))
@@ -133,33 +133,33 @@ def expand_nodes(text: str) -> list[str]:
 
 
 def _numbers(ranges: str, text: str) -> list[str]:
-    found = []
+    numbers = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
         if not first.isdigit() or not (last or first).isdigit():
             raise ValueError(describe("SLURM_JOB_NODELIST", text, "as n[1-3]", "pass -H instead of --slurm"))
-        found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    return found
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return numbers
 
 
-def placed(hosts: Sequence[Host], np: int | None) -> tuple[Host, ...]:
+def place_ranks(hosts: Sequence[Host], np: int | None) -> tuple[Host, ...]:
     """Return the hosts for ``np`` ranks (None: all slots), in order, with the number of ranks on each as slots.
 
     Raises:
         ValueError: there are fewer slots than ranks.
 
     Example:
-        >>> [str(host) for host in placed(parse_hosts("a:2,b:2,c:2"), 3)]
+        >>> [str(host) for host in place_ranks(parse_hosts("a:2,b:2,c:2"), 3)]
         ['a:2', 'b:1']
     """
     slots = slots_of(hosts)
-    wanted = slots if np is None else np
-    if wanted > slots:
+    remaining = slots if np is None else np
+    if remaining > slots:
         shown = ", ".join(map(str, hosts))
-        raise ValueError(describe("-np", wanted, f"at most {slots} ranks ({shown})", "name more slots: node1:4"))
-    taken, left = [], wanted
+        raise ValueError(describe("-np", remaining, f"at most {slots} ranks ({shown})", "name more slots: node1:4"))
+    placement = []
     for host in hosts:
-        if left:
-            taken.append(Host(host.name, min(host.slots, left)))
-            left -= taken[-1].slots
-    return tuple(taken)
+        if remaining:
+            placement.append(Host(host.name, min(host.slots, remaining)))
+            remaining -= placement[-1].slots
+    return tuple(placement)

@@ -14,8 +14,8 @@ from typing import Any
 
 from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.engine_choice import EngineFacts, choose
-from hvdkit.commands.run.engines import CommandLine, Engine, Start, command_line, passed_on
-from hvdkit.commands.run.hosts import Host, parse_hosts, placed, read_hostfile, slots_of, slurm_hosts
+from hvdkit.commands.run.engines import CommandLine, Engine, LaunchSpec, command_line, select_variables
+from hvdkit.commands.run.hosts import Host, parse_hosts, place_ranks, read_hostfile, slots_of, slurm_hosts
 from hvdkit.commands.run.preflight import THIS_HOST, Answer, Network, Remote, check, network, srun_command, ssh_command
 from hvdkit.errors import describe
 from hvdkit.machine.environment import outside_a_job
@@ -47,26 +47,26 @@ class Job:
 
     def first_hosts(self) -> tuple[Host, ...]:
         """Return the hosts of the first attempt, with the number of ranks on each as slots."""
-        return placed(self.hosts, self.config.np)
+        return place_ranks(self.hosts, self.config.np)
 
     def command_line(
         self, hosts: tuple[Host, ...], command: Sequence[str], interface: str | None, *names: str
     ) -> CommandLine:
         """Return the engine's command line for an attempt; ``names`` are additional variables to pass to ranks."""
         # Inside Slurm, an engine without a list of hosts uses the whole allocation, including lost hosts.
-        is_here = len(hosts) == 1 and hosts[0].is_local and not self.by_slurm
-        start = Start(
+        is_local = len(hosts) == 1 and hosts[0].is_local and not self.by_slurm
+        spec = LaunchSpec(
             engine=self.engine,
             np=slots_of(hosts),
             command=tuple(command),
-            hosts=() if is_here else hosts,
+            hosts=() if is_local else hosts,
             names=(*self.names, *names),
             interface=interface,
             ssh_args=self.config.ssh_args,
             root=os.geteuid() == 0,
             slurm=self.by_slurm,
         )
-        return command_line(start)
+        return command_line(spec)
 
     def remote(self, connect_timeout: float | None = None) -> Remote:
         """Return the function for commands on other hosts; ssh may take ``connect_timeout`` seconds to connect."""
@@ -104,8 +104,8 @@ class Job:
         if rank == 0 and sys.stdout.isatty():
             size = shutil.get_terminal_size()
             terminal = {"lines": size.lines, "columns": max(20, size.columns - len("[rank 0] "))}
-        words = [os.fsencode(word).decode("latin-1") for word in command]  # bytes, in JSON
-        return {"command": words, "environment": added, "terminal": terminal}
+        arguments = [os.fsencode(argument).decode("latin-1") for argument in command]  # bytes, in JSON
+        return {"command": arguments, "environment": added, "terminal": terminal}
 
 
 def with_huge_pages(tunables: str) -> str:
@@ -135,12 +135,12 @@ def prepare(config: RunConfig, program: Sequence[str]) -> Job:
     seconds(HEARTBEAT)  # validate it here rather than on every rank
     _check_program(program)
     hosts = _hosts(config, environment)
-    ranks = slots_of(placed(hosts, config.np))
+    ranks = slots_of(place_ranks(hosts, config.np))
     if config.min_np is not None and config.min_np > ranks:
         expected = f"at most the {ranks} ranks of these hosts"
         raise ValueError(describe("--min-np", config.min_np, expected, "lower it, or add hosts"))
     engine = choose(config.engine, config.slurm, EngineFacts())
-    return Job(config, hosts, engine, passed_on(environment, config.env), environment)
+    return Job(config, hosts, engine, select_variables(environment, config.env), environment)
 
 
 def _check_program(program: Sequence[str]) -> None:

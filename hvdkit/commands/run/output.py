@@ -35,9 +35,9 @@ class OutputWriter:
         self._files = files
         self._logs = logs
         self._open_logs: dict[int, BinaryIO] = {}
-        self._begun: dict[tuple[int, int], bytes] = {}
+        self._partial: dict[tuple[int, int], bytes] = {}
         self._terminals = [channel for channel, file in files.items() if file.isatty()]
-        self._shown = b""
+        self._bar = b""  # the progress bar that the terminal shows
         self._writers: dict[tuple[int, int], Writer] = {}
 
     @property
@@ -53,31 +53,31 @@ class OutputWriter:
         """Add output of ``rank``, and write the lines that it completes."""
         if self._logs is not None:
             self._write_log(rank, data)
-        *lines, rest = (self._begun.get((rank, channel), b"") + data).split(b"\n")
+        *lines, rest = (self._partial.get((rank, channel), b"") + data).split(b"\n")
         # Drop what a progress bar has overwritten. Otherwise the line would grow during the whole training.
         head, _, tail = rest.rstrip(b"\r").rpartition(b"\r")
         rest = (tail or head) + (b"\r" if rest.endswith(b"\r") else b"")
         if len(rest) > LONGEST_LINE:
             lines, rest = [*lines, rest], b""
-        self._begun[rank, channel] = rest
+        self._partial[rank, channel] = rest
         tag = b"[rank %d] " % rank
         on_terminal = rank == 0 and channel in self._terminals
         if lines:
             if on_terminal:  # the bar has become one of the lines, or is shown again below
                 self._show(b"")
             # hvdkit's own lines are already tagged, for launchers without tags. Rank 0 writes some of other ranks.
-            shown = [line if _TAG.match(line) else tag + line for line in map(final, lines)]
-            self.write(channel, b"".join(line + b"\n" for line in shown))
+            tagged = [line if _TAG.match(line) else tag + line for line in map(visible, lines)]
+            self.write(channel, b"".join(line + b"\n" for line in tagged))
         if on_terminal:
-            bar = final(rest)
+            bar = visible(rest)
             self._show(tag + bar if bar else b"")
 
     def write(self, channel: int, data: bytes) -> None:
         """Write lines unchanged, with one call, above the progress bar."""
-        if not self._shown or channel not in self._terminals:
+        if not self._bar or channel not in self._terminals:
             self._put(channel, data)
             return
-        bar, self._shown = self._shown, b""
+        bar, self._bar = self._bar, b""
         self._put(channel, CLEAR + data)
         self._show(bar)
 
@@ -88,7 +88,7 @@ class OutputWriter:
     def ended(self, rank: int) -> None:
         """Write the incomplete last line of ``rank``, and close its log."""
         for channel in (1, 2):
-            if rest := final(self._begun.pop((rank, channel), b"")):
+            if rest := visible(self._partial.pop((rank, channel), b"")):
                 self._show(b"")
                 self.write(channel, b"[rank %d] %b\n" % (rank, rest))
         if rank in self._open_logs:
@@ -113,26 +113,26 @@ class OutputWriter:
 
     def _show(self, bar: bytes) -> None:
         """Show ``bar`` on the terminal's last line, replacing the previous bar."""
-        if bar == self._shown:
+        if bar == self._bar:
             return
         if self._terminals:
-            self._put(self._terminals[0], CLEAR + cut(bar, shutil.get_terminal_size().columns - 1))
-        self._shown = bar
+            self._put(self._terminals[0], CLEAR + truncate(bar, shutil.get_terminal_size().columns - 1))
+        self._bar = bar
 
     def _put(self, channel: int, data: bytes) -> None:
         """Write to a file. If both channels are the same terminal or pipe, the order of writes is preserved."""
-        number = self._files[channel].fileno()
-        found = os.fstat(number)
-        self._writers.setdefault((found.st_dev, found.st_ino), Writer(number)).write(data)
+        descriptor = self._files[channel].fileno()
+        status = os.fstat(descriptor)
+        self._writers.setdefault((status.st_dev, status.st_ino), Writer(descriptor)).write(data)
 
 
-def final(line: bytes) -> bytes:
+def visible(line: bytes) -> bytes:
     """Return the visible part of a line: what follows its last carriage return or erasure.
 
     Example:
-        >>> final(b" 10%\\r 50%\\r100%\\r")
+        >>> visible(b" 10%\\r 50%\\r100%\\r")
         b'100%'
-        >>> final(b" 10%\\r\\x1b[2K100%")
+        >>> visible(b" 10%\\r\\x1b[2K100%")
         b'100%'
     """
     shown = _CURSOR.sub(b"", line).rstrip(b"\r").rpartition(b"\r")[2]
@@ -140,11 +140,11 @@ def final(line: bytes) -> bytes:
     return shown[erased.end() :] if erased else shown
 
 
-def cut(line: bytes, width: int) -> bytes:
+def truncate(line: bytes, width: int) -> bytes:
     """Return the first ``width`` visible characters of a line, with all of its escape sequences for colors.
 
     Example:
-        >>> cut("\\x1b[32m━━━━\\x1b[0m 7/9".encode(), 6).decode()
+        >>> truncate("\\x1b[32m━━━━\\x1b[0m 7/9".encode(), 6).decode()
         '\\x1b[32m━━━━\\x1b[0m 7'
     """
     parts = _ESCAPE.split(line.decode(errors="replace"))

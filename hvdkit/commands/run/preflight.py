@@ -19,7 +19,7 @@ from hvdkit.errors import ClusterError, describe
 from hvdkit.machine.interfaces import Address, own_addresses
 
 _FOLDER = Path(host_probe.__file__).resolve().parents[2]  # of hvdkit
-_REFUSALS = (  # message of ssh or srun, problem, remedy
+_SSH_PROBLEMS = (  # message of ssh or srun, problem, remedy
     ("Could not resolve hostname", "its name is unknown", "check the name, or add it to ~/.ssh/config or /etc/hosts"),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key has changed",
      "make sure that it is the same host, then ssh-keygen -R {host} and ssh {host} once"),
@@ -108,27 +108,27 @@ def run_on(
         except FileNotFoundError:
             return "", f"there is no {argv[0]} here; install it (ssh: an OpenSSH client)"
         output, errors = (data.decode(errors="replace") for data in (done.stdout, done.stderr))
-        return output, refusal(host, done.returncode, errors, argv[0]) if done.returncode else None
+        return output, explain_failure(host, done.returncode, errors, argv[0]) if done.returncode else None
 
     with ThreadPoolExecutor(min(_MOST_THREADS, max(1, len(hosts)))) as pool:
         return list(pool.map(run, hosts))
 
 
-def refusal(host: str, code: int, text: str, program: str = "ssh") -> str:
+def explain_failure(host: str, code: int, text: str, program: str = "ssh") -> str:
     """Return problem and remedy for a command that failed on a host, from the output of ssh, srun or the host's shell.
 
     Example:
-        >>> refusal("node9", 255, "ssh: Could not resolve hostname node9: Name or service not known")
+        >>> explain_failure("node9", 255, "ssh: Could not resolve hostname node9: Name or service not known")
         'its name is unknown; check the name, or add it to ~/.ssh/config or /etc/hosts'
     """
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
     if code in (126, 127):  # from the host's shell, whose message may equal that of a rejected login
         return f"it has no {sys.executable} ({last}); install the same environment at the same path there"
-    for words, problem, remedy in _REFUSALS:
-        if words in text:
+    for message, problem, remedy in _SSH_PROBLEMS:
+        if message in text:
             return f"{problem}; {remedy.format(host=host)}"
-    by_hand = f"ssh {host}" if program == "ssh" else f"srun --nodelist={host} --overlap"
-    return f"{program} ended with exit code {code}: {last}; try `{by_hand} {sys.executable} --version`"
+    command = f"ssh {host}" if program == "ssh" else f"srun --nodelist={host} --overlap"
+    return f"{program} ended with exit code {code}: {last}; try `{command} {sys.executable} --version`"
 
 
 def check(hosts: Sequence[str], remote: Remote, timeout: float) -> list[Answer]:
@@ -138,10 +138,9 @@ def check(hosts: Sequence[str], remote: Remote, timeout: float) -> list[Answer]:
         The answers, in order, with a problem if the host did not run the probe, or has other versions than this one.
     """
     first = "from __future__ import annotations\n"
-    source = (
-        Path(host_probe.__file__).read_text(encoding="utf-8").replace(first, f"{first}GIVEN = {str(_FOLDER)!r}\n", 1)
-    )
-    mine = host_probe.versions(str(_FOLDER))
+    source = Path(host_probe.__file__).read_text(encoding="utf-8")
+    source = source.replace(first, f"{first}PACKAGE_FOLDER = {str(_FOLDER)!r}\n", 1)
+    local = host_probe.versions(str(_FOLDER))
     replies = run_on(hosts, remote, [sys.executable, "-"], source, timeout)
     answers = []
     for host, (output, problem) in zip(hosts, replies, strict=True):
@@ -149,13 +148,13 @@ def check(hosts: Sequence[str], remote: Remote, timeout: float) -> list[Answer]:
         if line is None:
             answers.append(Answer(host, problem or f"it did not run {sys.executable}; does ssh force a command there?"))
             continue
-        found = json.loads(line.removeprefix(host_probe.MARK))
-        problem = differences(found["versions"], mine)
-        answers.append(Answer(host, problem, found["addresses"], found["client"], found["server"]))
+        report = json.loads(line.removeprefix(host_probe.MARK))
+        problem = differences(report["versions"], local)
+        answers.append(Answer(host, problem, report["addresses"], report["client"], report["server"]))
     return answers
 
 
-def differences(theirs: Mapping[str, str | None], mine: Mapping[str, str | None]) -> str | None:
+def differences(remote: Mapping[str, str | None], local: Mapping[str, str | None]) -> str | None:
     """Describe how a host's versions differ from those of this host; None if they do not.
 
     Example:
@@ -163,14 +162,14 @@ def differences(theirs: Mapping[str, str | None], mine: Mapping[str, str | None]
         'it has Keras 3.5 (this host: 3.6); install the same versions on all hosts'
     """
     found = [
-        f"{name} {theirs.get(name) or '(none)'} (this host: {version or 'none'})"
-        for name, version in mine.items()
-        if theirs.get(name) != version
+        f"{name} {remote.get(name) or '(none)'} (this host: {version or 'none'})"
+        for name, version in local.items()
+        if remote.get(name) != version
     ]
     return f"it has {', '.join(found)}; install the same versions on all hosts" if found else None
 
 
-def refuse(answers: Sequence[Answer]) -> None:
+def raise_problems(answers: Sequence[Answer]) -> None:
     """Raise if any host has a problem.
 
     Raises:
@@ -180,7 +179,7 @@ def refuse(answers: Sequence[Answer]) -> None:
         raise ClusterError("\n".join(problems))
 
 
-def network(answers: Sequence[Answer] | None, named: str | None, mine: Sequence[Address] | None = None) -> Network:
+def network(answers: Sequence[Answer] | None, named: str | None, local: Sequence[Address] | None = None) -> Network:
     """Return the network between this host and those that answered.
 
     This is the network by which ssh or srun reached them, which is known to work. Loopback, and bridges inside a host,
@@ -189,21 +188,21 @@ def network(answers: Sequence[Answer] | None, named: str | None, mine: Sequence[
     Args:
         answers: answers of other hosts, without problems; None: not checked, any network is allowed.
         named: the interface given by the user with --interface.
-        mine: this host's addresses.
+        local: this host's addresses; by default read from the kernel.
 
     Raises:
         ClusterError: this host or another one does not have such an interface.
     """
-    mine = own_addresses(socket.AF_INET) if mine is None else mine
+    local = own_addresses(socket.AF_INET) if local is None else local
     if named is not None:
-        return _named(answers or (), named, mine)
+        return _named(answers or (), named, local)
     if answers is None:
-        reachable = tuple(one.address for one in mine if not one.is_local)
+        reachable = tuple(one.address for one in local if not one.is_local)
         if not reachable:
             expected = "an interface that other hosts can reach"
             raise ClusterError(describe("--interface", "none that reaches other hosts", expected, "name another"))
         return Network(None, reachable)
-    by_address = {one.address: one for one in mine}
+    by_address = {one.address: one for one in local}
     names = set()
     for answer in answers:
         here = by_address.get(answer.client)
@@ -217,10 +216,10 @@ def network(answers: Sequence[Answer] | None, named: str | None, mine: Sequence[
     return Network(interface, tuple(dict.fromkeys(answer.client for answer in answers)))
 
 
-def _named(answers: Sequence[Answer], named: str, mine: Sequence[Address]) -> Network:
-    found = [one for one in mine if one.interface == named]
+def _named(answers: Sequence[Answer], named: str, local: Sequence[Address]) -> Network:
+    found = [one for one in local if one.interface == named]
     if not found or found[0].is_local:
-        choices = ", ".join(one.interface for one in mine if not one.is_local) or "none here"
+        choices = ", ".join(one.interface for one in local if not one.is_local) or "none here"
         why = "which reaches no other host" if found else "which this host does not have"
         raise ClusterError(describe("--interface", f"{named}, {why}", f"one of {choices}", "name another"))
     without = [answer.host for answer in answers if not answer.addresses.get(named)]

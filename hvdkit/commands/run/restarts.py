@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvdkit.commands.run.attempt import Attempt, Signals
-from hvdkit.commands.run.hosts import Host, placed, slots_of
+from hvdkit.commands.run.hosts import Host, place_ranks, slots_of
 from hvdkit.commands.run.job import Job
 from hvdkit.commands.run.output import OutputWriter
-from hvdkit.commands.run.preflight import Network, refuse
+from hvdkit.commands.run.preflight import Network, raise_problems
 from hvdkit.errors import NonFiniteError
 from hvdkit.watchdog.verdict import Verdict, shell_code
 
@@ -25,19 +25,19 @@ TOO_FEW_HOSTS = 69
 
 
 @dataclass
-class Hosts:
-    """Chooses the hosts of each attempt of a job. Pure: depends only on failures and answers.
+class HostPool:
+    """Chooses the hosts of each attempt of a job. Pure: depends only on failures, and on which hosts answer.
 
     Example:
-        >>> hosts = Hosts((Host("a", 2), Host("b", 2)), np=4, least=2)
-        >>> hosts.failed("b"); hosts.failed("b")
-        >>> hosts.next({"a", "b"})
+        >>> pool = HostPool((Host("a", 2), Host("b", 2)), np=4, min_slots=2)
+        >>> pool.failed("b"); pool.failed("b")
+        >>> pool.next({"a", "b"})
         (Host(name='a', slots=2),)
     """
 
     all: tuple[Host, ...]
     np: int | None
-    least: int
+    min_slots: int
     left_out: set[str] = field(default_factory=set)
     _last: str | None = None
 
@@ -48,7 +48,7 @@ class Hosts:
         self._last = name
 
     def next(self, answering: set[str]) -> tuple[Host, ...] | None:
-        """Choose the hosts of the next attempt from those that answer; None if they have fewer than ``least`` slots.
+        """Choose the hosts of the next attempt from those that answer; None if they have too few slots.
 
         A host on which the job failed twice in a row is excluded from then on, if the others have enough slots.
         """
@@ -56,8 +56,8 @@ class Hosts:
         good = [host for host in present if host.name not in self.left_out]
         for hosts in (good, present):
             slots = slots_of(hosts)
-            if slots >= self.least:
-                return placed(hosts, min(slots, self.np or slots))
+            if slots >= self.min_slots:
+                return place_ranks(hosts, min(slots, self.np or slots))
         return None
 
 
@@ -90,17 +90,17 @@ def run(job: Job, program: Sequence[str], output: OutputWriter) -> int:
 
 
 def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: Signals) -> int:
-    config, taken = job.config, job.first_hosts()
-    network, answers = job.network(taken)
+    config, hosts = job.config, job.first_hosts()
+    network, answers = job.network(hosts)
     if (stopped := signals.wait(0)) is not None:  # Ctrl-C also ends ssh, which is not the hosts' fault
         return shell_code(-stopped)
-    refuse(answers)
-    hosts = Hosts(job.hosts, config.np, least=config.min_np or slots_of(taken))
+    raise_problems(answers)
+    pool = HostPool(job.hosts, config.np, min_slots=config.min_np or slots_of(hosts))
     restart = 0
     while True:
-        ranks = slots_of(taken)
+        ranks = slots_of(hosts)
         output.note(ranks, f"--- hvdkit run: attempt {restart + 1}, {ranks} ranks")
-        verdict = Attempt(job, taken, network, program, output, signals).run()
+        verdict = Attempt(job, hosts, network, program, output, signals).run()
         if verdict.line:
             output.line("\n".join(filter(None, [f"hvdkit run: {verdict.line}", verdict.flight])))
         code = verdict.code
@@ -111,9 +111,9 @@ def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: S
                     "and the same steps would give the same values"
                 )
             return code
-        hosts.failed(verdict.host)
-        again = None
-        while again is None:
+        pool.failed(verdict.host)
+        chosen = None
+        while chosen is None:
             if restart == config.max_restarts:
                 return code
             restart += 1
@@ -122,27 +122,27 @@ def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: S
             begin_at = time.monotonic() + wait
             if (stopped := signals.wait(wait - CONNECT_SECONDS)) is not None:
                 return shell_code(-stopped)
-            again = regroup(job, hosts, output)
+            chosen = next_hosts(job, pool, output)
             code = TOO_FEW_HOSTS  # used if this is the last restart, and too few hosts are left
             if (stopped := signals.wait(begin_at - time.monotonic())) is not None:
                 return shell_code(-stopped)
-        taken, network = again
+        hosts, network = chosen
 
 
-def regroup(job: Job, hosts: Hosts, output: OutputWriter) -> tuple[tuple[Host, ...], Network] | None:
+def next_hosts(job: Job, pool: HostPool, output: OutputWriter) -> tuple[tuple[Host, ...], Network] | None:
     """Return the hosts of the next attempt and the network between them, or None if too few are left."""
     network, answers = job.network(job.hosts, min(CONNECT_SECONDS, job.config.check_timeout))
     for answer in answers:
         if answer.problem:
             output.line(f"hvdkit run: without host {answer.host}: {answer.problem}")
     answering = {host.name for host in job.hosts} - {answer.host for answer in answers if answer.problem}
-    taken = hosts.next(answering)
-    if taken is None:
-        output.line(f"hvdkit run: the hosts that are left have fewer than {hosts.least} slots (--min-np)")
+    hosts = pool.next(answering)
+    if hosts is None:
+        output.line(f"hvdkit run: the hosts that are left have fewer than {pool.min_slots} slots (--min-np)")
         return None
-    if left_out := answering - {host.name for host in taken}:
+    if left_out := answering - {host.name for host in hosts}:
         names = ", ".join(host.name for host in job.hosts if host.name in left_out)
         output.line(f"hvdkit run: without {names}, where the job failed or which is not needed")
     if len(job.hosts) > 1:
-        output.line(f"hvdkit run: {slots_of(taken)} ranks on {', '.join(map(str, taken))}")
-    return taken, network
+        output.line(f"hvdkit run: {slots_of(hosts)} ranks on {', '.join(map(str, hosts))}")
+    return hosts, network
