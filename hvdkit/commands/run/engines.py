@@ -206,15 +206,20 @@ def _horovod_ssh(start: Start) -> list[str]:
 
 
 def _srun(start: Start) -> CommandLine:
-    """Slurm starts the ranks itself, and ends the step if a rank fails."""
+    """Slurm starts the ranks itself, and ends the step if a rank fails.
+
+    By default Slurm 22.05 runs PMIx's barrier along a tree that ends on each host. Open MPI relies on it in MPI_Init: a
+    rank that still is in MPI_Init crashes when a message arrives. The ring waits for all hosts.
+    """
     engine = start.engine
+    pmix = () if "SLURM_PMIX_FENCE" in start.names else ("SLURM_PMIX_FENCE=ring",)
     argv = [engine.program, "--ntasks", str(start.np), f"--mpi={engine.slurm_mpi}", "--kill-on-bad-exit=1"]
     argv += ["--cpu-bind=none", "--unbuffered", "--overlap"]
     if start.hosts:
         argv += ["--nodelist", ",".join(host.name for host in start.hosts), "--nodes", str(len(start.hosts))]
         if len({host.slots for host in start.hosts}) == 1:
             argv += ["--ntasks-per-node", str(start.hosts[0].slots)]
-    return CommandLine((*argv, "--export=" + ",".join(start.names), *start.command))
+    return CommandLine((*argv, "--export=" + ",".join([*pmix, *start.names]), *start.command))
 
 
 def _option(*words: str | None) -> list[str]:
