@@ -101,7 +101,7 @@ class Slurm:
     def __init__(self, hosts: Hosts, slots: int = 2) -> None:
         self._hosts, self._slots = hosts, slots
         self.folder = Path(tempfile.mkdtemp(prefix="hvdkit-slurm-"))
-        self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf"), "SLURM_PMIX_FENCE": "ring"}
         self._daemons: list[subprocess.Popen[Any]] = []
         self._before: set[int] = set()
 

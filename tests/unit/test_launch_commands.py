@@ -99,7 +99,13 @@ TCP = "--mca btl_tcp_if_include eth0"
             Engine("srun", "srun"),
             SPREAD,
             "srun --ntasks 3 --mpi=pmix --kill-on-bad-exit=1 --cpu-bind=none --unbuffered --overlap "
-            "--nodelist node1,node2 --nodes 2 --export=PATH,TF_X python train.py",
+            "--nodelist node1,node2 --nodes 2 --export=SLURM_PMIX_FENCE=ring,PATH,TF_X python train.py",
+        ),
+        (
+            Engine("srun", "srun"),
+            SPREAD | {"names": ("PATH", "SLURM_PMIX_FENCE")},
+            "srun --ntasks 3 --mpi=pmix --kill-on-bad-exit=1 --cpu-bind=none --unbuffered --overlap "
+            "--nodelist node1,node2 --nodes 2 --export=PATH,SLURM_PMIX_FENCE python train.py",
         ),
     ],
 )

@@ -217,15 +217,20 @@ def _horovod_ssh(spec: LaunchSpec) -> list[str]:
 
 
 def _srun(spec: LaunchSpec) -> CommandLine:
-    """Slurm starts the ranks itself, and ends the step if a rank fails."""
+    """Slurm starts the ranks itself, and ends the step if a rank fails.
+
+    By default Slurm 22.05 runs PMIx's barrier along a tree that ends on each host. Open MPI relies on it in MPI_Init: a
+    rank that still is in MPI_Init crashes when a message arrives. The ring waits for all hosts.
+    """
     engine = spec.engine
+    pmix = () if "SLURM_PMIX_FENCE" in spec.names else ("SLURM_PMIX_FENCE=ring",)
     argv = [engine.program, "--ntasks", str(spec.np), f"--mpi={engine.slurm_mpi}", "--kill-on-bad-exit=1"]
     argv += ["--cpu-bind=none", "--unbuffered", "--overlap"]
     if spec.hosts:
         argv += ["--nodelist", ",".join(host.name for host in spec.hosts), "--nodes", str(len(spec.hosts))]
         if len({host.slots for host in spec.hosts}) == 1:
             argv += ["--ntasks-per-node", str(spec.hosts[0].slots)]
-    return CommandLine((*argv, "--export=" + ",".join(spec.names), *spec.command))
+    return CommandLine((*argv, "--export=" + ",".join([*pmix, *spec.names]), *spec.command))
 
 
 def _option(*arguments: str | None) -> list[str]:
