@@ -34,7 +34,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A limit on ``upper / lower`` of a metric, or on ``upper`` if ``lower`` is None; the median over rounds counts.
+    """A limit on ``upper / lower`` of a metric, or on ``upper`` alone without ``lower``; the median over rounds counts.
 
     Attributes:
         about: description for readers.

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from figures import Measured, Record, Verdict
 
 OPENING = (
-    "Compare ratios within one run: seconds differ from machine to machine. Each round runs every way of a table once, "
-    "in fresh processes and in random order. Ratios are taken within a round, and the table shows their median over "
-    "the rounds. `make bench` runs all benchmarks and writes this page, and "
+    "Each table compares several ways of doing the same work. Each round runs every way once, in fresh processes and "
+    "in random order. Ratios are taken within a round, and the table shows their median over the rounds. Compare "
+    "ratios, not seconds, which differ from machine to machine. `make bench` runs all benchmarks and writes this page; "
     '`make bench BENCH="dense fit"` runs some of them; each section names its own command.'
 )
 

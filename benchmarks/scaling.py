@@ -187,7 +187,7 @@ def report(every: dict[str, Measurements], rows: list[list[object]], config: Con
     header = ["model", "link", "hosts", "measured ms", "predicted ms", "error"]
     return publish(
         "scaling",
-        "What more ranks would bring",
+        "Predicted and measured scaling",
         ABOUT,
         config,
         missed=worst > LIMIT,
