@@ -1,4 +1,4 @@
-"""Time the allreduce alone, from 4 bytes to 64 MB on two ranks of one machine.
+"""Time the allreduce alone, from 4 bytes to 64 MB, on two ranks of one machine.
 
 python benchmarks/allreduce.py
 """
@@ -36,7 +36,7 @@ class Allreduce(Config):
 
 
 def cases(config: Allreduce) -> list[Case]:
-    """Return the one case."""
+    """Return the single case."""
     sizes = list(SIZES)[:3] if config.quick else list(SIZES)
     ways = [Way(name=name, title=title, run=partial(run, word, config, sizes)) for name, (title, word) in WAYS.items()]
     metrics = [Metric(name=f"us_{size}", title=f"{SIZES[size]}, µs", digits=None, at=size) for size in sizes]
@@ -55,9 +55,9 @@ def run(word: str, config: Allreduce, sizes: list[int], folder: Path) -> dict[st
 BENCHMARK = Benchmark(
     name="allreduce",
     title="The allreduce alone",
-    about="""Float32 summed over two ranks of one machine, by shared memory, under plain horovodrun; calls follow
-    each other at once. GB/s are the message's bytes over the time. mpi4py and the copy have nothing above them: no
-    negotiation of which tensors are ready, no framework.""",
+    about="""Float32 sums over two ranks of one machine, through shared memory, under plain horovodrun, called back to
+    back. GB/s is the size of the message divided by the time. mpi4py and the copy run without a framework, and without
+    negotiating which tensors are ready.""",
     cases=cases,
     config=Allreduce,
 )

@@ -1,4 +1,4 @@
-"""Time saving and restoring 2 GB of state, next to plain files of the same bytes on the same disk in the same run.
+"""Compare saving and restoring 2 GB of state with plain files of the same size, on the same disk in the same run.
 
 python benchmarks/checkpoint.py
 python benchmarks/checkpoint.py --np 2 --rounds 8 --folder /shared
@@ -21,8 +21,8 @@ from processes import environment, launch, ranks, worker
 METRICS = (
     Metric(name="write", title="seconds to write", digits=2),
     Metric(name="read", title="seconds to read", digits=2),
-    Metric(name="call", title="behind the training: the call, s", digits=3),
-    Metric(name="next", title="the step after it, over a usual one, s", digits=3),
+    Metric(name="call", title="asynchronous save: the call, s", digits=3),
+    Metric(name="next", title="extra time of the next step, s", digits=3),
 )
 
 
@@ -42,7 +42,7 @@ class Checkpoint(Config):
 
 def cases(config: Checkpoint) -> list[Case]:
     """Return a case for each number of ranks; one job measures both ways, because both need the state."""
-    plain, ours = ("plain", "plain files, fsync"), ("hvdkit", "hvdkit, checksummed; verified on reading")
+    plain, ours = ("plain", "plain files, fsync"), ("hvdkit", "hvdkit, with checksums, verified on reading")
     return [
         Case(
             name=f"np-{size}",
@@ -68,8 +68,8 @@ def goals(size: int) -> list[Goal]:
         Goal(upper="hvdkit", lower="hvdkit", metric="stall", lower_metric="write", limit=0.1, headline=True,
              about=f"Stall of an asynchronous save / a blocking one, {ranks}"),
         Goal(upper="hvdkit", metric="save_mb", limit=64, about="extra memory of a blocking save, MB"),
-        Goal(upper="hvdkit", metric="async_share", limit=1, about="extra memory of an asynchronous save / the shard's"),
-        Goal(upper="hvdkit", metric="read_share", limit=1.05, about="bytes read for a shard / its own"),
+        Goal(upper="hvdkit", metric="async_share", limit=1, about="extra memory of an asynchronous save / the shard"),
+        Goal(upper="hvdkit", metric="read_share", limit=1.05, about="bytes read for a shard / its size"),
     ]  # fmt: skip
 
 
@@ -85,9 +85,10 @@ def run(size: int, config: Checkpoint, _: Path) -> list[Mapping[str, Mapping[str
 BENCHMARK = Benchmark(
     name="checkpoint",
     title="Saving and restoring",
-    about="""Every rank writes, and reads, its share of one table in a plain file, sequentially and with fsync; hvdkit
-    saves and restores the same bytes. Who writes first changes by rounds, since a disk that has just taken some
-    GB is slower with the next; before each reading the kernel forgets the files. Seconds are the slowest rank's.""",
+    about="""Each rank writes and reads its shard of one table as a plain file, sequentially and with fsync; hvdkit
+    saves and restores the same bytes. The order of the two writes alternates between rounds, because a disk that has
+    just written several GB is slower for the next ones. Before each read, the files are dropped from the page cache.
+    Seconds are the slowest rank's.""",
     cases=cases,
     config=Checkpoint,
 )

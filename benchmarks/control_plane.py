@@ -3,8 +3,8 @@
     python benchmarks/control_plane.py --ranks 4 256 1024 4096
     python benchmarks/control_plane.py --ranks 4 64 --quick
 
-Rank 0's sentinel and hvdkit run are hvdkit's own code, each alone in a process, so that the process's CPU time is
-theirs. Two processes simulate the other ranks without TensorFlow: they connect over loopback with the sentinels'
+Rank 0's sentinel and hvdkit run execute hvdkit's own code, each alone in a process, so that the CPU time of the process
+is their cost. Two processes simulate the other ranks without TensorFlow: they connect over loopback with the sentinels'
 connection code, and write their parts of checkpoints with hvdkit's own code.
 """
 
@@ -27,16 +27,17 @@ from harness import Output, publish
 from processes import RunFailed, environment, launch, worker
 
 SCRIPT = "control_plane.py"
-ABOUT = """Rank 0's part, and hvdkit run's, in everything that ranks say to each other beside the training: hvdkit's own
-code in a process with nothing else in it, so that its CPU is what it costs. The other ranks are simulated by two
-processes on the same machine, without TensorFlow: real connections over loopback, real files. Eight ranks make a host.
-The restore is that of one rank; the exchange of objects is a ring, of which rank 0 sees each rank's message once."""
+ABOUT = """The cost to rank 0 and to hvdkit run of all communication between ranks other than training. Both execute
+hvdkit's own code, alone in a process, so that the CPU time of the process is the cost. Two processes on the same
+machine simulate the other ranks, without TensorFlow, but with real connections over loopback and real files. Every
+eight ranks form a host. The restore is that of one rank. The exchange of objects is a ring, in which rank 0 sees each
+rank's message once."""
 SIMULATORS = 2
 FAILURE_SECONDS, KNOWN_RANKS = 5.0, 1024
 SHARE, WATCHED_RANKS = 5.0, 4096
 # The smallest number of ranks for comparing growth: below it, fixed costs of a phase hide the cost per rank.
 GROWS_FROM = 256
-# Counts are exact, but CPU times of some milliseconds vary on a machine with other load.
+# Counts are exact, but CPU times of a few milliseconds vary on a machine with other load.
 COUNT_TOLERANCE, CPU_TOLERANCE, LEAST_CPU = 1.1, 1.6, 0.05
 COLUMNS = {
     "cpu": "CPU, s",
@@ -46,7 +47,7 @@ COLUMNS = {
     "messages": "messages",
     "bytes": "bytes",
     "wakeups": "wake-ups/s",
-    "memory": "MB more",
+    "memory": "extra MB",
 }
 
 
@@ -88,7 +89,7 @@ def simulate(size: int, seconds: float) -> Figures:
         rank0, ranks = run("watchdog", size, "--seconds", seconds, "--fault", fault)
         ends = [end for part in ranks for end in part["ends"]]
         if None in ends:
-            raise RunFailed(f"{ends.count(None)} of {size} ranks never heard of the failure")
+            raise RunFailed(f"{ends.count(None)} of {size} ranks were not notified of the failure")
         known = max(ends) - max(part["struck"] or 0.0 for part in ranks)
         found[f"failure ({fault})"] = {"known": known, "cpu": rank0["cpu"], "messages": 2.0 * size}
         found |= {"start": rank0["start"], "watchdog": rank0["steady"]}
@@ -145,7 +146,7 @@ def shown(name: str, value: float | None) -> str:
 
 def shown_growth(value: float | None) -> str:
     """Format a ratio."""
-    return "too short to tell" if value is None else f"{value:.1f}"
+    return "too short to compare" if value is None else f"{value:.1f}"
 
 
 def n_log_n(few: int, many: int) -> float:
@@ -169,7 +170,7 @@ def growths(found: Mapping[int, Figures]) -> Iterator[tuple[str, str, float | No
 
 
 def goals(found: Mapping[int, Figures], load: float) -> Measured:
-    """Return the quantities that the goals compare, as one round of a single way."""
+    """Return the quantities that have goals, as one round of a single way."""
     results: dict[str, float] = {}
     wanted: list[Goal] = []
 
@@ -179,20 +180,20 @@ def goals(found: Mapping[int, Figures], load: float) -> Measured:
 
     for size, figures in found.items():
         if size == WATCHED_RANKS:
-            about = f"The coordinator in rank 0's sentinel watches {size} ranks, % of a core"
+            about = f"CPU time of rank 0's sentinel with {size} ranks, % of a core"
             goal("share", figures["watchdog"]["share"], SHARE, about)
         if size == KNOWN_RANKS:
             known = max(values["known"] for values in figures.values() if "known" in values)
-            goal("known", known, FAILURE_SECONDS, f"A failure is known to all of {size} ranks, s")
+            goal("known", known, FAILURE_SECONDS, f"Seconds until all {size} ranks know of a failure")
         sent = figures["manifest exchange"]["bytes"] / size
         manifest = figures["manifest"]["bytes"]
         if size >= GROWS_FROM:
-            about = f"Bytes of the manifest that each of {size} ranks is sent at a restore / the manifest's"
+            about = f"Bytes of the manifest sent to each of {size} ranks in a restore / its size"
             goal(f"manifest-{size}", sent / manifest, 0.05, about)
     compared = [(phase, name, value / limit) for phase, name, value, limit in growths(found) if value is not None]
     if compared:
         phase, name, worst = max(compared, key=lambda each: each[2])
-        goal("growth", worst, 1.0, f"Fastest growth ({name}, {phase}) / N log N's, with a margin for noise")
+        goal("growth", worst, 1.0, f"Fastest growth ({name}, {phase}) / growth of N log N, with a margin for noise")
     metrics = [Metric(name=name, title=name, digits=None) for name in results]
     ways = {"hvdkit": "simulated ranks"}
     rounds = [Round(results={"hvdkit": results}, order=["hvdkit"], load=load)]

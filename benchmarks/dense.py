@@ -23,13 +23,13 @@ from processes import environment, free_ports, horovodrun, launch, ranks, result
 Model = Literal["cifar10", "resnet50", "mlp"]
 BATCH: Mapping[str, int] = {"cifar10": 64, "resnet50": 16, "mlp": 64}
 TITLES = {
-    "cifar10": "the CIFAR-10 tutorial's network, 4.3 MB of gradients, 64 images a process",
-    "resnet50": "ResNet-50 on 32x32 images, 94 MB of gradients, 16 images a process",
-    "mlp": "an MLP with 100 MB of gradients, 64 examples a process",
+    "cifar10": "the CIFAR-10 tutorial's network, 4.3 MB of gradients, 64 images per process",
+    "resnet50": "ResNet-50 on 32x32 images, 94 MB of gradients, 16 images per process",
+    "mlp": "an MLP with 100 MB of gradients, 64 examples per process",
 }
 WAYS = {
     "alone": "{n} independent processes",
-    "tied": "{n} ranks that average one number a step",
+    "tied": "{n} ranks that average one number per step",
     "hvdkit": "hvdkit, `hvdkit run -np {n}`",
     "horovodrun": "hvdkit, `horovodrun -np {n}`",
     "sharded": "hvdkit, `shard_states=True`",
@@ -37,15 +37,15 @@ WAYS = {
     "horovod": "raw Horovod, `horovodrun -np {n}`",
     "multiworker": "MultiWorkerMirroredStrategy",
     "ddp": "PyTorch DDP, Gloo",
-    "towers": "towers: one process, average on its CPU",
+    "towers": "towers: one process, averaging on its CPU",
     "ps": "ParameterServerStrategy: 1 server, {n} workers",
 }
 SINGLE = {"alone": "plain TensorFlow", "hvdkit": "hvdkit, one rank", "horovod": "raw Horovod, one rank"}
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 METRICS = (
     Metric(name="ms", title="ms/step"),
-    Metric(name="images", title="images/s, all", digits=0),
-    Metric(name="memory_mb", title="MB a process", digits=0),
+    Metric(name="images", title="images/s, total", digits=0),
+    Metric(name="memory_mb", title="MB per process", digits=0),
 )
 
 
@@ -56,9 +56,9 @@ class Dense(Config):
     model: tuple[Model, ...] = ("cifar10", "resnet50", "mlp")
     """Networks to train."""
     np: tuple[int, ...] = (1, 2, 4)
-    """Numbers of processes. With one process the only peer is raw Horovod; four only run the CIFAR-10 network."""
+    """Numbers of processes. With one, raw Horovod is the only peer; four only run the CIFAR-10 network."""
     rounds: int = 5
-    """Number of rounds; every way runs once per round. Half as many unless CIFAR-10 runs on two processes."""
+    """Number of rounds; every way runs once per round. Half as many in all cases but CIFAR-10 on two processes."""
     steps: int = 30
     """Timed steps per run; the figure is their median, averaged over processes."""
     peer_python: Path | None = None
@@ -156,13 +156,13 @@ def ps_processes(common: Sequence[object], size: int) -> list[list[str]]:
 BENCHMARK = Benchmark(
     name="dense",
     title="The dense training step",
-    about="""Forward and backward pass, average and SGD update on constant inputs in float32, one compute thread and the
-    same batch a process, on one machine. `hvdkit run` asks for huge pages. So do the independent processes, which know
-    nothing of each other: no way can be faster. Ranks that average one number, but no gradients, show what it takes to
-    wait for each other.
-    A parameter server's workers do not wait for each other; a step is the time in which all of them together compute
-    as many batches as there are workers (the time of K scheduled steps x workers / K). Its servers' memory counts for
-    the ranks, too, and the towers' one process is divided by them.""",
+    about="""Forward and backward pass, averaging and SGD update on constant float32 inputs, on one machine, with one
+    compute thread and the same batch size in each process. `hvdkit run` requests huge pages, and so do the independent
+    processes. These do not communicate at all, so no other way can be faster. Ranks that average one number, but no
+    gradients, show the cost of waiting for each other.
+    The workers of a parameter server do not wait for each other; a step is the time in which all of them together
+    compute as many batches as there are workers (the time of K scheduled steps x workers / K). The memory per process
+    includes the parameter server; for towers, it is the memory of their one process divided by their number.""",
     cases=cases,
     config=Dense,
 )

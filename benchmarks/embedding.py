@@ -26,17 +26,17 @@ WAYS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "hvdkit-1": ("hvdkit, one rank", ("hvdkit",), 1),
     "hvdkit-2": ("hvdkit, two ranks", ("hvdkit",), 2),
     "apart-2": ("hvdkit, two jobs of one rank at once", ("hvdkit",), 2),
-    "ahead-2": ("hvdkit, two ranks, ids a step ahead", ("hvdkit", "--ahead"), 2),
+    "ahead-2": ("hvdkit, two ranks, ids sent one step ahead", ("hvdkit", "--ahead"), 2),
     "sparse-2": ("raw Horovod, two ranks, sparse gradients gathered", ("sparse",), 2),
-    "dense-2": ("raw Horovod, two ranks, gradients made dense", ("dense",), 2),
+    "dense-2": ("raw Horovod, two ranks, gradients converted to dense", ("dense",), 2),
     "torchrec-1": ("TorchRec, one rank", ("--sharding", "table_wise"), 1),
-    "torchrec-2": ("TorchRec, two ranks, table by table", ("--sharding", "table_wise"), 2),
-    "torchrec-columns-2": ("TorchRec, two ranks, half of the columns each", ("--sharding", "column_wise"), 2),
+    "torchrec-2": ("TorchRec, two ranks, table-wise", ("--sharding", "table_wise"), 2),
+    "torchrec-columns-2": ("TorchRec, two ranks, column-wise", ("--sharding", "column_wise"), 2),
 }
 METRICS = (
     Metric(name="ms", title="ms/step"),
-    Metric(name="memory_mb", title="MB a rank", digits=0),
-    Metric(name="table_mb", title="of them tables", digits=0),
+    Metric(name="memory_mb", title="MB per rank", digits=0),
+    Metric(name="table_mb", title="of which tables", digits=0),
 )
 
 
@@ -96,8 +96,8 @@ def goals(work: Work) -> list[Goal]:
         Goal(upper="hvdkit-2", lower="hvdkit-1", metric="table_mb", limit=0.51, headline=first,
              about="Memory of a table on each of 2 ranks / on 1"),
         Goal(upper="hvdkit-2", metric="bytes_ratio", limit=1.05,
-             about="bytes sent / (distinct ids of a pair of ranks x (id + 2 rows))"),
-        Goal(upper="hvdkit-2", metric="alltoalls", limit=3, about="alltoalls in a step"),
+             about="bytes sent / (distinct ids per pair of ranks x (id + 2 rows))"),
+        Goal(upper="hvdkit-2", metric="alltoalls", limit=3, about="alltoalls per step"),
     ]  # fmt: skip
     if first:
         about = "TorchRec on CPUs / hvdkit, 2 ranks"
@@ -126,10 +126,11 @@ def run_way(way: str, folder: Path, *, work: Work, steps: int, peer: Path | None
 BENCHMARK = Benchmark(
     name="embedding",
     title="A step of sharded embeddings",
-    about="""4,096 samples a rank with 26 features whose ids follow Zipf's law (1.2), each with favourites of its own:
-    look up, take the mean square as the loss, update; one compute thread a process. Replicated tables are whole on each
-    rank. hvdkit's ranks are started by `hvdkit run`, which asks for huge pages. Two jobs of one rank at once know
-    nothing of each other, and have a whole table each: they show what this machine's cores take from each other.""",
+    about="""4,096 samples per rank with 26 features, whose ids follow Zipf's law (1.2) with different frequent ids for
+    each feature. A step looks up the rows, computes their mean square as the loss, and updates them, with one compute
+    thread per process. Each rank holds all rows of replicated tables. `hvdkit run` starts hvdkit's ranks and requests
+    huge pages. The two jobs of one rank that run at once do not communicate, and each holds a whole table: they show
+    how much processes on this machine slow each other down.""",
     cases=cases,
     config=Embedding,
 )

@@ -1,7 +1,8 @@
 """The statistics of a measurement: medians and spreads, ratios within a round, goals; and their form as JSON.
 
 A ratio is taken within a round, between ways that run at most minutes apart, and the result is the median of the
-rounds' ratios: a slow minute of the machine affects both ways. A ratio of medians would compare different minutes.
+rounds' ratios. If the machine is slow for some minutes, both ways slow down. A ratio of medians would compare different
+minutes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """``upper / lower <= limit`` of a metric, the median over rounds; without ``lower``, ``upper`` itself.
+    """A limit on ``upper / lower`` of a metric, or on ``upper`` alone without ``lower``; the median over rounds counts.
 
     Attributes:
         about: description for readers.
@@ -93,7 +94,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Ways compared on one work, over rounds.
+    """Ways of doing the same work, compared over rounds.
 
     Attributes:
         ways: titles by name, in the order of the table.
@@ -131,7 +132,7 @@ class Measured:
 
     @property
     def is_drawn(self) -> bool:
-        """True for a series, or at least three ways with figures: two need no picture."""
+        """True for a series, or if at least three ways have figures."""
         return bool(self.series) or sum(bool(self.values(way, self.metrics[0].name)) for way in self.ways) >= 3
 
     def trouble(self, way: str) -> str:
@@ -161,7 +162,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
-    """A table other than a comparison of ways."""
+    """A table that does not compare ways."""
 
     title: str
     header: Sequence[str]
@@ -172,8 +173,8 @@ class Sheet:
 class Picture:
     """Curves to draw: label to (x, y); ``y_log`` for a logarithmic axis.
 
-    With ``doubling``, x grows by powers of two, and "MODEL, LINK" labels have one color per model; without, the
-    first curve is the one that the others should cover.
+    With ``doubling``, x grows by powers of two, and labels of the form "MODEL, LINK" have one color per model.
+    Otherwise, the other curves should lie on top of the first.
     """
 
     name: str

@@ -26,7 +26,7 @@ WAYS = {
     "fit": "`model.fit` with hvdkit's optimizer and callbacks",
 }
 MODELS = Path(__file__).resolve().parents[1] / "models"
-TURNS = 4  # epochs are short: multiplies the rounds of the command line
+TURNS = 4  # rounds for each of --rounds, because epochs are short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Fit(Config):
     np: tuple[int, ...] = (1, 2)
     """Numbers of ranks."""
     rounds: int = 3
-    """A quarter of the number of rounds, which are short; every way trains one epoch in each."""
+    """A quarter of the number of rounds, which are short; every way is timed for one epoch in each."""
     steps: int = 40
     """Steps per epoch; five times as many for the click model."""
 
@@ -54,12 +54,12 @@ def evaluation(config: Fit) -> Case:
     about = f"hk.evaluate on 2 ranks / on 1, {TITLES['cifar10']}"
     return Case(
         name="evaluate",
-        title=f"evaluation of {TITLES['cifar10']}, the whole call over its batches",
+        title=f"evaluation of {TITLES['cifar10']}, time of the call / number of batches",
         ways=[Way(name="one", title="`model.evaluate`, one rank"), Way(name="all", title="`hk.evaluate`, two ranks")],
         metrics=METRICS,
         goals=[
             Goal(upper="all", lower="one", limit=0.6, headline=True, about=about),
-            Goal(upper="all", lower="one", metric="cpu_ms", limit=0.6, about="their CPU time"),
+            Goal(upper="all", lower="one", metric="cpu_ms", limit=0.6, about="ratio of CPU times"),
         ],
         reference="one",
         together=partial(run, "cifar10", 2, config, "--evaluate"),
@@ -70,15 +70,15 @@ def training(model: Model, size: int, config: Fit) -> Case:
     """Return the case of one model and number of ranks."""
     where = f"{TITLES[model]}, {size} rank{'s' if size > 1 else ''}"
     reference, limit = ("plain", 1.03) if size == 1 else ("loop", 1.05)
-    beside = {"plain": "model.fit", "loop": "a loop"}[reference]
+    baseline = {"plain": "model.fit", "loop": "a loop"}[reference]
     return Case(
         name=f"{model}-{size}",
         title=where,
         ways=[Way(name=name, title=title) for name, title in WAYS.items() if size == 1 or name != "plain"],
         metrics=METRICS,
         goals=[
-            Goal(upper="hk", lower=reference, limit=limit, headline=True, about=f"hk.fit / {beside}, {where}"),
-            Goal(upper="hk", lower=reference, metric="cpu_ms", limit=limit, about="their CPU time"),
+            Goal(upper="hk", lower=reference, limit=limit, headline=True, about=f"hk.fit / {baseline}, {where}"),
+            Goal(upper="hk", lower=reference, metric="cpu_ms", limit=limit, about="ratio of CPU times"),
             Goal(upper="fit", lower="loop", limit=1.03, about=f"Keras fit / a loop, {where}"),
         ],
         reference=reference,
@@ -105,10 +105,10 @@ def run(model: Model, size: int, config: Fit, *args: str | Path) -> Sequence[Map
 BENCHMARK = Benchmark(
     name="fit",
     title="Keras fit and a loop",
-    about="""SGD on arrays in shuffled batches, 64 images or 500 clicks a rank; one compute thread a rank. All ways of a
-    table take turns within one job, two epochs a turn, of which the second counts, to its end, at which metrics of
-    all ranks are combined. The click model has hvdkit's tables, and so hvdkit's optimizer in all ways. CPU time is that
-    of the busiest rank, which also waits for others.""",
+    about="""SGD on arrays in shuffled batches of 64 images or 500 clicks per rank, with one compute thread per rank.
+    The ways of a table take turns within one job. Each turn trains two epochs and times the second, including its
+    end, when the metrics of all ranks are combined. The click model uses hvdkit's tables, and therefore hvdkit's
+    optimizer in all ways. CPU time is that of the busiest rank, including the time it waits for others.""",
     cases=cases,
     config=Fit,
 )

@@ -62,7 +62,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Ways compared on one work; see :class:`figures.Measured` for the other fields.
+    """Ways of doing the same work, to be compared; see :class:`figures.Measured` for the other fields.
 
     Attributes:
         rounds: number of rounds, instead of the command line's.
@@ -107,7 +107,7 @@ class Benchmark:
 
     Attributes:
         name: name of the script and of its results file.
-        about: a paragraph for the report: the work, and what all ways have in common.
+        about: a paragraph for the report that describes the work and what all ways have in common.
         cases: returns the cases to run, given the command line's config.
         config: class of that config.
     """
@@ -180,7 +180,7 @@ def _together(case: Case) -> list[Round]:
 
 def _run(way: Way, metric: str) -> Results:
     """Run a way once; raise RunFailed or Unavailable if it gives no figure."""
-    assert way.run is not None, f"{way.name} has no run, and its case no together"
+    assert way.run is not None, f"{way.name}: neither the way's run nor the case's together is set"
     with _any_failure(), tempfile.TemporaryDirectory() as folder:
         results = dict(way.run(Path(folder)))
         if metric not in results:
@@ -251,8 +251,8 @@ def publish(
         about: a paragraph for the report.
         config: an :class:`Output`; with ``quick`` or ``only``, results are only written to its ``json``.
         given: the command line's arguments; by default this process's.
-        folder: the script's.
-        missed: True if a goal outside of the cases is missed.
+        folder: folder of the script.
+        missed: True if a goal that is not part of the cases is missed.
         measured: the cases.
         **parts: sheets, pictures and notes of the :class:`figures.Record`.
 

@@ -1,6 +1,6 @@
 """Train a table that is too large for a single rank, and check rows of it against a formula.
 
-python benchmarks/large_table.py        # 8 GB: 31,250,000 x 64 float32 over four ranks; Adagrad: and 8 GB of slots
+python benchmarks/large_table.py        # 8 GB: 31,250,000 x 64 float32 over four ranks; Adagrad adds 8 GB of slots
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from processes import environment, launch, ranks, slowest, worker
 
 METRICS = (
     Metric(name="ms", title="ms/step", digits=0),
-    Metric(name="made", title="seconds to make it", digits=1),
-    Metric(name="held", title="GiB held by a rank", digits=2),
-    Metric(name="peak", title="GiB of a rank at its peak", digits=2),
+    Metric(name="made", title="seconds to create it", digits=1),
+    Metric(name="held", title="GiB per rank", digits=2),
+    Metric(name="peak", title="peak GiB per rank", digits=2),
 )
 
 
@@ -37,7 +37,7 @@ class LargeTable(Config):
 
 
 def cases(config: LargeTable) -> list[Case]:
-    """Return the one case."""
+    """Return the single case."""
     names = {"sgd": "SGD", "adagrad": "Adagrad, with slots of the same size"}
     ways = [Way(name=name, title=title, run=partial(run, name, config)) for name, title in names.items()]
     title = f"{config.rows:,} x 64 float32 over {config.np} ranks"
@@ -55,8 +55,9 @@ def run(optimizer: str, config: LargeTable, folder: Path) -> dict[str, float]:
 BENCHMARK = Benchmark(
     name="large_table",
     title="A table of 8 GB",
-    about="""31,250,000 x 64 float32 over four ranks of one machine, 4,096 x 26 uniform ids a rank and step. The worker
-    compares rows with their formula: one that all ranks asked for, and some that nobody did.""",
+    about="""31,250,000 x 64 float32 over four ranks of one machine, 4,096 x 26 uniform ids per rank and step. The
+    worker compares one row, which all ranks look up, with a formula, and some rows that no rank looks up with their
+    initial values.""",
     cases=cases,
     config=LargeTable,
 )

@@ -1,4 +1,4 @@
-"""Hosts on this machine, with links of limited bandwidth: simulated by tests/helpers/hosts.py."""
+"""Simulated hosts on this machine (tests/helpers/hosts.py) with links of limited bandwidth."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def limit(hosts: Iterable[Host], rate: str) -> None:
 
 
 def mpirun(hosts: Sequence[Host], env: Mapping[str, str]) -> list[str]:
-    """Return the words of a plain mpirun on the first host that starts a program on each."""
+    """Return the command of a plain mpirun on the first host that starts one rank on each host; append the program."""
     options = across("mpirun", ",".join(f"{host.address}:1" for host in hosts), env)
     return [*hosts[0].enter, str(BIN / "mpirun"), "--bind-to", "none", "-np", str(len(hosts)), *options]
 
 
 def on_hosts(name: str, count: int, run: Callable[[Hosts], int]) -> int:
-    """Return the exit code of ``run`` on ``count`` hosts; 0 with a message if this machine cannot have them."""
+    """Return the exit code of ``run`` on ``count`` hosts; 0 with a message if this machine cannot simulate hosts."""
     if (why := missing()) is not None:
-        print(f"{name}: not measured, there are no hosts on this machine: {why}", file=sys.stderr)
+        print(f"{name}: not measured, cannot simulate hosts on this machine: {why}", file=sys.stderr)
         return 0
     with Hosts(count) as hosts:
         return run(hosts)

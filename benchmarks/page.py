@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from figures import Measured, Record, Verdict
 
 OPENING = (
-    "Ratios within one run on one machine; seconds differ from machine to machine. All ways of a table are run once in "
-    "each round, in an order that is shuffled for every round, each in fresh processes; a ratio is taken within a "
-    "round, and the median of the rounds' ratios counts. `make bench` measures all of it and writes this page, "
-    '`make bench BENCH="dense fit"` a part; each section names its own command.'
+    "Each table compares several ways of doing the same work. Each round runs every way once, in fresh processes and "
+    "in random order. Ratios are taken within a round, and the table shows their median over the rounds. Compare "
+    "ratios, not seconds, which differ from machine to machine. `make bench` runs all benchmarks and writes this page; "
+    '`make bench BENCH="dense fit"` runs some of them; each section names its own command.'
 )
 
 

@@ -1,8 +1,8 @@
 """Build separate environments for packages that conflict with TensorFlow, when they are first needed.
 
-``benchmarks/peers/NAME.txt`` pins all packages of an environment, so that pip resolves nothing. pip's own settings
-apply (pip.conf, ``PIP_EXTRA_INDEX_URL``, ``PIP_FIND_LINKS``): if PyTorch's default build is for GPUs, point them
-to its CPU build.
+``benchmarks/peers/NAME.txt`` pins all packages of an environment, so that pip has no dependencies to resolve. pip's own
+settings apply (pip.conf, ``PIP_EXTRA_INDEX_URL``, ``PIP_FIND_LINKS``): if PyTorch's default build is for GPUs, point
+them to its CPU build.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def python(name: str, given: Path | None = None) -> Path:
 
     Args:
         name: name of the file with the pins.
-        given: Python of the user's environment, to use instead.
+        given: Python of an environment of the user, to use instead.
 
     Raises:
         Unavailable: The environment cannot be built; the message is pip's.
@@ -39,7 +39,7 @@ def python(name: str, given: Path | None = None) -> Path:
     folder, pins = CACHE / name, PINS / f"{name}.txt"
     made = folder / "made.txt"
     if not made.exists() or made.read_text() != pins.read_text():
-        print(f"making {folder}, once ...", file=sys.stderr, flush=True)
+        print(f"building {folder}, only once ...", file=sys.stderr, flush=True)
         shutil.rmtree(folder, ignore_errors=True)
         _run(name, [sys.executable, "-m", "venv", str(folder)])
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]

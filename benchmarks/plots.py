@@ -18,8 +18,8 @@ import matplotlib.pyplot as plt
 from figures import Measured, Picture, Record
 
 OURS, THEIRS, SPREAD, TEXT, FAINT = "#1f6feb", "#9aa7b4", "#30363d", "#24292f", "#d0d7de"
-COLOURS = (OURS, "#e36209", "#2da44e", "#8250df", "#6e7781", "#bf3989")
-# An opaque ground of its own: readable on light pages and dark ones alike.
+COLORS = (OURS, "#e36209", "#2da44e", "#8250df", "#6e7781", "#bf3989")
+# An opaque background: readable on light and dark pages.
 STYLE = {
     "figure.facecolor": "white",
     "axes.facecolor": "white",
@@ -39,7 +39,7 @@ STYLE = {
 
 
 def main(folder: Path, *results: Path) -> None:
-    """Draw all pictures of some results into a folder."""
+    """Draw all pictures of the given results into a folder."""
     plt.rcParams.update(STYLE)
     for result in results:
         for file, drawn in Record.read(result).drawn().items():
@@ -51,7 +51,7 @@ def main(folder: Path, *results: Path) -> None:
 
 
 def bars(measured: Measured):
-    """Horizontal bars, the medians; a line from the least to the most."""
+    """Draw the medians as horizontal bars, with a line from the minimum to the maximum."""
     metric = measured.metrics[0]
     found = {title: measured.values(way, metric.name) for way, title in measured.ways.items()}
     found = {plain(title): values for title, values in found.items() if values}
@@ -70,18 +70,18 @@ def bars(measured: Measured):
     axes.grid(visible=False, axis="y")
     axes.set_xlim(0, reach * 1.1)
     spread = any(len(set(values)) > 1 for values in found.values())
-    axes.set_xlabel(metric.title + (": median, with least and most" if spread else ""))
+    axes.set_xlabel(metric.title + (": median, with minimum and maximum" if spread else ""))
     return figure
 
 
 def series(measured: Measured):
-    """Lines over sizes, both axes logarithmic."""
+    """Draw lines over sizes, with logarithmic axes."""
     figure, axes = plt.subplots(figsize=(7.6, 4.2))
-    for (way, title), colour in zip(measured.ways.items(), COLOURS, strict=False):
+    for (way, title), color in zip(measured.ways.items(), COLORS, strict=False):
         found = {metric.at: measured.values(way, metric.name) for metric in measured.series}
         points = [(at, statistics.median(values)) for at, values in found.items() if values]
         if points:
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=plain(title))
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=color, label=plain(title))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ticks = sorted(metric.at for metric in measured.series)
@@ -93,7 +93,7 @@ def series(measured: Measured):
 
 
 def curves(picture: Picture):
-    """Curves over steps, the first of which the others should cover; or over powers of two."""
+    """Draw curves over powers of two, or over steps on top of a broad first curve."""
     figure, axes = plt.subplots(figsize=(8.5, 3.8))
     looks = by_model(list(picture.curves)) if picture.doubling else covering(len(picture.curves))
     for (label, points), look in zip(picture.curves.items(), looks, strict=True):
@@ -111,28 +111,28 @@ def curves(picture: Picture):
 
 
 def plain(title: str) -> str:
-    """Return a title without Markdown's marks."""
+    """Return a title without Markdown markup."""
     return title.replace("`", "")
 
 
 def covering(count: int) -> list[dict[str, Any]]:
-    """Return looks of which the first is broad and faint."""
-    return [{"color": FAINT, "linewidth": 6}, *({"color": colour, "linewidth": 1.4} for colour in COLOURS)][:count]
+    """Return line styles, the first one broad and faint."""
+    return [{"color": FAINT, "linewidth": 6}, *({"color": color, "linewidth": 1.4} for color in COLORS)][:count]
 
 
 def by_model(labels: list[str]) -> list[dict[str, Any]]:
-    """Return a colour for what stands before the last comma, and a line for each of what comes after."""
+    """Return line styles: a color for each text before the last comma, a dash pattern for each text after it."""
     models = list(dict.fromkeys(label.rpartition(", ")[0] for label in labels))
     links = list(dict.fromkeys(label.rpartition(", ")[2] for label in labels))
     split = (label.rpartition(", ") for label in labels)
     return [
-        {"color": COLOURS[models.index(model)], "linestyle": ("--", "-", ":")[links.index(link)], "marker": "."}
+        {"color": COLORS[models.index(model)], "linestyle": ("--", "-", ":")[links.index(link)], "marker": "."}
         for model, _, link in split
     ]
 
 
 def size(count: float) -> str:
-    """Return bytes as people say them."""
+    """Format a number of bytes."""
     for unit, name in ((2**20, "MB"), (2**10, "KB")):
         if count >= unit:
             return f"{count / unit:g} {name}"

@@ -1,4 +1,4 @@
-"""Start the processes of one run, wait for them, and leave none behind in any case."""
+"""Start the processes of one run, wait for them, and end all of them in any case."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def horovodrun(size: int, program: Sequence[str]) -> list[str]:
 
 
 def launch(commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None = None, timeout: float = 300.0) -> str:
-    """Run commands at once until all have exited with 0; return their output.
+    """Run commands in parallel until all have exited with 0; return their output.
 
     Args:
         commands: one process each.
@@ -93,7 +93,7 @@ def launch(commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None =
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         started: list[subprocess.Popen[bytes]] = []
         try:
-            # In new sessions: only this process gets Ctrl-C, and ends the others in order.
+            # In new sessions: only this process gets Ctrl-C, and then ends the others.
             settings: dict[str, Any] = {"env": env, "start_new_session": True}
             settings |= {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             for command in commands:
@@ -173,7 +173,7 @@ def results(folder: Path) -> list[dict[str, float]]:
     """
     files = sorted(folder.glob("result-*.json"), key=lambda file: int(file.stem.rpartition("-")[2]))
     if not files:
-        raise RunFailed("no process left a result")
+        raise RunFailed("no process wrote a result")
     return [json.loads(file.read_text()) for file in files]
 
 

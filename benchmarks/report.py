@@ -53,7 +53,7 @@ def document(found: Iterable[Record]) -> str:
 
 
 def draw(found: Mapping[Path, Record], python: Path | None) -> None:
-    """Draw all pictures, and remove those of other names."""
+    """Draw all pictures, and remove those that are not in the results."""
     wanted = {PICTURES / file for record in found.values() for file in record.drawn()}
     for file in set(PICTURES.glob("*.png")) - wanted:
         file.unlink()

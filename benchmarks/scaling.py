@@ -29,10 +29,11 @@ BUCKET_BYTES = 32 * 1024 * 1024  # hvdkit's default between hosts
 CORES = 2  # shared by all hosts of this machine; each rank has one compute thread
 SIZES = (1, 2, 3, 4)
 MANY = doublings(8, 4096)
-ABOUT = """Hosts in network namespaces of one machine, with links limited by `tc tbf`; one rank a host, one compute
-thread. In every round `hvdkit tune` measures the model and the links on two hosts, from that the steps on 1 to 4 are
-predicted, and then they are measured; the error is the median of predicted / measured. Hosts here share two cores, as
-real ones do not: the prediction is told so, and that a step waits for the core with the most ranks."""
+ABOUT = """Hosts in network namespaces of one machine, with links limited by `tc tbf`; one rank per host with one
+compute thread. In every round, `hvdkit tune` measures the model and the links on two hosts, the steps on 1 to 4 hosts
+are predicted from these measurements, and then the steps are measured. The error is the median of predicted / measured.
+Unlike real hosts, these hosts share two cores. The prediction takes that into account: a step waits for the core with
+the most ranks."""
 SLOW_STEP = 1.0  # seconds; longer steps are timed fewer times
 # Images per second of one P100 (tensorflow.org/performance/benchmarks, 2017; ResNet-101: Horovod's own
 # figure for 16 GPUs, divided by 16), batches of 64; millions of weights; millions of them in the fully connected
@@ -147,7 +148,7 @@ def extrapolated(every: dict[str, Measurements]) -> tuple[Sheet, Picture]:
             rows.append([model, f"{bandwidth / 1e9:.0f} Gbit/s", *(f"{100 * made.efficiency(n):.0f} %" for n in MANY)])
             curves[f"{model}, {bandwidth / 1e9:.0f} Gbit/s"] = [[n, made.efficiency(n)] for n in MANY]
     header = ["model", "link", *map(str, MANY)]
-    title = "Predicted efficiency by ranks, each computing on one core of this machine, a link a rank"
+    title = "Predicted efficiency by number of ranks, each with one core of this machine and its own link"
     return Sheet(title=title, header=header, rows=rows), Picture(
         name="scaling", x_label="ranks", y_label="predicted efficiency", curves=curves, doubling=True
     )
@@ -169,7 +170,7 @@ def published() -> Sheet:
         megabytes = f"{measured.gradient_bytes / 1e6:.0f} MB"
         rows.append([name, megabytes, f"{100 * compute / found.total:.0f} %", f"{100 * efficiency:.0f} %"])
     header = ["model", "gradients", "predicted", "published"]
-    title = "512 P100 GPUs, 4 on a server with one link of 25 Gbit/s, messages of 64 MB as Horovod's defaults had it"
+    title = "512 P100 GPUs, 4 per server with one link of 25 Gbit/s, messages of 64 MB (Horovod's default)"
     return Sheet(title=title, header=header, rows=rows)
 
 
@@ -186,7 +187,7 @@ def report(every: dict[str, Measurements], rows: list[list[object]], config: Con
     header = ["model", "link", "hosts", "measured ms", "predicted ms", "error"]
     return publish(
         "scaling",
-        "What more ranks would bring",
+        "Predicted and measured scaling",
         ABOUT,
         config,
         missed=worst > LIMIT,

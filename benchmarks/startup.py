@@ -61,7 +61,7 @@ Timing = tuple[str, Callable[[Path], dict[str, float]]]  # a title, and what ret
 
 
 def pair(name: str, title: str, limit: float, *, without: Timing, with_it: Timing) -> Case:
-    """Return a case that compares the same without and with hvdkit, which may take ``limit`` seconds longer."""
+    """Return a case that compares a start without and with hvdkit, which may take ``limit`` seconds longer."""
     goal = Goal(
         upper="with", lower="without", metric="seconds", limit=limit, difference=True, about=f"{title}, extra seconds"
     )
@@ -96,8 +96,8 @@ os.write(1, (json.dumps({{"seconds": seconds}}) + chr(10)).encode())
 BENCHMARK = Benchmark(
     name="startup",
     title="Starting",
-    about="""Each pair in fresh processes on two ranks, the slower one counts; the last pair is the time until the last
-    of four ranks has begun its program. What counts is the difference.""",
+    about="""Each pair runs in fresh processes on two ranks, of which the slower one counts. The last pair is the time
+    until the last of four ranks has started its program. The goals limit the differences.""",
     cases=cases,
 )
 

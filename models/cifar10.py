@@ -1,8 +1,8 @@
 """The two-convolution network of TensorFlow's CIFAR-10 tutorial, over any number of ranks.
 
 Network, weight decay, distorted inputs, staircase decay and moving average are the tutorial's ("Convolutional Neural
-Networks", ``cifar10.py`` and ``cifar10_input.py``). It has no towers and no averaging on the CPU: each rank is
-one process with one device, and gradients are averaged by ring allreduce.
+Networks", ``cifar10.py`` and ``cifar10_input.py``). Instead of towers and averaging on the CPU,
+each rank is one process with one device, and a ring allreduce averages the gradients.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class LocalResponseNormalization(keras.layers.Layer):
 
 
 class Distorted(keras.layers.Layer):
-    """Distort images in training, independent of the rank that has them; otherwise crop their centers.
+    """Distort training images, independently of the rank that processes them; crop the center of other images.
 
     Counts the training steps in a variable, which is saved and restored with the model.
     """

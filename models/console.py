@@ -1,4 +1,4 @@
-"""What a user sees of training: whole lines from the chief, and a progress bar on its terminal."""
+"""Output of training for the user: lines from the chief, and a progress bar on its terminal."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from console import progress
 
 
 def loop(config: Any, model: keras.Model, batches: hk.data.GlobalBatches, average: Any) -> None:
-    """Train by hand. Every line that involves other ranks is a call of hvdkit."""
+    """Train by hand. Every line that involves other ranks calls hvdkit."""
     optimizer = model.optimizer
     log = hk.callbacks.StepLog(config.global_batch_size(), every=config.log_every)
     per_example = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")

@@ -3,7 +3,7 @@
     python proofs/comeback.py       # about 2 minutes; needs root, iproute2, openssh-server
 
 Four hosts (network namespaces with sshd) with a rank on each, started by ``hvdkit run --max-restarts 1 --min-np 3``.
-At a random step one host's network is cut. Records the seconds until the job has ended and until it trains
+At a random step, the network of one host is cut off. Records the seconds until the job has ended and until it trains
 again, and compares the losses with those of an uninterrupted run of four ranks.
 """
 
@@ -25,8 +25,8 @@ from helpers.hosts import Hosts, missing
 from helpers.jobs import environment
 from resume import LIMIT, WORKER, differences, losses, picture
 
-ABOUT = """Four hosts in network namespaces of one machine, a rank on each, under `hvdkit run --max-restarts 1
---min-np 3`. At a random step the cable of one of them is cut, and three go on."""
+ABOUT = """Four hosts in network namespaces of one machine, one rank on each, under `hvdkit run --max-restarts 1
+--min-np 3`. At a random step, the network of one host is cut off, and the job continues on three."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,13 @@ class Config(Output):
 
 @dataclass(frozen=True)
 class Run:
-    """Results of a run: (step, loss, ranks) by step, its exit code and output, and seconds from the cut on."""
+    """Results of a run.
+
+    Attributes:
+        losses: (step, loss, ranks) by step.
+        over: seconds from the cut until the job had ended.
+        again: seconds from the cut until it was training again.
+    """
 
     losses: list[tuple[int, float, int]]
     code: int
@@ -83,7 +89,7 @@ def main() -> int:
     """Run both, record the results, and return MISSED if the losses differ."""
     config = tyro.cli(Config, description=__doc__)
     if (why := missing()) is not None:
-        sys.exit(f"no hosts on this machine: {why}")
+        sys.exit(f"cannot simulate hosts on this machine: {why}")
     chance = random.Random(config.seed)
     step, victim = chance.randint(config.steps // 4, config.steps * 3 // 4), chance.randint(1, 3)
     with tempfile.TemporaryDirectory() as name:
@@ -103,10 +109,10 @@ def main() -> int:
         config,
         folder="proofs",
         missed=worst > LIMIT or cut.code != 0,
-        sheets=[Sheet(title="", header=["step", "4 ranks, through", "continued", "on ranks"], rows=rows)],
+        sheets=[Sheet(title="", header=["step", "4 ranks, uninterrupted", "continued", "ranks"], rows=rows)],
         pictures=[picture("comeback", whole.losses, cut.losses)],
         notes=[
-            f"host {victim} cut off at step {step}: the job over after {cut.over:.1f} s, in training again after "
+            f"host {victim} cut off at step {step}: the job ended after {cut.over:.1f} s and was training again after "
             f"{cut.again:.1f} s, exit code {cut.code}",
             f"largest relative difference of the loss, over all steps: {worst:.1e}",
         ],

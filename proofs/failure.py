@@ -4,8 +4,7 @@
     python proofs/failure.py --faults "kill -9" SIGSTOP --no-hosts
 
 For each fault and launcher: seconds from the fault until no process of the job is left, and the launcher's exit code.
-Then the watchdog's cost: microseconds of a step that consists of 20 eager exchanges, with and without the
-watchdog.
+Then the watchdog's cost: microseconds for a step of 20 eager exchanges, with and without the watchdog.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from helpers.jobs import MPI
 from helpers.jobs import run as run_code
 from helpers.jobs_that_fail import LAUNCHERS, Ending, NoMemoryGroup, run
 
-ABOUT = """One of three ranks fails, or one of three hosts (network namespaces) is cut off or dies: seconds from the
-fault until no process of the job is left, and the launcher's exit code."""
+ABOUT = """One of three ranks fails, or one of three hosts (network namespaces) is cut off or dies. The table shows the
+seconds from the fault until no process of the job is left, and the launcher's exit code."""
 EXCHANGES = 20
 STEP = f"""
 import statistics, time
@@ -67,7 +66,7 @@ class Config(Output):
     hosts: bool = True
     """Also run three hosts in network namespaces, one of which is cut off or dies."""
     slurm: bool = True
-    """Also run under a Slurm of three hosts, if it is installed."""
+    """Also run under Slurm on three hosts, if it is installed."""
     overhead: bool = True
     """Also measure the watchdog's cost."""
 

@@ -3,8 +3,8 @@
     python proofs/false_alarms.py --runs 1000
     python proofs/false_alarms.py --runs 20 --stresses lock "sentinel killed"
 
-Each run is a job of four ranks with hvdkit's own sentinels, coordinator and reporter, without TensorFlow and MPI, so
-that a thousand runs take minutes. At one step one rank is stressed: it holds Python's lock for twice the heartbeat's
+Each run is a job of four ranks with hvdkit's own sentinels, coordinator and reporter, but without TensorFlow and MPI,
+so that a thousand runs take minutes. At one step one rank is stressed: it holds Python's lock for twice the heartbeat's
 limit, saves for three times the limit within ``hk.busy``, forks children, or is stopped by a debugger; or the whole
 job is stopped (SIGSTOP) and continued; or a sentinel is killed or stopped; or the host's clock jumps by an hour and
 back (a library that ``cc`` compiles); or four processes per core compute all the time. Several jobs run at once.
@@ -38,7 +38,8 @@ from figures import Sheet
 from harness import Output, publish
 from processes import environment
 
-ABOUT = """Jobs of four ranks that all end well, each under one stress: how many the watchdog ended, or reported."""
+ABOUT = """Healthy jobs of four ranks, each under one kind of stress, and how many of them the watchdog ended or
+reported."""
 RANKS, STEPS = 4, 10
 STRESSES = ("none", "lock", "save", "fork", "stop", "debugger", "sentinel killed", "sentinel stopped", "clock", "load")
 _PTRACE_ATTACH, _PTRACE_DETACH = 16, 17
@@ -55,7 +56,7 @@ class Config(Output):
     at_once: int = 4
     """Jobs at a time: 4 jobs are 16 ranks and 16 sentinels."""
     heartbeat: float = 1.5
-    """Heartbeat limit in seconds; the default for users is 10."""
+    """Heartbeat limit in seconds; hvdkit's default is 10."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
     python proofs/loss_curves.py
 
-The ranks see the same examples in the same order with the same distortion, so the curves only differ by rounding:
-sums are taken in another order. A high learning rate would make training chaotic and amplify rounding errors, so
+The ranks see the same examples in the same order with the same distortion, so the curves differ only by rounding:
+sums are taken in a different order. A high learning rate would make training chaotic and amplify rounding errors, so
 the rate is a fifth of the tutorial's.
 """
 
@@ -20,8 +20,9 @@ from harness import Output, publish
 from processes import BIN, environment, launch
 
 LIMIT = 2e-4
-ABOUT = """The CIFAR-10 tutorial's network on real images; a step is 128 examples over all ranks, the same in the same
-order, distorted alike. The curves differ by rounding alone: sums are taken in another order."""
+ABOUT = """The CIFAR-10 tutorial's network on real images. A step has 128 examples over all ranks: the same examples in
+the same order with the same distortion. The curves differ only by rounding, because sums are taken in a different
+order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ def main() -> int:
         for size, curve in curves.items()
     }
     rows = [[size, f"{curves[size][-1]:.6f}", f"{max(found):.1e}"] for size, found in differences.items()]
-    header = ["ranks", f"loss of step {config.steps}", f"largest relative difference from {config.np[0]}"]
+    header = ["ranks", f"loss at step {config.steps}", f"largest relative difference from {config.np[0]}"]
     worst = max(max(found) for found in differences.values())
     return publish(
         "loss_curves",
@@ -62,7 +63,7 @@ def main() -> int:
                 curves={f"{size} rank{'s' if size > 1 else ''}": points(curve) for size, curve in curves.items()},
             )
         ],
-        notes=[f"limit of the difference {LIMIT:.0e}: {'met' if worst <= LIMIT else 'MISSED'}"],
+        notes=[f"largest difference allowed {LIMIT:.0e}: {'met' if worst <= LIMIT else 'MISSED'}"],
     )
 
 

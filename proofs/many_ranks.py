@@ -21,8 +21,8 @@ from resume import complete, newest, rank_processes, start, wait_for_save
 WORKER = paths.WORKERS / "many_ranks.py"
 STEPS, KILLED_AFTER = 60, 25
 LIMIT = 1e-3
-ABOUT = """A Keras model with a sharded embedding under `hk.Supervisor`, a checkpoint every ten steps. One rank is
-killed during training; two thirds of the ranks go on, and in another run all of them."""
+ABOUT = """A Keras model with a sharded embedding under `hk.Supervisor`, with a checkpoint every ten steps. One rank
+is killed during training; then two thirds of the ranks continue, and in another run all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,23 +34,23 @@ class ManyRanks(Output):
 
 
 def main() -> int:
-    """Compare continued runs with an unbroken one; return MISSED if they differ."""
+    """Compare continued runs with an uninterrupted one; return MISSED if they differ."""
     config = tyro.cli(ManyRanks, description=__doc__)
     size, fewer, flags = config.np, config.np * 2 // 3, ("--steps", str(STEPS))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        expected = complete(WORKER, folder / "unbroken", size, *flags)
+        expected = complete(WORKER, folder / "uninterrupted", size, *flags)
         code, seconds, saved = train_and_kill(folder / "killed", size, *flags)
         found = complete(WORKER, folder / "killed", fewer, *flags)
         train_and_kill(folder / "same", size, *flags)
         same = complete(WORKER, folder / "same", size, *flags)["digest"] == expected["digest"]
     apart = max(abs(a - b) / max(abs(a), 1e-3) for a, b in zip(expected["weights"], found["weights"], strict=True))
     rows = [
-        [f"{size}, unbroken", STEPS, "", f"{expected['loss']:.6f}", ""],
+        [f"{size}, uninterrupted", STEPS, "", f"{expected['loss']:.6f}", ""],
         [f"{size}, one killed (exit code {code}, {seconds:.1f} s)", saved, "", "", ""],
         [f"{fewer}, continued", STEPS, found["from"], f"{found['loss']:.6f}", f"{apart:.1e}"],
     ]
-    ending = "equal to the bit" if same else "DIFFERENT"
+    ending = "equal bit for bit" if same else "DIFFERENT"
     header = ["ranks", "saved up to step", "restored step", "last loss", "largest relative difference of the sums"]
     return publish(
         "many_ranks",
@@ -60,7 +60,7 @@ def main() -> int:
         folder="proofs",
         missed=not (apart < LIMIT and found["from"] == saved and code != 0 and same),
         sheets=[Sheet(title="", header=header, rows=rows)],
-        notes=[f"the same {size} ranks continued: weights and tables are {ending}"],
+        notes=[f"continued on all {size} ranks: weights and tables are {ending}"],
     )
 
 

@@ -1,4 +1,4 @@
-"""Where the proofs import from: the harness in benchmarks/, simulated hosts and jobs that fail in tests/."""
+"""Paths that the proofs import from: the harness in benchmarks/, simulated hosts and failing jobs in tests/."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ WORKER = paths.WORKERS / "resume.py"
 STEPS = 390
 KILLED_STEPS = 900
 LIMIT = 0.01
-ABOUT = """Real images, dropout, BatchNormalization, Adam, gradients added up over three steps and a decaying rate under
-`hk.Supervisor`, a checkpoint every ten steps. A run that is killed is started again by the same command; one that is
-resized goes on with another number of ranks."""
+ABOUT = """Real images, dropout, BatchNormalization, Adam, gradients accumulated over three steps and a decaying
+learning rate under `hk.Supervisor`, with a checkpoint every ten steps. A killed run is started again with the same
+command; a resized run continues on another number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,13 @@ class Resume(Output):
     """Kill runs and continue them."""
 
     show: tuple[Literal["kill", "resize"], ...] = ("kill", "resize")
-    """What to show."""
+    """Which parts to run."""
     np: int = 2
     """Number of ranks of the run that is killed."""
     kills: int = 4
-    """Number of times it is killed."""
+    """Number of kills."""
     seed: int = 0
-    """Seed of the times."""
+    """Seed of the times of the kills."""
 
 
 def main() -> int:
@@ -65,7 +65,7 @@ def main() -> int:
         if "kill" in config.show:
             sheet, equal = show_kills(Path(folder), config)
             sheets.append(sheet)
-            digests = "equal those of a run that nobody touched, to the bit on all ranks" if equal else "DIFFER"
+            digests = "equal those of an uninterrupted run, bit for bit on all ranks" if equal else "DIFFER"
             notes.append(f"killed {len(sheet.rows)} times: weights, slots and random states {digests}")
             right = equal
         if "resize" in config.show:
@@ -99,7 +99,7 @@ def show_kills(folder: Path, config: Resume) -> tuple[Sheet, bool]:
         rows.append([len(rows) + 1, victim, before, newest(folder / "killed")])
         print(f"kill {len(rows)}: {victim}, saved up to step {rows[-1][-1]}", file=sys.stderr, flush=True)
     found = complete(WORKER, folder / "killed", config.np, *flags)
-    header = ["kill", "of", "saved before it was started: step", "when it was killed"]
+    header = ["kill", "killed", "saved step at the start", "saved step when killed"]
     return Sheet(title=f"{config.np} ranks, {KILLED_STEPS} steps", header=header, rows=rows), found == expected
 
 
@@ -114,7 +114,7 @@ def show_resize(folder: Path) -> tuple[Sheet, Picture, float]:
     for third in range(3):
         part = slice(third * STEPS // 3, (third + 1) * STEPS // 3)
         rows.append([f"{part.start + 1}-{part.stop}", resized[part][0][2], f"{max(apart[part]):.1e}"])
-    header = ["steps", "on ranks", "largest relative difference of the loss from 4 ranks, through"]
+    header = ["steps", "ranks", "largest relative difference of the loss from 4 ranks, uninterrupted"]
     return (
         Sheet(title="4, then 2, then 3 ranks", header=header, rows=rows),
         picture("resume", through, resized),
@@ -129,9 +129,9 @@ def differences(through: list, continued: list) -> list[float]:
 
 def picture(name: str, through: list, continued: list) -> Picture:
     """Return both runs' losses as curves, one for each number of ranks."""
-    curves = {"4 ranks, through": [(step, loss) for step, loss, _ in through]}
+    curves = {"4 ranks, uninterrupted": [(step, loss) for step, loss, _ in through]}
     for size in dict.fromkeys(size for _, _, size in continued):
-        label = f"continued on {size} ranks" if size != 4 else "4 ranks, stopped"
+        label = f"continued on {size} ranks" if size != 4 else "4 ranks, interrupted"
         curves[label] = [(step, loss) for step, loss, ranks in continued if ranks == size]
     return Picture(name=name, x_label="step", y_label="loss", curves=curves, y_log=True)
 

@@ -45,7 +45,7 @@ def check(total: np.ndarray, size: int) -> None:
 
 
 def in_graph(reduce: Callable, size: int):
-    """Return what makes a compiled function that reduces an array."""
+    """Return a factory of compiled functions that reduce an array."""
     import tensorflow as tf
 
     def make(values):

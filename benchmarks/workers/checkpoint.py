@@ -127,7 +127,7 @@ def plain_write(path: Path, table: Table) -> None:
 
 
 def plain_read(path: Path) -> None:
-    """Read them back into memory."""
+    """Read a plain file back into memory."""
     data = np.empty(path.stat().st_size, np.uint8)
     view = memoryview(data)
     with path.open("rb", buffering=0) as file:

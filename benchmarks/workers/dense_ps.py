@@ -1,8 +1,8 @@
 """One process of a parameter server cluster for benchmarks/dense.py: a server, a worker, or the coordinator.
 
-The coordinator schedules steps, and each is run on its own batch by the next free worker, which reads the variables
-from the server, computes, and has the server update them. Workers do not wait for each other, so no step spans all
-workers. A step's time is the time in which all workers together compute one batch per worker: the time of K
+The coordinator schedules steps. The next free worker runs each step on its own batch: it reads the variables from the
+server, computes the gradients, and has the server update the variables. Workers do not wait for each other, so no step
+spans all workers. A step's time is the time in which all workers together compute one batch per worker: the time of K
 scheduled steps x workers / K.
 """
 

@@ -28,7 +28,7 @@ def main() -> None:
     options.add_argument("way", choices=ways)
     options.add_argument("--model", default="cifar10", help="one of hvdkit.commands.bench.workloads")
     options.add_argument("--batch", type=int, default=64)
-    options.add_argument("--ports", type=int, nargs="*", default=(), help="one a process, for multiworker")
+    options.add_argument("--ports", type=int, nargs="*", default=(), help="one per process, for multiworker")
     options.add_argument("--towers", type=int, default=1, help="devices in this one process, for towers")
     args = options.parse_args()
     step, number = ways[args.way](args)
@@ -66,7 +66,7 @@ def alone(args):
 
 
 def tied(args):
-    """Train alone except that all processes average one number per step before they update: the cost of waiting."""
+    """Train alone, but average one number over all processes before each update: the cost of waiting."""
     import tensorflow as tf
 
     import hvdkit as hk
@@ -97,7 +97,7 @@ def with_hvdkit(args):
 
     options = {"hvdkit": {}, "fp16": {"compression": "fp16"}, "sharded": {"shard_states": True}}[args.way]
     if missing := set(options) - set(inspect.signature(hk.DistributedOptimizer).parameters):
-        sys.exit(f"not available: DistributedOptimizer takes no {', '.join(missing)}")
+        sys.exit(f"not available: DistributedOptimizer does not accept {', '.join(missing)}")
     optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(RATE), **options)
     return plain_step(optimizer, lambda tape: tape, *network(args)), hk.rank()
 
@@ -147,7 +147,7 @@ def towers(args):
     """Train a tower per device in one process, like the tutorial: variables and ``average_gradients`` on the CPU."""
     import tensorflow as tf
 
-    # Devices share the compute threads: the towers run in parallel if that many ops may.
+    # Devices share the compute threads: the towers run in parallel if as many ops may run at once.
     tf.config.threading.set_inter_op_parallelism_threads(args.towers)
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * args.towers)

@@ -27,7 +27,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     images, labels = torch.randn(args.batch, *SHAPES[args.model]), torch.randint(0, 10, (args.batch,))
     if images.dim() == 4:
-        images = images.to(memory_format=torch.channels_last)  # is fastest here
+        images = images.to(memory_format=torch.channels_last)  # the fastest layout here
 
     def step(_: int) -> float:
         optimizer.zero_grad()
@@ -57,7 +57,7 @@ def build(name: str) -> tuple[nn.Module, list[nn.Parameter]]:
 
 
 def norm() -> nn.Module:
-    """Return the tutorial's: four neighbors on either side, alpha 0.001 / 9 for each of the nine."""
+    """Return the tutorial's normalization: four neighbors on either side, alpha 0.001 / 9 for each of the nine."""
     return nn.LocalResponseNorm(9, alpha=0.001, beta=0.75, k=1.0)
 
 

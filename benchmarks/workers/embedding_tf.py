@@ -98,7 +98,7 @@ def with_horovod(args):
 
 
 def replicated_step(args, rank, tape_of):
-    """Return a step on replicated tables; ``tape_of`` wraps the tape. SGD is the table's own update, without Keras."""
+    """Return a step on replicated tables; ``tape_of`` wraps the tape. SGD updates tables without Keras."""
     import tensorflow as tf
 
     tables, look_up = replicated(args)

@@ -1,6 +1,6 @@
-"""One rank of benchmarks/fit.py: train a model in several ways by turns, or evaluate it on one rank and on all.
+"""One rank of benchmarks/fit.py: train a model in several ways in turn, or evaluate it on one rank and on all.
 
-A way trains two epochs per turn, and the second one counts: in the first, steps may compile and ranks compare
+A way trains two epochs per turn, and only the second is timed: in the first, steps may compile and ranks compare
 weights. All ways run in one process, so that a slow minute of the machine affects all of them. models/ is on the path.
 """
 
@@ -116,7 +116,7 @@ def second_epoch(fit: Callable[..., object]) -> Callable[[], Clocked]:
 
 
 def by_plain_fit(work, batch, tables):
-    """Train with Keras alone, on one rank; hvdkit's tables have hvdkit's optimizer."""
+    """Train with Keras alone, on one rank; hvdkit's tables need hvdkit's optimizer."""
     plain = keras.optimizers.SGD(0.01)
     model, (x, y) = compiled(work, hk.DistributedOptimizer(plain) if tables else plain)
     return second_epoch(partial(model.fit, x, y, batch_size=batch))

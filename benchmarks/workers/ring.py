@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def in_graph(average: Callable) -> Callable[[int], Callable[[], object]]:
-    """Return what makes a compiled function that averages a number of bytes."""
+    """Return a factory of compiled functions that average gradients of a given size."""
     import tensorflow as tf
 
     def make(size: int) -> Callable[[], object]:

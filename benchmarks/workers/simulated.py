@@ -1,4 +1,4 @@
-"""Code shared by the processes of benchmarks/control_plane.py: files to meet at, resource usage, sentinels."""
+"""Code shared by the processes of benchmarks/control_plane.py: files to synchronize with, resource usage, sentinels."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ class Sentinels:
                 self.close(rank)
 
     def obey(self, rank: int, order: Any) -> None:
-        """Do what a message to one sentinel says."""
+        """Handle a message to one sentinel."""
         raise NotImplementedError
 
     def say(self, rank: int, *messages: Message) -> None:
-        """Send messages of one sentinel."""
+        """Send messages from one sentinel."""
         for message in messages:
             self.links[rank].send(message)
 

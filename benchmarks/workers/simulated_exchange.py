@@ -54,7 +54,7 @@ class Ring:
 
     @staticmethod
     def Iprobe(tag: int) -> bool:
-        """Return False: no rank leaves."""
+        """Return False: no rank leaves the exchange."""
         return False
 
 
@@ -64,14 +64,14 @@ def horovod(size: int) -> Any:
 
 
 def pieces_over(connection: socket.socket) -> Connection:
-    """Return what sends and receives bytes after their length over a connection."""
+    """Return an object that sends and receives length-prefixed bytes over a connection."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(os.dup(connection.fileno()))
 
 
 @contextlib.contextmanager
 def ring(size: int, folder: Path) -> Iterator[Ring]:
-    """Act as rank 0 of a ring while the context lasts."""
+    """Act as rank 0 of a ring within the context."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         write(folder, "place.json", server.getsockname()[1])
         connection, _ = server.accept()

@@ -49,7 +49,7 @@ def launcher_rank0(size: int, folder: Path, _: float, fault: str) -> None:
     lines = (folder / "output").read_bytes().count(b"\n")
     wanted = (0, None) if fault == "none" else (3, size - 1)
     assert (verdict.code, verdict.rank) == wanted, verdict
-    assert fault != "none" or lines == OUTPUT_LINES * size, f"{lines} lines came, of {OUTPUT_LINES * size}"
+    assert fault != "none" or lines == OUTPUT_LINES * size, f"got {lines} lines, expected {OUTPUT_LINES * size}"
     heard = read(folder, "ranks-0.json")
     found = {"seconds": time.monotonic() - began, "cpu": process_time() - before, "memory": peak_mb() - memory}
     found |= {"messages": heard["messages"], "bytes": heard["bytes"]}
@@ -59,14 +59,14 @@ def launcher_rank0(size: int, folder: Path, _: float, fault: str) -> None:
 
 
 def launcher_ranks(size: int, folder: Path, _: range, fault: str) -> None:
-    """Act as the engine: all sentinels, some hundreds per process."""
+    """Act as the engine: all sentinels, several hundred per process."""
     children = []
     for first in range(0, size, SENTINELS):
         pid = os.fork()
         if pid == 0:
             fleet = Programs(range(first, min(first + SENTINELS, size)), size)
             write(folder, f"ready-{first}.json", {})
-            for other in range(0, size, SENTINELS):  # none fails before all are connected
+            for other in range(0, size, SENTINELS):  # all connect before one fails
                 read(folder, f"ready-{other}.json")
             found = fleet.run(size - 1 if fault != "none" else None)
             write(folder, f"sentinels-{first}.json", found)
@@ -115,7 +115,7 @@ class Programs(Sentinels):
         return {"messages": self.messages, "bytes": self.bytes, "struck": struck, "ordered": self.ordered}
 
     def obey(self, rank: int, order: Any) -> None:
-        """Give the flight recorder's lines, end the program, or leave."""
+        """Send the flight recorder's lines, end the program, or leave."""
         self.messages += 1
         if isinstance(order, GiveFlight):
             self.say(rank, Flight(records=[]))
@@ -132,7 +132,7 @@ class Programs(Sentinels):
         self.say(rank, Exited(code=code))
 
     def say(self, rank: int, *messages: Message) -> None:
-        """Send and count messages of one sentinel."""
+        """Send and count messages from one sentinel."""
         super().say(rank, *messages)
         self.messages += len(messages)
 

@@ -144,7 +144,7 @@ class Fleet(Sentinels):
                 self.turn = next(self.turns)
 
     def obey(self, rank: int, order: Any) -> None:
-        """Give the flight recorder's lines, or end the rank."""
+        """Send the flight recorder's lines, or end the rank."""
         if isinstance(order, GiveFlight):
             if self._flight[0] != order.most:
                 self._flight = order.most, Flight(records=[RECORD] * order.most).encode()

@@ -16,15 +16,15 @@ PATIENCE = 240.0  # seconds to wait for other processes
 def parser(about: str | None) -> argparse.ArgumentParser:
     """Return a parser of the options common to all workers."""
     made = argparse.ArgumentParser(description=about)
-    made.add_argument("--folder", type=Path, required=True, help="where results go and processes meet")
+    made.add_argument("--folder", type=Path, required=True, help="for results, and for files that processes wait for")
     made.add_argument("--steps", type=int, default=40, help="timed steps")
-    made.add_argument("--processes", type=int, default=1, help="how many there are")
-    made.add_argument("--number", type=int, default=0, help="this one's, where no launcher says it")
+    made.add_argument("--processes", type=int, default=1, help="number of processes")
+    made.add_argument("--number", type=int, default=0, help="number of this process, if no launcher sets it")
     return made
 
 
 def meet(folder: Path, number: int, processes: int, where: str) -> None:
-    """Wait until every process is here, independent of any framework."""
+    """Wait until every process has reached this call, without using any framework."""
     (folder / f"{where}-{number}").touch()
     until = time.monotonic() + PATIENCE
     while len(list(folder.glob(f"{where}-*"))) < processes:
@@ -62,7 +62,7 @@ def time_steps(
         step(count)
         seconds.append(time.perf_counter() - started)
     leave(args.folder, number, {"ms": 1000 * statistics.median(seconds), **extra()})
-    meet(args.folder, number, args.processes, "end")  # none ends while another still needs it
+    meet(args.folder, number, args.processes, "end")  # no process ends while another still needs it
 
 
 def leave(folder: Path, number: int, result: Mapping[str, float]) -> None:

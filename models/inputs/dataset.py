@@ -17,7 +17,7 @@ class Dataset:
     """
 
     name: str
-    """Name of the data, for log lines."""
+    """Name for log lines."""
     x_train: Any
     """Inputs to train on."""
     y_train: Any

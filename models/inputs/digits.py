@@ -30,8 +30,8 @@ def load_digits(*, held_out: float = 0.2, seed: int = 0) -> Dataset:
     digits = load()
     scaled = zoom(digits.images, (1, CROP / 8, CROP / 8), order=1, mode="nearest", grid_mode=True)
     margin = (SIDE - CROP) // 2
-    grey = np.pad(scaled, ((0, 0), (margin, margin), (margin, margin)))
-    images = np.repeat(np.rint(grey * (255 / 16)).astype(np.uint8)[..., None], 3, axis=-1)
+    gray = np.pad(scaled, ((0, 0), (margin, margin), (margin, margin)))
+    images = np.repeat(np.rint(gray * (255 / 16)).astype(np.uint8)[..., None], 3, axis=-1)
     x_train, x_test, y_train, y_test = train_test_split(
         images, digits.target.astype(np.int32), test_size=held_out, random_state=seed, stratify=digits.target
     )

@@ -56,7 +56,7 @@ def distorted_inputs(images, seed, *, first_row: int, global_batch_size: int, di
     low, high = distortion.contrast
     channel_mean = tf.reduce_mean(pixels, axis=[1, 2], keepdims=True)
     pixels = (pixels - channel_mean) * _per_image(low + stretch * (high - low)) + channel_mean
-    return _standardise(pixels)
+    return _standardize(pixels)
 
 
 def evaluation_inputs(images):
@@ -67,7 +67,7 @@ def evaluation_inputs(images):
         TensorShape([2, 24, 24, 3])
     """
     top, left = (images.shape[1] - CROP) // 2, (images.shape[2] - CROP) // 2
-    return _standardise(tf.cast(images[:, top : top + CROP, left : left + CROP], tf.float32))
+    return _standardize(tf.cast(images[:, top : top + CROP, left : left + CROP], tf.float32))
 
 
 def _crop(images, top, left, mirrored):
@@ -88,11 +88,11 @@ def _crop(images, top, left, mirrored):
     return tf.gather(tf.reshape(images, [-1, channels]), pixels)
 
 
-def _standardise(pixels):
+def _standardize(pixels):
     """Return ``(x - mean) / max(std, 1/sqrt(pixels))`` of each image: the lower bound keeps a uniform image finite."""
-    centred = pixels - tf.reduce_mean(pixels, axis=[1, 2, 3], keepdims=True)
-    deviation = tf.sqrt(tf.reduce_mean(tf.square(centred), axis=[1, 2, 3], keepdims=True))
-    return centred / tf.maximum(deviation, 1.0 / math.sqrt(math.prod(pixels.shape[1:])))
+    centered = pixels - tf.reduce_mean(pixels, axis=[1, 2, 3], keepdims=True)
+    deviation = tf.sqrt(tf.reduce_mean(tf.square(centered), axis=[1, 2, 3], keepdims=True))
+    return centered / tf.maximum(deviation, 1.0 / math.sqrt(math.prod(pixels.shape[1:])))
 
 
 def _per_image(values):

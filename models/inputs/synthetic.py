@@ -1,4 +1,4 @@
-"""Random images from a seed, to test speed and large data."""
+"""Random images generated from a seed, to test speed and large data sets."""
 
 from __future__ import annotations
 

@@ -40,12 +40,12 @@ def load_diabetes(*, held_out: float = 0.2, seed: int = 0) -> Dataset:
     x_train, x_test, y_train, y_test = train_test_split(
         patients.data, patients.target[:, None], test_size=held_out, random_state=seed
     )
-    x_train, x_test = _standardised(x_train, x_test)
-    y_train, y_test = _standardised(y_train, y_test)
+    x_train, x_test = _standardized(x_train, x_test)
+    y_train, y_test = _standardized(y_train, y_test)
     return Dataset(name="diabetes", x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
 
 
-def _standardised(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _standardized(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scale both parts by the mean and standard deviation of the first."""
     mean, deviation = train.mean(axis=0), train.std(axis=0)
     return ((train - mean) / deviation).astype(np.float32), ((test - mean) / deviation).astype(np.float32)

@@ -1,4 +1,4 @@
-// CLOCK_REALTIME, with the seconds added that the file $JUMPING_CLOCK contains (a binary long). To be preloaded.
+// For LD_PRELOAD: add the seconds in the file $JUMPING_CLOCK (a binary long) to CLOCK_REALTIME.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdlib.h>

@@ -31,7 +31,7 @@ _STEP_SECONDS = 0.02
 
 
 def meet(name: str) -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have reached this call."""
     (FOLDER / f"{name}-{RANK}").touch()
     while not all((FOLDER / f"{name}-{rank}").exists() for rank in range(SIZE)):
         time.sleep(0.005)
@@ -80,7 +80,7 @@ def stress() -> None:
     elif STRESS == "fork":
         fork_children()
     elif STRESS in ("stop", "debugger", "sentinel killed", "sentinel stopped", "clock"):
-        (FOLDER / "act").write_text(str(os.getpid()))  # the proof acts on this rank
+        (FOLDER / "act").write_text(str(os.getpid()))  # proofs/false_alarms.py then acts on this rank
     if STRESS == "clock":
         before = time.time()
         time.sleep(3 * HEARTBEAT)
