@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from hvdkit import cluster
-from hvdkit.collectives.marks import WeakRegistry
+from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import describe
 
 _ON_CHIEF: WeakRegistry[bool] = WeakRegistry()

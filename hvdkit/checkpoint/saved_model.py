@@ -13,7 +13,7 @@ import keras
 from hvdkit import cluster
 from hvdkit.checkpoint.export import check_target
 from hvdkit.checkpoint.files import checkpoint_errors, remove_folder
-from hvdkit.checkpoint.inspecting import newest_at
+from hvdkit.checkpoint.inspection import newest_at
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.reading import Reader

@@ -19,9 +19,9 @@ from hvdkit.layers.vocabulary_variables import VocabularyVariables
 from hvdkit.sharding.initial import common_seed, initial_blocks
 from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.layout import TableGroup, lay_out
-from hvdkit.sharding.partitioned import gather_parts
+from hvdkit.sharding.partitioned_variable import gather_parts
 from hvdkit.sharding.routing import KeyedVariable, RowSource
-from hvdkit.sharding.shards import Piece, PieceState, Shard, mark, piece_states, shard_of, write_box
+from hvdkit.sharding.shards import Piece, PieceState, Shard, piece_states, set_holding, shard_of, write_box
 from hvdkit.sharding.table import Table
 from hvdkit.sharding.variable_optimizer import VariableOptimizer, set_variable_optimizer, variable_optimizer
 
@@ -91,7 +91,7 @@ class TableStore:
             pieces.append(Piece(part.table.name, table_shape, (part.rows, part.columns), part.base, rule))
         name, shape, zeros = f"embeddings_{number}", (group.rows[rank], group.width), group.evicts is not None
         variable = self._add_weight(layer, name, shape, group.dtype, pieces, host=group.host, zeros=zeros)
-        mark(variable, Shard(variable.path.rpartition("/")[0], tuple(pieces), lookup=LastLookup()))
+        set_holding(variable, Shard(variable.path.rpartition("/")[0], tuple(pieces), lookup=LastLookup()))
         set_variable_optimizer(variable, _optimizer_of(group.slices[0].table))
         return variable
 
@@ -157,7 +157,7 @@ class TableStore:
     def sources(self, groups: Sequence[int], training: bool | None) -> list[RowSource]:
         """Return the sources of rows for some groups; ``training`` as for a lookup."""
         for variable in self.variables:  # Keras may have created the TensorFlow variable in the meantime
-            mark(variable, shard_of(variable))
+            set_holding(variable, shard_of(variable))
             set_variable_optimizer(variable, variable_optimizer(variable))
         return [self._source(group, training) for group in groups]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdkit.collectives.digests import behind
 from hvdkit.errors import describe
-from hvdkit.sharding.shards import Local, mark, shard_of
+from hvdkit.sharding.shards import Local, set_holding, shard_of
 from hvdkit.sharding.variables import variable_name
 
 
@@ -46,7 +46,7 @@ def register_local_variables(variables: Any) -> None:
             got = f"{variable_name(variable)}, which is sharded"
             remedy = "leave it out: each rank has its own part of it already"
             raise ValueError(describe("variables", got, "variables that each rank has whole", remedy))
-        mark(variable, Local())
+        set_holding(variable, Local())
 
 
 def is_layer(item: Any) -> bool:

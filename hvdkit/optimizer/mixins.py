@@ -15,8 +15,8 @@ from hvdkit.collectives import allreduce
 from hvdkit.collectives.call_checks import attempt
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.graphs import refuse_xla
-from hvdkit.collectives.marks import WeakRegistry
 from hvdkit.collectives.ops import Average, Min, ReduceOp
+from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.optimizer.batch_norm import average_moving_statistics, check_batch_normalization
 from hvdkit.optimizer.caller import calling_model, calling_object
@@ -27,11 +27,11 @@ from hvdkit.optimizer.gradients import PlacedGradients, place_gradients
 from hvdkit.optimizer.local_variables import register_local_variables
 from hvdkit.optimizer.plain_fit import FitMonitor, begin_fit, note_batch
 from hvdkit.optimizer.reduction import Reduction
-from hvdkit.optimizer.rows import ELEMENTWISE, rule_for, update_rows, updating_class
+from hvdkit.optimizer.row_updates import ELEMENTWISE, rule_for, update_rows, updating_class
 from hvdkit.optimizer.slots import ReassignableSlots, initialize_slot, reset_reassigned_rows
 from hvdkit.optimizer.sparse import sum_duplicates
 from hvdkit.optimizer.tables import TableOptimizers, check_table_options
-from hvdkit.sharding.shards import Local, holding_of, is_local, mark, piece_states, shard_of
+from hvdkit.sharding.shards import Local, holding_of, is_local, piece_states, set_holding, shard_of
 from hvdkit.sharding.variable_optimizer import variable_optimizer
 from hvdkit.sharding.variables import variable_name
 
@@ -124,7 +124,8 @@ class CombiningMixin(DistributedMixin):
             elif self._hvdkit_is_for_table or variable_optimizer(variable) is None:
                 check_elementwise(self, "beside sharded variables")
                 _check_for_parts(self)
-            mark(variable, holding)  # also marks the inner TensorFlow variable, which may have been created later
+            # Also registers the inner TensorFlow variable, which may have been created later.
+            set_holding(variable, holding)
         _check_overwritten(self, variables)
         self._hvdkit_local_keys = frozenset(self._var_key(v) for v in variables if is_local(v))  # type: ignore[attr-defined]
         tables = None if self._hvdkit_is_for_table else TableOptimizers.of(variables, self._hvdkit_copy_for_table)
@@ -171,10 +172,10 @@ class CombiningMixin(DistributedMixin):
             first = initializer if shard is None else "zeros"
             slot = super().add_variable_from_reference(reference_variable, name=name, initializer=first)  # type: ignore[misc]
         if is_local(reference_variable):
-            mark(slot, Local())
+            set_holding(slot, Local())
         if shard is not None:
             initialize_slot(slot, initializer)
-            mark(slot, shard.of_slot(name or "var"))
+            set_holding(slot, shard.of_slot(name or "var"))
             if shard.usage is not None:
                 self._hvdkit_slots = self._hvdkit_slots or ReassignableSlots()
                 self._hvdkit_slots.add(reference_variable, name or "", slot, initializer)

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.cluster.mesh import coordinates
-from hvdkit.collectives.marks import WeakRegistry
+from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.partition import FLAT
 
@@ -94,7 +94,7 @@ Holding: TypeAlias = Shard | FlatShard | Local
 _HOLDINGS: WeakRegistry[Holding] = WeakRegistry()
 
 
-def mark(variable: Any, holding: Holding | None) -> None:
+def set_holding(variable: Any, holding: Holding | None) -> None:
     """Register what a TensorFlow or Keras ``variable`` holds; None: replicated values."""
     inner = getattr(variable, "_value", None)
     for each in (variable, inner) if isinstance(inner, tf.Variable) else (variable,):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from hvdkit.collectives.marks import WeakRegistry
+from hvdkit.collectives.weak_registry import WeakRegistry
 
 
 class VariableOptimizer(NamedTuple):

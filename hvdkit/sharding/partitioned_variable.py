@@ -20,7 +20,7 @@ from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.partition import Partition, local_row, owner, rows_of
 from hvdkit.sharding.routing import KeyedVariable, fetch_rows, request_rows
-from hvdkit.sharding.shards import Piece, Shard, mark, write_box
+from hvdkit.sharding.shards import Piece, Shard, set_holding, write_box
 
 
 class PartitionedVariable:
@@ -97,7 +97,7 @@ class PartitionedVariable:
             self.local = self._create(initializer, chief_seed, trainable)
         piece = Piece("", self.shape, self.local_index, 0, partition)
         self._last_lookup = LastLookup()
-        mark(self.local, Shard(self.name, (piece,), lookup=self._last_lookup))
+        set_holding(self.local, Shard(self.name, (piece,), lookup=self._last_lookup))
 
     def _create(self, initializer: Any, seed: int, trainable: bool) -> tf.Variable:
         zeros = tf.zeros([len(axis) for axis in self.local_index], self.dtype)
