@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,12 @@ from hvdkit.sharding.shards import shard_of
 
 
 def export_saved_model(
-    path: str | Path, model: Any, directory: str | Path, *, key: str = "model", overwrite: bool = False
+    path: str | Path,
+    model: keras.Model | Callable[[], keras.Model],
+    directory: str | Path,
+    *,
+    key: str = "model",
+    overwrite: bool = False,
 ) -> Path:
     """Restore a checkpoint's model and write it as a SavedModel that plain TensorFlow can serve.
 

@@ -40,10 +40,10 @@ class ShardedState(Protocol):
         """Global indices along each axis."""
 
     @property
-    def local(self) -> Any:
+    def local(self) -> np.ndarray | tf.Tensor | tf.Variable | keras.Variable:
         """This rank's part."""
 
-    def assign_local(self, values: Any) -> None:
+    def assign_local(self, values: np.ndarray | tf.Tensor) -> None:
         """Set this rank's part to ``values``, an array or a tensor."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit import cluster
@@ -201,7 +202,7 @@ class TableStore:
         agree_on_call(Call(f"ids({name!r})", problem=attempt(check)))
         return vocabularies[0].gather_ids()
 
-    def assign(self, name: str, full_array: Any) -> None:
+    def assign(self, name: str, full_array: npt.ArrayLike) -> None:
         """Set an entire table; each rank takes its part of ``full_array``."""
         array = self.check_whole(name, full_array)
         if name in self.replicated:
@@ -211,7 +212,7 @@ class TableStore:
         box = tuple(slice(i.start, i.stop, i.step) for i in state.local_index)
         state.assign_local(tf.cast(array[box], state.dtype))
 
-    def check_whole(self, name: str, full_array: Any) -> np.ndarray:
+    def check_whole(self, name: str, full_array: npt.ArrayLike) -> np.ndarray:
         """Return ``full_array`` as an array. Raises ValueError if the table does not exist or has another shape."""
         table, array = self._table(name), np.asarray(full_array)
         if array.shape != (table.input_dim, table.output_dim):

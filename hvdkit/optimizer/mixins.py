@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -23,7 +23,7 @@ from hvdkit.optimizer.caller import calling_model, calling_object
 from hvdkit.optimizer.copies import Original, copy_of, subclass
 from hvdkit.optimizer.coupled_layers import check_coupled
 from hvdkit.optimizer.element_partition import ElementPartition
-from hvdkit.optimizer.gradients import PlacedGradients, place_gradients
+from hvdkit.optimizer.gradients import Gradient, PlacedGradients, place_gradients
 from hvdkit.optimizer.local_variables import register_local_variables
 from hvdkit.optimizer.plain_fit import FitMonitor, begin_fit, note_batch
 from hvdkit.optimizer.reduction import Reduction
@@ -31,7 +31,7 @@ from hvdkit.optimizer.row_updates import ELEMENTWISE, rule_for, update_rows, upd
 from hvdkit.optimizer.slots import ReassignableSlots, initialize_slot, reset_reassigned_rows
 from hvdkit.optimizer.sparse import sum_duplicates
 from hvdkit.optimizer.tables import TableOptimizers, check_table_options
-from hvdkit.sharding.shards import Local, holding_of, is_local, piece_states, set_holding, shard_of
+from hvdkit.sharding.shards import AnyVariable, Local, holding_of, is_local, piece_states, set_holding, shard_of
 from hvdkit.sharding.variable_optimizer import variable_optimizer
 from hvdkit.sharding.variables import variable_name
 
@@ -48,9 +48,9 @@ class DistributedMixin:
     _hvdkit_original: Original | None = None
 
     @graph_safe
-    def apply_gradients(self, grads_and_vars: Any) -> Any:
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient, AnyVariable]]) -> keras.Variable:
         """Call :meth:`apply` with (gradient, variable) pairs; return the number of updates."""
-        pairs: list[tuple[Any, Any]] = []
+        pairs: list[tuple[Gradient, AnyVariable]] = []
 
         def collect() -> None:
             pairs.extend((grad, variable) for grad, variable in grads_and_vars)
@@ -68,12 +68,12 @@ class DistributedMixin:
         plain = getattr(keras.optimizers.Optimizer, unpickle.__name__)
         return restore_optimizer, (plain, arguments, self._hvdkit_options, getattr(self, "_scaled", True))
 
-    def stateless_apply(self, *_: Any, **__: Any) -> Any:
+    def stateless_apply(self, *_: object, **__: object) -> NoReturn:
         """Raise: like Keras on TensorFlow, stateless updates are not supported."""
         remedy = "call optimizer.apply(grads, variables)"
         raise ValueError(describe("stateless_apply", "a call", "apply, which updates TensorFlow variables", remedy))
 
-    def register_local_var(self, variable: Any) -> None:
+    def register_local_var(self, variable: AnyVariable) -> None:
         """Make ``variable`` local, as :func:`hvdkit.register_local_variables` does.
 
         Raises:
@@ -302,17 +302,17 @@ class _Untracked:
     variables: tuple[Any, ...]
 
 
-def set_supervised(model: Any, supervised: bool) -> None:
+def set_supervised(model: keras.Model, supervised: bool) -> None:
     """Mark a model whose ``fit`` a Supervisor runs: it saves each rank's moving statistics before averaging them."""
     _SUPERVISED.set(model, supervised)
 
 
-def is_supervised(model: Any) -> bool:
+def is_supervised(model: keras.Model) -> bool:
     """Return True while a Supervisor runs the model's ``fit``."""
     return bool(_SUPERVISED.get(model))
 
 
-def ranks_of(optimizer: Any) -> cluster.Group | None:
+def ranks_of(optimizer: keras.optimizers.Optimizer | None) -> cluster.Group | None:
     """Return the ranks over which an optimizer combines gradients; None for all ranks or a plain optimizer."""
     return optimizer._hvdkit.group if isinstance(optimizer, DistributedMixin) else None
 

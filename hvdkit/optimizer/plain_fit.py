@@ -86,7 +86,7 @@ def note_batch(optimizer: Any) -> None:
         monitor.note_batch()
 
 
-def note_combined(model: Any) -> None:
+def note_combined(model: keras.Model) -> None:
     """Record that the results of ``evaluate`` have been combined over ranks."""
     if (monitor := _MONITORS.get(model)) is not None:
         monitor.evaluated.clear()
