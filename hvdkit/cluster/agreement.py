@@ -207,7 +207,7 @@ def differing_indices(first: Sequence[Any], second: Sequence[Any]) -> list[int]:
         [1, 3]
     """
     pairs = itertools.zip_longest(first, second, fillvalue=_LACKING)
-    return [index for index, (one, other) in enumerate(pairs) if one is _LACKING or one != other]
+    return [place for place, (one, other) in enumerate(pairs) if one is _LACKING or one != other]
 
 
 def _equal(one: Any, other: Any) -> bool:
