@@ -25,7 +25,7 @@ WORKERS = HERE / "workers"
 BIN = Path(sys.executable).parent
 UNAVAILABLE = "not available: "  # prefix of a worker's last line if its way is unavailable
 _TAG = re.compile(r"\n?\[\d+,\d+\]<std\w+>:")  # Open MPI's tag before each piece of a rank's output
-_MARK = "HVDKIT_BENCH_RUN"
+_RUN_ID = "HVDKIT_BENCH_RUN"
 _PLACE = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "HVDKIT_", "TF_CONFIG")
 
 
@@ -88,8 +88,8 @@ def launch(commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None =
         RunFailed: A command failed or took longer.
         Unavailable: A command reported that it cannot run here.
     """
-    mark = uuid.uuid4().hex
-    env = {**(env if env is not None else environment()), _MARK: mark}
+    run_id = uuid.uuid4().hex
+    env = {**(env if env is not None else environment()), _RUN_ID: run_id}
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         started: list[subprocess.Popen[bytes]] = []
         try:
@@ -100,7 +100,7 @@ def launch(commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None =
                 started.append(subprocess.Popen(command, **settings))
             trouble = _wait(started, timeout)
         finally:
-            end(mark)
+            end(run_id)
             for process in started:
                 process.wait()
         output.seek(0)
@@ -134,12 +134,12 @@ def _cause(lines: Sequence[str]) -> str:
     return " ".join((named or list(lines))[-1].split())[:200]
 
 
-def end(mark: str) -> None:
+def end(run_id: str) -> None:
     """End every process of a run, including those that launchers have orphaned."""
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt this
     until = time.monotonic() + 5.0
     try:
-        while left := list(_of(mark)):
+        while left := list(_of(run_id)):
             patience = until - time.monotonic()
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -149,10 +149,10 @@ def end(mark: str) -> None:
         signal.signal(signal.SIGINT, handler)
 
 
-def _of(mark: str) -> Iterator[psutil.Process]:
+def _of(run_id: str) -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == mark:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_RUN_ID) == run_id:
                 yield process
 
 

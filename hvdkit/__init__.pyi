@@ -59,7 +59,7 @@ from .optimizer.loading import load_model as load_model
 from .optimizer.local_variables import register_local_variables as register_local_variables
 from .optimizer.tape import DistributedGradientTape as DistributedGradientTape
 from .optimizer.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
-from .sharding.partitioned import PartitionedVariable as PartitionedVariable
+from .sharding.partitioned_variable import PartitionedVariable as PartitionedVariable
 from .sharding.plan import plan_tables as plan_tables
 from .sharding.variables import broadcast_variables as broadcast_variables
 from .sharding.variables import compare_variables as compare_variables

@@ -10,7 +10,6 @@ rank. :func:`describe` formats such a message; :func:`integer` checks an argumen
 from __future__ import annotations
 
 import numbers
-from typing import Any
 
 
 class HvdkitError(RuntimeError):
@@ -72,7 +71,7 @@ def describe(argument: str, got: object, expected: str, remedy: str) -> str:
     return f"{argument}: got {shown}, expected {expected}; {remedy}"
 
 
-def integer(name: str, value: Any, *, minimum: int) -> int:
+def integer(name: str, value: object, *, minimum: int) -> int:
     """Return ``value`` as an int. Raises TypeError if it is not an integer, ValueError if it is below ``minimum``.
 
     Example:

@@ -33,14 +33,14 @@ class BroadcastInitial(keras.callbacks.Callback):
         self.root = root
         self._done = self._compared = False
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Broadcast now if the model is already built."""
         self._done = self._compared = False
         synchronize_batch_normalization(self.model, process_set=ranks_of(self.model.optimizer))
         if self.model.built:
             self._broadcast()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Broadcast after the first step if that step built the model; compare weights after the first update."""
         if not self._done:
             self._broadcast()

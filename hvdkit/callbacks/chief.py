@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from hvdkit import cluster
-from hvdkit.collectives.marks import WeakRegistry
+from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import describe
 
 _ON_CHIEF: WeakRegistry[bool] = WeakRegistry()
@@ -37,6 +37,6 @@ def on_chief(callback: Any) -> keras.callbacks.Callback:
     return local
 
 
-def is_on_chief(callback: Any) -> bool:
+def is_on_chief(callback: keras.callbacks.Callback) -> bool:
     """Return True for callbacks returned by :func:`on_chief`, on any rank."""
     return callback in _ON_CHIEF

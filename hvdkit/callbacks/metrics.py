@@ -58,16 +58,16 @@ class MetricAverage(keras.callbacks.Callback):
             variable.assign(value)
         return results
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Treat evaluations from now on as validation."""
         synchronize_batch_normalization(self.model, process_set=ranks_of(self.model.optimizer))
         self._fitting, self._compared, self._local = True, False, []
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, float] | None = None) -> None:
         """Record the end of ``fit``."""
         self._fitting = False
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Clear the metrics of the previous epoch, and restore this rank's moving statistics."""
         self._training, self._validation = {}, {}
         self._restore_local()
@@ -77,14 +77,14 @@ class MetricAverage(keras.callbacks.Callback):
             variable.assign(value)
         self._local = []
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: dict[str, float] | None = None) -> None:
         """Store the training metrics before validation resets them; a rank without validation data would not reset."""
         if self._fitting:
             self._local = average_temporarily(self.model, process_set=ranks_of(self.model.optimizer))
             self._training = self.results(self.model)
             self.model.reset_metrics()
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: dict[str, float] | None = None) -> None:
         """Store the validation metrics."""
         if self._fitting:
             self._validation = self.results(self.model)

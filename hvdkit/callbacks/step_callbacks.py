@@ -50,7 +50,7 @@ class _StepCounter(keras.callbacks.Callback):
         """Continue from the ``state`` of an earlier run."""
         self._before_epoch = self._done = state["steps"]
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Store the number of steps before this epoch."""
         self._before_epoch = self._done
 
@@ -125,7 +125,7 @@ class LearningRateWarmup(_StepCounter):
         self._factor = 1.0
         self._reached = False
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Read the optimizer's rate as the rate for one rank; a second ``fit`` continues from the first."""
         optimizer = self.model.optimizer
         if isinstance(getattr(optimizer, "_learning_rate", None), keras.optimizers.schedules.LearningRateSchedule):
@@ -150,7 +150,7 @@ class LearningRateWarmup(_StepCounter):
         if state["base"] is not None:  # None if the state was saved before training began
             self._base, self._factor, self._reached = state["base"], state["factor"], state["reached"]
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Set the rate of this step until the factor is reached; later changes by others are kept."""
         step = self.steps_before(batch)
         if not self._reached and self._base is not None:
@@ -158,7 +158,7 @@ class LearningRateWarmup(_StepCounter):
             self.model.optimizer.learning_rate = self._base * (1.0 + (self._factor - 1.0) * fraction)
             self._reached = fraction == 1.0
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Count the steps done."""
         self.count(batch)
 
@@ -211,7 +211,7 @@ class StopOnDivergence(_StepCounter):
         super().__init__()
         self._detector = DivergenceDetector(lambda: replicated(self.model, self.model.optimizer), every=every)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Compare the ranks every ``every`` steps."""
         self._detector.check(self.count(batch))
 
@@ -267,7 +267,7 @@ class StepLog(_StepCounter):
         self._logged = self._done
         self._since = time.perf_counter()
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Start the clock."""
         self._since = time.perf_counter()
 

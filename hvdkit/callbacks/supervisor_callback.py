@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -14,7 +14,11 @@ from hvdkit.callbacks.step_callbacks import stateful_callbacks
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.optimizer.mixins import set_supervised
+from hvdkit.sharding.shards import AnyVariable
 from hvdkit.supervisor.session import Supervisor
+
+if TYPE_CHECKING:
+    from hvdkit.data.batches import GlobalBatches
 
 
 class SupervisorCallback(keras.callbacks.Callback):
@@ -50,8 +54,8 @@ class SupervisorCallback(keras.callbacks.Callback):
         logdir: str | Path,
         *,
         until: int | None = None,
-        data: Any = None,
-        variables: Iterable[Any] = (),
+        data: GlobalBatches | None = None,
+        variables: Iterable[AnyVariable] = (),
         state: Mapping[str, Any] | None = None,
         **options: Any,
     ):
@@ -64,7 +68,7 @@ class SupervisorCallback(keras.callbacks.Callback):
         self._step_counters: list[Any] = []
         self._epoch = _Epoch()
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Restore or initialize, and set Keras's initial epoch."""
         self._step_counters, self._epoch = stateful_callbacks(self.model), _Epoch()
         self.supervisor = Supervisor(
@@ -94,7 +98,7 @@ class SupervisorCallback(keras.callbacks.Callback):
         elif done_steps and steps:
             self._remaining_steps = steps - done_steps
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Start counting the batches of this epoch."""
         self._epoch_steps = 0
         self._epoch.begin(epoch, self._session.global_step)
@@ -119,13 +123,13 @@ class SupervisorCallback(keras.callbacks.Callback):
         if getattr(self.model.optimizer, "use_ema", False):
             # At the end of fit, Keras replaces the weights by their averages before it calls on_train_end.
             self._session.save(wait=False)
-        if self._remaining_steps:
+        if self._remaining_steps and self._data is not None:
             self._remaining_steps = 0
             self._data.restore(self._data.state_at(self._session.global_step))  # the next pass starts here
         if self.model.stop_training is _END_OF_EPOCH:
             self.model.stop_training = False
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, float] | None = None) -> None:
         """Save any unsaved state and end the session."""
         self.model._initial_epoch = None
         set_supervised(self.model, False)

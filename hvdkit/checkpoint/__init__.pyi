@@ -1,6 +1,6 @@
 from .export import export_npy as export_npy
 from .folder import latest as latest
-from .inspecting import inspect as inspect
+from .inspection import inspect as inspect
 from .restoring import restore as restore
 from .saved_model import export_saved_model as export_saved_model
 from .saving import save as save

@@ -152,12 +152,12 @@ def restore_through_chief(
         with Reader(path, manifest) as reader:
             for rank, specs in enumerate(specs_by_rank):
                 for name, (kind, index, flat, resize) in specs.items():
-                    saved = names[name]
+                    saved_name = names[name]
                     if kind == "per_rank":
-                        part = reader.per_rank(saved, rank, cluster.size(), resize)
+                        part = reader.per_rank(saved_name, rank, cluster.size(), resize)
                     else:
                         assert index is not None
-                        part = reader.sharded(saved, index, flat=flat)
+                        part = reader.sharded(saved_name, index, flat=flat)
                     if rank == 0:
                         assign(by_name[name], part)
                     elif part is not None:

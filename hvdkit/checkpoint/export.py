@@ -13,7 +13,7 @@ from urllib.parse import quote
 import numpy as np
 
 from hvdkit.checkpoint.files import checkpoint_errors, write_text
-from hvdkit.checkpoint.inspecting import newest_at
+from hvdkit.checkpoint.inspection import newest_at
 from hvdkit.checkpoint.manifest import Manifest, TensorEntry
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES
@@ -67,8 +67,8 @@ def export_npy(
     check_target(directory, overwrite)
     with Reader(path, manifest) as reader:
         for (name, rank), file in files.items():
-            saved = tensors[name]
-            _write_npy(file, _npy_dtype(saved), saved.shape, _read_pieces(reader, name, saved, rank), progress)
+            tensor = tensors[name]
+            _write_npy(file, _npy_dtype(tensor), tensor.shape, _read_pieces(reader, name, tensor, rank), progress)
         rank_values = reader.all_rank_values()
     values_file = directory / VALUES
     values = {"step": manifest.step, "values": manifest.values, "rank_values": rank_values}
@@ -111,15 +111,15 @@ def _select(manifest: Manifest, names: Sequence[str] | None) -> dict[str, Tensor
             remedy = "`hvdkit checkpoint inspect` lists all"
             raise ValueError(describe("names", repr(pattern), f"a name or pattern of tensors such as {known}", remedy))
         selected |= matches
-    return {name: saved for name, saved in manifest.variables.items() if name in selected}
+    return {name: tensor for name, tensor in manifest.variables.items() if name in selected}
 
 
 def _target_files(tensors: dict[str, TensorEntry], directory: Path) -> dict[tuple[str, int | None], Path]:
     """Return the file to write for each (tensor, rank); rank is None except for per-rank tensors."""
     files: dict[tuple[str, int | None], Path] = {}
-    for name, saved in tensors.items():
+    for name, tensor in tensors.items():
         base = directory.joinpath(*map(_escape, name.split("/")))
-        ranks = range(len(saved.parts)) if saved.kind == "per_rank" else [None]
+        ranks = range(len(tensor.parts)) if tensor.kind == "per_rank" else [None]
         for rank in ranks:
             files[name, rank] = base.with_name(f"{base.name}{'' if rank is None else f'.rank{rank:05d}'}.npy")
     if len({*files.values()}) < len(files):
@@ -132,26 +132,26 @@ def _escape(component: str) -> str:
     return quote(component, safe="") if component.strip(".") else component.replace(".", "%2E") or "%"
 
 
-def _npy_dtype(saved: TensorEntry) -> np.dtype:
-    dtype = np.dtype(saved.dtype)
+def _npy_dtype(tensor: TensorEntry) -> np.dtype:
+    dtype = np.dtype(tensor.dtype)
     return np.dtype(np.float32) if dtype.name.startswith(("bfloat16", "float8")) else dtype
 
 
-def _read_pieces(reader: Reader, name: str, saved: TensorEntry, rank: int | None) -> Iterator[np.ndarray]:
+def _read_pieces(reader: Reader, name: str, tensor: TensorEntry, rank: int | None) -> Iterator[np.ndarray]:
     """Yield the rows of a tensor in global order, in pieces."""
-    if saved.kind != "sharded" or not saved.shape:
-        part = saved.parts[rank or 0]
+    if tensor.kind != "sharded" or not tensor.shape:
+        part = tensor.parts[rank or 0]
         file = reader.open(part)
         for _, _, block in file.pieces(name, range(file.locations[name].rows)):
             assert block is not None
             yield block
         return
-    rows, *others = saved.shape
-    row_bytes = max(1, math.prod(others) * np.dtype(saved.dtype).itemsize)
+    rows, *others = tensor.shape
+    row_bytes = max(1, math.prod(others) * np.dtype(tensor.dtype).itemsize)
     # Each part is read in whole checksum blocks. Use a larger window for more parts, so that little is read twice.
-    window = min(max(_MIN_WINDOW, len(saved.parts) * BLOCK_BYTES), _MAX_WINDOW)
+    window = min(max(_MIN_WINDOW, len(tensor.parts) * BLOCK_BYTES), _MAX_WINDOW)
     step = max(1, window // row_bytes)
-    for start in range(0, rows if math.prod(saved.shape) else 0, step):
+    for start in range(0, rows if math.prod(tensor.shape) else 0, step):
         yield reader.sharded(name, (range(start, min(start + step, rows)), *map(range, others)))
 
 

@@ -51,16 +51,16 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         Raises:
             CorruptCheckpointError: its bytes differ from those saved; the message names file, tensor and rows.
         """
-        saved = self._manifest.variables[name]
-        out = aligned_empty(saved.shape, np.dtype(saved.dtype))
-        return self.open(saved.parts[0]).read(name, out=out)
+        tensor = self._manifest.variables[name]
+        out = aligned_empty(tensor.shape, np.dtype(tensor.dtype))
+        return self.open(tensor.parts[0]).read(name, out=out)
 
     def whole(self, name: str) -> np.ndarray:
         """Return an entire replicated or sharded tensor. Raises as :meth:`replicated` and :meth:`sharded`."""
-        saved = self._manifest.variables[name]
-        if saved.kind == "replicated":
+        tensor = self._manifest.variables[name]
+        if tensor.kind == "replicated":
             return self.replicated(name)
-        return self.sharded(name, tuple(map(range, saved.shape)))
+        return self.sharded(name, tuple(map(range, tensor.shape)))
 
     def per_rank(self, name: str, rank: int, size: int, resize: Resize) -> np.ndarray | None:
         """Return the value of a per-rank tensor for ``rank`` of ``size``, or None to keep the current value.
@@ -68,20 +68,20 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         Raises:
             CorruptCheckpointError: as above.
         """
-        saved, saved_size = self._manifest.variables[name], self._manifest.size
+        tensor, saved_size = self._manifest.variables[name], self._manifest.size
         if size == saved_size or (resize == "keep" and rank < saved_size):
-            return self.open(saved.parts[rank]).read(name)
+            return self.open(tensor.parts[rank]).read(name)
         if resize == "keep":
             return None
         divisor = saved_size if resize == "mean" else size
-        return np.asarray(self._total(name) / divisor).astype(np.dtype(saved.dtype))
+        return np.asarray(self._total(name) / divisor).astype(np.dtype(tensor.dtype))
 
     def _total(self, name: str) -> np.ndarray:
         """Return the float64 sum over the ranks that saved; each file is read once for all such tensors."""
         if name not in self._totals:
-            saved = self._manifest.variables
-            floats = {n for n, s in saved.items() if s.kind == "per_rank" and np.dtype(s.dtype).kind not in "iub"}
-            for parts in zip(*([(n, part) for part in saved[n].parts] for n in sorted(floats | {name})), strict=True):
+            tensors = self._manifest.variables
+            floats = {n for n, t in tensors.items() if t.kind == "per_rank" and np.dtype(t.dtype).kind not in "iub"}
+            for parts in zip(*([(n, part) for part in tensors[n].parts] for n in sorted(floats | {name})), strict=True):
                 for n, part in parts:
                     self._totals[n] = self._totals.get(n, 0.0) + self.open(part).read(n).astype(np.float64)
         return self._totals.pop(name)
@@ -97,56 +97,56 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         Raises:
             CorruptCheckpointError: as above, or the saved parts do not cover ``index``.
         """
-        saved = self._manifest.variables[name]
+        tensor = self._manifest.variables[name]
         if flat:
-            return self._read_elements(name, saved, index[0])
-        if saved.partition == FLAT:
-            return self._read_box_of_flat(name, saved, index)
-        out = aligned_empty([len(axis) for axis in index], np.dtype(saved.dtype))
-        copied = sum(self._copy_part(name, saved, part, index, out) for part in saved.parts)
-        self._check_complete(name, saved, out.size, copied)
+            return self._read_elements(name, tensor, index[0])
+        if tensor.partition == FLAT:
+            return self._read_box_of_flat(name, tensor, index)
+        out = aligned_empty([len(axis) for axis in index], np.dtype(tensor.dtype))
+        copied = sum(self._copy_part(name, tensor, part, index, out) for part in tensor.parts)
+        self._check_complete(name, tensor, out.size, copied)
         return out
 
-    def _check_complete(self, name: str, saved: TensorEntry, expected: int, copied: int) -> None:
+    def _check_complete(self, name: str, tensor: TensorEntry, expected: int, copied: int) -> None:
         if copied != expected:
             missing = f"of {expected} values asked for {expected - copied} are in no shard"
-            raise CorruptCheckpointError(f"{self._path}: {name!r} is {saved}, and {missing}")
+            raise CorruptCheckpointError(f"{self._path}: {name!r} is {tensor}, and {missing}")
 
-    def _read_elements(self, name: str, saved: TensorEntry, elements: range) -> np.ndarray:
+    def _read_elements(self, name: str, tensor: TensorEntry, elements: range) -> np.ndarray:
         """Return contiguous elements of a tensor in row-major order, for any saved partition."""
-        if saved.kind == "replicated" and len(elements) == math.prod(saved.shape):
+        if tensor.kind == "replicated" and len(elements) == math.prod(tensor.shape):
             return self.replicated(name).reshape(-1)
-        out = aligned_empty([len(elements)], np.dtype(saved.dtype))
-        boxes = [(elements,)] if saved.partition == FLAT else boxes_of(saved.shape, elements)
+        out = aligned_empty([len(elements)], np.dtype(tensor.dtype))
+        boxes = [(elements,)] if tensor.partition == FLAT else boxes_of(tensor.shape, elements)
         copied = start = 0
         for box in boxes:  # in element order
             lengths = [len(axis) for axis in box]
             target = out[start : start + math.prod(lengths)].reshape(lengths)
-            copied += sum(self._copy_part(name, saved, part, box, target) for part in saved.parts)
+            copied += sum(self._copy_part(name, tensor, part, box, target) for part in tensor.parts)
             start += target.size
-        self._check_complete(name, saved, out.size, copied)
+        self._check_complete(name, tensor, out.size, copied)
         return out
 
-    def _read_box_of_flat(self, name: str, saved: TensorEntry, index: tuple[range, ...]) -> np.ndarray:
+    def _read_box_of_flat(self, name: str, tensor: TensorEntry, index: tuple[range, ...]) -> np.ndarray:
         """Return the box at ``index`` of a tensor that was saved with the "flat" rule."""
         if not index:
-            return self._read_elements(name, saved, range(1)).reshape(())
+            return self._read_elements(name, tensor, range(1)).reshape(())
         rows, *others = index
-        width, lengths = math.prod(saved.shape[1:]), [len(axis) for axis in index]
-        if rows.step == 1 and tuple(others) == tuple(map(range, saved.shape[1:])):
-            return self._read_elements(name, saved, range(rows.start * width, rows.stop * width)).reshape(lengths)
-        out = aligned_empty(lengths, np.dtype(saved.dtype))
+        width, lengths = math.prod(tensor.shape[1:]), [len(axis) for axis in index]
+        if rows.step == 1 and tuple(others) == tuple(map(range, tensor.shape[1:])):
+            return self._read_elements(name, tensor, range(rows.start * width, rows.stop * width)).reshape(lengths)
+        out = aligned_empty(lengths, np.dtype(tensor.dtype))
         selection = slice(None, None, rows.step), *(slice(axis.start, axis.stop, axis.step) for axis in others)
         block_rows = max(1, BLOCK_BYTES // max(1, width * out.itemsize * rows.step))
         for first in range(0, len(rows) if out.size else 0, block_rows):
             chunk = rows[first : first + block_rows]
-            block = self._read_elements(name, saved, range(chunk[0] * width, (chunk[-1] + 1) * width))
-            out[first : first + block_rows] = block.reshape(-1, *saved.shape[1:])[selection]
+            block = self._read_elements(name, tensor, range(chunk[0] * width, (chunk[-1] + 1) * width))
+            out[first : first + block_rows] = block.reshape(-1, *tensor.shape[1:])[selection]
         return out
 
-    def _copy_part(self, name: str, saved: TensorEntry, part: Part, index: tuple[range, ...], out: np.ndarray) -> int:
+    def _copy_part(self, name: str, tensor: TensorEntry, part: Part, index: tuple[range, ...], out: np.ndarray) -> int:
         """Copy the intersection of ``part`` and ``index`` into ``out``; return the number of values."""
-        part_index = part.ranges() or tuple(map(range, saved.index_lengths))  # a replicated part covers all
+        part_index = part.ranges() or tuple(map(range, tensor.index_lengths))  # a replicated part covers all
         common = [intersect(a, b) for a, b in zip(part_index, index, strict=True)]
         if not all(common):
             return 0

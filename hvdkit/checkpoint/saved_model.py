@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import keras
 from hvdkit import cluster
 from hvdkit.checkpoint.export import check_target
 from hvdkit.checkpoint.files import checkpoint_errors, remove_folder
-from hvdkit.checkpoint.inspecting import newest_at
+from hvdkit.checkpoint.inspection import newest_at
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.reading import Reader
@@ -24,7 +25,12 @@ from hvdkit.sharding.shards import shard_of
 
 
 def export_saved_model(
-    path: str | Path, model: Any, directory: str | Path, *, key: str = "model", overwrite: bool = False
+    path: str | Path,
+    model: keras.Model | Callable[[], keras.Model],
+    directory: str | Path,
+    *,
+    key: str = "model",
+    overwrite: bool = False,
 ) -> Path:
     """Restore a checkpoint's model and write it as a SavedModel that plain TensorFlow can serve.
 

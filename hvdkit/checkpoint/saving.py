@@ -102,7 +102,7 @@ def finish(save: Save) -> None:
         CheckpointError: on every rank; the message names the rank that failed.
         NonFiniteError: on every rank; the message names variable, rank and step.
     """
-    while not settled(save, gather(cluster.exchange(), "the end of a save", lambda: progress_of(save))):
+    while not all_ranks_done(save, gather(cluster.exchange(), "the end of a save", lambda: progress_of(save))):
         save.wait(_POLL_SECONDS)
 
 
@@ -121,14 +121,14 @@ class SaveProgress(NamedTuple):
 
 
 def progress_of(save: Save) -> SaveProgress:
-    """Return this rank's progress, as input for :func:`settled`."""
+    """Return this rank's progress, as input for :func:`all_ranks_done`."""
     done = save.done  # read before failure(), which is final only after the thread has ended
     failure = save.failure()
     newest = latest(save.target.parent) if failure is not None and save.rank == 0 else None
     return SaveProgress(done, failure, newest.name if newest else None)
 
 
-def settled(save: Save, ranks: Sequence[SaveProgress]) -> bool:
+def all_ranks_done(save: Save, ranks: Sequence[SaveProgress]) -> bool:
     """Return True if every rank is done with ``save``, given every rank's :func:`progress_of`.
 
     Raises:

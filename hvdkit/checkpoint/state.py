@@ -40,10 +40,10 @@ class ShardedState(Protocol):
         """Global indices along each axis."""
 
     @property
-    def local(self) -> Any:
+    def local(self) -> np.ndarray | tf.Tensor | tf.Variable | keras.Variable:
         """This rank's part."""
 
-    def assign_local(self, values: Any) -> None:
+    def assign_local(self, values: np.ndarray | tf.Tensor) -> None:
         """Set this rank's part to ``values``, an array or a tensor."""
 
 
@@ -65,37 +65,37 @@ def flatten(state: Mapping[str, Any]) -> State:
     """
     if not isinstance(state, Mapping):
         raise TypeError(describe("state", type(state).__name__, "a dict of names", "pass e.g. {'model': model}"))
-    flat = State()
-    _walk(flat, "", state)
-    return flat
+    flattened = State()
+    _walk(flattened, "", state)
+    return flattened
 
 
-def _walk(flat: State, name: str, item: Any) -> None:
+def _walk(state: State, name: str, item: Any) -> None:
     if hasattr(item, "checkpoint_state"):
-        _walk(flat, name, item.checkpoint_state())
+        _walk(state, name, item.checkpoint_state())
     elif isinstance(item, keras.Model | keras.layers.Layer):
-        _add_layer(flat, name, item)
+        _add_layer(state, name, item)
     elif isinstance(item, keras.optimizers.Optimizer):
-        _add_optimizer(flat, name, item)
+        _add_optimizer(state, name, item)
     elif isinstance(item, ShardedState):
-        _add_sharded(flat, name, item, "finite" if getattr(item.local, "trainable", False) else "any")
+        _add_sharded(state, name, item, "finite" if getattr(item.local, "trainable", False) else "any")
     elif isinstance(item, tf.Variable | keras.Variable):
-        _add_variable(flat, name, item, "replicated", allowed="finite" if item.trainable else "any")
+        _add_variable(state, name, item, "replicated", allowed="finite" if item.trainable else "any")
     elif isinstance(item, np.ndarray | np.generic | tf.Tensor):
-        _add_array(flat, name, np.asarray(item))
-    elif _add_generator(flat, name, item):
+        _add_array(state, name, np.asarray(item))
+    elif _add_generator(state, name, item):
         pass
     elif hasattr(item, "state") and hasattr(item, "restore"):
-        flat.values[name] = Value(lambda: item.state, item.restore)
+        state.values[name] = Value(lambda: item.state, item.restore)
     elif isinstance(item, Mapping):
         for key, child in item.items():
-            _walk(flat, f"{name}/{key}" if name else str(key), child)
+            _walk(state, f"{name}/{key}" if name else str(key), child)
     elif isinstance(item, list | tuple):
         for number, child in enumerate(item):
             key = variable_name(child) if isinstance(child, tf.Variable | keras.Variable) else number
-            _walk(flat, f"{name}/{key}", child)
+            _walk(state, f"{name}/{key}", child)
     elif item is None or isinstance(item, bool | int | float | str):
-        flat.values[name] = Value(lambda: item, lambda value: flat.restored.__setitem__(name, value))
+        state.values[name] = Value(lambda: item, lambda value: state.restored.__setitem__(name, value))
     else:
         raise TypeError(
             describe(
@@ -107,9 +107,9 @@ def _walk(flat: State, name: str, item: Any) -> None:
         )
 
 
-def _add_layer(flat: State, name: str, layer: Any) -> None:
+def _add_layer(state: State, name: str, layer: Any) -> None:
     seeds, statistics = _per_rank_variables(layer)
-    done = _add_sharded_layers(flat, name, layer)
+    done = _add_sharded_layers(state, name, layer)
     # A constant weight may be infinite, such as an attention mask; a metric may be NaN.
     allowed: dict[int, Allowed] = {id(v): "finite" if v.trainable else "infinite" for v in layer.weights}
     for variable in layer.variables:
@@ -117,19 +117,19 @@ def _add_layer(flat: State, name: str, layer: Any) -> None:
         if id(variable) in done:
             continue
         if id(variable) in seeds:
-            _add_variable(flat, path, variable, "per_rank", key=name)
+            _add_variable(state, path, variable, "per_rank", key=name)
         elif id(variable) in statistics:
-            _add_variable(flat, path, variable, "per_rank", "mean", key=name, allowed="finite")
+            _add_variable(state, path, variable, "per_rank", "mean", key=name, allowed="finite")
         else:
-            _add_variable(flat, path, variable, "replicated", key=name, allowed=allowed.get(id(variable), "any"))
+            _add_variable(state, path, variable, "replicated", key=name, allowed=allowed.get(id(variable), "any"))
 
 
-def _add_sharded_layers(flat: State, name: str, layer: Any) -> set[int]:
+def _add_sharded_layers(state: State, name: str, layer: Any) -> set[int]:
     """Add the sublayers of ``layer`` that define ``checkpoint_state()``; return their variables' ids."""
     added: set[int] = set()
     for sublayer in layer._flatten_layers(include_self=False):
         if hasattr(sublayer, "checkpoint_state"):
-            _walk(flat, f"{name}/{sublayer.path or sublayer.name}", sublayer)
+            _walk(state, f"{name}/{sublayer.path or sublayer.name}", sublayer)
             added |= {id(v) for v in sublayer.variables}
     return added
 
@@ -147,7 +147,7 @@ def _per_rank_variables(layer: Any) -> tuple[set[int], set[int]]:
     return seeds, statistics
 
 
-def _add_optimizer(flat: State, name: str, optimizer: Any) -> None:
+def _add_optimizer(state: State, name: str, optimizer: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if not hasattr(inner, "_hvdkit") and any(holding_of(v) is not None for v in inner._trainable_variables):
         remedy = "wrap it; with hk.DistributedGradientTape as hk.DistributedOptimizer(optimizer, op=None)"
@@ -159,13 +159,13 @@ def _add_optimizer(flat: State, name: str, optimizer: Any) -> None:
         raise ValueError(describe(f"optimizer {name!r}", got, "one that combines gradients of all ranks", remedy))
     sums = {id(v) for v in getattr(inner, "_accumulated_gradients", ())}
     steps = getattr(inner, "gradient_accumulation_steps", None) or 1
-    flat.values[f"{name}/accumulate_steps"] = Value(lambda: steps, lambda saved: _check_accumulation(steps, saved))
+    state.values[f"{name}/accumulate_steps"] = Value(lambda: steps, lambda saved: _check_accumulation(steps, saved))
     for variable in optimizer.variables:
         path = f"{name}/{variable_name(variable)}"
         if id(variable) in sums:
-            _add_variable(flat, path, variable, "per_rank", _accumulator_resize(inner), key=name, allowed="finite")
+            _add_variable(state, path, variable, "per_rank", _accumulator_resize(inner), key=name, allowed="finite")
         else:
-            _add_variable(flat, path, variable, "replicated", key=name, allowed="finite")
+            _add_variable(state, path, variable, "replicated", key=name, allowed="finite")
 
 
 def _check_accumulation(steps: int, saved: int) -> None:
@@ -181,7 +181,7 @@ def _accumulator_resize(optimizer: Any) -> Resize:
 
 
 def _add_variable(
-    flat: State,
+    state: State,
     name: str,
     variable: Any,
     kind: Kind,
@@ -194,11 +194,11 @@ def _add_variable(
     if is_local(variable):
         kind, resize = "per_rank", "keep"
     if (shard := flat_shard_of(variable)) is not None:
-        _add_sharded(flat, name, FlatShardState(variable, shard), allowed)
+        _add_sharded(state, name, FlatShardState(variable, shard), allowed)
         return
     if shard_of(variable) is not None:
         for piece in piece_states(variable):
-            _add_sharded(flat, f"{key}/{piece.name}" if key else name, piece, allowed)
+            _add_sharded(state, f"{key}/{piece.name}" if key else name, piece, allowed)
         return
     inner = variable.value if isinstance(variable, keras.Variable) else variable
 
@@ -207,7 +207,7 @@ def _add_variable(
 
     dtype = np.dtype(tf.as_dtype(inner.dtype).as_numpy_dtype)
     shape = tuple(inner.shape)
-    _add(flat, Entry(name, kind, dtype, shape, read, inner.assign, resize=resize, variable=inner, allowed=allowed))
+    _add(state, Entry(name, kind, dtype, shape, read, inner.assign, resize=resize, variable=inner, allowed=allowed))
 
 
 def _array(tensor: tf.Tensor) -> np.ndarray:
@@ -215,7 +215,7 @@ def _array(tensor: tf.Tensor) -> np.ndarray:
     return np.asarray(tf.reshape(tensor, [-1])).reshape(tensor.shape) if tensor.shape.rank == 0 else np.asarray(tensor)
 
 
-def _add_sharded(flat: State, name: str, item: ShardedState, allowed: Allowed) -> None:
+def _add_sharded(state: State, name: str, item: ShardedState, allowed: Allowed) -> None:
     def local() -> Any:
         return item.local.value if isinstance(item.local, keras.Variable) else item.local
 
@@ -239,34 +239,34 @@ def _add_sharded(flat: State, name: str, item: ShardedState, allowed: Allowed) -
         writes=getattr(item, "is_writer", True),
         allowed=allowed,
     )
-    _add(flat, entry)
+    _add(state, entry)
 
 
-def _add_array(flat: State, name: str, array: np.ndarray) -> None:
+def _add_array(state: State, name: str, array: np.ndarray) -> None:
     def assign(values: np.ndarray) -> None:
-        flat.restored[name] = values
+        state.restored[name] = values
 
     # Copy: unlike a variable, an array is updated in place.
-    _add(flat, Entry(name, "replicated", array.dtype, array.shape, array.copy, assign))
+    _add(state, Entry(name, "replicated", array.dtype, array.shape, array.copy, assign))
 
 
-def _add_generator(flat: State, name: str, item: Any) -> bool:
+def _add_generator(state: State, name: str, item: Any) -> bool:
     """Add a random generator's per-rank state; return False if ``item`` is not a generator."""
     if isinstance(item, keras.random.SeedGenerator | tf.random.Generator):
-        _add_variable(flat, f"{name}/state", item.state, "per_rank")
+        _add_variable(state, f"{name}/state", item.state, "per_rank")
     elif isinstance(item, np.random.Generator):
         bits = item.bit_generator
-        flat.values[name] = Value(
+        state.values[name] = Value(
             lambda: _to_json(bits.state), lambda value: setattr(bits, "state", _from_json(value)), per_rank=True
         )
     elif isinstance(item, np.random.RandomState) or item is np.random:
-        flat.values[name] = Value(
+        state.values[name] = Value(
             lambda: _to_json(item.get_state(legacy=False)),
             lambda value: item.set_state(_from_json(value)),
             per_rank=True,
         )
     elif isinstance(item, random.Random) or item is random:
-        flat.values[name] = Value(
+        state.values[name] = Value(
             item.getstate, lambda value: item.setstate((value[0], tuple(value[1]), value[2])), per_rank=True
         )
     else:
@@ -291,13 +291,13 @@ def _from_json(state: Any) -> Any:
     return state
 
 
-def _add(flat: State, entry: Entry) -> None:
+def _add(state: State, entry: Entry) -> None:
     if not storable(entry.dtype):
         raise TypeError(
             describe(f"state[{entry.name!r}]", f"dtype {entry.dtype}", "numbers or bool", "save it as numbers or JSON")
         )
     base, number = entry.name, 1
-    while entry.name in flat.entries:  # variables with the same name are numbered in order
+    while entry.name in state.entries:  # variables with the same name are numbered in order
         number += 1
         entry.name = f"{base}~{number}"
-    flat.entries[entry.name] = entry
+    state.entries[entry.name] = entry

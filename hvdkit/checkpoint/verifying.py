@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdkit.checkpoint.folder import clear_damage, record_damage
-from hvdkit.checkpoint.inspecting import checkpoints_at, format_bytes
+from hvdkit.checkpoint.inspection import checkpoints_at, format_bytes
 from hvdkit.checkpoint.manifest import NAME, Manifest, Part, TensorEntry
 from hvdkit.checkpoint.tensorfile import FileRecord, TensorFile, TensorLocation
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
@@ -93,14 +93,14 @@ def bytes_to_verify(path: str | Path) -> int:
     total = 0
     for checkpoint in checkpoints_at(Path(path)):
         with contextlib.suppress(CheckpointError):  # verify reports it
-            for saved in Manifest.parse(checkpoint).variables.values():
-                elements = sum(math.prod(_part_shape(saved, part)) for part in saved.parts)
-                total += elements * np.dtype(saved.dtype).itemsize
+            for tensor in Manifest.parse(checkpoint).variables.values():
+                elements = sum(math.prod(_part_shape(tensor, part)) for part in tensor.parts)
+                total += elements * np.dtype(tensor.dtype).itemsize
     return total
 
 
-def _part_shape(saved: TensorEntry, part: Part) -> tuple[int, ...]:
-    return saved.shape if part.index is None else tuple(len(axis) for axis in part.ranges())
+def _part_shape(tensor: TensorEntry, part: Part) -> tuple[int, ...]:
+    return tensor.shape if part.index is None else tuple(len(axis) for axis in part.ranges())
 
 
 class _Verifier:
@@ -125,18 +125,18 @@ class _Verifier:
 
     def _check_parts(self) -> Iterator[str]:
         """Yield a message for each tensor with missing, extra or overlapping parts."""
-        for name, saved in self._manifest.variables.items():
+        for name, tensor in self._manifest.variables.items():
             problem = None
-            if saved.kind == "sharded":
-                key = (saved.index_lengths, tuple(part.index for part in saved.parts))
+            if tensor.kind == "sharded":
+                key = (tensor.index_lengths, tuple(part.index for part in tensor.parts))
                 if key not in self._coverage_problems:  # slots are partitioned like their variable
-                    self._coverage_problems[key] = coverage_problem(saved)
+                    self._coverage_problems[key] = coverage_problem(tensor)
                 problem = self._coverage_problems[key]
-            elif len(saved.parts) != (expected := self._manifest.size if saved.kind == "per_rank" else 1):
-                problem = f"has {len(saved.parts)} parts, expected {expected}"
+            elif len(tensor.parts) != (expected := self._manifest.size if tensor.kind == "per_rank" else 1):
+                problem = f"has {len(tensor.parts)} parts, expected {expected}"
             if problem:
-                yield f"{self._path / NAME}: {name!r}, {saved}, {problem}"
-            for part in saved.parts:
+                yield f"{self._path / NAME}: {name!r}, {tensor}, {problem}"
+            for part in tensor.parts:
                 if part.file not in self._manifest.files:
                     yield f"{self._path / NAME}: {name!r} is in {part.file}, which is not among the files"
 
@@ -160,12 +160,12 @@ class _Verifier:
                     self._manifest.rank_values_in(self._with_values[name], file)
             except CorruptCheckpointError as error:
                 yield error
-            for tensor, part in self._manifest.parts_by_file[name]:
-                yield from self._check_part(file, tensor, self._manifest.variables[tensor], part)
+            for tensor_name, part in self._manifest.parts_by_file[name]:
+                yield from self._check_part(file, tensor_name, self._manifest.variables[tensor_name], part)
 
-    def _check_part(self, file: TensorFile, name: str, saved: TensorEntry, part: Part) -> Iterator[CheckpointError]:
+    def _check_part(self, file: TensorFile, name: str, tensor: TensorEntry, part: Part) -> Iterator[CheckpointError]:
         location = file.locations.get(name)
-        expected = (_part_shape(saved, part), np.dtype(saved.dtype), part.checksum)
+        expected = (_part_shape(tensor, part), np.dtype(tensor.dtype), part.checksum)
         if location is None or (location.shape, location.dtype, location.checksum()) != expected:
             yield CorruptCheckpointError(f"{file.path}: {name!r} is not what {NAME} says")
             return
@@ -203,20 +203,20 @@ def find_damaged_rows(
     return damaged
 
 
-def coverage_problem(saved: TensorEntry) -> str | None:
+def coverage_problem(tensor: TensorEntry) -> str | None:
     """Return None if the parts of a sharded tensor cover it exactly once, else a description of the problem.
 
     Parts cover the tensor if they are disjoint, within bounds, and have as many elements as the tensor.
     """
-    boxes, lengths = [part.ranges() for part in saved.parts], saved.index_lengths
-    for part, box in zip(saved.parts, boxes, strict=True):
+    boxes, lengths = [part.ranges() for part in tensor.parts], tensor.index_lengths
+    for part, box in zip(tensor.parts, boxes, strict=True):
         is_inside = all(not axis or (axis[0] >= 0 and axis[-1] < n) for axis, n in zip(box, lengths, strict=False))
         if len(box) != len(lengths) or not is_inside:
             return f"has a part in {part.file} that lies outside: {part.index}"
     if (pair := _find_overlap(boxes)) is not None:
-        return f"has elements in {saved.parts[pair[0]].file} and again in {saved.parts[pair[1]].file}"
+        return f"has elements in {tensor.parts[pair[0]].file} and again in {tensor.parts[pair[1]].file}"
     covered = sum(math.prod(map(len, box)) for box in boxes)
-    total = math.prod(saved.shape)
+    total = math.prod(tensor.shape)
     return None if covered == total else f"is not covered: {total - covered} of {total} elements are in no file"
 
 

@@ -199,11 +199,11 @@ def agree(
     return values
 
 
-def unlike_places(first: Sequence[Any], second: Sequence[Any]) -> list[int]:
+def differing_indices(first: Sequence[Any], second: Sequence[Any]) -> list[int]:
     """Return the indices at which two lists differ, including those that only one list has.
 
     Example:
-        >>> unlike_places("abc", "adcd")
+        >>> differing_indices("abc", "adcd")
         [1, 3]
     """
     pairs = itertools.zip_longest(first, second, fillvalue=_LACKING)

@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.collectives.marks import WeakRegistry
+from hvdkit.collectives.weak_registry import WeakRegistry
 
 _SHARES: WeakRegistry[bool] = WeakRegistry()  # datasets
 

@@ -114,7 +114,7 @@ def checkpoint(config: Inspect | Verify | Export) -> int:
 
 
 def _inspect(config: Inspect) -> int:
-    from hvdkit.checkpoint.inspecting import inspect
+    from hvdkit.checkpoint.inspection import inspect
 
     found = inspect(config.path)
     print(json.dumps(found.as_dict(), indent=2) if config.json else found)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 # The alignment of Eigen, which TensorFlow uses.
 ALIGNMENT = 64
@@ -17,7 +18,7 @@ ALIGNMENT = 64
 _SHARED = {"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"}
 
 
-def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+def aligned_empty(shape: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
     """Return an uninitialized array like ``np.empty``, aligned like a TensorFlow tensor."""
     dtype = np.dtype(dtype)
     length = math.prod(shape) * dtype.itemsize

@@ -67,7 +67,7 @@ def source(data: Any, map_fn: Callable[..., Any] | None, shuffle_buffer: int | N
     return ArraySource(data)
 
 
-def keras_parts(structure: Any) -> int:
+def keras_parts(structure: object) -> int:
     """Return the number of parts of data for Keras: 1 (x), 2 (x, y) or 3 (x, y, sample_weight)."""
     if isinstance(structure, list) or (isinstance(structure, tuple) and not 1 <= len(structure) <= 3):
         got = f"a {type(structure).__name__} of {len(structure)}"

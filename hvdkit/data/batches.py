@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import optree
@@ -16,6 +16,9 @@ from hvdkit.data.aligned import tensor_of
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.keras_dataset import batches_at_once, keras_dataset, weighted, weighted_spec
 from hvdkit.errors import describe, integer
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 _Convert = Callable[[Any, list[int], int], Any]  # maps batches, their numbers of real examples, and their digest
 
@@ -166,7 +169,7 @@ class GlobalBatches(Iterator[Any]):
         return min(max(self.global_count - first, 0), last - first)
 
     @property
-    def sample_weight(self) -> Any:
+    def sample_weight(self) -> np.ndarray | tf.Tensor:
         """Float32 ``[local rows]``: ``mask * N * L / b``, where L is the number of local rows and b ``global_count``.
 
         ``mean(sample_weight * loss)``, averaged over the ranks, is the mean of the loss over the b real examples of
@@ -245,7 +248,7 @@ class GlobalBatches(Iterator[Any]):
         settings = {"seed": self._seed, "batch_size": self._batch_size, "remainder": self._remainder}
         return {**self._source.fingerprint(), **settings}
 
-    def as_keras(self) -> Any:
+    def as_keras(self) -> tf.data.Dataset:
         """Return the remaining batches as a ``tf.data.Dataset`` of ``(x, y, sample_weight)`` for ``fit``.
 
         It has ``steps_per_epoch`` elements (for a stream of unknown length, as many as the epoch has), and each pass
@@ -297,7 +300,7 @@ class GlobalBatches(Iterator[Any]):
         whole = self._remainder == "drop" or (examples is not None and examples % self._batch_size == 0)
         return whole and self._batch_size % self._size == 0
 
-    def as_shares(self) -> Any:
+    def as_shares(self) -> tf.data.Dataset:
         """Return this rank's rows of the remaining batches as a ``tf.data.Dataset``, for ``hk.fit``.
 
         Its elements are ``(data, b, digest)``: rows ``[r*b//N, (r+1)*b//N)`` of the b real examples of a global batch,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit import cluster
@@ -85,7 +86,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
     def __init__(
         self,
         tables: Sequence[Table],
-        plan: Any = "auto",
+        plan: Plan | Mapping[str, str] | Literal["auto"] = "auto",
         *,
         seed: int | None = None,
         compression: str | None = None,
@@ -122,7 +123,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         lookups = lookups_of_rank(layout, tables, cluster.rank())
         return tuple(dict.fromkeys(self.lookups[lookup.output].feature for lookup in lookups))
 
-    def build(self, input_shape: Any = None) -> None:
+    def build(self, input_shape: object = None) -> None:
         """Create this rank's part of every table."""
         if self._store is not None:
             return
@@ -230,7 +231,9 @@ class ShardedEmbeddingCollection(ShardedLayer):
                 specs[name] = keras.KerasTensor((None, table.output_dim), dtype=self.compute_dtype)
         return nest_outputs(inputs if self.dp_input else self._whole_structure(), specs, self.lookups)
 
-    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+    def compute_mask(
+        self, inputs: Mapping[str, Any] | PendingLookup, previous_mask: object = None
+    ) -> dict[str, Any] | None:
         """Return a mask for each output, False for padding; None without ``mask_zero`` or with a combiner."""
         if not self.supports_masking:
             return None
@@ -255,7 +258,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         """
         return self._built_store().ids(table)
 
-    def assign(self, table: str, full_array: Any) -> None:
+    def assign(self, table: str, full_array: npt.ArrayLike) -> None:
         """Set an entire table from ``[input_dim, output_dim]``; each rank takes its part, without communication."""
         self._built_store().assign(table, full_array)
 
@@ -271,7 +274,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         self._check_no_evict("get_weights")
         return [self.gather(table.name) for table in self.tables]  # type: ignore[misc]
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
+    def set_weights(self, weights: Sequence[npt.ArrayLike]) -> None:
         """Set all tables from unsharded arrays, the same on every rank; each rank keeps its part. Every rank calls it.
 
         Args:

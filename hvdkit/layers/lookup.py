@@ -115,10 +115,10 @@ def fault_of(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
 
 def _after_check(store: TableStore, bags: dict[str, Bag], fault: Fault) -> dict[str, Bag]:
     """Return the bags after exchanging faults: with only replicated tables, this is the only communication."""
-    words = fault.words[None]
+    codes = fault.code[None]
     if store.layout.size > 1 and (fault.texts or tf.executing_eagerly()):
-        words = tensors.allgather(words, f"{_NAME}.faults")
-    with tf.control_dependencies(raise_everywhere(words, fault)):
+        codes = tensors.allgather(codes, f"{_NAME}.faults")
+    with tf.control_dependencies(raise_everywhere(codes, fault)):
         return {name: bag._replace(ids=tf.identity(bag.ids)) for name, bag in bags.items()}
 
 

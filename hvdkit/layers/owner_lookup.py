@@ -25,7 +25,7 @@ from hvdkit.errors import describe
 from hvdkit.layers.features import Bag, combine_rows, make_ids_valid
 from hvdkit.layers.lookup import fault_of
 from hvdkit.layers.table_store import TableStore
-from hvdkit.sharding.id_checks import FAULT_WORDS, Fault, raise_everywhere, refusal
+from hvdkit.sharding.id_checks import FAULT_CODE_LENGTH, Fault, raise_everywhere, refusal
 from hvdkit.sharding.layout import Layout, TableSlice
 from hvdkit.sharding.routing import KeyedVariable, read_distinct
 
@@ -128,13 +128,13 @@ def _examples(bags: Mapping[str, Bag]) -> tf.Tensor:
 
 def _agree_on_batch(fault: Fault, examples: tf.Tensor, bags: Mapping[str, Bag]) -> tuple[dict[str, Bag], tf.Tensor]:
     """Return the bags and the global number of examples, after checking all ranks' faults and numbers of examples."""
-    words = tf.concat([fault.words, examples[None]], 0)[None]
+    codes = tf.concat([fault.code, examples[None]], 0)[None]
     if cluster.size() > 1:
-        words = tensors.allgather(words, f"{_NAME}.faults")
-    batches = words[:, FAULT_WORDS]
+        codes = tensors.allgather(codes, f"{_NAME}.faults")
+    batches = codes[:, FAULT_CODE_LENGTH]
     batch = tf.maximum(tf.reduce_max(batches), 0)
     wrong = tf.logical_and(batches != batch, batches != -1)
-    with tf.control_dependencies(raise_everywhere(words[:, :FAULT_WORDS], fault)):
+    with tf.control_dependencies(raise_everywhere(codes[:, :FAULT_CODE_LENGTH], fault)):
         wrong = tf.identity(wrong)
     with tf.control_dependencies(_raise_if_unequal(batches, wrong)):
         return {name: bag._replace(ids=tf.identity(bag.ids)) for name, bag in bags.items()}, tf.identity(batch)

@@ -15,7 +15,7 @@ from hvdkit.layers.axis_collectives import copy_to_group, gather_columns, reduce
 from hvdkit.layers.sharded_layer import ShardedLayer
 from hvdkit.sharding.initial import common_seed
 from hvdkit.sharding.partition import rows_of
-from hvdkit.sharding.shards import Piece, Shard, mark
+from hvdkit.sharding.shards import Piece, Shard, set_holding
 
 
 class _ParallelDense(ShardedLayer):
@@ -72,7 +72,7 @@ class _ParallelDense(ShardedLayer):
         local = tuple(len(i) for i in index)
         weight = self.add_weight(name=name, shape=local, initializer=initial_values)
         path = weight.path.rpartition("/")[0]
-        mark(weight, Shard(path, (Piece(name, shape, index, 0, "div"),), axis=self.axis))
+        set_holding(weight, Shard(path, (Piece(name, shape, index, 0, "div"),), axis=self.axis))
         return weight
 
     def _seed_of(self, name: str) -> int:

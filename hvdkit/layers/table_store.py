@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit import cluster
@@ -19,9 +20,9 @@ from hvdkit.layers.vocabulary_variables import VocabularyVariables
 from hvdkit.sharding.initial import common_seed, initial_blocks
 from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.layout import TableGroup, lay_out
-from hvdkit.sharding.partitioned import gather_parts
+from hvdkit.sharding.partitioned_variable import gather_parts
 from hvdkit.sharding.routing import KeyedVariable, RowSource
-from hvdkit.sharding.shards import Piece, PieceState, Shard, mark, piece_states, shard_of, write_box
+from hvdkit.sharding.shards import Piece, PieceState, Shard, piece_states, set_holding, shard_of, write_box
 from hvdkit.sharding.table import Table
 from hvdkit.sharding.variable_optimizer import VariableOptimizer, set_variable_optimizer, variable_optimizer
 
@@ -91,7 +92,7 @@ class TableStore:
             pieces.append(Piece(part.table.name, table_shape, (part.rows, part.columns), part.base, rule))
         name, shape, zeros = f"embeddings_{number}", (group.rows[rank], group.width), group.evicts is not None
         variable = self._add_weight(layer, name, shape, group.dtype, pieces, host=group.host, zeros=zeros)
-        mark(variable, Shard(variable.path.rpartition("/")[0], tuple(pieces), lookup=LastLookup()))
+        set_holding(variable, Shard(variable.path.rpartition("/")[0], tuple(pieces), lookup=LastLookup()))
         set_variable_optimizer(variable, _optimizer_of(group.slices[0].table))
         return variable
 
@@ -157,7 +158,7 @@ class TableStore:
     def sources(self, groups: Sequence[int], training: bool | None) -> list[RowSource]:
         """Return the sources of rows for some groups; ``training`` as for a lookup."""
         for variable in self.variables:  # Keras may have created the TensorFlow variable in the meantime
-            mark(variable, shard_of(variable))
+            set_holding(variable, shard_of(variable))
             set_variable_optimizer(variable, variable_optimizer(variable))
         return [self._source(group, training) for group in groups]
 
@@ -201,7 +202,7 @@ class TableStore:
         agree_on_call(Call(f"ids({name!r})", problem=attempt(check)))
         return vocabularies[0].gather_ids()
 
-    def assign(self, name: str, full_array: Any) -> None:
+    def assign(self, name: str, full_array: npt.ArrayLike) -> None:
         """Set an entire table; each rank takes its part of ``full_array``."""
         array = self.check_whole(name, full_array)
         if name in self.replicated:
@@ -211,7 +212,7 @@ class TableStore:
         box = tuple(slice(i.start, i.stop, i.step) for i in state.local_index)
         state.assign_local(tf.cast(array[box], state.dtype))
 
-    def check_whole(self, name: str, full_array: Any) -> np.ndarray:
+    def check_whole(self, name: str, full_array: npt.ArrayLike) -> np.ndarray:
         """Return ``full_array`` as an array. Raises ValueError if the table does not exist or has another shape."""
         table, array = self._table(name), np.asarray(full_array)
         if array.shape != (table.input_dim, table.output_dim):

@@ -10,8 +10,8 @@ from hvdkit import cluster
 from hvdkit.layers.sharded_layer import memory_device
 from hvdkit.sharding.hashing import first_rows
 from hvdkit.sharding.partition import rows_of
-from hvdkit.sharding.partitioned import gather_parts
-from hvdkit.sharding.shards import Piece, Shard, mark, shard_of
+from hvdkit.sharding.partitioned_variable import gather_parts
+from hvdkit.sharding.shards import Piece, Shard, set_holding, shard_of
 from hvdkit.sharding.table import BUCKET, Table
 from hvdkit.sharding.vocabulary import NO_ID, RowUsage, Vocabulary
 
@@ -60,9 +60,9 @@ class VocabularyVariables:
         shape, index = (self.table.buckets, BUCKET), (self._buckets, range(BUCKET))
         for name, variable in self._usage.items():
             piece = Piece(self.table.name, shape, index, 0, "bucket")
-            mark(variable, Shard(shard.owner, (piece,), name))
+            set_holding(variable, Shard(shard.owner, (piece,), name))
         if self._clock._value is not None:
-            mark(self._rows, Shard(shard.owner, shard.pieces, usage=self._row_usage()))
+            set_holding(self._rows, Shard(shard.owner, shard.pieces, usage=self._row_usage()))
 
     def _row_usage(self) -> RowUsage:
         return RowUsage(**{name: v._value for name, v in self._usage.items()}, clock=self._clock._value)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit import cluster
@@ -21,6 +22,7 @@ from hvdkit.optimizer import compression as wires
 from hvdkit.optimizer import sparse
 from hvdkit.optimizer.coupled_layers import any_coupled
 from hvdkit.optimizer.gradients import Gradient, Kind, PlacedGradients, place_gradients
+from hvdkit.sharding.shards import AnyVariable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +52,12 @@ class Averaging:
 
 @graph_safe
 def average_gradients(
-    grads: Sequence[Any],
+    grads: Sequence[Gradient | npt.ArrayLike],
     *,
     op: ReduceOp = Average,
-    weight: Any = None,
+    weight: npt.ArrayLike | tf.Tensor | None = None,
     compression: str | None = None,
-    variables: Sequence[Any] | None = None,
+    variables: Sequence[AnyVariable] | None = None,
     process_set: RankGroup = None,
 ) -> list[Gradient]:
     """Combine gradients over all ranks; the results are bitwise identical on all ranks.

@@ -20,7 +20,9 @@ from hvdkit.optimizer.coupled_layers import note_coupled, require_synchronized
 _Layer = keras.layers.BatchNormalization
 
 
-def synchronize_batch_normalization(model: Any, *, process_set: RankGroup = None) -> list[Any]:
+def synchronize_batch_normalization(
+    model: keras.layers.Layer, *, process_set: RankGroup = None
+) -> list[keras.layers.BatchNormalization]:
     """Make every ``BatchNormalization(synchronized=True)`` of ``model`` use the statistics of the global batch.
 
     Keras synchronizes through ``tf.distribute``, which sees only one rank, and so uses the local batch. ``hk.fit``,
@@ -69,13 +71,13 @@ def synchronize_batch_normalization(model: Any, *, process_set: RankGroup = None
     return layers
 
 
-def synchronized_statistics(model: Any) -> list[Any]:
+def synchronized_statistics(model: keras.layers.Layer) -> list[keras.Variable]:
     """Return the moving statistics of synchronized layers: equal on all ranks, even on a rank without examples."""
     layers = [layer for layer in _batch_normalizations(model) if "_moments" in vars(layer)]
     return [v for layer in layers for v in layer.non_trainable_variables]
 
 
-def check_batch_normalization(model: Any) -> None:
+def check_batch_normalization(model: keras.layers.Layer) -> None:
     """Check that all layers with ``synchronized=True`` are synchronized.
 
     Raises:
@@ -85,7 +87,7 @@ def check_batch_normalization(model: Any) -> None:
         require_synchronized(layer)
 
 
-def average_moving_statistics(model: Any, *, process_set: RankGroup = None) -> None:
+def average_moving_statistics(model: keras.layers.Layer | None, *, process_set: RankGroup = None) -> None:
     """Average the moving statistics of ``model``'s BatchNormalization layers over the ranks with different batches.
 
     Without ``synchronized=True`` they follow each rank's examples; their average is used to evaluate, save and export.
@@ -107,7 +109,9 @@ def average_moving_statistics(model: Any, *, process_set: RankGroup = None) -> N
     average_temporarily(model, process_set=process_set)
 
 
-def average_temporarily(model: Any, *, process_set: RankGroup = None) -> list[tuple[Any, tf.Tensor]]:
+def average_temporarily(
+    model: keras.layers.Layer | None, *, process_set: RankGroup = None
+) -> list[tuple[keras.Variable, tf.Tensor]]:
     """Like :func:`average_moving_statistics`; return the variables with their previous values, to restore them."""
     layers = [] if model is None else _batch_normalizations(model)
     group = resolve(process_set) or cluster.group(cluster.DATA)
@@ -122,7 +126,7 @@ def average_temporarily(model: Any, *, process_set: RankGroup = None) -> list[tu
     return list(zip(moving, local, strict=True))
 
 
-def _batch_normalizations(model: Any) -> list[Any]:
+def _batch_normalizations(model: keras.layers.Layer) -> list[keras.layers.BatchNormalization]:
     return [layer for layer in model._flatten_layers() if isinstance(layer, _Layer)]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdkit.collectives.marks import WeakRegistry
+from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import describe
 from hvdkit.sharding.shards import assign_whole
 

@@ -21,7 +21,7 @@ from hvdkit.optimizer.compression import wire_dtype
 from hvdkit.optimizer.copies import copy_of, subclass
 from hvdkit.optimizer.mixins import CombiningMixin, DistributedMixin, LossScale, LossScaleMixin, check_inner
 from hvdkit.optimizer.reduction import Reduction
-from hvdkit.optimizer.rows import SparseUpdates
+from hvdkit.optimizer.row_updates import SparseUpdates
 from hvdkit.optimizer.sharded_state import ShardedStateMixin, check_shardable
 from hvdkit.sharding.shards import holding_of, is_local
 from hvdkit.sharding.variables import compare_variables

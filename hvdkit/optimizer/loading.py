@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from hvdkit.sharding.variables import broadcast_variables
 
 
 def load_model(
-    path: str | Path, custom_objects: Any = None, compile: bool = True, safe_mode: bool = True, **options: Any
-) -> Any:
+    path: str | Path,
+    custom_objects: Mapping[str, object] | None = None,
+    compile: bool = True,
+    safe_mode: bool = True,
+    **options: Any,
+) -> keras.Model:
     """Return ``keras.models.load_model(path)`` with a distributed optimizer. Every rank must call it.
 
     A model saved with a plain or a distributed optimizer is restored compiled, with the optimizer's state: iterations,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdkit.collectives.digests import behind
 from hvdkit.errors import describe
-from hvdkit.sharding.shards import Local, mark, shard_of
+from hvdkit.sharding.shards import AnyVariable, Local, set_holding, shard_of
 from hvdkit.sharding.variables import variable_name
 
+if TYPE_CHECKING:
+    import keras
 
-def register_local_variables(variables: Any) -> None:
+
+def register_local_variables(variables: AnyVariable | Iterable[AnyVariable] | keras.layers.Layer) -> None:
     """Make variables local: each rank has its own values, which are not averaged, broadcast or compared.
 
     ``hk.DistributedOptimizer``, ``hk.DistributedGradientTape`` and ``hk.average_gradients(variables=...)`` do not
@@ -46,7 +49,7 @@ def register_local_variables(variables: Any) -> None:
             got = f"{variable_name(variable)}, which is sharded"
             remedy = "leave it out: each rank has its own part of it already"
             raise ValueError(describe("variables", got, "variables that each rank has whole", remedy))
-        mark(variable, Local())
+        set_holding(variable, Local())
 
 
 def is_layer(item: Any) -> bool:

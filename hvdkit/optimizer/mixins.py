@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -15,23 +15,23 @@ from hvdkit.collectives import allreduce
 from hvdkit.collectives.call_checks import attempt
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.graphs import refuse_xla
-from hvdkit.collectives.marks import WeakRegistry
 from hvdkit.collectives.ops import Average, Min, ReduceOp
+from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.optimizer.batch_norm import average_moving_statistics, check_batch_normalization
 from hvdkit.optimizer.caller import calling_model, calling_object
 from hvdkit.optimizer.copies import Original, copy_of, subclass
 from hvdkit.optimizer.coupled_layers import check_coupled
 from hvdkit.optimizer.element_partition import ElementPartition
-from hvdkit.optimizer.gradients import PlacedGradients, place_gradients
+from hvdkit.optimizer.gradients import Gradient, PlacedGradients, place_gradients
 from hvdkit.optimizer.local_variables import register_local_variables
 from hvdkit.optimizer.plain_fit import FitMonitor, begin_fit, note_batch
 from hvdkit.optimizer.reduction import Reduction
-from hvdkit.optimizer.rows import ELEMENTWISE, rule_for, update_rows, updating_class
+from hvdkit.optimizer.row_updates import ELEMENTWISE, rule_for, update_rows, updating_class
 from hvdkit.optimizer.slots import ReassignableSlots, initialize_slot, reset_reassigned_rows
 from hvdkit.optimizer.sparse import sum_duplicates
 from hvdkit.optimizer.tables import TableOptimizers, check_table_options
-from hvdkit.sharding.shards import Local, holding_of, is_local, mark, piece_states, shard_of
+from hvdkit.sharding.shards import AnyVariable, Local, holding_of, is_local, piece_states, set_holding, shard_of
 from hvdkit.sharding.variable_optimizer import variable_optimizer
 from hvdkit.sharding.variables import variable_name
 
@@ -48,9 +48,9 @@ class DistributedMixin:
     _hvdkit_original: Original | None = None
 
     @graph_safe
-    def apply_gradients(self, grads_and_vars: Any) -> Any:
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient, AnyVariable]]) -> keras.Variable:
         """Call :meth:`apply` with (gradient, variable) pairs; return the number of updates."""
-        pairs: list[tuple[Any, Any]] = []
+        pairs: list[tuple[Gradient, AnyVariable]] = []
 
         def collect() -> None:
             pairs.extend((grad, variable) for grad, variable in grads_and_vars)
@@ -68,12 +68,12 @@ class DistributedMixin:
         plain = getattr(keras.optimizers.Optimizer, unpickle.__name__)
         return restore_optimizer, (plain, arguments, self._hvdkit_options, getattr(self, "_scaled", True))
 
-    def stateless_apply(self, *_: Any, **__: Any) -> Any:
+    def stateless_apply(self, *_: object, **__: object) -> NoReturn:
         """Raise: like Keras on TensorFlow, stateless updates are not supported."""
         remedy = "call optimizer.apply(grads, variables)"
         raise ValueError(describe("stateless_apply", "a call", "apply, which updates TensorFlow variables", remedy))
 
-    def register_local_var(self, variable: Any) -> None:
+    def register_local_var(self, variable: AnyVariable) -> None:
         """Make ``variable`` local, as :func:`hvdkit.register_local_variables` does.
 
         Raises:
@@ -124,7 +124,8 @@ class CombiningMixin(DistributedMixin):
             elif self._hvdkit_is_for_table or variable_optimizer(variable) is None:
                 check_elementwise(self, "beside sharded variables")
                 _check_for_parts(self)
-            mark(variable, holding)  # also marks the inner TensorFlow variable, which may have been created later
+            # Also registers the inner TensorFlow variable, which may have been created later.
+            set_holding(variable, holding)
         _check_overwritten(self, variables)
         self._hvdkit_local_keys = frozenset(self._var_key(v) for v in variables if is_local(v))  # type: ignore[attr-defined]
         tables = None if self._hvdkit_is_for_table else TableOptimizers.of(variables, self._hvdkit_copy_for_table)
@@ -171,10 +172,10 @@ class CombiningMixin(DistributedMixin):
             first = initializer if shard is None else "zeros"
             slot = super().add_variable_from_reference(reference_variable, name=name, initializer=first)  # type: ignore[misc]
         if is_local(reference_variable):
-            mark(slot, Local())
+            set_holding(slot, Local())
         if shard is not None:
             initialize_slot(slot, initializer)
-            mark(slot, shard.of_slot(name or "var"))
+            set_holding(slot, shard.of_slot(name or "var"))
             if shard.usage is not None:
                 self._hvdkit_slots = self._hvdkit_slots or ReassignableSlots()
                 self._hvdkit_slots.add(reference_variable, name or "", slot, initializer)
@@ -301,17 +302,17 @@ class _Untracked:
     variables: tuple[Any, ...]
 
 
-def set_supervised(model: Any, supervised: bool) -> None:
+def set_supervised(model: keras.Model, supervised: bool) -> None:
     """Mark a model whose ``fit`` a Supervisor runs: it saves each rank's moving statistics before averaging them."""
     _SUPERVISED.set(model, supervised)
 
 
-def is_supervised(model: Any) -> bool:
+def is_supervised(model: keras.Model) -> bool:
     """Return True while a Supervisor runs the model's ``fit``."""
     return bool(_SUPERVISED.get(model))
 
 
-def ranks_of(optimizer: Any) -> cluster.Group | None:
+def ranks_of(optimizer: keras.optimizers.Optimizer | None) -> cluster.Group | None:
     """Return the ranks over which an optimizer combines gradients; None for all ranks or a plain optimizer."""
     return optimizer._hvdkit.group if isinstance(optimizer, DistributedMixin) else None
 

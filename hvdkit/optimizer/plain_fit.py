@@ -24,7 +24,7 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.batch_share import is_share, within_share
 from hvdkit.collectives.conversion import note_variable
 from hvdkit.collectives.digests import behind, digest, digest_of_batch
-from hvdkit.collectives.marks import Attached
+from hvdkit.collectives.weak_registry import Attached
 from hvdkit.optimizer.caller import locals_of
 from hvdkit.sharding.shards import differs_by_rank
 from hvdkit.sharding.variables import SEED_STATE, broadcast_variables
@@ -86,7 +86,7 @@ def note_batch(optimizer: Any) -> None:
         monitor.note_batch()
 
 
-def note_combined(model: Any) -> None:
+def note_combined(model: keras.Model) -> None:
     """Record that the results of ``evaluate`` have been combined over ranks."""
     if (monitor := _MONITORS.get(model)) is not None:
         monitor.evaluated.clear()

@@ -13,7 +13,7 @@ from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.optimizer.average import Averaging, agree_on, agree_on_success, combine, map_values, scale_to_batch
 from hvdkit.optimizer.gradients import Gradient, Kind, PlacedGradients
-from hvdkit.optimizer.rows import SparseUpdates
+from hvdkit.optimizer.row_updates import SparseUpdates
 from hvdkit.optimizer.sparse import sum_duplicates
 from hvdkit.optimizer.step_reports import report_step
 from hvdkit.sharding.shards import shard_of

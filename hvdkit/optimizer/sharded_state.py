@@ -18,7 +18,7 @@ from hvdkit.errors import HvdkitError, describe
 from hvdkit.optimizer.element_partition import ElementPartition, PartProxy
 from hvdkit.optimizer.gradients import PlacedGradients
 from hvdkit.optimizer.mixins import CombiningMixin, check_elementwise
-from hvdkit.sharding.shards import assign_whole, mark
+from hvdkit.sharding.shards import assign_whole, set_holding
 
 
 class ShardedStateMixin(CombiningMixin):
@@ -53,7 +53,7 @@ class ShardedStateMixin(CombiningMixin):
         if name == "gradient_accumulator":  # local gradients are complete until they are reduced
             return super().add_variable_from_reference(partition.variables[index], name=name, initializer=initializer)
         slot = super().add_variable_from_reference(partition.targets[index], name=name, initializer=initializer)
-        mark(slot, shard)
+        set_holding(slot, shard)
         return slot
 
     def _hvdkit_update(self, placed: PlacedGradients) -> Any:

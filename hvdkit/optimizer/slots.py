@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdkit.collectives.marks import WeakRegistry
+from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.sharding.shards import shard_of, write_box
 from hvdkit.sharding.vocabulary import pop_new_rows
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -16,6 +16,11 @@ from hvdkit.optimizer.coupled_layers import check_coupled, was_coupled
 from hvdkit.optimizer.gradients import PlacedGradients, kind_of, place_gradients
 from hvdkit.optimizer.local_variables import is_layer, register_local_variables
 from hvdkit.optimizer.step_reports import report_step
+from hvdkit.sharding.shards import AnyVariable
+
+if TYPE_CHECKING:
+    import keras
+    import numpy.typing as npt
 
 
 class DistributedGradientTape:
@@ -48,7 +53,7 @@ class DistributedGradientTape:
         tape: tf.GradientTape,
         *,
         op: ReduceOp = Average,
-        weight: Any = None,
+        weight: npt.ArrayLike | tf.Tensor | None = None,
         compression: str | None = None,
         process_set: RankGroup = None,
     ) -> None:
@@ -67,7 +72,7 @@ class DistributedGradientTape:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
 
-    def register_local_source(self, source: Any) -> None:
+    def register_local_source(self, source: AnyVariable) -> None:
         """Make the variable ``source`` local, as :func:`hvdkit.register_local_variables` does."""
         register_local_variables([source])
 
@@ -117,7 +122,7 @@ class DistributedGradientTape:
 
 
 def PartialDistributedGradientTape(
-    tape: tf.GradientTape, *, local_layers: Any = (), **options: Any
+    tape: tf.GradientTape, *, local_layers: keras.layers.Layer | Sequence[keras.layers.Layer] = (), **options: Any
 ) -> DistributedGradientTape:
     """Return a :class:`DistributedGradientTape` that makes the weights of some layers local.
 

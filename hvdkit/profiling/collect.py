@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hvdkit.profiling import clocks
 from hvdkit.profiling.rank_profile import RankProfile
@@ -17,8 +17,21 @@ from hvdkit.profiling.rank_profile import RankProfile
 _MAX_SPANS = 600_000
 
 
+class Exchange(Protocol):
+    """Exchanges objects among all ranks, like ``hvdkit.cluster.exchange.ObjectExchange``."""
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``, in rank order."""
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's ``data``, in rank order."""
+
+    def broadcast(self, value: Any, root: int) -> Any:
+        """Return the ``value`` of ``root``."""
+
+
 def collect_profiles(
-    folder: Path, profile: RankProfile, xplane: bytes, exchange: Any, log: Callable[[str], None]
+    folder: Path, profile: RankProfile, xplane: bytes, exchange: Exchange, log: Callable[[str], None]
 ) -> list[RankProfile]:
     """Return all ranks' profiles on the chief, in its clock; an empty list on other ranks. Every rank calls it.
 
@@ -44,7 +57,7 @@ def collect_profiles(
     ]
 
 
-def _write_xplane(folder: Path, profile: RankProfile, xplane: bytes, exchange: Any) -> None:
+def _write_xplane(folder: Path, profile: RankProfile, xplane: bytes, exchange: Exchange) -> None:
     """Write TensorFlow's files in TensorBoard's layout: one run, with each rank as a host."""
     run = exchange.broadcast(time.strftime("%Y_%m_%d_%H_%M_%S"), 0)
     file = folder / "plugins" / "profile" / run / f"{profile.host}.rank-{profile.rank}.xplane.pb"

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from hvdkit.profiling import collect, timeline, xplane
 from hvdkit.profiling.rank_profile import RankProfile, Span, StepEnd, TimedCollective
@@ -40,7 +40,12 @@ class Recorder:
     """
 
     def __init__(
-        self, settings: ProfileSettings, profile: RankProfile, exchange: Any, horovod: Any, log: Callable[[str], None]
+        self,
+        settings: ProfileSettings,
+        profile: RankProfile,
+        exchange: collect.Exchange,
+        horovod: ModuleType,
+        log: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._profile = profile

@@ -1,7 +1,8 @@
 """Who owns which rows and columns of a sharded variable, and the exchange that looks up rows of other ranks.
 
 Shapes, placements and seeds go in; variables with this rank's rows, and lookups that are differentiable across ranks,
-come out. Start with ``partition.py`` (from rows to ranks, pure arithmetic) and ``partitioned.py`` (a sharded variable).
+come out. Start with ``partition.py`` (from rows to ranks, pure arithmetic) and ``partitioned_variable.py`` (a sharded
+variable).
 
 Tables: ``table.py`` is the user's description, ``plan.py`` chooses placements, ``layout.py`` stacks tables in variables
 and ``keys.py`` numbers their rows. ``initial.py`` and ``hashing.py`` compute initial values that do not depend on the

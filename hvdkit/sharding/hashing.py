@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
 from hvdkit.errors import describe
-from hvdkit.sharding.initial import Constant, Distribution, resolve_initializer
+from hvdkit.sharding.initial import Constant, Distribution, Initializer, resolve_initializer
 
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment
 
@@ -34,7 +33,9 @@ def hash64(x: tf.Tensor) -> tf.Tensor:
     return x ^ _shifted(x, 31)
 
 
-def first_rows(initializer: Any, shape: tuple[int, int], dtype: str, seed: int, table: str) -> Callable[..., tf.Tensor]:
+def first_rows(
+    initializer: Initializer, shape: tuple[int, int], dtype: str, seed: int, table: str
+) -> Callable[..., tf.Tensor]:
     """Return the function from ids ``[n]`` to the initial values of their rows ``[n, shape[1]]``.
 
     Args:

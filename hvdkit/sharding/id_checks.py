@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvdkit.errors import describe
 
 # Number of the failed check (1 for the first, 0: valid), and the value in two halves, as ids may be sent in 32 bits.
-FAULT_WORDS = 3
+FAULT_CODE_LENGTH = 3
 _REFUSED = -1  # instead of the number of a check
 
 
@@ -42,11 +42,11 @@ class Fault(NamedTuple):
     """The first invalid value on this rank.
 
     Attributes:
-        words: ``[3]`` int32: number of the failed check (0: valid), low and high half of the value.
+        code: ``[3]`` int32: number of the failed check (0: valid), low and high half of the value.
         texts: the ``what``, ``where``, ``expected`` and ``remedy`` of each check.
     """
 
-    words: tf.Tensor
+    code: tf.Tensor
     texts: tuple[tuple[str, str, str, str], ...]
 
 
@@ -82,7 +82,7 @@ def find_fault(checks: Sequence[Check]) -> Fault:
         if c.values is not None and c.invalid is not None
     ]
     if not present:
-        return Fault(tf.zeros([FAULT_WORDS], tf.int32), texts)
+        return Fault(tf.zeros([FAULT_CODE_LENGTH], tf.int32), texts)
     invalid_values = tf.concat([invalid for _, _, invalid in present], 0)
 
     def first_fault() -> tf.Tensor:
@@ -92,8 +92,8 @@ def find_fault(checks: Sequence[Check]) -> Fault:
         value = tf.concat([tf.cast(values, tf.int64) for _, values, _ in present], 0)[first]
         return tf.concat([number, tf.bitcast(value, tf.int32)], 0)
 
-    code = tf.cond(tf.reduce_any(invalid_values), first_fault, lambda: tf.zeros([FAULT_WORDS], tf.int32))
-    return Fault(tf.ensure_shape(code, [FAULT_WORDS]), texts)
+    code = tf.cond(tf.reduce_any(invalid_values), first_fault, lambda: tf.zeros([FAULT_CODE_LENGTH], tf.int32))
+    return Fault(tf.ensure_shape(code, [FAULT_CODE_LENGTH]), texts)
 
 
 def refusal() -> Fault:
@@ -108,15 +108,15 @@ def is_out_of_range(ids: tf.Tensor, rows: int) -> tf.Tensor:
     return tf.logical_or(ids < 0, ids >= tf.constant(rows, ids.dtype))
 
 
-def raise_everywhere(words: tf.Tensor, fault: Fault) -> list[tf.Operation]:
+def raise_everywhere(codes: tf.Tensor, fault: Fault) -> list[tf.Operation]:
     """Raise if any rank has a fault; inside a graph, return the op that raises.
 
     Args:
-        words: the words of all ranks' faults, ``[N, 3]``.
+        codes: the codes of all ranks' faults, ``[N, 3]``.
         fault: this rank's fault, for the texts.
     """
     if tf.executing_eagerly():
-        for rank, (number, *halves) in enumerate(words.numpy()):
+        for rank, (number, *halves) in enumerate(codes.numpy()):
             if number == _REFUSED or number > len(fault.texts):
                 raise ValueError(f"lookup: rank {rank} refused its inputs; its own error says why")
             if number:
@@ -127,10 +127,10 @@ def raise_everywhere(words: tf.Tensor, fault: Fault) -> list[tf.Operation]:
         return []
 
     def stop() -> tf.Tensor:
-        with tf.control_dependencies([tf.raw_ops.Assert(condition=False, data=[_graph_message(words, fault)])]):
+        with tf.control_dependencies([tf.raw_ops.Assert(condition=False, data=[_graph_message(codes, fault)])]):
             return tf.constant(False)
 
-    return [tf.cond(tf.reduce_any(words[:, 0] > 0), stop, lambda: tf.constant(True)).op]
+    return [tf.cond(tf.reduce_any(codes[:, 0] > 0), stop, lambda: tf.constant(True)).op]
 
 
 def _join_halves(halves: Sequence[int]) -> int:
@@ -138,9 +138,9 @@ def _join_halves(halves: Sequence[int]) -> int:
     return (high << 32) | (low & 0xFFFFFFFF)
 
 
-def _graph_message(words: tf.Tensor, fault: Fault) -> tf.Tensor:
-    rank = tf.argmax(words[:, 0] > 0, output_type=tf.int32)
-    number, value = words[rank, 0] - 1, tf.bitcast(words[rank, 1:], tf.int64)
+def _graph_message(codes: tf.Tensor, fault: Fault) -> tf.Tensor:
+    rank = tf.argmax(codes[:, 0] > 0, output_type=tf.int32)
+    number, value = codes[rank, 0] - 1, tf.bitcast(codes[rank, 1:], tf.int64)
     # TensorFlow would escape quotes with backslashes.
     texts = [tf.gather([text.replace("'", "") for text in column], number) for column in zip(*fault.texts, strict=True)]
     value, on = tf.strings.as_string(value), tf.strings.as_string(rank)

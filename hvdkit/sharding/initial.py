@@ -12,10 +12,11 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit.errors import describe
@@ -24,9 +25,12 @@ from hvdkit.errors import describe
 _PER_COUNTER = 8
 _BLOCK_NUMBERS = 1 << 22
 
+Initializer: TypeAlias = "keras.initializers.Initializer | str | float | npt.ArrayLike"
+"""An initializer of Keras or its name, a number, or the entire array."""
+
 
 def initial_blocks(
-    initializer: Any, shape: Sequence[int], dtype: str, seed: int, index: tuple[range, ...]
+    initializer: Initializer, shape: Sequence[int], dtype: str, seed: int, index: tuple[range, ...]
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the initial values of some rows, in blocks of bounded size.
 
@@ -62,7 +66,7 @@ def initial_blocks(
         yield start, values[(slice(None), *columns)].astype(numpy_dtype)
 
 
-def common_seed(seed: int | None, initializer: Any = None) -> int:
+def common_seed(seed: int | None, initializer: Initializer | None = None) -> int:
     """Return ``seed``, or the initializer's seed, or a new random one. All ranks must use the chief's."""
     initializer_seed = getattr(initializer, "_init_seed", None)
     chosen = seed if seed is not None else initializer_seed
@@ -87,7 +91,7 @@ class Distribution:
         return self.from_unit(unit)
 
 
-def resolve_initializer(initializer: Any, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
+def resolve_initializer(initializer: Initializer, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
     """Return the function that generates rows from the seed, a range of rows and their width; else the entire array."""
     if isinstance(initializer, (int, float)) and not isinstance(initializer, bool):
         return Constant(float(initializer))

@@ -27,7 +27,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.batch_share import with_shared_gradient
-from hvdkit.sharding.id_checks import FAULT_WORDS, Fault, raise_everywhere
+from hvdkit.sharding.id_checks import FAULT_CODE_LENGTH, Fault, raise_everywhere
 from hvdkit.sharding.last_lookup import LastLookup, RowsByRank
 
 
@@ -117,7 +117,7 @@ def request_rows(
     """
     size = cluster.size()
     if size == 1:
-        with tf.control_dependencies(raise_everywhere(fault.words[None], fault)):
+        with tf.control_dependencies(raise_everywhere(fault.code[None], fault)):
             uniques = [[tf.unique(tf.identity(k)) for k in parts] for parts in keys]
         ids = tuple(concat([unique_ids for unique_ids, _ in parts]) for parts in uniques)
         counts = tf.stack([tf.size(unique_ids) for parts in uniques for unique_ids, _ in parts])[None]
@@ -213,11 +213,11 @@ class _SortedRequests:
 def _exchange_ids(requests: _SortedRequests, fault: Fault, name: str) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Send every rank its requests; return those received, by variable, and their number per rank and variable.
 
-    A message is a header (the fault's words, and the number of rows of each variable) followed by the ids.
+    A message is a header (the fault's code, and the number of rows of each variable) followed by the ids.
     """
     size, variables, dtype = cluster.size(), len(requests.blocks), requests.blocks[0][0][0].dtype
-    header = tf.cast(tf.concat([tf.tile(fault.words[None], [size, 1]), requests.by_variable], 1), dtype)
-    length = FAULT_WORDS + variables
+    header = tf.cast(tf.concat([tf.tile(fault.code[None], [size, 1]), requests.by_variable], 1), dtype)
+    length = FAULT_CODE_LENGTH + variables
     message = []
     for rank in range(size):
         message += [header[rank], *(part[rank] for variable in requests.blocks for part in variable)]
@@ -225,8 +225,8 @@ def _exchange_ids(requests: _SortedRequests, fault: Fault, name: str) -> tuple[l
     received, received_counts = tensors.alltoall(tf.concat(message, 0), splits, f"{name}.ids")
     starts = tf.cumsum(received_counts, exclusive=True)
     headers = tf.cast(tf.gather(received, starts[:, None] + tf.range(length)), tf.int32)
-    with tf.control_dependencies(raise_everywhere(headers[:, :FAULT_WORDS], fault)):
-        served = tf.identity(headers[:, FAULT_WORDS:])
+    with tf.control_dependencies(raise_everywhere(headers[:, :FAULT_CODE_LENGTH], fault)):
+        served = tf.identity(headers[:, FAULT_CODE_LENGTH:])
         served.set_shape([size, variables])
     lengths = tf.reshape(tf.concat([tf.fill([size, 1], length), served], 1), [-1])
     chunks = tf.split(received, lengths, num=size * (1 + variables))

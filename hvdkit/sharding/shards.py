@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.cluster.mesh import coordinates
-from hvdkit.collectives.marks import WeakRegistry
+from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.partition import FLAT
+
+if TYPE_CHECKING:
+    import keras
+
+AnyVariable: TypeAlias = "tf.Variable | keras.Variable"
+"""A variable of TensorFlow or Keras."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ Holding: TypeAlias = Shard | FlatShard | Local
 _HOLDINGS: WeakRegistry[Holding] = WeakRegistry()
 
 
-def mark(variable: Any, holding: Holding | None) -> None:
+def set_holding(variable: AnyVariable, holding: Holding | None) -> None:
     """Register what a TensorFlow or Keras ``variable`` holds; None: replicated values."""
     inner = getattr(variable, "_value", None)
     for each in (variable, inner) if isinstance(inner, tf.Variable) else (variable,):
@@ -104,34 +110,34 @@ def mark(variable: Any, holding: Holding | None) -> None:
             _HOLDINGS.set(each, holding)
 
 
-def holding_of(variable: Any) -> Holding | None:
+def holding_of(variable: AnyVariable) -> Holding | None:
     """Return what ``variable`` holds, or None if it is replicated."""
     return _HOLDINGS.get(variable) or _HOLDINGS.get(getattr(variable, "_value", None))
 
 
-def shard_of(variable: Any) -> Shard | None:
+def shard_of(variable: AnyVariable) -> Shard | None:
     """Return the shard that ``variable`` holds, or None."""
     holding = holding_of(variable)
     return holding if isinstance(holding, Shard) else None
 
 
-def flat_shard_of(variable: Any) -> FlatShard | None:
+def flat_shard_of(variable: AnyVariable) -> FlatShard | None:
     """Return the elements that ``variable`` holds, or None if it is not a sharded slot."""
     holding = holding_of(variable)
     return holding if isinstance(holding, FlatShard) else None
 
 
-def is_local(variable: Any) -> bool:
+def is_local(variable: AnyVariable) -> bool:
     """Return True if ``variable`` is a local variable, or a slot of one."""
     return isinstance(holding_of(variable), Local)
 
 
-def differs_by_rank(variable: Any) -> bool:
+def differs_by_rank(variable: AnyVariable) -> bool:
     """Return True if ranks hold different values in ``variable``: a shard, a sharded slot, or local values."""
     return holding_of(variable) is not None
 
 
-def assign_whole(variable: Any, whole: Any) -> None:
+def assign_whole(variable: AnyVariable, whole: tf.Tensor) -> None:
     """Set ``variable`` to ``whole``, or a sharded slot to its elements of ``whole``."""
     if (shard := flat_shard_of(variable)) is not None:
         whole = tf.reshape(whole, [-1])[shard.elements.start : shard.elements.stop]
@@ -151,21 +157,21 @@ class FlatShardState:
 
     partition = FLAT
 
-    def __init__(self, variable: Any, shard: FlatShard):
+    def __init__(self, variable: AnyVariable, shard: FlatShard):
         self._variable = getattr(variable, "_value", variable)
         self.shape, self.dtype, self.local_index = shard.shape, self._variable.dtype, (shard.elements,)
 
     @property
-    def local(self) -> Any:
+    def local(self) -> tf.Tensor | tf.Variable:
         """This rank's elements, ``[len(local_index[0])]``."""
         return self._variable if self._variable.shape.rank == 1 else tf.reshape(self._variable, [-1])
 
-    def assign_local(self, values: Any) -> None:
+    def assign_local(self, values: np.ndarray | tf.Tensor) -> None:
         """Set this rank's elements to ``values``."""
         self._variable.assign(tf.reshape(values, self._variable.shape))
 
 
-def write_box(variable: tf.Variable, box: Sequence[slice], values: Any) -> None:
+def write_box(variable: tf.Variable, box: Sequence[slice], values: np.ndarray | tf.Tensor) -> None:
     """Write a part of ``variable`` in place; ``variable[box].assign`` would first read and copy it."""
     begin, end = [axis.start for axis in box], [axis.stop for axis in box]
     value = tf.convert_to_tensor(values, variable.dtype)
@@ -186,7 +192,7 @@ class PieceState:
         local_index: the global indices that this rank holds along each axis.
     """
 
-    def __init__(self, variable: Any, shard: Shard, piece: Piece):
+    def __init__(self, variable: AnyVariable, shard: Shard, piece: Piece):
         self._variable = getattr(variable, "_value", variable)
         self._box = piece.box
         self.table = piece.table
@@ -197,7 +203,7 @@ class PieceState:
         self.is_writer = shard.axis is None or cluster.rank() == min(_ranks_with_same_part(shard.axis))
 
     @property
-    def local(self) -> Any:
+    def local(self) -> tf.Tensor | tf.Variable:
         """This rank's part, ``[len(i) for i in local_index]``."""
         if self._is_whole():
             return self._variable
@@ -209,7 +215,7 @@ class PieceState:
         rows = self._variable.sparse_read(tf.range(first.start + start, first.start + stop))
         return np.ascontiguousarray(rows.numpy()[(slice(None), *columns)])
 
-    def assign_local(self, values: Any) -> None:
+    def assign_local(self, values: np.ndarray | tf.Tensor) -> None:
         """Set this rank's part to ``values``."""
         if self._is_whole():
             self._variable.assign(values)
@@ -226,7 +232,7 @@ def _ranks_with_same_part(axis: str) -> list[int]:
     return [rank for rank in range(cluster.size()) if coordinates(rank, mesh).get(axis, 0) == local]
 
 
-def piece_states(variable: Any) -> list[PieceState]:
+def piece_states(variable: AnyVariable) -> list[PieceState]:
     """Return the tables' parts of a sharded variable; empty for other variables."""
     shard = shard_of(variable)
     return [] if shard is None else [PieceState(variable, shard, piece) for piece in shard.pieces]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -145,7 +146,7 @@ def _regularizer(value: Any, where: str) -> Any:
     return resolved
 
 
-def check_tables(tables: Any) -> tuple[Table, ...]:
+def check_tables(tables: Sequence[Table]) -> tuple[Table, ...]:
     """Return ``tables`` as a tuple after checking that names are unique.
 
     Raises:

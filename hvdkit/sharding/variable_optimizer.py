@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
-from hvdkit.collectives.marks import WeakRegistry
+from hvdkit.collectives.weak_registry import WeakRegistry
+from hvdkit.sharding.shards import AnyVariable
+
+if TYPE_CHECKING:
+    import keras
 
 
 class VariableOptimizer(NamedTuple):
@@ -17,14 +21,14 @@ class VariableOptimizer(NamedTuple):
         key: equal for equal optimizers: variables with the same key share a copy.
     """
 
-    optimizer: Any
+    optimizer: keras.optimizers.Optimizer
     key: str
 
 
 _OPTIMIZERS: WeakRegistry[VariableOptimizer] = WeakRegistry()
 
 
-def set_variable_optimizer(variable: Any, optimizer: VariableOptimizer | None) -> None:
+def set_variable_optimizer(variable: AnyVariable, optimizer: VariableOptimizer | None) -> None:
     """Set ``optimizer`` as the optimizer of ``variable``, a Keras variable; None keeps the model's optimizer."""
     if optimizer is None:
         return
@@ -34,6 +38,6 @@ def set_variable_optimizer(variable: Any, optimizer: VariableOptimizer | None) -
         _OPTIMIZERS.set(inner, optimizer)
 
 
-def variable_optimizer(variable: Any) -> VariableOptimizer | None:
+def variable_optimizer(variable: AnyVariable) -> VariableOptimizer | None:
     """Return the optimizer of ``variable``; None for the model's optimizer."""
     return _OPTIMIZERS.get(variable)

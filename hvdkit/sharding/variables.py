@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import tensorflow as tf
 import xxhash
 
 from hvdkit import cluster
-from hvdkit.cluster.agreement import agree, compare, gather, unlike_places
+from hvdkit.cluster.agreement import agree, compare, differing_indices, gather
 from hvdkit.collectives import tensors
 from hvdkit.collectives.call_checks import check_root
 from hvdkit.collectives.digests import behind, digest
-from hvdkit.sharding.shards import differs_by_rank
+from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 
 # Variables are sent in batches of about this many bytes, to avoid a second copy of the whole model.
 _BATCH_BYTES = 64 * 2**20
@@ -24,7 +24,7 @@ SEED_STATE = "seed_generator_state"
 """Keras's name for the state of a random generator, which differs between ranks."""
 
 
-def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
+def broadcast_variables(variables: Iterable[AnyVariable], root: int = 0) -> None:
     """Set every variable to its value on rank ``root``.
 
     Args:
@@ -58,7 +58,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
         _broadcast_batch(batch, root, f"hvdkit.variables.{number}")
 
 
-def compare_variables(variables: Iterable[Any]) -> str:
+def compare_variables(variables: Iterable[AnyVariable]) -> str:
     """Check that variables have the same values on all ranks, bit for bit; return a digest of the values.
 
     Variables that are not replicated, such as shards and sharded optimizer slots, are skipped. Every rank must call it.
@@ -80,25 +80,25 @@ def compare_variables(variables: Iterable[Any]) -> str:
     def unequal(odd: list[bytes], usual: list[bytes]) -> tuple[str, str]:
         if len(odd) != len(usual):
             return f"{len(odd)} variables", f"{len(usual)}"
-        return f"other values of {variable_name(replicated[unlike_places(odd, usual)[0]])}", "equal ones"
+        return f"other values of {variable_name(replicated[differing_indices(odd, usual)[0]])}", "equal ones"
 
     exchange = cluster.exchange()
     digests = agree(exchange, lambda: [digest(v) for v in replicated], "values of variables", remedy, show=unequal)
     return xxhash.xxh3_128_hexdigest(b"".join(digests[0]))[:12]
 
 
-def variable_name(variable: Any) -> str:
+def variable_name(variable: AnyVariable) -> str:
     """Return a Keras variable's path, or a TensorFlow variable's name."""
     return str(getattr(variable, "path", None) or variable.name)
 
 
-def _signature(variable: Any) -> _Signature:
+def _signature(variable: AnyVariable) -> _Signature:
     behind(variable)
     return variable_name(variable), tuple(variable.shape), tf.as_dtype(variable.dtype).name
 
 
 def _first_difference(odd: list[_Signature], usual: list[_Signature]) -> tuple[str, str]:
-    index = unlike_places(*([kind for _, *kind in signatures] for signatures in (odd, usual)))[0]
+    index = differing_indices(*([kind for _, *kind in signatures] for signatures in (odd, usual)))[0]
     got, expected = (
         [*map(_format_signature, signatures), f"only {len(signatures)} variables"][index] for signatures in (odd, usual)
     )
@@ -110,9 +110,9 @@ def _format_signature(signature: _Signature) -> str:
     return f"{name} ({dtype}{list(shape)})"
 
 
-def _batches(variables: list[Any]) -> list[list[Any]]:
+def _batches(variables: list[AnyVariable]) -> list[list[AnyVariable]]:
     """Split the list into batches of one dtype and at most about ``_BATCH_BYTES``."""
-    batches: list[list[Any]] = []
+    batches: list[list[AnyVariable]] = []
     bytes_left = 0
     for variable in variables:
         dtype = tf.as_dtype(variable.dtype)
@@ -125,7 +125,7 @@ def _batches(variables: list[Any]) -> list[list[Any]]:
     return batches
 
 
-def _broadcast_batch(variables: list[Any], root: int, name: str) -> None:
+def _broadcast_batch(variables: list[AnyVariable], root: int, name: str) -> None:
     flat = tf.concat([tf.reshape(tf.convert_to_tensor(v), [-1]) for v in variables], axis=0)
     sizes = [int(tf.TensorShape(v.shape).num_elements() or 0) for v in variables]
     for variable, part in zip(variables, tf.split(tensors.broadcast(flat, root, name), sizes), strict=True):

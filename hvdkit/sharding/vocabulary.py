@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
@@ -163,7 +162,7 @@ class Vocabulary:
         self.rows.scatter_update(tf.IndexedSlices(self._first_rows(ids), rows))
 
 
-def pop_new_rows(usage: RowUsage, gradient: Any, whole: bool) -> tf.Tensor:
+def pop_new_rows(usage: RowUsage, gradient: tf.Tensor | tf.IndexedSlices, whole: bool) -> tf.Tensor:
     """Return the rows assigned to new ids since the last update, and clear their flags; called before an update.
 
     Args:

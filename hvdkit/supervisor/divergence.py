@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
 from hvdkit import cluster
-from hvdkit.cluster.agreement import compare, gather, unlike_places
+from hvdkit.cluster.agreement import compare, differing_indices, gather
 from hvdkit.collectives.digests import digest
 from hvdkit.errors import describe
-from hvdkit.sharding.shards import differs_by_rank
+from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 from hvdkit.sharding.variables import variable_name
+
+if TYPE_CHECKING:
+    import keras
 
 
 class _Report(NamedTuple):
@@ -49,7 +52,7 @@ class DivergenceDetector:
             detector.check(step)
     """
 
-    def __init__(self, variables: Iterable[Any] | Callable[[], Iterable[Any]], *, every: int) -> None:
+    def __init__(self, variables: Iterable[AnyVariable] | Callable[[], Iterable[AnyVariable]], *, every: int) -> None:
         if not isinstance(every, int) or every < 1:
             raise ValueError(describe("every", every, "a number of steps >= 1", "pass e.g. 500"))
         self.every = every
@@ -89,7 +92,7 @@ class DivergenceDetector:
         self._equal = step
 
 
-def check_first_update(model: Any, optimizer: Any, step: int) -> None:
+def check_first_update(model: keras.Model, optimizer: keras.optimizers.Optimizer, step: int) -> None:
     """Compare parameters and slots over ranks after the first update, to detect optimizers that do not average.
 
     Every rank must call it. It costs one digest of all values and an exchange of some 100 bytes per rank.
@@ -102,7 +105,7 @@ def check_first_update(model: Any, optimizer: Any, step: int) -> None:
         DivergenceDetector(replicated(model, optimizer), every=1).compare(step)
 
 
-def replicated(model: Any, optimizer: Any) -> list[Any]:
+def replicated(model: keras.Model | None, optimizer: keras.optimizers.Optimizer | None) -> list[AnyVariable]:
     """Return the variables that must be equal on every rank: parameters, and the optimizer's slots and counters.
 
     Excludes gradients accumulated between updates (``accumulate_steps``), shards, sharded slots, and non-trainable
@@ -144,7 +147,7 @@ def _raise_difference(reports: list[_Report], equal_at: int | None) -> None:
 
 
 def _what_differs(odd: _Report, usual: _Report) -> tuple[str, str]:
-    indices = unlike_places(odd.digests, usual.digests)
+    indices = differing_indices(odd.digests, usual.digests)
     names = max(odd.names, usual.names, key=len)
     got = f"other values in {len(indices)} of {len(names)} variables, the first {names[indices[0]]},"
     if len(odd.names) == len(usual.names):

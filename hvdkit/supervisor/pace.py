@@ -51,7 +51,7 @@ class Pace:
         self._settled: tuple[int, float] | None = None
 
     def due(self, step: int) -> bool:
-        """Return whether an agreement is due after ``step``; the same on all ranks that settled the same intervals."""
+        """Return whether an agreement is due after ``step``; equal on all ranks that agreed on the same intervals."""
         return step >= self._next
 
     def proposal(self, step: int) -> int:

@@ -13,7 +13,7 @@ from hvdkit import cluster
 from hvdkit.checkpoint.chief_io import save_through_chief
 from hvdkit.checkpoint.folder import prune, step_name
 from hvdkit.checkpoint.rank_checks import agreed_state, run_on_chief
-from hvdkit.checkpoint.saving import SaveProgress, begin, finish, progress_of, settled
+from hvdkit.checkpoint.saving import SaveProgress, all_ranks_done, begin, finish, progress_of
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import spending
@@ -106,7 +106,7 @@ class Saver:
         if self._save is not None:
             save, self._save = self._save, None
             with spending("save"), self._nonfinite_handled():
-                self._save = None if settled(save, ranks) else save
+                self._save = None if all_ranks_done(save, ranks) else save
 
     def wait(self) -> None:
         """Wait for the current save to complete. Raises as :meth:`update` does."""

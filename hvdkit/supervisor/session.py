@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdkit import cluster
 from hvdkit.checkpoint.rank_checks import agreed_state, run_on_all_ranks, run_on_chief
@@ -18,6 +18,7 @@ from hvdkit.cluster.progress import progress, spending
 from hvdkit.errors import CheckpointError, HvdkitError, describe, integer
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.optimizer.mixins import ranks_of
+from hvdkit.sharding.shards import AnyVariable
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 from hvdkit.supervisor.lock import LogdirLock
 from hvdkit.supervisor.lockstep import lockstep
@@ -35,6 +36,10 @@ from hvdkit.supervisor.saver import Saver
 from hvdkit.supervisor.signals import PREEMPTED, StopSignals
 from hvdkit.supervisor.start import prepare_folder, restore_or_initialize
 from hvdkit.supervisor.summaries import Summaries
+
+if TYPE_CHECKING:
+    import keras
+    import numpy.typing as npt
 
 # An agreement takes about 50 microseconds; mpirun gives ranks 1 s from SIGTERM to SIGKILL, including the save.
 _AGREE_SECONDS = 0.25
@@ -98,10 +103,10 @@ class Supervisor:
         self,
         logdir: str | Path,
         *,
-        model: Any = None,
-        optimizer: Any = None,
-        data: Any = None,
-        variables: Iterable[Any] = (),
+        model: keras.Model | None = None,
+        optimizer: keras.optimizers.Optimizer | None = None,
+        data: Iterable[object] | None = None,
+        variables: Iterable[AnyVariable] = (),
         state: Mapping[str, Any] | None = None,
         save_model_secs: float | None = 600,
         save_steps: int | None = None,
@@ -301,12 +306,12 @@ class Supervisor:
         if self._summaries is not None:
             self._summaries.scalars(self.global_step, **scalars)
 
-    def histogram(self, name: str, values: Any) -> None:
+    def histogram(self, name: str, values: npt.ArrayLike) -> None:
         """Write a histogram of the chief's ``values``, of any shape, at the current step."""
         if self._summaries is not None:
             self._summaries.histogram(self.global_step, name, values)
 
-    def image(self, name: str, images: Any) -> None:
+    def image(self, name: str, images: npt.ArrayLike) -> None:
         """Write the chief's images ``[n, height, width, channels]``, uint8 or floats 0 to 1, at the current step."""
         if self._summaries is not None:
             self._summaries.image(self.global_step, name, images)

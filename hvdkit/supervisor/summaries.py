@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -109,7 +110,7 @@ class Summaries:
             summary.value.add(tag=name, simple_value=_number(name, value))
         self._write_summary(step, summary)
 
-    def histogram(self, step: int, name: str, values: Any) -> None:
+    def histogram(self, step: int, name: str, values: npt.ArrayLike) -> None:
         """Write the distribution of an array's finite elements.
 
         Args:
@@ -132,7 +133,7 @@ class Summaries:
         summary.value.add(tag=name, metadata=metadata, tensor=make_tensor_proto(buckets))
         self._write_summary(step, summary)
 
-    def image(self, step: int, name: str, images: Any) -> None:
+    def image(self, step: int, name: str, images: npt.ArrayLike) -> None:
         """Write images as PNG.
 
         Args:

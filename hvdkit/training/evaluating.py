@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import keras
 
 from hvdkit.training.fit_session import FitSession, check_model
 from hvdkit.training.inputs import DataPair, FitData, prepare_data
@@ -10,16 +13,16 @@ from hvdkit.training.keras_callbacks import CallbackList
 
 
 def evaluate(
-    model: Any,
+    model: keras.Model,
     x: Any = None,
     y: Any = None,
     batch_size: int | None = None,
-    verbose: Any = "auto",
+    verbose: int | str = "auto",
     sample_weight: Any = None,
     steps: int | None = None,
-    callbacks: Any = None,
+    callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None = None,
     return_dict: bool = False,
-) -> Any:
+) -> float | list[float] | dict[str, float]:
     """Return the loss and metrics that ``model.evaluate`` returns in one process. Every rank must call it.
 
     Args:

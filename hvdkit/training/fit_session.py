@@ -12,7 +12,7 @@ from keras.src import tree
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives import broadcast_object
-from hvdkit.collectives.marks import Attached
+from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import describe
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.sharding.shards import differs_by_rank

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -19,25 +21,25 @@ from hvdkit.training.model_optimizers import warn_of_repeated_rows
 
 
 def fit(
-    model: Any,
+    model: keras.Model,
     x: Any = None,
     y: Any = None,
     batch_size: int | None = None,
     epochs: int = 1,
-    verbose: Any = "auto",
-    callbacks: Any = None,
+    verbose: int | str = "auto",
+    callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None = None,
     validation_split: float = 0.0,
     validation_data: Any = None,
-    shuffle: Any = True,
-    class_weight: Any = None,
+    shuffle: bool | str = True,
+    class_weight: dict[int, float] | None = None,
     sample_weight: Any = None,
     initial_epoch: int = 0,
     steps_per_epoch: int | None = None,
     validation_steps: int | None = None,
     validation_batch_size: int | None = None,
-    validation_freq: Any = 1,
+    validation_freq: int | Sequence[int] = 1,
     *,
-    logdir: Any = None,
+    logdir: str | Path | None = None,
 ) -> keras.callbacks.History:
     """Train a model on all ranks with the results of ``model.fit`` in one process on the same data.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import keras
 import numpy as np
 from keras.src import tree
 
@@ -21,12 +23,12 @@ _CHUNK_BYTES = 64 * 2**20
 
 
 def predict(
-    model: Any,
+    model: keras.Model,
     x: Any,
     batch_size: int | None = None,
-    verbose: Any = "auto",
+    verbose: int | str = "auto",
     steps: int | None = None,
-    callbacks: Any = None,
+    callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None = None,
     *,
     gather: Literal["all", "chief"] = "all",
 ) -> Any:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from helpers.counting import Exchange, PythonCalls, counting
 
 import hvdkit as hk
-from hvdkit.sharding.id_checks import FAULT_WORDS
+from hvdkit.sharding.id_checks import FAULT_CODE_LENGTH
 from hvdkit.supervisor import session
 from hvdkit.supervisor.pace import Pace
 from hvdkit.training import metric_combiner
@@ -170,7 +170,7 @@ def test_a_lookup_in_all_tables_is_two_alltoalls_and_its_gradient_one(compressio
     rows = [len(np.unique(ids)) for ids in batches[1].values()]
     distinct, numbers = sum(rows), sum(n * t.output_dim for n, t in zip(rows, tables, strict=True))
     width = 4 if compression is None else 2  # bytes of a number
-    header = FAULT_WORDS + len(layer.trainable_variables)  # to each rank
+    header = FAULT_CODE_LENGTH + len(layer.trainable_variables)  # to each rank
     gradients, norm = Exchange("alltoall", 1, 1, numbers * width), Exchange("allreduce", 1, 1, 8)
     ids = Exchange("alltoall", 1, 1, 4 * (distinct + size * header))
     assert not counts.traced

@@ -9,7 +9,7 @@ import tensorflow as tf
 from helpers.pairwise import pairwise
 
 import hvdkit as hk
-from hvdkit.optimizer.rows import ELEMENTWISE
+from hvdkit.optimizer.row_updates import ELEMENTWISE
 
 opts = keras.optimizers
 STEPS = 4

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvdkit as hk
-from hvdkit.optimizer import rows
+from hvdkit.optimizer import row_updates
 
 ROWS, WIDTH, STEPS = 17, 6, 2
 OPTIMIZERS = {
@@ -240,8 +240,10 @@ def test_numbers_are_clipped_after_rows_are_added_up(rank, size):
 def test_plain_sgd_updates_rank_after_rank(traced, monkeypatch, rank, size):
     """Equal rows are only added up first, which takes longer, if the gradient is of more than one lookup."""
     updated = []
-    split = rows.split_by_rank
-    monkeypatch.setattr(rows, "split_by_rank", lambda *given: updated.append(len(split(*given))) or split(*given))
+    split = row_updates.split_by_rank
+    monkeypatch.setattr(
+        row_updates, "split_by_rank", lambda *given: updated.append(len(split(*given))) or split(*given)
+    )
     variable, layer = hk.PartitionedVariable((8, 2)), hk.layers.ShardedEmbedding(8, 2, embeddings_initializer=0.0)
     layer.build()
     tables = [variable.local, *layer.trainable_variables]

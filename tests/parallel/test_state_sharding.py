@@ -12,7 +12,7 @@ import tensorflow as tf
 import hvdkit as hk
 from hvdkit.checkpoint.matching import without_numbers
 from hvdkit.optimizer.compression import reduce_scatter
-from hvdkit.optimizer.rows import ELEMENTWISE
+from hvdkit.optimizer.row_updates import ELEMENTWISE
 from hvdkit.sharding.shards import differs_by_rank, flat_shard_of
 
 opts = keras.optimizers

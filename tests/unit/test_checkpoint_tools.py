@@ -20,7 +20,7 @@ from helpers.speed import WAIT
 import hvdkit as hk
 from hvdkit.checkpoint.entries import Entry, State
 from hvdkit.checkpoint.folder import record_damage
-from hvdkit.checkpoint.inspecting import Inspection, Listing
+from hvdkit.checkpoint.inspection import Inspection, Listing
 from hvdkit.checkpoint.manifest import Manifest, Part, TensorEntry
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
 from hvdkit.checkpoint.verifying import bytes_to_verify, coverage_problem

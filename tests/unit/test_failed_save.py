@@ -11,7 +11,7 @@ import numpy as np
 from helpers.speed import WAIT
 
 import hvdkit as hk
-from hvdkit.checkpoint.saving import progress_of, settled
+from hvdkit.checkpoint.saving import all_ranks_done, progress_of
 from hvdkit.checkpoint.tensorfile import OutgoingTensor
 from hvdkit.checkpoint.writing import Save, Snapshot
 
@@ -44,10 +44,10 @@ def test_the_rank_that_failed_is_named_and_not_one_that_was_still_writing(tmp_pa
     told: list[str] = []
     deadline = time.monotonic() + WAIT
     while len(told) < SIZE and time.monotonic() < deadline:
-        words = [progress_of(save) for save in saves]  # what the ranks exchange
+        reports = [progress_of(save) for save in saves]  # what the ranks exchange
         for save in saves:
             try:
-                assert not settled(save, words)
+                assert not all_ranks_done(save, reports)
             except hk.CheckpointError as error:
                 told.append(str(error))
         time.sleep(0.01)

@@ -166,7 +166,7 @@ def test_the_check_sees_a_breach(tmp_path, monkeypatch):
         ("sharding", "def f():\n    import hvdkit.optimizer"),
         ("collectives", "import importlib\nimportlib.import_module('hvdkit.optimizer')"),
         ("sharding/partition", "import tensorflow as tf"),
-        ("sharding/plan", "from hvdkit.sharding.partitioned import PartitionedVariable"),
+        ("sharding/plan", "from hvdkit.sharding.partitioned_variable import PartitionedVariable"),
         ("commands/run", "from hvdkit.cluster import init"),
         ("cluster", "from hvdkit.commands.doctor import Doctor"),
         ("machine", "from hvdkit.cluster import rings"),

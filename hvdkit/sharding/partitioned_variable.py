@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit import cluster
@@ -15,12 +16,12 @@ from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import HvdkitError, describe, integer
 from hvdkit.sharding.id_checks import Fault, find_fault, is_out_of_range, range_check, refusal
-from hvdkit.sharding.initial import common_seed, initial_blocks
+from hvdkit.sharding.initial import Initializer, common_seed, initial_blocks
 from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.partition import Partition, local_row, owner, rows_of
 from hvdkit.sharding.routing import KeyedVariable, fetch_rows, request_rows
-from hvdkit.sharding.shards import Piece, Shard, mark, write_box
+from hvdkit.sharding.shards import AnyVariable, Piece, Shard, set_holding, write_box
 
 
 class PartitionedVariable:
@@ -65,8 +66,8 @@ class PartitionedVariable:
     def __init__(
         self,
         shape: Sequence[int],
-        dtype: Any = "float32",
-        initializer: Any = "zeros",
+        dtype: tf.DType | str = "float32",
+        initializer: Initializer = "zeros",
         *,
         partition: Partition = "div",
         seed: int | None = None,
@@ -97,9 +98,9 @@ class PartitionedVariable:
             self.local = self._create(initializer, chief_seed, trainable)
         piece = Piece("", self.shape, self.local_index, 0, partition)
         self._last_lookup = LastLookup()
-        mark(self.local, Shard(self.name, (piece,), lookup=self._last_lookup))
+        set_holding(self.local, Shard(self.name, (piece,), lookup=self._last_lookup))
 
-    def _create(self, initializer: Any, seed: int, trainable: bool) -> tf.Variable:
+    def _create(self, initializer: Initializer, seed: int, trainable: bool) -> tf.Variable:
         zeros = tf.zeros([len(axis) for axis in self.local_index], self.dtype)
         local = tf.Variable(zeros, trainable=trainable, name=self.name)
         for start, block in initial_blocks(initializer, self.shape, self.dtype.name, seed, self.local_index):
@@ -113,7 +114,7 @@ class PartitionedVariable:
         )
 
     @graph_safe
-    def lookup(self, ids: Any) -> tf.Tensor:
+    def lookup(self, ids: npt.ArrayLike | tf.Tensor) -> tf.Tensor:
         """Return rows by their global index, from any rank. Differentiable, in eager mode and in graphs.
 
         Every rank calls it, each with its own ids. The gradient arrives at ``local`` of the ranks that hold the rows,
@@ -161,7 +162,7 @@ class PartitionedVariable:
         indices = [(rows_of(self.partition, self.shape[0], rank, size), *others) for rank in range(size)]
         return gather_parts(self.local, indices, self.shape, root, "hvdkit.gather")
 
-    def assign(self, full_array: Any) -> None:
+    def assign(self, full_array: npt.ArrayLike) -> None:
         """Set the entire variable; each rank takes its rows of ``full_array``.
 
         Raises:
@@ -173,11 +174,11 @@ class PartitionedVariable:
         rows = self.local_rows
         self.local.assign(tf.cast(array[rows.start : rows.stop : rows.step], self.dtype))
 
-    def assign_local(self, values: Any) -> None:
+    def assign_local(self, values: npt.ArrayLike | tf.Tensor) -> None:
         """Set this rank's rows."""
         self.local.assign(tf.cast(values, self.dtype))
 
-    def assign_rows(self, ids: Any, rows: Any) -> None:
+    def assign_rows(self, ids: npt.ArrayLike | tf.Tensor, rows: npt.ArrayLike | tf.Tensor) -> None:
         """Set individual rows on any rank. Every rank calls it, each with its own, possibly empty ids.
 
         If a row is given more than once, the highest rank's value is used, and of one rank the last.
@@ -200,7 +201,9 @@ class PartitionedVariable:
         agree_on_call(call)
         self._scatter(checked[0].astype(np.int64), checked[1])
 
-    def _checked_rows(self, ids: Any, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _checked_rows(
+        self, ids: npt.ArrayLike | tf.Tensor, rows: npt.ArrayLike | tf.Tensor
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return ids ``[k]`` and rows ``[k, *shape[1:]]`` as arrays, or raise."""
         ids, rows = np.asarray(ids), np.asarray(rows, self.dtype.as_numpy_dtype)
         if not ids.size and not rows.size:
@@ -227,7 +230,7 @@ class PartitionedVariable:
         kept = len(rows_received) - 1 - last
         self.local.scatter_update(tf.IndexedSlices(tf.constant(received[kept], self.dtype), rows_received[kept]))
 
-    def apply(self, fn: Callable[[tf.Tensor], Any]) -> None:
+    def apply(self, fn: Callable[[tf.Tensor], tf.Tensor]) -> None:
         """Set this rank's rows to ``fn(local)``, without communication.
 
         Args:
@@ -247,7 +250,7 @@ class PartitionedVariable:
         self.local.assign(result)
 
 
-def as_ids(ids: Any, name: str) -> tf.Tensor:
+def as_ids(ids: npt.ArrayLike | tf.Tensor, name: str) -> tf.Tensor:
     """Return ``ids`` as a tensor of int32, int64 or uint64. Raises TypeError if they are not integers."""
     tensor = tf.convert_to_tensor(ids) if tf.is_tensor(ids) or np.size(ids) else tf.zeros(np.shape(ids), tf.int64)
     if not tensor.dtype.is_integer:
@@ -258,7 +261,11 @@ def as_ids(ids: Any, name: str) -> tf.Tensor:
 
 
 def gather_parts(
-    local: Any, indices: Sequence[tuple[range, ...]], shape: tuple[int, ...], root: int | None, name: str
+    local: np.ndarray | tf.Tensor | AnyVariable,
+    indices: Sequence[tuple[range, ...]],
+    shape: tuple[int, ...],
+    root: int | None,
+    name: str,
 ) -> np.ndarray | None:
     """Assemble the ranks' parts on all ranks (``root`` None), or only on ``root`` and return None elsewhere.
 

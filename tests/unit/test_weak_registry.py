@@ -13,8 +13,8 @@ import tensorflow as tf
 
 import hvdkit as hk
 from hvdkit.collectives.batch_share import is_share, mark_share
-from hvdkit.collectives.marks import Attached, WeakRegistry
-from hvdkit.sharding.shards import Local, is_local, mark
+from hvdkit.collectives.weak_registry import Attached, WeakRegistry
+from hvdkit.sharding.shards import Local, is_local, set_holding
 
 MAKERS = {
     "tf.Variable": lambda: tf.Variable([1.0, 2.0]),
@@ -62,12 +62,12 @@ def test_objects_without_weak_references_have_no_value_and_take_none():
 
 def test_copies_have_no_marks():
     variable, dataset = keras.Variable([1.0]), tf.data.Dataset.range(3)
-    mark(variable, Local())
+    set_holding(variable, Local())
     mark_share(dataset)
     assert is_local(variable) and is_local(variable.value) and is_share(dataset.map(lambda x: x).batch(2))
     assert not is_local(copy.deepcopy(variable)) and not is_share(copy.copy(dataset))
     assert not any("hvdkit" in name for name in (*vars(variable), *vars(variable.value), *vars(dataset)))
-    mark(variable, None)
+    set_holding(variable, None)
     assert not is_local(variable) and not is_local(variable.value)
 
 

@@ -1,8 +1,8 @@
 """Attach information to objects of other libraries: variables, datasets, models, callbacks.
 
-Marks are stored in a registry outside the object, so that Keras and TensorFlow don't track, save or copy them. A copy
-of an object (``copy.copy``, ``copy.deepcopy``, a pickle, Keras's ``from_config``) is therefore unmarked; code that
-makes equivalent copies must mark them again.
+Values are stored in a registry outside the object, so that Keras and TensorFlow don't track, save or copy them. A copy
+of an object (``copy.copy``, ``copy.deepcopy``, a pickle, Keras's ``from_config``) therefore has none; code that
+makes equivalent copies must set them again.
 """
 
 from __future__ import annotations

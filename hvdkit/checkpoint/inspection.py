@@ -43,10 +43,10 @@ class Variable:
     bytes: int
 
     @classmethod
-    def of(cls, name: str, saved: TensorEntry) -> Variable:
+    def of(cls, name: str, tensor: TensorEntry) -> Variable:
         """Return the description of ``name`` from its manifest entry."""
-        size = saved.arrays * math.prod(saved.shape) * np.dtype(saved.dtype).itemsize
-        return cls(name, saved.kind, saved.shape, saved.dtype, saved.partition, len(saved.parts), size)
+        size = tensor.arrays * math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
+        return cls(name, tensor.kind, tensor.shape, tensor.dtype, tensor.partition, len(tensor.parts), size)
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _inspect_one(path: Path) -> Inspection:
         versions=manifest.versions,
         bytes=_total_bytes(manifest),
         damage=damage,
-        variables=tuple(Variable.of(name, saved) for name, saved in manifest.variables.items()),
+        variables=tuple(Variable.of(name, tensor) for name, tensor in manifest.variables.items()),
         values=manifest.values,
         rank_values=rank_values,
     )
