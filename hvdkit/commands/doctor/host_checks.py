@@ -132,16 +132,17 @@ def network(facts: Facts, found: list[Address] | None = None) -> Finding:
 
 def gpus(facts: Facts, devices: Path = Path("/dev")) -> Finding:
     """Check that TensorFlow sees all GPUs, and that Horovod was built with NCCL."""
-    names, fails, nodes = find_gpus(devices)
+    names, fails, device_files = find_gpus(devices)
     tensorflow, horovod = facts.training["tensorflow"], facts.training["horovod"]
     seen = tensorflow.get("gpus", [])
-    details = {"nvidia_smi": names, "device_nodes": nodes, "tensorflow": seen, "nccl": horovod.get("nccl")}
-    if not names and not nodes and not seen:
+    details = {"nvidia_smi": names, "device_nodes": device_files, "tensorflow": seen, "nccl": horovod.get("nccl")}
+    if not names and not device_files and not seen:
         if fails:
             remedy = "run nvidia-smi to see its message; reinstall or reload the NVIDIA driver"
             return Finding("gpus", "warning", "nvidia-smi fails", remedy, details)
         return Finding("gpus", "ok", "none: ranks compute on the CPU", details=details)
-    what = f"{len(names or nodes or seen)} GPUs: {', '.join(names or nodes or seen)}"
+    gpu_names = names or device_files or seen
+    what = f"{len(gpu_names)} GPUs: {', '.join(gpu_names)}"
     if not tensorflow or "error" in tensorflow:
         return Finding("gpus", "note", f"{what}; TensorFlow does not load", details=details)
     if not tensorflow["cuda"]:
