@@ -127,7 +127,7 @@ def exchange_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
         exchange = ObjectExchange(Sizes(size), communicator)
         found = {}
         for name, act in (
-            ("agreement", lambda: rank_facts.agreed_places(None, exchange, size, offer)),
+            ("agreement", lambda: rank_facts.gather_rank_facts(None, exchange, size, offer)),
             ("look at a save", lambda: gather(exchange, "the end of a save", lambda: (True, None))),
         ):
             found[name] = measured(act, communicator)

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from types import ModuleType
 
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import progress
 from hvdkit.profiling.settings import ProfileSettings
-
-
-def asked() -> ProfileSettings | None:
-    """Return the profile's settings from the environment, or None if it is not set.
-
-    Raises:
-        ValueError: the variable is invalid.
-    """
-    return ProfileSettings.from_environment(os.environ)
 
 
 def begin(settings: ProfileSettings, rank: int, host: str, exchange: ObjectExchange, horovod: ModuleType) -> None:

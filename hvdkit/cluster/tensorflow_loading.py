@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
 from hvdkit.cluster import log_filter
-from hvdkit.cluster.bindings import bind_hwloc
+from hvdkit.cluster.hwloc import bind_hwloc
 from hvdkit.machine.launcher import ALONE, launched_rank
 
 

@@ -81,7 +81,7 @@ def test_a_launcher_started_by_a_process_that_was_alone():
 CALLED = """
 import ctypes, os
 from pathlib import Path
-from hvdkit.cluster.bindings import lazy_slots, libraries
+from hvdkit.cluster.hwloc import lazy_slots, libraries
 
 def owner(address):
     for line in Path("/proc/self/maps").read_text().splitlines():

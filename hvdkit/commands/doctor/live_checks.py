@@ -95,7 +95,7 @@ def allreduce(facts: Facts, timeout: float) -> Finding:
     name = "allreduce"
     if facts.mpirun is None or not facts.mpi4py.loaded("mpi4py"):
         return Finding(name, "note", "not tried: needs mpirun, and an mpi4py that loads")
-    ours = facts.open_mpi is not None and not rings.chosen(facts.environment)
+    ours = facts.open_mpi is not None and not rings.is_configured(facts.environment)
     options = ["--oversubscribe"] if facts.open_mpi else []
     argv = [facts.mpirun.path, *options, "-np", str(algorithm.RANKS), sys.executable, str(ALGORITHM)]
     environment = outside_a_job(facts.environment) | dict.fromkeys(ROOT_VARIABLES, "1")
