@@ -15,7 +15,7 @@ from hvdkit.checkpoint.files import checkpoint_errors
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import without_numbers
 from hvdkit.checkpoint.state import flatten
-from hvdkit.cluster.agreement import compare, gather, unlike_places
+from hvdkit.cluster.agreement import compare, differing_indices, gather
 from hvdkit.errors import CheckpointError, describe
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def _without_numbers(signature: Signature) -> list[tuple[Any, ...]]:
 
 
 def _first_difference(odd: Signature, usual: Signature) -> tuple[str, str]:
-    index = unlike_places(_without_numbers(odd), _without_numbers(usual))[0]
+    index = differing_indices(_without_numbers(odd), _without_numbers(usual))[0]
     got, expected = ([*map(_describe_tensor, each), "no further tensor"][index] for each in (odd, usual))
     return got, expected
 

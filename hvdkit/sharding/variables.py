@@ -9,7 +9,7 @@ import tensorflow as tf
 import xxhash
 
 from hvdkit import cluster
-from hvdkit.cluster.agreement import agree, compare, gather, unlike_places
+from hvdkit.cluster.agreement import agree, compare, differing_indices, gather
 from hvdkit.collectives import tensors
 from hvdkit.collectives.call_checks import check_root
 from hvdkit.collectives.digests import behind, digest
@@ -80,7 +80,7 @@ def compare_variables(variables: Iterable[Any]) -> str:
     def unequal(odd: list[bytes], usual: list[bytes]) -> tuple[str, str]:
         if len(odd) != len(usual):
             return f"{len(odd)} variables", f"{len(usual)}"
-        return f"other values of {variable_name(replicated[unlike_places(odd, usual)[0]])}", "equal ones"
+        return f"other values of {variable_name(replicated[differing_indices(odd, usual)[0]])}", "equal ones"
 
     exchange = cluster.exchange()
     digests = agree(exchange, lambda: [digest(v) for v in replicated], "values of variables", remedy, show=unequal)
@@ -98,7 +98,7 @@ def _signature(variable: Any) -> _Signature:
 
 
 def _first_difference(odd: list[_Signature], usual: list[_Signature]) -> tuple[str, str]:
-    index = unlike_places(*([kind for _, *kind in signatures] for signatures in (odd, usual)))[0]
+    index = differing_indices(*([kind for _, *kind in signatures] for signatures in (odd, usual)))[0]
     got, expected = (
         [*map(_format_signature, signatures), f"only {len(signatures)} variables"][index] for signatures in (odd, usual)
     )

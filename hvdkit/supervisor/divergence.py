@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from hvdkit import cluster
-from hvdkit.cluster.agreement import compare, gather, unlike_places
+from hvdkit.cluster.agreement import compare, differing_indices, gather
 from hvdkit.collectives.digests import digest
 from hvdkit.errors import describe
 from hvdkit.sharding.shards import differs_by_rank
@@ -144,7 +144,7 @@ def _raise_difference(reports: list[_Report], equal_at: int | None) -> None:
 
 
 def _what_differs(odd: _Report, usual: _Report) -> tuple[str, str]:
-    indices = unlike_places(odd.digests, usual.digests)
+    indices = differing_indices(odd.digests, usual.digests)
     names = max(odd.names, usual.names, key=len)
     got = f"other values in {len(indices)} of {len(names)} variables, the first {names[indices[0]]},"
     if len(odd.names) == len(usual.names):
