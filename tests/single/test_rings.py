@@ -88,9 +88,9 @@ def test_the_order_of_additions_tells_the_algorithm():
             pieces.append(((order[0] + order[1]) + order[2]) + order[3])
         return np.concatenate(pieces)
 
-    assert algorithm.algorithm(x, ring(4)) == algorithm.algorithm(x, ring(16)) == "ring"
-    assert algorithm.algorithm(x, ring(1)) == algorithm.algorithm(x, x[3] + (x[2] + (x[1] + x[0])))
-    assert algorithm.algorithm(x, ring(1)) == "one rank after the other"
-    assert algorithm.algorithm(x, (x[2] + x[0]) + (x[3] + x[1])) == "recursive doubling"
-    assert algorithm.algorithm(x, np.sum(x, axis=0, dtype=np.float64).astype(np.float32)) == "another"
-    assert algorithm.algorithm(x, 2 * ring(4)) == "wrong"
+    assert algorithm.detect_algorithm(x, ring(4)) == algorithm.detect_algorithm(x, ring(16)) == "ring"
+    assert algorithm.detect_algorithm(x, ring(1)) == algorithm.detect_algorithm(x, x[3] + (x[2] + (x[1] + x[0])))
+    assert algorithm.detect_algorithm(x, ring(1)) == "one rank after the other"
+    assert algorithm.detect_algorithm(x, (x[2] + x[0]) + (x[3] + x[1])) == "recursive doubling"
+    assert algorithm.detect_algorithm(x, np.sum(x, axis=0, dtype=np.float64).astype(np.float32)) == "another"
+    assert algorithm.detect_algorithm(x, 2 * ring(4)) == "wrong"
