@@ -40,6 +40,10 @@ class ObjectExchange:
         group: the ranks that take part; None for all. All of them must construct the exchange, in the same order.
             Without ``communicator``, the group must have a process set.
         order: the call order shared by all exchanges of this rank.
+
+    Attributes:
+        ranks: the participating ranks, by their numbers in the world, in ascending order.
+        size: the number of participating ranks.
     """
 
     def __init__(
@@ -48,10 +52,10 @@ class ObjectExchange:
         self._horovod = horovod
         self._world = self._comm = communicator
         self._group = group
-        self._rank, self._size = horovod.rank(), horovod.size()
-        self._ranks: Sequence[int] = range(self._size)
+        self._rank, self.size = horovod.rank(), horovod.size()
+        self.ranks: Sequence[int] = range(self.size)
         if group is not None:
-            self._rank, self._size, self._ranks = group.index, group.size, group.ranks
+            self._rank, self.size, self.ranks = group.index, group.size, group.ranks
             if communicator is not None and group.size > 1:
                 self._comm = communicator.Create_group(communicator.group.Incl(group.ranks))
         self._order = order or CallOrder()
@@ -59,16 +63,6 @@ class ObjectExchange:
         self._group_ranks = None if group is None else tuple(group.ranks)
         self._leave_requests: list[Any] = []  # kept alive: MPI may still be sending them
         self._longest = 0  # bytes of the longest message of the previous exchange, known to all ranks
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The participating ranks, by their numbers in the world, in ascending order."""
-        return self._ranks
-
-    @property
-    def size(self) -> int:
-        """The number of participating ranks."""
-        return self._size
 
     @property
     def over_mpi(self) -> bool:
@@ -109,13 +103,13 @@ class ObjectExchange:
         Raises:
             ClusterError: a rank left while this one waited for it, or an exception interrupted an earlier exchange.
         """
-        if self._size == 1:
+        if self.size == 1:
             return [data]
         local = np.frombuffer(data, np.uint8)
         with self._order.enter(), collective(name, self._group_ranks, len(data)), self._uninterrupted():
             lengths, parts = self._gather_lengths(local)
             while incomplete := [rank for rank, part in enumerate(parts) if len(part) < lengths[rank]]:
-                counts = np.zeros(self._size, np.int64)
+                counts = np.zeros(self.size, np.int64)
                 for rank in incomplete:
                     counts[rank] = min(lengths[rank] - len(parts[rank]), MAX_BYTES // len(incomplete))
                 start = len(parts[self._rank])
@@ -153,20 +147,20 @@ class ObjectExchange:
         longest message of the previous exchange, because calls in a loop repeat their sizes.
         """
         header = np.array([len(local)], np.int64).view(np.uint8)
-        limit = MAX_BYTES // self._size - len(header)
+        limit = MAX_BYTES // self.size - len(header)
         if self._comm is None:
             first = max(0, limit)
             gathered = self._gather(np.concatenate([header, local[:first]]), np.empty(0))
         else:
             expected = max(self._longest, _MIN_FIRST_BYTES)
-            first = max(0, min(expected, _MAX_FIRST_BYTES, _MAX_TOTAL_FIRST_BYTES // self._size, limit))
+            first = max(0, min(expected, _MAX_FIRST_BYTES, _MAX_TOTAL_FIRST_BYTES // self.size, limit))
             padded = np.zeros(len(header) + first, np.uint8)
             padded[: len(header)] = header
             padded[len(header) : len(header) + len(local[:first])] = local[:first]
-            gathered = np.empty(self._size * len(padded), np.uint8)
+            gathered = np.empty(self.size * len(padded), np.uint8)
             self._wait(self._comm.Iallgather(padded, gathered))
-        lengths, parts, start = np.empty(self._size, np.int64), [], 0
-        for rank in range(self._size):
+        lengths, parts, start = np.empty(self.size, np.int64), [], 0
+        for rank in range(self.size):
             begin = start + len(header)
             lengths[rank] = gathered[start:begin].view(np.int64)[0]
             stop = begin + min(int(lengths[rank]), first)
@@ -181,7 +175,7 @@ class ObjectExchange:
         while not request.Test():
             if (rank := self._departed_rank()) is not None:
                 raise ClusterError(
-                    f"rank {rank} left the job while rank {self._ranks[self._rank]} waited for it in a collective; its "
+                    f"rank {rank} left the job while rank {self.ranks[self._rank]} waited for it in a collective; its "
                     "own output says why"
                 )
             if time.perf_counter() - started > _SPIN_SECONDS:
@@ -196,15 +190,15 @@ class ObjectExchange:
             rank, completed = self._world.recv(tag=_LEAVE_TAG)
             self._order.final_counts[rank] = completed
         group, final_counts, completed = self._group_ranks, self._order.final_counts, self._order.completed
-        departed = (rank for rank in self._ranks if rank in final_counts)
+        departed = (rank for rank in self.ranks if rank in final_counts)
         return next((rank for rank in departed if final_counts[rank][group] <= completed[group]), None)
 
     def close(self) -> None:
         """Notify the peers that this rank leaves. It must not exchange anything afterwards."""
-        if self._comm is not None and self._size > 1:
+        if self._comm is not None and self.size > 1:
             message = (self._rank, self._order.completed)
             self._leave_requests = [
-                self._comm.isend(message, dest=peer, tag=_LEAVE_TAG) for peer in range(self._size) if peer != self._rank
+                self._comm.isend(message, dest=peer, tag=_LEAVE_TAG) for peer in range(self.size) if peer != self._rank
             ]
 
 

@@ -18,11 +18,6 @@ def begin(settings: ProfileSettings, rank: int, host: str, exchange: ObjectExcha
     progress().profile = Recorder(settings, RankProfile(rank, host), exchange, horovod, get_logger().warning)
 
 
-def is_recorded() -> bool:
-    """Return True if a profile is active."""
-    return progress().profile is not None
-
-
 def end(*, finish: bool) -> None:
     """Stop recording; with ``finish``, merge the records of all ranks, all of which must call it."""
     profile, progress().profile = progress().profile, None

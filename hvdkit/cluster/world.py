@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from hvdkit.cluster import devices, engine, logs, profile, settings
@@ -180,18 +180,6 @@ def _local_affinities(exchange: ObjectExchange, local_size: int) -> list[frozens
     return [mask for host, mask in exchange.allgather((this_host, affinity())) if host == this_host]
 
 
-class _NoHorovod:
-    """Replaces Horovod in a world of one rank that has not started it."""
-
-    @staticmethod
-    def rank() -> int:
-        return 0
-
-    @staticmethod
-    def size() -> int:
-        return 1
-
-
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Provide a world of one rank inside the context, without Horovod and MPI; no effect after :func:`init`.
@@ -204,7 +192,8 @@ def alone() -> Iterator[None]:
         return
     host = socket.gethostname()
     cluster = Cluster(rank=0, size=1, local_rank=0, local_size=1, hosts=(host,), is_chief=True, mesh={"data": 1})
-    _world = _World(cluster, _NoHorovod, ObjectExchange(_NoHorovod))
+    horovod = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    _world = _World(cluster, horovod, ObjectExchange(horovod))
     try:
         yield
     finally:
@@ -326,7 +315,7 @@ def _leave() -> None:
     if _world is None or os.getpid() != reporter().pid or ending().begun:
         return
     reporter().leave()
-    if profile.is_recorded():
+    if progress().profile is not None:
         profile.end(finish=reporter().await_others())
     _world.exchange.close()
     _world.end_horovod()
