@@ -104,6 +104,7 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
 
 
 def _start(mesh: Mapping[str, int] | None) -> _World:
+    """Start the world. The order matters: environment, sentinel, MPI and Horovod, devices, agreement with all ranks."""
     launched = launched_rank()
     if _ended and launched.size > 1 and launched.controller == "gloo":
         # The rendezvous server of Horovod 0.28.1 does not drop outdated addresses, and a rank that gets one aborts.
