@@ -102,7 +102,8 @@ def exchange_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
     offer = str(Offer(("127.0.0.1",), 1, "0" * 32))
     with ring(size, folder) as communicator:
         exchange = ObjectExchange(horovod(size), communicator)
-        found = {"agreement": measured(lambda: rank_facts.agreed_places(None, exchange, size, offer), communicator)}
+        agree = partial(rank_facts.gather_rank_facts, None, exchange, size, offer)
+        found = {"agreement": measured(agree, communicator)}
         look = partial(gather, exchange, "the end of a save", lambda: (True, None))
         found["look at a save"] = measured(look, communicator)
     write(folder, "rank0.json", found)

@@ -1,7 +1,7 @@
-"""Comparison of values over all ranks: either all ranks raise the same error, or all continue.
+"""Comparison of values across ranks: either all ranks raise the same error, or all continue.
 
-A rank that raised alone would leave the others waiting in the exchange. So every rank sends a :class:`Contribution`
-with its value or its exception, and all ranks evaluate the same list:
+If only one rank raised, the others would wait for it in the exchange. So every rank sends a :class:`Contribution` with
+its value or its exception, and all ranks evaluate the same list:
 
 * :func:`gather` returns the values of all ranks; an exception on one rank raises an error on all of them;
 * :func:`compare` raises on every rank if one value differs;
@@ -21,8 +21,8 @@ from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.errors import CollectiveMismatchError, HvdkitError, describe
 
 T = TypeVar("T")
-_MOST_NAMED = 4
-_LACKING = object()
+_MAX_RANKS_SHOWN = 4
+_MISSING = object()
 SAME_CALLS = "call the same collectives in the same order on every rank"
 
 
@@ -31,11 +31,11 @@ class Problem(NamedTuple):
 
     Attributes:
         error: class of the error that other ranks raise.
-        words: class and message of the exception.
+        text: class and message of the exception.
     """
 
     error: type[HvdkitError]
-    words: str
+    text: str
 
     @classmethod
     def of(cls, exception: Exception, error: type[HvdkitError]) -> Problem:
@@ -88,7 +88,7 @@ def gather(
     except Exception as exception:
         problem = exception
         data = pickle.dumps((kind, None, Problem.of(exception, error)), protocol=pickle.HIGHEST_PROTOCOL)
-    parts = [_loaded(part) for part in exchange.allgather_bytes(data, kind)]
+    parts = [_unpickle(part) for part in exchange.allgather_bytes(data, kind)]
     if problem is not None:
         raise problem
     return [part.payload for part in check_calls(parts, exchange.ranks)]
@@ -104,22 +104,19 @@ def check_calls(sent: Sequence[Any], ranks: Sequence[int]) -> list[Any]:
     parts = [_contribution(part) for part in sent]
     for rank, part in zip(ranks, parts, strict=True):
         if isinstance(part, Contribution) and part.fault is not None:
-            raise part.fault.error(f"{part.kind}: rank {rank} raised {part.fault.words}")
+            raise part.fault.error(f"{part.kind}: rank {rank} raised {part.fault.text}")
     compare(parts, "collective", SAME_CALLS, ranks=ranks, key=_kind, show=shown_calls)
     return parts
 
 
-def odd_one(values: Sequence[Any]) -> tuple[int, int] | None:
-    """Return the index of the first value that differs, and the index of the first usual value.
+def find_outlier(values: Sequence[Any]) -> tuple[int, int] | None:
+    """Return the index of the first value that differs from the usual one, and the index of the first usual value.
 
     The usual value is that of the majority; without a majority, the first one. Values are equal if they compare equal
-    or pickle to the same bytes, so that NaN equals itself.
-
-    Returns:
-        Both indices, or None if all values are equal.
+    or pickle to the same bytes, so that NaN equals itself. Returns None if all values are equal.
 
     Example:
-        >>> odd_one(["b", "a", "a"]), odd_one(["b", "a"]), odd_one(["a", "a"])
+        >>> find_outlier(["b", "a", "a"]), find_outlier(["b", "a"]), find_outlier(["a", "a"])
         ((0, 1), (1, 0), None)
     """
     first = values[0]
@@ -127,9 +124,9 @@ def odd_one(values: Sequence[Any]) -> tuple[int, int] | None:
         return None
     # R. S. Boyer, J. S. Moore, "MJRTY: a fast majority vote algorithm" (1981): values need not be hashable.
     candidate, lead = 0, 0
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         if lead == 0:
-            candidate = place
+            candidate = index
         lead += 1 if _equal(value, values[candidate]) else -1
     are_usual = [_equal(value, values[candidate]) for value in values]
     if 2 * sum(are_usual) <= len(values):
@@ -170,17 +167,17 @@ def compare(
         ValueError: n: got 3 on rank 1 (rank 3 also differs), expected 2, as on rank 0 and 1 other; pass one everywhere
     """
     keys = [key(value) for value in values]
-    found = odd_one(keys)
-    if found is None:
+    outlier = find_outlier(keys)
+    if outlier is None:
         return
-    odd, usual = found
+    odd, usual = outlier
     ranks = range(len(values)) if ranks is None else ranks
     differing = [rank for rank, each in zip(ranks, keys, strict=True) if not _equal(each, keys[usual])]
     got, expected = show(values[odd], values[usual])
-    alike = len(values) - len(differing) - 1
-    others = f" and {alike} other{'s' * (alike > 1)}" if alike else ""
+    count = len(values) - len(differing) - 1
+    others = f" and {count} other{'s' * (count > 1)}" if count else ""
     raise error(
-        describe(what, f"{got} on rank {_named(differing)}", f"{expected}, as on rank {ranks[usual]}{others}", remedy)
+        describe(what, f"{got} on rank {_listed(differing)}", f"{expected}, as on rank {ranks[usual]}{others}", remedy)
     )
 
 
@@ -193,7 +190,7 @@ def agree(
     key: Callable[[T], Any] = lambda value: value,
     show: Callable[[T, T], tuple[str, str]] = lambda odd, usual: (repr(odd), repr(usual)),
 ) -> list[T]:
-    """Gather and compare values; return those of all ranks: :func:`gather`, then :func:`compare`."""
+    """Return the value of every rank, after checking that they are equal: :func:`gather`, then :func:`compare`."""
     values = gather(exchange, what, value)
     compare(values, what, remedy, ranks=exchange.ranks, key=key, show=show)
     return values
@@ -206,8 +203,8 @@ def differing_indices(first: Sequence[Any], second: Sequence[Any]) -> list[int]:
         >>> differing_indices("abc", "adcd")
         [1, 3]
     """
-    pairs = itertools.zip_longest(first, second, fillvalue=_LACKING)
-    return [place for place, (one, other) in enumerate(pairs) if one is _LACKING or one != other]
+    pairs = itertools.zip_longest(first, second, fillvalue=_MISSING)
+    return [index for index, (one, other) in enumerate(pairs) if one is _MISSING or one != other]
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -217,14 +214,14 @@ def _equal(one: Any, other: Any) -> bool:
     return pickle.dumps(one) == pickle.dumps(other)
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _listed(ranks: Sequence[int]) -> str:
     """Return the lowest rank, followed by the other ranks in brackets."""
     if len(ranks) == 1:
         return f"{ranks[0]}"
     if len(ranks) == 2:
         return f"{ranks[0]} (rank {ranks[1]} also differs)"
-    shown = ", ".join(map(str, ranks[1 : 1 + _MOST_NAMED]))
-    more = f" and {len(ranks) - 1 - _MOST_NAMED} more" * (len(ranks) > 1 + _MOST_NAMED)
+    shown = ", ".join(map(str, ranks[1 : 1 + _MAX_RANKS_SHOWN]))
+    more = f" and {len(ranks) - 1 - _MAX_RANKS_SHOWN} more" * (len(ranks) > 1 + _MAX_RANKS_SHOWN)
     return f"{ranks[0]} (ranks {shown}{more} also differ)"
 
 
@@ -246,7 +243,7 @@ def shown_calls(odd: Any, usual: Any) -> tuple[str, str]:
     return odd, usual
 
 
-def _loaded(data: bytes) -> Any:
+def _unpickle(data: bytes) -> Any:
     """Unpickle a rank's message; None for the bytes of another exchange."""
     try:
         return pickle.loads(data)

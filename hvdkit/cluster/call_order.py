@@ -23,12 +23,12 @@ class CallOrder:
 
     Attributes:
         completed: number of exchanges that this rank has completed, by the participating ranks; None for all ranks.
-        left: the same for each rank that has left the job.
+        final_counts: the same for each rank that has left the job.
     """
 
     def __init__(self) -> None:
         self.completed: Counter[tuple[int, ...] | None] = Counter()
-        self.left: dict[int, Counter[tuple[int, ...] | None]] = {}
+        self.final_counts: dict[int, Counter[tuple[int, ...] | None]] = {}
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
@@ -36,18 +36,18 @@ class CallOrder:
         self._pending: list[Future[Any]] = []
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Admit the calling thread for one exchange.
+    def enter(self) -> Iterator[None]:
+        """Admit the calling thread to one exchange, which takes place inside the context.
 
         Raises:
             HvdkitError: another thread calls this rank's exchanges, or is in one.
         """
-        mine = threading.current_thread()
-        if mine is not self._worker_thread:
-            self._admit(mine)
+        thread = threading.current_thread()
+        if thread is not self._worker_thread:
+            self._admit(thread)
             self._drain()
         if not self._lock.acquire(blocking=False):
-            raise self._refusal(mine, "another thread is in one")
+            raise self._thread_error(thread, "another thread is in one")
         try:
             yield
         finally:
@@ -63,7 +63,7 @@ class CallOrder:
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "hvdkit-collectives", initializer=self._begin_worker)
         future = self._worker.submit(call)
-        self._pending = [one for one in self._pending if not one.done()]
+        self._pending = [pending for pending in self._pending if not pending.done()]
         self._pending.append(future)
         return future
 
@@ -76,20 +76,20 @@ class CallOrder:
             wait(self._pending)
             self._pending = []
 
-    def _admit(self, mine: threading.Thread) -> None:
-        if isinstance(mine, threading._DummyThread):
+    def _admit(self, thread: threading.Thread) -> None:
+        if isinstance(thread, threading._DummyThread):  # a thread of TensorFlow
             return
         if self._thread is None or not self._thread.is_alive():
-            self._thread = mine
-        if self._thread is not mine:
-            raise self._refusal(mine, f"thread {self._thread.name!r} makes this rank's collectives")
+            self._thread = thread
+        if self._thread is not thread:
+            raise self._thread_error(thread, f"thread {self._thread.name!r} makes this rank's collectives")
 
     @staticmethod
-    def _refusal(mine: threading.Thread, why: str) -> HvdkitError:
+    def _thread_error(thread: threading.Thread, why: str) -> HvdkitError:
         return HvdkitError(
             describe(
                 "thread",
-                f"an eager collective in thread {mine.name!r}, while {why}",
+                f"an eager collective in thread {thread.name!r}, while {why}",
                 "one thread, since ranks match eager collectives by their order",
                 "call it in that thread, or pass the value to it (queue.Queue)",
             )

@@ -64,7 +64,7 @@ def start_horovod(
         ClusterError: mpi4py and Horovod load different MPI libraries, Horovod lacks the launcher's controller, or the
             world size differs from the launcher's.
     """
-    _check_launcher_is_there(launched)
+    _check_mpirun_is_running(launched)
     hvd = load_horovod()
     communicator = None
     if launched.controller == "mpi":
@@ -77,31 +77,31 @@ def start_horovod(
                     "run `hvdkit build-horovod --mpi wheel`, or start with `horovodrun --gloo`",
                 )
             )
-        _check_plugin_of_srun(launched)
+        _check_srun_plugin(launched)
         communicator = _mpi_communicator()
     if communicator is not None and any(other != list(sets) for other in communicator.allgather(list(sets))):
         sets = ()
-    made = {ranks: hvd.ProcessSet(list(ranks)) for ranks in sets}
+    process_sets = {ranks: hvd.ProcessSet(list(ranks)) for ranks in sets}
     try:
         with _world_of_one() if launched is ALONE else nullcontext():
-            hvd.init(process_sets=list(made.values()) or None)
+            hvd.init(process_sets=list(process_sets.values()) or None)
     except Exception as error:
         raise ClusterError(f"Horovod did not start: {error}; run `hvdkit doctor`") from error
     _check_size(hvd.size(), launched)
-    return hvd, communicator, made
+    return hvd, communicator, process_sets
 
 
-def end_mpi() -> None:
+def finalize_mpi() -> None:
     """Finalize MPI if mpi4py has started it, instead of at exit. All ranks must call it."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
 
 
-def add_sets(
-    hvd: ModuleType, sets: dict[tuple[int, ...], Any], new: Sequence[tuple[int, ...]], *, over_mpi: bool
+def add_process_sets(
+    hvd: ModuleType, known: dict[tuple[int, ...], Any], new: Sequence[tuple[int, ...]], *, over_mpi: bool
 ) -> None:
-    """Create Horovod's process sets of ``new``, and add them to ``sets``. Every rank must call it, between collectives.
+    """Create Horovod's process sets of ``new``, and add them to ``known``. Every rank calls it, between collectives.
 
     Horovod is restarted, because it creates process sets when it starts. It could also create them dynamically, but
     then all ranks would exchange two more numbers in each of its cycles.
@@ -109,10 +109,10 @@ def add_sets(
     Raises:
         ClusterError: Horovod cannot be restarted, e.g. under Gloo.
     """
-    made = {ranks: hvd.ProcessSet(list(ranks)) for ranks in new}
+    added = {ranks: hvd.ProcessSet(list(ranks)) for ranks in new}
     if os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1":
-        for one in made.values():
-            hvd.add_process_set(one)
+        for process_set in added.values():
+            hvd.add_process_set(process_set)
     elif not over_mpi:
         raise ClusterError(
             describe(
@@ -124,12 +124,12 @@ def add_sets(
         )
     else:
         hvd.shutdown()
-        hvd.init(process_sets=[*sets.values(), *made.values()])
-    sets.update(made)
+        hvd.init(process_sets=[*known.values(), *added.values()])
+    known.update(added)
 
 
-def _check_launcher_is_there(launched: LaunchedRank) -> None:
-    """Raise ClusterError if Open MPI's variables were inherited without its daemon; MPI's own message is unclear."""
+def _check_mpirun_is_running(launched: LaunchedRank) -> None:
+    """Raise ClusterError if Open MPI's variables are set, but no mpirun runs; MPI's own message would be unclear."""
     if launched.launcher != "mpirun (Open MPI)" or launched.size == 1 or "PMIX_RANK" in os.environ:
         return
     raise ClusterError(
@@ -143,7 +143,7 @@ def _check_launcher_is_there(launched: LaunchedRank) -> None:
     )
 
 
-def _check_plugin_of_srun(launched: LaunchedRank) -> None:
+def _check_srun_plugin(launched: LaunchedRank) -> None:
     """Raise ClusterError if srun does not provide PMIx, without which Open MPI aborts. Other MPIs do not need PMIx."""
     if launched.launcher != "srun (Slurm)" or launched.size == 1 or "PMIX_RANK" in os.environ:
         return

@@ -3,8 +3,8 @@
 There is a single primitive, an allgather of bytes in rank order. A message of a few bytes takes tens of microseconds
 over mpi4py, and one cycle (1 ms) over Horovod.
 
-A rank that leaves (its script ended, or raised) can no longer answer, and under MPI the others would wait forever. So a
-leaving rank sends its peers the number of exchanges that it has completed, and a rank that waits in a later one raises.
+If a rank leaves the job (its script ended, or raised), the others would wait for it forever under MPI. So a rank that
+leaves sends the others the number of exchanges that it has completed, and a rank that waits in a later one raises.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hvdkit.cluster.mesh import Group
 from hvdkit.cluster.progress import collective
 from hvdkit.errors import ClusterError
 
-_LEAVING = 7
-LARGEST = 2**31 - 1  # maximum bytes of one collective: MPI counts them with a C int
+_LEAVE_TAG = 7
+MAX_BYTES = 2**31 - 1  # maximum bytes of one collective: MPI counts them with a C int
 # Bytes of each rank's message that are sent along with its length over MPI: minimum, maximum, and total of all ranks.
-_FEWEST_FIRST_BYTES, _MOST_FIRST_BYTES, _FIRST_BYTES_OF_ALL = 2**12, 2**15, 2**17
+_MIN_FIRST_BYTES, _MAX_FIRST_BYTES, _MAX_TOTAL_FIRST_BYTES = 2**12, 2**15, 2**17
 _OBJECTS = "an exchange of objects"
 _SPIN_SECONDS = 0.002
-_NAP_SECONDS = 0.0005
+_SLEEP_SECONDS = 0.0005
 
 
 class ObjectExchange:
@@ -40,6 +40,10 @@ class ObjectExchange:
         group: the ranks that take part; None for all. All of them must construct the exchange, in the same order.
             Without ``communicator``, the group must have a process set.
         order: the call order shared by all exchanges of this rank.
+
+    Attributes:
+        ranks: the participating ranks, by their numbers in the world, in ascending order.
+        size: the number of participating ranks.
     """
 
     def __init__(
@@ -48,27 +52,17 @@ class ObjectExchange:
         self._horovod = horovod
         self._world = self._comm = communicator
         self._group = group
-        self._rank, self._size = horovod.rank(), horovod.size()
-        self._ranks: Sequence[int] = range(self._size)
+        self._rank, self.size = horovod.rank(), horovod.size()
+        self.ranks: Sequence[int] = range(self.size)
         if group is not None:
-            self._rank, self._size, self._ranks = group.index, group.size, group.ranks
+            self._rank, self.size, self.ranks = group.index, group.size, group.ranks
             if communicator is not None and group.size > 1:
                 self._comm = communicator.Create_group(communicator.group.Incl(group.ranks))
         self._order = order or CallOrder()
         self._interruption: str | None = None
         self._group_ranks = None if group is None else tuple(group.ranks)
-        self._farewells: list[Any] = []  # kept alive: MPI may still be sending them
+        self._leave_requests: list[Any] = []  # kept alive: MPI may still be sending them
         self._longest = 0  # bytes of the longest message of the previous exchange, known to all ranks
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The participating ranks, by their numbers in the world, in ascending order."""
-        return self._ranks
-
-    @property
-    def size(self) -> int:
-        """The number of participating ranks."""
-        return self._size
 
     @property
     def over_mpi(self) -> bool:
@@ -109,25 +103,24 @@ class ObjectExchange:
         Raises:
             ClusterError: a rank left while this one waited for it, or an exception interrupted an earlier exchange.
         """
-        if self._size == 1:
+        if self.size == 1:
             return [data]
-        mine = np.frombuffer(data, np.uint8)
-        ranks = None if self._group is None else self._ranks
-        with self._order.entered(), collective(name, ranks, len(data)), self._whole():
-            lengths, parts = self._begin(mine)
-            while left := [rank for rank, part in enumerate(parts) if len(part) < lengths[rank]]:
-                counts = np.zeros(self._size, np.int64)
-                for rank in left:
-                    counts[rank] = min(lengths[rank] - len(parts[rank]), LARGEST // len(left))
+        local = np.frombuffer(data, np.uint8)
+        with self._order.enter(), collective(name, self._group_ranks, len(data)), self._uninterrupted():
+            lengths, parts = self._gather_lengths(local)
+            while incomplete := [rank for rank, part in enumerate(parts) if len(part) < lengths[rank]]:
+                counts = np.zeros(self.size, np.int64)
+                for rank in incomplete:
+                    counts[rank] = min(lengths[rank] - len(parts[rank]), MAX_BYTES // len(incomplete))
                 start = len(parts[self._rank])
-                blob = self._gather(mine[start : start + counts[self._rank]], counts)
-                for rank, stop in zip(left, np.cumsum(counts[left]), strict=True):
-                    parts[rank] += blob[stop - counts[rank] : stop].data
+                gathered = self._gather(local[start : start + counts[self._rank]], counts)
+                for rank, stop in zip(incomplete, np.cumsum(counts[incomplete]), strict=True):
+                    parts[rank] += gathered[stop - counts[rank] : stop].data
             self._order.completed[self._group_ranks] += 1
         return [bytes(part) for part in parts]
 
     @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _uninterrupted(self) -> Iterator[None]:
         """Reject all exchanges after one that an exception interrupted: leftover messages would match the next one."""
         if self._interruption is not None:
             raise ClusterError(f"an exchange between ranks was interrupted ({self._interruption}); end this rank")
@@ -137,41 +130,41 @@ class ObjectExchange:
             self._interruption = f"{type(error).__name__}: {error}"
             raise
 
-    def _gather(self, mine: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return the concatenated bytes of all ranks, ``counts[r]`` of rank r; at most :data:`LARGEST` in total."""
+    def _gather(self, local: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Return the concatenated bytes of all ranks, ``counts[r]`` of rank r; at most :data:`MAX_BYTES` in total."""
         if self._comm is None:
             with _on_host():
-                within = {} if self._group is None else {"process_set": self._group.process_set}
-                return self._horovod.allgather(mine, name="hvdkit.objects", **within).numpy()
+                options = {} if self._group is None else {"process_set": self._group.process_set}
+                return self._horovod.allgather(local, name="hvdkit.objects", **options).numpy()
         gathered = np.empty(int(counts.sum()), np.uint8)
-        self._wait(self._comm.Iallgatherv(mine, (gathered, counts)))
+        self._wait(self._comm.Iallgatherv(local, (gathered, counts)))
         return gathered
 
-    def _begin(self, mine: np.ndarray) -> tuple[np.ndarray, list[bytearray]]:
-        """Exchange lengths along with the first bytes, so that small messages do not need a second collective.
+    def _gather_lengths(self, local: np.ndarray) -> tuple[np.ndarray, list[bytearray]]:
+        """Return the length and the first bytes of every rank's message: small messages need no second collective.
 
         MPI must know how much each rank sends before the lengths are known. Every rank sends as many bytes as the
         longest message of the previous exchange, because calls in a loop repeat their sizes.
         """
-        header = np.array([len(mine)], np.int64).view(np.uint8)
-        most = LARGEST // self._size - len(header)
+        header = np.array([len(local)], np.int64).view(np.uint8)
+        limit = MAX_BYTES // self.size - len(header)
         if self._comm is None:
-            first = max(0, most)
-            blob = self._gather(np.concatenate([header, mine[:first]]), np.empty(0))
+            first = max(0, limit)
+            gathered = self._gather(np.concatenate([header, local[:first]]), np.empty(0))
         else:
-            wanted = max(self._longest, _FEWEST_FIRST_BYTES)
-            first = max(0, min(wanted, _MOST_FIRST_BYTES, _FIRST_BYTES_OF_ALL // self._size, most))
+            expected = max(self._longest, _MIN_FIRST_BYTES)
+            first = max(0, min(expected, _MAX_FIRST_BYTES, _MAX_TOTAL_FIRST_BYTES // self.size, limit))
             padded = np.zeros(len(header) + first, np.uint8)
             padded[: len(header)] = header
-            padded[len(header) : len(header) + len(mine[:first])] = mine[:first]
-            blob = np.empty(self._size * len(padded), np.uint8)
-            self._wait(self._comm.Iallgather(padded, blob))
-        lengths, parts, start = np.empty(self._size, np.int64), [], 0
-        for rank in range(self._size):
+            padded[len(header) : len(header) + len(local[:first])] = local[:first]
+            gathered = np.empty(self.size * len(padded), np.uint8)
+            self._wait(self._comm.Iallgather(padded, gathered))
+        lengths, parts, start = np.empty(self.size, np.int64), [], 0
+        for rank in range(self.size):
             begin = start + len(header)
-            lengths[rank] = blob[start:begin].view(np.int64)[0]
+            lengths[rank] = gathered[start:begin].view(np.int64)[0]
             stop = begin + min(int(lengths[rank]), first)
-            parts.append(bytearray(blob[begin:stop].data))
+            parts.append(bytearray(gathered[begin:stop].data))
             start = stop if self._comm is None else begin + first
         self._longest = int(lengths.max())
         return lengths, parts
@@ -180,31 +173,32 @@ class ObjectExchange:
         """Poll ``request`` until it completes, yielding the core in between. Raise if a peer leaves."""
         started = time.perf_counter()
         while not request.Test():
-            if (left := self._left()) is not None:
+            if (rank := self._departed_rank()) is not None:
                 raise ClusterError(
-                    f"rank {left} left the job while rank {self._ranks[self._rank]} waited for it in a collective; its "
+                    f"rank {rank} left the job while rank {self.ranks[self._rank]} waited for it in a collective; its "
                     "own output says why"
                 )
             if time.perf_counter() - started > _SPIN_SECONDS:
-                time.sleep(_NAP_SECONDS)
+                time.sleep(_SLEEP_SECONDS)
 
-    def _left(self) -> int | None:
+    def _departed_rank(self) -> int | None:
         """Return a rank that left the job before this exchange, or None.
 
         A rank that has completed the exchange may leave while others are still in it.
         """
-        while self._world.Iprobe(tag=_LEAVING):
-            rank, completed = self._world.recv(tag=_LEAVING)
-            self._order.left[rank] = completed
-        left, here = self._order.left, self._order.completed[self._group_ranks]
-        return next((rank for rank in self._ranks if rank in left and left[rank][self._group_ranks] <= here), None)
+        while self._world.Iprobe(tag=_LEAVE_TAG):
+            rank, completed = self._world.recv(tag=_LEAVE_TAG)
+            self._order.final_counts[rank] = completed
+        group, final_counts, completed = self._group_ranks, self._order.final_counts, self._order.completed
+        departed = (rank for rank in self.ranks if rank in final_counts)
+        return next((rank for rank in departed if final_counts[rank][group] <= completed[group]), None)
 
     def close(self) -> None:
         """Notify the peers that this rank leaves. It must not exchange anything afterwards."""
-        if self._comm is not None and self._size > 1:
-            word = (self._rank, self._order.completed)
-            self._farewells = [
-                self._comm.isend(word, dest=peer, tag=_LEAVING) for peer in range(self._size) if peer != self._rank
+        if self._comm is not None and self.size > 1:
+            message = (self._rank, self._order.completed)
+            self._leave_requests = [
+                self._comm.isend(message, dest=peer, tag=_LEAVE_TAG) for peer in range(self.size) if peer != self._rank
             ]
 
 

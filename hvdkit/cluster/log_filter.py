@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-# Lines that are irrelevant to the job: absl's preamble, and informational lines of TensorFlow's libraries.
+# The beginnings of lines that are irrelevant to the job: absl's preamble, and notes of TensorFlow's libraries.
 CHATTER = (
     "WARNING: All log messages before absl::InitializeLog()",
     "I0000 ",
@@ -22,9 +22,9 @@ CHATTER = (
 def main() -> None:
     """Copy all other lines, one at a time, until the last writer has closed the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the writing process, and the pipe with it
-    beginnings = tuple(beginning.encode() for beginning in CHATTER)
+    prefixes = tuple(prefix.encode() for prefix in CHATTER)
     for line in sys.stdin.buffer:
-        if not line.startswith(beginnings):
+        if not line.startswith(prefixes):
             os.write(1, line)
 
 

@@ -1,7 +1,7 @@
 """Logging in whole lines, tagged with the rank.
 
-Launchers tag and forward each ``write``: a line written in pieces is torn apart if several ranks write at once. The
-handler below writes each record, with any number of lines, with one system call.
+Launchers tag and forward each ``write``: if several ranks write at once, a line written in pieces is torn apart. The
+handler below writes each record, however many lines it has, with one system call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hvdkit.watchdog.lines import write_line
 _LOGGER = logging.getLogger("hvdkit")
 
 
-class WholeLines(logging.Handler):
+class WholeLineHandler(logging.Handler):
     """Writes every record to standard error with a single ``write`` call."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -41,7 +41,7 @@ def configure(rank: int, size: int) -> None:
     logger, it is not changed.
     """
     if not _LOGGER.handlers:
-        handler = WholeLines()
+        handler = WholeLineHandler()
         tag = f"[rank {rank}] " if size > 1 and not launcher_tags_lines() else ""
         handler.setFormatter(logging.Formatter(f"{tag}%(message)s"))
         _LOGGER.addHandler(handler)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from hvdkit.errors import describe
 
 DATA = "data"
 """The axis along which batches differ. Ranks along all other axes process the same batch."""
@@ -33,6 +36,22 @@ class Group:
         return len(self.ranks)
 
 
+def checked_mesh(mesh: Mapping[str, int] | None, size: int) -> dict[str, int]:
+    """Return the axes of ``mesh``; by default one axis with all ranks. Raises ValueError for an invalid mesh."""
+    axes = {DATA: size} if mesh is None else dict(mesh)
+    are_positive = all(isinstance(extent, int) and extent > 0 for extent in axes.values())
+    if not axes or not are_positive or math.prod(axes.values()) != size:
+        raise ValueError(
+            describe(
+                "mesh",
+                axes,
+                f"positive axis sizes whose product is the world size, {size}",
+                "change the axes or start another number of ranks",
+            )
+        )
+    return axes
+
+
 def coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
     """Return a rank's coordinate along every axis. Consecutive ranks are neighbours along the last axis.
 
@@ -40,10 +59,10 @@ def coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
         >>> coordinates(3, {"data": 2, "model": 2}), coordinates(2, {"data": 2, "model": 2})
         ({'data': 1, 'model': 1}, {'data': 1, 'model': 0})
     """
-    places = {}
+    found = {}
     for axis, extent in reversed(list(mesh.items())):
-        rank, places[axis] = divmod(rank, extent)
-    return {axis: places[axis] for axis in mesh}
+        rank, found[axis] = divmod(rank, extent)
+    return {axis: found[axis] for axis in mesh}
 
 
 def groups_along(axis: str, mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
@@ -53,19 +72,17 @@ def groups_along(axis: str, mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
         >>> groups_along("data", {"data": 2, "model": 2})
         [(0, 2), (1, 3)]
     """
-    places = list(itertools.product(*map(range, mesh.values())))
-    position = list(mesh).index(axis)
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in enumerate(places):
-        found.setdefault((*place[:position], *place[position + 1 :]), []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+    index = list(mesh).index(axis)
+    groups: dict[tuple[int, ...], list[int]] = {}  # by the coordinates along the other axes
+    for rank, point in enumerate(itertools.product(*map(range, mesh.values()))):
+        groups.setdefault((*point[:index], *point[index + 1 :]), []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
 
 
-def sets_to_make(mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
+def process_sets_of(mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
     """Return the groups of all axes that need a process set of Horovod: those with neither one rank nor all ranks."""
-    size = len(list(itertools.product(*map(range, mesh.values()))))
-    made = [ranks for axis in mesh for ranks in groups_along(axis, mesh)]
-    return [ranks for ranks in dict.fromkeys(made) if 1 < len(ranks) < size]
+    groups = [ranks for axis in mesh for ranks in groups_along(axis, mesh)]
+    return [ranks for ranks in dict.fromkeys(groups) if 1 < len(ranks) < math.prod(mesh.values())]
 
 
 def group_of(rank: int, axis: str, mesh: Mapping[str, int], sets: Mapping[tuple[int, ...], Any]) -> Group:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import ModuleType
 
 from hvdkit.cluster.exchange import ObjectExchange
@@ -11,26 +10,12 @@ from hvdkit.cluster.progress import progress
 from hvdkit.profiling.settings import ProfileSettings
 
 
-def asked() -> ProfileSettings | None:
-    """Return the profile's settings from the environment, or None if it is not set.
-
-    Raises:
-        ValueError: the variable is invalid.
-    """
-    return ProfileSettings.from_environment(os.environ)
-
-
 def begin(settings: ProfileSettings, rank: int, host: str, exchange: ObjectExchange, horovod: ModuleType) -> None:
     """Start counting this rank's steps, to record some of them."""
     from hvdkit.profiling.rank_profile import RankProfile
     from hvdkit.profiling.recorder import Recorder
 
     progress().profile = Recorder(settings, RankProfile(rank, host), exchange, horovod, get_logger().warning)
-
-
-def is_recorded() -> bool:
-    """Return True if a profile is active."""
-    return progress().profile is not None
 
 
 def end(*, finish: bool) -> None:

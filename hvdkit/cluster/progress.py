@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
+from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from hvdkit.watchdog.flight_recorder import EAGER, collective_key, recorder
@@ -69,7 +70,7 @@ def progress() -> Progress:
     return Progress()
 
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NO_SPAN: AbstractContextManager[None] = nullcontext()
 
 
 def spending(kind: Literal["input", "save"]) -> AbstractContextManager[None]:
@@ -81,7 +82,7 @@ def spending(kind: Literal["input", "save"]) -> AbstractContextManager[None]:
             batch = next(source)
     """
     profile = progress().profile
-    return _NOTHING if profile is None else profile.span(kind)
+    return _NO_SPAN if profile is None else profile.span(kind)
 
 
 @contextmanager
@@ -101,29 +102,25 @@ def collective(name: str, ranks: Sequence[int] | None = None, nbytes: int = 0) -
         with collective("barrier()"):
             ...
     """
-    noted = progress()
-    number = noted.begin(name, ranks, nbytes)
+    number = progress().begin(name, ranks, nbytes)
     try:
         yield
     finally:
-        noted.end(number)
+        progress().end(number)
 
 
 def source_line() -> str:
     """Return the innermost source line of the calling thread outside of hvdkit, TensorFlow, Keras and Horovod."""
-    frame = sys._getframe(1)
-    innermost = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    found: object = frame
-    while found is not None:
-        file = found.f_code.co_filename  # type: ignore[attr-defined]
-        if is_users(file):
-            return f"{file}:{found.f_lineno}"  # type: ignore[attr-defined]
-        found = found.f_back  # type: ignore[attr-defined]
-    return innermost
+    innermost = sys._getframe(1)
+    frame: FrameType | None = innermost
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or innermost
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @cache
-def is_users(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     """Return True for a source file outside of hvdkit, TensorFlow, Keras and Horovod."""
     return not file.startswith(_folders()) and not any(part in file for part in _GENERATED)
 
@@ -131,8 +128,8 @@ def is_users(file: str) -> bool:
 @cache
 def _folders() -> tuple[str, ...]:
     """Return the folders of the installed libraries, because a user's folder may have the same name."""
-    found = list(filter(None, map(folder_of, _LIBRARIES)))
-    return tuple(f"{folder}/" for folder in {*found, *map(os.path.realpath, found)})
+    folders = list(filter(None, map(folder_of, _LIBRARIES)))
+    return tuple(f"{folder}/" for folder in {*folders, *map(os.path.realpath, folders)})
 
 
 def folder_of(package: str) -> str | None:

@@ -20,30 +20,32 @@ from pathlib import Path
 
 RULES = Path(__file__).with_name("open-mpi-rules.conf")
 # Prefix of the variables with which users configure collectives. If one is set, the rules are not used.
-_CHOSEN = "OMPI_MCA_coll"
+_VARIABLE_PREFIX = "OMPI_MCA_coll"
 _FILE = Path("~/.openmpi/mca-params.conf")
 
 # Algorithm numbers of Open MPI's coll/tuned; 0 leaves the choice to Open MPI.
-OWN_CHOICE, RECURSIVE_DOUBLING, RING = 0, 3, 4
+NO_RULE, RECURSIVE_DOUBLING, RING = 0, 3, 4
 _PART_BYTES = 128 * 1024
 _TWO_RANKS_BYTES = 1024 * 1024
 
 
-def rule(size: int, nbytes: int) -> int:
+def allreduce_rule(size: int, nbytes: int) -> int:
     """Return the number of the allreduce algorithm for ``size`` ranks and a message of ``nbytes``.
 
     Example:
-        >>> rule(4, 25_000_000) == RING, rule(4, 4096) == OWN_CHOICE, rule(2, 25_000_000) == RECURSIVE_DOUBLING
-        (True, True, True)
+        >>> allreduce_rule(4, 25_000_000) == RING, allreduce_rule(4, 4096) == NO_RULE
+        (True, True)
+        >>> allreduce_rule(2, 25_000_000) == RECURSIVE_DOUBLING
+        True
     """
     if size <= 2:
-        return RECURSIVE_DOUBLING if size == 2 and nbytes >= _TWO_RANKS_BYTES else OWN_CHOICE
-    return RING if nbytes >= size * _PART_BYTES else OWN_CHOICE
+        return RECURSIVE_DOUBLING if size == 2 and nbytes >= _TWO_RANKS_BYTES else NO_RULE
+    return RING if nbytes >= size * _PART_BYTES else NO_RULE
 
 
-def chosen(environ: Mapping[str, str]) -> bool:
+def is_configured(environ: Mapping[str, str]) -> bool:
     """Return True if the user has configured Open MPI's collectives."""
-    return any(name.startswith(_CHOSEN) for name in environ) or _chooses(_FILE)
+    return any(name.startswith(_VARIABLE_PREFIX) for name in environ) or _configures_collectives(_FILE)
 
 
 def variables() -> dict[str, str]:
@@ -54,7 +56,7 @@ def variables() -> dict[str, str]:
     }
 
 
-def _chooses(file: Path) -> bool:
+def _configures_collectives(file: Path) -> bool:
     """Return True if the user's parameter file configures collectives."""
     try:
         return any(line.strip().startswith("coll") for line in file.expanduser().read_text().splitlines())

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
 from hvdkit.cluster import log_filter
-from hvdkit.cluster.bindings import bind_hwloc
+from hvdkit.cluster.hwloc import bind_hwloc
 from hvdkit.machine.launcher import ALONE, launched_rank
 
 
@@ -18,8 +18,8 @@ def prepare_import() -> None:
     """Make ``import hvdkit`` safe in any order. In a process started by a launcher, import TensorFlow now.
 
     Such a process will train, and needs the seconds for TensorFlow's import anyway. Importing it here makes sure that a
-    later ``from mpi4py import MPI`` comes after it, and hides the start-up lines. Without a launcher (the command line,
-    a notebook), nothing heavy is imported.
+    later ``from mpi4py import MPI`` comes after it, and hides the start-up lines. Without a launcher (as for the hvdkit
+    command or in a notebook), TensorFlow is not imported.
     """
     if "mpi4py.MPI" in sys.modules:
         bind_hwloc()
@@ -43,7 +43,7 @@ def load_tensorflow() -> None:
         bind_hwloc()
     level = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1" if launched_rank().rank == 0 else "2")
     try:
-        with _collector_at_rest(), _without_chatter() if level != "0" else nullcontext():
+        with _garbage_collection_paused(), _filtered_stderr() if level != "0" else nullcontext():
             import tensorflow  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "tensorflow":
@@ -56,7 +56,7 @@ def load_tensorflow() -> None:
 
 
 @contextmanager
-def _collector_at_rest() -> Iterator[None]:
+def _garbage_collection_paused() -> Iterator[None]:
     """Exclude the imported objects from garbage collection, now and in all later passes.
 
     TensorFlow's hundreds of thousands of objects live as long as the process. Traversing them repeatedly, and again at
@@ -73,7 +73,7 @@ def _collector_at_rest() -> Iterator[None]:
 
 
 @contextmanager
-def _without_chatter() -> Iterator[None]:
+def _filtered_stderr() -> Iterator[None]:
     """Pipe file descriptor 2 through a process that drops start-up lines.
 
     TensorFlow writes some of them at any log level. The filter is a separate process, so that a message that

@@ -13,34 +13,34 @@ FORMAT_VERSION = 1
 SETTINGS = ("HVDKIT_BUCKET_BYTES", "HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE", "HOROVOD_DISABLE_GROUP_FUSION")
 
 
-def settings_of(path: Path) -> dict[str, str]:
+def read_settings(path: Path) -> dict[str, str]:
     """Return the best settings from a file of ``hvdkit tune``, as environment variables.
 
     Raises:
         ValueError: the file does not exist or was not written by ``hvdkit tune``.
     """
-    settings = read(path).get("settings")
+    settings = read_file(path).get("settings")
     if not isinstance(settings, dict) or not all(isinstance(value, str) for value in settings.values()):
-        raise wrong(path, "has no settings")
+        raise invalid_file(path, "has no settings")
     if unknown := sorted(set(settings) - set(SETTINGS)):
-        raise wrong(path, f"sets {unknown[0]}")
+        raise invalid_file(path, f"sets {unknown[0]}")
     return settings
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
     """Return the contents of the file. Raises ValueError if it is missing or was not written by ``hvdkit tune``."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise wrong(path, f"cannot be read ({error.strerror})") from None
+        raise invalid_file(path, f"cannot be read ({error.strerror})") from None
     except ValueError:
-        raise wrong(path, "is no JSON") from None
-    if not isinstance(found, dict) or found.pop("format", None) != FORMAT_VERSION:
-        raise wrong(path, "is another file, or has another format")
-    return found
+        raise invalid_file(path, "is no JSON") from None
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT_VERSION:
+        raise invalid_file(path, "is another file, or has another format")
+    return content
 
 
-def wrong(path: Path, why: str) -> ValueError:
-    """Return the error for an invalid file; ``why`` is the reason."""
-    remedy = f"write it anew: hvdkit tune --save {path}"
+def invalid_file(path: Path, why: str) -> ValueError:
+    """Return the error for a file that ``why`` describes, e.g. ``has no settings``."""
+    remedy = f"write it again: hvdkit tune --save {path}"
     return ValueError(describe("tuned file", f"{path}, which {why}", "a file of `hvdkit tune`", remedy))

@@ -1,4 +1,4 @@
-"""The world of this process: ranks, chief, hosts, device. Each process has one, started by :func:`init`."""
+"""The world of this process: ranks, chief, hosts, mesh. Each process has one, started by :func:`init`."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from hvdkit.cluster import engine, logs, profile, rank_facts, settings
+from hvdkit.cluster import devices, engine, logs, profile, settings
 from hvdkit.cluster.call_order import CallOrder
 from hvdkit.cluster.exchange import ObjectExchange
-from hvdkit.cluster.mesh import Group, group_of, sets_to_make
+from hvdkit.cluster.mesh import Group, checked_mesh, group_of, process_sets_of
 from hvdkit.cluster.progress import progress
+from hvdkit.cluster.rank_facts import gather_rank_facts
 from hvdkit.errors import ClusterError, describe
 from hvdkit.machine import processes
 from hvdkit.machine.cores import affinity
 from hvdkit.machine.launcher import launched_rank
+from hvdkit.profiling.settings import ProfileSettings
 from hvdkit.watchdog.ending import EngineEnd, ending
 from hvdkit.watchdog.reporter import reporter
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """This process's place among the ranks.
+    """This process's rank, and the ranks, hosts and mesh of the job.
 
     Attributes:
         rank: number of this process, 0 to ``size - 1``.
@@ -55,8 +57,8 @@ class _World:
     exchange: ObjectExchange
     end_horovod: Callable[[], None] = lambda: None
     communicator: Any = None
-    order: CallOrder = field(default_factory=CallOrder)
-    sets: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    call_order: CallOrder = field(default_factory=CallOrder)
+    process_sets: dict[tuple[int, ...], Any] = field(default_factory=dict)  # Horovod's, by their ranks
     exchanges: dict[tuple[int, ...], ObjectExchange] = field(default_factory=dict)
 
 
@@ -93,7 +95,7 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
     with _lock:
         if _world is None:
             _world = _start(mesh)
-            make_groups(list(_world.sets))
+            make_groups(list(_world.process_sets))
         elif mesh is not None and list(mesh.items()) != list(_world.cluster.mesh.items()):
             raise ClusterError(
                 describe("mesh", dict(mesh), f"{dict(_world.cluster.mesh)}, as begun", "call hk.shutdown() before")
@@ -102,6 +104,7 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
 
 
 def _start(mesh: Mapping[str, int] | None) -> _World:
+    """Start the world. The order matters: environment, sentinel, MPI and Horovod, devices, agreement with all ranks."""
     launched = launched_rank()
     if _ended and launched.size > 1 and launched.controller == "gloo":
         # The rendezvous server of Horovod 0.28.1 does not drop outdated addresses, and a rank that gets one aborts.
@@ -109,15 +112,15 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
             "hk.init(): called after hk.shutdown() under horovodrun --gloo, where Horovod cannot begin a second time; "
             "call hk.shutdown() at the end only, or start under MPI"
         )
-    asked = profile.asked()
-    settings.set_environment(launched, timeline=asked is not None and asked.timeline)
+    profile_settings = ProfileSettings.from_environment(os.environ)
+    settings.set_environment(launched, timeline=profile_settings is not None and profile_settings.timeline)
     settings.set_stall_limit()
     progress().begin_world()
-    watched = reporter()
-    offer = watched.begin(launched)
-    before = processes.threads(os.getpid())
-    hvd, communicator, sets = engine.start_horovod(launched, _sets(mesh, launched.size))
-    waiters = processes.threads(os.getpid()) - before
+    watchdog = reporter()
+    offer = watchdog.begin(launched)
+    threads_before = processes.threads(os.getpid())
+    hvd, communicator, horovod_sets = engine.start_horovod(launched, _mesh_process_sets(mesh, launched.size))
+    waiters = processes.threads(os.getpid()) - threads_before
     rank, size = hvd.rank(), hvd.size()
     logs.configure(rank, size)
     order = CallOrder()
@@ -125,17 +128,17 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     end_horovod = EngineEnd(hvd.shutdown)
     if size > 1:
         abort = None if communicator is None else communicator.Abort
-        watched.uncaught.install(rank, end_horovod, abort)
-        atexit.register(_leave)  # registered after Horovod's handler, so that it runs before
+        watchdog.uncaught.install(rank, end_horovod, abort)
+        atexit.register(_leave)  # after Horovod has registered its handler, so that this one runs first
     else:
-        watched.uncaught.install_alone()
-    settings.pin_device(hvd.local_rank(), hvd.local_size())
-    neighbours = _neighbours(exchange, hvd.local_size())
-    settings.share_cores(neighbours)
-    settings.keep_to_core(hvd.local_rank(), hvd.local_size(), neighbours)
-    every, axes = rank_facts.agreed_places(mesh, exchange, size, offer)
-    hosts = tuple(place.host for place in every)
-    watched.join(rank, hosts, [place.processes for place in every], every[0].offer, waiters, engine.end_mpi)
+        watchdog.uncaught.install_alone()
+    devices.select_gpu(hvd.local_rank(), hvd.local_size())
+    masks = _local_affinities(exchange, hvd.local_size())
+    devices.set_threads(masks)
+    devices.bind_to_core(hvd.local_rank(), hvd.local_size(), masks)
+    facts, axes = gather_rank_facts(mesh, exchange, size, offer)
+    hosts = tuple(each.host for each in facts)
+    watchdog.join(rank, hosts, [each.place for each in facts], facts[0].offer, waiters, engine.finalize_mpi)
     cluster = Cluster(
         rank=rank,
         size=size,
@@ -145,28 +148,28 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
         is_chief=rank == 0,
         mesh=axes,
     )
-    if asked is not None:
-        profile.begin(asked, rank, hosts[rank], exchange, hvd)
+    if profile_settings is not None:
+        profile.begin(profile_settings, rank, hosts[rank], exchange, hvd)
     return _World(
         cluster=cluster,
         horovod=hvd,
         exchange=exchange,
         end_horovod=end_horovod,
         communicator=communicator,
-        order=order,
-        sets=sets,
+        call_order=order,
+        process_sets=horovod_sets,
     )
 
 
-def _sets(mesh: Mapping[str, int] | None, size: int) -> list[tuple[int, ...]]:
-    """Return the process sets that a mesh needs; none for an invalid mesh, which raises later on all ranks."""
+def _mesh_process_sets(mesh: Mapping[str, int] | None, size: int) -> list[tuple[int, ...]]:
+    """Return the process sets that a mesh needs; empty for an invalid mesh, which raises later on all ranks."""
     try:
-        return sets_to_make(rank_facts.checked_mesh(mesh, size))
+        return process_sets_of(checked_mesh(mesh, size))
     except (TypeError, ValueError):
         return []
 
 
-def _neighbours(exchange: ObjectExchange, local_size: int) -> list[frozenset[int]]:
+def _local_affinities(exchange: ObjectExchange, local_size: int) -> list[frozenset[int]]:
     """Return the affinity of every rank on this host.
 
     Without MPI, an exchange through Horovod would start TensorFlow before its threads are set. In that case no launcher
@@ -174,20 +177,8 @@ def _neighbours(exchange: ObjectExchange, local_size: int) -> list[frozenset[int
     """
     if not exchange.over_mpi:
         return [affinity()] * local_size
-    here = socket.gethostname()
-    return [mask for host, mask in exchange.allgather((here, affinity())) if host == here]
-
-
-class _NoHorovod:
-    """Replaces Horovod in a world of one rank that has not started it."""
-
-    @staticmethod
-    def rank() -> int:
-        return 0
-
-    @staticmethod
-    def size() -> int:
-        return 1
+    this_host = socket.gethostname()
+    return [mask for host, mask in exchange.allgather((this_host, affinity())) if host == this_host]
 
 
 @contextlib.contextmanager
@@ -201,15 +192,16 @@ def alone() -> Iterator[None]:
         yield
         return
     host = socket.gethostname()
-    one = Cluster(rank=0, size=1, local_rank=0, local_size=1, hosts=(host,), is_chief=True, mesh={"data": 1})
-    _world = _World(one, _NoHorovod, ObjectExchange(_NoHorovod))
+    cluster = Cluster(rank=0, size=1, local_rank=0, local_size=1, hosts=(host,), is_chief=True, mesh={"data": 1})
+    horovod = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    _world = _World(cluster, horovod, ObjectExchange(horovod))
     try:
         yield
     finally:
         _world = None
 
 
-def _begun() -> _World:
+def _current() -> _World:
     if _world is None:
         raise ClusterError("hk.init(): not called yet, expected before any other call; add it at the top of the script")
     return _world
@@ -217,7 +209,7 @@ def _begun() -> _World:
 
 def cluster() -> Cluster:
     """Return the cluster started by :func:`init`. Raises ClusterError before :func:`init`."""
-    return _begun().cluster
+    return _current().cluster
 
 
 def group(axis: str) -> Group:
@@ -226,8 +218,8 @@ def group(axis: str) -> Group:
     Raises:
         ClusterError: before :func:`init`.
     """
-    world = _begun()
-    return group_of(world.cluster.rank, axis, world.cluster.mesh, world.sets)
+    world = _current()
+    return group_of(world.cluster.rank, axis, world.cluster.mesh, world.process_sets)
 
 
 def make_groups(sets: Sequence[tuple[int, ...]]) -> list[Group | None]:
@@ -238,22 +230,23 @@ def make_groups(sets: Sequence[tuple[int, ...]]) -> list[Group | None]:
     Raises:
         ClusterError: before :func:`init`, or Horovod cannot create process sets any more.
     """
-    world = _begun()
+    world = _current()
     rank, size = world.cluster.rank, world.cluster.size
-    if new := [ranks for ranks in dict.fromkeys(sets) if 1 < len(ranks) < size and ranks not in world.sets]:
-        before = processes.threads(os.getpid())
-        engine.add_sets(world.horovod, world.sets, new, over_mpi=world.exchange.over_mpi)
-        reporter().add_waiters(processes.threads(os.getpid()) - before)
-    groups = [Group("", ranks, ranks.index(rank), world.sets.get(ranks)) if rank in ranks else None for ranks in sets]
-    for one in groups:
-        if one is not None:
-            exchange(one)  # create it now that all its ranks are here: MPI would block in C for a missing one
+    known = world.process_sets
+    if new := [ranks for ranks in dict.fromkeys(sets) if 1 < len(ranks) < size and ranks not in known]:
+        threads_before = processes.threads(os.getpid())
+        engine.add_process_sets(world.horovod, known, new, over_mpi=world.exchange.over_mpi)
+        reporter().add_waiters(processes.threads(os.getpid()) - threads_before)
+    groups = [Group("", ranks, ranks.index(rank), known.get(ranks)) if rank in ranks else None for ranks in sets]
+    for group in groups:
+        if group is not None:
+            exchange(group)  # create it now that all its ranks are here: MPI would block in C for a missing one
     return groups
 
 
 def horovod() -> ModuleType:
     """Return the running ``horovod.tensorflow``. Raises ClusterError before :func:`init`."""
-    return _begun().horovod
+    return _current().horovod
 
 
 def exchange(group: Group | None = None) -> ObjectExchange:
@@ -262,42 +255,42 @@ def exchange(group: Group | None = None) -> ObjectExchange:
     Raises:
         ClusterError: before :func:`init`.
     """
-    world = _begun()
+    world = _current()
     if group is None or group.size == world.cluster.size:
         return world.exchange
     if group.ranks not in world.exchanges:
-        world.exchanges[group.ranks] = ObjectExchange(world.horovod, world.communicator, group, world.order)
+        world.exchanges[group.ranks] = ObjectExchange(world.horovod, world.communicator, group, world.call_order)
     return world.exchanges[group.ranks]
 
 
 def call_order() -> CallOrder:
     """Return the order of this rank's eager collectives. Raises ClusterError before :func:`init`."""
-    return _begun().order
+    return _current().call_order
 
 
 def rank() -> int:
     """Return the number of this process, 0 to ``size() - 1``. Raises ClusterError before :func:`init`."""
-    return _begun().cluster.rank
+    return _current().cluster.rank
 
 
 def size() -> int:
     """Return the number of processes. Raises ClusterError before :func:`init`."""
-    return _begun().cluster.size
+    return _current().cluster.size
 
 
 def local_rank() -> int:
     """Return the number of this process on its host. Raises ClusterError before :func:`init`."""
-    return _begun().cluster.local_rank
+    return _current().cluster.local_rank
 
 
 def local_size() -> int:
     """Return the number of processes on this host. Raises ClusterError before :func:`init`."""
-    return _begun().cluster.local_size
+    return _current().cluster.local_size
 
 
 def is_chief() -> bool:
     """Return True on rank 0, the chief. Raises ClusterError before :func:`init`."""
-    return _begun().cluster.is_chief
+    return _current().cluster.is_chief
 
 
 def shutdown() -> None:
@@ -318,12 +311,12 @@ def shutdown() -> None:
 
 
 def _leave() -> None:
-    """Handle the interpreter's exit: notify the other ranks, then shut Horovod down, which ends their collectives."""
+    """At the interpreter's exit, notify the other ranks, then shut Horovod down, which ends their collectives."""
     global _world
     if _world is None or os.getpid() != reporter().pid or ending().begun:
         return
     reporter().leave()
-    if profile.is_recorded():
+    if progress().profile is not None:
         profile.end(finish=reporter().await_others())
     _world.exchange.close()
     _world.end_horovod()

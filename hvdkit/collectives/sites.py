@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.util import tf_stack
 
-from hvdkit.cluster.progress import is_users
+from hvdkit.cluster.progress import is_user_file
 from hvdkit.watchdog.flight_recorder import FlightRecorder, collective_key, recorder
 
 MOST_SHAPES = 4
@@ -133,5 +133,5 @@ def describe_tensors(name: str, first: Sequence[str], count: int) -> str:
 def source_line() -> str:
     """Return the innermost source line of the user. TensorFlow's stack maps AutoGraph's code to the original lines."""
     every: list[Any] = [(frame.filename, frame.lineno) for frame in tf_stack.extract_stack()]
-    file, line = ([one for one in every if is_users(one[0])] or every)[-1]
+    file, line = ([one for one in every if is_user_file(one[0])] or every)[-1]
     return f"{file}:{line}"

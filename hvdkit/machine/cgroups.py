@@ -14,8 +14,8 @@ from pathlib import Path
 def folders(controller: str, filesystem: Path = Path("/")) -> Iterator[Path]:
     """Yield the folder of this process's group, then of each group above it, in cgroup v1 and v2.
 
-    A container may see its group's path on the host, which does not exist inside the container. Then only the last of
-    these folders exists, which is the container's own.
+    Inside a container, the path of the group may be the one on the host, which the container cannot see. Then only the
+    last of these folders exists: the container's own.
 
     Args:
         controller: the limited resource: ``"cpu"`` or ``"memory"``.

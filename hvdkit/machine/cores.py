@@ -18,9 +18,9 @@ def available_cores(filesystem: Path = Path("/")) -> int:
     Args:
         filesystem: the folder that contains ``proc`` and ``sys``.
     """
-    granted = core_quota(filesystem)
-    allowed = len(affinity())
-    return allowed if granted is None else min(allowed, max(1, int(granted)))
+    quota = core_quota(filesystem)
+    cores = len(affinity())
+    return cores if quota is None else min(cores, max(1, int(quota)))
 
 
 def affinity() -> frozenset[int]:
@@ -42,10 +42,10 @@ def core_quota(filesystem: Path = Path("/")) -> float | None:
         filesystem: the folder that contains ``proc`` and ``sys``.
     """
     quotas = [
-        granted
+        quota
         for folder in cgroups.folders("cpu", filesystem)
-        for granted in (_quota_v2(folder), _quota_v1(folder))
-        if granted is not None
+        for quota in (_quota_v2(folder), _quota_v1(folder))
+        if quota is not None
     ]
     return min(quotas, default=None)
 

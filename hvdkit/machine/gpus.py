@@ -15,20 +15,20 @@ class Gpus(NamedTuple):
     Attributes:
         names: names and driver versions as listed by ``nvidia-smi``; None if it is missing or fails.
         fails: whether ``nvidia-smi`` is installed but fails.
-        nodes: names of the device files, e.g. ``"nvidia0"``.
+        device_files: names of the device files, e.g. ``"nvidia0"``.
     """
 
     names: list[str] | None
     fails: bool
-    nodes: list[str]
+    device_files: list[str]
 
 
 def find_gpus(devices: Path = Path("/dev")) -> Gpus:
     """Find the GPUs of this host, whose device files are in the folder ``devices``."""
-    nodes = sorted(node.name for node in devices.glob("nvidia[0-9]*"))
+    device_files = sorted(file.name for file in devices.glob("nvidia[0-9]*"))
     if not shutil.which("nvidia-smi"):
-        return Gpus(None, False, nodes)
+        return Gpus(None, False, device_files)
     outcome = run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], timeout=20.0)
     if outcome.code != 0:
-        return Gpus(None, True, nodes)
-    return Gpus([line.strip() for line in outcome.stdout.splitlines() if line.strip()], False, nodes)
+        return Gpus(None, True, device_files)
+    return Gpus([line.strip() for line in outcome.stdout.splitlines() if line.strip()], False, device_files)

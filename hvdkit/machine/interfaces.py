@@ -1,4 +1,4 @@
-"""Names and network interfaces of this host: their addresses, and which of them the job's variables select."""
+"""Host names and network interfaces of this host: their addresses, and which of them the job's variables select."""
 
 from __future__ import annotations
 
@@ -54,41 +54,43 @@ class NetworkChoice(NamedTuple):
     """The networks that the user has selected with variables.
 
     Attributes:
-        named: names of interfaces and subnets to use; a name with a trailing ``*`` is a prefix.
-        excluded: names and subnets not to use; applies without ``named``.
+        included: names of interfaces and subnets to use; a name with a trailing ``*`` is a prefix. Empty: all.
+        excluded: names and subnets not to use, if ``included`` is empty.
         source: the variables and their values, for messages.
     """
 
-    named: tuple[str, ...]
+    included: tuple[str, ...]
     excluded: tuple[str, ...]
     source: str
 
-    def allows(self, one: Address) -> bool:
-        """Return True if ``one`` may be used. An address that is not routable must be named explicitly."""
-        if self.named:
-            return any(_matches(word, one) for word in self.named)
-        return one.is_routable and not any(_matches(word, one) for word in self.excluded)
+    def allows(self, address: Address) -> bool:
+        """Return True if ``address`` may be used. One that is not routable must be included explicitly."""
+        if self.included:
+            return any(_matches(pattern, address) for pattern in self.included)
+        return address.is_routable and not any(_matches(pattern, address) for pattern in self.excluded)
 
 
-def choice(environment: Mapping[str, str]) -> NetworkChoice:
-    """Return the networks selected by the job's variables.
+def network_choice(environment: Mapping[str, str]) -> NetworkChoice:
+    """Return the networks that the job's variables select.
 
     Args:
         environment: variables by name, like ``os.environ``.
 
     Example:
-        >>> choice({"HOROVOD_GLOO_IFACE": "eth0"}).named, choice({"NCCL_SOCKET_IFNAME": "^docker,=lo"}).excluded
-        (('eth0',), ('docker*', 'lo'))
+        >>> network_choice({"HOROVOD_GLOO_IFACE": "eth0,10.0.0.0/24"}).included
+        ('eth0', '10.0.0.0/24')
+        >>> network_choice({"NCCL_SOCKET_IFNAME": "^docker,=lo"}).excluded
+        ('docker*', 'lo')
     """
-    found = {variable: environment.get(variable, "").split(",") for variable in _VARIABLES}
-    text = environment.get(_NCCL, "")
+    included = [pattern for variable in _VARIABLES for pattern in _split(environment.get(variable, ""))]
+    nccl = environment.get(_NCCL, "")
     # NCCL matches prefixes. "=" requires the whole name; a leading "^" excludes the whole list.
-    prefixes = [word[1:] if word[0] == "=" else f"{word}*" for word in _words(text.removeprefix("^").split(","))]
-    excluded = tuple(prefixes) if text.startswith("^") else ()
-    found[_NCCL] = [] if excluded else prefixes
-    named = tuple(word for words in found.values() for word in _words(words))
+    patterns = [name[1:] if name[0] == "=" else f"{name}*" for name in _split(nccl.removeprefix("^"))]
+    excluded = patterns if nccl.startswith("^") else []
+    if not excluded:
+        included += patterns
     source = ", ".join(f"{name}={environment[name]}" for name in (*_VARIABLES, _NCCL) if environment.get(name))
-    return NetworkChoice(named, excluded, source)
+    return NetworkChoice(tuple(included), tuple(excluded), source)
 
 
 def own_addresses(*families: socket.AddressFamily) -> list[Address]:
@@ -100,7 +102,7 @@ def own_addresses(*families: socket.AddressFamily) -> list[Address]:
         families: ``socket.AF_INET``, ``socket.AF_INET6``; default: both.
     """
     states = psutil.net_if_stats()
-    found = [
+    addresses = [
         Address(interface, entry.address, states[interface].speed)
         for interface, entries in psutil.net_if_addrs().items()
         if interface in states and states[interface].isup  # others come and go with containers
@@ -108,46 +110,45 @@ def own_addresses(*families: socket.AddressFamily) -> list[Address]:
         if entry.family in (families or (socket.AF_INET, socket.AF_INET6))
         and (entry.family == socket.AF_INET or not ipaddress.ip_address(entry.address.partition("%")[0]).is_link_local)
     ]
-    return sorted(found, key=lambda one: -one.megabits)
+    return sorted(addresses, key=lambda address: -address.megabits)
 
 
 def chosen_addresses() -> tuple[list[str], str | None]:
     """Return the addresses to listen on, and a warning or None.
 
-    The list is empty for all interfaces: no variable selects one, or the selected ones do not exist on this host.
+    An empty list stands for all interfaces: no variable selects one, or this host has none of the selected ones.
     """
-    wanted = choice(os.environ)
-    if not wanted.named and not wanted.excluded:
+    choice = network_choice(os.environ)
+    if not choice.included and not choice.excluded:
         return [], None
-    every = own_addresses()
-    found = [one.address for one in every if wanted.allows(one)]
-    if found:
-        return found, None
-    names = ", ".join(dict.fromkeys(one.interface for one in every if one.is_routable)) or "none"
-    return [], f"{wanted.source}: this host has no such interface with an address, only {names}; it listens on all"
+    addresses = own_addresses()
+    if allowed := [each.address for each in addresses if choice.allows(each)]:
+        return allowed, None
+    names = ", ".join(dict.fromkeys(each.interface for each in addresses if each.is_routable)) or "none"
+    return [], f"{choice.source}: this host has no such interface with an address, only {names}; it listens on all"
 
 
 def reachable_addresses() -> list[str]:
     """Return the addresses by which other hosts may reach this one."""
-    return [one.address for one in own_addresses() if one.is_routable]
+    return [each.address for each in own_addresses() if each.is_routable]
 
 
 @cache
 def host_names() -> frozenset[str]:
     """Return the names and IPv4 addresses that refer to this host."""
-    whole = socket.gethostname()
-    addresses = {one.address for one in own_addresses(socket.AF_INET)}
-    return frozenset({"localhost", "127.0.0.1", whole, whole.partition(".")[0]} | addresses)
+    full_name = socket.gethostname()
+    addresses = {each.address for each in own_addresses(socket.AF_INET)}
+    return frozenset({"localhost", "127.0.0.1", full_name, full_name.partition(".")[0]} | addresses)
 
 
-def _words(parts: list[str]) -> list[str]:
-    return [part.strip() for part in parts if part.strip()]
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _matches(word: str, one: Address) -> bool:
-    if word.endswith("*"):
-        return one.interface.startswith(word[:-1])
-    with contextlib.suppress(ValueError):  # a name
-        if "/" in word:
-            return ipaddress.ip_address(one.address) in ipaddress.ip_network(word, strict=False)
-    return one.interface == word
+def _matches(pattern: str, address: Address) -> bool:
+    if pattern.endswith("*"):
+        return address.interface.startswith(pattern[:-1])
+    with contextlib.suppress(ValueError):  # not a subnet
+        if "/" in pattern:
+            return ipaddress.ip_address(address.address) in ipaddress.ip_network(pattern, strict=False)
+    return address.interface == pattern

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from hvdkit.machine import processes
 
-_FORCE_SECONDS = 0.5
-_MPIRUNS = ("mpirun", "orterun", "mpiexec")
+_SECOND_SIGTERM_SECONDS = 0.5
+_MPIRUN_NAMES = ("mpirun", "orterun", "mpiexec")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,35 +99,35 @@ def launcher_tags_lines(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def end_stuck_launcher(pid: int, *, ranks_run: bool) -> bool:
-    """End launcher ``pid``, if it would wait for a host that is cut off or a rank that is stopped for hours.
+    """End launcher ``pid``, which may otherwise wait for hours for an unreachable host or a stopped rank.
 
-    Open MPI's mpirun exits with 1 on a second SIGTERM soon after a first one, but SIGTERM crashes it (4.1.8: in
-    PMIx's finalize) after it has noticed the end of a rank. So end it before the ranks. With Slurm, cancel the step
-    after the ranks, because srun would wait for a task that is stopped on another host.
+    Open MPI's mpirun exits with 1 if a second SIGTERM follows soon after the first. But SIGTERM crashes it (4.1.8: in
+    PMIx's finalize) after it has noticed the end of a rank, so it is ended before the ranks. With Slurm, the step is
+    canceled after the ranks have ended, because srun would wait for a task that is stopped on another host.
 
     Args:
         pid: the launcher.
-        ranks_run: the ranks of this host have not been ended yet.
+        ranks_run: True if the ranks of this host have not been ended yet.
 
     Returns:
-        False if this launcher must be ended after the ranks: call again then.
+        False if this launcher must be ended after the ranks: call this function again then.
     """
     launcher = processes.stat(pid)
     if launcher is None:
         return True
-    if launcher.name.startswith(_MPIRUNS) and ranks_run:
+    if launcher.name.startswith(_MPIRUN_NAMES) and ranks_run:
         processes.kill(pid, signal.SIGTERM)
-        time.sleep(_FORCE_SECONDS)
+        time.sleep(_SECOND_SIGTERM_SECONDS)
         processes.kill(pid, signal.SIGTERM)
     elif ranks_run:
         return False
-    elif launcher.name.startswith(_MPIRUNS):
+    elif launcher.name.startswith(_MPIRUN_NAMES):
         processes.kill(pid, signal.SIGKILL)
     elif launcher.name.startswith("slurmstepd"):
         step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
-        nothing = [(os.POSIX_SPAWN_OPEN, file, os.devnull, os.O_RDWR, 0) for file in range(3)]
+        to_null = [(os.POSIX_SPAWN_OPEN, file, os.devnull, os.O_RDWR, 0) for file in range(3)]
         with contextlib.suppress(OSError):  # importing subprocess would cost every sentinel a megabyte
-            os.posix_spawnp("scancel", ["scancel", "--signal=KILL", step], os.environ, file_actions=nothing)
+            os.posix_spawnp("scancel", ["scancel", "--signal=KILL", step], os.environ, file_actions=to_null)
     return True
 
 

@@ -9,7 +9,7 @@ import psutil
 
 from hvdkit.machine import cgroups
 
-# In v2 and v1: the limit, the group's usage, and the line of memory.stat with the reclaimable file cache.
+# In v2 and v1: the limit, the group's usage, and the key of memory.stat for the reclaimable file cache.
 _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -31,17 +31,17 @@ def available_memory(filesystem: Path = Path("/")) -> int:
     Args:
         filesystem: the folder that contains ``proc`` and ``sys``.
     """
-    free = (max(0, limit - used) for limit, used in _limits(filesystem))
+    free = (max(0, limit - usage) for limit, usage in _limits(filesystem))
     return min([psutil.virtual_memory().available, *free])
 
 
 def _limits(filesystem: Path) -> Iterator[tuple[int, int]]:
     """Yield limit and usage in bytes of each group with a limit; usage excludes reclaimable file cache."""
     for folder in cgroups.folders("memory", filesystem):
-        for limit, usage, cache in _FILES:
+        for limit_file, usage_file, cache_key in _FILES:
             try:
-                most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+                limit, usage = (int((folder / file).read_text()) for file in (limit_file, usage_file))
                 lines = map(str.split, (folder / "memory.stat").read_text().splitlines())
             except (OSError, ValueError):  # no such group, or "max"
                 continue
-            yield most, used - sum(int(words[1]) for words in lines if words[:1] == [cache])
+            yield limit, usage - sum(int(fields[1]) for fields in lines if fields[:1] == [cache_key])

@@ -52,8 +52,8 @@ def find_program(name: str) -> MpiLauncher | None:
     """Find a program on PATH, or otherwise next to this interpreter (for an environment that is not activated)."""
     if path := shutil.which(name):
         return MpiLauncher(path, on_path=True)
-    neighbour = Path(sys.executable).parent / name
-    return MpiLauncher(str(neighbour), on_path=False) if os.access(neighbour, os.X_OK) else None
+    sibling = Path(sys.executable).parent / name
+    return MpiLauncher(str(sibling), on_path=False) if os.access(sibling, os.X_OK) else None
 
 
 def find_mpirun() -> MpiLauncher | None:

@@ -37,19 +37,19 @@ class Stat(NamedTuple):
 def stat(pid: int, thread: int | None = None) -> Stat | None:
     """Return the state of a process or one of its threads, or None after its end."""
     text = _read(f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat")
-    begin, _, rest = text.rpartition(")")
+    head, _, rest = text.rpartition(")")
     fields = rest.split()
     if len(fields) < 20:
         return None
     seconds = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-    return Stat(begin.partition("(")[2], fields[0], int(fields[1]), seconds, int(fields[19]))
+    return Stat(head.partition("(")[2], fields[0], int(fields[1]), seconds, int(fields[19]))
 
 
 def is_over(pid: int, started: int) -> bool:
     """Return True if process ``pid`` with start time ``started`` has ended."""
-    found = stat(pid)
-    if found is not None:
-        return found.started != started or found.state in "ZX"
+    process = stat(pid)
+    if process is not None:
+        return process.started != started or process.state in "ZX"
     try:  # the file may be unreadable: too many open files, or hidden from this process
         os.kill(pid, 0)
     except OSError as error:
@@ -58,7 +58,7 @@ def is_over(pid: int, started: int) -> bool:
 
 
 def boot_id() -> str | None:
-    """Return an ID of this machine that is equal in all containers and changes at each boot; None except on Linux."""
+    """Return the ID of this boot of the machine, which is equal in all its containers; None if not on Linux."""
     return _read("/proc/sys/kernel/random/boot_id").strip() or None
 
 
@@ -68,10 +68,10 @@ def place() -> str:
 
     Cached, because a host's name may change while training runs.
     """
-    space = ""
+    namespace = ""
     with contextlib.suppress(OSError):
-        space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115
-    return "/".join([socket.gethostname(), boot_id() or "", space])
+        namespace = os.readlink("/proc/self/ns/pid")  # noqa: PTH115
+    return "/".join([socket.gethostname(), boot_id() or "", namespace])
 
 
 def threads(pid: int) -> set[int]:
@@ -84,7 +84,7 @@ def threads(pid: int) -> set[int]:
 
 def cpu_nanoseconds(pid: int, thread: int) -> int | None:
     """Return the CPU time of a thread in nanoseconds, or None after its end."""
-    if _has("schedstat"):
+    if _has_thread_file("schedstat"):
         fields = _read(f"/proc/{pid}/task/{thread}/schedstat").split()
         return int(fields[0]) if fields else None
     fields = _read(f"/proc/{pid}/task/{thread}/stat").rpartition(")")[2].split()
@@ -93,28 +93,28 @@ def cpu_nanoseconds(pid: int, thread: int) -> int | None:
 
 def descendants(pid: int) -> list[int]:
     """Return the PIDs of all descendants of ``pid``."""
-    below = _children if _has("children") else _all_children().get
+    children_of = _children if _has_thread_file("children") else _children_by_parent().get
     found: list[int] = []
-    for child in below(pid) or ():
+    for child in children_of(pid) or ():
         found += [child, *descendants(child)]
     return found
 
 
 def _children(pid: int) -> list[int]:
-    return [int(one) for thread in threads(pid) for one in _read(f"/proc/{pid}/task/{thread}/children").split()]
+    return [int(child) for thread in threads(pid) for child in _read(f"/proc/{pid}/task/{thread}/children").split()]
 
 
-def _all_children() -> dict[int, list[int]]:
+def _children_by_parent() -> dict[int, list[int]]:
     """Return the children of all processes, by the parent's PID."""
-    found: dict[int, list[int]] = {}
+    children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208
-        if name.isdigit() and (one := stat(int(name))) is not None:
-            found.setdefault(one.parent, []).append(int(name))
-    return found
+        if name.isdigit() and (process := stat(int(name))) is not None:
+            children.setdefault(process.parent, []).append(int(name))
+    return children
 
 
 @cache
-def _has(name: str) -> bool:
+def _has_thread_file(name: str) -> bool:
     """Return True if this kernel provides a file of that name for each thread."""
     return os.path.exists(f"/proc/thread-self/{name}")  # noqa: PTH110
 
@@ -128,11 +128,11 @@ class Work(NamedTuple):
 
 def work(pid: int) -> Work | None:
     """Return the work of a process and of its children that have ended, or None after its end."""
-    found = stat(pid)
-    if found is None:
+    process = stat(pid)
+    if process is None:
         return None
     transferred = sum(int(line.split()[1]) for line in _read(f"/proc/{pid}/io").splitlines()[:2])
-    return Work(found.seconds, transferred)
+    return Work(process.seconds, transferred)
 
 
 def signal_at_parent_end(number: int = signal.SIGKILL) -> None:
@@ -160,9 +160,9 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 def end_descendants(seconds: float = 2.0) -> None:
     """Kill all descendants of this process, including those that it adopts while their parents end."""
-    until = time.monotonic() + seconds
-    while (found := descendants(os.getpid())) and time.monotonic() < until:
-        for pid in found:
+    deadline = time.monotonic() + seconds
+    while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in pids:
             kill(pid)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:

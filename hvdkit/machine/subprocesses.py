@@ -69,27 +69,27 @@ def run(argv: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = 
             seconds = time.monotonic() - started
             _running.discard(process)
             if code is None:
-                end_family(process)
+                end_process_tree(process)
         return Outcome(code, _text(out), _text(err), seconds)
 
 
 def end_all() -> None:
     """End the commands of all :func:`run` calls in progress, which then return."""
     for process in list(_running):
-        end_family(process)
+        end_process_tree(process)
 
 
-def end_family(process: psutil.Process | psutil.Popen) -> None:
-    """End a process and its descendants. These are looked up first, because ranks outlive a launcher that is killed."""
+def end_process_tree(process: psutil.Process | psutil.Popen) -> None:
+    """End a process and its descendants, which are listed first, because ranks outlive a launcher that is killed."""
     with suppress(psutil.NoSuchProcess):
-        family = [process, *process.children(recursive=True)]
-        for member in family:
+        tree = [process, *process.children(recursive=True)]
+        for each in tree:
             with suppress(psutil.NoSuchProcess):
-                member.terminate()
-        _, alive = psutil.wait_procs(family, timeout=GRACE_SECONDS)
-        for member in alive:
+                each.terminate()
+        _, alive = psutil.wait_procs(tree, timeout=GRACE_SECONDS)
+        for each in alive:
             with suppress(psutil.NoSuchProcess):
-                member.kill()
+                each.kill()
         psutil.wait_procs(alive, timeout=GRACE_SECONDS)
 
 

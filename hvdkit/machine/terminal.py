@@ -1,4 +1,4 @@
-"""Text for people: whether this process is seen on a terminal, and tables."""
+"""Text output: whether the user sees this process on a terminal, and tables with aligned columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def on_terminal() -> bool:
-    """Return whether the user sees this process on a terminal with more capabilities than printing lines.
+    """Return True if the user sees this process on a terminal that can do more than print lines.
 
     Both stdout and stderr must be terminals: Open MPI's mpirun gives its ranks a pseudo-terminal as stdout even if its
     own output goes to a file.

@@ -214,7 +214,7 @@ def test_a_check_that_fails_is_itself_a_finding(here, monkeypatch):
     def broken_check(known: facts.Facts) -> Finding:
         raise OSError("no such device")
 
-    found = examine._guarded(broken_check, here)
+    found = examine._run_check(broken_check, here)
     assert (found.name, found.status) == ("broken-check", "warning")
     assert "OSError: no such device" in found.what
 

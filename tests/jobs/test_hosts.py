@@ -19,13 +19,13 @@ pytestmark = pytest.mark.skipif(WHY is not None, reason=f"no hosts: {WHY}")
 RING = """
 import numpy as np
 import hvdkit as hk
-from hvdkit.commands.doctor.algorithm import algorithm
+from hvdkit.commands.doctor.algorithm import detect_algorithm
 cluster = hk.init()
 mine = np.random.default_rng(cluster.rank).normal(size=500_000).astype("float32")
 total = hk.allreduce(mine, hk.Sum)
 every = hk.allgather_object(mine)
 if cluster.is_chief:
-    print("added up by:", algorithm(every, total))
+    print("added up by:", detect_algorithm(every, total))
 """
 
 

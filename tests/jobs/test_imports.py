@@ -65,7 +65,7 @@ def test_a_launcher_started_by_a_process_that_was_alone():
 CALLED = """
 import ctypes, os
 from pathlib import Path
-from hvdkit.cluster.bindings import lazy_slots, libraries
+from hvdkit.cluster.hwloc import lazy_slots, libraries
 
 def owner(address):
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -115,7 +115,7 @@ def test_only_start_up_lines_are_held_back_even_if_the_process_aborts():
     lines = (
         "WARNING: All log messages before absl::InitializeLog() is called\nI0000 00:00 port.cc] oneDNN\nE0000 real\n"
     )
-    code = "import os\nfrom hvdkit.cluster.tensorflow_loading import _without_chatter\nwith _without_chatter():\n"
+    code = "import os\nfrom hvdkit.cluster.tensorflow_loading import _filtered_stderr\nwith _filtered_stderr():\n"
     job = run(f"{code}    os.write(2, {lines.encode()!r})\n    os.write(2, b'F0000 no AVX')\n    os.abort()")
     assert (job.code, job.output) == (-6, "E0000 real\nF0000 no AVX")
 
@@ -124,7 +124,7 @@ def test_loading_and_reporting_need_no_standard_error(monkeypatch):
     """Python sets sys.stderr to None if file descriptor 2 is closed when it starts."""
     monkeypatch.setattr(sys, "stderr", None)
     entered = []
-    with tensorflow_loading._without_chatter():
+    with tensorflow_loading._filtered_stderr():
         entered.append(logs.write_line("the thread that writes this has to end the job next"))
     assert entered == [None]  # neither raised
 

@@ -157,7 +157,7 @@ def test_log_lines_are_whole_and_tagged(capfd, rank, size):
 @pytest.mark.parametrize("largest", [64, 1000])
 def test_objects_of_any_length_travel_in_several_collectives(largest, rank, size, monkeypatch):
     """One collective carries at most 2^31 - 1 bytes, a limit that many ranks reach with a few MB each."""
-    monkeypatch.setattr(importlib.import_module("hvdkit.cluster.exchange"), "LARGEST", largest)
+    monkeypatch.setattr(importlib.import_module("hvdkit.cluster.exchange"), "MAX_BYTES", largest)
     lengths = [0, 5000, 17, 700][:size]
     mine = bytes([rank]) * lengths[rank]
     assert hk.allgather_object(mine) == [bytes([r]) * n for r, n in enumerate(lengths)]

@@ -28,7 +28,7 @@ class LateRequest:
 @pytest.fixture
 def apart(size):
     """Return an exchange of all ranks separate from hvdkit's, so that ranks can leave it; None without MPI."""
-    communicator = world._begun().communicator
+    communicator = world._current().communicator
     hk.barrier()
     return None if communicator is None or size == 1 else ObjectExchange(cluster.horovod(), communicator.Dup())
 

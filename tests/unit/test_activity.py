@@ -213,7 +213,7 @@ def test_kernels_without_all_files_show_as_much(start, monkeypatch, missing):
     worker, _ = start("print(1, flush=True)\nwhile True: pass")
     wait_until(lambda: processes.cpu_nanoseconds(worker.pid, worker.pid) > 5e8)
     before = processes.cpu_nanoseconds(worker.pid, worker.pid)
-    monkeypatch.setattr(processes, "_has", lambda name: name != missing)
+    monkeypatch.setattr(processes, "_has_thread_file", lambda name: name != missing)
     after = processes.cpu_nanoseconds(worker.pid, worker.pid)
     assert sorted(processes.descendants(child.pid)) == below
     assert after > before - 5e7, (before, after)  # ticks of 10 ms

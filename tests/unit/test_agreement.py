@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from hvdkit.cluster.agreement import agree, compare, gather, odd_one
+from hvdkit.cluster.agreement import agree, compare, find_outlier, gather
 from hvdkit.errors import CheckpointError, ClusterError, CollectiveMismatchError, CorruptCheckpointError
 
 
@@ -99,14 +99,14 @@ def test_values_need_no_hash_and_may_show_what_differs():
             key=sorted,
             show=lambda odd, usual: (*odd, *usual),
         )
-    assert odd_one([[1], [2], [2], [1], [2]]) == (0, 1)
+    assert find_outlier([[1], [2], [2], [1], [2]]) == (0, 1)
 
 
 def test_nan_equals_itself_and_arrays_are_compared_whole():
     nan = pickle.loads(pickle.dumps([float("nan")]))  # received from another rank, so a different object
-    assert odd_one([nan, [float("nan")]]) is None
-    assert odd_one([nan, [1.0], nan]) == (1, 0)
-    assert odd_one([np.ones(2), np.ones(2), np.zeros(2)]) == (2, 0)
+    assert find_outlier([nan, [float("nan")]]) is None
+    assert find_outlier([nan, [1.0], nan]) == (1, 0)
+    assert find_outlier([np.ones(2), np.ones(2), np.zeros(2)]) == (2, 0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from hvdkit.cluster import settings
-from hvdkit.cluster.tuned import settings_of
+from hvdkit.cluster.tuned import read_settings
 from hvdkit.commands.cli import main
 from hvdkit.commands.plan.cost import Link, allreduce_seconds, alltoall_seconds, fit_link, step_cost
 from hvdkit.commands.plan.measurements import Gradient, Measurements, TimedAllreduce
@@ -133,4 +133,4 @@ def test_a_file_sets_nothing_else(settings, tmp_path):
     file = tmp_path / "tuned.json"
     file.write_text(json.dumps({"format": 1, "settings": settings}))
     with pytest.raises(ValueError, match=r"tuned file: got .*tuned\.json, which"):
-        settings_of(file)
+        read_settings(file)

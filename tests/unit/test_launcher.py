@@ -2,8 +2,8 @@
 
 import pytest
 
+from hvdkit.cluster.devices import core_of, thread_count
 from hvdkit.cluster.engine import _check_size
-from hvdkit.cluster.settings import core_of, core_share
 from hvdkit.errors import ClusterError
 from hvdkit.machine.launcher import ALONE, launched_rank
 
@@ -81,9 +81,9 @@ def test_a_world_of_another_size_than_promised():
         (2, [set(range(64))] * 2, 1),
     ],
 )
-def test_core_share(cores, masks, expected):
-    neighbours = [frozenset(mask) for mask in masks]
-    assert core_share(cores, neighbours[0], neighbours) == expected
+def test_thread_count(cores, masks, expected):
+    masks = [frozenset(mask) for mask in masks]
+    assert thread_count(cores, masks[0], masks) == expected
 
 
 @pytest.mark.parametrize(
@@ -102,5 +102,5 @@ def test_core_share(cores, masks, expected):
     ],
 )
 def test_ranks_that_share_every_core_evenly_keep_to_one(cores, masks, expected):
-    neighbours = [frozenset(mask) for mask in masks]
-    assert [core_of(n, cores, neighbours) for n in range(len(masks))] == expected
+    masks = [frozenset(mask) for mask in masks]
+    assert [core_of(n, cores, masks) for n in range(len(masks))] == expected

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvdkit
-from hvdkit.cluster.progress import folder_of, is_users, source_line
+from hvdkit.cluster.progress import folder_of, is_user_file, source_line
 
 OURS = Path(hvdkit.__file__).parent
 
@@ -30,7 +30,7 @@ OURS = Path(hvdkit.__file__).parent
 )
 def test_lines_of_the_user(file):
     """A folder of the user may have the name of a library."""
-    assert is_users(file)
+    assert is_user_file(file)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_lines_of_the_user(file):
     ],
 )
 def test_lines_of_libraries(file):
-    assert not is_users(file)
+    assert not is_user_file(file)
 
 
 def test_the_line_is_that_of_the_caller():

@@ -31,7 +31,7 @@ def of_file(size: int, nbytes: int) -> dict[int, int]:
     found = {}
     for _ in range(next(numbers)):
         collective = next(numbers)
-        found[collective] = rings.OWN_CHOICE
+        found[collective] = rings.NO_RULE
         for _ in range(next(numbers)):
             ranks = next(numbers)
             for _ in range(next(numbers)):
@@ -46,8 +46,8 @@ def of_file(size: int, nbytes: int) -> dict[int, int]:
 def test_the_file_says_what_the_rule_says():
     for size in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024):
         for nbytes in (4, 4096, 100_000, 2**19, 2**20, 25_000_000, 100_000_000, 2**28):
-            gather = 3 if size > 2 and nbytes >= size * 2**17 else rings.OWN_CHOICE  # 3: ring
-            rules = {ALLREDUCE: rings.rule(size, nbytes), ALLGATHERV: gather}
+            gather = 3 if size > 2 and nbytes >= size * 2**17 else rings.NO_RULE  # 3: ring
+            rules = {ALLREDUCE: rings.allreduce_rule(size, nbytes), ALLGATHERV: gather}
             assert of_file(size, nbytes) == rules, (size, nbytes)
 
 
@@ -88,9 +88,9 @@ def test_the_order_of_additions_tells_the_algorithm():
             pieces.append(((order[0] + order[1]) + order[2]) + order[3])
         return np.concatenate(pieces)
 
-    assert algorithm.algorithm(x, ring(4)) == algorithm.algorithm(x, ring(16)) == "ring"
-    assert algorithm.algorithm(x, ring(1)) == algorithm.algorithm(x, x[3] + (x[2] + (x[1] + x[0])))
-    assert algorithm.algorithm(x, ring(1)) == "one rank after the other"
-    assert algorithm.algorithm(x, (x[2] + x[0]) + (x[3] + x[1])) == "recursive doubling"
-    assert algorithm.algorithm(x, np.sum(x, axis=0, dtype=np.float64).astype(np.float32)) == "another"
-    assert algorithm.algorithm(x, 2 * ring(4)) == "wrong"
+    assert algorithm.detect_algorithm(x, ring(4)) == algorithm.detect_algorithm(x, ring(16)) == "ring"
+    assert algorithm.detect_algorithm(x, ring(1)) == algorithm.detect_algorithm(x, x[3] + (x[2] + (x[1] + x[0])))
+    assert algorithm.detect_algorithm(x, ring(1)) == "one rank after the other"
+    assert algorithm.detect_algorithm(x, (x[2] + x[0]) + (x[3] + x[1])) == "recursive doubling"
+    assert algorithm.detect_algorithm(x, np.sum(x, axis=0, dtype=np.float64).astype(np.float32)) == "another"
+    assert algorithm.detect_algorithm(x, 2 * ring(4)) == "wrong"

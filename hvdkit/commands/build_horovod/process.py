@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from hvdkit.errors import BuildError
-from hvdkit.machine.subprocesses import end_family
+from hvdkit.machine.subprocesses import end_process_tree
 
 _CAUSE = re.compile(r"(\berror:|CMake Error|ERROR:|No space left|Killed)")
 
@@ -59,7 +59,7 @@ def run(
             status = child.wait()
         finally:
             if child.poll() is None:
-                end_family(psutil.Process(child.pid))
+                end_process_tree(psutil.Process(child.pid))
                 child.wait()
     if status:
         raise BuildError(f"{failure} (exit {status}):\n{_cause(lines)}\nThe whole log is {log}")

@@ -1,9 +1,12 @@
 """``hvdkit doctor``: finds problems with this machine's setup, and their remedies.
 
-It also runs without TensorFlow, Horovod, mpi4py or MPI, because that is when it is needed most. Code that might crash
-or hang runs in a subprocess with a timeout. The modules, in reading order:
+It first gathers facts about this machine (:class:`Facts`). Each check is a function from these facts to one
+:class:`Finding`, and the report shows the findings. It also runs without TensorFlow, Horovod, mpi4py or MPI, because
+that is when it is needed most: code that might crash or hang runs in a subprocess with a timeout. The modules, in
+reading order:
 
     examine.py          runs all checks, in the report's order
+    finding.py          the result of a check
     facts.py            gathers the facts; probe.py is the subprocess that imports the large packages
     software_checks.py  Python, TensorFlow, Keras, NumPy, Horovod, mpi4py
     mpi_checks.py       the MPI library, the launchers, pitfalls of Open MPI

@@ -31,23 +31,23 @@ def main() -> None:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    found = {}
+    algorithms = {}
     for nbytes in SIZES:
-        mine = np.random.default_rng(world.rank).normal(size=nbytes // 4).astype(np.float32)
-        result = np.empty_like(mine)
-        world.Allreduce(mine, result)
-        every = world.gather(mine)
+        values = np.random.default_rng(world.rank).normal(size=nbytes // 4).astype(np.float32)
+        result = np.empty_like(values)
+        world.Allreduce(values, result)
+        inputs = world.gather(values)
         if world.rank == 0:
-            found[nbytes] = algorithm(every, result)
+            algorithms[nbytes] = detect_algorithm(inputs, result)
     if world.rank == 0:
-        print("hvdkit-algorithm " + json.dumps(found), flush=True)
+        print("hvdkit-algorithm " + json.dumps(algorithms), flush=True)
 
 
-def algorithm(ranks: Any, result: np.ndarray) -> str:
-    """Return the name of the algorithm that sums the arrays of ``ranks`` to ``result``.
+def detect_algorithm(inputs: Any, result: np.ndarray) -> str:
+    """Return the name of the algorithm that computes ``result`` as the sum of ``inputs``.
 
     Args:
-        ranks: four float32 arrays [n], by rank.
+        inputs: four float32 arrays [n], by rank.
         result: float32 [n], their sum as computed by MPI.
 
     Returns:
@@ -56,26 +56,29 @@ def algorithm(ranks: Any, result: np.ndarray) -> str:
 
     Example:
         >>> x = [np.random.default_rng(r).normal(size=4096).astype(np.float32) for r in range(4)]
-        >>> algorithm(x, (x[0] + x[1]) + (x[2] + x[3]))
+        >>> detect_algorithm(x, (x[0] + x[1]) + (x[2] + x[3]))
         'recursive doubling'
     """
-    if not np.allclose(sum(x.astype(np.float64) for x in ranks), result, atol=1e-5):
+    if not np.allclose(sum(x.astype(np.float64) for x in inputs), result, atol=1e-5):
         return "wrong"
-    chains = {order: _chain(ranks, order) for order in itertools.permutations(range(RANKS)) if order[0] < order[1]}
-    pairs = [(ranks[a] + ranks[b]) + (ranks[c] + ranks[d]) for a, b, c, d in ((0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 1, 2))]
+    chains = {order: _chain(inputs, order) for order in itertools.permutations(range(RANKS)) if order[0] < order[1]}
+    pairings = ((0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 1, 2))
+    pairs = [(inputs[a] + inputs[b]) + (inputs[c] + inputs[d]) for a, b, c, d in pairings]
     if any(np.array_equal(pair, result) for pair in pairs):
         return "recursive doubling"
     if any(np.array_equal(chain, result) for chain in chains.values()):
         return "one rank after the other"
     # In a ring, each part's sum starts at a different rank: part k at rank k+1.
-    starts = [{start for start in range(RANKS) if _equal(chains, start, result, block)} for block in _blocks(result)]
+    starts = [
+        {start for start in range(RANKS) if _starts_at(chains, start, result, block)} for block in _blocks(result)
+    ]
     return "ring" if all(starts) and len(set.union(*starts)) == RANKS else "another"
 
 
-def _chain(ranks: Any, order: tuple[int, ...]) -> np.ndarray:
-    total = ranks[order[0]]
+def _chain(inputs: Any, order: tuple[int, ...]) -> np.ndarray:
+    total = inputs[order[0]]
     for rank in order[1:]:
-        total = total + ranks[rank]
+        total = total + inputs[rank]
     return total
 
 
@@ -85,7 +88,8 @@ def _blocks(result: np.ndarray) -> list[slice]:
     return [slice(a + (b - a) // 4, b - (b - a) // 4) for a, b in itertools.pairwise(edges)]
 
 
-def _equal(chains: dict[tuple[int, ...], np.ndarray], start: int, result: np.ndarray, block: slice) -> bool:
+def _starts_at(chains: dict[tuple[int, ...], np.ndarray], start: int, result: np.ndarray, block: slice) -> bool:
+    """Return True if ``block`` of the result was added in rank order, starting at rank ``start``."""
     order = tuple((start + step) % RANKS for step in range(RANKS))
     first, second = sorted(order[:2])  # addition of two numbers is commutative
     return np.array_equal(chains[(first, second) + order[2:]][block], result[block])

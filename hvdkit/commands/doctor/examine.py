@@ -28,15 +28,15 @@ def examine(config: Doctor, announce: Callable[[str], None] = lambda text: None)
     announce("loading TensorFlow, Horovod and mpi4py in a subprocess")
     facts = gather(config.np, config.timeout)
     checks = (*software_checks.CHECKS, *mpi_checks.CHECKS, *host_checks.CHECKS)
-    findings = [_guarded(check, facts) for check in checks]
+    findings = [_run_check(check, facts) for check in checks]
     if config.run:
         for check in live_checks.CHECKS:
             announce(f"starting {live_checks.RANKS} ranks ({check.__name__.replace('_', ' ')})")
-            findings.append(_guarded(partial(check, timeout=config.timeout), facts, check.__name__))
+            findings.append(_run_check(partial(check, timeout=config.timeout), facts, check.__name__))
     return findings
 
 
-def _guarded(check: Callable[[Facts], Finding], facts: Facts, name: str = "") -> Finding:
+def _run_check(check: Callable[[Facts], Finding], facts: Facts, name: str = "") -> Finding:
     """Run a check. If it raises, return that as a finding, so that the other checks still run."""
     name = name or check.__name__
     try:

@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -32,10 +33,10 @@ DISTRIBUTIONS = (
 
 @dataclass(frozen=True)
 class Probe:
-    """The reports of the stages of ``probe.py``; ``died`` is the stage that crashed or hung."""
+    """The reports of the stages of ``probe.py``, and the first stage that crashed or hung, if any."""
 
     stages: Mapping[str, Mapping[str, Any]]
-    died: str | None
+    failed_stage: str | None
     outcome: Outcome
 
     def __getitem__(self, stage: str) -> Mapping[str, Any]:
@@ -45,9 +46,9 @@ class Probe:
         """Return True if the stage ended without an error."""
         return stage in self.stages and "error" not in self.stages[stage]
 
-    def why(self, stage: str) -> str:
+    def reason(self, stage: str) -> str:
         """Return the reason why a stage failed, in one sentence."""
-        if self.died == stage:
+        if self.failed_stage == stage:
             return f"the process {self.outcome.how}"
         return str(self[stage].get("error", "an earlier import crashed"))
 
@@ -86,7 +87,7 @@ class Facts:
 
 def gather(np: int, timeout: float) -> Facts:
     """Gather the facts, in about the time of importing TensorFlow."""
-    with ThreadPoolExecutor() as pool:  # run three processes concurrently: they mostly read libraries
+    with ThreadPoolExecutor() as pool:  # three processes at a time: they mostly wait for libraries to be read
         training = pool.submit(probe, ["tensorflow", "keras", "horovod", "mpi4py"], timeout)
         mpi4py = pool.submit(probe, ["mpi4py"], timeout)
         alone = pool.submit(probe, ["alone"], timeout)
@@ -94,7 +95,7 @@ def gather(np: int, timeout: float) -> Facts:
             prefixed = _alone_with_prefix(alone.result(), mpi4py.result(), timeout)
             wait([training])
         except BaseException:
-            end_all()  # on Ctrl-C, the pool would wait for its probes
+            end_all()  # otherwise, the pool would wait for its probes on Ctrl-C
             raise
     return Facts(
         np=np,
@@ -116,15 +117,15 @@ def gather(np: int, timeout: float) -> Facts:
 
 def probe(stages: list[str], timeout: float, env: Mapping[str, str] | None = None) -> Probe:
     """Run ``probe.py`` in a subprocess, outside of any MPI job that this process may belong to."""
-    quiet = {**outside_a_job(os.environ), "TF_CPP_MIN_LOG_LEVEL": "3", **(env or {})}
-    outcome = run([sys.executable, "-m", "hvdkit.commands.doctor.probe", *stages], timeout=timeout, env=quiet)
+    environment = {**outside_a_job(os.environ), "TF_CPP_MIN_LOG_LEVEL": "3", **(env or {})}
+    outcome = run([sys.executable, "-m", "hvdkit.commands.doctor.probe", *stages], timeout=timeout, env=environment)
     lines = [json.loads(line) for line in outcome.stdout.splitlines() if line.startswith('{"stage"')]
-    found = {line.pop("stage"): line for line in lines}
-    return Probe(found, next((stage for stage in stages if stage not in found), None), outcome)
+    reports = {line.pop("stage"): line for line in lines}
+    return Probe(reports, next((stage for stage in stages if stage not in reports), None), outcome)
 
 
 def _alone_with_prefix(alone: Probe, mpi4py: Probe, timeout: float) -> Probe | None:
-    """Repeat a failed ``alone`` with OPAL_PREFIX, which an Open MPI needs that was moved after its build."""
+    """Repeat a failed ``alone`` with OPAL_PREFIX, which an Open MPI that was moved after its build needs."""
     if alone.loaded("alone") or not mpi4py.loaded("mpi4py"):
         return None
     return probe(["alone"], timeout, env={"OPAL_PREFIX": mpi_prefix(mpi4py["mpi4py"])})
@@ -138,13 +139,11 @@ def mpi_prefix(stage: Mapping[str, Any]) -> str:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of the installed :data:`DISTRIBUTIONS`."""
-    found = {}
+    versions = {}
     for name in DISTRIBUTIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def horovod_metadata() -> dict[str, str] | None:

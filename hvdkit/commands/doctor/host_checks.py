@@ -34,7 +34,7 @@ def cores(facts: Facts, filesystem: Path = Path("/")) -> Finding:
     """
     usable, allowed, physical = available_cores(filesystem), len(affinity()), physical_cores()
     slots = min(allowed, physical or allowed)  # mpirun ignores quotas
-    own = min(usable, slots)
+    most = min(usable, slots)  # ranks that can have a core each
     details = {
         "ranks": facts.np,
         "available": usable,
@@ -42,13 +42,15 @@ def cores(facts: Facts, filesystem: Path = Path("/")) -> Finding:
         "physical": physical,
         "cgroup_quota": core_quota(filesystem),
     }
-    have = f"{usable} core{'s' * (usable != 1)}" if slots >= usable else f"{usable} hardware threads of {slots} cores"
-    what = f"{have} for {facts.np} rank{'s' * (facts.np != 1)}"
-    if facts.np <= own:
+    available = (
+        f"{usable} core{'s' * (usable != 1)}" if slots >= usable else f"{usable} hardware threads of {slots} cores"
+    )
+    what = f"{available} for {facts.np} rank{'s' * (facts.np != 1)}"
+    if facts.np <= most:
         return Finding("cores", "ok", what, details=details)
-    permitted = any(facts.environment.get(name) for name in OVERSUBSCRIBE)
-    if facts.np <= slots or permitted or facts.open_mpi is None:
-        remedy = f"-np {own} gives each rank its own core"
+    oversubscribes = any(facts.environment.get(name) for name in OVERSUBSCRIBE)
+    if facts.np <= slots or oversubscribes or facts.open_mpi is None:
+        remedy = f"-np {most} gives each rank its own core"
         return Finding("cores", "note", f"{what}: ranks share cores", remedy, details)
     remedy = "mpirun --oversubscribe, or export OMPI_MCA_rmaps_base_oversubscribe=1 (horovodrun needs neither)"
     if facts.open_mpi >= 5:
@@ -96,33 +98,32 @@ def ssh(facts: Facts) -> Finding:
 
 def environment(facts: Facts) -> Finding:
     """List the user's variables for Horovod, MPI, NCCL and TensorFlow: forgotten ones explain many problems."""
-    found = {name: value for name, value in sorted(facts.environment.items()) if SHOWN.match(name)}
-    shown = {name: "(hidden)" if SECRET.search(name) else value for name, value in found.items()}
+    variables = {name: value for name, value in sorted(facts.environment.items()) if SHOWN.match(name)}
+    shown = {name: "(hidden)" if SECRET.search(name) else value for name, value in variables.items()}
     if not shown:
         return Finding("environment", "ok", "no HOROVOD_*, OMPI_MCA_*, NCCL_* or TF_* variable is set")
     what = " ".join(f"{name}={value}" for name, value in shown.items())
     return Finding("environment", "note", what, details=shown)
 
 
-def network(facts: Facts, found: list[Address] | None = None) -> Finding:
+def network(facts: Facts, addresses: list[Address] | None = None) -> Finding:
     """Check the network interfaces: ranks on several hosts must use one that reaches all of them."""
-    found = own_addresses(socket.AF_INET) if found is None else found
-    reaching = [one for one in found if not one.is_local]
-    local = [one for one in found if one.is_local and one.interface != "lo"]
+    addresses = own_addresses(socket.AF_INET) if addresses is None else addresses
+    external = [each for each in addresses if not each.is_local]
+    local = [each for each in addresses if each.is_local and each.interface != "lo"]
     details = {
-        "usable": [one._asdict() for one in reaching],
-        "local_only": [one._asdict() for one in local],
+        "usable": [each._asdict() for each in external],
+        "local_only": [each._asdict() for each in local],
         "chosen": facts.environment.get("HOROVOD_GLOO_IFACE") or facts.environment.get("OMPI_MCA_btl_tcp_if_include"),
     }
-    shown = ", ".join(f"{one.interface} {one.address}" for one in reaching)
-    if not reaching:
+    if not external:
         return Finding("network", "note", "no interface that reaches other hosts: one host only", details=details)
-    what = f"{shown} can reach other hosts"
+    what = f"{', '.join(f'{each.interface} {each.address}' for each in external)} can reach other hosts"
     if local:
-        what += f"; {', '.join(one.interface for one in local)} cannot, and MPI may try"
-    if details["chosen"] or (len(reaching) == 1 and not local):
+        what += f"; {', '.join(each.interface for each in local)} cannot, and MPI may try"
+    if details["chosen"] or (len(external) == 1 and not local):
         return Finding("network", "ok", what, details=details)
-    name = reaching[0].interface
+    name = external[0].interface
     remedy = (
         f"across hosts choose one: mpirun --mca btl_tcp_if_include {name} --mca oob_tcp_if_include {name}, "
         f"HOROVOD_GLOO_IFACE={name}, NCCL_SOCKET_IFNAME={name}"
@@ -132,16 +133,17 @@ def network(facts: Facts, found: list[Address] | None = None) -> Finding:
 
 def gpus(facts: Facts, devices: Path = Path("/dev")) -> Finding:
     """Check that TensorFlow sees all GPUs, and that Horovod was built with NCCL."""
-    names, fails, nodes = find_gpus(devices)
+    names, fails, device_files = find_gpus(devices)
     tensorflow, horovod = facts.training["tensorflow"], facts.training["horovod"]
     seen = tensorflow.get("gpus", [])
-    details = {"nvidia_smi": names, "device_nodes": nodes, "tensorflow": seen, "nccl": horovod.get("nccl")}
-    if not names and not nodes and not seen:
+    details = {"nvidia_smi": names, "device_nodes": device_files, "tensorflow": seen, "nccl": horovod.get("nccl")}
+    if not names and not device_files and not seen:
         if fails:
             remedy = "run nvidia-smi to see its message; reinstall or reload the NVIDIA driver"
             return Finding("gpus", "warning", "nvidia-smi fails", remedy, details)
         return Finding("gpus", "ok", "none: ranks compute on the CPU", details=details)
-    what = f"{len(names or nodes or seen)} GPUs: {', '.join(names or nodes or seen)}"
+    gpu_names = names or device_files or seen
+    what = f"{len(gpu_names)} GPUs: {', '.join(gpu_names)}"
     if not tensorflow or "error" in tensorflow:
         return Finding("gpus", "note", f"{what}; TensorFlow does not load", details=details)
     if not tensorflow["cuda"]:
@@ -152,13 +154,8 @@ def gpus(facts: Facts, devices: Path = Path("/dev")) -> Finding:
         return Finding("gpus", "warning", f"{what}; TensorFlow sees none of them", remedy, details)
     if facts.training.loaded("horovod") and not (horovod["nccl"] or horovod["rocm"]):
         remedy = "hvdkit build-horovod --gpu nccl"
-        return Finding(
-            "gpus",
-            "warning",
-            f"{what}; Horovod is built without NCCL, and averages on the CPU",
-            remedy,
-            details,
-        )
+        what += "; Horovod is built without NCCL, and averages on the CPU"
+        return Finding("gpus", "warning", what, remedy, details)
     if facts.np > len(seen):
         remedy = f"-np {len(seen)}: one rank per GPU"
         return Finding("gpus", "warning", f"{what}, but {facts.np} ranks: ranks would share GPUs", remedy, details)

@@ -16,10 +16,10 @@ from hvdkit.machine.mpi import ROOT_VARIABLES
 from hvdkit.machine.subprocesses import Outcome, run
 
 RANKS = 2
-LINE = re.compile(r"hvdkit-allreduce (\{.*?\})")
+RESULT_LINE = re.compile(r"hvdkit-allreduce (\{.*?\})")
 ALGORITHM = Path(algorithm.__file__)  # run as a file: the package imports TensorFlow in a launched process
 ALGORITHM_LINE = re.compile(r"hvdkit-algorithm (\{.*?\})")
-CHILD = [sys.executable, "-m", "hvdkit.commands.doctor.allreduce"]
+RANK_COMMAND = [sys.executable, "-m", "hvdkit.commands.doctor.allreduce"]
 REMEDIES = (  # pattern in a launcher's last lines -> remedy
     (re.compile(r"not enough slots", re.I), "mpirun --oversubscribe"),
     (re.compile(r"No module named '(\w+)'"), r"pip install \1"),
@@ -40,7 +40,7 @@ def run_mpirun(facts: Facts, timeout: float) -> Finding:
     if facts.mpirun is None or not facts.training.loaded("horovod") or not built["mpi"]:
         return Finding(name, "note", "not tried: needs mpirun, and a Horovod that loads and has MPI")
     options = ["--oversubscribe"] if facts.open_mpi else []
-    return _judge(name, [facts.mpirun.path, *options, "-np", str(RANKS), *CHILD], facts, timeout)
+    return _run_allreduce(name, [facts.mpirun.path, *options, "-np", str(RANKS), *RANK_COMMAND], facts, timeout)
 
 
 def run_gloo(facts: Facts, timeout: float) -> Finding:
@@ -48,39 +48,36 @@ def run_gloo(facts: Facts, timeout: float) -> Finding:
     name, built = "run-gloo", facts.training["horovod"]
     if facts.horovodrun is None or not facts.training.loaded("horovod") or not built["gloo"]:
         return Finding(name, "note", "not tried: needs horovodrun, and a Horovod that loads and has Gloo")
-    return _judge(name, [facts.horovodrun.path, "--gloo", "-np", str(RANKS), *CHILD], facts, timeout)
+    return _run_allreduce(name, [facts.horovodrun.path, "--gloo", "-np", str(RANKS), *RANK_COMMAND], facts, timeout)
 
 
-def _judge(name: str, argv: list[str], facts: Facts, timeout: float) -> Finding:
+def _run_allreduce(name: str, argv: list[str], facts: Facts, timeout: float) -> Finding:
     """Run the launcher's command line, and return the result of the allreduce as a finding."""
     environment = {**outside_a_job(facts.environment), "TF_CPP_MIN_LOG_LEVEL": "3"}
     environment.update(dict.fromkeys(ROOT_VARIABLES, "1"))  # root is reported by the check `root`
     outcome = run(argv, timeout=timeout, env=environment)
-    results = [json.loads(text) for text in LINE.findall(outcome.stdout)]
+    results = [json.loads(text) for text in RESULT_LINE.findall(outcome.stdout)]
     details = {"seconds": round(outcome.seconds, 1), "command": argv, "results": results}
     if results and all(1 in (result["size"], result["mpi4py_size"]) for result in results):
-        alone = "mpi4py" if results[0]["mpi4py_size"] == 1 else "Horovod"
-        what = f"to {alone} each process is rank 0 of 1: it does not use the MPI of {argv[0]}"
+        package = "mpi4py" if results[0]["mpi4py_size"] == 1 else "Horovod"
+        what = f"to {package} each process is rank 0 of 1: it does not use the MPI of {argv[0]}"
         remedy = f"use the launcher of {facts.library or 'the MPI that Horovod loads'}; see mpirun, mpi-library"
         return Finding(name, "problem", what, remedy, details)
     total = sum(range(1, RANKS + 1))
-    good = [result for result in results if result["size"] == RANKS and result["sum"] == total]
-    if outcome.code == 0 and len(good) == RANKS:
+    correct = [result for result in results if result["size"] == RANKS and result["sum"] == total]
+    if outcome.code == 0 and len(correct) == RANKS:
         what = f"{RANKS} ranks did an allreduce in {outcome.seconds:.1f} s, start included"
         return Finding(name, "ok", what, details=details)
-    last = outcome.last_lines()
-    what = f"the start of {RANKS} ranks {_how(outcome)}; its last lines:\n{last or '(none)'}"
-    return Finding(name, "problem", what, remedy_for(last, outcome, argv), {**details, "output": last})
+    output = outcome.last_lines()
+    how = outcome.how if outcome.code != 0 else "ended with exit code 0, but the sums are wrong"
+    what = f"the start of {RANKS} ranks {how}; its last lines:\n{output or '(none)'}"
+    return Finding(name, "problem", what, _remedy(output, outcome, argv), {**details, "output": output})
 
 
-def _how(outcome: Outcome) -> str:
-    return outcome.how if outcome.code != 0 else "ended with exit code 0, but the sums are wrong"
-
-
-def remedy_for(text: str, outcome: Outcome, argv: list[str]) -> str:
+def _remedy(output: str, outcome: Outcome, argv: list[str]) -> str:
     """Return a remedy for a launcher's last lines."""
     for pattern, remedy in REMEDIES:
-        if match := pattern.search(text):
+        if match := pattern.search(output):
             return match.expand(remedy)
     if outcome.code is None:
         return "mend the findings above; a firewall or a wrong interface (see network) also makes ranks wait"
@@ -95,18 +92,18 @@ def allreduce(facts: Facts, timeout: float) -> Finding:
     name = "allreduce"
     if facts.mpirun is None or not facts.mpi4py.loaded("mpi4py"):
         return Finding(name, "note", "not tried: needs mpirun, and an mpi4py that loads")
-    ours = facts.open_mpi is not None and not rings.chosen(facts.environment)
+    with_rules = facts.open_mpi is not None and not rings.is_configured(facts.environment)
     options = ["--oversubscribe"] if facts.open_mpi else []
     argv = [facts.mpirun.path, *options, "-np", str(algorithm.RANKS), sys.executable, str(ALGORITHM)]
     environment = outside_a_job(facts.environment) | dict.fromkeys(ROOT_VARIABLES, "1")
-    outcome = run(argv, timeout=timeout, env=environment | (rings.variables() if ours else {}))
-    seen = ALGORITHM_LINE.search(outcome.stdout)
-    details = {"command": argv, "rules": str(rings.RULES) if ours else None}
-    if outcome.code != 0 or seen is None:
+    outcome = run(argv, timeout=timeout, env=environment | (rings.variables() if with_rules else {}))
+    match = ALGORITHM_LINE.search(outcome.stdout)
+    details = {"command": argv, "rules": str(rings.RULES) if with_rules else None}
+    if outcome.code != 0 or match is None:
         return Finding(name, "note", f"not seen: the start of {algorithm.RANKS} ranks {outcome.how}", details=details)
-    small, large = json.loads(seen[1]).values()
-    whose = "hk.init()'s rules for several hosts" if ours else "the choice of this MPI, or yours"
-    what = f"{algorithm.SIZES[1] >> 20} MiB by {large}, {algorithm.SIZES[0]} bytes by {small} ({whose})"
+    small, large = json.loads(match[1]).values()
+    source = "hk.init()'s rules for several hosts" if with_rules else "the choice of this MPI, or yours"
+    what = f"{algorithm.SIZES[1] >> 20} MiB by {large}, {algorithm.SIZES[0]} bytes by {small} ({source})"
     details |= {"small": small, "large": large}
     if large == "wrong" or small == "wrong":
         return Finding(name, "problem", f"the sums are wrong: {what}", "use another MPI", details)

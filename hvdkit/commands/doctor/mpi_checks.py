@@ -18,22 +18,22 @@ def mpi_library(facts: Facts) -> Finding:
     """
     name, training, separate = "mpi-library", facts.training["horovod"], facts.mpi4py["mpi4py"]
     by_horovod, by_mpi4py = training.get("libmpi", []), separate.get("libmpi", [])
-    together = facts.training["mpi4py"].get("libmpi", [])
+    by_both = facts.training["mpi4py"].get("libmpi", [])  # loaded into one process
     details = {
         "library": str(facts.library) if facts.library else None,
         "loaded_by_horovod": by_horovod,
         "loaded_by_mpi4py": by_mpi4py,
-        "loaded_together": together,
+        "loaded_together": by_both,
     }
     if not by_horovod and not by_mpi4py:
         if facts.training.loaded("horovod") and not training["mpi"]:
             return Finding(name, "ok", "none needed: Horovod was built without MPI, Gloo coordinates", details=details)
         return Finding(name, "note", "no MPI library was loaded", details=details)
     if not by_horovod or not by_mpi4py:
-        who = "Horovod" if by_horovod else "mpi4py"
-        what = f"{facts.library}, loaded by {who} alone: {(by_horovod or by_mpi4py)[0]}"
+        package = "Horovod" if by_horovod else "mpi4py"
+        what = f"{facts.library}, loaded by {package} alone: {(by_horovod or by_mpi4py)[0]}"
         return Finding(name, "note", what, details=details)
-    if len(together) > 1 or set(by_horovod) != set(by_mpi4py):
+    if len(by_both) > 1 or set(by_horovod) != set(by_mpi4py):
         what = f"Horovod loads {by_horovod[0]}, mpi4py loads {by_mpi4py[0]}: each process may be rank 0 of 1"
         remedy = f"export MPI4PY_LIBMPI={by_horovod[0]}, or hvdkit build-horovod with the MPI of mpi4py"
         return Finding(name, "problem", what, remedy, details)
@@ -58,8 +58,7 @@ def mpirun(facts: Facts) -> Finding:
         return Finding("mpirun", "ok", f"{program.mpi} at {program.path}", details=details)
     what = f"{program.path} is of {program.mpi}, but Horovod loads {library}"
     remedy = f"put {mpi_prefix(facts.training['horovod'] or facts.mpi4py['mpi4py'])}/bin first on PATH"
-    alike = program.mpi.vendor == library.vendor and program.mpi.major == library.major
-    if alike:
+    if (program.mpi.vendor, program.mpi.major) == (library.vendor, library.major):
         return Finding("mpirun", "warning", what, remedy, details)
     return Finding("mpirun", "problem", f"{what}: each process will be rank 0 of 1", remedy, details)
 
@@ -105,7 +104,7 @@ def without_launcher(facts: Facts) -> Finding:
         prefix = details["prefix"] = mpi_prefix(facts.mpi4py["mpi4py"])
         what += ": this Open MPI was moved after its build"
         return Finding(name, status, what, f"mpirun -np 1 python ..., or export OPAL_PREFIX={prefix}", details)
-    return Finding(name, status, f"{what}: {facts.alone.why('alone')}", "mpirun -np 1 python ...", details)
+    return Finding(name, status, f"{what}: {facts.alone.reason('alone')}", "mpirun -np 1 python ...", details)
 
 
 def import_order(facts: Facts) -> Finding:

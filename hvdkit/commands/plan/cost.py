@@ -85,7 +85,7 @@ def allreduce_seconds(nbytes: int, ranks: int, link: Link) -> float:
     ring = 2 * (ranks - 1) * link.latency + crossing
     doubling = doublings * (link.latency + nbytes * link.byte)
     halving = 2 * doublings * link.latency + _HALVING * crossing
-    algorithm = rings.rule(ranks, nbytes)
+    algorithm = rings.allreduce_rule(ranks, nbytes)
     seconds = {rings.RING: ring, rings.RECURSIVE_DOUBLING: doubling}.get(algorithm, min(doubling, halving))
     return negotiation + seconds + nbytes * link.copy
 

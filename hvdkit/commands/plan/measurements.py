@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdkit._version import __version__
-from hvdkit.cluster.tuned import FORMAT_VERSION, read, wrong
+from hvdkit.cluster.tuned import FORMAT_VERSION, invalid_file, read_file
 
 
 class Gradient(NamedTuple):
@@ -85,10 +85,10 @@ class Measurements:
         Raises:
             ValueError: the file does not exist, or is of another kind.
         """
-        document = read(path)
+        document = read_file(path)
         try:
             document["gradients"] = tuple(Gradient(*row) for row in document["gradients"])
             document["exchanges"] = tuple(TimedAllreduce(*row) for row in document["exchanges"])
             return cls(**document)
         except (KeyError, TypeError) as error:
-            raise wrong(path, f"lacks a part ({error})") from None
+            raise invalid_file(path, f"lacks a part ({error})") from None

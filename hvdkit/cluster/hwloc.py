@@ -84,7 +84,7 @@ def bind_hwloc() -> int:
 
 def libraries() -> list[str]:
     """Return the paths of the loaded libraries in load order; empty without glibc."""
-    return [os.fsdecode(library.name) for library in _loaded() if library.name]
+    return [os.fsdecode(library.name) for library in _link_maps() if library.name]
 
 
 def lazy_slots(path: str) -> dict[str, ctypes.c_size_t]:
@@ -92,12 +92,12 @@ def lazy_slots(path: str) -> dict[str, ctypes.c_size_t]:
 
     Empty for a library that does not call hwloc, or that was linked to bind at load time (its slots are read-only).
     """
-    library = next((library for library in _loaded() if library.name and os.fsdecode(library.name) == path), None)
+    library = next((library for library in _link_maps() if library.name and os.fsdecode(library.name) == path), None)
     if library is None or _JUMP_SLOT is None:
         return {}
     dynamic = _dynamic_section(library)
-    now = _BIND_NOW in dynamic or dynamic.get(_FLAGS, 0) & _FLAG_NOW or dynamic.get(_FLAGS_1, 0) & _FLAG_1_NOW
-    if now or dynamic.get(_PLTREL) != _RELA or not dynamic.get(_JMPREL):
+    is_bound = _BIND_NOW in dynamic or dynamic.get(_FLAGS, 0) & _FLAG_NOW or dynamic.get(_FLAGS_1, 0) & _FLAG_1_NOW
+    if is_bound or dynamic.get(_PLTREL) != _RELA or not dynamic.get(_JMPREL):
         return {}
     names = ctypes.string_at(dynamic[_STRTAB], dynamic[_STRSZ])
     if PREFIX not in names:
@@ -113,17 +113,17 @@ def lazy_slots(path: str) -> dict[str, ctypes.c_size_t]:
     return slots
 
 
-def _loaded() -> Iterator[_LinkMap]:
+def _link_maps() -> Iterator[_LinkMap]:
     """Yield the loaded libraries, the program first."""
     program = ctypes.CDLL(None)
     if platform.libc_ver()[0] != "glibc":
         return
-    found = ctypes.POINTER(_LinkMap)()
-    if program.dlinfo(ctypes.c_void_p(program._handle), _RTLD_DI_LINKMAP, ctypes.byref(found)) != 0:
+    link_map = ctypes.POINTER(_LinkMap)()
+    if program.dlinfo(ctypes.c_void_p(program._handle), _RTLD_DI_LINKMAP, ctypes.byref(link_map)) != 0:
         return
-    while found:
-        yield found.contents
-        found = found.contents.next
+    while link_map:
+        yield link_map.contents
+        link_map = link_map.contents.next
 
 
 def _dynamic_section(library: _LinkMap) -> dict[int, int]:
@@ -131,10 +131,10 @@ def _dynamic_section(library: _LinkMap) -> dict[int, int]:
 
     glibc has relocated the addresses in it, except for the kernel's library (the vDSO).
     """
-    section, place = {}, 0
-    while tag := library.dynamic[place]:
-        section[tag] = library.dynamic[place + 1]
-        place += 2
+    section, index = {}, 0
+    while tag := library.dynamic[index]:
+        section[tag] = library.dynamic[index + 1]
+        index += 2
     for tag in (_STRTAB, _SYMTAB, _JMPREL):
         if tag in section and section[tag] < library.address:
             section[tag] += library.address
