@@ -287,20 +287,20 @@ def alltoall(
 
 
 def compared_alltoall(
-    x: tf.Tensor, splits: tf.Tensor, fits: tf.Tensor, name: str, group: cluster.Group | None = None
+    x: tf.Tensor, splits: tf.Tensor, are_valid: tf.Tensor, name: str, group: cluster.Group | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Run :func:`alltoall`; if ``fits`` is False on any rank, raise on all ranks.
+    """Run :func:`alltoall`; if ``are_valid`` is False on any rank, raise on all ranks.
 
     Such a rank sends zero rows with a width that no other rank has, which Horovod rejects on all ranks.
     """
     inner = tf.shape(x)[1:]
     rows = tf.reshape(x, [tf.shape(x)[0], tf.reduce_prod(inner)])
-    sent = tf.cond(fits, lambda: rows, lambda: tf.zeros([0, _BAD_SPLITS], x.dtype))
-    counts = tf.cond(fits, lambda: splits, lambda: tf.zeros([_size(group)], splits.dtype))
+    sent = tf.cond(are_valid, lambda: rows, lambda: tf.zeros([0, _BAD_SPLITS], x.dtype))
+    counts = tf.cond(are_valid, lambda: splits, lambda: tf.zeros([_size(group)], splits.dtype))
     received, received_splits = alltoall(sent, counts, name, group)
     # Fails only if the splits of all ranks are wrong; otherwise Horovod has raised.
     with tf.control_dependencies([received]):
-        check = tf.debugging.Assert(fits, [f"splits: expected {SPLITS}; got", splits, tf.shape(x)[0]])
+        check = tf.debugging.Assert(are_valid, [f"splits: expected {SPLITS}; got", splits, tf.shape(x)[0]])
     with tf.control_dependencies([check]):
         received = tf.reshape(received, tf.concat([[-1], inner], axis=0))
     received.set_shape([None, *x.shape[1:]])
