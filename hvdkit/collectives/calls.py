@@ -20,7 +20,7 @@ from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import tensors
 from hvdkit.collectives.batch_share import current_factor, times_share
 from hvdkit.collectives.call_checks import JOIN, SMALL_BYTES, Call, agree_on_call, attempt
-from hvdkit.collectives.conversion import as_tensor, is_symbolic, like
+from hvdkit.collectives.conversion import as_tensor, is_symbolic, result_converter
 from hvdkit.errors import HvdkitError, describe
 
 Tensors = list[tf.Tensor]
@@ -77,7 +77,8 @@ def run(collective: Collective, values: Sequence[Any]) -> list[Any]:
         results = _differentiable(collective, lambda xs: _run_eagerly(collective, xs), inputs)
     else:
         results = _run_eagerly(collective, inputs, problem)
-    return [like(values[min(i, len(values) - 1)])(y) for i, y in enumerate(results)]
+    # An alltoall has one input and two results.
+    return [result_converter(values[min(i, len(values) - 1)])(y) for i, y in enumerate(results)]
 
 
 def _run_eagerly(collective: Collective, inputs: Tensors, problem: Exception | None = None) -> list[Any]:

@@ -58,7 +58,7 @@ def _holds_numbers(dtype: np.dtype) -> bool:
         return False
 
 
-def like(original: Any) -> Callable[[tf.Tensor | np.ndarray], Any]:
+def result_converter(original: Any) -> Callable[[tf.Tensor | np.ndarray], Any]:
     """Return the function that converts a result to the kind of ``original``.
 
     Tensors and variables give tensors; everything else gives NumPy arrays, or plain numbers for scalar results.

@@ -12,8 +12,8 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives import dtypes, numpy_collectives, tensors
 from hvdkit.collectives.calls import Collective, Tensors, run
-from hvdkit.collectives.conversion import as_tensor, graph_safe, like
-from hvdkit.collectives.process_sets import RankGroup, label, resolve
+from hvdkit.collectives.conversion import as_tensor, graph_safe, result_converter
+from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
 from hvdkit.errors import describe
 
 
@@ -75,7 +75,7 @@ def grouped_allgather(
             dtypes.check_movable(x.dtype)
 
     collective = Collective(
-        kind=f"allgather({label(members)})" if members else "allgather",
+        kind=f"allgather({describe_group(members)})" if members else "allgather",
         group=members,
         check=check,
         combine=lambda values: [np.concatenate(each) for each in zip(*values, strict=True)],
@@ -165,7 +165,7 @@ def alltoall(
         return list(tensors.alltoall(inputs[0], counts[0], tensors.PUBLIC, members))
 
     collective = Collective(
-        kind=f"alltoall({label(members)})" if members else "alltoall",
+        kind=f"alltoall({describe_group(members)})" if members else "alltoall",
         group=members,
         check=check,
         combine=combine,
@@ -178,7 +178,7 @@ def alltoall(
         name=name,
     )
     received, received_splits = run(collective, [x])
-    return received if splits is None else (received, like(x)(received_splits))
+    return received if splits is None else (received, result_converter(x)(received_splits))
 
 
 def _checked_splits(splits: Any, rows: int, size: int) -> np.ndarray:

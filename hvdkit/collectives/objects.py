@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdkit import cluster
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt, check_root
-from hvdkit.collectives.process_sets import RankGroup, label, resolve
+from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
 from hvdkit.errors import describe
 
 
@@ -23,7 +23,7 @@ def barrier(*, process_set: RankGroup = None, group: RankGroup = None) -> None:
         ClusterError: a rank left the job.
     """
     members = resolve(process_set, group)
-    agree_on_call(Call(f"barrier({label(members)})", joinable=True), members)
+    agree_on_call(Call(f"barrier({describe_group(members)})", joinable=True), members)
 
 
 def broadcast_object(obj: Any, root: int = 0, *, process_set: RankGroup = None, group: RankGroup = None) -> Any:
@@ -45,7 +45,7 @@ def broadcast_object(obj: Any, root: int = 0, *, process_set: RankGroup = None, 
         run_name = hk.broadcast_object(make_name() if hk.is_chief() else None)
     """
     members = resolve(process_set, group)
-    call = Call(f"broadcast_object({', '.join(filter(None, [f'root={root}', label(members)]))})")
+    call = Call(f"broadcast_object({', '.join(filter(None, [f'root={root}', describe_group(members)]))})")
 
     def prepare() -> None:
         check_root(root, members)
@@ -74,7 +74,7 @@ def allgather_object(obj: Any, *, process_set: RankGroup = None, group: RankGrou
         # [0, 1, 2]
     """
     members = resolve(process_set, group)
-    call = Call(f"allgather_object({label(members)})")
+    call = Call(f"allgather_object({describe_group(members)})")
 
     def prepare() -> None:
         call.payload = _pickle(obj)

@@ -121,8 +121,8 @@ def _set_with_equal_label(kind: str, labels: Sequence[Hashable]) -> ProcessSet:
     """Create one set per label, given the label of each rank; return the set that contains this rank."""
     agree_on_call(Call(kind))
     sets: dict[Hashable, list[int]] = {}
-    for rank, label_of_rank in enumerate(labels):
-        sets.setdefault(label_of_rank, []).append(rank)
+    for rank, label in enumerate(labels):
+        sets.setdefault(label, []).append(rank)
     (group,) = filter(None, cluster.make_groups([tuple(ranks) for ranks in sets.values()]))
     return ProcessSet._from_group(group)
 
@@ -171,7 +171,7 @@ def _check_arguments(process_set: RankGroup, group: RankGroup) -> None:
         raise TypeError(describe("process_set", f"{members!r}", expected, "make one: hk.ProcessSet([0, 1])"))
 
 
-def label(group: Group | None) -> str:
+def describe_group(group: Group | None) -> str:
     """Return the description of a group among a collective's arguments; "" for all ranks."""
     return "" if group is None else f"process_set={list(group.ranks)}"
 

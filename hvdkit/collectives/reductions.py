@@ -16,7 +16,7 @@ from hvdkit.collectives.calls import Collective, Tensors, run
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.gathers import allgather
 from hvdkit.collectives.ops import Average, ReduceOp, Sum, checked_op, op_label
-from hvdkit.collectives.process_sets import RankGroup, label, resolve
+from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
 from hvdkit.errors import describe
 
 
@@ -145,7 +145,7 @@ def grouped_allreduce(
 def _kind(name: str, op: object, factors: tuple[float, float], members: cluster.Group | None) -> str:
     """Return the collective with all arguments that must agree between ranks."""
     scale = "" if factors == (1.0, 1.0) else f"factors={factors}"
-    return f"{name}({', '.join(filter(None, [f'op={op_label(op)}', scale, label(members)]))})"
+    return f"{name}({', '.join(filter(None, [f'op={op_label(op)}', scale, describe_group(members)]))})"
 
 
 def _check_factors(prescale: float, postscale: float) -> None:
@@ -359,7 +359,7 @@ def broadcast(
         return total if cluster.rank() == root else tf.zeros_like(total)
 
     collective = Collective(
-        kind=f"broadcast({', '.join(filter(None, [f'root={root}', label(members)]))})",
+        kind=f"broadcast({', '.join(filter(None, [f'root={root}', describe_group(members)]))})",
         group=members,
         check=check,
         combine=lambda values: values[root if members is None else members.ranks.index(root)],

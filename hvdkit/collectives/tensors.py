@@ -341,14 +341,14 @@ def compared_reducescatter(
         wire = _WireTensor(x, dtypes.wire_dtype(x.dtype, op), op, size, prescale, postscale)
         if size == 1:
             return wire.decode(wire.encoded)
-        blocks, longer = _blocks(wire.summand(), size)
+        blocks, remainder = _blocks(wire.summand(), size)
         # Encode what the shape does not show: how many ranks get one more row, and whether it is an average.
-        ones = (longer % _MOST_ONES) + (_MOST_ONES if op == ReduceOp.Average else 0)
+        ones = (remainder % _MOST_ONES) + (_MOST_ONES if op == ReduceOp.Average else 0)
         coded = tf.reshape(blocks, tf.concat([tf.shape(blocks), tf.ones([ones], tf.int32)], axis=0))
         received, _ = alltoall(coded, tf.ones([size], tf.int32), each, group)
         total = tf.reduce_sum(tf.reshape(received, tf.shape(blocks)), axis=0)
         index = cluster.rank() if group is None else group.index
-        rows = tf.shape(x)[0] // size + tf.cast(index < longer, tf.int32)
+        rows = tf.shape(x)[0] // size + tf.cast(index < remainder, tf.int32)
         return tf.ensure_shape(wire.decode(total[:rows]), [None, *x.shape[1:]])
 
     return _one_by_one(tensors, scatter, name)
@@ -357,10 +357,10 @@ def compared_reducescatter(
 def _blocks(x: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
     """Return ``x`` as ``[size, rows of a rank, ...]``, padded with zeros, and how many ranks get one more row."""
     rows, inner = tf.shape(x)[0], tf.shape(x)[1:]
-    longer = rows % size
-    each = rows // size
-    more = tf.cast(longer > 0, tf.int32)
-    head = tf.reshape(x[: longer * (each + 1)], tf.concat([[longer, each + more], inner], axis=0))
-    tail = tf.reshape(x[longer * (each + 1) :], tf.concat([[size - longer, each], inner], axis=0))
-    padded = tf.concat([tail, tf.zeros(tf.concat([[size - longer, more], inner], axis=0), x.dtype)], axis=1)
-    return tf.concat([head, padded], axis=0), longer
+    quotient, remainder = rows // size, rows % size
+    padding = tf.cast(remainder > 0, tf.int32)
+    head_rows = remainder * (quotient + 1)
+    head = tf.reshape(x[:head_rows], tf.concat([[remainder, quotient + padding], inner], axis=0))
+    tail = tf.reshape(x[head_rows:], tf.concat([[size - remainder, quotient], inner], axis=0))
+    zeros = tf.zeros(tf.concat([[size - remainder, padding], inner], axis=0), x.dtype)
+    return tf.concat([head, tf.concat([tail, zeros], axis=1)], axis=0), remainder
