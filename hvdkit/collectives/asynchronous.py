@@ -69,42 +69,42 @@ def allreduce_async(x: Any, *args: Any, **kwargs: Any) -> Handle:
         handles = [hk.allreduce_async(x) for x in statistics]
         averages = [hk.wait(handle) for handle in handles]
     """
-    return _begin(allreduce, x, *args, **kwargs)
+    return _start(allreduce, x, *args, **kwargs)
 
 
 def grouped_allreduce_async(xs: Sequence[Any], *args: Any, **kwargs: Any) -> Handle:
     """Start :func:`hvdkit.grouped_allreduce`; see :func:`allreduce_async`."""
-    return _begin(grouped_allreduce, list(xs), *args, **kwargs)
+    return _start(grouped_allreduce, list(xs), *args, **kwargs)
 
 
 def allgather_async(x: Any, **kwargs: Any) -> Handle:
     """Start :func:`hvdkit.allgather`; see :func:`allreduce_async`."""
-    return _begin(allgather, x, **kwargs)
+    return _start(allgather, x, **kwargs)
 
 
 def broadcast_async(x: Any, root: int = 0, **kwargs: Any) -> Handle:
     """Start :func:`hvdkit.broadcast`; see :func:`allreduce_async`."""
-    return _begin(broadcast, x, root, **kwargs)
+    return _start(broadcast, x, root, **kwargs)
 
 
 def alltoall_async(x: Any, splits: Any = None, **kwargs: Any) -> Handle:
     """Start :func:`hvdkit.alltoall`; see :func:`allreduce_async`."""
-    return _begin(alltoall, x, splits, **kwargs)
+    return _start(alltoall, x, splits, **kwargs)
 
 
 def reducescatter_async(x: Any, *args: Any, **kwargs: Any) -> Handle:
     """Start :func:`hvdkit.reducescatter`; see :func:`allreduce_async`."""
-    return _begin(reducescatter, x, *args, **kwargs)
+    return _start(reducescatter, x, *args, **kwargs)
 
 
 @graph_safe
-def _begin(collective: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Handle:
+def _start(collective: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Handle:
     if not tf.executing_eagerly():
-        built: Future[Any] = Future()
-        built.set_result(collective(x, *args, **kwargs))
-        return Handle(built)
-    kept = [_snapshot(one) for one in x] if isinstance(x, list) else _snapshot(x)
-    return Handle(cluster.call_order().submit(partial(collective, kept, *args, **kwargs)))
+        finished: Future[Any] = Future()
+        finished.set_result(collective(x, *args, **kwargs))
+        return Handle(finished)
+    snapshot = [_snapshot(each) for each in x] if isinstance(x, list) else _snapshot(x)
+    return Handle(cluster.call_order().submit(partial(collective, snapshot, *args, **kwargs)))
 
 
 def _snapshot(x: Any) -> Any:

@@ -40,12 +40,12 @@ def share_of_batch(factor: Any) -> Iterator[None]:
         factor: float32 scalar tensor f_r; 0 on a rank without rows, whose gradients count as zeros even if they are not
             finite. None if all ranks have the same number of rows.
     """
-    before = _current.factor, _current.active
+    previous = _current.factor, _current.active
     _current.factor, _current.active = factor, True
     try:
         yield
     finally:
-        _current.factor, _current.active = before
+        _current.factor, _current.active = previous
 
 
 def current_factor() -> tf.Tensor | None:
@@ -63,7 +63,7 @@ def times_share(x: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
     return tf.math.multiply_no_nan(x, tf.cast(factor, x.dtype))
 
 
-def with_shared_gradient(x: tf.Tensor) -> tf.Tensor:
+def with_scaled_gradient(x: tf.Tensor) -> tf.Tensor:
     """Return ``x`` with a gradient that is multiplied by the current factor."""
     factor = _current.factor
     if factor is None or not x.dtype.is_floating:
@@ -83,5 +83,5 @@ def mark_share(dataset: tf.data.Dataset) -> None:
 
 def is_share(data: Any) -> bool:
     """Return True for a dataset marked by :func:`mark_share`, or derived from one."""
-    parts = data._inputs() if isinstance(data, tf.data.Dataset) else ()
-    return data in _SHARES or any(map(is_share, parts))
+    inputs = data._inputs() if isinstance(data, tf.data.Dataset) else ()
+    return data in _SHARES or any(map(is_share, inputs))

@@ -44,7 +44,7 @@ class Call(Contribution[Any]):
     problem: Exception | None = None
     joinable: bool = False
 
-    def agreed(self) -> tuple[Any, ...]:
+    def signature(self) -> tuple[Any, ...]:
         """Return the part that must be equal on all ranks."""
         inner = tuple(shape[1:] for shape in self.shapes) if self.uneven else self.shapes
         return (self.kind, self.dtypes, tuple(len(s) for s in self.shapes), inner)
@@ -75,22 +75,22 @@ def agree_on_call(call: Call, group: Group | None = None) -> list[Call]:
     calls: list[Call] = cluster.exchange(group).allgather(sent, str(call))
     if call.problem is not None:
         raise call.problem
-    usual = None
+    expected = None
     for each in calls:
         if type(each) is not Call or each.kind == JOIN:
             break
-        agreed = each.agreed()
-        if usual is None:
-            usual = agreed
-        elif agreed != usual:
+        signature = each.signature()
+        if expected is None:
+            expected = signature
+        elif signature != expected:
             break
     else:
         return calls
-    _check(calls, ranks)
+    _check_signatures(calls, ranks)
     return calls
 
 
-def _check(calls: list[Call], ranks: Sequence[int]) -> None:
+def _check_signatures(calls: list[Call], ranks: Sequence[int]) -> None:
     """Raise if the ranks' calls do not match; return if they differ only because some ranks have joined."""
     if not all(type(each) is Call for each in calls):
         check_calls(calls, ranks)
@@ -105,19 +105,19 @@ def _check(calls: list[Call], ranks: Sequence[int]) -> None:
     compare(calls, "collective", SAME_CALLS, ranks=ranks, key=lambda c: (c.kind, len(c.shapes)), show=shown_calls)
     first = calls[0]
     remedy = "pass equal dtypes and shapes on every rank" + " (only the first axis may differ)" * first.uneven
+
+    def comparable(tensor: tuple[str, tuple[int, ...]]) -> Any:
+        dtype, shape = tensor
+        return dtype, len(shape), shape[1:] if first.uneven else shape
+
     for i in range(len(first.shapes)):
         each = [(call.dtypes[i], call.shapes[i]) for call in calls]
-        compare(each, f"{first.kind}: tensor {i}", remedy, ranks=ranks, key=_agreed_of(first.uneven), show=_tensors)
+        compare(each, f"{first.kind}: tensor {i}", remedy, ranks=ranks, key=comparable, show=_shown_tensors)
 
 
-def _agreed_of(uneven: bool) -> Callable[[tuple[str, tuple[int, ...]]], Any]:
-    """Return a function from a tensor's dtype and shape to the part that must be equal on all ranks."""
-    return (lambda tensor: (tensor[0], len(tensor[1]), tensor[1][1:])) if uneven else lambda tensor: tensor
-
-
-def _tensors(*tensors: tuple[str, tuple[int, ...]]) -> tuple[str, str]:
-    odd, usual = (f"{dtype}{list(shape)}" for dtype, shape in tensors)
-    return odd, usual
+def _shown_tensors(odd: tuple[str, tuple[int, ...]], usual: tuple[str, tuple[int, ...]]) -> tuple[str, str]:
+    """Return descriptions of two ranks' tensors, for messages."""
+    return f"{odd[0]}{list(odd[1])}", f"{usual[0]}{list(usual[1])}"
 
 
 def attempt(check: Callable[[], None]) -> Exception | None:

@@ -1,6 +1,6 @@
 """Runs one call of a collective: as part of a graph, or eagerly after the ranks have compared their calls.
 
-In both cases the result has the collective's derivative, at every size and dtype.
+In both cases the result has the collective's gradient, at every size and dtype.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from hvdkit import cluster
-from hvdkit.cluster import Group
+from hvdkit.cluster import Group, progress
 from hvdkit.cluster.agreement import gather
-from hvdkit.cluster.progress import collective
 from hvdkit.collectives import tensors
 from hvdkit.collectives.batch_share import current_factor, times_share
 from hvdkit.collectives.call_checks import JOIN, SMALL_BYTES, Call, agree_on_call, attempt
-from hvdkit.collectives.conversion import as_tensor, is_symbolic, like
+from hvdkit.collectives.conversion import as_tensor, is_symbolic, result_converter
 from hvdkit.errors import HvdkitError, describe
 
 Tensors = list[tf.Tensor]
@@ -35,13 +34,13 @@ class Collective:
         kind: its name with all arguments that must agree, for messages: ``allreduce(op=Sum)``.
         group: the ranks that take part; None for all.
         check: raises if this rank's tensors or arguments are invalid.
-        here: computes the results locally from the values of all ranks: for each rank, the list of its values followed
-            by ``extra``. None if only ``wire`` can.
-        wire: exchanges tensors, and returns the results.
-        derivative: returns the gradients of the tensors, given the tensors, the results and the gradients of the
+        combine: computes the results on this rank from the values of all ranks: for each rank, the list of its values
+            followed by ``extra``. None if only ``exchange`` can.
+        exchange: exchanges tensors through Horovod, and returns the results.
+        gradient: returns the gradients of the tensors, given the tensors, the results and the gradients of the
             results; None if the collective is not differentiable.
         uneven: the first axis may differ between ranks.
-        extra: returns further values that ``here`` needs from each rank; called after ``check``.
+        extra: returns further values that ``combine`` needs from each rank; called after ``check``.
         name: the user's name for it, or None.
         joinable: joined ranks need not take part.
     """
@@ -49,68 +48,69 @@ class Collective:
     kind: str
     group: Group | None
     check: Callable[[Tensors], None]
-    here: Callable[[list[list[np.ndarray]]], list[np.ndarray]] | None
-    wire: Callable[[Tensors], Tensors]
-    derivative: Callable[[Tensors, Tensors, Tensors], Tensors] | None
+    combine: Callable[[list[list[np.ndarray]]], list[np.ndarray]] | None
+    exchange: Callable[[Tensors], Tensors]
+    gradient: Callable[[Tensors, Tensors, Tensors], Tensors] | None
     uneven: bool = False
     extra: Callable[[], list[np.ndarray]] = list
     name: str | None = None
     joinable: bool = False
 
 
-def run(asked: Collective, values: Sequence[Any]) -> list[Any]:
+def run(collective: Collective, values: Sequence[Any]) -> list[Any]:
     """Run a collective on ``values``; return results of the same kind: numbers, arrays or tensors."""
-    given: Tensors = []
+    inputs: Tensors = []
 
     def prepare() -> None:
-        given.extend(as_tensor(x) for x in values)
-        if asked.uneven:
-            given[:] = [_with_rows(x) for x in given]
-        asked.check(given)
+        inputs.extend(as_tensor(x) for x in values)
+        if collective.uneven:
+            inputs[:] = [_with_rows(x) for x in inputs]
+        collective.check(inputs)
 
     problem = attempt(prepare)
     if not tf.executing_eagerly() or any(is_symbolic(x) for x in values):
         if problem is not None:
             raise problem
-        with tf.name_scope(asked.name or "collective"):
-            return _differentiable(asked, asked.wire, given)
+        with tf.name_scope(collective.name or "collective"):
+            return _differentiable(collective, collective.exchange, inputs)
     if problem is None and record.could_possibly_record():
-        results = _differentiable(asked, lambda xs: _run_eagerly(asked, xs), given)
+        results = _differentiable(collective, lambda xs: _run_eagerly(collective, xs), inputs)
     else:
-        results = _run_eagerly(asked, given, problem)
-    return [like(values[min(i, len(values) - 1)])(y) for i, y in enumerate(results)]
+        results = _run_eagerly(collective, inputs, problem)
+    # An alltoall has one input and two results.
+    return [result_converter(values[min(i, len(values) - 1)])(y) for i, y in enumerate(results)]
 
 
-def _run_eagerly(asked: Collective, given: Tensors, problem: Exception | None = None) -> list[Any]:
+def _run_eagerly(collective: Collective, inputs: Tensors, problem: Exception | None = None) -> list[Any]:
     """Compare the calls of all ranks, sending small values along; then exchange larger values."""
-    kind = asked.kind if asked.name is None else f"{asked.kind} {asked.name!r}"
-    call = Call(kind, uneven=asked.uneven, problem=problem, joinable=asked.joinable)
+    kind = collective.kind if collective.name is None else f"{collective.kind} {collective.name!r}"
+    call = Call(kind, uneven=collective.uneven, problem=problem, joinable=collective.joinable)
     if problem is None:
-        call.dtypes = tuple(x.dtype.name for x in given)
-        call.shapes = tuple(tuple(x.shape) for x in given)
-        if asked.here is not None and sum(_nbytes(x) for x in given) <= SMALL_BYTES:
-            call.payload = [x.numpy() for x in given] + asked.extra()
-    everywhere = agree_on_call(call, asked.group)
-    calls = [one for one in everywhere if one.kind != JOIN]
-    if asked.here is not None and all(c.payload is not None for c in calls):
-        return asked.here([c.payload for c in calls])
-    if asked.uneven:
-        _check_size(calls, asked)
-    ranks = range(cluster.size()) if asked.group is None else asked.group.ranks
+        call.dtypes = tuple(x.dtype.name for x in inputs)
+        call.shapes = tuple(tuple(x.shape) for x in inputs)
+        if collective.combine is not None and sum(_nbytes(x) for x in inputs) <= SMALL_BYTES:
+            call.payload = [x.numpy() for x in inputs] + collective.extra()
+    all_calls = agree_on_call(call, collective.group)
+    calls = [each for each in all_calls if each.kind != JOIN]
+    if collective.combine is not None and all(each.payload is not None for each in calls):
+        return collective.combine([each.payload for each in calls])
+    if collective.uneven:
+        _check_size(calls, collective)
+    ranks = range(cluster.size()) if collective.group is None else collective.group.ranks
     # Joined ranks wait for the next call.
-    active = [rank for rank, one in zip(ranks, everywhere, strict=True) if one.kind != JOIN]
-    among = active if asked.group is not None or len(calls) < len(everywhere) else None
-    with collective(str(call), among, sum(map(_nbytes, given))):
-        return asked.wire(given)
+    active = [rank for rank, each in zip(ranks, all_calls, strict=True) if each.kind != JOIN]
+    recorded_ranks = active if collective.group is not None or len(calls) < len(all_calls) else None
+    with progress.collective(str(call), recorded_ranks, sum(map(_nbytes, inputs))):
+        return collective.exchange(inputs)
 
 
-def _check_size(calls: Sequence[Call], asked: Collective) -> None:
+def _check_size(calls: Sequence[Call], collective: Collective) -> None:
     """Raise ValueError on all ranks if one of them would send or receive more elements than MPI can count."""
     counts = [[int(np.prod(shape)) for shape in call.shapes] for call in calls]
     total = max(map(sum, zip(*counts, strict=True)), default=0)
     if total <= tensors.LARGEST:
         return
-    extra = gather(cluster.exchange(asked.group), f"sizes of {asked.kind}", asked.extra)
+    extra = gather(cluster.exchange(collective.group), f"sizes of {collective.kind}", collective.extra)
     if extra[0]:  # an alltoall: check what each rank sends, and what it receives
         inner = [math.prod(call.shapes[0][1:]) for call in calls]
         received = np.sum([splits[0] for splits in extra], axis=0) * max(inner)
@@ -119,15 +119,15 @@ def _check_size(calls: Sequence[Call], asked: Collective) -> None:
         raise ValueError(
             describe(
                 "x",
-                f"{total:,} elements that one rank would send or receive in {asked.kind}",
+                f"{total:,} elements that one rank would send or receive in {collective.kind}",
                 f"at most {tensors.LARGEST:,}",
                 "exchange it in several parts, or reinterpret it in a wider dtype",
             )
         )
 
 
-def _differentiable(asked: Collective, forward: Callable[[Tensors], list[Any]], given: Tensors) -> Tensors:
-    """Return ``forward(given)`` with the collective's own derivative.
+def _differentiable(collective: Collective, forward: Callable[[Tensors], list[Any]], inputs: Tensors) -> Tensors:
+    """Return ``forward(inputs)`` with the collective's own gradient.
 
     Inside :func:`share_of_batch`, the loss of rank s has weight f_s, so each rank multiplies the gradients that it
     sends by its factor. The received gradients are divided by this rank's f_r, because gradients computed from them
@@ -137,30 +137,29 @@ def _differentiable(asked: Collective, forward: Callable[[Tensors], list[Any]], 
 
     @tf.custom_gradient
     def call(*xs: tf.Tensor) -> tuple[Tensors, Callable[..., Tensors]]:
-        inputs = list(xs)
-        results = [tf.convert_to_tensor(y) for y in forward(inputs)]
+        results = [tf.convert_to_tensor(y) for y in forward(list(xs))]
 
         def gradient(*upstream: tf.Tensor) -> Tensors:
-            if asked.derivative is None:
-                raise LookupError(f"{asked.kind} has no gradient; use another op, or tf.stop_gradient(x)")
+            if collective.gradient is None:
+                raise LookupError(f"{collective.kind} has no gradient; use another op, or tf.stop_gradient(x)")
             if factor is None:
-                return asked.derivative(inputs, results, list(upstream))
+                return collective.gradient(list(xs), results, list(upstream))
             if record.could_possibly_record():  # an outer tape: it is unknown which loss is weighted
-                got = f"a gradient of a gradient of {asked.kind}, with batches that ranks divide unevenly"
+                got = f"a gradient of a gradient of {collective.kind}, with batches that ranks divide unevenly"
                 remedy = "choose a batch size that the number of ranks divides, and drop the remainder"
                 raise HvdkitError(describe("x", got, "batches that divide evenly", remedy))
-            with tf.control_dependencies([_has_rows(asked, factor)]):
-                found = asked.derivative(inputs, results, [times_share(dy, factor) for dy in upstream])
-            return [None if dx is None else tf.math.divide_no_nan(dx, tf.cast(factor, dx.dtype)) for dx in found]
+            with tf.control_dependencies([_assert_rows(collective, factor)]):
+                grads = collective.gradient(list(xs), results, [times_share(dy, factor) for dy in upstream])
+            return [None if dx is None else tf.math.divide_no_nan(dx, tf.cast(factor, dx.dtype)) for dx in grads]
 
         return results, gradient
 
-    return list(call(*given))
+    return list(call(*inputs))
 
 
-def _has_rows(asked: Collective, factor: tf.Tensor) -> Any:
+def _assert_rows(collective: Collective, factor: tf.Tensor) -> Any:
     """Assert that this rank has rows of the global batch, so that its values took part."""
-    got, expected = f"{asked.kind} with a gradient, in a batch of fewer rows than ranks", "rows on every rank"
+    got, expected = f"{collective.kind} with a gradient, in a batch of fewer rows than ranks", "rows on every rank"
     return tf.debugging.Assert(factor > 0, [describe("x", got, expected, "leave the last batch out (drop_remainder)")])
 
 

@@ -28,7 +28,6 @@ def as_tensor(x: Any) -> tf.Tensor:
     """
     if isinstance(x, tf.Tensor):
         return x
-    original = x
     if isinstance(x, (tf.IndexedSlices, tf.RaggedTensor, tf.SparseTensor)):
         remedy = (
             "use hk.average_gradients for gradients" if isinstance(x, tf.IndexedSlices) else "pass its parts instead"
@@ -37,17 +36,18 @@ def as_tensor(x: Any) -> tf.Tensor:
     value = getattr(x, "value", x)
     if isinstance(value, (tf.Variable, tf.Tensor)):
         return tf.convert_to_tensor(value)
-    if not isinstance(x, tf.Variable):
-        try:
-            x = np.asarray(x)
-        except ValueError as error:
-            got = f"{type(original).__name__} of unlike shapes ({error})"
-            remedy = "use hk.grouped_allreduce or hk.grouped_allgather for several arrays"
-            raise ValueError(describe("x", got, "numbers of one shape", remedy)) from error
-        if not _holds_numbers(x.dtype):
-            got = f"{type(original).__name__} with dtype {x.dtype}"
-            raise TypeError(describe("x", got, "numbers or bools", "send objects with hk.allgather_object"))
-    return tf.convert_to_tensor(x)
+    if isinstance(x, tf.Variable):
+        return tf.convert_to_tensor(x)
+    try:
+        array = np.asarray(x)
+    except ValueError as error:
+        got = f"{type(x).__name__} of unlike shapes ({error})"
+        remedy = "use hk.grouped_allreduce or hk.grouped_allgather for several arrays"
+        raise ValueError(describe("x", got, "numbers of one shape", remedy)) from error
+    if not _holds_numbers(array.dtype):
+        got = f"{type(x).__name__} with dtype {array.dtype}"
+        raise TypeError(describe("x", got, "numbers or bools", "send objects with hk.allgather_object"))
+    return tf.convert_to_tensor(array)
 
 
 def _holds_numbers(dtype: np.dtype) -> bool:
@@ -58,7 +58,7 @@ def _holds_numbers(dtype: np.dtype) -> bool:
         return False
 
 
-def like(original: Any) -> Callable[[tf.Tensor | np.ndarray], Any]:
+def result_converter(original: Any) -> Callable[[tf.Tensor | np.ndarray], Any]:
     """Return the function that converts a result to the kind of ``original``.
 
     Tensors and variables give tensors; everything else gives NumPy arrays, or plain numbers for scalar results.
@@ -76,7 +76,7 @@ def _array(y: tf.Tensor | np.ndarray) -> np.ndarray:
     return np.asarray(y.numpy() if isinstance(y, tf.Tensor) else y)
 
 
-def note_variable(value: int, dtype: tf.DType, name: str) -> tf.Variable:
+def untracked_variable(value: int, dtype: tf.DType, name: str) -> tf.Variable:
     """Return a variable on the CPU that can also be created while a function is traced.
 
     ``tf.function`` tracks each ``tf.Variable`` created in its first trace, even under ``tf.init_scope``, and then

@@ -31,14 +31,14 @@ def digest(variable: Any) -> bytes:
         digest(tf.Variable([0.0])) == digest(tf.Variable([0.0]))
         # True
     """
-    inner = behind(variable)
+    inner = tf_variable(variable)
     hasher = xxhash.xxh3_128(f"{tf.as_dtype(inner.dtype).name}{tuple(inner.shape)}".encode())
-    hasher.update(_raw(inner.read_value()))
+    hasher.update(_bytes_of(inner.read_value()))
     return hasher.digest()
 
 
-def behind(variable: Any) -> tf.Variable:
-    """Return the TensorFlow variable itself, or the one behind a Keras variable.
+def tf_variable(variable: Any) -> tf.Variable:
+    """Return the TensorFlow variable: ``variable`` itself, or the one that a Keras variable wraps.
 
     Raises:
         TypeError: ``variable`` is not a variable.
@@ -51,7 +51,7 @@ def behind(variable: Any) -> tf.Variable:
     return inner
 
 
-def _raw(value: tf.Tensor) -> Any:
+def _bytes_of(value: tf.Tensor) -> Any:
     """Return the bytes of ``value``, without a copy if possible."""
     if value.dtype == tf.string:
         return tf.io.serialize_tensor(value).numpy()
@@ -62,11 +62,11 @@ def _raw(value: tf.Tensor) -> Any:
 def digest_of_batch(data: Any) -> tf.Tensor:
     """Return an int64 hash of a batch's first rows, last rows and numbers of rows."""
     total = tf.zeros([], tf.int64)
-    for place, leaf in enumerate(leaf for leaf in tf.nest.flatten(data) if leaf is not None):
+    for index, leaf in enumerate(leaf for leaf in tf.nest.flatten(data) if leaf is not None):
         x = getattr(leaf, "flat_values", getattr(leaf, "values", leaf)) if not isinstance(leaf, tf.Tensor) else leaf
         ends, rows = x[None], tf.ones([], tf.int64)
         if x.shape.rank:
             ends, rows = tf.concat([x[:1], x[-1:]], 0), tf.shape(x, tf.int64)[0]
         hashed = tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(ends), 2**62)
-        total = total * 1_000_003 + hashed + rows * (place + 1)
+        total = total * 1_000_003 + hashed + rows * (index + 1)
     return total

@@ -12,8 +12,8 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives import dtypes, numpy_collectives, tensors
 from hvdkit.collectives.calls import Collective, Tensors, run
-from hvdkit.collectives.conversion import as_tensor, graph_safe, like
-from hvdkit.collectives.process_sets import RankGroup, label, resolve
+from hvdkit.collectives.conversion import as_tensor, graph_safe, result_converter
+from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
 from hvdkit.errors import describe
 
 
@@ -68,31 +68,31 @@ def grouped_allgather(
 
         labels, scores = hk.grouped_allgather([labels, scores])
     """
-    ranks = resolve(process_set, group)
+    members = resolve(process_set, group)
 
-    def check(given: Tensors) -> None:
-        for x in given:
+    def check(inputs: Tensors) -> None:
+        for x in inputs:
             dtypes.check_movable(x.dtype)
 
-    asked = Collective(
-        kind=f"allgather({label(ranks)})" if ranks else "allgather",
-        group=ranks,
+    collective = Collective(
+        kind=f"allgather({describe_group(members)})" if members else "allgather",
+        group=members,
         check=check,
-        here=lambda parts: [np.concatenate(each) for each in zip(*parts, strict=True)],
-        wire=lambda given: tensors.compared_allgather(given, tensors.PUBLIC, ranks),
-        derivative=lambda xs, ys, dys: [_gathered_gradient(x, dy, ranks) for x, dy in zip(xs, dys, strict=True)],
+        combine=lambda values: [np.concatenate(each) for each in zip(*values, strict=True)],
+        exchange=lambda inputs: tensors.compared_allgather(inputs, tensors.PUBLIC, members),
+        gradient=lambda xs, ys, dys: [_gradient_of_rows(x, dy, members) for x, dy in zip(xs, dys, strict=True)],
         uneven=True,
         name=name,
     )
-    return run(asked, list(xs))
+    return run(collective, list(xs))
 
 
-def _gathered_gradient(x: tf.Tensor, dy: tf.Tensor, ranks: cluster.Group | None) -> tf.Tensor | None:
+def _gradient_of_rows(x: tf.Tensor, dy: tf.Tensor, members: cluster.Group | None) -> tf.Tensor | None:
     """Return the sum over all ranks of the gradients of this rank's rows. Each rank sends them to the rows' owner."""
     if not x.dtype.is_floating:
         return None
-    counts = allgather(tf.reshape(tf.shape(x)[0], [1]), process_set=ranks)
-    received, _ = alltoall(dy, counts, process_set=ranks)
+    counts = allgather(tf.reshape(tf.shape(x)[0], [1]), process_set=members)
+    received, _ = alltoall(dy, counts, process_set=members)
     wide = received.dtype if received.dtype.size > 2 else tf.float32
     blocks = tf.reshape(tf.cast(received, wide), tf.concat([[tf.size(counts)], tf.shape(x)], axis=0))
     return tf.cast(tf.reduce_sum(blocks, axis=0), x.dtype)
@@ -132,50 +132,53 @@ def alltoall(
 
         rows, counts = hk.alltoall(ids, splits=np.bincount(ids % hk.size(), minlength=hk.size()))
     """
-    ranks = resolve(process_set, group)
-    size = cluster.size() if ranks is None else ranks.size
-    index = cluster.rank() if ranks is None else ranks.index
-    counts: list[tf.Tensor] = []
-    fits: list[tf.Tensor] = []
+    members = resolve(process_set, group)
+    size = cluster.size() if members is None else members.size
+    index = cluster.rank() if members is None else members.index
+    counts: list[tf.Tensor] = []  # splits as a tensor, set by ``check``
+    are_valid: list[tf.Tensor] = []  # a bool tensor, if the splits can be checked only when the graph runs
 
-    def check(given: Tensors) -> None:
-        dtypes.check_movable(given[0].dtype)
-        rows: Any = given[0].shape[0] if given[0].shape.rank is not None else None
+    def check(inputs: Tensors) -> None:
+        (x,) = inputs
+        dtypes.check_movable(x.dtype)
+        rows: Any = x.shape[0] if x.shape.rank is not None else None
         if tf.executing_eagerly():
-            counts[:] = [tf.constant(_checked_splits(splits, rows, size), tf.int32)]
+            counts.append(tf.constant(_checked_splits(splits, rows, size), tf.int32))
             return
         # The splits are known when the graph is built, or only when it runs.
         static = splits if splits is None else tf.get_static_value(as_tensor(splits))
         if rows is not None and (splits is None or static is not None):
             with contextlib.suppress(ValueError):
-                counts[:] = [tf.constant(_checked_splits(static, rows, size), tf.int32)]
+                counts.append(tf.constant(_checked_splits(static, rows, size), tf.int32))
                 return
-        found = _fitting_splits(splits, tf.shape(given[0])[0], size)
-        counts[:], fits[:] = [found[0]], [found[1]]
+        in_graph, valid = _splits_in_graph(splits, tf.shape(x)[0], size)
+        counts.append(in_graph)
+        are_valid.append(valid)
 
-    def here(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
-        return list(numpy_collectives.exchange_rows([p[0] for p in parts], [p[1] for p in parts], index))
+    def combine(values: list[list[np.ndarray]]) -> list[np.ndarray]:
+        rows, row_counts = zip(*values, strict=True)
+        return list(numpy_collectives.exchange_rows(rows, row_counts, index))
 
-    def wire(given: Tensors) -> Tensors:
-        if fits:
-            return list(tensors.compared_alltoall(given[0], counts[0], fits[0], tensors.PUBLIC, ranks))
-        return list(tensors.alltoall(given[0], counts[0], tensors.PUBLIC, ranks))
+    def exchange(inputs: Tensors) -> Tensors:
+        if are_valid:
+            return list(tensors.compared_alltoall(inputs[0], counts[0], are_valid[0], tensors.PUBLIC, members))
+        return list(tensors.alltoall(inputs[0], counts[0], tensors.PUBLIC, members))
 
-    asked = Collective(
-        kind=f"alltoall({label(ranks)})" if ranks else "alltoall",
-        group=ranks,
+    collective = Collective(
+        kind=f"alltoall({describe_group(members)})" if members else "alltoall",
+        group=members,
         check=check,
-        here=here,
-        wire=wire,
-        derivative=lambda xs, ys, dys: [
-            alltoall(dys[0], ys[1], process_set=ranks)[0] if xs[0].dtype.is_floating else None
+        combine=combine,
+        exchange=exchange,
+        gradient=lambda xs, ys, dys: [
+            alltoall(dys[0], ys[1], process_set=members)[0] if xs[0].dtype.is_floating else None
         ],
         uneven=True,
         extra=lambda: [counts[0].numpy()],
         name=name,
     )
-    received, received_splits = run(asked, [x])
-    return received if splits is None else (received, like(x)(received_splits))
+    received, received_splits = run(collective, [x])
+    return received if splits is None else (received, result_converter(x)(received_splits))
 
 
 def _checked_splits(splits: Any, rows: int, size: int) -> np.ndarray:
@@ -187,14 +190,14 @@ def _checked_splits(splits: Any, rows: int, size: int) -> np.ndarray:
             )
         return np.full(size, rows // size)
     counts = np.asarray(splits)
-    fits = counts.shape == (size,) and counts.dtype.kind in "iu" and (counts >= 0).all() and counts.sum() == rows
-    if not fits:
+    are_counts = counts.shape == (size,) and counts.dtype.kind in "iu" and (counts >= 0).all()
+    if not are_counts or counts.sum() != rows:
         expected = f"{tensors.SPLITS} ({size} ranks, {rows} rows)"
         raise ValueError(describe("splits", counts.tolist(), expected, "count the rows for each rank"))
     return counts.astype(np.int64)
 
 
-def _fitting_splits(splits: Any, rows: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
+def _splits_in_graph(splits: Any, rows: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
     """Return ``splits`` (None: equal ones) and whether they match ``rows``, as tensors evaluated when the graph runs.
 
     Raises:
@@ -206,5 +209,7 @@ def _fitting_splits(splits: Any, rows: tf.Tensor, size: int) -> tuple[tf.Tensor,
     if not counts.dtype.is_integer:
         raise TypeError(describe("splits", f"dtype {counts.dtype.name}", tensors.SPLITS, "cast it to tf.int32"))
     counts = tf.cast(counts, tf.int64)
-    fits = (tf.size(counts) == size) & tf.reduce_all(counts >= 0) & (tf.reduce_sum(counts) == tf.cast(rows, tf.int64))
-    return tf.cast(counts, tf.int32), fits
+    are_valid = (
+        (tf.size(counts) == size) & tf.reduce_all(counts >= 0) & (tf.reduce_sum(counts) == tf.cast(rows, tf.int64))
+    )
+    return tf.cast(counts, tf.int32), are_valid

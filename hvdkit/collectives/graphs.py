@@ -9,44 +9,45 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import control_flow_util
-from tensorflow.python.ops import control_flow_v2_func_graphs as parts
+from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
-from hvdkit.collectives import verifier
+from hvdkit.collectives import graph_recorder
 from hvdkit.errors import HvdkitError, describe
 
-_PARTS_OF_FUNCTIONS = (parts.CondBranchFuncGraph, parts.WhileCondFuncGraph, parts.WhileBodyFuncGraph)
+_BRANCHES_AND_LOOPS = (
+    func_graphs.CondBranchFuncGraph,
+    func_graphs.WhileCondFuncGraph,
+    func_graphs.WhileBodyFuncGraph,
+)
 
 
-def run_collective(
-    name: str,
-    tensors: Sequence[tf.Tensor],
+def run_in_graph(
     native: Callable[[list[tf.Tensor], str], Any],
+    tensors: Sequence[tf.Tensor],
+    name: str,
     *,
-    label: str | None = None,
-    shown: Sequence[tf.Tensor] | None = None,
-    uneven: bool = False,
-    ranks: Sequence[int] | None = None,
+    label: str,
+    shown: Sequence[tf.Tensor],
+    uneven: bool,
+    ranks: Sequence[int] | None,
 ) -> Any:
-    """Run Horovod's op ``native`` on ``tensors``, eagerly or as part of the current graph, and return its result.
+    """Add a collective to the current graph, and return its result.
 
     Args:
-        name: identifies the collective across ranks; made unique in its graph.
+        native: calls Horovod's op with the prepared tensors and the name by which Horovod matches it between ranks.
         tensors: the tensors to exchange.
-        native: calls Horovod's op with the prepared tensors and the unique name.
-        label: the name for messages; default: ``name``.
-        shown: the user's tensors, if ``tensors`` are converted from them.
+        name: the name to make unique.
+        label: the name for messages.
+        shown: the tensors to describe in messages.
         uneven: ranks may differ in the first axis.
         ranks: the ranks that take part; None for all.
 
     Raises:
         HvdkitError: inside ``jit_compile=True``.
     """
-    if not tf.inside_function():
-        return native(list(tensors), name)
     ready = [_not_constant(x) for x in tensors]
-    known = tensors if shown is None else shown
-    known_as = label or name
-    result = verifier.run(native, ready, _op_name(name, ranks), name=known_as, shown=known, uneven=uneven, ranks=ranks)
+    op_name = _op_name(name, ranks)
+    result = graph_recorder.run(native, ready, op_name, label=label, shown=shown, uneven=uneven, ranks=ranks)
     _run_in_step(tf.nest.flatten(result)[0])
     return result
 
@@ -61,7 +62,7 @@ def _op_name(name: str, ranks: Sequence[int] | None) -> str:
     """
     refuse_xla()
     graph = tf.compat.v1.get_default_graph()
-    while isinstance(graph, _PARTS_OF_FUNCTIONS):
+    while isinstance(graph, _BRANCHES_AND_LOOPS):
         graph = graph.outer_graph
     traced = graph.get_collection_ref("hvdkit_collectives")
     traced.append(name)
@@ -94,7 +95,7 @@ def _not_constant(x: tf.Tensor) -> tf.Tensor:
     """
     if not _may_be_constant(x):
         return x
-    return verifier.needing(tf.timestamp() >= 0, x)
+    return graph_recorder.depending_on(tf.timestamp() >= 0, x)
 
 
 def _may_be_constant(x: tf.Tensor) -> bool:
@@ -102,19 +103,19 @@ def _may_be_constant(x: tf.Tensor) -> bool:
 
     Arguments of inner functions do not count: they may be constants after inlining.
     """
-    seen, ahead = set(), [x]
-    while ahead:
-        tensor = ahead.pop()
+    seen, pending = set(), [x]
+    while pending:
+        tensor = pending.pop()
         if isinstance(tensor, EagerTensor) or tensor.op.op_def.is_stateful:
             return False
         if tensor.op in seen:
             continue
         seen.add(tensor.op)
-        ahead.extend(tensor.op.inputs)
+        pending.extend(tensor.op.inputs)
         if tensor.op.type == "Placeholder":
             if not _is_inside(tensor.graph):
                 return False
-            ahead.extend(outer for outer, inner in tensor.graph.captures if inner is tensor)
+            pending.extend(outer for outer, inner in tensor.graph.captures if inner is tensor)
     return True
 
 

@@ -41,19 +41,19 @@ def join() -> int:
         remedy = "start under MPI, or go on with hk.average_gradients(..., weight=0)"
         raise HvdkitError(describe("join", "a job under Gloo", "MPI with mpi4py, for the ranks' comparison", remedy))
     last: list[int] = []
+
+    def join_horovod() -> None:
+        from horovod.tensorflow import mpi_ops
+
+        with tf.device("/CPU:0"):
+            last.append(int(mpi_ops.join()))
+
     # Horovod's join blocks until all ranks have joined, and serves collectives of graphs and of large tensors.
-    native = threading.Thread(target=lambda: last.append(_join_natively()), name="hvdkit-join", daemon=True)
-    native.start()
+    thread = threading.Thread(target=join_horovod, name="hvdkit-join", daemon=True)
+    thread.start()
     # A rank that calls an unsupported collective gets the error itself, and may still join.
     while any(getattr(call, "kind", None) != JOIN for call in cluster.exchange().allgather(Call(JOIN), JOIN)):
         pass
     with collective(JOIN):
-        native.join()
+        thread.join()
     return last[0]
-
-
-def _join_natively() -> int:
-    from horovod.tensorflow import mpi_ops
-
-    with tf.device("/CPU:0"):
-        return int(mpi_ops.join())

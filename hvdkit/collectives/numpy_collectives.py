@@ -36,7 +36,7 @@ def reduce(
     with np.errstate(over="ignore", invalid="ignore"):
         sent = [_scaled(_scaled(part.astype(wire, copy=False), prescale), factor) for part in parts]
         if op in (ReduceOp.Min, ReduceOp.Max):
-            result = _extreme(sent, op)
+            result = _min_or_max(sent, op)
         elif op == ReduceOp.Product:
             result = np.multiply.reduce(np.stack(sent), axis=0, dtype=wire)
         else:
@@ -46,7 +46,7 @@ def reduce(
         return np.asarray(_scaled(result, postscale)).astype(dtype, copy=False)
 
 
-def _extreme(parts: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
+def _min_or_max(parts: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
     """Return the elementwise minimum or maximum. NaN propagates, and -0 is less than 0."""
     stack = np.stack(parts)
     result = stack.min(axis=0) if op == ReduceOp.Min else stack.max(axis=0)
@@ -88,6 +88,6 @@ def exchange_rows(
 
 def scatter_bounds(rows: int, size: int, rank: int) -> tuple[int, int]:
     """Return the range of rows that ``rank`` gets in a reduce-scatter: the first ``rows % size`` ranks get one more."""
-    each, more = divmod(rows, size)
-    start = rank * each + min(rank, more)
-    return start, start + each + (rank < more)
+    quotient, remainder = divmod(rows, size)
+    start = rank * quotient + min(rank, remainder)
+    return start, start + quotient + (rank < remainder)

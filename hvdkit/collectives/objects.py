@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdkit import cluster
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt, check_root
-from hvdkit.collectives.process_sets import RankGroup, label, resolve
+from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
 from hvdkit.errors import describe
 
 
@@ -22,8 +22,8 @@ def barrier(*, process_set: RankGroup = None, group: RankGroup = None) -> None:
         CollectiveMismatchError: a rank called another collective instead.
         ClusterError: a rank left the job.
     """
-    ranks = resolve(process_set, group)
-    agree_on_call(Call(f"barrier({label(ranks)})", joinable=True), ranks)
+    members = resolve(process_set, group)
+    agree_on_call(Call(f"barrier({describe_group(members)})", joinable=True), members)
 
 
 def broadcast_object(obj: Any, root: int = 0, *, process_set: RankGroup = None, group: RankGroup = None) -> Any:
@@ -44,16 +44,16 @@ def broadcast_object(obj: Any, root: int = 0, *, process_set: RankGroup = None, 
 
         run_name = hk.broadcast_object(make_name() if hk.is_chief() else None)
     """
-    ranks = resolve(process_set, group)
-    call = Call(f"broadcast_object({', '.join(filter(None, [f'root={root}', label(ranks)]))})")
+    members = resolve(process_set, group)
+    call = Call(f"broadcast_object({', '.join(filter(None, [f'root={root}', describe_group(members)]))})")
 
     def prepare() -> None:
-        check_root(root, ranks)
-        call.payload = _pickled(obj) if cluster.rank() == root else None
+        check_root(root, members)
+        call.payload = _pickle(obj) if cluster.rank() == root else None
 
     call.problem = attempt(prepare)
-    calls = agree_on_call(call, ranks)
-    return pickle.loads(calls[root if ranks is None else ranks.ranks.index(root)].payload)
+    calls = agree_on_call(call, members)
+    return pickle.loads(calls[root if members is None else members.ranks.index(root)].payload)
 
 
 def allgather_object(obj: Any, *, process_set: RankGroup = None, group: RankGroup = None) -> list[Any]:
@@ -73,17 +73,17 @@ def allgather_object(obj: Any, *, process_set: RankGroup = None, group: RankGrou
         hk.allgather_object(hk.rank())  # on 3 ranks
         # [0, 1, 2]
     """
-    ranks = resolve(process_set, group)
-    call = Call(f"allgather_object({label(ranks)})")
+    members = resolve(process_set, group)
+    call = Call(f"allgather_object({describe_group(members)})")
 
     def prepare() -> None:
-        call.payload = _pickled(obj)
+        call.payload = _pickle(obj)
 
     call.problem = attempt(prepare)
-    return [pickle.loads(other.payload) for other in agree_on_call(call, ranks)]
+    return [pickle.loads(each.payload) for each in agree_on_call(call, members)]
 
 
-def _pickled(obj: Any) -> bytes:
+def _pickle(obj: Any) -> bytes:
     try:
         return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:

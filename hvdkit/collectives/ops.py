@@ -40,14 +40,14 @@ def checked_op(op: object, among: Collection[ReduceOp] = GRADIENT_OPS) -> Reduce
         ValueError: ``op`` is not in ``among``.
     """
     try:
-        found = ReduceOp(op)  # type: ignore[arg-type]
+        reduction = None if isinstance(op, bool) else ReduceOp(op)  # type: ignore[arg-type]
     except ValueError:
-        found = None
-    if found is None or isinstance(op, bool) or found not in among:
-        names = [f"hk.{known.name}" for known in among]
-        got = op if found is None or isinstance(op, bool) else found.name
+        reduction = None
+    if reduction is None or reduction not in among:
+        names = [f"hk.{each.name}" for each in among]
+        got = op if reduction is None else reduction.name
         raise ValueError(describe("op", got, f"{', '.join(names[:-1])} or {names[-1]}", "pass one of these"))
-    return found
+    return reduction
 
 
 def op_label(op: object) -> str:

@@ -43,16 +43,16 @@ class ProcessSet:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         remedy = "construct the same sets in the same order on every rank"
-        of_ranks = gather(cluster.exchange(), "ProcessSet(...)", lambda: _checked(ranks))
-        compare(of_ranks, "ProcessSet", remedy)
-        self.ranks = of_ranks[0]
+        proposals = gather(cluster.exchange(), "ProcessSet(...)", lambda: _checked_ranks(ranks))
+        compare(proposals, "ProcessSet", remedy)
+        self.ranks = proposals[0]
         (self._group,) = cluster.make_groups([self.ranks])
 
     @classmethod
-    def _of(cls, ranks: tuple[int, ...], group: Group | None) -> ProcessSet:
-        made = cls.__new__(cls)
-        made.ranks, made._group = ranks, group
-        return made
+    def _from_group(cls, group: Group) -> ProcessSet:
+        process_set = cls.__new__(cls)
+        process_set.ranks, process_set._group = group.ranks, group
+        return process_set
 
     def size(self) -> int:
         """Return the number of ranks in the set."""
@@ -99,7 +99,7 @@ def local_set() -> ProcessSet:
         host = hk.local_set()
         on_this_host = hk.allreduce(x, hk.Sum, process_set=host)
     """
-    return _mine("local_set()", cluster.cluster().hosts)
+    return _set_with_equal_label("local_set()", cluster.cluster().hosts)
 
 
 def cross_set() -> ProcessSet:
@@ -114,19 +114,17 @@ def cross_set() -> ProcessSet:
         one_per_host = hk.cross_set()  # on ranks with hk.local_rank() == 0
     """
     hosts = cluster.cluster().hosts
-    return _mine("cross_set()", [hosts[:rank].count(host) for rank, host in enumerate(hosts)])
+    return _set_with_equal_label("cross_set()", [hosts[:rank].count(host) for rank, host in enumerate(hosts)])
 
 
-def _mine(kind: str, labels: Sequence[Hashable]) -> ProcessSet:
-    """Create the sets of all labels; return that of this rank's label."""
+def _set_with_equal_label(kind: str, labels: Sequence[Hashable]) -> ProcessSet:
+    """Create one set per label, given the label of each rank; return the set that contains this rank."""
     agree_on_call(Call(kind))
     sets: dict[Hashable, list[int]] = {}
-    for rank, one in enumerate(labels):
-        sets.setdefault(one, []).append(rank)
-    listed = [tuple(ranks) for ranks in sets.values()]
-    made = dict(zip(listed, cluster.make_groups(listed), strict=True))
-    ranks = next(ranks for ranks in listed if cluster.rank() in ranks)
-    return ProcessSet._of(ranks, made[ranks])
+    for rank, label in enumerate(labels):
+        sets.setdefault(label, []).append(rank)
+    (group,) = filter(None, cluster.make_groups([tuple(ranks) for ranks in sets.values()]))
+    return ProcessSet._from_group(group)
 
 
 RankGroup: TypeAlias = ProcessSet | Group | str | None
@@ -137,52 +135,52 @@ def resolve(process_set: RankGroup, group: RankGroup = None) -> Group | None:
 
     Args:
         process_set: a :class:`ProcessSet`, the name of an axis of the mesh (the ranks along it), or None for all ranks.
-        group: alias of ``process_set``; at most one of the two is given.
+        group: alias of ``process_set``; at most one of the two may be passed.
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: both are given, the mesh has no such axis, or the set does not contain this rank.
+        ValueError: both are passed, the mesh has no such axis, or the set does not contain this rank.
     """
-    given = process_set if process_set is not None else group
-    if given is None:
+    members = process_set if process_set is not None else group
+    if members is None:
         return None
-    problem = attempt(lambda: _check(process_set, group))
+    problem = attempt(lambda: _check_arguments(process_set, group))
     if problem is not None:
         if tf.executing_eagerly():
             agree_on_call(Call("a collective with a bad process_set", problem=problem))
         raise problem
-    if isinstance(given, ProcessSet):
-        given = given.group()  # raises only here: members do not wait for other ranks
-    elif isinstance(given, str):
-        given = cluster.group(given)
-    assert isinstance(given, Group)
-    return None if given.size == cluster.size() else given
+    if isinstance(members, ProcessSet):
+        members = members.group()  # raises only on ranks outside the set: its members do not wait for them
+    elif isinstance(members, str):
+        members = cluster.group(members)
+    assert isinstance(members, Group)
+    return None if members.size == cluster.size() else members
 
 
-def _check(process_set: RankGroup, group: RankGroup) -> None:
+def _check_arguments(process_set: RankGroup, group: RankGroup) -> None:
     if process_set is not None and group is not None:
         raise ValueError(describe("group", group, "either process_set or group", "pass one of the two"))
-    given = process_set if process_set is not None else group
-    if isinstance(given, str):
+    members = process_set if process_set is not None else group
+    if isinstance(members, str):
         mesh = cluster.cluster().mesh
-        if given not in mesh:
+        if members not in mesh:
             remedy = "name it in hk.init(mesh=...)"
-            raise ValueError(describe("process_set", repr(given), f"an axis of the mesh {dict(mesh)}", remedy))
-    elif not isinstance(given, (ProcessSet, Group)):
+            raise ValueError(describe("process_set", repr(members), f"an axis of the mesh {dict(mesh)}", remedy))
+    elif not isinstance(members, (ProcessSet, Group)):
         expected = "an hk.ProcessSet, an axis of the mesh or None"
-        raise TypeError(describe("process_set", f"{given!r}", expected, "make one: hk.ProcessSet([0, 1])"))
+        raise TypeError(describe("process_set", f"{members!r}", expected, "make one: hk.ProcessSet([0, 1])"))
 
 
-def label(group: Group | None) -> str:
+def describe_group(group: Group | None) -> str:
     """Return the description of a group among a collective's arguments; "" for all ranks."""
     return "" if group is None else f"process_set={list(group.ranks)}"
 
 
-def _checked(ranks: Sequence[int]) -> tuple[int, ...]:
+def _checked_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     size = cluster.size()
     listed = list(ranks)
-    are_ranks = all(isinstance(r, (int, np.integer)) and not isinstance(r, bool) and 0 <= r < size for r in listed)
-    if not listed or not are_ranks or len(set(listed)) < len(listed):
+    are_valid = all(isinstance(r, (int, np.integer)) and not isinstance(r, bool) and 0 <= r < size for r in listed)
+    if not listed or not are_valid or len(set(listed)) < len(listed):
         expected = f"at least one rank, each of 0 to {size - 1} at most once"
         raise ValueError(describe("ranks", listed, expected, "list the ranks of the set"))
     return tuple(sorted(int(r) for r in listed))

@@ -18,27 +18,27 @@ def rank_op(name: str | None = None) -> tf.Tensor:
 
         seed = tf.function(lambda: 1000 + hk.rank_op())
     """
-    return _native("rank_op", cluster.rank(), name)
+    return _horovod_op("rank_op", cluster.rank(), name)
 
 
 @graph_safe
 def size_op(name: str | None = None) -> tf.Tensor:
     """Return an int32 scalar: the number of ranks when the op runs; see :func:`rank_op`."""
-    return _native("size_op", cluster.size(), name)
+    return _horovod_op("size_op", cluster.size(), name)
 
 
 @graph_safe
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """Return an int32 scalar: this process's rank on its host when the op runs; see :func:`rank_op`."""
-    return _native("local_rank_op", cluster.local_rank(), name)
+    return _horovod_op("local_rank_op", cluster.local_rank(), name)
 
 
 @graph_safe
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """Return an int32 scalar: the number of ranks on this host when the op runs; see :func:`rank_op`."""
-    return _native("local_size_op", cluster.local_size(), name)
+    return _horovod_op("local_size_op", cluster.local_size(), name)
 
 
-def _native(op: str, value: int, name: str | None) -> tf.Tensor:
-    native = getattr(cluster.horovod(), op, None)  # None if a world of one rank runs without Horovod
-    return tf.constant(value, tf.int32, name=name) if native is None else native(name=name)
+def _horovod_op(op: str, value: int, name: str | None) -> tf.Tensor:
+    native_op = getattr(cluster.horovod(), op, None)  # None if a world of one rank runs without Horovod
+    return tf.constant(value, tf.int32, name=name) if native_op is None else native_op(name=name)

@@ -16,7 +16,7 @@ from hvdkit.collectives.calls import Collective, Tensors, run
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.gathers import allgather
 from hvdkit.collectives.ops import Average, ReduceOp, Sum, checked_op, op_label
-from hvdkit.collectives.process_sets import RankGroup, label, resolve
+from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
 from hvdkit.errors import describe
 
 
@@ -110,39 +110,42 @@ def grouped_allreduce(
 
         loss, accuracy = hk.grouped_allreduce([loss, accuracy])
     """
-    ranks = resolve(process_set, group)
-    size = cluster.size() if ranks is None else ranks.size
+    members = resolve(process_set, group)
+    size = cluster.size() if members is None else members.size
     factors = prescale_factor, postscale_factor
 
-    def check(given: Tensors) -> None:
-        known = checked_op(op, tuple(ReduceOp))
+    def check(inputs: Tensors) -> None:
+        reduction = checked_op(op, tuple(ReduceOp))
         _check_factors(*factors)
-        for x in given:
-            dtypes.wire_dtype(x.dtype, known)
-        _check_adasum(known, ranks)
+        for x in inputs:
+            dtypes.wire_dtype(x.dtype, reduction)
+        if reduction == ReduceOp.Adasum and size > 1:
+            _check_adasum(size, members)
 
-    adasum = op == ReduceOp.Adasum
-    asked = Collective(
-        kind=_kind("allreduce", op, factors, ranks),
-        group=ranks,
+    def combine(values: list[list[np.ndarray]]) -> list[np.ndarray]:
+        return [numpy_collectives.reduce(each, ReduceOp(op), *factors, size) for each in zip(*values, strict=True)]
+
+    def gradient(inputs: Tensors, results: Tensors, upstream: Tensors) -> list[tf.Tensor | None]:
+        return _reduced_gradients(inputs, upstream, ReduceOp(op), members, *factors)
+
+    is_adasum = op == ReduceOp.Adasum
+    collective = Collective(
+        kind=_kind("allreduce", op, factors, members),
+        group=members,
         check=check,
-        here=None
-        if adasum
-        else lambda parts: [
-            numpy_collectives.reduce(p, ReduceOp(op), *factors, size) for p in zip(*parts, strict=True)
-        ],
-        wire=lambda given: tensors.compared_allreduce(given, ReduceOp(op), tensors.PUBLIC, ranks, *factors),
-        derivative=None if adasum else lambda xs, ys, dys: _reduced_gradients(xs, dys, ReduceOp(op), ranks, *factors),
+        combine=None if is_adasum else combine,
+        exchange=lambda inputs: tensors.compared_allreduce(inputs, ReduceOp(op), tensors.PUBLIC, members, *factors),
+        gradient=None if is_adasum else gradient,
         name=name,
-        joinable=op in (ReduceOp.Sum, ReduceOp.Average) and ranks is None,
+        joinable=op in (ReduceOp.Sum, ReduceOp.Average) and members is None,
     )
-    return run(asked, list(xs))
+    return run(collective, list(xs))
 
 
-def _kind(name: str, op: object, factors: tuple[float, float], ranks: cluster.Group | None) -> str:
+def _kind(name: str, op: object, factors: tuple[float, float], members: cluster.Group | None) -> str:
     """Return the collective with all arguments that must agree between ranks."""
     scale = "" if factors == (1.0, 1.0) else f"factors={factors}"
-    return f"{name}({', '.join(filter(None, [f'op={op_label(op)}', scale, label(ranks)]))})"
+    return f"{name}({', '.join(filter(None, [f'op={op_label(op)}', scale, describe_group(members)]))})"
 
 
 def _check_factors(prescale: float, postscale: float) -> None:
@@ -151,53 +154,50 @@ def _check_factors(prescale: float, postscale: float) -> None:
             raise ValueError(describe(argument, repr(factor), "a finite number", "pass a Python float"))
 
 
-def _check_adasum(op: ReduceOp, ranks: cluster.Group | None) -> None:
-    size = cluster.size() if ranks is None else ranks.size
-    if op != ReduceOp.Adasum or size == 1:
-        return
-    if not cluster.exchange().over_mpi or size & (size - 1) or ranks is not None:
-        got = f"hk.Adasum with {size} ranks{'' if ranks is None else ' of a process set'}"
+def _check_adasum(size: int, members: cluster.Group | None) -> None:
+    if not cluster.exchange().over_mpi or size & (size - 1) or members is not None:
+        got = f"hk.Adasum with {size} ranks{'' if members is None else ' of a process set'}"
         expected = "MPI and all ranks, their number a power of two: Horovod has no other Adasum"
         raise ValueError(describe("op", got, expected, "use hk.Average"))
 
 
 def _reduced_gradients(
-    xs: Tensors, dys: Tensors, op: ReduceOp, ranks: cluster.Group | None, prescale: float, postscale: float
+    inputs: Tensors, upstream: Tensors, op: ReduceOp, members: cluster.Group | None, prescale: float, postscale: float
 ) -> list[tf.Tensor | None]:
     """Return the gradients of a grouped allreduce; None for non-float tensors."""
-    places = [i for i, x in enumerate(xs) if x.dtype.is_floating]
-    upstream, inputs = [dys[i] for i in places], [xs[i] for i in places]
+    indices = [i for i, x in enumerate(inputs) if x.dtype.is_floating]
+    xs, dys = [inputs[i] for i in indices], [upstream[i] for i in indices]
     if op in (ReduceOp.Sum, ReduceOp.Average):
-        how = {"prescale_factor": prescale, "postscale_factor": postscale, "process_set": ranks}
-        found = grouped_allreduce(upstream, op, **how)
+        grads = grouped_allreduce(dys, op, prescale_factor=prescale, postscale_factor=postscale, process_set=members)
     else:
-        totals = grouped_allreduce(upstream, Sum, postscale_factor=prescale * postscale, process_set=ranks)
-        scaled = [x * tf.cast(prescale, x.dtype) for x in inputs]
-        parts = _product_of_others(scaled, ranks) if op == ReduceOp.Product else _shares(scaled, op, ranks)
-        found = [total * part for total, part in zip(totals, parts, strict=True)]
-    results: list[tf.Tensor | None] = [None] * len(xs)
-    for i, grad in zip(places, found, strict=True):
+        totals = grouped_allreduce(dys, Sum, postscale_factor=prescale * postscale, process_set=members)
+        scaled = [x * tf.cast(prescale, x.dtype) for x in xs]
+        is_product = op == ReduceOp.Product
+        slopes = _product_of_others(scaled, members) if is_product else _tie_weights(scaled, op, members)
+        grads = [total * slope for total, slope in zip(totals, slopes, strict=True)]
+    results: list[tf.Tensor | None] = [None] * len(inputs)
+    for i, grad in zip(indices, grads, strict=True):
         results[i] = grad
     return results
 
 
-def _shares(xs: Tensors, op: ReduceOp, ranks: cluster.Group | None) -> Tensors:
+def _tie_weights(xs: Tensors, op: ReduceOp, members: cluster.Group | None) -> Tensors:
     """Return 1/k for each element in which this rank is one of k ranks with the minimum or maximum, else 0."""
-    ys = grouped_allreduce(xs, op, process_set=ranks)
-    chosen = [tf.cast(tf.equal(x, y), x.dtype) for x, y in zip(xs, ys, strict=True)]
-    counts = grouped_allreduce(chosen, Sum, process_set=ranks)
-    return [tf.math.divide_no_nan(mask, count) for mask, count in zip(chosen, counts, strict=True)]
+    ys = grouped_allreduce(xs, op, process_set=members)
+    masks = [tf.cast(tf.equal(x, y), x.dtype) for x, y in zip(xs, ys, strict=True)]
+    counts = grouped_allreduce(masks, Sum, process_set=members)
+    return [tf.math.divide_no_nan(mask, count) for mask, count in zip(masks, counts, strict=True)]
 
 
-def _product_of_others(xs: Tensors, ranks: cluster.Group | None) -> Tensors:
+def _product_of_others(xs: Tensors, members: cluster.Group | None) -> Tensors:
     """Return the product over all other ranks: the nonzero product over this rank's value; 0 if another has a 0."""
     zeros = [tf.cast(tf.equal(x, 0), x.dtype) for x in xs]
-    counts = grouped_allreduce(zeros, Sum, process_set=ranks)
-    own = [tf.where(tf.equal(x, 0), tf.ones_like(x), x) for x in xs]
-    products = grouped_allreduce(own, ReduceOp.Product, process_set=ranks)
+    counts = grouped_allreduce(zeros, Sum, process_set=members)
+    nonzeros = [tf.where(tf.equal(x, 0), tf.ones_like(x), x) for x in xs]
+    products = grouped_allreduce(nonzeros, ReduceOp.Product, process_set=members)
     return [
         tf.where(tf.equal(count, zero), product / factor, tf.zeros_like(factor))
-        for count, zero, product, factor in zip(counts, zeros, products, own, strict=True)
+        for count, zero, product, factor in zip(counts, zeros, products, nonzeros, strict=True)
     ]
 
 
@@ -282,42 +282,42 @@ def grouped_reducescatter(
 
         part_of_a, part_of_b = hk.grouped_reducescatter([a, b], op=hk.Sum)
     """
-    ranks = resolve(process_set, group)
-    size = cluster.size() if ranks is None else ranks.size
-    index = cluster.rank() if ranks is None else ranks.index
+    members = resolve(process_set, group)
+    size = cluster.size() if members is None else members.size
+    index = cluster.rank() if members is None else members.index
     factors = prescale_factor, postscale_factor
 
-    def check(given: Tensors) -> None:
-        known = checked_op(op, (ReduceOp.Average, ReduceOp.Sum))
+    def check(inputs: Tensors) -> None:
+        reduction = checked_op(op, (ReduceOp.Average, ReduceOp.Sum))
         _check_factors(*factors)
-        for x in given:
+        for x in inputs:
             if x.shape.rank == 0:
                 raise ValueError(describe("x", "a single number", "at least one axis", "use hk.allreduce"))
             if (x.shape.num_elements() or 0) > tensors.LARGEST:
                 got, expected = f"{x.shape.num_elements():,} elements", f"at most {tensors.LARGEST:,}"
                 raise ValueError(describe("x", got, expected, "reduce it in several parts"))
-            dtypes.wire_dtype(x.dtype, known)
+            dtypes.wire_dtype(x.dtype, reduction)
 
-    def scatter(parts: tuple[np.ndarray, ...]) -> np.ndarray:
-        start, end = numpy_collectives.scatter_bounds(len(parts[0]), size, index)
-        return numpy_collectives.reduce(parts, ReduceOp(op), *factors)[start:end]
+    def reduce_and_scatter(xs: tuple[np.ndarray, ...]) -> np.ndarray:
+        start, end = numpy_collectives.scatter_bounds(len(xs[0]), size, index)
+        return numpy_collectives.reduce(xs, ReduceOp(op), *factors)[start:end]
 
     def gradient(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor | None:
         if not x.dtype.is_floating:
             return None
         factor = prescale_factor * postscale_factor / (size if op == ReduceOp.Average else 1)
-        return allgather(dy, process_set=ranks) * tf.cast(factor, x.dtype)
+        return allgather(dy, process_set=members) * tf.cast(factor, x.dtype)
 
-    asked = Collective(
-        kind=_kind("reducescatter", op, factors, ranks),
-        group=ranks,
+    collective = Collective(
+        kind=_kind("reducescatter", op, factors, members),
+        group=members,
         check=check,
-        here=lambda parts: [scatter(each) for each in zip(*parts, strict=True)],
-        wire=lambda given: tensors.compared_reducescatter(given, ReduceOp(op), tensors.PUBLIC, ranks, *factors),
-        derivative=lambda xs, ys, dys: [gradient(x, dy) for x, dy in zip(xs, dys, strict=True)],
+        combine=lambda values: [reduce_and_scatter(each) for each in zip(*values, strict=True)],
+        exchange=lambda inputs: tensors.compared_reducescatter(inputs, ReduceOp(op), tensors.PUBLIC, members, *factors),
+        gradient=lambda xs, ys, dys: [gradient(x, dy) for x, dy in zip(xs, dys, strict=True)],
         name=name,
     )
-    return run(asked, list(xs))
+    return run(collective, list(xs))
 
 
 @graph_safe
@@ -346,28 +346,25 @@ def broadcast(
 
         seed = hk.broadcast(np.random.randint(2**31))
     """
-    ranks = resolve(process_set, group)
+    members = resolve(process_set, group)
 
-    def check(given: Tensors) -> None:
-        check_root(root, ranks)
-        dtypes.check_movable(given[0].dtype)
+    def check(inputs: Tensors) -> None:
+        check_root(root, members)
+        dtypes.check_movable(inputs[0].dtype)
 
     def gradient(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor | None:
         if not x.dtype.is_floating:
             return None
-        total = allreduce(dy, Sum, process_set=ranks)
+        total = allreduce(dy, Sum, process_set=members)
         return total if cluster.rank() == root else tf.zeros_like(total)
 
-    def here(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
-        return [parts[root if ranks is None else ranks.ranks.index(root)][0]]
-
-    asked = Collective(
-        kind=f"broadcast({', '.join(filter(None, [f'root={root}', label(ranks)]))})",
-        group=ranks,
+    collective = Collective(
+        kind=f"broadcast({', '.join(filter(None, [f'root={root}', describe_group(members)]))})",
+        group=members,
         check=check,
-        here=here,
-        wire=lambda given: [tensors.broadcast(given[0], int(root), tensors.PUBLIC, ranks)],
-        derivative=lambda xs, ys, dys: [gradient(xs[0], dys[0])],
+        combine=lambda values: values[root if members is None else members.ranks.index(root)],
+        exchange=lambda inputs: [tensors.broadcast(inputs[0], int(root), tensors.PUBLIC, members)],
+        gradient=lambda xs, ys, dys: [gradient(xs[0], dys[0])],
         name=name,
     )
-    return run(asked, [x])[0]
+    return run(collective, [x])[0]

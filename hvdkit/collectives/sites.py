@@ -1,4 +1,4 @@
-"""Records for the flight recorder when each collective of a graph last began and ended.
+"""Sites: records of when each collective of a graph last began and ended, for the flight recorder.
 
 TensorFlow runs these without Python, so the graph writes both times to a small variable per collective. The collective
 waits until its start time is written; nothing waits for the write of its end time. A thread of the rank reads the
@@ -29,7 +29,7 @@ class Site:
         key: identifies the collective across ranks.
         what: its name, dtypes and shapes.
         line: the user's source line that led to it.
-        ranks: the ranks that take part; None: all.
+        ranks: the ranks that take part; None for all.
         nbytes: bytes that this rank sends, as far as known when the graph is built.
     """
 
@@ -44,12 +44,12 @@ class Site:
         """
         return tf.raw_ops.VarHandleOp(dtype=tf.float64, shape=[2], shared_name=f"hvdkit.{self._key}")
 
-    def wrap(self, native: Callable[[list[tf.Tensor]], Any], values: list[tf.Tensor]) -> Any:
+    def record(self, native: Callable[[list[tf.Tensor]], Any], values: list[tf.Tensor]) -> Any:
         """Return ``native(values)``, and record when ``values`` and the results become available in the graph."""
         with tf.control_dependencies(values), tf.device("/CPU:0"):
             began, handle = tf.timestamp(), self.handle()
-            noted = tf.raw_ops.AssignVariableOp(resource=handle, value=tf.stack([began, tf.zeros_like(began)]))
-        with tf.control_dependencies([noted]):
+            written = tf.raw_ops.AssignVariableOp(resource=handle, value=tf.stack([began, tf.zeros_like(began)]))
+        with tf.control_dependencies([written]):
             ready = [tf.identity(x) for x in values]
         result = native(ready)
         with tf.control_dependencies(tf.nest.flatten(result)), tf.device("/CPU:0"):
@@ -90,21 +90,21 @@ class Sites:
         self._all: dict[str, Site] = {}
         recorder().sampler = self.sample
 
-    def at(self, name: str, full: str, shown: Sequence[tf.Tensor], ranks: Sequence[int] | None) -> Site:
-        """Return the site of a collective.
+    def add(self, op_name: str, label: str, shown: Sequence[tf.Tensor], ranks: Sequence[int] | None) -> Site:
+        """Create the site of a collective. It replaces an earlier one with the same key.
 
         Args:
-            name: the collective's name, for messages.
-            full: the name that identifies it across ranks.
-            shown: the tensors that the user passed.
-            ranks: the ranks that take part; None: all.
+            op_name: the name that identifies it across ranks.
+            label: its name for messages.
+            shown: the tensors to describe in messages.
+            ranks: the ranks that take part; None for all.
         """
-        what = describe_tensors(name, [f"{x.dtype.name}{x.shape}" for x in shown[:MOST_SHAPES]], len(shown))
+        what = describe_tensors(label, [f"{x.dtype.name}{x.shape}" for x in shown[:MOST_SHAPES]], len(shown))
         sizes = [x.shape.num_elements() for x in shown]
         nbytes = sum((size or 0) * x.dtype.size for x, size in zip(shown, sizes, strict=True))
-        key = collective_key(full, ranks)
-        self._all[key] = Site(key, what, source_line(), ranks, nbytes)
-        return self._all[key]
+        key = collective_key(op_name, ranks)
+        site = self._all[key] = Site(key, what, source_line(), ranks, nbytes)
+        return site
 
     def sample(self) -> None:
         """Record what has happened since the last call."""
@@ -132,6 +132,6 @@ def describe_tensors(name: str, first: Sequence[str], count: int) -> str:
 
 def source_line() -> str:
     """Return the innermost source line of the user. TensorFlow's stack maps AutoGraph's code to the original lines."""
-    every: list[Any] = [(frame.filename, frame.lineno) for frame in tf_stack.extract_stack()]
-    file, line = ([one for one in every if is_user_file(one[0])] or every)[-1]
-    return f"{file}:{line}"
+    frames: list[Any] = list(tf_stack.extract_stack())
+    frame = ([frame for frame in frames if is_user_file(frame.filename)] or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}"

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import dtypes
-from hvdkit.collectives.graphs import run_collective
+from hvdkit.collectives.graphs import run_in_graph
 from hvdkit.collectives.ops import ReduceOp
 
 # Collectives called by users share one name, so that Horovod also compares their kinds.
@@ -26,7 +26,7 @@ _MOST_ONES = 64
 # MPI counts the elements of a message with a C int.
 LARGEST = 2**31 - 1
 # An axis length that no tensor has. A rank whose splits do not match its rows sends it, so that the others raise, too.
-BAD_SPLITS = 2_000_000_011
+_BAD_SPLITS = 2_000_000_011
 SPLITS = "one non-negative row count for each rank, adding up to the rows of x"
 
 
@@ -34,13 +34,9 @@ def grouped_allreduce(
     tensors: Sequence[tf.Tensor], op: ReduceOp, name: str, group: cluster.Group | None = None
 ) -> list[tf.Tensor]:
     """Reduce every tensor over all ranks (or ``group``), with one exchange per wire dtype."""
-    results: list[Any] = [None] * len(tensors)
-    for number, (dtype, places) in enumerate(_by_wire_dtype(tensors, op)):
-        sent = [_Reduced(tensors[i], dtype, op, _size(group)) for i in places]
-        reduced = _allreduce([x.sent for x in sent], op, f"{name}.{number}" if number else name, group)
-        for i, x, y in zip(places, sent, reduced, strict=True):
-            results[i] = x.result(y)
-    return results
+    return _reduce_by_wire_dtype(
+        tensors, op, name, group, lambda xs, each, _: _allreduce_one_dtype(xs, op, each, group)
+    )
 
 
 def compared_allreduce(
@@ -56,36 +52,57 @@ def compared_allreduce(
     Several tensors are sent as one vector. The number of leading axes of size 1 encodes the number of tensors, and a
     trailing one encodes Average.
     """
-    results: list[Any] = [None] * len(tensors)
-    before: list[tf.Tensor] = []
-    for number, (dtype, places) in enumerate(_by_wire_dtype(tensors, op)):
-        sent = [_Reduced(tensors[i], dtype, op, _size(group), prescale, postscale) for i in places]
+    previous: list[tf.Tensor] = []
+
+    def reduce(encoded: list[tf.Tensor], each: str, shown: list[tf.Tensor]) -> list[tf.Tensor]:
         # One dtype after another: if ranks differ in the number of dtypes, the first exchange raises on all ranks.
-        with tf.control_dependencies(before):
-            whole = _joined([x.sent for x in sent])
-        coded = tf.expand_dims(whole, -1) if op == ReduceOp.Average else whole
-        shown = [tensors[i] for i in places]
-        each = f"{name}.{number}" if number else name
-        reduced = _in_pieces(coded, lambda x, piece: _allreduce([x], op, piece, group, shown)[0], each)  # noqa: B023
-        before = [reduced]
-        for i, x, y in zip(places, sent, _parted(reduced, [x.sent for x in sent]), strict=True):
-            results[i] = x.result(y)
+        with tf.control_dependencies(previous):
+            packed = _pack(encoded)
+        if op == ReduceOp.Average:
+            packed = tf.expand_dims(packed, -1)
+        reduced = _in_pieces(packed, lambda x, piece: _allreduce_one_dtype([x], op, piece, group, shown)[0], each)
+        previous[:] = [reduced]
+        return _unpack(reduced, encoded)
+
+    return _reduce_by_wire_dtype(tensors, op, name, group, reduce, prescale, postscale)
+
+
+def _reduce_by_wire_dtype(
+    tensors: Sequence[tf.Tensor],
+    op: ReduceOp,
+    name: str,
+    group: cluster.Group | None,
+    reduce: Callable[[list[tf.Tensor], str, list[tf.Tensor]], list[tf.Tensor]],
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> list[tf.Tensor]:
+    """Call ``reduce`` once per wire dtype, with the encoded tensors, a name and the original tensors."""
+    indices_of: dict[tf.DType, list[int]] = {}
+    for i, x in enumerate(tensors):
+        indices_of.setdefault(dtypes.wire_dtype(x.dtype, op), []).append(i)
+    results: list[Any] = [None] * len(tensors)
+    for number, (dtype, indices) in enumerate(indices_of.items()):
+        originals = [tensors[i] for i in indices]
+        wire = [_WireTensor(x, dtype, op, _size(group), prescale, postscale) for x in originals]
+        reduced = reduce([x.encoded for x in wire], f"{name}.{number}" if number else name, originals)
+        for i, x, y in zip(indices, wire, reduced, strict=True):
+            results[i] = x.decode(y)
     return results
 
 
-def _joined(tensors: list[tf.Tensor]) -> tf.Tensor:
+def _pack(tensors: list[tf.Tensor]) -> tf.Tensor:
     """Return several tensors as one vector, with leading axes of size 1 to encode their number; a single one as is."""
     if len(tensors) == 1:
         return tf.identity(tensors[0])
-    whole = tf.concat([tf.reshape(x, [-1]) for x in tensors], axis=0)
-    return tf.reshape(whole, tf.concat([[1] * (len(tensors) % _MOST_ONES), [tf.size(whole)]], axis=0))
+    flat = tf.concat([tf.reshape(x, [-1]) for x in tensors], axis=0)
+    return tf.reshape(flat, tf.concat([[1] * (len(tensors) % _MOST_ONES), [tf.size(flat)]], axis=0))
 
 
-def _parted(whole: tf.Tensor, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Undo :func:`_joined`: split ``whole`` into parts with the shapes of ``tensors``."""
-    parts = [whole]
+def _unpack(packed: tf.Tensor, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Undo :func:`_pack`: split ``packed`` into parts with the shapes of ``tensors``."""
+    parts = [packed]
     if len(tensors) > 1:
-        parts = tf.split(tf.reshape(whole, [-1]), [tf.size(x) for x in tensors], num=len(tensors))
+        parts = tf.split(tf.reshape(packed, [-1]), [tf.size(x) for x in tensors], num=len(tensors))
     return [tf.ensure_shape(tf.reshape(part, tf.shape(x)), x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
@@ -100,80 +117,102 @@ def _in_pieces(x: tf.Tensor, collective: Callable[[tf.Tensor, str], tf.Tensor], 
     return tf.reshape(tf.concat(results, axis=0), x.shape)
 
 
-def _by_wire_dtype(tensors: Sequence[tf.Tensor], op: ReduceOp) -> list[tuple[tf.DType, list[int]]]:
-    places: dict[tf.DType, list[int]] = {}
-    for i, x in enumerate(tensors):
-        places.setdefault(dtypes.wire_dtype(x.dtype, op), []).append(i)
-    return list(places.items())
-
-
-class _Reduced:
+class _WireTensor:
     """A tensor in a reduction.
 
     Attributes:
-        sent: the tensor, encoded in its wire dtype.
+        encoded: the tensor, multiplied by ``prescale``, in its wire dtype.
     """
 
     def __init__(
         self, x: tf.Tensor, dtype: tf.DType, op: ReduceOp, size: int, prescale: float = 1.0, postscale: float = 1.0
     ) -> None:
         self._dtype, self._size, self._postscale = x.dtype, size, postscale
-        self._decode: dtypes.Decode = tf.identity
-        self._is_divided = op == ReduceOp.Average and dtypes.average_factor(dtype, size) == 1.0
-        self.sent = dtypes.scaled(tf.cast(x, dtype), prescale)
+        self._restore: dtypes.Decode = tf.identity
+        self._factor = dtypes.average_factor(dtype, size) if op == ReduceOp.Average else 1.0
+        self._is_divided = op == ReduceOp.Average and self._factor == 1.0
+        self.encoded = dtypes.scaled(tf.cast(x, dtype), prescale)
         if op in (ReduceOp.Min, ReduceOp.Max) and dtype.is_floating:
-            order, self._decode = dtypes.ordered(self.sent)
-            self.sent = dtypes.with_nan_as(self.sent, order, op)
+            order, self._restore = dtypes.ordered(self.encoded)
+            self.encoded = dtypes.with_nan_as(self.encoded, order, op)
 
-    def result(self, reduced: tf.Tensor) -> tf.Tensor:
-        """Decode the reduction of :attr:`sent`; return the reduction of the tensor."""
-        y = self._decode(reduced)
+    def summand(self) -> tf.Tensor:
+        """Return :attr:`encoded`, multiplied by 1/N for an average, unless its sum is divided afterwards."""
+        return dtypes.scaled(self.encoded, self._factor)
+
+    def decode(self, reduced: tf.Tensor) -> tf.Tensor:
+        """Return the reduction of the tensor, given the reduction of :attr:`encoded`."""
+        y = self._restore(reduced)
         if self._is_divided:
             y = dtypes.divided(y, self._size)
         return tf.cast(dtypes.scaled(y, self._postscale), self._dtype)
-
-
-def _within(group: cluster.Group | None) -> dict[str, Any]:
-    """Return Horovod's argument that restricts a collective to ``group``."""
-    return {} if group is None or group.process_set is None else {"process_set": group.process_set}
-
-
-def _ranks(group: cluster.Group | None) -> Sequence[int] | None:
-    return None if group is None else group.ranks
-
-
-def _label(kind: str, name: str) -> str:
-    return name.replace(PUBLIC, f"hvdkit.{kind}")
 
 
 def _size(group: cluster.Group | None) -> int:
     return cluster.size() if group is None else group.size
 
 
-def _allreduce(
+def _run(
+    kind: str,
+    native: Callable[..., Any],
+    tensors: list[tf.Tensor],
+    name: str,
+    group: cluster.Group | None,
+    *,
+    shown: Sequence[tf.Tensor],
+    uneven: bool = False,
+) -> Any:
+    """Run Horovod's op on ``tensors``, eagerly or as part of the current graph, and return its result.
+
+    Args:
+        kind: the collective, for messages.
+        native: calls Horovod's op with a list of tensors and Horovod's options as keyword arguments.
+        tensors: the tensors to exchange.
+        name: identifies the collective across ranks; made unique in its graph.
+        group: the ranks that take part; None for all.
+        shown: the tensors to describe in messages.
+        uneven: ranks may differ in the first axis.
+
+    Raises:
+        HvdkitError: inside ``jit_compile=True``.
+    """
+    options: dict[str, Any] = {"ignore_name_scope": True}
+    if group is not None and group.process_set is not None:
+        options["process_set"] = group.process_set
+    if not tf.inside_function():
+        return native(tensors, name=name, **options)
+    return run_in_graph(
+        lambda ready, op_name: native(ready, name=op_name, **options),
+        tensors,
+        name,
+        label=name.replace(PUBLIC, f"hvdkit.{kind}"),
+        shown=shown,
+        uneven=uneven,
+        ranks=None if group is None else group.ranks,
+    )
+
+
+def _allreduce_one_dtype(
     tensors: list[tf.Tensor],
     op: ReduceOp,
     name: str,
     group: cluster.Group | None,
     shown: Sequence[tf.Tensor] | None = None,
 ) -> list[tf.Tensor]:
-    """Reduce tensors of one wire dtype in one exchange."""
+    """Reduce tensors of one wire dtype in one exchange. Messages describe ``shown``; default: ``tensors``."""
     if _size(group) == 1:
         return [tf.identity(x) for x in tensors]
     from horovod.tensorflow.mpi_ops import _allreduce, _grouped_allreduce
 
     scale = dtypes.average_factor(tensors[0].dtype, _size(group)) if op == ReduceOp.Average else 1.0
-    native = int(ReduceOp.Sum if op == ReduceOp.Average else op)
-    options = {"op": native, "prescale_factor": scale, "ignore_name_scope": True, **_within(group)}
+    native = {"op": int(ReduceOp.Sum if op == ReduceOp.Average else op), "prescale_factor": scale}
 
-    def reduce(ready: list[tf.Tensor], matched: str) -> list[tf.Tensor]:
+    def reduce(ready: list[tf.Tensor], **options: Any) -> list[tf.Tensor]:
         if len(ready) == 1:
-            return [_allreduce(ready[0], name=matched, **options)]
-        return list(_grouped_allreduce(ready, name=matched, **options))
+            return [_allreduce(ready[0], **native, **options)]
+        return list(_grouped_allreduce(ready, **native, **options))
 
-    return list(
-        run_collective(name, tensors, reduce, label=_label("allreduce", name), shown=shown, ranks=_ranks(group))
-    )
+    return list(_run("allreduce", reduce, tensors, name, group, shown=tensors if shown is None else shown))
 
 
 def allgather(x: tf.Tensor, name: str, group: cluster.Group | None = None) -> tf.Tensor:
@@ -184,14 +223,10 @@ def allgather(x: tf.Tensor, name: str, group: cluster.Group | None = None) -> tf
 
     moved, back = dtypes.as_movable(x)
 
-    def gather(ready: list[tf.Tensor], matched: str) -> tf.Tensor:
-        return mpi_ops.allgather(ready[0], name=matched, ignore_name_scope=True, **_within(group))
+    def gather(ready: list[tf.Tensor], **options: Any) -> tf.Tensor:
+        return mpi_ops.allgather(ready[0], **options)
 
-    return back(
-        run_collective(
-            name, [moved], gather, label=_label("allgather", name), shown=[x], uneven=True, ranks=_ranks(group)
-        )
-    )
+    return back(_run("allgather", gather, [moved], name, group, shown=[x], uneven=True))
 
 
 def compared_allgather(tensors: Sequence[tf.Tensor], name: str, group: cluster.Group | None = None) -> list[tf.Tensor]:
@@ -225,14 +260,13 @@ def broadcast(x: tf.Tensor, root: int, name: str, group: cluster.Group | None = 
 
     moved, back = dtypes.as_movable(x)
 
-    def receive(ready: list[tf.Tensor], matched: str) -> tf.Tensor:
-        return mpi_ops.broadcast(ready[0], root, name=matched, ignore_name_scope=True, **_within(group))
+    def receive(ready: list[tf.Tensor], **options: Any) -> tf.Tensor:
+        return mpi_ops.broadcast(ready[0], root, **options)
 
-    def piece(part: tf.Tensor, each: str) -> tf.Tensor:
-        shown, ranks = [part if part is not moved else x], _ranks(group)
-        return run_collective(each, [part], receive, label=_label("broadcast", name), shown=shown, ranks=ranks)
+    def broadcast_piece(piece: tf.Tensor, each: str) -> tf.Tensor:
+        return _run("broadcast", receive, [piece], each, group, shown=[x if piece is moved else piece])
 
-    return back(_in_pieces(moved, piece, name))
+    return back(_in_pieces(moved, broadcast_piece, name))
 
 
 def alltoall(
@@ -245,30 +279,28 @@ def alltoall(
 
     moved, back = dtypes.as_movable(x)
 
-    def exchange(ready: list[tf.Tensor], matched: str) -> tuple[tf.Tensor, tf.Tensor]:
-        return mpi_ops.alltoall(ready[0], splits=splits, name=matched, ignore_name_scope=True, **_within(group))
+    def exchange(ready: list[tf.Tensor], **options: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        return mpi_ops.alltoall(ready[0], splits=splits, **options)
 
-    received, received_splits = run_collective(
-        name, [moved], exchange, label=_label("alltoall", name), shown=[x], uneven=True, ranks=_ranks(group)
-    )
+    received, received_splits = _run("alltoall", exchange, [moved], name, group, shown=[x], uneven=True)
     return back(received), received_splits
 
 
 def compared_alltoall(
-    x: tf.Tensor, splits: tf.Tensor, fits: tf.Tensor, name: str, group: cluster.Group | None = None
+    x: tf.Tensor, splits: tf.Tensor, are_valid: tf.Tensor, name: str, group: cluster.Group | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Run :func:`alltoall`; if ``fits`` is False on any rank, raise on all ranks.
+    """Run :func:`alltoall`; if ``are_valid`` is False on any rank, raise on all ranks.
 
     Such a rank sends zero rows with a width that no other rank has, which Horovod rejects on all ranks.
     """
     inner = tf.shape(x)[1:]
     rows = tf.reshape(x, [tf.shape(x)[0], tf.reduce_prod(inner)])
-    sent = tf.cond(fits, lambda: rows, lambda: tf.zeros([0, BAD_SPLITS], x.dtype))
-    counts = tf.cond(fits, lambda: splits, lambda: tf.zeros([_size(group)], splits.dtype))
+    sent = tf.cond(are_valid, lambda: rows, lambda: tf.zeros([0, _BAD_SPLITS], x.dtype))
+    counts = tf.cond(are_valid, lambda: splits, lambda: tf.zeros([_size(group)], splits.dtype))
     received, received_splits = alltoall(sent, counts, name, group)
     # Fails only if the splits of all ranks are wrong; otherwise Horovod has raised.
     with tf.control_dependencies([received]):
-        check = tf.debugging.Assert(fits, [f"splits: expected {SPLITS}; got", splits, tf.shape(x)[0]])
+        check = tf.debugging.Assert(are_valid, [f"splits: expected {SPLITS}; got", splits, tf.shape(x)[0]])
     with tf.control_dependencies([check]):
         received = tf.reshape(received, tf.concat([[-1], inner], axis=0))
     received.set_shape([None, *x.shape[1:]])
@@ -282,16 +314,12 @@ def reducescatter(x: tf.Tensor, op: ReduceOp, name: str, group: cluster.Group | 
         return tf.identity(x)
     from horovod.tensorflow.mpi_ops import _reducescatter
 
-    travelling = _Reduced(x, dtype, op, size)
+    def reduce(ready: list[tf.Tensor], **options: Any) -> tf.Tensor:
+        return _reducescatter(ready[0], op=int(ReduceOp.Sum), **options)
+
+    wire = _WireTensor(x, dtype, op, size)
     # Scale here: Horovod rejects scaling of tensors larger than its fusion buffer.
-    sent = dtypes.scaled(travelling.sent, dtypes.average_factor(dtype, size) if op == ReduceOp.Average else 1.0)
-
-    def reduce(ready: list[tf.Tensor], matched: str) -> tf.Tensor:
-        return _reducescatter(ready[0], name=matched, op=int(ReduceOp.Sum), ignore_name_scope=True, **_within(group))
-
-    return travelling.result(
-        run_collective(name, [sent], reduce, label=_label("reducescatter", name), shown=[x], ranks=_ranks(group))
-    )
+    return wire.decode(_run("reducescatter", reduce, [wire.summand()], name, group, shown=[x]))
 
 
 def compared_reducescatter(
@@ -310,21 +338,18 @@ def compared_reducescatter(
 
     def scatter(x: tf.Tensor, each: str) -> tf.Tensor:
         size = _size(group)
-        dtype = dtypes.wire_dtype(x.dtype, op)
-        travelling = _Reduced(x, dtype, op, size, prescale, postscale)
+        wire = _WireTensor(x, dtypes.wire_dtype(x.dtype, op), op, size, prescale, postscale)
         if size == 1:
-            return travelling.result(travelling.sent)
-        sent = dtypes.scaled(travelling.sent, dtypes.average_factor(dtype, size) if op == ReduceOp.Average else 1.0)
-        blocks, longer = _blocks(sent, size)
+            return wire.decode(wire.encoded)
+        blocks, remainder = _blocks(wire.summand(), size)
         # Encode what the shape does not show: how many ranks get one more row, and whether it is an average.
-        ones = (longer % _MOST_ONES) + (_MOST_ONES if op == ReduceOp.Average else 0)
+        ones = (remainder % _MOST_ONES) + (_MOST_ONES if op == ReduceOp.Average else 0)
         coded = tf.reshape(blocks, tf.concat([tf.shape(blocks), tf.ones([ones], tf.int32)], axis=0))
         received, _ = alltoall(coded, tf.ones([size], tf.int32), each, group)
         total = tf.reduce_sum(tf.reshape(received, tf.shape(blocks)), axis=0)
         index = cluster.rank() if group is None else group.index
-        rows = tf.shape(x)[0] // size + tf.cast(index < longer, tf.int32)
-        result = travelling.result(total[:rows])
-        return tf.ensure_shape(result, [None, *x.shape[1:]])
+        rows = tf.shape(x)[0] // size + tf.cast(index < remainder, tf.int32)
+        return tf.ensure_shape(wire.decode(total[:rows]), [None, *x.shape[1:]])
 
     return _one_by_one(tensors, scatter, name)
 
@@ -332,10 +357,10 @@ def compared_reducescatter(
 def _blocks(x: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
     """Return ``x`` as ``[size, rows of a rank, ...]``, padded with zeros, and how many ranks get one more row."""
     rows, inner = tf.shape(x)[0], tf.shape(x)[1:]
-    longer = rows % size
-    each = rows // size
-    more = tf.cast(longer > 0, tf.int32)
-    head = tf.reshape(x[: longer * (each + 1)], tf.concat([[longer, each + more], inner], axis=0))
-    tail = tf.reshape(x[longer * (each + 1) :], tf.concat([[size - longer, each], inner], axis=0))
-    padded = tf.concat([tail, tf.zeros(tf.concat([[size - longer, more], inner], axis=0), x.dtype)], axis=1)
-    return tf.concat([head, padded], axis=0), longer
+    quotient, remainder = rows // size, rows % size
+    padding = tf.cast(remainder > 0, tf.int32)
+    head_rows = remainder * (quotient + 1)
+    head = tf.reshape(x[:head_rows], tf.concat([[remainder, quotient + padding], inner], axis=0))
+    tail = tf.reshape(x[head_rows:], tf.concat([[size - remainder, quotient], inner], axis=0))
+    zeros = tf.zeros(tf.concat([[size - remainder, padding], inner], axis=0), x.dtype)
+    return tf.concat([head, tf.concat([tail, zeros], axis=1)], axis=0), remainder

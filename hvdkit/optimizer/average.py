@@ -15,7 +15,7 @@ from hvdkit.collectives.batch_share import current_factor, times_share, within_s
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.collectives.conversion import as_tensor, graph_safe
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op, op_label
-from hvdkit.collectives.process_sets import RankGroup, label, resolve
+from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.errors import describe
 from hvdkit.optimizer import compression as wires
@@ -334,7 +334,12 @@ def _call(placed: PlacedGradients | None, averaging: Averaging, problem: Excepti
     """Describe this rank's call, for comparison with other ranks."""
     signatures = [] if placed is None else [_signature(*pair) for pair in zip(placed.grads, placed.kinds, strict=True)]
     weight = "" if averaging.weight is None else "weight"
-    options = [f"op={op_label(averaging.op)}", f"compression={averaging.compression}", weight, label(averaging.group)]
+    options = [
+        f"op={op_label(averaging.op)}",
+        f"compression={averaging.compression}",
+        weight,
+        describe_group(averaging.group),
+    ]
     shown = ", ".join(filter(None, options))
     dtypes, shapes = tuple(d[0] for d in signatures), tuple(d[1] for d in signatures)
     return Call(f"average_gradients({shown})", dtypes=dtypes, shapes=shapes, problem=problem)

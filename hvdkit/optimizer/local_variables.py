@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from hvdkit.collectives.digests import behind
+from hvdkit.collectives.digests import tf_variable
 from hvdkit.errors import describe
 from hvdkit.sharding.shards import AnyVariable, Local, set_holding, shard_of
 from hvdkit.sharding.variables import variable_name
@@ -44,7 +44,7 @@ def register_local_variables(variables: AnyVariable | Iterable[AnyVariable] | ke
         hk.register_local_variables(adapter)
     """
     for variable in _listed(variables):
-        behind(variable)
+        tf_variable(variable)
         if shard_of(variable) is not None:
             got = f"{variable_name(variable)}, which is sharded"
             remedy = "leave it out: each rank has its own part of it already"

@@ -22,8 +22,8 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import agree, compare, gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.batch_share import is_share, within_share
-from hvdkit.collectives.conversion import note_variable
-from hvdkit.collectives.digests import behind, digest, digest_of_batch
+from hvdkit.collectives.conversion import untracked_variable
+from hvdkit.collectives.digests import digest, digest_of_batch, tf_variable
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.optimizer.caller import locals_of
 from hvdkit.sharding.shards import differs_by_rank
@@ -111,7 +111,7 @@ class FitMonitor:
         self.evaluated: list[bytes | None] = []
         self._warned: set[str] = set()
         self._graph: Callable[[], Any] = lambda: None
-        self.batch = note_variable(0, tf.int64, "hvdkit_first_batch")
+        self.batch = untracked_variable(0, tf.int64, "hvdkit_first_batch")
 
     @classmethod
     def of(cls, model: Any, group: cluster.Group | None) -> FitMonitor:
@@ -356,7 +356,7 @@ def _digest(variables: list[Any]) -> bytes:
 
 
 def _has_value(variable: Any) -> bool:
-    return bool(behind(variable).is_initialized())
+    return bool(tf_variable(variable).is_initialized())
 
 
 def _followed_by(function: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:

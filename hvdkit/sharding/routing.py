@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import tensors
-from hvdkit.collectives.batch_share import with_shared_gradient
+from hvdkit.collectives.batch_share import with_scaled_gradient
 from hvdkit.sharding.id_checks import FAULT_CODE_LENGTH, Fault, raise_everywhere
 from hvdkit.sharding.last_lookup import LastLookup, RowsByRank
 
@@ -149,7 +149,7 @@ def fetch_rows(
         counts = tf.split(lookup.requested[0], list(parts))
         received = iter([part for r, c, n in zip(rows, counts, parts, strict=True) for part in split(r, c, n)])
     positions = iter(lookup.positions)
-    return [[LookupRows(with_shared_gradient(next(received)), next(positions)) for _ in range(n)] for n in parts]
+    return [[LookupRows(with_scaled_gradient(next(received)), next(positions)) for _ in range(n)] for n in parts]
 
 
 def concat(parts: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -12,7 +12,7 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import agree, compare, differing_indices, gather
 from hvdkit.collectives import tensors
 from hvdkit.collectives.call_checks import check_root
-from hvdkit.collectives.digests import behind, digest
+from hvdkit.collectives.digests import digest, tf_variable
 from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 
 # Variables are sent in batches of about this many bytes, to avoid a second copy of the whole model.
@@ -93,7 +93,7 @@ def variable_name(variable: AnyVariable) -> str:
 
 
 def _signature(variable: AnyVariable) -> _Signature:
-    behind(variable)
+    tf_variable(variable)
     return variable_name(variable), tuple(variable.shape), tf.as_dtype(variable.dtype).name
 
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 from keras.src import tree
 
 from hvdkit import cluster
-from hvdkit.collectives.conversion import note_variable
+from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.errors import describe
 from hvdkit.training.attribute_swap import swap_attributes
 
@@ -91,7 +91,7 @@ class MetricChecks:
 
     def _outcome(self, metric: Any) -> tf.Variable:
         if id(metric) not in self._outcomes:
-            self._outcomes[id(metric)] = metric, note_variable(_UNKNOWN, tf.int32, "hvdkit_is_sum")
+            self._outcomes[id(metric)] = metric, untracked_variable(_UNKNOWN, tf.int32, "hvdkit_is_sum")
         return self._outcomes[id(metric)][1]
 
 

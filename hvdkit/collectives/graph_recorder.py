@@ -18,9 +18,9 @@ from hvdkit.watchdog.settings import CHECK
 def run(
     native: Callable[[list[tf.Tensor], str], Any],
     tensors: list[tf.Tensor],
-    full: str,
+    op_name: str,
     *,
-    name: str,
+    label: str,
     shown: Sequence[tf.Tensor],
     uneven: bool,
     ranks: Sequence[int] | None,
@@ -28,38 +28,39 @@ def run(
     """Run ``native`` on ``tensors`` in a graph, record the collective, and return its result.
 
     Args:
-        native: calls Horovod's op with the tensors and ``full``.
+        native: calls Horovod's op with the tensors and ``op_name``.
         tensors: the tensors to exchange.
-        full: the name that identifies the collective across ranks.
-        name: the collective's name, for messages.
-        shown: the user's tensors, for messages.
+        op_name: the name that identifies the collective across ranks.
+        label: the collective's name, for messages.
+        shown: the tensors to describe in messages.
         uneven: ranks may differ in the first axis.
         ranks: the ranks that take part; None for all.
     """
     if not reporter().is_watched:  # no sentinel would read the records
-        return native(tensors, full)
+        return native(tensors, op_name)
     if os.environ.get(CHECK) != "1":
-        return sites().at(name, full, shown, ranks).wrap(lambda ready: native(ready, full), tensors)
+        site = sites().add(op_name, label, shown, ranks)
+        return site.record(lambda ready: native(ready, op_name), tensors)
     line = source_line()
-    key = collective_key(full, ranks)
-    begun: list[int] = []
+    key = collective_key(op_name, ranks)
+    numbers: list[int] = []
 
     def begin(*shapes: np.ndarray) -> None:
         first = [_shape(x.dtype, shape.tolist(), uneven) for x, shape in zip(shown, shapes, strict=False)]
-        begun.append(recorder().begin(key, describe_tensors(name, first, len(shown)), line, ranks, eager=False))
+        numbers.append(recorder().begin(key, describe_tensors(label, first, len(shown)), line, ranks, eager=False))
 
     def end() -> None:
-        recorder().end(begun.pop(0), eager=False)
+        recorder().end(numbers.pop(0), eager=False)
 
-    ready = _after(begin, tensors, [tf.shape(x) for x in shown[:MOST_SHAPES]])
-    return _after(end, native(ready, full))
+    ready = _call_after(tensors, begin, [tf.shape(x) for x in shown[:MOST_SHAPES]])
+    return _call_after(native(ready, op_name), end)
 
 
-def _after(note: Callable[..., None], values: Any, arguments: Sequence[tf.Tensor] = ()) -> Any:
-    """Return ``values``, one or several tensors, and have the graph call ``note`` once they are available."""
+def _call_after(values: Any, function: Callable[..., None], arguments: Sequence[tf.Tensor] = ()) -> Any:
+    """Return ``values``, one or several tensors, and have the graph call ``function`` once they are available."""
 
     def call(_: np.ndarray, *known: np.ndarray) -> np.ndarray:
-        note(*known)
+        function(*known)
         return np.zeros((), np.int32)
 
     every = tf.nest.flatten(values)
@@ -69,10 +70,10 @@ def _after(note: Callable[..., None], values: Any, arguments: Sequence[tf.Tensor
         element = tf.reshape(every[0], [-1])[:1]
         called = tf.numpy_function(call, [element, *arguments], tf.int32, stateful=False)
     called = tf.ensure_shape(called, [])
-    return tf.nest.map_structure(lambda x: needing(called >= 0, x), values)
+    return tf.nest.map_structure(lambda x: depending_on(called >= 0, x), values)
 
 
-def needing(condition: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+def depending_on(condition: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     """Return ``x`` in a form that depends on the scalar ``condition``."""
     # As a vector, because tf.where supports at most 8 axes.
     flat = tf.reshape(x, [-1])
