@@ -33,7 +33,7 @@ _current = _Current()
 
 
 @contextlib.contextmanager
-def share_of_batch(factor: Any) -> Iterator[None]:
+def share_of_batch(factor: tf.Tensor | None) -> Iterator[None]:
     """Multiply the gradients of all steps traced or run in this context by ``factor``, on this thread.
 
     Args:

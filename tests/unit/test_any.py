@@ -23,7 +23,7 @@ STAYS_ANY = {
     },
     "objects that are pickled and compared": {
         "cluster.agreement.*",
-        "collectives.call_checks.Call.agreed.return",
+        "collectives.call_checks.Call.signature.return",
         "collectives.objects.*",
     },
     "arguments of users, before they are checked": {
@@ -32,7 +32,6 @@ STAYS_ANY = {
         "collectives.digests.*",
     },
     "any object of another library": {"collectives.weak_registry.*.owner"},
-    "a tensor or None; not typed yet": {"collectives.batch_share.share_of_batch.factor"},
     "data in a structure of the user's choice": {
         "data.batches.GlobalBatches.__init__.arrays_or_source",
         "data.batches.GlobalBatches.__init__.map_fn",
