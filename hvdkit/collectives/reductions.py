@@ -125,9 +125,6 @@ def grouped_allreduce(
     def combine(values: list[list[np.ndarray]]) -> list[np.ndarray]:
         return [numpy_collectives.reduce(each, ReduceOp(op), *factors, size) for each in zip(*values, strict=True)]
 
-    def gradient(inputs: Tensors, results: Tensors, upstream: Tensors) -> list[tf.Tensor | None]:
-        return _reduced_gradients(inputs, upstream, ReduceOp(op), members, *factors)
-
     is_adasum = op == ReduceOp.Adasum
     collective = Collective(
         kind=_kind("allreduce", op, factors, members),
@@ -135,7 +132,9 @@ def grouped_allreduce(
         check=check,
         combine=None if is_adasum else combine,
         exchange=lambda inputs: tensors.compared_allreduce(inputs, ReduceOp(op), tensors.PUBLIC, members, *factors),
-        gradient=None if is_adasum else gradient,
+        gradient=None
+        if is_adasum
+        else lambda xs, ys, dys: _reduced_gradients(xs, dys, ReduceOp(op), members, *factors),
         name=name,
         joinable=op in (ReduceOp.Sum, ReduceOp.Average) and members is None,
     )

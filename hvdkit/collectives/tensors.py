@@ -10,6 +10,7 @@ shape. A difference then raises on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -166,7 +167,7 @@ def _run(
 
     Args:
         kind: the collective, for messages.
-        native: calls Horovod's op with a list of tensors and Horovod's options as keyword arguments.
+        native: Horovod's op, called with the tensors as arguments and Horovod's options as keyword arguments.
         tensors: the tensors to exchange.
         name: identifies the collective across ranks; made unique in its graph.
         group: the ranks that take part; None for all.
@@ -180,9 +181,9 @@ def _run(
     if group is not None and group.process_set is not None:
         options["process_set"] = group.process_set
     if not tf.inside_function():
-        return native(tensors, name=name, **options)
+        return native(*tensors, name=name, **options)
     return run_in_graph(
-        lambda ready, op_name: native(ready, name=op_name, **options),
+        lambda ready, op_name: native(*ready, name=op_name, **options),
         tensors,
         name,
         label=name.replace(PUBLIC, f"hvdkit.{kind}"),
@@ -207,10 +208,10 @@ def _allreduce_one_dtype(
     scale = dtypes.average_factor(tensors[0].dtype, _size(group)) if op == ReduceOp.Average else 1.0
     native = {"op": int(ReduceOp.Sum if op == ReduceOp.Average else op), "prescale_factor": scale}
 
-    def reduce(ready: list[tf.Tensor], **options: Any) -> list[tf.Tensor]:
+    def reduce(*ready: tf.Tensor, **options: Any) -> list[tf.Tensor]:
         if len(ready) == 1:
-            return [_allreduce(ready[0], **native, **options)]
-        return list(_grouped_allreduce(ready, **native, **options))
+            return [_allreduce(*ready, **native, **options)]
+        return list(_grouped_allreduce(list(ready), **native, **options))
 
     return list(_run("allreduce", reduce, tensors, name, group, shown=tensors if shown is None else shown))
 
@@ -222,11 +223,7 @@ def allgather(x: tf.Tensor, name: str, group: cluster.Group | None = None) -> tf
     from horovod.tensorflow import mpi_ops
 
     moved, back = dtypes.as_movable(x)
-
-    def gather(ready: list[tf.Tensor], **options: Any) -> tf.Tensor:
-        return mpi_ops.allgather(ready[0], **options)
-
-    return back(_run("allgather", gather, [moved], name, group, shown=[x], uneven=True))
+    return back(_run("allgather", mpi_ops.allgather, [moved], name, group, shown=[x], uneven=True))
 
 
 def compared_allgather(tensors: Sequence[tf.Tensor], name: str, group: cluster.Group | None = None) -> list[tf.Tensor]:
@@ -260,11 +257,10 @@ def broadcast(x: tf.Tensor, root: int, name: str, group: cluster.Group | None = 
 
     moved, back = dtypes.as_movable(x)
 
-    def receive(ready: list[tf.Tensor], **options: Any) -> tf.Tensor:
-        return mpi_ops.broadcast(ready[0], root, **options)
+    native = partial(mpi_ops.broadcast, root_rank=root)
 
     def broadcast_piece(piece: tf.Tensor, each: str) -> tf.Tensor:
-        return _run("broadcast", receive, [piece], each, group, shown=[x if piece is moved else piece])
+        return _run("broadcast", native, [piece], each, group, shown=[x if piece is moved else piece])
 
     return back(_in_pieces(moved, broadcast_piece, name))
 
@@ -278,11 +274,8 @@ def alltoall(
     from horovod.tensorflow import mpi_ops
 
     moved, back = dtypes.as_movable(x)
-
-    def exchange(ready: list[tf.Tensor], **options: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        return mpi_ops.alltoall(ready[0], splits=splits, **options)
-
-    received, received_splits = _run("alltoall", exchange, [moved], name, group, shown=[x], uneven=True)
+    native = partial(mpi_ops.alltoall, splits=splits)
+    received, received_splits = _run("alltoall", native, [moved], name, group, shown=[x], uneven=True)
     return back(received), received_splits
 
 
@@ -314,12 +307,10 @@ def reducescatter(x: tf.Tensor, op: ReduceOp, name: str, group: cluster.Group | 
         return tf.identity(x)
     from horovod.tensorflow.mpi_ops import _reducescatter
 
-    def reduce(ready: list[tf.Tensor], **options: Any) -> tf.Tensor:
-        return _reducescatter(ready[0], op=int(ReduceOp.Sum), **options)
-
     wire = _WireTensor(x, dtype, op, size)
+    native = partial(_reducescatter, op=int(ReduceOp.Sum))
     # Scale here: Horovod rejects scaling of tensors larger than its fusion buffer.
-    return wire.decode(_run("reducescatter", reduce, [wire.summand()], name, group, shown=[x]))
+    return wire.decode(_run("reducescatter", native, [wire.summand()], name, group, shown=[x]))
 
 
 def compared_reducescatter(
