@@ -106,7 +106,8 @@ def _restore_tensors(path: Path, manifest: Manifest, state: State, names: dict[s
     if gather:
         restore_through_chief(path, manifest, partitioned, names, _assign)
     if size > 1:
-        broadcast_variables([e.variable for e in equal if e.variable is not None])
+        if variables := [e.variable for e in equal if e.variable is not None]:
+            broadcast_variables(variables)
         for entry in equal:
             if entry.variable is None:
                 entry.assign(np.asarray(broadcast(state.restored[entry.name] if rank == 0 else entry.read())))

@@ -13,7 +13,16 @@ import tensorflow as tf
 from hvdkit.checkpoint.entries import Entry, Kind, Resize, State, Value
 from hvdkit.checkpoint.tensorfile import Allowed, storable
 from hvdkit.errors import describe
-from hvdkit.sharding.shards import FlatShardState, flat_shard_of, holding_of, is_local, piece_states, shard_of
+from hvdkit.sharding.shards import (
+    AnyVariable,
+    FlatShardState,
+    PieceState,
+    flat_shard_of,
+    holding_of,
+    is_local,
+    piece_states,
+    shard_of,
+)
 from hvdkit.sharding.variables import SEED_STATE, variable_name
 
 
@@ -78,7 +87,7 @@ def _walk(state: State, name: str, item: Any) -> None:
     elif isinstance(item, keras.optimizers.Optimizer):
         _add_optimizer(state, name, item)
     elif isinstance(item, ShardedState):
-        _add_sharded(state, name, item, "finite" if getattr(item.local, "trainable", False) else "any")
+        _add_sharded(state, name, item, "finite" if getattr(_variable_of(item), "trainable", False) else "any")
     elif isinstance(item, tf.Variable | keras.Variable):
         _add_variable(state, name, item, "replicated", allowed="finite" if item.trainable else "any")
     elif isinstance(item, np.ndarray | np.generic | tf.Tensor):
@@ -225,6 +234,8 @@ def _add_sharded(state: State, name: str, item: ShardedState, allowed: Allowed) 
             return part.copy()
         return _array(part.read_value() if isinstance(part, tf.Variable) else part)
 
+    variable = _variable_of(item)
+    value = variable.value if isinstance(variable, keras.Variable) else variable
     entry = Entry(
         name,
         "sharded",
@@ -234,12 +245,20 @@ def _add_sharded(state: State, name: str, item: ShardedState, allowed: Allowed) 
         item.assign_local,
         index=tuple(item.local_index),
         partition=item.partition,
-        variable=local() if isinstance(local(), tf.Variable) else None,
+        variable=value if isinstance(value, tf.Variable) else None,
         rows=getattr(item, "read_rows", None),
         writes=getattr(item, "is_writer", True),
         allowed=allowed,
     )
     _add(state, entry)
+
+
+def _variable_of(item: ShardedState) -> AnyVariable | None:
+    """Return the variable that is the part of this rank, or None. A part of a larger variable is not read."""
+    if isinstance(item, FlatShardState | PieceState):
+        return item.variable
+    local = item.local
+    return local if isinstance(local, tf.Variable | keras.Variable) else None
 
 
 def _add_array(state: State, name: str, array: np.ndarray) -> None:

@@ -13,7 +13,8 @@ global function. Start with ``reductions.py`` and ``gathers.py``, the public fun
     batch_share.py        the weight of this rank's gradients if ranks have different numbers of rows
 
 Others: ``objects.py`` (Python objects, barrier), ``asynchronous.py``, ``joining.py``, ``rank_ops.py`` (rank and size as
-ops), ``ops.py`` (reductions), ``digests.py`` (of variables and batches) and ``marks.py`` (values attached to objects).
+ops), ``ops.py`` (reductions), ``digests.py`` (of variables and batches), ``weak_registry.py`` (values that belong to
+objects).
 """
 
 import lazy_loader

@@ -162,9 +162,15 @@ class FlatShardState:
         self.shape, self.dtype, self.local_index = shard.shape, self._variable.dtype, (shard.elements,)
 
     @property
+    def variable(self) -> tf.Variable | None:
+        """The variable if it is ``local`` itself; None if its elements have to be reshaped."""
+        return self._variable if self._variable.shape.rank == 1 else None
+
+    @property
     def local(self) -> tf.Tensor | tf.Variable:
         """This rank's elements, ``[len(local_index[0])]``."""
-        return self._variable if self._variable.shape.rank == 1 else tf.reshape(self._variable, [-1])
+        variable = self.variable
+        return tf.reshape(self._variable, [-1]) if variable is None else variable
 
     def assign_local(self, values: np.ndarray | tf.Tensor) -> None:
         """Set this rank's elements to ``values``."""
@@ -203,11 +209,16 @@ class PieceState:
         self.is_writer = shard.axis is None or cluster.rank() == min(_ranks_with_same_part(shard.axis))
 
     @property
+    def variable(self) -> tf.Variable | None:
+        """The variable if it is ``local`` itself; None if it holds more than this table's part."""
+        shape = tuple(len(i) for i in self.local_index)
+        return self._variable if shape == tuple(self._variable.shape) else None
+
+    @property
     def local(self) -> tf.Tensor | tf.Variable:
-        """This rank's part, ``[len(i) for i in local_index]``."""
-        if self._is_whole():
-            return self._variable
-        return tf.constant(self.read_rows(0, len(self.local_index[0])))
+        """This rank's part, ``[len(i) for i in local_index]``; a copy if the variable holds more."""
+        variable = self.variable
+        return tf.constant(self.read_rows(0, len(self.local_index[0]))) if variable is None else variable
 
     def read_rows(self, start: int, stop: int) -> np.ndarray:
         """Return rows ``[start, stop)`` of this rank's part. For a variable updated by rows, this copies the least."""
@@ -217,13 +228,10 @@ class PieceState:
 
     def assign_local(self, values: np.ndarray | tf.Tensor) -> None:
         """Set this rank's part to ``values``."""
-        if self._is_whole():
+        if self.variable is not None:
             self._variable.assign(values)
         else:
             write_box(self._variable, self._box, values)
-
-    def _is_whole(self) -> bool:
-        return tuple(len(i) for i in self.local_index) == tuple(self._variable.shape)
 
 
 def _ranks_with_same_part(axis: str) -> list[int]:

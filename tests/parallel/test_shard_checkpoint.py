@@ -11,6 +11,8 @@ import tensorflow as tf
 
 import hvdkit as hk
 from hvdkit.checkpoint.matching import without_numbers
+from hvdkit.checkpoint.state import flatten
+from hvdkit.sharding.shards import PieceState
 
 Table = hk.layers.Table
 TABLES = [
@@ -62,6 +64,23 @@ def train(model, optimizer, step):
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(tf.square(model(inputs) - y))
     optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+
+def test_a_save_reads_each_row_of_stacked_tables_once(shared_path, monkeypatch):
+    model, _ = trained("rows", range(1))
+    rows, read_rows = [], PieceState.read_rows
+
+    def reading(piece, start, stop):
+        rows.extend((piece.name, row) for row in range(start, stop))
+        return read_rows(piece, start, stop)
+
+    monkeypatch.setattr(PieceState, "read_rows", reading)
+    flatten({"model": model})
+    assert not rows
+    hk.checkpoint.save(shared_path / "saved", {"model": model})
+    assert len(rows) == len(set(rows))
+    total = hk.allreduce(np.array([len(rows)]), op=hk.Sum)
+    assert total == sum(t.input_dim for t in TABLES if t.name != "small")
 
 
 @pytest.mark.contract
