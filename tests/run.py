@@ -102,8 +102,8 @@ class Config:
 
 def program(name: str) -> str:
     """Return the program next to this Python, or else the one on the PATH."""
-    beside = BIN / name
-    found = str(beside) if beside.exists() else shutil.which(name)
+    local = BIN / name
+    found = str(local) if local.exists() else shutil.which(name)
     if found is None:
         sys.exit(f"{name}: not found next to {sys.executable} or on the path; run `make setup` first")
     return found

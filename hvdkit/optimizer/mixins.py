@@ -122,7 +122,7 @@ class CombiningMixin(DistributedMixin):
                 _check_for_local(self)
                 _check_for_parts(self)
             elif self._hvdkit_is_for_table or variable_optimizer(variable) is None:
-                check_elementwise(self, "beside sharded variables")
+                check_elementwise(self, "with sharded variables")
                 _check_for_parts(self)
             # Also registers the inner TensorFlow variable, which may have been created later.
             set_holding(variable, holding)
@@ -338,7 +338,7 @@ def check_elementwise(optimizer: Any, where: str) -> None:
             raise ValueError(describe(name, getattr(optimizer, name), f"None {where}", remedy))
     kind = updating_class(optimizer)
     if kind.__module__.startswith("keras.") and kind not in ELEMENTWISE:
-        expected = f"one that updates each number by itself {where}"
+        expected = f"one that updates each number separately {where}"
         remedy = "take " + ", ".join(sorted(cls.__name__ for cls in ELEMENTWISE))
         raise ValueError(describe("optimizer", kind.__name__, expected, remedy))
 

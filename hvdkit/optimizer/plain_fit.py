@@ -260,7 +260,7 @@ class FitMonitor:
             if None not in digests and len(set(digests)) > 1:
                 self.warn(
                     "evaluate",
-                    "evaluate: each rank has evaluated its own rows, and got figures of its own; use "
+                    "evaluate: each rank has evaluated only its own rows, so that results differ between ranks; use "
                     "hk.evaluate(model, ...) on the whole data, or hk.callbacks.MetricAverage.results(model) after it",
                 )
 

@@ -2,7 +2,7 @@
 
 speed             timeouts, and the slowdown of this machine
 jobs              start a job, or any command
-jobs_that_fail    start jobs with a fault, and tell how they ended
+jobs_that_fail    start jobs with a fault, and return how they ended
 hosts, slurm      several hosts, and a Slurm cluster, on this machine
 as_one, porting   compare N ranks with one process: hk.fit, and whole programs
 counting          exchanges, bytes and traces of a step; instructions: Python's

@@ -191,10 +191,10 @@ def test_ranks_with_different_models_are_named_before_a_file_is_touched(shared_p
     if size == 1:
         hk.checkpoint.save(shared_path / "a", state)
         return
-    told = raises_on_every_rank(hk.CollectiveMismatchError, lambda: hk.checkpoint.save(shared_path / "a", state))
-    assert len(set(told)) == 1
-    assert told[0].startswith("state: got 'model/") and "out/kernel' (float32[2, 4], replicated) on rank" in told[0]
-    assert f" on rank {size - 1}, expected " in told[0] and "(float32[2, 3], replicated), as on rank 0" in told[0]
+    errors = raises_on_every_rank(hk.CollectiveMismatchError, lambda: hk.checkpoint.save(shared_path / "a", state))
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("state: got 'model/") and "out/kernel' (float32[2, 4], replicated) on rank" in errors[0]
+    assert f" on rank {size - 1}, expected " in errors[0] and "(float32[2, 3], replicated), as on rank 0" in errors[0]
     assert not [*shared_path.iterdir()]
 
 
@@ -202,23 +202,25 @@ def test_a_rank_with_one_variable_more_is_named(shared_path, rank, size):
     state = {"a": tf.Variable(1.0)} | ({"b": tf.Variable(2.0)} if rank == size - 1 else {})
     if size == 1:
         return
-    told = raises_on_every_rank(hk.CollectiveMismatchError, lambda: hk.checkpoint.save(shared_path / "a", state))
-    assert set(told) == {told[0]}
-    assert f"got 'b' (float32[], replicated) on rank {size - 1}, expected no further tensor, as on rank 0" in told[0]
+    errors = raises_on_every_rank(hk.CollectiveMismatchError, lambda: hk.checkpoint.save(shared_path / "a", state))
+    assert set(errors) == {errors[0]}
+    assert f"got 'b' (float32[], replicated) on rank {size - 1}, expected no further tensor, as on rank 0" in errors[0]
 
 
 def test_a_partition_that_differs_is_another_state(shared_path, rank, size):
     table = Cut(numbers((8, 2), 1), "mod" if rank == 0 else "div")
     if size == 1:
         return
-    told = raises_on_every_rank(hk.CollectiveMismatchError, lambda: hk.checkpoint.save(shared_path / "a", {"t": table}))
+    errors = raises_on_every_rank(
+        hk.CollectiveMismatchError, lambda: hk.checkpoint.save(shared_path / "a", {"t": table})
+    )
     tables = [f"'t' (float32[8, 2], sharded {partition})" for partition in ("mod", "div")]
     odd, usual = (1, 0) if size == 2 else (0, 1)  # with two ranks, rank 0 is right
-    assert f"got {tables[odd]} on rank {odd}, expected {tables[usual]}, as on rank {usual}" in told[0]
+    assert f"got {tables[odd]} on rank {odd}, expected {tables[usual]}, as on rank {usual}" in errors[0]
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "errors"),
     [
         (lambda: {"w": tf.Variable(tf.ones((3, 3)))}, r"'w' was saved as float32\[3, 2\] .*is float32\[3, 3\]"),
         (lambda: {"w": tf.Variable(tf.ones((3, 2), tf.float64))}, r"'w' was saved as float32.*is float64"),
@@ -227,11 +229,11 @@ def test_a_partition_that_differs_is_another_state(shared_path, rank, size):
         (lambda: {"w": tf.Variable(tf.ones((3, 2))), "n": 3}, r"holds no value 'n'"),
     ],
 )
-def test_another_model_is_refused_and_nothing_is_changed(shared_path, other, told):
+def test_another_model_is_refused_and_nothing_is_changed(shared_path, other, errors):
     pair = [tf.Variable(tf.zeros(2), name="a"), tf.Variable(tf.zeros(2), name="b")]
     hk.checkpoint.save(shared_path / "a", {"w": tf.Variable(tf.zeros((3, 2))), "m": pair})
     into = other()
-    with pytest.raises(hk.CheckpointError, match=told):
+    with pytest.raises(hk.CheckpointError, match=errors):
         hk.checkpoint.restore(shared_path / "a", into)
     for item in tf.nest.flatten([into.get("w", 1.0), into.get("m", 1.0)]):
         np.testing.assert_array_equal(tf.convert_to_tensor(getattr(item, "local", item)), 1.0)
@@ -250,15 +252,15 @@ def test_what_was_whole_may_be_cut_now_and_the_other_way_round(shared_path):
 
 
 def test_what_is_not_there_is_refused_on_every_rank(shared_path):
-    told = raises_on_every_rank(
+    errors = raises_on_every_rank(
         hk.CheckpointError, lambda: hk.checkpoint.restore(shared_path / "none", {"v": tf.Variable(1.0)})
     )
-    assert all("none: is no checkpoint, it has no manifest.json" in text for text in told)
+    assert all("none: is no checkpoint, it has no manifest.json" in text for text in errors)
 
 
 def test_what_cannot_be_saved_is_named_on_every_rank(shared_path):
-    told = raises_on_every_rank(TypeError, lambda: hk.checkpoint.save(shared_path / "a", {"f": {"g": print}}))
-    assert all(text.startswith("state['f/g']: got builtin_function_or_method") for text in told)
+    errors = raises_on_every_rank(TypeError, lambda: hk.checkpoint.save(shared_path / "a", {"f": {"g": print}}))
+    assert all(text.startswith("state['f/g']: got builtin_function_or_method") for text in errors)
 
 
 # --- damage and disks that fail
@@ -275,14 +277,14 @@ def test_damage_that_one_rank_meets_is_told_by_all(shared_path, gather, rank, si
         data[-5] ^= 16
         file.write_bytes(data)
     hk.barrier()
-    told = raises_on_every_rank(
+    errors = raises_on_every_rank(
         hk.CorruptCheckpointError, lambda: hk.checkpoint.restore(shared_path / "a", {"t": table}, gather=gather)
     )
     rows = f"'t' is damaged in rows 0 to {len(table.local_index[0]) - 1 if rank == victim else ''}"
-    assert all(file.name in text and rows in text for text in told)
+    assert all(file.name in text and rows in text for text in errors)
     reader = 0 if gather else victim
     prefix = f"rank {reader}: " if gather else f"tensors of a checkpoint: rank {reader} raised CorruptCheckpointError: "
-    assert all(text.startswith(prefix) for r, text in enumerate(told) if r != reader)
+    assert all(text.startswith(prefix) for r, text in enumerate(errors) if r != reader)
 
 
 def test_only_restoring_everything_removes_the_note_of_damage(shared_path, rank):
@@ -308,11 +310,11 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(shared_path, rank, size,
     kept = {p.name: p.read_bytes() for p in path.iterdir()}
     table.assign_local(table.local + 1)
     with limited_files(2**15 if rank == victim else None):
-        told = raises_on_every_rank(
+        errors = raises_on_every_rank(
             hk.CheckpointError, lambda: hk.checkpoint.save(shared_path / "step-000000002", {"t": table})
         )
     name = f"shard-{victim:05d}-of-{size:05d}.safetensors"
-    for text in told:
+    for text in errors:
         assert f"not saved, rank {victim} failed: " in text and f"{name}: cannot be written (File too large)" in text
     assert [p.name for p in shared_path.iterdir()] == ["step-000000001"]
     assert {p.name: p.read_bytes() for p in path.iterdir()} == kept
@@ -323,11 +325,11 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(shared_path, rank, size,
 def test_a_chief_that_cannot_write_for_all_tells_all(shared_path, rank):
     table = Cut(numbers((4000, 64), 3), "mod")
     with limited_files(2**15 if rank == 0 else None):
-        told = raises_on_every_rank(
+        errors = raises_on_every_rank(
             hk.CheckpointError, lambda: hk.checkpoint.save(shared_path / "a", {"t": table}, gather=True)
         )
-    assert all("cannot be written (File too large)" in text for text in told)
-    assert all(text.startswith("rank 0: ") for text in told[1:])
+    assert all("cannot be written (File too large)" in text for text in errors)
+    assert all(text.startswith("rank 0: ") for text in errors[1:])
     assert not [*shared_path.iterdir()]
 
 
@@ -355,10 +357,10 @@ def test_a_file_where_the_folder_should_be(shared_path, rank):
     if rank == 0:
         (shared_path / "file").write_text("mine")
     hk.barrier()
-    told = raises_on_every_rank(
+    errors = raises_on_every_rank(
         hk.CheckpointError, lambda: hk.checkpoint.save(shared_path / "file" / "a", {"v": tf.Variable(1.0)})
     )
-    assert all("cannot be" in text and str(shared_path / "file") in text for text in told)
+    assert all("cannot be" in text and str(shared_path / "file") in text for text in errors)
     assert (shared_path / "file").read_text() == "mine"
 
 
@@ -369,8 +371,8 @@ def test_ranks_that_do_not_share_a_folder(shared_path, rank, size):
     own = shared_path / f"host-{rank}"
     saved, other = State(1), State(2)
     hk.broadcast_variables([*saved.model.trainable_variables, saved.half])
-    told = raises_on_every_rank(hk.CheckpointError, lambda: hk.checkpoint.save(own / "a", saved.mapping()))
-    assert all("does not share with rank 0" in text and "gather=True" in text for text in told)
+    errors = raises_on_every_rank(hk.CheckpointError, lambda: hk.checkpoint.save(own / "a", saved.mapping()))
+    assert all("does not share with rank 0" in text and "gather=True" in text for text in errors)
     hk.checkpoint.save(own / "a", saved.mapping(), gather=True)
     assert Path(own / "a").exists() == (rank == 0)
     hk.checkpoint.restore(own / "a", other.mapping(), gather=True)

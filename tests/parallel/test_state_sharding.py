@@ -349,7 +349,7 @@ def test_a_built_optimizer_is_divided_with_its_state(rank, size):
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: opts.Lamb(0.1), "optimizer: got Lamb"),
         (lambda: opts.Adafactor(0.1), "optimizer: got Adafactor"),
@@ -359,8 +359,8 @@ def test_a_built_optimizer_is_divided_with_its_state(rank, size):
         (lambda: opts.MultiOptimizer(opts.OptimizerMap(opts.SGD(0.1), {"b": opts.SGD(0.1)})), "MultiOptimizer"),
     ],
 )
-def test_what_needs_whole_variables_is_refused(make, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_needs_whole_variables_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
         hk.DistributedOptimizer(make(), shard_states=True)
 
 

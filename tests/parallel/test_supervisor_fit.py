@@ -134,7 +134,7 @@ def test_steps_per_execution_that_do_not_divide_the_epoch_are_refused(shared_pat
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ValueError, match="steps_per_execution: got 4, expected a divisor of the epoch's 6 steps"):
         fit(shared_path / "run", steps_per_execution=4)
-    # Its session was left open; the next one closes it although it is no longer referenced.
+    # Its session was left open; the next one closes it although nothing references it any more.
     gc.collect()
     assert signal.getsignal(signal.SIGTERM) != before
     with hk.Supervisor(shared_path / "run", variables=[tf.Variable(1.0)]):

@@ -49,7 +49,7 @@ def test_the_token_is_read_from_a_private_file_only(tmp_path):
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("made_by", ["nobody", "other user", "other token", "link", "this job"])
+@pytest.mark.parametrize("made_by", ["no process", "other user", "other token", "link", "this job"])
 def test_on_other_hosts_the_folder_has_to_be_new(monkeypatch, tmp_path, made_by):
     """Run here the script that ssh runs on other hosts: hosts that share their /tmp see the same file."""
     there = tmp_path / "there"
@@ -57,7 +57,7 @@ def test_on_other_hosts_the_folder_has_to_be_new(monkeypatch, tmp_path, made_by)
     if made_by == "link":
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         there.symlink_to(tmp_path / "elsewhere")
-    elif made_by != "nobody":
+    elif made_by != "no process":
         there.mkdir(mode=0o700)
         (there / "offer").write_text("1 guessed 10.0.0.9" if made_by == "other token" else text)
         if made_by == "other user":
@@ -67,7 +67,7 @@ def test_on_other_hosts_the_folder_has_to_be_new(monkeypatch, tmp_path, made_by)
     monkeypatch.setattr(secret.tempfile, "mkdtemp", lambda **_: str(make(tmp_path / "here")))
     real = secret._WRITE.replace("{folder}", str(there)).replace("{path}", str(there / "offer"))
     monkeypatch.setattr(secret, "_WRITE", real)
-    if made_by in ("nobody", "this job"):
+    if made_by in ("no process", "this job"):
         file = secret.PrivateFile(text, here, ["other"])
         assert (there / "offer").read_text() == text and stat.S_IMODE(there.stat().st_mode) == 0o700
         file.remove()
