@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -18,7 +19,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.ops import ReduceOp
-from hvdkit.optimizer.average import Averaging, combine_kinds
+from hvdkit.optimizer.average import Averaging, combine
 from hvdkit.optimizer.compression import reduce_scatter, wire_dtype
 from hvdkit.optimizer.gradients import Gradient, PlacedGradients
 from hvdkit.sharding.partition import flat_ranges, flat_shard_size
@@ -149,9 +150,9 @@ class ElementPartition:
         """
         pairs = zip(placed.variables, placed.kinds, strict=True)
         indices = [self._indices[id(_inner(v))] for v, kind in pairs if kind == "replicated"]
-        return combine_kinds(placed, averaging, lambda replicated: self._reduce(replicated, indices, averaging))
+        return combine(placed, averaging, partial(self._reduce, indices))
 
-    def _reduce(self, grads: Sequence[Any], indices: Sequence[int], averaging: Averaging) -> list[Any]:
+    def _reduce(self, indices: Sequence[int], grads: Sequence[Any], averaging: Averaging) -> list[Any]:
         grads_by_index = {index: grad for index, grad in zip(indices, grads, strict=True) if grad is not None}
         combined: dict[int, Any] = {}
         for buffer in self._buffers:

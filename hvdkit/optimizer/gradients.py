@@ -42,12 +42,6 @@ class PlacedGradients:
         """Apply ``fn`` to each gradient and its kind."""
         return self.with_grads([fn(g, kind) for g, kind in zip(self.grads, self.kinds, strict=True)])
 
-    @property
-    def is_symbolic(self) -> bool:
-        """Whether the values are symbolic, i.e. inside a graph."""
-        values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in self.grads]
-        return any(is_symbolic(x) for x in values)
-
 
 def kind_of(variable: Any) -> Kind:
     """Return how ``variable`` is placed on ranks."""

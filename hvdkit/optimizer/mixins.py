@@ -15,7 +15,7 @@ from hvdkit.collectives import allreduce
 from hvdkit.collectives.call_checks import attempt
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.graphs import refuse_xla
-from hvdkit.collectives.ops import Average, Min, ReduceOp
+from hvdkit.collectives.ops import Min, ReduceOp
 from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.optimizer.batch_norm import average_moving_statistics, check_batch_normalization
@@ -98,7 +98,7 @@ def restore_optimizer(unpickle: Callable[..., Any], arguments: Any, options: Map
 class CombiningMixin(DistributedMixin):
     """Mixin for a Keras optimizer class: combine gradients over ranks before the class's own update."""
 
-    _hvdkit = Reduction(op=Average, compression=None, accumulate_steps=1, clip_global_norm=None)
+    _hvdkit = Reduction()
     _hvdkit_wrapped = False
     _hvdkit_local_keys: frozenset[Any] = frozenset()  # keys of local variables at build time
     _hvdkit_slots: ReassignableSlots | None = None
@@ -216,7 +216,7 @@ class CombiningMixin(DistributedMixin):
             scale = getattr(self, "loss_scale_factor", None)
             placed = self._hvdkit_combine(prepare, scale)
             if getattr(self, "clipvalue", None) is not None:  # Keras clips values, so sum duplicate rows first
-                placed = placed.map(lambda g, _: sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g)
+                placed = placed.map(lambda grad, _: sum_duplicates(grad))
             reset_reassigned_rows(placed.grads, placed.variables, all_rows=False)
             return self._hvdkit_update(placed)
         self._hvdkit_combined = False
@@ -290,9 +290,8 @@ class CombiningMixin(DistributedMixin):
             if rule is not None:
                 update_rows(rule, self, variable, shard, gradient, learning_rate)
                 return
-            if isinstance(gradient, tf.IndexedSlices):
-                gradient = sum_duplicates(gradient)  # Keras assumes distinct rows
-            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
+            # Keras assumes distinct rows.
+            super().update_step(sum_duplicates(gradient), variable, learning_rate)  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -434,7 +433,7 @@ class LossScaleMixin(DistributedMixin):
             return None
         partition = self.inner_optimizer._hvdkit_partition  # type: ignore[attr-defined]
         if partition is not None and reduction.combines:
-            combined = partition.combine(placed, reduction.averaging)
+            combined = partition.combine(placed, reduction)
         else:
             combined = reduction.combine(placed)
         if not self._scaled:

@@ -81,7 +81,7 @@ class ShardedStateMixin(CombiningMixin):
         if (partition := self._hvdkit_partition) is None:  # single rank, or no variables
             return placed.with_grads(reduction.clip(placed.with_grads(reduction.combine(placed)), loss_scale))
         if reduction.combines:
-            placed = placed.with_grads(partition.combine(placed, reduction.averaging))
+            placed = placed.with_grads(partition.combine(placed, reduction))
         elif not reduction.reduced:  # combined by the tape: replicated, so the norm needs no exchange
             indices = self._hvdkit_indices(placed.variables)
             whole = replace(placed, variables=[partition.variables[index] for index in indices])
