@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import keras
@@ -25,7 +25,7 @@ from hvdkit.optimizer.coupled_layers import check_coupled
 from hvdkit.optimizer.element_partition import ElementPartition
 from hvdkit.optimizer.gradients import Gradient, PlacedGradients, place_gradients
 from hvdkit.optimizer.local_variables import register_local_variables
-from hvdkit.optimizer.plain_fit import FitMonitor, begin_fit, note_batch
+from hvdkit.optimizer.plain_fit import FitMonitor, begin_fit
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.row_updates import ELEMENTWISE, rule_for, update_rows, updating_class
 from hvdkit.optimizer.slots import ReassignableSlots, initialize_slot, reset_reassigned_rows
@@ -102,7 +102,8 @@ class CombiningMixin(DistributedMixin):
     _hvdkit_wrapped = False
     _hvdkit_local_keys: frozenset[Any] = frozenset()  # keys of local variables at build time
     _hvdkit_slots: ReassignableSlots | None = None
-    _hvdkit_partition: ElementPartition | None = None  # with sharded optimizer state
+    _hvdkit_updated: Sequence[Any] = ()  # the variables of the current update
+    _hvdkit_partition = ElementPartition(())  # with sharded optimizer state, after build
     _hvdkit_tables: TableOptimizers | None = None  # for tables that have their own optimizer
     _hvdkit_is_for_table = False  # whether this is a table's own optimizer
     _hvdkit_model_checked = False
@@ -119,7 +120,7 @@ class CombiningMixin(DistributedMixin):
             if (holding := holding_of(variable)) is None:
                 continue
             if isinstance(holding, Local):
-                _check_for_local(self)
+                _check_norms(self, ("global_clipnorm",), "with local variables")  # all updates would differ by rank
                 _check_for_parts(self)
             elif self._hvdkit_is_for_table or variable_optimizer(variable) is None:
                 check_elementwise(self, "beside sharded variables")
@@ -232,7 +233,8 @@ class CombiningMixin(DistributedMixin):
     def _hvdkit_check_model(self, variables: Any) -> None:
         """In the first step, raise if the model's forward pass depends on the local batch only."""
         if self._hvdkit_model_checked:
-            note_batch(self)
+            if self._hvdkit_monitor is not None:
+                self._hvdkit_monitor.note_batch()
             return
         self._hvdkit_model_checked = True
         if (model := calling_model()) is not None:
@@ -258,7 +260,8 @@ class CombiningMixin(DistributedMixin):
         return super().apply(grads, variables)  # type: ignore[misc]
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
-        self._hvdkit_updated = _Untracked(tuple(trainable_variables))
+        # Bypass Keras's tracking, which would count these among the optimizer's own variables.
+        object.__setattr__(self, "_hvdkit_updated", list(trainable_variables))
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     @graph_safe
@@ -267,14 +270,13 @@ class CombiningMixin(DistributedMixin):
         reduction = self._hvdkit
         if reduction.accumulate_steps > 1:
             self._hvdkit_combined = True
-            if reduction.op == ReduceOp.Sum:
-                grads = [g * float(reduction.accumulate_steps) for g in grads]
-            variables = self._hvdkit_updated.variables
+            factor = float(reduction.accumulate_steps)
+            summed = [g * factor for g in grads] if reduction.op == ReduceOp.Sum else grads
 
             def prepare() -> PlacedGradients:
-                return reduction.divide_rows(place_gradients(grads, variables), undo=True)
+                return reduction.divide_rows(place_gradients(summed, self._hvdkit_updated), undo=True)
 
-            return super()._clip_gradients(self._hvdkit_combine(prepare).grads)  # type: ignore[misc]
+            grads = self._hvdkit_combine(prepare).grads
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     @graph_safe
@@ -292,13 +294,6 @@ class CombiningMixin(DistributedMixin):
                 return
             # Keras assumes distinct rows.
             super().update_step(sum_duplicates(gradient), variable, learning_rate)  # type: ignore[misc]
-
-
-@dataclass(frozen=True)
-class _Untracked:
-    """Variables that an optimizer references but does not own: Keras would track a plain list of them."""
-
-    variables: tuple[Any, ...]
 
 
 def set_supervised(model: keras.Model, supervised: bool) -> None:
@@ -322,24 +317,20 @@ def variables_of(optimizer: Any, variables: Any) -> list[Any]:
 
 
 def check_elementwise(optimizer: Any, where: str) -> None:
-    """Reject optimizers that take norms of whole variables, as this rank only has a part of each.
-
-    Args:
-        optimizer: a Keras optimizer.
-        where: the condition, for the error message.
-
-    Raises:
-        ValueError: the optimizer takes norms.
-    """
-    for name in ("clipnorm", "global_clipnorm"):
-        if getattr(optimizer, name, None) is not None:
-            remedy = "pass clip_global_norm to hk.DistributedOptimizer, which sums over ranks"
-            raise ValueError(describe(name, getattr(optimizer, name), f"None {where}", remedy))
+    """Raise ValueError if an optimizer takes norms of whole variables: in the case ``where``, ranks have parts."""
+    _check_norms(optimizer, ("clipnorm", "global_clipnorm"), where)
     kind = updating_class(optimizer)
     if kind.__module__.startswith("keras.") and kind not in ELEMENTWISE:
         expected = f"one that updates each number by itself {where}"
         remedy = "take " + ", ".join(sorted(cls.__name__ for cls in ELEMENTWISE))
         raise ValueError(describe("optimizer", kind.__name__, expected, remedy))
+
+
+def _check_norms(optimizer: Any, names: Sequence[str], where: str) -> None:
+    for name in names:
+        if (limit := getattr(optimizer, name, None)) is not None:
+            remedy = "pass clip_global_norm to hk.DistributedOptimizer, which sums over ranks"
+            raise ValueError(describe(name, limit, f"None {where}", remedy))
 
 
 def prepare_gradients(optimizer: Any, grads: Any, trainable_variables: Any) -> PlacedGradients:
@@ -375,11 +366,7 @@ def _raise(problem: Exception) -> Any:
 
 
 def check_inner(optimizer: Any) -> None:
-    """Check that the inner optimizers are not distributed.
-
-    Raises:
-        TypeError: an inner optimizer is distributed.
-    """
+    """Raise TypeError if an inner optimizer is distributed."""
     inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
     if any(isinstance(part, DistributedMixin) for part in inner) and not isinstance(optimizer, LossScaleMixin):
         got, expected = f"{type(optimizer).__name__} of a DistributedOptimizer", "plain Keras optimizers inside"
@@ -391,13 +378,6 @@ def _check_for_parts(optimizer: Any) -> None:
         remedy = "give each of its optimizers its own hk.DistributedOptimizer and apply"
         expected = "one optimizer for sharded or local variables"
         raise ValueError(describe("optimizer", "a MultiOptimizer", expected, remedy))
-
-
-def _check_for_local(optimizer: Any) -> None:
-    if getattr(optimizer, "global_clipnorm", None) is not None:  # the norm, and all updates, would differ between ranks
-        remedy = "pass clip_global_norm to hk.DistributedOptimizer, which sums over ranks"
-        expected = "None with local variables"
-        raise ValueError(describe("global_clipnorm", optimizer.global_clipnorm, expected, remedy))
 
 
 def _check_overwritten(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -432,7 +412,7 @@ class LossScaleMixin(DistributedMixin):
         if not placed.grads:
             return None
         partition = self.inner_optimizer._hvdkit_partition  # type: ignore[attr-defined]
-        if partition is not None and reduction.combines:
+        if partition.variables and reduction.combines:
             combined = partition.combine(placed, reduction)
         else:
             combined = reduction.combine(placed)
