@@ -28,7 +28,7 @@ from hvdkit.optimizer.local_variables import register_local_variables
 from hvdkit.optimizer.plain_fit import FitMonitor, begin_fit
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.row_updates import ELEMENTWISE, rule_for, update_rows, updating_class
-from hvdkit.optimizer.slots import ReassignableSlots, initialize_slot, reset_reassigned_rows
+from hvdkit.optimizer.slots import initialize_slot, register_slot, reset_reassigned_rows
 from hvdkit.optimizer.sparse import sum_duplicates
 from hvdkit.optimizer.tables import TableOptimizers, check_table_options
 from hvdkit.sharding.shards import AnyVariable, Local, holding_of, is_local, piece_states, set_holding, shard_of
@@ -101,7 +101,6 @@ class CombiningMixin(DistributedMixin):
     _hvdkit = Reduction()
     _hvdkit_wrapped = False
     _hvdkit_local_keys: frozenset[Any] = frozenset()  # keys of local variables at build time
-    _hvdkit_slots: ReassignableSlots | None = None
     _hvdkit_updated: Sequence[Any] = ()  # the variables of the current update
     _hvdkit_partition = ElementPartition(())  # with sharded optimizer state, after build
     _hvdkit_tables: TableOptimizers | None = None  # for tables that have their own optimizer
@@ -178,8 +177,7 @@ class CombiningMixin(DistributedMixin):
             initialize_slot(slot, initializer)
             set_holding(slot, shard.of_slot(name or "var"))
             if shard.usage is not None:
-                self._hvdkit_slots = self._hvdkit_slots or ReassignableSlots()
-                self._hvdkit_slots.add(reference_variable, name or "", slot, initializer)
+                register_slot(reference_variable, name or "", slot, initializer)
         return slot
 
     def load_own_variables(self, store: Any) -> None:
