@@ -28,17 +28,12 @@ from hvdkit.sharding.shards import AnyVariable
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging:
-    """How gradients are combined over ranks.
-
-    Attributes:
-        op, weight, compression: as for :func:`average_gradients`.
-        group: the ranks that combine them; None for all.
-    """
+    """How gradients are combined over ranks: the arguments of :func:`average_gradients`, not checked yet."""
 
     op: Any = Average
     weight: Any = None
     compression: Any = None
-    group: cluster.Group | None = None
+    group: cluster.Group | None = None  # the ranks that combine them; None for all
 
     @property
     def batch_group(self) -> cluster.Group:
@@ -148,11 +143,7 @@ def agree_on(prepare: Callable[[], PlacedGradients], averaging: Averaging, *, co
     An error in ``prepare`` or the checks on one rank raises an error on every rank. Everything that can fail before
     gradients are exchanged belongs in ``prepare``.
 
-    Args:
-        prepare: returns this rank's gradients.
-        averaging: how they will be combined.
-        compares: False for gradients that are not combined, but whose update contains another exchange: only errors
-            in ``prepare`` matter.
+    Pass ``compares=False`` for gradients that are not combined, but whose update contains another exchange.
 
     Raises:
         Exception: this rank's gradients or arguments are invalid.

@@ -94,13 +94,9 @@ def _gradient(name: str, grad: Any, variable: Any) -> Gradient:
 
 
 def _tensor(name: str, value: Any, dtype: tf.DType | None = None, default_dtype: str = "float32") -> tf.Tensor:
-    """Return ``value`` as a tensor; tensors are returned unchanged.
+    """Return a tensor unchanged; arrays, numbers, and nested lists and tuples of these as a tensor of ``dtype``.
 
-    Args:
-        name: name for error messages.
-        value: a tensor, an array, a number, or nested lists and tuples of these.
-        dtype: dtype of the result if ``value`` is not a tensor.
-        default_dtype: default dtype of plain Python numbers of the same kind.
+    ``default_dtype`` is the default for plain Python numbers of the same kind.
     """
     if isinstance(value, tf.Tensor):
         return value

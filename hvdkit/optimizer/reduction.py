@@ -40,7 +40,8 @@ class Reduction(Averaging):
         """Return the result of ``prepare``, compared between ranks if they will combine it.
 
         Args:
-            prepare: does everything that can raise before gradients are exchanged.
+            prepare: does everything that can raise before gradients are exchanged; may itself exchange objects, as in
+                the first step of ``fit``.
             exchanges: whether the step contains another exchange, so that a rank must not raise alone.
         """
         return agree_on(prepare, self, compares=self.combines) if self.combines or exchanges else prepare()

@@ -77,9 +77,7 @@ def combine(
 
     Args:
         grads: one per variable, without duplicates; rows and their number may differ between ranks.
-        op: the reduction.
-        wire: dtype in which values are sent; None to send them uncompressed.
-        group: the ranks that combine them; None for all ranks.
+        op, wire, group: as for :func:`hvdkit.optimizer.compression.reduce_dense`.
     """
     if not grads:
         return []
