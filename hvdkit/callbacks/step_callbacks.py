@@ -54,10 +54,6 @@ class _StepCounter(keras.callbacks.Callback):
         """Store the number of steps before this epoch."""
         self._before_epoch = self._done
 
-    def steps_before(self, batch: int) -> int:
-        """Return the steps done before Keras's ``batch`` of this epoch, counted from 0."""
-        return self._before_epoch + batch
-
     def count(self, batch: int) -> int:
         """Return the number of steps done after Keras's ``batch``; idempotent."""
         self._done = self._before_epoch + batch + 1
@@ -152,7 +148,7 @@ class LearningRateWarmup(_StepCounter):
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Set the rate of this step until the factor is reached; later changes by others are kept."""
-        step = self.steps_before(batch)
+        step = self._before_epoch + batch
         if not self._reached and self._base is not None:
             fraction = min(step / self.steps, 1.0) if self.steps else 1.0
             self.model.optimizer.learning_rate = self._base * (1.0 + (self._factor - 1.0) * fraction)

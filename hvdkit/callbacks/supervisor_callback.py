@@ -148,14 +148,8 @@ class SupervisorCallback(keras.callbacks.Callback):
         return self.params.get("steps") if self._data is None else self._data.steps_per_epoch
 
 
-class _EndOfEpoch:
-    """Ends the epoch like ``stop_training = True``, but is distinguishable from another callback's request to stop."""
-
-    def __bool__(self) -> bool:
-        return True
-
-
-_END_OF_EPOCH = _EndOfEpoch()
+# Ends the epoch like stop_training = True, but is distinguishable from another callback's request to stop.
+_END_OF_EPOCH = object()
 
 
 class _Epoch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,17 +28,12 @@ from hvdkit.sharding.shards import AnyVariable
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging:
-    """How gradients are combined over ranks.
-
-    Attributes:
-        op, weight, compression: as for :func:`average_gradients`.
-        group: the ranks that combine them; None for all.
-    """
+    """How gradients are combined over ranks: the arguments of :func:`average_gradients`, not checked yet."""
 
     op: Any = Average
     weight: Any = None
     compression: Any = None
-    group: cluster.Group | None = None
+    group: cluster.Group | None = None  # the ranks that combine them; None for all
 
     @property
     def batch_group(self) -> cluster.Group:
@@ -113,7 +109,7 @@ def average_gradients(
 def average(prepare: Callable[[], PlacedGradients], averaging: Averaging) -> list[Gradient]:
     """Combine the gradients that ``prepare`` returns over all ranks, as :func:`average_gradients` does."""
     placed = agree_on(lambda: scale_to_batch(prepare(), averaging), averaging)
-    return combine(placed.map(lambda grad, kind: _sum_duplicates(grad) if kind == "rows" else grad), averaging)
+    return combine(placed.map(lambda grad, kind: sparse.sum_duplicates(grad) if kind == "rows" else grad), averaging)
 
 
 def scale_to_batch(placed: PlacedGradients, averaging: Averaging) -> PlacedGradients:
@@ -141,11 +137,13 @@ def scale_to_batch(placed: PlacedGradients, averaging: Averaging) -> PlacedGradi
     return placed.map(scale)
 
 
-def agree_on(prepare: Callable[[], PlacedGradients], averaging: Averaging) -> PlacedGradients:
+def agree_on(prepare: Callable[[], PlacedGradients], averaging: Averaging, *, compares: bool = True) -> PlacedGradients:
     """Check the result of ``prepare`` and return it; in eager mode, also compare it between ranks.
 
     An error in ``prepare`` or the checks on one rank raises an error on every rank. Everything that can fail before
     gradients are exchanged belongs in ``prepare``.
+
+    Pass ``compares=False`` for gradients that are not combined, but whose update contains another exchange.
 
     Raises:
         Exception: this rank's gradients or arguments are invalid.
@@ -155,70 +153,54 @@ def agree_on(prepare: Callable[[], PlacedGradients], averaging: Averaging) -> Pl
 
     def check() -> None:
         prepared.append(prepare())
-        _check(prepared[0], averaging)
+        if compares:
+            _check(prepared[0], averaging)
 
-    problem = attempt(check)
-    _agree(_call(prepared[0] if problem is None else None, averaging, problem), prepared, averaging.group)
+    if tf.executing_eagerly():
+        problem = attempt(check)
+        placed = prepared[0] if problem is None else None
+        call = _call(placed, averaging, problem) if compares else Call("gradients", problem=problem)
+        agree_on_call(call, averaging.group)
+    else:
+        check()
     return prepared[0]
 
 
-def agree_on_success(prepare: Callable[[], PlacedGradients], group: cluster.Group | None) -> PlacedGradients:
-    """Return the result of ``prepare``; in eager mode, an error on one rank raises an error on every rank.
-
-    For gradients that are not combined, but whose update contains another exchange.
-    """
-    prepared: list[PlacedGradients] = []
-    problem = attempt(lambda: prepared.append(prepare()))
-    _agree(Call("gradients", problem=problem), prepared, group)
-    return prepared[0]
-
-
-def _agree(call: Call, prepared: list[PlacedGradients], group: cluster.Group | None) -> None:
-    if tf.executing_eagerly() and not any(placed.is_symbolic for placed in prepared):
-        agree_on_call(call, group)
-    elif call.problem is not None:
-        raise call.problem
-
-
-def combine(placed: PlacedGradients, averaging: Averaging) -> list[Gradient]:
-    """Combine gradients that all ranks have agreed on. Repeated rows of sharded tables stay repeated."""
-    if averaging.weight is not None:
-        factor, averaging = weight_factor(averaging), replace(averaging, op=ReduceOp.Sum, weight=None)
-        placed = placed.map(lambda grad, kind: grad if kind == "overwritten" else _apply_weight(grad, factor))
-    return combine_kinds(placed, averaging, lambda replicated: _combine_replicated(replicated, averaging))
-
-
-def combine_kinds(
-    placed: PlacedGradients, averaging: Averaging, combine_replicated: Callable[[list[Gradient]], list[Gradient]]
+def combine(
+    placed: PlacedGradients,
+    averaging: Averaging,
+    combine_replicated: Callable[[list[Gradient], Averaging], list[Gradient]] | None = None,
 ) -> list[Gradient]:
-    """Combine gradients by kind.
+    """Combine gradients that all ranks have agreed on. Repeated rows of sharded tables stay repeated.
 
     With N ranks, C of which share each batch: rows of a table are already sums over all N ranks; the average divides
     them by N, the sum by C. A part of a layer along a mesh axis has the complete gradient of its batch and is combined
     over the ranks with other batches. A local gradient is the complete gradient of one of N/C batches.
     """
-    by_kind: dict[Kind, list[Gradient]] = {}
+    if averaging.weight is not None:
+        factor, averaging = weight_factor(averaging), replace(averaging, op=ReduceOp.Sum, weight=None)
+        placed = placed.map(lambda grad, kind: grad if kind == "overwritten" else _apply_weight(grad, factor))
+    by_kind: defaultdict[Kind, list[Gradient]] = defaultdict(list)
     for grad, kind in zip(placed.grads, placed.kinds, strict=True):
-        by_kind.setdefault(kind, []).append(grad)
+        by_kind[kind].append(grad)
     op, batch_group = checked_op(averaging.op), averaging.batch_group
     is_average = op == ReduceOp.Average
-
-    def reduce(grads: list[Gradient], op: ReduceOp, name: str, group: cluster.Group | None) -> list[Gradient]:
-        return _in_order(grads, grouped_allreduce(_dense(grads), op, name, group), [])
-
-    combiners: dict[Kind, Callable[[list[Gradient]], list[Gradient]]] = {
-        "replicated": combine_replicated,
-        "rows": lambda grads: [_divide(g, cluster.size() if is_average else averaging.ranks_per_batch) for g in grads],
-        "part": lambda grads: reduce(grads, op, "hvdkit.gradients.parts", batch_group),
-        "local": lambda grads: [_divide(_sum_duplicates(g), batch_group.size if is_average else 1) for g in grads],
-        "overwritten": lambda grads: reduce(grads, ReduceOp.Max, "hvdkit.gradients.overwritten", averaging.group),
+    row_divisor = cluster.size() if is_average else averaging.ranks_per_batch
+    local_divisor = batch_group.size if is_average else 1
+    combined: dict[Kind, list[Gradient]] = {
+        "replicated": (combine_replicated or _combine_replicated)(by_kind["replicated"], averaging),
+        "rows": [_divide(grad, row_divisor) for grad in by_kind["rows"]],
+        "part": _reduce(by_kind["part"], op, "hvdkit.gradients.parts", batch_group),
+        "local": [_divide(sparse.sum_duplicates(grad), local_divisor) for grad in by_kind["local"]],
+        "overwritten": _reduce(by_kind["overwritten"], ReduceOp.Max, "hvdkit.gradients.overwritten", averaging.group),
     }
-    results = {kind: iter(combiner(by_kind[kind])) for kind, combiner in combiners.items() if kind in by_kind}
+    results = {kind: iter(grads) for kind, grads in combined.items()}
     return [next(results[kind]) for kind in placed.kinds]
 
 
-def _sum_duplicates(grad: Gradient) -> Gradient:
-    return sparse.sum_duplicates(grad) if isinstance(grad, tf.IndexedSlices) else grad
+def _reduce(grads: list[Gradient], op: ReduceOp, name: str, group: cluster.Group | None) -> list[Gradient]:
+    reduced = iter(grouped_allreduce([g for g in grads if g is not None], op, name, group))
+    return [None if g is None else next(reduced) for g in grads]
 
 
 def _divide(grad: Gradient, divisor: int) -> Gradient:
@@ -257,46 +239,27 @@ def zero_without_weight(grad: Gradient, factor: tf.Tensor) -> Gradient:
 
 
 def _combine_replicated(grads: list[Gradient], averaging: Averaging) -> list[Gradient]:
-    op = checked_op(averaging.op)
+    """Combine gradients of replicated variables; tiny tables are sent with the dense gradients."""
+    op, group = checked_op(averaging.op), averaging.group
     if op in (ReduceOp.Min, ReduceOp.Max):
-        return _in_order(grads, grouped_allreduce(_dense(grads), op, "hvdkit.gradients", averaging.group), [])
-    rows = [sparse.sum_duplicates(g) for g in grads if isinstance(g, tf.IndexedSlices)]
-    if (cluster.size() if averaging.group is None else averaging.group.size) == 1:
-        return _in_order(grads, _dense(grads), rows)
+        return _reduce(grads, op, "hvdkit.gradients", group)
+    results = dict(enumerate(map(sparse.sum_duplicates, grads)))
+    if (cluster.size() if group is None else group.size) == 1:
+        return [*results.values()]
+    tables = {i: g for i, g in results.items() if isinstance(g, tf.IndexedSlices)}
+    tiny = {i: tf.convert_to_tensor(g) for i, g in tables.items() if sparse.is_tiny(g)}
+    dense = {i: g for i, g in results.items() if g is not None and i not in tables} | tiny
+    large = {i: g for i, g in tables.items() if i not in tiny}
     wire = wires.wire_dtype(averaging.compression)
-    combined = _in_order(grads, *_combine(_dense(grads), rows, op, wire, averaging.group))
+    results |= zip(dense, wires.reduce_dense([*dense.values()], op, wire, "hvdkit.gradients", group), strict=True)
+    results |= zip(large, sparse.combine([*large.values()], op, wire, group), strict=True)
+    for i in tiny:
+        every_row = tf.range(tf.shape(results[i])[0], dtype=tables[i].indices.dtype)
+        results[i] = tf.IndexedSlices(results[i], every_row, tables[i].dense_shape)
     ranks_per_batch = averaging.ranks_per_batch if op == ReduceOp.Sum else 1
-    return combined if ranks_per_batch == 1 else [map_values(g, lambda x: x / ranks_per_batch) for g in combined]
-
-
-def _combine(
-    dense: list[tf.Tensor],
-    rows: list[tf.IndexedSlices],
-    op: ReduceOp,
-    wire: tf.DType | None,
-    group: cluster.Group | None,
-) -> tuple[list[tf.Tensor], list[tf.IndexedSlices]]:
-    """Combine dense gradients and rows by ``op``, Average or Sum; tiny tables are sent with the dense gradients."""
-    tiny = [i for i, g in enumerate(rows) if sparse.is_tiny(g)]
-    large = [i for i in range(len(rows)) if i not in tiny]
-    tiny_dense = [tf.convert_to_tensor(rows[i]) for i in tiny]
-    reduced = wires.reduce_dense(dense + tiny_dense, op, wire, "hvdkit.gradients", group)
-    combined = dict(zip(large, sparse.combine([rows[i] for i in large], op, wire, group), strict=True))
-    for i, y in zip(tiny, reduced[len(dense) :], strict=True):
-        every_row = tf.range(tf.shape(y)[0], dtype=rows[i].indices.dtype)
-        combined[i] = tf.IndexedSlices(y, every_row, rows[i].dense_shape)
-    return reduced[: len(dense)], [combined[i] for i in range(len(rows))]
-
-
-def _dense(grads: list[Gradient]) -> list[tf.Tensor]:
-    return [g for g in grads if g is not None and not isinstance(g, tf.IndexedSlices)]
-
-
-def _in_order(grads: list[Gradient], dense: list[tf.Tensor], rows: list[tf.IndexedSlices]) -> list[Gradient]:
-    """Put the results back in the order of ``grads``."""
-    next_dense, next_rows = iter(dense), iter(rows)
-    kinds = [None if g is None else (next_rows if isinstance(g, tf.IndexedSlices) else next_dense) for g in grads]
-    return [None if source is None else next(source) for source in kinds]
+    if ranks_per_batch == 1:
+        return [*results.values()]
+    return [map_values(g, lambda x: x / ranks_per_batch) for g in results.values()]
 
 
 def _check(placed: PlacedGradients, averaging: Averaging) -> None:

@@ -78,11 +78,7 @@ def synchronized_statistics(model: keras.layers.Layer) -> list[keras.Variable]:
 
 
 def check_batch_normalization(model: keras.layers.Layer) -> None:
-    """Check that all layers with ``synchronized=True`` are synchronized.
-
-    Raises:
-        ValueError: a layer is not, and there is more than one rank.
-    """
+    """Raise ValueError if a layer with ``synchronized=True`` is not synchronized, and there are several ranks."""
     for layer in _batch_normalizations(model):
         require_synchronized(layer)
 

@@ -32,15 +32,10 @@ _STATE = {"_lock", "_tracker", "_variables", "_trainable_variables", "_trainable
 
 @dataclass(frozen=True)
 class Original:
-    """A plain optimizer that a distributed copy replaces. Not a tuple: Keras would save it with the copy.
-
-    Attributes:
-        optimizer: the plain optimizer.
-        rate: its learning rate when it was copied.
-    """
+    """A plain optimizer that a distributed copy replaces. Not a tuple: Keras would save it with the copy."""
 
     optimizer: Any
-    rate: float
+    rate: float  # the learning rate when it was copied
 
 
 def subclass(mixin: type, base: type) -> Any:
@@ -89,19 +84,11 @@ def copy_of(optimizer: Any, cls: Any, *, rebuilds: bool = False, **changed: Any)
 
 
 class _Copier:
-    """Copies an optimizer and its inner optimizers.
-
-    Args:
-        rebuilds: skip the variables that ``build`` creates, as it will be called again.
-
-    Attributes:
-        rebuilds: the same.
-        skipped: names of attributes that hold such variables.
-    """
+    """Copies an optimizer and its inner optimizers."""
 
     def __init__(self, rebuilds: bool):
-        self.rebuilds = rebuilds
-        self.skipped: list[str] = []
+        self.rebuilds = rebuilds  # skip the variables that build creates, as it will be called again
+        self.skipped: list[str] = []  # names of attributes that hold such variables
         self._copied: dict[int, Any] = {}  # copies, by the id of the original
         self._slots: set[int] = set()
 

@@ -108,16 +108,15 @@ def DistributedOptimizer(
     if group is not None and shard_states:
         expected = "None with shard_states=True, which divides slots among all ranks"
         raise ValueError(describe("process_set", f"ranks {list(group.ranks)}", expected, "use one of the two"))
-    reduction = Reduction(
-        op=Average if op is None else checked_op(op),
-        combines=op is not None,
-        compression=compression,
-        accumulate_steps=steps,
-        clip_global_norm=clip_global_norm,
-        sparse_updates=sparse_updates,
-        shard_states=shard_states,
-        group=group,
-    )
+    options: dict[str, Any] = {
+        "compression": compression,
+        "accumulate_steps": steps,
+        "clip_global_norm": clip_global_norm,
+        "sparse_updates": sparse_updates,
+        "shard_states": shard_states,
+    }
+    combining_op = Average if op is None else checked_op(op)
+    reduction = Reduction(op=combining_op, combines=op is not None, group=group, **options)
     if shard_states:
         _check_shardable_state(optimizer)
     if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, LossScale):
@@ -125,15 +124,7 @@ def DistributedOptimizer(
         wrapped._scaled = False  # added implicitly: unscale gradients only after a call of scale_loss
     else:
         wrapped = _wrap(optimizer, reduction)
-    options = {
-        "op": op,
-        "compression": compression,
-        "accumulate_steps": steps,
-        "clip_global_norm": clip_global_norm,
-        "sparse_updates": sparse_updates,
-        "shard_states": shard_states,
-        "process_set": process_set,
-    }
+    options |= {"op": op, "process_set": process_set}
     object.__setattr__(wrapped, "_hvdkit_options", options)  # bypass Keras's tracking to keep a plain dict
     return wrapped
 
@@ -141,8 +132,9 @@ def DistributedOptimizer(
 def _wrap(optimizer: Any, reduction: Reduction) -> Any:
     if isinstance(optimizer, LossScale):
         return _wrap_loss_scale(optimizer, reduction)
-    if _Multi and isinstance(optimizer, _Multi):
-        return _wrap_multi(optimizer, reduction)
+    if isinstance(optimizer, _Multi) and reduction.accumulate_steps > 1:
+        expected, remedy = "1 with a MultiOptimizer", "set gradient_accumulation_steps on its inner optimizers"
+        raise ValueError(describe("accumulate_steps", reduction.accumulate_steps, expected, remedy))
     cls = subclass(ShardedStateMixin if reduction.shard_states else CombiningMixin, type(optimizer))
     steps = reduction.accumulate_steps if reduction.accumulate_steps > 1 else None
     begins = steps is not None and not optimizer.gradient_accumulation_steps
@@ -158,14 +150,6 @@ def _wrap_loss_scale(optimizer: Any, reduction: Reduction) -> Any:
     inner = _wrap(optimizer.inner_optimizer, of_inner)
     of_outer = replace(reduction, combines=reduced, clip_global_norm=None)
     return copy_of(optimizer, subclass(LossScaleMixin, type(optimizer)), inner_optimizer=inner, _hvdkit=of_outer)
-
-
-def _wrap_multi(optimizer: Any, reduction: Reduction) -> Any:
-    if reduction.accumulate_steps > 1:
-        expected, remedy = "1 with a MultiOptimizer", "set gradient_accumulation_steps on its inner optimizers"
-        raise ValueError(describe("accumulate_steps", reduction.accumulate_steps, expected, remedy))
-    cls = subclass(CombiningMixin, type(optimizer))
-    return copy_of(optimizer, cls, rebuilds=_has_marked_slots(optimizer), _hvdkit=reduction)
 
 
 def _has_marked_slots(optimizer: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -18,7 +19,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.ops import ReduceOp
-from hvdkit.optimizer.average import Averaging, combine_kinds
+from hvdkit.optimizer.average import Averaging, combine
 from hvdkit.optimizer.compression import reduce_scatter, wire_dtype
 from hvdkit.optimizer.gradients import Gradient, PlacedGradients
 from hvdkit.sharding.partition import flat_ranges, flat_shard_size
@@ -95,13 +96,20 @@ class ElementPartition:
         with tf.device(_inner(variable).device):
             return PartProxy(variable, len(shard.elements))
 
-    def index_of(self, variable: Any) -> int | None:
-        """Return the index of a variable or its proxy in the list; None if it is not in the list."""
-        return self._indices.get(id(_inner(variable)))
+    def __contains__(self, variable: Any) -> bool:
+        return id(_inner(variable)) in self._indices
 
-    def shard(self, index: int) -> FlatShard | None:
-        """Return the elements of variable ``index`` that this rank updates; None for a shard or local variable."""
-        return self._shards.get(index)
+    def target_of(self, variable: Any) -> Any:
+        """Return the target of a variable or proxy; the variable itself if it is not in the list."""
+        return self.targets[self._indices[id(_inner(variable))]] if variable in self else variable
+
+    def original_of(self, variable: Any) -> Any:
+        """Return the variable of a target; a variable that is not in the list is returned unchanged."""
+        return self.variables[self._indices[id(_inner(variable))]] if variable in self else variable
+
+    def shard(self, variable: Any) -> FlatShard | None:
+        """Return the elements of a variable that this rank updates; None for a shard, a local or another variable."""
+        return self._shards.get(self._indices[id(_inner(variable))]) if variable in self else None
 
     def load(self) -> None:
         """Copy the variables' elements into the proxies."""
@@ -119,10 +127,11 @@ class ElementPartition:
             if isinstance(target, PartProxy) and 0 not in target.shape:
                 yield index, target
 
-    def slice_gradients(self, grads: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    def slice_gradients(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return this rank's elements of replicated gradients."""
         results = []
-        for grad, index in zip(grads, indices, strict=True):
+        for grad, variable in zip(grads, variables, strict=True):
+            index = self._indices[id(_inner(variable))]
             whole = grad is None or self.targets[index] is self.variables[index]
             results.append(grad if whole else self._slice(self._dense(grad, index), index))
         return results
@@ -149,9 +158,9 @@ class ElementPartition:
         """
         pairs = zip(placed.variables, placed.kinds, strict=True)
         indices = [self._indices[id(_inner(v))] for v, kind in pairs if kind == "replicated"]
-        return combine_kinds(placed, averaging, lambda replicated: self._reduce(replicated, indices, averaging))
+        return combine(placed, averaging, partial(self._reduce, indices))
 
-    def _reduce(self, grads: Sequence[Any], indices: Sequence[int], averaging: Averaging) -> list[Any]:
+    def _reduce(self, indices: Sequence[int], grads: Sequence[Any], averaging: Averaging) -> list[Any]:
         grads_by_index = {index: grad for index, grad in zip(indices, grads, strict=True) if grad is not None}
         combined: dict[int, Any] = {}
         for buffer in self._buffers:
@@ -175,13 +184,14 @@ class ElementPartition:
         pairs = zip(buffer.indices, pieces, strict=False)
         return {index: tf.reshape(piece, self.targets[index].shape) for index, piece in pairs}
 
-    def gather(self, indices: Sequence[int]) -> None:
-        """Gather the updated elements of the variables at ``indices`` from the ranks that own them, on every rank."""
+    def gather(self, variables: Sequence[Any]) -> None:
+        """Gather the updated elements of ``variables`` from the ranks that own them, on every rank."""
+        indices = {self._indices[id(_inner(variable))] for variable in variables if variable in self}
         for buffer in self._buffers:
-            if not set(indices).isdisjoint(buffer.indices):
+            if not indices.isdisjoint(buffer.indices):
                 self._gather_buffer(buffer, indices)
 
-    def _gather_buffer(self, buffer: _FlatBuffer, indices: Sequence[int]) -> None:
+    def _gather_buffer(self, buffer: _FlatBuffer, indices: set[int]) -> None:
         local = [_inner(self.targets[index]) for index in buffer.indices if self._shards[index].elements]
         padding = buffer.shard_size - sum(len(self._shards[index].elements) for index in buffer.indices)
         dtype = tf.as_dtype(self.variables[buffer.indices[0]].dtype)

@@ -42,12 +42,6 @@ class PlacedGradients:
         """Apply ``fn`` to each gradient and its kind."""
         return self.with_grads([fn(g, kind) for g, kind in zip(self.grads, self.kinds, strict=True)])
 
-    @property
-    def is_symbolic(self) -> bool:
-        """Whether the values are symbolic, i.e. inside a graph."""
-        values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in self.grads]
-        return any(is_symbolic(x) for x in values)
-
 
 def kind_of(variable: Any) -> Kind:
     """Return how ``variable`` is placed on ranks."""
@@ -100,13 +94,9 @@ def _gradient(name: str, grad: Any, variable: Any) -> Gradient:
 
 
 def _tensor(name: str, value: Any, dtype: tf.DType | None = None, default_dtype: str = "float32") -> tf.Tensor:
-    """Return ``value`` as a tensor; tensors are returned unchanged.
+    """Return a tensor unchanged; arrays, numbers, and nested lists and tuples of these as a tensor of ``dtype``.
 
-    Args:
-        name: name for error messages.
-        value: a tensor, an array, a number, or nested lists and tuples of these.
-        dtype: dtype of the result if ``value`` is not a tensor.
-        default_dtype: default dtype of plain Python numbers of the same kind.
+    ``default_dtype`` is the default for plain Python numbers of the same kind.
     """
     if isinstance(value, tf.Tensor):
         return value

@@ -51,11 +51,11 @@ def load_model(
         hk.fit(model, x, y, batch_size=64, epochs=4, initial_epoch=2)
     """
     loaded: list[Any] = []
-
-    def load() -> None:
-        loaded.append(_load(Path(path), custom_objects, compile, safe_mode, options))
-
-    gather(cluster.exchange(), "load_model()", load)
+    gather(
+        cluster.exchange(),
+        "load_model()",
+        lambda: loaded.append(_load(Path(path), custom_objects, compile, safe_mode, options)),
+    )
     model = loaded[0]
     optimizer = getattr(model, "optimizer", None)
     broadcast_variables([*model.variables, *(() if optimizer is None else optimizer.variables)])
@@ -67,9 +67,11 @@ def _load(path: Path, custom_objects: Any, compiles: bool, safe_mode: bool, opti
     model = keras.models.load_model(
         path, custom_objects=custom_objects, compile=compiles and not in_two_steps, safe_mode=safe_mode
     )
-    if in_two_steps and not (config := _compile_config(path)):
-        return model
     if in_two_steps:
+        with zipfile.ZipFile(path) as archive:
+            config = json.loads(archive.read("config.json")).get("compile_config")
+        if not config:
+            return model
         with keras.saving.custom_object_scope(custom_objects or {}):
             model.compile_from_config(config)
     optimizer = getattr(model, "optimizer", None)
@@ -88,11 +90,6 @@ def _load(path: Path, custom_objects: Any, compiles: bool, safe_mode: bool, opti
             model.optimizer.build(model.trainable_variables)
         _load_state(model, path)
     return model
-
-
-def _compile_config(path: Path) -> Any:
-    with zipfile.ZipFile(path) as archive:
-        return json.loads(archive.read("config.json")).get("compile_config")
 
 
 def _load_state(model: Any, path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import keras
@@ -15,7 +15,7 @@ from hvdkit.collectives import allreduce
 from hvdkit.collectives.call_checks import attempt
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.graphs import refuse_xla
-from hvdkit.collectives.ops import Average, Min, ReduceOp
+from hvdkit.collectives.ops import Min, ReduceOp
 from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.optimizer.batch_norm import average_moving_statistics, check_batch_normalization
@@ -25,10 +25,10 @@ from hvdkit.optimizer.coupled_layers import check_coupled
 from hvdkit.optimizer.element_partition import ElementPartition
 from hvdkit.optimizer.gradients import Gradient, PlacedGradients, place_gradients
 from hvdkit.optimizer.local_variables import register_local_variables
-from hvdkit.optimizer.plain_fit import FitMonitor, begin_fit, note_batch
+from hvdkit.optimizer.plain_fit import FitMonitor, begin_fit
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.row_updates import ELEMENTWISE, rule_for, update_rows, updating_class
-from hvdkit.optimizer.slots import ReassignableSlots, initialize_slot, reset_reassigned_rows
+from hvdkit.optimizer.slots import initialize_slot, register_slot, reset_reassigned_rows
 from hvdkit.optimizer.sparse import sum_duplicates
 from hvdkit.optimizer.tables import TableOptimizers, check_table_options
 from hvdkit.sharding.shards import AnyVariable, Local, holding_of, is_local, piece_states, set_holding, shard_of
@@ -98,11 +98,11 @@ def restore_optimizer(unpickle: Callable[..., Any], arguments: Any, options: Map
 class CombiningMixin(DistributedMixin):
     """Mixin for a Keras optimizer class: combine gradients over ranks before the class's own update."""
 
-    _hvdkit = Reduction(op=Average, compression=None, accumulate_steps=1, clip_global_norm=None)
+    _hvdkit = Reduction()
     _hvdkit_wrapped = False
     _hvdkit_local_keys: frozenset[Any] = frozenset()  # keys of local variables at build time
-    _hvdkit_slots: ReassignableSlots | None = None
-    _hvdkit_partition: ElementPartition | None = None  # with sharded optimizer state
+    _hvdkit_updated: Sequence[Any] = ()  # the variables of the current update
+    _hvdkit_partition = ElementPartition(())  # with sharded optimizer state, after build
     _hvdkit_tables: TableOptimizers | None = None  # for tables that have their own optimizer
     _hvdkit_is_for_table = False  # whether this is a table's own optimizer
     _hvdkit_model_checked = False
@@ -119,7 +119,7 @@ class CombiningMixin(DistributedMixin):
             if (holding := holding_of(variable)) is None:
                 continue
             if isinstance(holding, Local):
-                _check_for_local(self)
+                _check_norms(self, ("global_clipnorm",), "with local variables")  # all updates would differ by rank
                 _check_for_parts(self)
             elif self._hvdkit_is_for_table or variable_optimizer(variable) is None:
                 check_elementwise(self, "with sharded variables")
@@ -177,8 +177,7 @@ class CombiningMixin(DistributedMixin):
             initialize_slot(slot, initializer)
             set_holding(slot, shard.of_slot(name or "var"))
             if shard.usage is not None:
-                self._hvdkit_slots = self._hvdkit_slots or ReassignableSlots()
-                self._hvdkit_slots.add(reference_variable, name or "", slot, initializer)
+                register_slot(reference_variable, name or "", slot, initializer)
         return slot
 
     def load_own_variables(self, store: Any) -> None:
@@ -216,7 +215,7 @@ class CombiningMixin(DistributedMixin):
             scale = getattr(self, "loss_scale_factor", None)
             placed = self._hvdkit_combine(prepare, scale)
             if getattr(self, "clipvalue", None) is not None:  # Keras clips values, so sum duplicate rows first
-                placed = placed.map(lambda g, _: sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g)
+                placed = placed.map(lambda grad, _: sum_duplicates(grad))
             reset_reassigned_rows(placed.grads, placed.variables, all_rows=False)
             return self._hvdkit_update(placed)
         self._hvdkit_combined = False
@@ -232,7 +231,8 @@ class CombiningMixin(DistributedMixin):
     def _hvdkit_check_model(self, variables: Any) -> None:
         """In the first step, raise if the model's forward pass depends on the local batch only."""
         if self._hvdkit_model_checked:
-            note_batch(self)
+            if self._hvdkit_monitor is not None:
+                self._hvdkit_monitor.note_batch()
             return
         self._hvdkit_model_checked = True
         if (model := calling_model()) is not None:
@@ -258,7 +258,8 @@ class CombiningMixin(DistributedMixin):
         return super().apply(grads, variables)  # type: ignore[misc]
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
-        self._hvdkit_updated = _Untracked(tuple(trainable_variables))
+        # Bypass Keras's tracking, which would count these among the optimizer's own variables.
+        object.__setattr__(self, "_hvdkit_updated", list(trainable_variables))
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     @graph_safe
@@ -267,14 +268,13 @@ class CombiningMixin(DistributedMixin):
         reduction = self._hvdkit
         if reduction.accumulate_steps > 1:
             self._hvdkit_combined = True
-            if reduction.op == ReduceOp.Sum:
-                grads = [g * float(reduction.accumulate_steps) for g in grads]
-            variables = self._hvdkit_updated.variables
+            factor = float(reduction.accumulate_steps)
+            summed = [g * factor for g in grads] if reduction.op == ReduceOp.Sum else grads
 
             def prepare() -> PlacedGradients:
-                return reduction.divide_rows(place_gradients(grads, variables), undo=True)
+                return reduction.divide_rows(place_gradients(summed, self._hvdkit_updated), undo=True)
 
-            return super()._clip_gradients(self._hvdkit_combine(prepare).grads)  # type: ignore[misc]
+            grads = self._hvdkit_combine(prepare).grads
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     @graph_safe
@@ -290,16 +290,8 @@ class CombiningMixin(DistributedMixin):
             if rule is not None:
                 update_rows(rule, self, variable, shard, gradient, learning_rate)
                 return
-            if isinstance(gradient, tf.IndexedSlices):
-                gradient = sum_duplicates(gradient)  # Keras assumes distinct rows
-            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
-
-
-@dataclass(frozen=True)
-class _Untracked:
-    """Variables that an optimizer references but does not own: Keras would track a plain list of them."""
-
-    variables: tuple[Any, ...]
+            # Keras assumes distinct rows.
+            super().update_step(sum_duplicates(gradient), variable, learning_rate)  # type: ignore[misc]
 
 
 def set_supervised(model: keras.Model, supervised: bool) -> None:
@@ -323,24 +315,20 @@ def variables_of(optimizer: Any, variables: Any) -> list[Any]:
 
 
 def check_elementwise(optimizer: Any, where: str) -> None:
-    """Reject optimizers that take norms of whole variables, as this rank only has a part of each.
-
-    Args:
-        optimizer: a Keras optimizer.
-        where: the condition, for the error message.
-
-    Raises:
-        ValueError: the optimizer takes norms.
-    """
-    for name in ("clipnorm", "global_clipnorm"):
-        if getattr(optimizer, name, None) is not None:
-            remedy = "pass clip_global_norm to hk.DistributedOptimizer, which sums over ranks"
-            raise ValueError(describe(name, getattr(optimizer, name), f"None {where}", remedy))
+    """Raise ValueError if an optimizer takes norms of whole variables: in the case ``where``, ranks have parts."""
+    _check_norms(optimizer, ("clipnorm", "global_clipnorm"), where)
     kind = updating_class(optimizer)
     if kind.__module__.startswith("keras.") and kind not in ELEMENTWISE:
         expected = f"one that updates each number separately {where}"
         remedy = "take " + ", ".join(sorted(cls.__name__ for cls in ELEMENTWISE))
         raise ValueError(describe("optimizer", kind.__name__, expected, remedy))
+
+
+def _check_norms(optimizer: Any, names: Sequence[str], where: str) -> None:
+    for name in names:
+        if (limit := getattr(optimizer, name, None)) is not None:
+            remedy = "pass clip_global_norm to hk.DistributedOptimizer, which sums over ranks"
+            raise ValueError(describe(name, limit, f"None {where}", remedy))
 
 
 def prepare_gradients(optimizer: Any, grads: Any, trainable_variables: Any) -> PlacedGradients:
@@ -376,11 +364,7 @@ def _raise(problem: Exception) -> Any:
 
 
 def check_inner(optimizer: Any) -> None:
-    """Check that the inner optimizers are not distributed.
-
-    Raises:
-        TypeError: an inner optimizer is distributed.
-    """
+    """Raise TypeError if an inner optimizer is distributed."""
     inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
     if any(isinstance(part, DistributedMixin) for part in inner) and not isinstance(optimizer, LossScaleMixin):
         got, expected = f"{type(optimizer).__name__} of a DistributedOptimizer", "plain Keras optimizers inside"
@@ -392,13 +376,6 @@ def _check_for_parts(optimizer: Any) -> None:
         remedy = "give each of its optimizers its own hk.DistributedOptimizer and apply"
         expected = "one optimizer for sharded or local variables"
         raise ValueError(describe("optimizer", "a MultiOptimizer", expected, remedy))
-
-
-def _check_for_local(optimizer: Any) -> None:
-    if getattr(optimizer, "global_clipnorm", None) is not None:  # the norm, and all updates, would differ between ranks
-        remedy = "pass clip_global_norm to hk.DistributedOptimizer, which sums over ranks"
-        expected = "None with local variables"
-        raise ValueError(describe("global_clipnorm", optimizer.global_clipnorm, expected, remedy))
 
 
 def _check_overwritten(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -433,8 +410,8 @@ class LossScaleMixin(DistributedMixin):
         if not placed.grads:
             return None
         partition = self.inner_optimizer._hvdkit_partition  # type: ignore[attr-defined]
-        if partition is not None and reduction.combines:
-            combined = partition.combine(placed, reduction.averaging)
+        if partition.variables and reduction.combines:
+            combined = partition.combine(placed, reduction)
         else:
             combined = reduction.combine(placed)
         if not self._scaled:

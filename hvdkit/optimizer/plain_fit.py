@@ -41,21 +41,13 @@ _PATHS = {
 
 
 class _FitStart(NamedTuple):
-    """The state of one rank at the beginning of ``fit``.
+    """The state of one rank at the beginning of ``fit``."""
 
-    Attributes:
-        steps: batches per epoch, and epochs; None if unknown.
-        weights: digest of trainable variables, slots and learning rates.
-        data: digest of sampled rows of the arrays passed to ``fit``; None for other data.
-        paths: class of each callback that writes files, by path.
-        evaluated: digests of the arrays passed to ``evaluate`` since the last ``fit`` began.
-    """
-
-    steps: tuple[Any, Any] | None
-    weights: bytes
-    data: bytes | None
-    paths: dict[str, str]
-    evaluated: list[bytes | None]
+    steps: tuple[Any, Any]  # batches per epoch, and epochs; None if unknown
+    weights: bytes  # digest of trainable variables, slots and learning rates
+    data: bytes | None  # digest of sampled rows of the arrays passed to fit; None for other data
+    paths: dict[str, str]  # class of each callback that writes files, by path
+    evaluated: list[bytes | None]  # digests of the arrays passed to evaluate since the last fit began
 
 
 def begin_fit(model: Any, optimizer: Any, group: cluster.Group | None) -> None:
@@ -76,13 +68,6 @@ def begin_fit(model: Any, optimizer: Any, group: cluster.Group | None) -> None:
     fit_locals = locals_of("fit", having="epoch_iterator")
     if not within_share() and not _called_by_hvdkit(fit_locals):
         monitor.begin(fit_locals, is_late=not tf.inside_function())
-        monitor.note_batch()
-
-
-def note_batch(optimizer: Any) -> None:
-    """Record the digest of the first batch of each ``fit`` when the training step is traced again."""
-    monitor: FitMonitor | None = optimizer._hvdkit_monitor
-    if monitor is not None and not within_share():
         monitor.note_batch()
 
 
@@ -156,8 +141,6 @@ class FitMonitor:
     def begin(self, fit_locals: dict[str, Any], *, is_late: bool) -> None:
         """Compare the ranks, synchronize the weights, and install the callback that compares ranks later on.
 
-        The callback compares them at the end of each epoch and of training.
-
         Args:
             fit_locals: local variables of Keras's ``fit``.
             is_late: whether a forward pass has already used the weights.
@@ -210,7 +193,9 @@ class FitMonitor:
         callbacks.callbacks.append(comparison)
 
     def note_batch(self) -> None:
-        """Record the digest of the first batch, in the graph of the step or in eager mode."""
+        """Record the digest of the first batch of this ``fit``, in the graph of the step or in eager mode."""
+        if within_share():
+            return
         data = locals_of("one_step_on_data", having="data").get("data")
         tensors = [x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]
         if not tensors:
@@ -229,12 +214,7 @@ class FitMonitor:
     # ---- warnings -----------------------------------------------------------------------------------------------
 
     def warn_of_equal_data(self, digests: list[Any], what: str) -> None:
-        """Warn if all ranks train on the same data.
-
-        Args:
-            digests: digests of the data, in rank order.
-            what: name of the data.
-        """
+        """Warn if all ranks train on the same data: ``what``, with the ``digests`` in rank order."""
         number = cluster.group(cluster.DATA).size  # ranks along other mesh axes share a batch
         if number > 1 and len(set(digests)) == 1:
             self.warn(
@@ -270,19 +250,12 @@ _MONITORS: Attached[FitMonitor] = Attached("_hvdkit_monitor")
 
 
 class _EpochEnd(NamedTuple):
-    """The state of one rank at the end of an epoch.
+    """The state of one rank at the end of an epoch."""
 
-    Attributes:
-        stops: whether a callback has set ``stop_training``.
-        rate: the learning rate.
-        logs: numbers passed to callbacks and History.
-        batch: digest of the first batch of this ``fit``; 0 if unknown.
-    """
-
-    stops: bool
+    stops: bool  # whether a callback has set stop_training
     rate: float | None
-    logs: dict[str, float]
-    batch: int
+    logs: dict[str, float]  # numbers passed to callbacks and History
+    batch: int  # digest of the first batch of this fit; 0 if unknown
 
 
 class _RankComparison(keras.callbacks.Callback):
@@ -307,9 +280,9 @@ class _RankComparison(keras.callbacks.Callback):
             lambda: _EpochEnd(bool(model.stop_training), _rate(model.optimizer), known, batch),
         )
         remedy = "use hk.fit, or put hk.callbacks.MetricAverage() before callbacks that decide"
-        for what, decision in _DECISIONS.items():
-            decisions = [decision(each) for each in ranks]
-            compare(decisions, f"callbacks: {what} after epoch {epoch + 1}", remedy, ranks=exchange.ranks)
+        when = f"after epoch {epoch + 1}"
+        compare([each.stops for each in ranks], f"callbacks: stop_training {when}", remedy, ranks=exchange.ranks)
+        compare([each.rate for each in ranks], f"callbacks: learning rate {when}", remedy, ranks=exchange.ranks)
         names = [name for name in known if any(each.logs.get(name) != known[name] for each in ranks)]
         if names:
             values = ", ".join(f"{each.logs.get(names[0])}" for each in ranks)
@@ -331,12 +304,6 @@ class _RankComparison(keras.callbacks.Callback):
             _REMEDY,
             show=lambda *_: ("others, as they were before", "equal ones"),
         )
-
-
-_DECISIONS: dict[str, Callable[[_EpochEnd], Any]] = {
-    "stop_training": lambda each: each.stops,
-    "learning rate": lambda each: each.rate,
-}
 
 
 def _slots(optimizer: Any) -> list[Any]:

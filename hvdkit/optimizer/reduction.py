@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.tensors import grouped_allreduce
-from hvdkit.optimizer.average import Averaging, agree_on, agree_on_success, combine, map_values, scale_to_batch
+from hvdkit.optimizer.average import Averaging, agree_on, combine, map_values, scale_to_batch
 from hvdkit.optimizer.gradients import Gradient, Kind, PlacedGradients
 from hvdkit.optimizer.row_updates import SparseUpdates
 from hvdkit.optimizer.sparse import sum_duplicates
@@ -20,45 +20,35 @@ from hvdkit.sharding.shards import shard_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduction:
+class Reduction(Averaging):
     """How a distributed optimizer processes gradients before Keras's update.
 
     Attributes:
         combines: False if gradients are already combined, by the tape or by a LossScaleOptimizer around the optimizer.
         reduced: if already combined, whether they are only this rank's elements.
-        group: the ranks that combine gradients; None for all.
         others: as for ``hk.DistributedOptimizer``.
     """
 
-    op: ReduceOp
-    compression: str | None
-    accumulate_steps: int
-    clip_global_norm: float | None
+    accumulate_steps: int = 1
+    clip_global_norm: float | None = None
     sparse_updates: SparseUpdates = "auto"
     shard_states: bool = False
-    group: cluster.Group | None = None
     combines: bool = True
     reduced: bool = False
-
-    @property
-    def averaging(self) -> Averaging:
-        """How gradients are combined over ranks."""
-        return Averaging(op=self.op, compression=self.compression, group=self.group)
 
     def agree(self, prepare: Callable[[], PlacedGradients], *, exchanges: bool = False) -> PlacedGradients:
         """Return the result of ``prepare``, compared between ranks if they will combine it.
 
         Args:
-            prepare: does everything that can raise before gradients are exchanged.
+            prepare: does everything that can raise before gradients are exchanged; may itself exchange objects, as in
+                the first step of ``fit``.
             exchanges: whether the step contains another exchange, so that a rank must not raise alone.
         """
-        if self.combines:
-            return agree_on(prepare, self.averaging)
-        return agree_on_success(prepare, self.group) if exchanges else prepare()
+        return agree_on(prepare, self, compares=self.combines) if self.combines or exchanges else prepare()
 
     def scale_to_batch(self, placed: PlacedGradients) -> PlacedGradients:
         """Return gradients multiplied by this rank's share of the global batch, if they will be combined here."""
-        return scale_to_batch(placed, self.averaging) if self.combines else placed
+        return scale_to_batch(placed, self) if self.combines else placed
 
     def combine(self, placed: PlacedGradients) -> list[Gradient]:
         """Combine gradients over all ranks, after :meth:`agree`.
@@ -67,13 +57,13 @@ class Reduction:
         """
         if not self.combines:
             return placed.grads
-        combined = combine(placed, self.averaging)
+        combined = combine(placed, self)
         report_step(combined, f"optimizer {id(self)}")
         return combined
 
     def divide_rows(self, placed: PlacedGradients, *, undo: bool = False) -> PlacedGradients:
         """Divide the gradients of rows by N before they are accumulated, so that their sums don't depend on N."""
-        divisor = cluster.size() if self.op == ReduceOp.Average else self.averaging.ranks_per_batch
+        divisor = cluster.size() if self.op == ReduceOp.Average else self.ranks_per_batch
         factor = divisor if undo else 1 / divisor
         if divisor == 1:
             return placed
@@ -90,7 +80,7 @@ class Reduction:
         if self.clip_global_norm is None:
             return placed.grads
         limit = self.clip_global_norm * (loss_scale or 1.0)
-        distinct = placed.map(lambda g, _: sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g)
+        distinct = placed.map(lambda grad, _: sum_duplicates(grad))
         norm = tf.sqrt(tf.add_n(self._squares_by_group(distinct, divided)))
         # A norm that is not finite makes all gradients NaN.
         factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)

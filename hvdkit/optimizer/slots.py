@@ -38,35 +38,21 @@ def initial_value(slot: Any, initializer: Any) -> tf.Tensor:
     return tf.convert_to_tensor(keras.initializers.get(initializer)((1,), dtype=slot.dtype)[0])
 
 
-class ReassignableSlots:
-    """The slots of an optimizer for variables whose rows can be reassigned to other ids.
-
-    Moments of the old id must not affect the new one. A reassigned row is reset only once: the optimizer that updates
-    first resets the slots of all optimizers.
-    """
-
-    def __init__(self) -> None:
-        self._of: dict[int, list[tuple[str, Any, Any]]] = {}
-
-    def add(self, reference: Any, name: str, slot: Any, initializer: Any) -> None:
-        """Register a slot of ``reference``."""
-        inner = reference._value
-        self._of.setdefault(id(inner), []).append((name, slot, initializer))
-        if (sets := _SLOTS.get(inner)) is None:
-            _SLOTS.set(inner, sets := weakref.WeakSet())
-        sets.add(self)
-
-    def of(self, variable: tf.Variable) -> list[tuple[str, Any, Any]]:
-        """Return name, slot and initializer of each slot of ``variable``."""
-        return self._of.get(id(variable), [])
+# For each TensorFlow variable with reassignable rows: name, slot and initializer of the slots of all optimizers.
+_SLOTS: WeakRegistry[list[tuple[str, weakref.ref[Any], Any]]] = WeakRegistry()
 
 
-# For each TensorFlow variable, the slots of all optimizers.
-_SLOTS: WeakRegistry[weakref.WeakSet[ReassignableSlots]] = WeakRegistry()
+def register_slot(reference: Any, name: str, slot: Any, initializer: Any) -> None:
+    """Reset rows of ``slot`` when the same rows of the variable ``reference`` are reassigned to other ids."""
+    others = [entry for entry in _SLOTS.get(reference._value) or () if entry[1]() is not None]
+    _SLOTS.set(reference._value, [*others, (name, weakref.ref(slot), initializer)])
 
 
 def reset_reassigned_rows(grads: Sequence[Any], variables: Sequence[Any], *, all_rows: bool) -> None:
     """Reset the slots of rows that were reassigned to another id since the last update.
+
+    Moments of the old id must not affect the new one. A row is reset only once: the optimizer that updates first resets
+    the slots of all optimizers.
 
     Args:
         grads: one per variable.
@@ -78,7 +64,9 @@ def reset_reassigned_rows(grads: Sequence[Any], variables: Sequence[Any], *, all
         if gradient is None or shard is None or shard.usage is None:
             continue
         rows, inner = pop_new_rows(shard.usage, gradient, all_rows), getattr(variable, "_value", variable)
-        for name, slot, initializer in [s for slots in _SLOTS.get(inner) or () for s in slots.of(inner)]:
+        for name, slot_ref, initializer in _SLOTS.get(inner) or ():
+            if (slot := slot_ref()) is None:  # of an optimizer that was freed
+                continue
             if name == "average":  # Keras's moving average of the weights starts at the weights
                 values = inner.sparse_read(rows)
             else:

@@ -14,6 +14,7 @@ tiny are always sent dense, without counting.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -39,8 +40,8 @@ class DividedRows(tf.IndexedSlices):
         self.undivided, self.divisor = rows.values, divisor
 
 
-def sum_duplicates(grad: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Sum the values of duplicate rows.
+def sum_duplicates(grad: Any) -> Any:
+    """Sum the values of duplicate rows of IndexedSlices; return a dense gradient or None unchanged.
 
     Args:
         grad: indices [k] int32 or int64, in any order, may repeat; values [k, ...].
@@ -48,6 +49,8 @@ def sum_duplicates(grad: tf.IndexedSlices) -> tf.IndexedSlices:
     Returns:
         indices [u], distinct and in the order of first appearance; values [u, ...]; the same dense_shape.
     """
+    if not isinstance(grad, tf.IndexedSlices):
+        return grad
     indices, position = tf.unique(grad.indices)
     values = tf.math.unsorted_segment_sum(grad.values, position, tf.size(indices))
     return tf.IndexedSlices(values, indices, grad.dense_shape)
@@ -74,9 +77,7 @@ def combine(
 
     Args:
         grads: one per variable, without duplicates; rows and their number may differ between ranks.
-        op: the reduction.
-        wire: dtype in which values are sent; None to send them uncompressed.
-        group: the ranks that combine them; None for all ranks.
+        op, wire, group: as for :func:`hvdkit.optimizer.compression.reduce_dense`.
     """
     if not grads:
         return []

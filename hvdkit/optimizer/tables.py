@@ -14,23 +14,16 @@ from hvdkit.sharding.variable_optimizer import variable_optimizer
 
 @dataclass(frozen=True)
 class TableOptimizers:
-    """Copies of the optimizers that the user passed for single tables, owned by a distributed optimizer.
+    """Copies of the optimizers that the user passed for single tables, owned by a distributed optimizer."""
 
-    Attributes:
-        by_variable: the copy that updates each variable, by id of the variable.
-        optimizers: all copies, without duplicates.
-    """
-
-    by_variable: dict[int, Any]
-    optimizers: tuple[Any, ...]
+    by_variable: dict[int, Any]  # the copy that updates each variable, by id of the variable
+    optimizers: tuple[Any, ...]  # all copies, without duplicates
 
     @classmethod
     def of(cls, variables: Sequence[Any], copy: Callable[[Any], Any]) -> TableOptimizers | None:
         """Build the optimizers of those ``variables`` that have their own; return None if there aren't any.
 
-        Args:
-            variables: variables of a model.
-            copy: returns a copy of a Keras optimizer that supports shards and doesn't combine gradients.
+        ``copy`` returns a copy of a Keras optimizer that supports shards and doesn't combine gradients.
         """
         groups: dict[str, list[Any]] = {}
         for variable in variables:
@@ -72,11 +65,7 @@ class TableOptimizers:
 
 
 def check_table_options(accumulate_steps: int, shard_states: bool) -> None:
-    """Reject options that treat the gradients or slots of all variables together.
-
-    Raises:
-        ValueError: gradients are accumulated, or slots are sharded.
-    """
+    """Raise ValueError if gradients are accumulated or slots are sharded: both treat all variables together."""
     where = "with tables that have their own optimizer"
     remedy = "leave it out, or make the tables without optimizer="
     if accumulate_steps > 1:

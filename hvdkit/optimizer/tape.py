@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -88,37 +89,33 @@ class DistributedGradientTape:
                 register_local_variables(layer)
         variables = tf.nest.flatten(sources)
         check_coupled(variables)
-        is_weighted = self._averaging.weight is not None
-        if is_weighted and (was_coupled() or any(kind_of(v) in ("rows", "part") for v in variables)):
-            return self._weighted_gradient(target, sources, *args, **kwargs)
+        averaging, factor, gradient_of = self._averaging, None, self._tape.gradient
+        if averaging.weight is not None and (was_coupled() or any(kind_of(v) in ("rows", "part") for v in variables)):
+            # Weight the loss instead of its gradients: some are exchanged during the backward pass.
+            agree_on(lambda: place_gradients([]), averaging)  # check the weight before it is exchanged
+            averaging, factor = Averaging(op=Sum, compression=averaging.compression), weight_factor(averaging)
+            gradient_of = partial(self._weighted_gradient, factor)
         structure: list[Any] = []
 
         def prepare() -> PlacedGradients:
-            structure.append(self._tape.gradient(target, sources, *args, **kwargs))
-            return place_gradients(tf.nest.flatten(structure[0]), variables)
-
-        return self._pack(average(prepare, self._averaging), structure)
-
-    def _weighted_gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
-        """Weight the loss instead of its gradients: some are exchanged during the backward pass."""
-        agree_on(lambda: place_gradients([]), self._averaging)  # check the weight before it is exchanged
-        factor = weight_factor(self._averaging)
-        structure: list[Any] = []
-
-        def prepare() -> PlacedGradients:
-            upstream = tf.nest.map_structure(tf.ones_like, target) if output_gradients is None else output_gradients
-            weighed = tf.nest.map_structure(lambda g: g * tf.cast(factor, g.dtype), upstream)
-            structure.append(self._tape.gradient(target, sources, output_gradients=weighed, **kwargs))
-            placed = place_gradients(tf.nest.flatten(structure[0]), tf.nest.flatten(sources))
+            structure.append(gradient_of(target, sources, *args, **kwargs))
+            placed = place_gradients(tf.nest.flatten(structure[0]), variables)
+            if factor is None:
+                return placed
             # Keep rows: they come from all ranks.
             return placed.map(lambda grad, kind: grad if kind == "rows" else zero_without_weight(grad, factor))
 
-        return self._pack(average(prepare, Averaging(op=Sum, compression=self._averaging.compression)), structure)
-
-    @staticmethod
-    def _pack(combined: list[Any], structure: list[Any]) -> Any:
+        combined = average(prepare, averaging)
         report_step(combined, "tape")
         return tf.nest.pack_sequence_as(structure[0], combined)
+
+    def _weighted_gradient(
+        self, factor: tf.Tensor, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
+    ) -> Any:
+        """Return the local gradients of ``factor * target``."""
+        upstream = tf.nest.map_structure(tf.ones_like, target) if output_gradients is None else output_gradients
+        weighted = tf.nest.map_structure(lambda g: g * tf.cast(factor, g.dtype), upstream)
+        return self._tape.gradient(target, sources, output_gradients=weighted, **kwargs)
 
 
 def PartialDistributedGradientTape(
@@ -146,6 +143,6 @@ def PartialDistributedGradientTape(
         if not is_layer(layer):
             remedy = "pass e.g. [model.layers[-1]]"
             raise TypeError(describe("local_layers", type(layer).__name__, "Keras layers", remedy))
-    partial = DistributedGradientTape(tape, **options)
-    partial._local_layers = tuple(layers)
-    return partial
+    distributed = DistributedGradientTape(tape, **options)
+    distributed._local_layers = tuple(layers)
+    return distributed
