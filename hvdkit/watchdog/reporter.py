@@ -21,7 +21,7 @@ from hvdkit.machine import processes
 from hvdkit.machine.interfaces import chosen_addresses, reachable_addresses
 from hvdkit.machine.launcher import LaunchedRank
 from hvdkit.watchdog import sentinel
-from hvdkit.watchdog.channel import Closed, Offer, listen, receive_now, send_now
+from hvdkit.watchdog.channel import Offer, listen, receive_now, send_now
 from hvdkit.watchdog.ending import end_process, ending, flush_files, report_exit_status
 from hvdkit.watchdog.events import (
     Busy,
@@ -237,7 +237,7 @@ class Reporter:
                     self._sample()
                     continue
                 order = receive_now(connected)
-            except (Closed, OSError, ValueError):
+            except (OSError, ValueError):
                 break
             try:
                 self._obey(order)
