@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hvdkit.errors import HvdkitError
-from hvdkit.watchdog.ending import Exit, end_process, ending
+from hvdkit.watchdog.ending import Exit, end_process, ending, is_victim
 from hvdkit.watchdog.events import Failed
 from hvdkit.watchdog.lines import write_line
 
@@ -24,18 +24,6 @@ if TYPE_CHECKING:
     from hvdkit.watchdog.reporter import Reporter
 
 _LONGEST_TEXT = 60_000
-_VICTIM_TEXTS = (
-    "has been shut down",
-    "has not been initialized",
-    "left the job",
-    "HorovodInternalError",
-    "Connection reset",
-    "Connection closed",
-    "MPI_ERR",
-    "Broken pipe",
-    "gloo/transport",
-)
-_ENGINES = ("Horovod", "hvdkit", "gloo", "MPI_")
 
 
 class UncaughtErrors:
@@ -60,7 +48,7 @@ class UncaughtErrors:
             abort: ends all ranks if this rank has no sentinel; None without MPI.
         """
         if self._before is None:
-            ending().prepare(release, is_victim)
+            ending().prepare(release)
             self._rank, self._abort = rank, abort
             self._before = (sys.excepthook, threading.excepthook)
             sys.excepthook, threading.excepthook = self._uncaught, self._uncaught_in_thread
@@ -144,17 +132,6 @@ class UncaughtErrors:
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a process that does not catch ``error``."""
     return error.exit_code if isinstance(error, HvdkitError) else 1
-
-
-def is_victim(error: BaseException) -> bool:
-    """Return True if ``error`` is a consequence of another rank's failure."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if "HorovodInternalError" in names:
-        return True
-    text = str(error)
-    if "OpError" in names and not any(engine in text for engine in _ENGINES):  # e.g. tf.data reading over a network
-        return False
-    return bool(names & {"OpError", "ClusterError"}) and any(part in text for part in _VICTIM_TEXTS)
 
 
 def cause_of(error: BaseException) -> str:
