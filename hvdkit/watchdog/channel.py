@@ -234,12 +234,7 @@ def connect(
 ) -> tuple[Connection, Welcome]:
     """Connect to the coordinator by the first address that works; return the connection and the coordinator's answer.
 
-    Args:
-        offer: the coordinator's addresses and token.
-        joined: describes this rank.
-        selector: waits for the connection.
-        data: ``data`` of the selector's key.
-        seconds: timeout for the coordinator's answer.
+    The answer must arrive within ``seconds``. For ``selector`` and ``data``, see :class:`Connection`.
 
     Raises:
         ConnectionRefusedError: the coordinator rejects this rank.
@@ -349,14 +344,7 @@ class Peer:
 
 
 class Server:
-    """Accepts the sentinels of a job and rejects all other connections.
-
-    Args:
-        selector: waits for the sockets.
-        listeners: listening sockets.
-        token: the job's token.
-        expected: number of sentinels that will connect.
-    """
+    """Accepts the sentinels of a job, ``expected`` in number, and rejects all other connections."""
 
     def __init__(
         self, selector: selectors.BaseSelector, listeners: Sequence[socket.socket], token: str, expected: int

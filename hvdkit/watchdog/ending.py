@@ -69,8 +69,7 @@ class Ending:
     def prepare(self, release: Callable[[], None]) -> None:
         """Allow :meth:`begin` to interrupt the main thread. Called by the main thread when a world begins.
 
-        Args:
-            release: releases the main thread from collectives; called in a new thread.
+        In a new thread, ``release`` is called to release the main thread from collectives.
         """
         self._release, self._pid = release, os.getpid()
         if threading.current_thread() is threading.main_thread():
@@ -89,12 +88,7 @@ class Ending:
         return self.code is not None
 
     def begin(self, code: int, seconds: float) -> None:
-        """Make the main thread unwind and exit with ``code``. Called by another thread; returns immediately.
-
-        Args:
-            code: the verdict's exit code.
-            seconds: time until the deadline.
-        """
+        """Make the main thread exit with ``code`` within ``seconds``. Called by another thread; returns immediately."""
         if self.begun:
             return
         self.code = code

@@ -57,9 +57,6 @@ _IN_GRAPH = {"quick_execute", "execute_with_cancellation"}
 class Reporter:
     """This process's connection to its sentinel.
 
-    Args:
-        recorder: records this rank's collectives.
-
     Attributes:
         pid: PID of this process, to distinguish forked children, which are not ranks.
         uncaught: reports uncaught exceptions.
@@ -101,9 +98,6 @@ class Reporter:
 
     def begin(self, launched: LaunchedRank) -> str:
         """Connect to a sentinel, or start one. Called before MPI starts.
-
-        Args:
-            launched: what the launcher has set for this rank.
 
         Returns:
             In rank 0, the offer with which other ranks reach the coordinator, see :meth:`join`; otherwise "".
@@ -198,11 +192,7 @@ class Reporter:
         return True
 
     def _start_sentinel(self, listeners: Sequence[socket.socket] = ()) -> None:
-        """Start a sentinel.
-
-        Args:
-            listeners: listening sockets of the coordinator, in rank 0.
-        """
+        """Start a sentinel, in rank 0 with the listening sockets of the coordinator."""
         self._listeners = listeners
         process = processes.stat(self.pid)
         python = sys.executable or "python3"  # may be empty in a program that embeds Python

@@ -37,10 +37,6 @@ _SIGNALLED_SECONDS = 60.0
 class RunningSentinel(Sentinel):
     """Starts the rank's program for ``hvdkit run``, and forwards its output.
 
-    Args:
-        offer: addresses and token of ``hvdkit run``.
-        joined: describes this rank.
-
     Raises:
         OSError: ``hvdkit run`` cannot be reached.
     """

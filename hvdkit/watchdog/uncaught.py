@@ -27,11 +27,7 @@ _LONGEST_TEXT = 60_000
 
 
 class UncaughtErrors:
-    """Ends all ranks on an uncaught exception in this process.
-
-    Args:
-        reporter: the reporter of this process.
-    """
+    """Ends all ranks on an uncaught exception in this process."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter

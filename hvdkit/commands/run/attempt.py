@@ -94,16 +94,7 @@ class Signals:
 
 @dataclass
 class Attempt:
-    """One start of a job, to its end.
-
-    Attributes:
-        job: the job to start.
-        hosts: its hosts, with the number of ranks on each as slots.
-        network: the network by which ranks on other hosts reach this one.
-        program: the command that each rank runs.
-        output: writes the lines of all ranks.
-        signals: signals that this process receives.
-    """
+    """One start of a job, to its end, on ``hosts``, with the number of ranks on each as slots."""
 
     job: Job
     hosts: tuple[Host, ...]
