@@ -33,7 +33,7 @@ class UncaughtErrors:
         self._reporter = reporter
         self._rank = 0
         self._abort: Callable[[int], None] | None = None
-        self._before: tuple[Any, Any] | None = None
+        self._before: tuple[Any, ...] = ()
 
     def install(self, rank: int, release: Callable[[], None], abort: Callable[[int], None] | None) -> None:
         """Start reporting failures of this rank.
@@ -43,7 +43,7 @@ class UncaughtErrors:
             release: releases this rank's threads from collectives.
             abort: ends all ranks if this rank has no sentinel; None without MPI.
         """
-        if self._before is None:
+        if not self._before:
             ending().prepare(release)
             self._rank, self._abort = rank, abort
             self._before = (sys.excepthook, threading.excepthook)
@@ -51,19 +51,18 @@ class UncaughtErrors:
 
     def install_alone(self) -> None:
         """In a world of one rank, only set the exit code of an uncaught exception."""
-        if self._before is None:
+        if not self._before:
             self._before = (sys.excepthook, threading.excepthook)
             sys.excepthook = self._uncaught_alone
 
     def remove(self) -> None:
         """Restore the hooks that :meth:`install` replaced."""
-        if self._before is not None:
+        if self._before:
             ending().forget()
             sys.excepthook, threading.excepthook = self._before
-            self._before = None
+            self._before = ()
 
     def _uncaught_alone(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        assert self._before is not None
         self._before[0](kind, error, trace)
         if os.getpid() == self._reporter.pid:
             self._reporter.send(self._failed(error, "", None))
@@ -72,14 +71,12 @@ class UncaughtErrors:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._reporter.pid:  # a forked child is not a rank
-            assert self._before is not None
             self._before[0](kind, error, trace)
             return
         self._end(error, trace, None)
 
     def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
         if os.getpid() != self._reporter.pid or args.exc_value is None or issubclass(args.exc_type, SystemExit):
-            assert self._before is not None
             self._before[1](args)
             return
         self._end(args.exc_value, args.exc_traceback, args.thread.name if args.thread else "?")
