@@ -53,9 +53,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         self.stopped = False
-        self.file, self._writer = os.pipe()
-        for end in (self.file, self._writer):
-            os.set_blocking(end, False)
+        self.file, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._before = {
             number: signal.signal(number, lambda number, frame: None)
