@@ -147,9 +147,10 @@ class Ending:
             end_process(self.code)
         # A script that ended earlier, or caught the exception, would exit with another code. So make the C library
         # flush its files and exit with the verdict's code after the interpreter has shut down.
-        libc = ctypes.CDLL(None)
-        libc.__cxa_atexit(libc._exit, ctypes.c_void_p(self.code), None)
-        libc.__cxa_atexit(libc.fflush, None, None)
+        with contextlib.suppress(AttributeError):  # not glibc
+            libc = ctypes.CDLL(None)
+            libc.__cxa_atexit(libc._exit, ctypes.c_void_p(self.code), None)
+            libc.__cxa_atexit(libc.fflush, None, None)
 
 
 def is_victim(error: BaseException) -> bool:
