@@ -10,7 +10,7 @@ Start with world.py, which calls the others in this order:
     rank_facts.py  what ranks exchange at the start; mesh.py: the mesh and its groups
     exchange.py    exchanges Python objects among ranks; agreement.py: compares values of all ranks
     call_order.py  one thread calls a rank's eager collectives, one at a time
-    progress.py    records steps and collectives, for the sentinel and for a profile (profile.py)
+    progress.py    records steps and collectives, for the sentinel and for a profile
     logs.py        log lines with ranks; log_filter.py: drops TensorFlow's start-up lines
 """
 

@@ -45,7 +45,9 @@ class CallOrder:
         thread = threading.current_thread()
         if thread is not self._worker_thread:
             self._admit(thread)
-            self._drain()
+            if self._pending:
+                wait(self._pending)  # their errors are raised when their results are requested
+                self._pending = []
         if not self._lock.acquire(blocking=False):
             raise self._thread_error(thread, "another thread is in one")
         try:
@@ -70,12 +72,6 @@ class CallOrder:
     def _begin_worker(self) -> None:
         self._worker_thread = threading.current_thread()
 
-    def _drain(self) -> None:
-        """Wait for all submitted calls. Their errors are raised when their results are requested."""
-        if self._pending:
-            wait(self._pending)
-            self._pending = []
-
     def _admit(self, thread: threading.Thread) -> None:
         if isinstance(thread, threading._DummyThread):  # a thread of TensorFlow
             return
@@ -86,11 +82,8 @@ class CallOrder:
 
     @staticmethod
     def _thread_error(thread: threading.Thread, why: str) -> HvdkitError:
+        got = f"an eager collective in thread {thread.name!r}, while {why}"
+        expected = "one thread, since ranks match eager collectives by their order"
         return HvdkitError(
-            describe(
-                "thread",
-                f"an eager collective in thread {thread.name!r}, while {why}",
-                "one thread, since ranks match eager collectives by their order",
-                "call it in that thread, or pass the value to it (queue.Queue)",
-            )
+            describe("thread", got, expected, "call it in that thread, or pass the value to it (queue.Queue)")
         )

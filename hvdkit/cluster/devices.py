@@ -32,11 +32,7 @@ def thread_count(cores: int, mask: frozenset[int], masks: Sequence[frozenset[int
 
 
 def set_threads(masks: Sequence[frozenset[int]]) -> None:
-    """Divide the cores of this host among TensorFlow's threads of its ranks, unless the user has set their number.
-
-    Args:
-        masks: the affinity of every rank on this host.
-    """
+    """Divide the cores of this host among TensorFlow's threads of its ranks, unless the user has set their number."""
     import tensorflow as tf
 
     threading = tf.config.threading

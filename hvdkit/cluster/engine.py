@@ -69,14 +69,8 @@ def start_horovod(
     communicator = None
     if launched.controller == "mpi":
         if not hvd.mpi_built():
-            raise ClusterError(
-                describe(
-                    "launcher",
-                    launched.launcher,
-                    "a Horovod built with MPI",
-                    "run `hvdkit build-horovod --mpi wheel`, or start with `horovodrun --gloo`",
-                )
-            )
+            remedy = "run `hvdkit build-horovod --mpi wheel`, or start with `horovodrun --gloo`"
+            raise ClusterError(describe("launcher", launched.launcher, "a Horovod built with MPI", remedy))
         _check_srun_plugin(launched)
         communicator = _mpi_communicator()
     if communicator is not None and any(other != list(sets) for other in communicator.allgather(list(sets))):
@@ -114,14 +108,9 @@ def add_process_sets(
         for process_set in added.values():
             hvd.add_process_set(process_set)
     elif not over_mpi:
-        raise ClusterError(
-            describe(
-                "ProcessSet",
-                f"ranks {list(map(list, new))} after hk.init() under Gloo",
-                "HOROVOD_DYNAMIC_PROCESS_SETS=1, without which Horovod makes sets only when it starts",
-                "set it in the job's environment, or start under MPI",
-            )
-        )
+        got = f"ranks {list(map(list, new))} after hk.init() under Gloo"
+        expected = "HOROVOD_DYNAMIC_PROCESS_SETS=1, without which Horovod makes sets only when it starts"
+        raise ClusterError(describe("ProcessSet", got, expected, "set it in the job's environment, or start under MPI"))
     else:
         hvd.shutdown()
         hvd.init(process_sets=[*known.values(), *added.values()])
@@ -132,15 +121,10 @@ def _check_mpirun_is_running(launched: LaunchedRank) -> None:
     """Raise ClusterError if Open MPI's variables are set, but no mpirun runs; MPI's own message would be unclear."""
     if launched.launcher != "mpirun (Open MPI)" or launched.size == 1 or "PMIX_RANK" in os.environ:
         return
-    raise ClusterError(
-        describe(
-            "launcher",
-            f"OMPI_COMM_WORLD_RANK={launched.rank} and OMPI_COMM_WORLD_SIZE={launched.size} without an mpirun around "
-            "this process (PMIX_RANK is not set)",
-            f"a rank that mpirun started, one of {launched.size}",
-            f"start with `mpirun -np {launched.size} python ...`, or unset the OMPI_COMM_WORLD variables",
-        )
-    )
+    variables = f"OMPI_COMM_WORLD_RANK={launched.rank} and OMPI_COMM_WORLD_SIZE={launched.size}"
+    got = f"{variables} without an mpirun around this process (PMIX_RANK is not set)"
+    remedy = f"start with `mpirun -np {launched.size} python ...`, or unset the OMPI_COMM_WORLD variables"
+    raise ClusterError(describe("launcher", got, f"a rank that mpirun started, one of {launched.size}", remedy))
 
 
 def _check_srun_plugin(launched: LaunchedRank) -> None:
@@ -148,14 +132,9 @@ def _check_srun_plugin(launched: LaunchedRank) -> None:
     if launched.launcher != "srun (Slurm)" or launched.size == 1 or "PMIX_RANK" in os.environ:
         return
     if any(".so.40" in path for path in loaded_libraries()):
-        raise ClusterError(
-            describe(
-                "srun --mpi",
-                os.environ.get("SLURM_MPI_TYPE", "none"),
-                "pmix, by which Open MPI learns its ranks",
-                "srun --mpi=pmix (`srun --mpi=list` shows what this Slurm has), or `hvdkit run --slurm`",
-            )
-        )
+        got = os.environ.get("SLURM_MPI_TYPE", "none")
+        remedy = "srun --mpi=pmix (`srun --mpi=list` shows what this Slurm has), or `hvdkit run --slurm`"
+        raise ClusterError(describe("srun --mpi", got, "pmix, by which Open MPI learns its ranks", remedy))
 
 
 def _mpi_communicator() -> Any:
@@ -166,14 +145,9 @@ def _mpi_communicator() -> Any:
     # libmpi_abi may be a layer on top of libmpi, which is then the same MPI.
     libraries = [path for path in loaded_libraries() if "/libmpi_abi" not in path]
     if len(libraries) > 1:
-        raise ClusterError(
-            describe(
-                "MPI",
-                " and ".join(libraries),
-                "mpi4py and Horovod to load one MPI library",
-                "rebuild Horovod against mpi4py's MPI: `hvdkit build-horovod --mpi wheel` (or `--mpi system`)",
-            )
-        )
+        got, expected = " and ".join(libraries), "mpi4py and Horovod to load one MPI library"
+        remedy = "rebuild Horovod against mpi4py's MPI: `hvdkit build-horovod --mpi wheel` (or `--mpi system`)"
+        raise ClusterError(describe("MPI", got, expected, remedy))
     return MPI.COMM_WORLD.Dup()
 
 
@@ -199,12 +173,10 @@ def _world_of_one() -> Iterator[None]:
 def _check_size(size: int, launched: LaunchedRank) -> None:
     if size == launched.size:
         return
-    raise ClusterError(
-        describe(
-            "world size",
-            f"{size} on rank {launched.rank} ({socket.gethostname()})",
-            f"{launched.size}, as {launched.launcher} promised ({asdict(launched)})",
-            "the launcher and Horovod use different MPIs: start with the mpirun of the MPI that Horovod was built "
-            f"against (`hvdkit doctor` names it; this Python is {sys.executable})",
-        )
+    got = f"{size} on rank {launched.rank} ({socket.gethostname()})"
+    expected = f"{launched.size}, as {launched.launcher} promised ({asdict(launched)})"
+    remedy = (
+        "the launcher and Horovod use different MPIs: start with the mpirun of the MPI that Horovod was built against "
+        f"(`hvdkit doctor` names it; this Python is {sys.executable})"
     )
+    raise ClusterError(describe("world size", got, expected, remedy))

@@ -133,7 +133,9 @@ class ObjectExchange:
     def _gather(self, local: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Return the concatenated bytes of all ranks, ``counts[r]`` of rank r; at most :data:`MAX_BYTES` in total."""
         if self._comm is None:
-            with _on_host():
+            import tensorflow as tf
+
+            with tf.init_scope(), tf.device("/CPU:0"):  # eagerly, even while a graph is being traced
                 options = {} if self._group is None else {"process_set": self._group.process_set}
                 return self._horovod.allgather(local, name="hvdkit.objects", **options).numpy()
         gathered = np.empty(int(counts.sum()), np.uint8)
@@ -200,12 +202,3 @@ class ObjectExchange:
             self._leave_requests = [
                 self._comm.isend(message, dest=peer, tag=_LEAVE_TAG) for peer in range(self.size) if peer != self._rank
             ]
-
-
-@contextlib.contextmanager
-def _on_host() -> Iterator[None]:
-    """Run eagerly and on the CPU, even while a graph is being traced."""
-    import tensorflow as tf
-
-    with tf.init_scope(), tf.device("/CPU:0"):
-        yield

@@ -41,14 +41,8 @@ def checked_mesh(mesh: Mapping[str, int] | None, size: int) -> dict[str, int]:
     axes = {DATA: size} if mesh is None else dict(mesh)
     are_positive = all(isinstance(extent, int) and extent > 0 for extent in axes.values())
     if not axes or not are_positive or math.prod(axes.values()) != size:
-        raise ValueError(
-            describe(
-                "mesh",
-                axes,
-                f"positive axis sizes whose product is the world size, {size}",
-                "change the axes or start another number of ranks",
-            )
-        )
+        expected = f"positive axis sizes whose product is the world size, {size}"
+        raise ValueError(describe("mesh", axes, expected, "change the axes or start another number of ranks"))
     return axes
 
 

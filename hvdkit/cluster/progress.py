@@ -63,6 +63,12 @@ class Progress:
         if self.profile is not None:
             self.profile.at_step(step)
 
+    def end_profile(self, *, finish: bool) -> None:
+        """Stop recording; with ``finish``, merge the records of all ranks, all of which must call it."""
+        profile, self.profile = self.profile, None
+        if profile is not None and finish:
+            profile.finish()
+
 
 @cache
 def progress() -> Progress:

@@ -44,8 +44,13 @@ def allreduce_rule(size: int, nbytes: int) -> int:
 
 
 def is_configured(environ: Mapping[str, str]) -> bool:
-    """Return True if the user has configured Open MPI's collectives."""
-    return any(name.startswith(_VARIABLE_PREFIX) for name in environ) or _configures_collectives(_FILE)
+    """Return True if the user has configured Open MPI's collectives, in variables or in the parameter file."""
+    if any(name.startswith(_VARIABLE_PREFIX) for name in environ):
+        return True
+    try:
+        return any(line.strip().startswith("coll") for line in _FILE.expanduser().read_text().splitlines())
+    except (OSError, RuntimeError):  # no such file, or no home
+        return False
 
 
 def variables() -> dict[str, str]:
@@ -54,11 +59,3 @@ def variables() -> dict[str, str]:
         "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
         "OMPI_MCA_coll_tuned_dynamic_rules_filename": str(RULES),
     }
-
-
-def _configures_collectives(file: Path) -> bool:
-    """Return True if the user's parameter file configures collectives."""
-    try:
-        return any(line.strip().startswith("coll") for line in file.expanduser().read_text().splitlines())
-    except (OSError, RuntimeError):  # no such file, or no home
-        return False

@@ -39,9 +39,7 @@ _LATER_SECONDS, _MUCH_LATER_SECONDS = 60, 86_400
 def set_environment(launched: LaunchedRank, *, timeline: bool = False) -> None:
     """Set the variables that MPI and Horovod read when they start, unless the user has set them.
 
-    Args:
-        launched: the rank and size set by the launcher.
-        timeline: allow Horovod's timeline to be started later.
+    With ``timeline``, Horovod's timeline can be started later.
     """
     cycle = _CYCLE if launched.local_size <= available_cores() else _CYCLE_ON_SHARED_CORES
     defaults = _BEFORE_MPI | {"HOROVOD_CYCLE_TIME": cycle}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from hvdkit.cluster import devices, engine, logs, profile, settings
+from hvdkit.cluster import devices, engine, logs, settings
 from hvdkit.cluster.call_order import CallOrder
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.mesh import Group, checked_mesh, group_of, process_sets_of
@@ -149,7 +149,11 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
         mesh=axes,
     )
     if profile_settings is not None:
-        profile.begin(profile_settings, rank, hosts[rank], exchange, hvd)
+        from hvdkit.profiling.rank_profile import RankProfile
+        from hvdkit.profiling.recorder import Recorder
+
+        warn = logs.get_logger().warning
+        progress().profile = Recorder(profile_settings, RankProfile(rank, hosts[rank]), exchange, hvd, warn)
     return _World(
         cluster=cluster,
         horovod=hvd,
@@ -301,7 +305,7 @@ def shutdown() -> None:
     global _world, _ended
     with _lock:
         if _world is not None:
-            profile.end(finish=True)
+            progress().end_profile(finish=True)
             atexit.unregister(_leave)
             reporter().leave_world()
             _world.exchange.close()
@@ -317,7 +321,7 @@ def _leave() -> None:
         return
     reporter().leave()
     if progress().profile is not None:
-        profile.end(finish=reporter().await_others())
+        progress().end_profile(finish=reporter().await_others())
     _world.exchange.close()
     _world.end_horovod()
     reporter().await_others()

@@ -14,9 +14,6 @@ def available_cores(filesystem: Path = Path("/")) -> int:
     """Return the number of cores that this process may use: those of its affinity, at most its quota, at least 1.
 
     With simultaneous multithreading, each hardware thread counts as a core.
-
-    Args:
-        filesystem: the folder that contains ``proc`` and ``sys``.
     """
     quota = core_quota(filesystem)
     cores = len(affinity())
@@ -36,11 +33,7 @@ def physical_cores() -> int | None:
 
 
 def core_quota(filesystem: Path = Path("/")) -> float | None:
-    """Return the CPU quota of this process's control groups in cores, e.g. 1.5; None without a quota.
-
-    Args:
-        filesystem: the folder that contains ``proc`` and ``sys``.
-    """
+    """Return the CPU quota of this process's control groups in cores, e.g. 1.5; None without a quota."""
     quotas = [
         quota
         for folder in cgroups.folders("cpu", filesystem)

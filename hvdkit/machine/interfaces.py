@@ -73,9 +73,6 @@ class NetworkChoice(NamedTuple):
 def network_choice(environment: Mapping[str, str]) -> NetworkChoice:
     """Return the networks that the job's variables select.
 
-    Args:
-        environment: variables by name, like ``os.environ``.
-
     Example:
         >>> network_choice({"HOROVOD_GLOO_IFACE": "eth0,10.0.0.0/24"}).included
         ('eth0', '10.0.0.0/24')

@@ -17,20 +17,12 @@ _FILES = (
 
 
 def total_memory(filesystem: Path = Path("/")) -> int:
-    """Return the bytes of memory that this process may use: the host's, at most the lowest limit of its groups.
-
-    Args:
-        filesystem: the folder that contains ``proc`` and ``sys``.
-    """
+    """Return the bytes of memory that this process may use: the host's, at most the lowest limit of its groups."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits(filesystem))])
 
 
 def available_memory(filesystem: Path = Path("/")) -> int:
-    """Return the bytes available to new processes, on the host and within the limits of this process's groups.
-
-    Args:
-        filesystem: the folder that contains ``proc`` and ``sys``.
-    """
+    """Return the bytes available to new processes, on the host and within the limits of this process's groups."""
     free = (max(0, limit - usage) for limit, usage in _limits(filesystem))
     return min([psutil.virtual_memory().available, *free])
 

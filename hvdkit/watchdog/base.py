@@ -41,9 +41,6 @@ _STACKS_SECONDS, _SAMPLE_SECONDS = 2.0, 1.0
 class Sentinel(ABC):
     """Watches one rank.
 
-    Args:
-        rank: the rank's process.
-
     Attributes:
         uplink: connection to the coordinator, or None.
         welcome: the coordinator's answer, or None until it arrives.

@@ -40,16 +40,8 @@ _BACKLOG = 1 << 16  # the kernel lowers it to net.core.somaxconn
 _PORT_ATTEMPTS = 20
 
 
-class Closed(Exception):
-    """The peer has closed the connection, or has sent data that is not a frame of this protocol.
-
-    Attributes:
-        errno: the kernel's error, or None.
-    """
-
-    def __init__(self, why: str, errno: int | None = None) -> None:
-        super().__init__(why)
-        self.errno = errno
+class Closed(OSError):
+    """The peer has closed the connection, or has sent data that is not a frame of this protocol (no ``errno``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +174,7 @@ class Connection:
         except BlockingIOError:
             return
         except OSError as error:
-            raise Closed(str(error), error.errno) from error
+            raise Closed(error.errno, error.strerror) from error
         self._received += data
         while not isinstance(message := _pop_frame(self._received, self.longest), int):
             yield message
@@ -242,12 +234,7 @@ def connect(
 ) -> tuple[Connection, Welcome]:
     """Connect to the coordinator by the first address that works; return the connection and the coordinator's answer.
 
-    Args:
-        offer: the coordinator's addresses and token.
-        joined: describes this rank.
-        selector: waits for the connection.
-        data: ``data`` of the selector's key.
-        seconds: timeout for the coordinator's answer.
+    The answer must arrive within ``seconds``. For ``selector`` and ``data``, see :class:`Connection`.
 
     Raises:
         ConnectionRefusedError: the coordinator rejects this rank.
@@ -267,7 +254,7 @@ def connect(
         except ConnectionRefusedError:
             connected.close()
             raise
-        except (OSError, Closed) as error:  # the address, e.g. of a bridge, may lead to another machine
+        except OSError as error:  # the address, e.g. of a bridge, may lead to another machine
             problem = error
             connected.close()
     where = f"{', '.join(offer.addresses)} port {offer.port}"
@@ -303,8 +290,7 @@ def receive_now(connected: socket.socket, longest: int = _LONGEST) -> Message:
     """Wait for one message on a blocking socket, without reading beyond it.
 
     Raises:
-        Closed: the peer has closed the connection, or has sent something else.
-        OSError: the socket failed.
+        OSError: the socket failed; :class:`Closed`: the peer has closed the connection, or has sent something else.
     """
     received = bytearray()
     while isinstance(message := _pop_frame(received, longest), int):  # the number of missing bytes
@@ -358,14 +344,7 @@ class Peer:
 
 
 class Server:
-    """Accepts the sentinels of a job and rejects all other connections.
-
-    Args:
-        selector: waits for the sockets.
-        listeners: listening sockets.
-        token: the job's token.
-        expected: number of sentinels that will connect.
-    """
+    """Accepts the sentinels of a job, ``expected`` in number, and rejects all other connections."""
 
     def __init__(
         self, selector: selectors.BaseSelector, listeners: Sequence[socket.socket], token: str, expected: int

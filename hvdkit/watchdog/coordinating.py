@@ -11,7 +11,7 @@ from hvdkit.machine import processes
 from hvdkit.machine.launcher import end_stuck_launcher
 from hvdkit.machine.limits import allow_files
 from hvdkit.watchdog.channel import Offer, Peer
-from hvdkit.watchdog.coordinator import Coordinator, Member
+from hvdkit.watchdog.coordinator import Coordinator
 from hvdkit.watchdog.events import Connect, Joined, Message
 from hvdkit.watchdog.lines import Writer
 from hvdkit.watchdog.settings import WatchdogSettings
@@ -24,13 +24,7 @@ _LAUNCHER_SECONDS = 2.0
 
 
 class CoordinatingSentinel(WatchingSentinel):
-    """Watches rank 0, and coordinates the job.
-
-    Args:
-        pid: the rank's process.
-        started: its start time, by the kernel's clock.
-        connected: socket to it.
-        listeners: listening sockets of the coordinator.
+    """Watches rank 0, and coordinates the job, whose sentinels connect to ``listeners``.
 
     Attributes:
         coordinator: None before rank 0 has called :meth:`reporter.Reporter.join`.
@@ -39,7 +33,6 @@ class CoordinatingSentinel(WatchingSentinel):
     def __init__(self, pid: int, started: int, connected: socket.socket, listeners: Sequence[socket.socket]) -> None:
         super().__init__(pid, started, connected)
         self.coordinator: Coordinator | None = None
-        self._member: Member | None = None  # this rank
         self._listeners, self._lines = listeners, Writer(2)
         process = processes.stat(pid)
         self._launcher = process.parent if process is not None else 0
@@ -50,14 +43,14 @@ class CoordinatingSentinel(WatchingSentinel):
         settings, token = WatchdogSettings.from_environment(), Offer.parse(connect_to.offer).token
         allow_files(joined.size)
         self.coordinator = Coordinator(joined.size, settings, self.selector, self._listeners, token, lines=self._lines)
-        self._member = self.coordinator.join(joined, self.obey)
+        self.coordinator.join(joined, self.obey)
         self.welcome = settings.welcome(joined.size)
 
     def report(self, message: Message) -> bool:
         """Report to the coordinator; return False if it has not been created yet."""
-        if self.coordinator is None or self._member is None:
+        if self.coordinator is None:
             return False
-        self.coordinator.handle(self._member, message, time.monotonic())
+        self.coordinator.handle(self.coordinator.members[0], message, time.monotonic())
         return True
 
     def run(self) -> int:

@@ -33,6 +33,18 @@ _SPARE_SECONDS, _OTHERS_SECONDS, _SHUTDOWN_SECONDS = 1.0, 13.0, 4.0
 _CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2
 # Ignored by default, and used by few programs.
 _SIGNAL = signal.SIGURG
+_VICTIM_TEXTS = (
+    "has been shut down",
+    "has not been initialized",
+    "left the job",
+    "HorovodInternalError",
+    "Connection reset",
+    "Connection closed",
+    "MPI_ERR",
+    "Broken pipe",
+    "gloo/transport",
+)
+_ENGINES = ("Horovod", "hvdkit", "gloo", "MPI_")
 
 
 class Exit(SystemExit):
@@ -49,20 +61,17 @@ class Ending:
     def __init__(self) -> None:
         self.code: int | None = None
         self._release: Callable[[], None] | None = None
-        self._is_victim: Callable[[BaseException], bool] = lambda error: False
         self._pid = 0
         self._before: Any = None
         self._timer = _NativeTimer()
         self._releasing: threading.Thread | None = None
 
-    def prepare(self, release: Callable[[], None], is_victim: Callable[[BaseException], bool]) -> None:
+    def prepare(self, release: Callable[[], None]) -> None:
         """Allow :meth:`begin` to interrupt the main thread. Called by the main thread when a world begins.
 
-        Args:
-            release: releases the main thread from collectives; called in a new thread.
-            is_victim: returns True for the errors that a released main thread raises.
+        In a new thread, ``release`` is called to release the main thread from collectives.
         """
-        self._release, self._is_victim, self._pid = release, is_victim, os.getpid()
+        self._release, self._pid = release, os.getpid()
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(_SIGNAL, self._interrupted)
 
@@ -79,12 +88,7 @@ class Ending:
         return self.code is not None
 
     def begin(self, code: int, seconds: float) -> None:
-        """Make the main thread unwind and exit with ``code``. Called by another thread; returns immediately.
-
-        Args:
-            code: the verdict's exit code.
-            seconds: time until the deadline.
-        """
+        """Make the main thread exit with ``code`` within ``seconds``. Called by another thread; returns immediately."""
         if self.begun:
             return
         self.code = code
@@ -107,7 +111,7 @@ class Ending:
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         error = sys.exc_info()[1]
-        is_unwinding = error is not None and self._is_victim(error)
+        is_unwinding = error is not None and is_victim(error)
         if self.begun and os.getpid() == self._pid and _runs_the_script(frame) and not is_unwinding:
             self.leave()
 
@@ -149,6 +153,17 @@ class Ending:
             libc.__cxa_atexit(libc.fflush, None, None)
 
 
+def is_victim(error: BaseException) -> bool:
+    """Return True if ``error`` is a consequence of another rank's failure, e.g. of the release from a collective."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if "HorovodInternalError" in names:
+        return True
+    text = str(error)
+    if "OpError" in names and not any(engine in text for engine in _ENGINES):  # e.g. tf.data reading over a network
+        return False
+    return bool(names & {"OpError", "ClusterError"}) and any(part in text for part in _VICTIM_TEXTS)
+
+
 def _runs_the_script(frame: FrameType | None) -> bool:
     """Return False in hooks and handlers that run at interpreter exit: an exception raised there would be lost."""
     while frame is not None and frame.f_back is not None:
@@ -169,10 +184,7 @@ class _SignalEvent(ctypes.Structure):
 
 
 class _NativeTimer:
-    """Calls C's ``_exit`` after a delay, because Python threads do not run while the interpreter shuts down.
-
-    It has no effect with C libraries other than glibc.
-    """
+    """Calls C's ``_exit`` after a delay, because Python threads do not run while the interpreter shuts down."""
 
     def __init__(self) -> None:
         self._timer: ctypes.c_void_p | None = None
@@ -245,12 +257,11 @@ def report_exit_status() -> int:
             os.dup2(nothing.fileno(), writer)
 
     reader, writer = os.pipe()
-    with contextlib.suppress(AttributeError):  # not glibc
-        libc = ctypes.CDLL(None)
-        libc.fdopen.restype = ctypes.c_void_p
-        file = ctypes.c_void_p(libc.fdopen(writer, b"w"))
-        libc.setvbuf(file, None, 2, 0)  # _IONBF
-        libc.on_exit(libc.fputc, file)
+    libc = ctypes.CDLL(None)
+    libc.fdopen.restype = ctypes.c_void_p
+    file = ctypes.c_void_p(libc.fdopen(writer, b"w"))
+    libc.setvbuf(file, None, 2, 0)  # _IONBF
+    libc.on_exit(libc.fputc, file)
     # A forked child inherits the handler, but its status is not this rank's.
     os.register_at_fork(after_in_child=write_nothing)
     return reader

@@ -201,11 +201,7 @@ class Stacks(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Flight(Message):
-    """The last collectives of a rank.
-
-    Attributes:
-        records: the collectives, in order.
-    """
+    """The last collectives of a rank, in order."""
 
     records: list[CollectiveRecord]
 
@@ -218,9 +214,6 @@ class Connect(Message):
     """Join the coordinator in the sentinel of rank 0.
 
     Attributes:
-        rank: this rank.
-        size: number of ranks.
-        host: its host's name.
         offer: the coordinator's addresses and the job's token; "": this sentinel runs the coordinator.
         chief_host: the host of rank 0.
         speaks: this rank writes the last line if the sentinel of rank 0 is gone.
@@ -302,22 +295,14 @@ class GiveStacks(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class GiveFlight(Message):
-    """Answer with :class:`Flight`.
-
-    Attributes:
-        most: maximum number of collectives to send.
-    """
+    """Answer with :class:`Flight`, of at most ``most`` collectives."""
 
     most: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class HoldOutput(Message):
-    """Stop reading the program's output because the reader of ``hvdkit run`` has paused; or resume.
-
-    Attributes:
-        hold: True to stop reading, False to resume.
-    """
+    """Stop reading the program's output because the reader of ``hvdkit run`` has paused; or resume (``hold=False``)."""
 
     hold: bool
 

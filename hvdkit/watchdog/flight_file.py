@@ -17,13 +17,10 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RankFlight:
-    """The last collectives of one rank.
+    """The last collectives of one rank, in order.
 
     Attributes:
-        rank: the rank.
-        host: its host.
         clock: seconds to add to the times of its records to make them comparable across ranks.
-        records: the collectives, in order.
     """
 
     rank: int

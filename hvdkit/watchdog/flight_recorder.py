@@ -158,14 +158,9 @@ class FlightRecorder:
         eager: bool,
         at: float | None = None,
     ) -> int:
-        """Record that the rank enters a collective, and return its number for :meth:`end`.
+        """Record that the rank enters a collective, see :class:`CollectiveRecord`; return its number for :meth:`end`.
 
         Args:
-            key: identifies the collective across ranks.
-            what: its name, dtypes and shapes.
-            line: the user's source line that led to it.
-            ranks: the participating ranks; None: all.
-            nbytes: bytes that this rank sends.
             eager: the calling thread waits in it.
             at: start time by the host's monotonic clock; default: now.
         """
@@ -283,11 +278,7 @@ def recorder() -> FlightRecorder:
 
 
 class FlightReader:
-    """Reads the records of a :class:`FlightRecorder`.
-
-    Args:
-        file: descriptor of the recorder's memory.
-    """
+    """Reads the records of a :class:`FlightRecorder` from its memory, whose descriptor is ``file``."""
 
     def __init__(self, file: int) -> None:
         self._memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)

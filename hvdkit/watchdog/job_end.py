@@ -28,15 +28,7 @@ _FILE_SECONDS, _WRITE_SECONDS = 1.0, 1.0
 
 
 class JobEnd:
-    """Ends a job, step by step.
-
-    Args:
-        size: number of ranks.
-        settings: the watchdog's settings.
-        members: the ranks that have joined.
-        judge: returns the verdict on the events so far.
-        lines: writes lines for the user.
-        writes_last: also write the last line.
+    """Ends a job, step by step. ``judge`` returns the verdict on the events so far.
 
     Attributes:
         due: when the next step is due; None before the first step and after the last one.

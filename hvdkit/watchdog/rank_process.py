@@ -19,11 +19,8 @@ _WAITED_SECONDS = 3.0
 class RankProcess:
     """The sentinel's view of its rank's process, and the socket to it.
 
-    Args:
-        pid: the process that the launcher or the sentinel started.
-
     Attributes:
-        program: PID of that process.
+        program: PID of the process that the launcher or the sentinel started.
         pid: PID of the process that called ``hk.init()``: the program or a descendant.
         connection: messages to and from the process, or None.
         training: the rank's message that it called ``hk.init()``, or None.

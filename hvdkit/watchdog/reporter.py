@@ -21,7 +21,7 @@ from hvdkit.machine import processes
 from hvdkit.machine.interfaces import chosen_addresses, reachable_addresses
 from hvdkit.machine.launcher import LaunchedRank
 from hvdkit.watchdog import sentinel
-from hvdkit.watchdog.channel import Closed, Offer, listen, receive_now, send_now
+from hvdkit.watchdog.channel import Offer, listen, receive_now, send_now
 from hvdkit.watchdog.ending import end_process, ending, flush_files, report_exit_status
 from hvdkit.watchdog.events import (
     Busy,
@@ -56,9 +56,6 @@ _IN_GRAPH = {"quick_execute", "execute_with_cancellation"}
 
 class Reporter:
     """This process's connection to its sentinel.
-
-    Args:
-        recorder: records this rank's collectives.
 
     Attributes:
         pid: PID of this process, to distinguish forked children, which are not ranks.
@@ -101,9 +98,6 @@ class Reporter:
 
     def begin(self, launched: LaunchedRank) -> str:
         """Connect to a sentinel, or start one. Called before MPI starts.
-
-        Args:
-            launched: what the launcher has set for this rank.
 
         Returns:
             In rank 0, the offer with which other ranks reach the coordinator, see :meth:`join`; otherwise "".
@@ -198,11 +192,7 @@ class Reporter:
         return True
 
     def _start_sentinel(self, listeners: Sequence[socket.socket] = ()) -> None:
-        """Start a sentinel.
-
-        Args:
-            listeners: listening sockets of the coordinator, in rank 0.
-        """
+        """Start a sentinel, in rank 0 with the listening sockets of the coordinator."""
         self._listeners = listeners
         process = processes.stat(self.pid)
         python = sys.executable or "python3"  # may be empty in a program that embeds Python
@@ -237,7 +227,7 @@ class Reporter:
                     self._sample()
                     continue
                 order = receive_now(connected)
-            except (Closed, OSError, ValueError):
+            except (OSError, ValueError):
                 break
             try:
                 self._obey(order)

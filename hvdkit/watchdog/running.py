@@ -37,10 +37,6 @@ _SIGNALLED_SECONDS = 60.0
 class RunningSentinel(Sentinel):
     """Starts the rank's program for ``hvdkit run``, and forwards its output.
 
-    Args:
-        offer: addresses and token of ``hvdkit run``.
-        joined: describes this rank.
-
     Raises:
         OSError: ``hvdkit run`` cannot be reached.
     """
@@ -54,9 +50,7 @@ class RunningSentinel(Sentinel):
         self._signals: list[tuple[int, float]] = []
         self._outputs: dict[int, int] = {}
         self._is_held = False  # `hvdkit run` does not accept output now
-        wakeup, writer = os.pipe()
-        for file in (wakeup, writer):
-            os.set_blocking(file, False)
+        wakeup, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         handled = (*_FORWARDED_SIGNALS, signal.SIGCHLD)
         for number in handled:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hvdkit.errors import HvdkitError
-from hvdkit.watchdog.ending import Exit, end_process, ending
+from hvdkit.watchdog.ending import Exit, end_process, ending, is_victim
 from hvdkit.watchdog.events import Failed
 from hvdkit.watchdog.lines import write_line
 
@@ -24,32 +24,16 @@ if TYPE_CHECKING:
     from hvdkit.watchdog.reporter import Reporter
 
 _LONGEST_TEXT = 60_000
-_VICTIM_TEXTS = (
-    "has been shut down",
-    "has not been initialized",
-    "left the job",
-    "HorovodInternalError",
-    "Connection reset",
-    "Connection closed",
-    "MPI_ERR",
-    "Broken pipe",
-    "gloo/transport",
-)
-_ENGINES = ("Horovod", "hvdkit", "gloo", "MPI_")
 
 
 class UncaughtErrors:
-    """Ends all ranks on an uncaught exception in this process.
-
-    Args:
-        reporter: the reporter of this process.
-    """
+    """Ends all ranks on an uncaught exception in this process."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
         self._rank = 0
         self._abort: Callable[[int], None] | None = None
-        self._before: tuple[Any, Any] | None = None
+        self._before: tuple[Any, ...] = ()
 
     def install(self, rank: int, release: Callable[[], None], abort: Callable[[int], None] | None) -> None:
         """Start reporting failures of this rank.
@@ -59,27 +43,26 @@ class UncaughtErrors:
             release: releases this rank's threads from collectives.
             abort: ends all ranks if this rank has no sentinel; None without MPI.
         """
-        if self._before is None:
-            ending().prepare(release, is_victim)
+        if not self._before:
+            ending().prepare(release)
             self._rank, self._abort = rank, abort
             self._before = (sys.excepthook, threading.excepthook)
             sys.excepthook, threading.excepthook = self._uncaught, self._uncaught_in_thread
 
     def install_alone(self) -> None:
         """In a world of one rank, only set the exit code of an uncaught exception."""
-        if self._before is None:
+        if not self._before:
             self._before = (sys.excepthook, threading.excepthook)
             sys.excepthook = self._uncaught_alone
 
     def remove(self) -> None:
         """Restore the hooks that :meth:`install` replaced."""
-        if self._before is not None:
+        if self._before:
             ending().forget()
             sys.excepthook, threading.excepthook = self._before
-            self._before = None
+            self._before = ()
 
     def _uncaught_alone(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        assert self._before is not None
         self._before[0](kind, error, trace)
         if os.getpid() == self._reporter.pid:
             self._reporter.send(self._failed(error, "", None))
@@ -88,14 +71,12 @@ class UncaughtErrors:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._reporter.pid:  # a forked child is not a rank
-            assert self._before is not None
             self._before[0](kind, error, trace)
             return
         self._end(error, trace, None)
 
     def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
         if os.getpid() != self._reporter.pid or args.exc_value is None or issubclass(args.exc_type, SystemExit):
-            assert self._before is not None
             self._before[1](args)
             return
         self._end(args.exc_value, args.exc_traceback, args.thread.name if args.thread else "?")
@@ -144,17 +125,6 @@ class UncaughtErrors:
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a process that does not catch ``error``."""
     return error.exit_code if isinstance(error, HvdkitError) else 1
-
-
-def is_victim(error: BaseException) -> bool:
-    """Return True if ``error`` is a consequence of another rank's failure."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if "HorovodInternalError" in names:
-        return True
-    text = str(error)
-    if "OpError" in names and not any(engine in text for engine in _ENGINES):  # e.g. tf.data reading over a network
-        return False
-    return bool(names & {"OpError", "ClusterError"}) and any(part in text for part in _VICTIM_TEXTS)
 
 
 def cause_of(error: BaseException) -> str:

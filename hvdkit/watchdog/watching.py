@@ -24,13 +24,7 @@ _WARN_SECONDS = 1.0
 
 
 class WatchingSentinel(Sentinel):
-    """Watches a process that a launcher has started.
-
-    Args:
-        pid: the rank's process.
-        started: its start time, by the kernel's clock.
-        connected: socket to it.
-    """
+    """Watches a process that a launcher has started, at time ``started`` by the kernel's clock."""
 
     def __init__(self, pid: int, started: int, connected: socket.socket) -> None:
         super().__init__(RankProcess(pid))

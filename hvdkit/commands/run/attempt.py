@@ -53,9 +53,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         self.stopped = False
-        self.file, self._writer = os.pipe()
-        for end in (self.file, self._writer):
-            os.set_blocking(end, False)
+        self.file, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._before = {
             number: signal.signal(number, lambda number, frame: None)
@@ -94,16 +92,7 @@ class Signals:
 
 @dataclass
 class Attempt:
-    """One start of a job, to its end.
-
-    Attributes:
-        job: the job to start.
-        hosts: its hosts, with the number of ranks on each as slots.
-        network: the network by which ranks on other hosts reach this one.
-        program: the command that each rank runs.
-        output: writes the lines of all ranks.
-        signals: signals that this process receives.
-    """
+    """One start of a job, to its end, on ``hosts``, with the number of ranks on each as slots."""
 
     job: Job
     hosts: tuple[Host, ...]

@@ -22,10 +22,8 @@ class EngineProcess:
 
     Args:
         name: the engine's name, a prefix of its lines.
-        line: its command line.
         environment: its environment, in addition to that of ``line``.
         selector: waits for its standard output and error, with the channel (1 or 2) as data.
-        output: writes its lines.
 
     Attributes:
         was_ended: True once :meth:`tick` has sent it a signal; its exit code is then unrelated to the job.

@@ -56,13 +56,9 @@ class LaunchSpec:
     """The parameters of one start of the job, for the command line of any engine.
 
     Attributes:
-        engine: starts the ranks.
-        np: number of ranks.
-        command: the command that each rank runs.
         hosts: hosts and the number of ranks on each; empty: only this machine.
         names: environment variables to pass on.
         interface: network interface between the hosts, or a subnet such as 10.0.0.0/24 if names differ.
-        ssh_args: arguments for ssh.
         root: whether the user is root, which Open MPI allows only with an option.
         slurm: whether Slurm starts the engine's daemons on other hosts. Open MPI's mpirun detects this itself.
     """

@@ -1,7 +1,7 @@
 """Runs on other hosts before the start, over ssh or srun, and reports their software and addresses.
 
 The source is sent on standard input, and needs only the standard library, to be able to report missing packages. The
-sender inserts a line that sets PACKAGE_FOLDER: the folder of hvdkit on the host that runs the check.
+argument is the folder of hvdkit on the host that runs the check.
 """
 
 from __future__ import annotations
@@ -66,4 +66,4 @@ def _ends() -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    print(MARK + json.dumps(report(globals()["PACKAGE_FOLDER"])))
+    print(MARK + json.dumps(report(sys.argv[1])))

@@ -78,10 +78,6 @@ class Job:
     def network(self, hosts: tuple[Host, ...], connect_timeout: float | None = None) -> tuple[Network, list[Answer]]:
         """Check ``hosts``; return the network between them, and the answers of all except this host.
 
-        Args:
-            hosts: the hosts to check.
-            connect_timeout: seconds for ssh to connect; default: --check-timeout.
-
         Raises:
             ClusterError: the hosts that answer do not have a common network.
         """

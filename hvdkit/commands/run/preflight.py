@@ -18,7 +18,7 @@ from hvdkit.commands.run import host_probe
 from hvdkit.errors import ClusterError, describe
 from hvdkit.machine.interfaces import Address, own_addresses
 
-_FOLDER = Path(host_probe.__file__).resolve().parents[2]  # of hvdkit
+_FOLDER = str(Path(host_probe.__file__).resolve().parents[2])  # of hvdkit
 _SSH_PROBLEMS = (  # message of ssh or srun, problem, remedy
     ("Could not resolve hostname", "its name is unknown", "check the name, or add it to ~/.ssh/config or /etc/hosts"),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key has changed",
@@ -137,11 +137,9 @@ def check(hosts: Sequence[str], remote: Remote, timeout: float) -> list[Answer]:
     Returns:
         The answers, in order, with a problem if the host did not run the probe, or has other versions than this one.
     """
-    first = "from __future__ import annotations\n"
     source = Path(host_probe.__file__).read_text(encoding="utf-8")
-    source = source.replace(first, f"{first}PACKAGE_FOLDER = {str(_FOLDER)!r}\n", 1)
-    local = host_probe.versions(str(_FOLDER))
-    replies = run_on(hosts, remote, [sys.executable, "-"], source, timeout)
+    local = host_probe.versions(_FOLDER)
+    replies = run_on(hosts, remote, [sys.executable, "-", _FOLDER], source, timeout)
     answers = []
     for host, (output, problem) in zip(hosts, replies, strict=True):
         line = next((line for line in output.splitlines() if line.startswith(host_probe.MARK)), None)

@@ -33,8 +33,6 @@ class PrivateFile:
     """A file that only this user can read, in a new folder with an unpredictable name, on this and other hosts.
 
     Args:
-        text: contents of the file.
-        remote: returns the command that runs another one on a host.
         others: other hosts on which to write the file.
         timeout: seconds for each host.
 
