@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from hvdkit import cluster
 from hvdkit.checkpoint.chief_io import save_through_chief
 from hvdkit.checkpoint.entries import State
-from hvdkit.checkpoint.folder import latest, tidy_one
+from hvdkit.checkpoint.folder import latest, tidy
 from hvdkit.checkpoint.rank_checks import agreed_state, check_shared, run_on_chief
 from hvdkit.checkpoint.writing import Failure, Save, Snapshot, non_finite_error
 from hvdkit.cluster.agreement import gather
@@ -57,7 +57,7 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
         return path
 
     def prepare() -> str:
-        tidy_one(path)
+        tidy(path.parent, path.name)
         return secrets.token_hex(4)
 
     token = run_on_chief("hk.checkpoint.save()", prepare)

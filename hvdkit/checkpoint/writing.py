@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdkit.checkpoint.entries import Entry, State
-from hvdkit.checkpoint.files import checkpoint_errors, remove_folder, write_text
+from hvdkit.checkpoint.files import atomic_file, checkpoint_errors, remove_folder
 from hvdkit.checkpoint.folder import commit, temporary_path
 from hvdkit.checkpoint.manifest import RANK_VALUES, REPLICATED, Manifest, Part, TensorEntry, shard_name
 from hvdkit.checkpoint.tensorfile import FileRecord, NonFiniteTensor, OutgoingTensor, write_file
@@ -202,8 +202,9 @@ class Save:
             files[name] = write_file(self._folder / name, tensors, metadata=snapshot.metadata())
         report = {"files": files, "indices": snapshot.indices()}
         if self.rank != 0:
-            # The chief renames the folder after the last report, possibly before this call returns.
-            write_text(self._report_path(self.rank), json.dumps(report), sync=False)
+            # The chief renames the folder after the last report: from then on it cannot be synced by this name.
+            with atomic_file(self._report_path(self.rank), "w") as file:
+                file.write(json.dumps(report))
         return report
 
     def _complete(self, chief_report: dict[str, Any]) -> None:

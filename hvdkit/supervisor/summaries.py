@@ -21,7 +21,7 @@ from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.image import metadata as image_metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from hvdkit.checkpoint.files import checkpoint_errors, sync_folder
+from hvdkit.checkpoint.files import checkpoint_errors, sync
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, describe
 
@@ -81,7 +81,7 @@ class Summaries:
             self._write(Event(step=resume_at + 1, session_log=SessionLog(status=SessionLog.START)))
         self.flush()
         with _file_errors(folder, "written"):
-            sync_folder(folder)
+            sync(folder)
 
     def __enter__(self) -> Summaries:
         return self
@@ -172,7 +172,7 @@ class Summaries:
         """
         with self._usable_writer() as writer:
             writer.flush()
-            _sync_file(self._path)
+            sync(self._path)
 
     def close(self) -> None:
         """Flush and close the file. Does nothing if it is already closed, or after an error.
@@ -249,9 +249,9 @@ def _rewrite(path: Path, temporary: Path, step: int) -> None:
             if Event.FromString(record).step <= step:
                 writer.write(record)
         writer.flush()
-    _sync_file(temporary)
+    sync(temporary)
     temporary.replace(path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def _records(path: Path) -> Iterator[bytes]:
@@ -279,15 +279,6 @@ def _number(name: str, value: Any) -> float:
         got = f"shape {array.shape}, {array.dtype}"
         raise TypeError(describe(name, got, "a single real number", "reduce it, e.g. to its mean"))
     return float(array.reshape(()))
-
-
-def _sync_file(path: Path) -> None:
-    """Sync a file to disk, including bytes written through other descriptors."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
