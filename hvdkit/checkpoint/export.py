@@ -139,10 +139,8 @@ def _npy_dtype(tensor: TensorEntry) -> np.dtype:
 def _read_pieces(reader: Reader, name: str, tensor: TensorEntry, rank: int | None) -> Iterator[np.ndarray]:
     """Yield the rows of a tensor in global order, in pieces."""
     if tensor.kind != "sharded" or not tensor.shape:
-        part = tensor.parts[rank or 0]
-        file = reader.open(part)
+        file = reader.open(tensor.parts[rank or 0].file)
         for _, _, block in file.pieces(name, range(file.locations[name].rows)):
-            assert block is not None
             yield block
         return
     rows, *others = tensor.shape
