@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdkit.checkpoint.entries import Entry, State
 from hvdkit.checkpoint.files import atomic_file, checkpoint_errors, remove_folder
 from hvdkit.checkpoint.folder import commit, temporary_path
 from hvdkit.checkpoint.manifest import RANK_VALUES, REPLICATED, Manifest, Part, TensorEntry, shard_name
-from hvdkit.checkpoint.tensorfile import FileRecord, NonFiniteTensor, OutgoingTensor, write_file
-from hvdkit.errors import CheckpointError, HvdkitError, NonFiniteError
+from hvdkit.checkpoint.tensorfile import FileRecord, OutgoingTensor, write_file
+from hvdkit.errors import CheckpointError, NonFiniteError
 
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.01
 _NICENESS = 10  # niceness increment of a background save, so that training takes precedence if cores are scarce
@@ -84,20 +84,6 @@ class Snapshot:
     def indices(self) -> dict[str, Any]:
         """Return the index of this rank's part of each sharded tensor, for JSON."""
         return {e.name: [(i.start, i.stop, i.step) for i in e.index] for e, _ in self.entries if e.index is not None}
-
-
-class Failure(NamedTuple):
-    """Why a save failed on one rank, in a picklable form.
-
-    Attributes:
-        message: the error's text.
-        non_finite: a tensor contained NaN or an infinity.
-        cancelled: this rank stopped writing only because another rank had failed.
-    """
-
-    message: str
-    non_finite: bool = False
-    cancelled: bool = False
 
 
 class CancelledSaveError(CheckpointError):
@@ -168,14 +154,6 @@ class Save:
         """Remove the files of a failed save, on the chief, once all ranks are done."""
         if self.rank == 0:
             remove_folder(self._folder)
-
-    def failure(self) -> Failure | None:
-        """Return the failure on this rank in a picklable form, or None."""
-        if self.error is None:
-            return None
-        kind = "" if isinstance(self.error, HvdkitError) else f"{type(self.error).__name__}: "
-        is_non_finite, is_cancelled = (isinstance(self.error, e) for e in (NonFiniteTensor, CancelledSaveError))
-        return Failure(f"{kind}{self.error}", is_non_finite, is_cancelled)
 
     def _run(self) -> None:
         if self._background:
