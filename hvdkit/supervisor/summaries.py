@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ _PREFIX = "events.out.tfevents."
 _REWRITTEN = ".rewritten"  # without the prefix, so that TensorBoard does not read a half-written file
 
 
-class Summaries:
+class Summaries(contextlib.AbstractContextManager["Summaries"]):
     """Write scalars, histograms and images of one run to ``folder`` as a TensorBoard event file.
 
     This class is not distributed: only the chief creates an instance.
@@ -83,12 +83,7 @@ class Summaries:
         with _file_errors(folder, "written"):
             sync(folder)
 
-    def __enter__(self) -> Summaries:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def scalars(self, step: int, /, **values: Any) -> None:
@@ -105,10 +100,8 @@ class Summaries:
         """
         # Use simple_value instead of a tensor (as in tf.summary): TensorBoard shows both, but its EventAccumulator
         # keeps 10,000 scalars per tag and only 10 tensors.
-        summary = Summary()
-        for name, value in values.items():
-            summary.value.add(tag=name, simple_value=_number(name, value))
-        self._write_summary(step, summary)
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        self._write_values(step, [Summary.Value(tag=name, simple_value=x) for name, x in numbers.items()])
 
     def histogram(self, step: int, name: str, values: npt.ArrayLike) -> None:
         """Write the distribution of an array's finite elements.
@@ -128,10 +121,7 @@ class Summaries:
         finite = np.isfinite(array)
         counts, edges = np.histogram(array if finite.all() else array[finite], BUCKETS)
         buckets = np.stack([edges[:-1], edges[1:], counts], axis=1).astype(np.float64)
-        summary = Summary()
-        metadata = histogram_metadata.create_summary_metadata(display_name=None, description=None)
-        summary.value.add(tag=name, metadata=metadata, tensor=make_tensor_proto(buckets))
-        self._write_summary(step, summary)
+        self._write_array(step, name, buckets, histogram_metadata)
 
     def image(self, step: int, name: str, images: npt.ArrayLike) -> None:
         """Write images as PNG.
@@ -159,10 +149,7 @@ class Summaries:
             pixels = tf.image.convert_image_dtype(array, tf.uint8, saturate=True)
             encoded = [tf.io.encode_png(image).numpy() for image in pixels]
         strings = [str(width).encode(), str(height).encode(), *encoded]
-        summary = Summary()
-        metadata = image_metadata.create_summary_metadata(display_name=None, description=None)
-        summary.value.add(tag=name, metadata=metadata, tensor=make_tensor_proto(np.array(strings, object)))
-        self._write_summary(step, summary)
+        self._write_array(step, name, np.array(strings, object), image_metadata)
 
     def flush(self) -> None:
         """Sync everything written so far to disk.
@@ -185,8 +172,12 @@ class Summaries:
             self._writer.close()
             self._writer = None
 
-    def _write_summary(self, step: int, summary: Summary) -> None:
-        self._write(Event(step=int(step), summary=summary))
+    def _write_array(self, step: int, name: str, array: np.ndarray, plugin: ModuleType) -> None:
+        metadata = plugin.create_summary_metadata(display_name=None, description=None)
+        self._write_values(step, [Summary.Value(tag=name, metadata=metadata, tensor=make_tensor_proto(array))])
+
+    def _write_values(self, step: int, values: list[Summary.Value]) -> None:
+        self._write(Event(step=int(step), summary=Summary(value=values)))
 
     def _write(self, event: Event) -> None:
         event.wall_time = time.time()
