@@ -99,7 +99,7 @@ class GlobalBatches(Iterator[Any]):
         self._with_sample_weight, self._as_tensors = with_sample_weight, as_tensors
         self._weights: tuple[int, Any] = (0, None)  # cache: the last global_count, and its sample_weight
         if with_sample_weight:
-            self._require_pairs("with_sample_weight=True")
+            self._require_pairs()
         self._steps_per_epoch = self._known_steps_per_epoch()
         self._order_check = order.order_check(self._seed)
         self._epoch = self._step = 0  # position of the next batch
@@ -426,11 +426,11 @@ class GlobalBatches(Iterator[Any]):
             yield len(counts), convert(batches, counts, 0)
             at += len(counts)
 
-    def _require_pairs(self, what: str) -> None:
+    def _require_pairs(self) -> None:
         structure = self._source.structure
         if not isinstance(structure, tuple) or len(structure) != 2:
             got, remedy = f"a {type(structure).__name__}", "pass (x, y), or read .sample_weight after each batch"
-            raise TypeError(describe("arrays_or_source", got, f"a tuple (x, y) for {what}", remedy))
+            raise TypeError(describe("arrays_or_source", got, "a tuple (x, y) for with_sample_weight=True", remedy))
 
     def _unequal_epochs(self, steps: str) -> ValueError:
         got, expected = f"a stream of {steps} batches in epoch {self._epoch}", f"{self._steps_per_epoch}, as before"
