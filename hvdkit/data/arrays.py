@@ -91,48 +91,34 @@ class ArraySource:
         return optree.tree_unflatten(self._treedef, [column.read(indices) for column in self._columns])
 
     def open(
-        self, epoch: int, step: int, rank_rows: order.RankRows, seed: int | None, remainder: order.Remainder
-    ) -> Iterator[tuple[Any, int, int]]:
-        """Yield the rank's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
-
-        The third value is 0; streams yield a digest of the batch instead.
-        """
-        examples, batch_size = self.examples, rank_rows.batch_size
-        shuffled = order.epoch_order(examples, seed, epoch)
-        for i in range(step, order.steps_per_epoch(examples, batch_size, remainder)):
-            count = order.real_examples(i, examples, batch_size)
-            yield self.read(order.row_indices(i, examples, batch_size, rank_rows.rows(count), shuffled)), count, 0
-
-    def open_in_chunks(
         self,
         epoch: int,
         step: int,
-        max_batches: int,
         rank_rows: order.RankRows,
         seed: int | None,
         remainder: order.Remainder,
-    ) -> Iterator[tuple[Any, list[int]]]:
-        """Yield the rank's rows of several global batches at once, endlessly, from a step of an epoch on.
+        max_batches: int = 1,
+    ) -> Iterator[tuple[Any, list[int], int]]:
+        """Yield the rank's rows of the epoch's global batches from ``step`` on, and their numbers of real examples.
 
-        Each item has up to ``max_batches`` batches of one epoch with equal numbers of rows: arrays
-        ``[batches, rows, ...]``, and the batches' numbers of real examples.
+        Each item has one batch; or, if ``max_batches`` is greater, up to so many batches with equal numbers of rows, as
+        arrays ``[batches, rows, ...]``. The third value is 0; streams yield a digest of the batch instead.
         """
         examples, batch_size = self.examples, rank_rows.batch_size
         steps = order.steps_per_epoch(examples, batch_size, remainder)
-        while True:
-            shuffled = order.epoch_order(examples, seed, epoch)
-            while step < steps:
-                chunk = range(step, min(step + max_batches, steps))
-                counts = [order.real_examples(i, examples, batch_size) for i in chunk]
-                if rank_rows.rows(counts[-1]) != rank_rows.rows(counts[0]):
-                    counts.pop()  # the short last batch is yielded separately
-                indices = [
-                    order.row_indices(step + i, examples, batch_size, rank_rows.rows(count), shuffled)
-                    for i, count in enumerate(counts)
-                ]
-                yield self._split_batches(self.read(np.concatenate(indices)), len(counts)), counts
-                step += len(counts)
-            epoch, step = epoch + 1, 0
+        shuffled = order.epoch_order(examples, seed, epoch)
+        while step < steps:
+            chunk = range(step, min(step + max_batches, steps))
+            counts = [order.real_examples(i, examples, batch_size) for i in chunk]
+            if rank_rows.rows(counts[-1]) != rank_rows.rows(counts[0]):
+                counts.pop()  # the short last batch is yielded separately
+            indices = [
+                order.row_indices(step + i, examples, batch_size, rank_rows.rows(count), shuffled)
+                for i, count in enumerate(counts)
+            ]
+            rows = self.read(np.concatenate(indices))
+            yield (rows if max_batches == 1 else self._split_batches(rows, len(counts))), counts, 0
+            step += len(counts)
 
     @staticmethod
     def _split_batches(structure: Any, parts: int) -> Any:
