@@ -222,13 +222,11 @@ def _array(tensor: tf.Tensor) -> np.ndarray:
 
 
 def _add_sharded(state: State, name: str, item: ShardedState, allowed: Allowed) -> None:
-    def local() -> Any:
-        return item.local.value if isinstance(item.local, keras.Variable) else item.local
-
     def read() -> np.ndarray:
-        part = local()
+        part: Any = item.local
         if isinstance(part, np.ndarray):
             return part.copy()
+        part = part.value if isinstance(part, keras.Variable) else part
         return _array(part.read_value() if isinstance(part, tf.Variable) else part)
 
     variable = _variable_of(item)
