@@ -87,7 +87,7 @@ class ArraySource:
         self.structure = arrays
 
     def read(self, indices: np.ndarray) -> Any:
-        """Return a copy of the rows ``indices`` (int64) of every array, in the original structure."""
+        """Return a copy of the rows ``indices`` (int64, of any shape) of every array, in the original structure."""
         return optree.tree_unflatten(self._treedef, [column.read(indices) for column in self._columns])
 
     def open(
@@ -116,14 +116,8 @@ class ArraySource:
                 order.row_indices(step + i, examples, batch_size, rank_rows.rows(count), shuffled)
                 for i, count in enumerate(counts)
             ]
-            rows = self.read(np.concatenate(indices))
-            yield (rows if max_batches == 1 else self._split_batches(rows, len(counts))), counts, 0
+            yield self.read(indices[0] if max_batches == 1 else np.stack(indices)), counts, 0
             step += len(counts)
-
-    @staticmethod
-    def _split_batches(structure: Any, parts: int) -> Any:
-        """Reshape the arrays ``[parts * n, ...]`` of a structure to ``[parts, n, ...]``."""
-        return optree.tree_map(lambda array: array.reshape(parts, -1, *array.shape[1:]), structure)
 
     def batch_spec(self, rows: int | None) -> Any:
         """Return the ``tf.TensorSpec`` structure of a batch of ``rows`` rows; None for any number."""
@@ -170,9 +164,9 @@ class _Column:
         self._contiguous = self._is_numpy and array.flags.c_contiguous
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """Return a copy of the rows ``indices``."""
+        """Return a copy of the rows ``indices``, an array of any shape."""
         if self._contiguous:
-            rows = aligned_empty((len(indices), *self._array.shape[1:]), self._array.dtype)
+            rows = aligned_empty((*indices.shape, *self._array.shape[1:]), self._array.dtype)
             # mode="raise" would buffer the output in a second array; the indices are known to be in range.
             self._array.take(indices, axis=0, out=rows, mode="clip")
         elif self._is_numpy:
@@ -184,6 +178,7 @@ class _Column:
     def _read_ascending(self, indices: np.ndarray) -> np.ndarray:
         """Read with ascending unique indices: h5py requires them, and files are read fastest in order."""
         unique, inverse = np.unique(indices, return_inverse=True)
+        inverse = inverse.reshape(indices.shape)  # NumPy 1 returns it flat
         first, last = int(unique[0]), int(unique[-1])
         if self._is_h5py and last - first + 1 == len(unique):
             return np.asarray(self._array[first : last + 1])[inverse]  # one read instead of one per row
