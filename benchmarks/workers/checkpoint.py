@@ -22,7 +22,8 @@ import tensorflow as tf
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.rank_checks import agreed_state
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.checkpoint.saving import begin, finish
+from hvdkit.checkpoint.saving import finish
+from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.sharding.partition import rows_of
 
 COLUMNS = 256
@@ -99,7 +100,9 @@ def asynchronous(folder: Path, state, table: Table) -> dict[str, float]:
 
     def save_behind() -> None:
         started = time.perf_counter()
-        save = begin(folder / "step-900000000", agreed_state(state), step=0, token="async")
+        snapshot = Snapshot.of(agreed_state(state), hk.rank())
+        options = {"rank": hk.rank(), "size": hk.size(), "token": "async", "background": True}
+        save = Save(folder / "step-900000000", snapshot, step=0, **options).start()
         stalls["call"] = time.perf_counter() - started
         train()  # the first update after the snapshot allocates memory
         stalls["next"] = time.perf_counter() - started - stalls["call"] - step

@@ -74,7 +74,7 @@ def checkpoint_rank0(size: int, folder: Path, seconds: float, fault: str) -> Non
         with Reader(path, manifest) as reader:
             for e in state_of(0, ranks).entries.values():
                 if e.kind == "replicated":
-                    assert (reader.replicated(e.name) == e.read()).all()
+                    assert (reader.whole(e.name) == e.read()).all()
                 elif e.kind == "per_rank":
                     reader.per_rank(e.name, 0, ranks, "keep")
                 else:  # the rows of the tables of ``size`` ranks

@@ -6,8 +6,9 @@ The chief controls the exchange. It broadcasts the description of the next trans
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +18,14 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.checkpoint.entries import Entry
 from hvdkit.checkpoint.files import checkpoint_errors, remove_folder
-from hvdkit.checkpoint.folder import commit, latest, temporary_path, tidy_one
+from hvdkit.checkpoint.folder import commit, latest, temporary_path, tidy
 from hvdkit.checkpoint.manifest import REPLICATED, Manifest, shard_name
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, Allowed, FileRecord, NonFiniteTensor, OutgoingTensor, write_file
 from hvdkit.checkpoint.writing import Snapshot, build_manifest, non_finite_error
 from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import tensors
-from hvdkit.errors import CheckpointError, CorruptCheckpointError, NonFiniteError
+from hvdkit.errors import CheckpointError, NonFiniteError
 from hvdkit.sharding.partition import FLAT
 
 
@@ -68,8 +69,13 @@ def save_through_chief(
     description = specs, snapshot.indices(), snapshot.metadata()
     descriptions = gather(cluster.exchange(), "a save through the chief", lambda: description)
 
-    def write() -> None:
-        tidy_one(path)
+    if not cluster.is_chief():
+        for transfer in _follow():
+            is_source = transfer.source == cluster.rank()
+            _exchange(transfer, tensors[transfer.name].rows(transfer.start, transfer.stop) if is_source else None)
+        return
+    with _leading():
+        tidy(path.parent, path.name)
         folder = temporary_path(path, secrets.token_hex(4))
         try:
             _write_files(folder, snapshot, tensors, descriptions, step)
@@ -79,8 +85,6 @@ def save_through_chief(
             remove_folder(folder)
             raise
         after_commit()
-
-    _run_on_chief(write, lambda transfer: tensors[transfer.name].rows(transfer.start, transfer.stop), _reject)
 
 
 def _write_files(
@@ -138,32 +142,35 @@ def restore_through_chief(
     local_specs = {e.name: (e.kind, e.index, e.partition == FLAT, e.resize) for e in entries}
     specs_by_rank = gather(cluster.exchange(), "a restore through the chief", lambda: local_specs)
     by_name = {entry.name: entry for entry in entries}
+    if not cluster.is_chief():
+        _receive_parts(by_name, assign)
+        return
+    with _leading(), Reader(path, manifest) as reader:
+        for rank, specs in enumerate(specs_by_rank):
+            for name, (kind, index, flat, resize) in specs.items():
+                saved_name = names[name]
+                if kind == "per_rank":
+                    part = reader.per_rank(saved_name, rank, cluster.size(), resize)
+                else:
+                    assert index is not None
+                    part = reader.sharded(saved_name, index, flat=flat)
+                if rank == 0:
+                    assign(by_name[name], part)
+                elif part is not None:
+                    _send_part(rank, name, part)
+
+
+def _receive_parts(entries: dict[str, Entry], assign: Callable[[Entry, np.ndarray | None], None]) -> None:
     parts: dict[str, np.ndarray] = {}
-
-    def receive(transfer: _Transfer, data: np.ndarray) -> None:
-        entry = by_name[transfer.name]
-        shape = entry.shape if entry.index is None else tuple(len(axis) for axis in entry.index)
-        part = parts.setdefault(transfer.name, np.empty(shape, entry.dtype))
-        part.reshape(-1).view(np.uint8)[transfer.start : transfer.stop] = data
-        if transfer.stop == part.nbytes:
-            assign(entry, parts.pop(transfer.name))
-
-    def read() -> None:
-        with Reader(path, manifest) as reader:
-            for rank, specs in enumerate(specs_by_rank):
-                for name, (kind, index, flat, resize) in specs.items():
-                    saved_name = names[name]
-                    if kind == "per_rank":
-                        part = reader.per_rank(saved_name, rank, cluster.size(), resize)
-                    else:
-                        assert index is not None
-                        part = reader.sharded(saved_name, index, flat=flat)
-                    if rank == 0:
-                        assign(by_name[name], part)
-                    elif part is not None:
-                        _send_part(rank, name, part)
-
-    _run_on_chief(read, _reject, receive)
+    for transfer in _follow():
+        data = _exchange(transfer, None)
+        if transfer.target == cluster.rank():
+            entry = entries[transfer.name]
+            shape = entry.shape if entry.index is None else tuple(len(axis) for axis in entry.index)
+            part = parts.setdefault(transfer.name, np.empty(shape, entry.dtype))
+            part.reshape(-1).view(np.uint8)[transfer.start : transfer.stop] = data
+            if transfer.stop == part.nbytes:
+                assign(entry, parts.pop(transfer.name))
 
 
 def _send_part(rank: int, name: str, part: np.ndarray) -> None:
@@ -173,31 +180,24 @@ def _send_part(rank: int, name: str, part: np.ndarray) -> None:
         _perform(_Transfer(name, start, stop, 0, rank), data[start:stop])
 
 
-def _run_on_chief(
-    work: Callable[[], None], send: Callable[[_Transfer], np.ndarray], receive: Callable[[_Transfer, Any], None]
-) -> None:
-    """Run ``work`` on the chief while the other ranks take part in its transfers; all ranks raise the chief's error."""
-    if cluster.is_chief():
-        error: Exception | None = None
-        try:
-            work()
-        except Exception as exception:
-            error = exception
-        is_picklable = isinstance(error, CheckpointError | NonFiniteError) or error is None
+@contextlib.contextmanager
+def _leading() -> Iterator[None]:
+    """On the chief: at the end, end the loops over :func:`_follow` on the other ranks, which raise the same error."""
+    try:
+        yield
+    except Exception as error:
+        is_picklable = isinstance(error, CheckpointError | NonFiniteError)
         cluster.exchange().broadcast(_End(error if is_picklable else CheckpointError(f"rank 0: {error}")), 0)
-        if error is not None:
-            raise error
-        return
+        raise
+    cluster.exchange().broadcast(_End(None), 0)
+
+
+def _follow() -> Iterator[_Transfer]:
+    """Yield the chief's transfers on another rank, which must take part in each, and raise the chief's error."""
     while not isinstance(message := cluster.exchange().broadcast(None, 0), _End):
-        received = _exchange(message, send(message) if message.source == cluster.rank() else None)
-        if message.target == cluster.rank():
-            receive(message, received)
+        yield message
     if message.error is not None:
         raise type(message.error)(f"rank 0: {message.error}")
-
-
-def _reject(*transfer: Any) -> Any:
-    raise CorruptCheckpointError(f"rank {cluster.rank()} was asked for rows that it does not have: {transfer}")
 
 
 def _perform(transfer: _Transfer, data: np.ndarray | None) -> np.ndarray:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
 
-from hvdkit.checkpoint.files import checkpoint_errors, write_text
+from hvdkit.checkpoint.files import atomic_file, checkpoint_errors, write_text
 from hvdkit.checkpoint.inspection import newest_at
 from hvdkit.checkpoint.manifest import Manifest, TensorEntry
 from hvdkit.checkpoint.reading import Reader
@@ -140,10 +139,8 @@ def _npy_dtype(tensor: TensorEntry) -> np.dtype:
 def _read_pieces(reader: Reader, name: str, tensor: TensorEntry, rank: int | None) -> Iterator[np.ndarray]:
     """Yield the rows of a tensor in global order, in pieces."""
     if tensor.kind != "sharded" or not tensor.shape:
-        part = tensor.parts[rank or 0]
-        file = reader.open(part)
+        file = reader.open(tensor.parts[rank or 0].file)
         for _, _, block in file.pieces(name, range(file.locations[name].rows)):
-            assert block is not None
             yield block
         return
     rows, *others = tensor.shape
@@ -158,20 +155,12 @@ def _read_pieces(reader: Reader, name: str, tensor: TensorEntry, rank: int | Non
 def _write_npy(
     path: Path, dtype: np.dtype, shape: tuple[int, ...], pieces: Iterable[np.ndarray], progress: Callable[[int], None]
 ) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     with checkpoint_errors(path, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                np.lib.format.write_array_header_1_0(file, header)
-                for piece in pieces:
-                    data = np.ascontiguousarray(piece, dtype)
-                    file.write(data.reshape(-1).view(np.uint8).data)
-                    progress(data.nbytes)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    with atomic_file(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for piece in pieces:
+            data = np.ascontiguousarray(piece, dtype)
+            file.write(data.reshape(-1).view(np.uint8).data)
+            progress(data.nbytes)

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 from hvdkit.errors import CheckpointError
 
@@ -33,22 +34,18 @@ def checkpoint_errors(path: Path, action: str) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be {action} ({error.strerror or error}); {remedy}") from error
 
 
-def sync_folder(path: Path) -> None:
-    """Sync a folder to disk. A new or renamed file is durable only after this."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Sync a file or a folder to disk. A new or renamed file is durable only after its folder is synced."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def write_text(path: Path, text: str, *, sync: bool = True) -> None:
-    """Write a small file atomically and durably.
-
-    Args:
-        path: the file.
-        text: its content.
-        sync: also sync the parent folder. Pass False if another process may move the folder as soon as the file exists.
+@contextlib.contextmanager
+def atomic_file(path: Path, mode: str) -> Iterator[IO[Any]]:
+    """Yield a temporary file to write, which is synced and renamed to ``path`` at the end, or removed on an error.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -56,16 +53,22 @@ def write_text(path: Path, text: str, *, sync: bool = True) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with checkpoint_errors(path, "written"):
         try:
-            with temporary.open("w") as file:
-                file.write(text)
+            with temporary.open(mode) as file:
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-        except OSError:
+        except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        if sync:
-            sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file atomically and durably. Raises CheckpointError if it cannot be written."""
+    with atomic_file(path, "w") as file:
+        file.write(text)
+    with checkpoint_errors(path, "written"):
+        sync(path.parent)
 
 
 def remove_folder(path: Path) -> None:

@@ -11,7 +11,7 @@ import itertools
 import re
 from pathlib import Path
 
-from hvdkit.checkpoint.files import checkpoint_errors, remove_folder, sync_folder, write_text
+from hvdkit.checkpoint.files import checkpoint_errors, remove_folder, sync, write_text
 from hvdkit.checkpoint.manifest import NAME, Manifest
 from hvdkit.errors import CheckpointError
 
@@ -50,7 +50,7 @@ def commit(source: Path, target: Path) -> None:
         CheckpointError: the file system reports an error.
     """
     with checkpoint_errors(target, "written"):
-        sync_folder(source)
+        sync(source)
         replaced = target.with_name(f"{_REPLACED}{target.name}")
         if read_damage(target) is not None:
             target.rename(_unused_path(target))
@@ -58,7 +58,7 @@ def commit(source: Path, target: Path) -> None:
             target.rename(replaced)
         _note_path(target).unlink(missing_ok=True)  # even if the target does not exist: the user may have removed it
         source.rename(target)
-        sync_folder(target.parent)
+        sync(target.parent)
     remove_folder(replaced)
 
 
@@ -71,15 +71,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(checkpoints, key=lambda path: step_of(path) or 0)
 
 
-def is_good(path: Path) -> bool:
-    """Return True unless a damage note, the manifest or the file lengths show that ``path`` is damaged."""
-    if read_damage(path) is not None:
-        return False
+def find_damage(path: Path) -> str | None:
+    """Return the damage of ``path`` that the manifest, the file lengths or a damage note show; None if it is good."""
     try:
         Manifest.load(path)
-    except CheckpointError:
-        return False
-    return True
+    except CheckpointError as error:
+        return str(error)
+    return read_damage(path)
 
 
 def latest(folder: Path) -> Path | None:
@@ -100,7 +98,7 @@ def latest(folder: Path) -> Path | None:
     folder = Path(folder)
     inner = folder / "checkpoints"
     candidates = list_checkpoints(inner if inner.is_dir() else folder)
-    return next((path for path in reversed(candidates) if is_good(path)), None)
+    return next((path for path in reversed(candidates) if find_damage(path) is None), None)
 
 
 def record_damage(path: Path, damage: str) -> None:
@@ -146,7 +144,8 @@ def prune(current: Path, max_to_keep: int | None, keep_every: int | None) -> Non
     if max_to_keep is None:
         return
     step = step_of(current) or 0
-    older = [path for path in list_checkpoints(current.parent) if (step_of(path) or 0) < step and is_good(path)]
+    before = [path for path in list_checkpoints(current.parent) if (step_of(path) or 0) < step]
+    older = [path for path in before if find_damage(path) is None]
     for path in older[: max(0, len(older) - (max_to_keep - 1))]:
         if keep_every is None or (step_of(path) or 0) % keep_every:
             # Rename first: a partially removed folder must not look like a checkpoint.
@@ -155,23 +154,14 @@ def prune(current: Path, max_to_keep: int | None, keep_every: int | None) -> Non
             remove_folder(removed)
 
 
-def tidy(folder: Path) -> None:
+def tidy(folder: Path, only: str | None = None) -> None:
     """Remove temporary folders left by a killed run, and rename a checkpoint back that was being replaced.
 
-    The caller ensures that another run is not writing to the folder.
+    The caller ensures that another run is not writing to the folder, or to the checkpoint with the name ``only``.
     """
-    _tidy(folder, "[^/]+")
-
-
-def tidy_one(path: Path) -> None:
-    """Like :func:`tidy`, for one checkpoint only."""
-    _tidy(path.parent, re.escape(path.name))
-
-
-def _tidy(folder: Path, name: str) -> None:
-    """Tidy checkpoints whose names match the regular expression ``name``."""
     if not folder.is_dir():
         return
+    name = "[^/]+" if only is None else re.escape(only)
     with checkpoint_errors(folder, "written"):
         for path in list(folder.iterdir()):
             if match := re.fullmatch(f"{re.escape(_REPLACED)}({name})", path.name):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.checkpoint.folder import latest, list_checkpoints, read_damage
+from hvdkit.checkpoint.folder import find_damage, latest, list_checkpoints
 from hvdkit.checkpoint.manifest import NAME, Manifest, TensorEntry
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.errors import CheckpointError, describe
@@ -209,7 +209,7 @@ def _not_found(path: Path) -> CheckpointError:
 
 
 def _inspect_one(path: Path) -> Inspection:
-    manifest, damage = Manifest.parse(path), _find_damage(path)
+    manifest, damage = Manifest.parse(path), find_damage(path)
     rank_values: dict[str, list[Any]] = {}
     try:
         with Reader(path, manifest) as reader:
@@ -235,19 +235,11 @@ def _summarize(path: Path) -> Overview:
         manifest = Manifest.parse(path)
     except CheckpointError as error:
         return Overview(path, None, None, None, None, str(error))
-    return Overview(path, manifest.step, manifest.size, manifest.created, _total_bytes(manifest), _find_damage(path))
+    return Overview(path, manifest.step, manifest.size, manifest.created, _total_bytes(manifest), find_damage(path))
 
 
 def _total_bytes(manifest: Manifest) -> int:
     return sum(record.bytes for record in manifest.files.values())
-
-
-def _find_damage(path: Path) -> str | None:
-    try:
-        Manifest.load(path)
-    except CheckpointError as error:
-        return str(error)
-    return read_damage(path)
 
 
 def _row(variable: Variable) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ class TensorEntry:
 
     @property
     def index_lengths(self) -> tuple[int, ...]:
-        """Lengths of the axes along which parts are index_lengths: one axis of all elements if the rule is "flat"."""
+        """Lengths of the axes that the indices of parts refer to: one axis of all elements if the rule is "flat"."""
         return (math.prod(self.shape),) if self.partition == FLAT else self.shape
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ from hvdkit.checkpoint.files import checkpoint_errors
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import without_numbers
 from hvdkit.checkpoint.state import flatten
-from hvdkit.cluster.agreement import compare, differing_indices, gather
+from hvdkit.cluster import agreement
 from hvdkit.errors import CheckpointError, describe
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ def run_on_all_ranks(kind: str, action: Callable[[], T]) -> T:
         CheckpointError: on other ranks; the message names the rank that failed.
     """
     results: list[T] = []
-    gather(cluster.exchange(), kind, lambda: results.append(action()), error=CheckpointError)
+    agreement.gather(cluster.exchange(), kind, lambda: results.append(action()), error=CheckpointError)
     return results[0]
 
 
@@ -44,7 +44,7 @@ def run_on_chief(kind: str, action: Callable[[], T]) -> T:
     Args and Raises as for :func:`run_on_all_ranks`.
     """
     value = action if cluster.is_chief() else lambda: None
-    return cast(T, gather(cluster.exchange(), kind, value, error=CheckpointError)[0])
+    return cast(T, agreement.gather(cluster.exchange(), kind, value, error=CheckpointError)[0])
 
 
 def agreed_state(state: Mapping[str, Any]) -> State:
@@ -56,18 +56,14 @@ def agreed_state(state: Mapping[str, Any]) -> State:
         TypeError: something in it cannot be saved.
         CollectiveMismatchError: ranks differ; the message names rank and tensor.
     """
-    flattened = State()
-
-    def digest() -> bytes:
-        nonlocal flattened
-        flattened = flatten(state)
-        return hashlib.sha256(repr(_signature(flattened)).encode()).digest()
-
-    digests = gather(cluster.exchange(), "state to save or restore", digest, error=CheckpointError)
-    if len(set(digests)) > 1:
-        signatures = gather(cluster.exchange(), "different states to save or restore", lambda: _signature(flattened))
+    exchange = cluster.exchange()
+    flattened = run_on_all_ranks("state to save or restore", lambda: flatten(state))
+    signature = _signature(flattened)
+    digest = hashlib.sha256(repr(signature).encode()).digest()
+    if len(set(agreement.gather(exchange, "digest of the state", lambda: digest))) > 1:
+        signatures = agreement.gather(exchange, "different states to save or restore", lambda: signature)
         remedy = "build the same model on every rank"
-        compare(signatures, "state", remedy, key=_without_numbers, show=_first_difference)
+        agreement.compare(signatures, "state", remedy, key=_without_numbers, show=_first_difference)
         for entry, (name, *_) in zip(flattened.entries.values(), signatures[0], strict=False):
             entry.name = name
         flattened.entries = {entry.name: entry for entry in flattened.entries.values()}
@@ -84,7 +80,7 @@ def _without_numbers(signature: Signature) -> list[tuple[Any, ...]]:
 
 
 def _first_difference(odd: Signature, usual: Signature) -> tuple[str, str]:
-    index = differing_indices(_without_numbers(odd), _without_numbers(usual))[0]
+    index = agreement.differing_indices(_without_numbers(odd), _without_numbers(usual))[0]
     got, expected = ([*map(_describe_tensor, each), "no further tensor"][index] for each in (odd, usual))
     return got, expected
 
@@ -103,21 +99,13 @@ def agreed_manifest(path: Path, *, gather: bool = False) -> Manifest:
     Raises:
         CheckpointError: on every rank: ``Manifest.load`` fails or a rank reads a different manifest.
     """
-    if gather:
+    if gather or cluster.size() == 1:
         return run_on_chief("a manifest", lambda: Manifest.load(path))
-    loaded: Manifest | None = None  # on the chief
-
-    def load() -> str:
-        nonlocal loaded
-        loaded = Manifest.load(path)
-        return loaded.checksum
-
-    checksum = run_on_chief("a manifest", load)
+    checksum = run_on_chief("a manifest", lambda: Manifest.load(path).checksum)
 
     def read() -> Manifest:
-        if loaded is None:
-            _refresh(path.parent)
-        manifest = loaded or Manifest.parse(path)
+        _refresh(path.parent)
+        manifest = Manifest.parse(path)
         if manifest.checksum != checksum:
             here = cluster.cluster()
             got = f"another manifest on rank {here.rank} ({here.hosts[here.rank]}) than on rank 0 ({here.hosts[0]})"

@@ -45,21 +45,16 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         """Bytes read so far."""
         return sum(file.bytes_read for file in self._files.values())
 
-    def replicated(self, name: str) -> np.ndarray:
-        """Return a replicated tensor.
+    def whole(self, name: str) -> np.ndarray:
+        """Return an entire replicated or sharded tensor.
 
         Raises:
             CorruptCheckpointError: its bytes differ from those saved; the message names file, tensor and rows.
         """
         tensor = self._manifest.variables[name]
-        out = aligned_empty(tensor.shape, np.dtype(tensor.dtype))
-        return self.open(tensor.parts[0]).read(name, out=out)
-
-    def whole(self, name: str) -> np.ndarray:
-        """Return an entire replicated or sharded tensor. Raises as :meth:`replicated` and :meth:`sharded`."""
-        tensor = self._manifest.variables[name]
         if tensor.kind == "replicated":
-            return self.replicated(name)
+            out = aligned_empty(tensor.shape, np.dtype(tensor.dtype))
+            return self.open(tensor.parts[0].file).read(name, out=out)
         return self.sharded(name, tuple(map(range, tensor.shape)))
 
     def per_rank(self, name: str, rank: int, size: int, resize: Resize) -> np.ndarray | None:
@@ -70,7 +65,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         """
         tensor, saved_size = self._manifest.variables[name], self._manifest.size
         if size == saved_size or (resize == "keep" and rank < saved_size):
-            return self.open(tensor.parts[rank]).read(name)
+            return self.open(tensor.parts[rank].file).read(name)
         if resize == "keep":
             return None
         divisor = saved_size if resize == "mean" else size
@@ -83,7 +78,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
             floats = {n for n, t in tensors.items() if t.kind == "per_rank" and np.dtype(t.dtype).kind not in "iub"}
             for parts in zip(*([(n, part) for part in tensors[n].parts] for n in sorted(floats | {name})), strict=True):
                 for n, part in parts:
-                    self._totals[n] = self._totals.get(n, 0.0) + self.open(part).read(n).astype(np.float64)
+                    self._totals[n] = self._totals.get(n, 0.0) + self.open(part.file).read(n).astype(np.float64)
         return self._totals.pop(name)
 
     def sharded(self, name: str, index: tuple[range, ...], *, flat: bool = False) -> np.ndarray:
@@ -115,7 +110,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
     def _read_elements(self, name: str, tensor: TensorEntry, elements: range) -> np.ndarray:
         """Return contiguous elements of a tensor in row-major order, for any saved partition."""
         if tensor.kind == "replicated" and len(elements) == math.prod(tensor.shape):
-            return self.replicated(name).reshape(-1)
+            return self.whole(name).reshape(-1)
         out = aligned_empty([len(elements)], np.dtype(tensor.dtype))
         boxes = [(elements,)] if tensor.partition == FLAT else boxes_of(tensor.shape, elements)
         copied = start = 0
@@ -153,14 +148,13 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         source = tuple(positions(c, a) for c, a in zip(common, part_index, strict=True))
         target = tuple(positions(c, b) for c, b in zip(common, index, strict=True))
         rows = range(source[0].start, source[0].stop, source[0].step)
-        file = self.open(part)
+        file = self.open(part.file)
         into = out[target]
         has_whole_rows = all(len(c) == len(a) for c, a in zip(common[1:], part_index[1:], strict=True))
         if has_whole_rows and into.flags.c_contiguous and target[0].step == 1:
             file.read(name, rows, into)  # contiguous on both sides: read in place
         else:
             for start, stop, block in file.pieces(name, rows):
-                assert block is not None
                 into[start:stop] = block[(slice(None), *source[1:])]
         return into.size
 
@@ -171,7 +165,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
             CorruptCheckpointError: they differ from those written.
         """
         name = shard_name(rank, self._manifest.size)
-        return self._manifest.rank_values_in(rank, self._file(name) if name in self._manifest.files else None)
+        return self._manifest.rank_values_in(rank, self.open(name) if name in self._manifest.files else None)
 
     def all_rank_values(self) -> dict[str, list[Any]]:
         """Return the plain values of every rank that saved, ``{name: [rank 0's, rank 1's, ...]}``. Raises as above."""
@@ -179,11 +173,8 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         by_rank = [self.rank_values(rank) for rank in ranks]
         return {name: [values[name] for values in by_rank] for name in self._manifest.rank_values}
 
-    def open(self, part: Part) -> TensorFile:
-        """Return the file that holds ``part``; use it before opening the next one."""
-        return self._file(part.file)
-
-    def _file(self, name: str) -> TensorFile:
+    def open(self, name: str) -> TensorFile:
+        """Return the file ``name`` of the checkpoint; use it before opening the next one."""
         if name not in self._files:
             self._files[name] = self._manifest.open(self._path, name)
         self._open.pop(name, None)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.checkpoint.chief_io import restore_through_chief
@@ -18,7 +17,7 @@ from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.rank_checks import agreed_manifest, agreed_state, run_on_all_ranks, run_on_chief
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.collectives import broadcast
-from hvdkit.data.aligned import ALIGNMENT
+from hvdkit.data.aligned import tensor_of
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
 from hvdkit.sharding.partition import FLAT
 from hvdkit.sharding.variables import broadcast_variables
@@ -131,18 +130,8 @@ def read_part(reader: Reader, entry: Entry, name: str, rank: int, size: int) -> 
 
 def _assign(entry: Entry, part: np.ndarray | None) -> None:
     if part is not None:
-        entry.assign(_without_copy(part, entry))
-
-
-def _without_copy(array: np.ndarray, entry: Entry) -> Any:
-    """Return ``array`` as a tensor that shares its memory if possible."""
-    on_host = entry.variable is not None and "CPU" in entry.variable.device.upper()
-    if not on_host or array.size == 0 or array.ctypes.data % ALIGNMENT:  # TensorFlow's kernels require alignment
-        return array
-    try:
-        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
-    except (TypeError, ValueError, RuntimeError, BufferError, tf.errors.OpError):
-        return array  # a dtype that DLPack does not support
+        on_host = entry.variable is not None and "CPU" in entry.variable.device.upper()
+        entry.assign(tensor_of(part) if on_host else part)
 
 
 def _replace(name: str, item: Any, restored: Mapping[str, Any]) -> Any:

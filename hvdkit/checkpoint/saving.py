@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdkit import cluster
 from hvdkit.checkpoint.chief_io import save_through_chief
-from hvdkit.checkpoint.entries import State
-from hvdkit.checkpoint.folder import latest, tidy_one
+from hvdkit.checkpoint.folder import latest, tidy
 from hvdkit.checkpoint.rank_checks import agreed_state, check_shared, run_on_chief
-from hvdkit.checkpoint.writing import Failure, Save, Snapshot, non_finite_error
-from hvdkit.cluster.agreement import gather
-from hvdkit.errors import CheckpointError
+from hvdkit.checkpoint.tensorfile import NonFiniteTensor
+from hvdkit.checkpoint.writing import CancelledSaveError, Save, Snapshot, non_finite_error
+from hvdkit.cluster import agreement
+from hvdkit.errors import CheckpointError, HvdkitError
 
 _POLL_SECONDS = 0.02
 
@@ -52,47 +52,20 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
     if step is None:
         number = re.search(r"(\d+)$", path.name)
         step = int(number[1]) if number else 0
+    rank, size = cluster.rank(), cluster.size()
     if gather:
-        save_through_chief(path, Snapshot.of(flattened, cluster.rank(), in_place=True), step=step)
+        save_through_chief(path, Snapshot.of(flattened, rank, in_place=True), step=step)
         return path
 
     def prepare() -> str:
-        tidy_one(path)
+        tidy(path.parent, path.name)
         return secrets.token_hex(4)
 
     token = run_on_chief("hk.checkpoint.save()", prepare)
     check_shared(path.parent)
-    finish(begin(path, flattened, step=step, token=token, in_place=True))
+    snapshot = Snapshot.of(flattened, rank, in_place=True)
+    finish(Save(path, snapshot, step=step, rank=rank, size=size, token=token).start())
     return path
-
-
-def begin(
-    path: Path,
-    state: State,
-    *,
-    step: int,
-    token: str,
-    before_commit: Callable[[], None] = lambda: None,
-    after_commit: Callable[[], None] = lambda: None,
-    in_place: bool = False,
-) -> Save:
-    """Take a snapshot on this rank and start writing it in the background. Does not communicate.
-
-    With ``in_place`` less memory is needed, but the caller must not change the state until it is written. For the
-    other arguments see :class:`Save`.
-    """
-    snapshot = Snapshot.of(state, cluster.rank(), in_place=in_place)
-    return Save(
-        path,
-        snapshot,
-        step=step,
-        rank=cluster.rank(),
-        size=cluster.size(),
-        token=token,
-        before_commit=before_commit,
-        after_commit=after_commit,
-        background=not in_place,
-    ).start()
 
 
 def finish(save: Save) -> None:
@@ -102,7 +75,9 @@ def finish(save: Save) -> None:
         CheckpointError: on every rank; the message names the rank that failed.
         NonFiniteError: on every rank; the message names variable, rank and step.
     """
-    while not all_ranks_done(save, gather(cluster.exchange(), "the end of a save", lambda: progress_of(save))):
+    while not all_ranks_done(
+        save, agreement.gather(cluster.exchange(), "the end of a save", lambda: progress_of(save))
+    ):
         save.wait(_POLL_SECONDS)
 
 
@@ -111,21 +86,33 @@ class SaveProgress(NamedTuple):
 
     Attributes:
         done: True if this rank has finished its part.
-        failure: the failure on this rank, or None.
+        failure: the text of the error on this rank, or None.
+        non_finite: a tensor contained NaN or an infinity.
+        cancelled: this rank stopped writing only because another rank had failed.
         newest: on the chief, if the save failed: the name of the checkpoint that a restart would use.
     """
 
     done: bool = True
-    failure: Failure | None = None
+    failure: str | None = None
+    non_finite: bool = False
+    cancelled: bool = False
     newest: str | None = None
 
 
 def progress_of(save: Save) -> SaveProgress:
     """Return this rank's progress, as input for :func:`all_ranks_done`."""
-    done = save.done  # read before failure(), which is final only after the thread has ended
-    failure = save.failure()
-    newest = latest(save.target.parent) if failure is not None and save.rank == 0 else None
-    return SaveProgress(done, failure, newest.name if newest else None)
+    done = save.done  # read before the error, which is final only after the thread has ended
+    error = save.error
+    if error is None:
+        return SaveProgress(done)
+    newest = latest(save.target.parent) if save.rank == 0 else None
+    return SaveProgress(
+        done,
+        str(error) if isinstance(error, HvdkitError) else f"{type(error).__name__}: {error}",
+        non_finite=isinstance(error, NonFiniteTensor),
+        cancelled=isinstance(error, CancelledSaveError),
+        newest=newest.name if newest else None,
+    )
 
 
 def all_ranks_done(save: Save, ranks: Sequence[SaveProgress]) -> bool:
@@ -135,17 +122,17 @@ def all_ranks_done(save: Save, ranks: Sequence[SaveProgress]) -> bool:
         CheckpointError: on every rank once all are done, if a rank failed; the message names the first one.
         NonFiniteError: the same, if a tensor contained NaN or an infinity.
     """
-    failed = [(rank, each.failure) for rank, each in enumerate(ranks) if each.failure is not None]
+    failed = [(rank, each) for rank, each in enumerate(ranks) if each.failure is not None]
     if failed:
         save.cancel()
     if not all(each.done for each in ranks):
         return False
     if failed:
         save.clean_up()
-        rank, failure = next((f for f in failed if not f[1].cancelled), failed[0])
-        if failure.non_finite:
-            raise non_finite_error(failure.message, rank, save.step, ranks[0].newest)
+        rank, first = next((f for f in failed if not f[1].cancelled), failed[0])
+        if first.non_finite:
+            raise non_finite_error(str(first.failure), rank, save.step, ranks[0].newest)
         raise CheckpointError(
-            f"{save.target}: not saved, rank {rank} failed: {failure.message}; what was saved before is as it was"
+            f"{save.target}: not saved, rank {rank} failed: {first.failure}; what was saved before is as it was"
         )
     return True

@@ -158,21 +158,24 @@ def _per_rank_variables(layer: Any) -> tuple[set[int], set[int]]:
 
 def _add_optimizer(state: State, name: str, optimizer: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if not hasattr(inner, "_hvdkit") and any(holding_of(v) is not None for v in inner._trainable_variables):
+    reduction = getattr(inner, "_hvdkit", None)
+    if reduction is None and any(holding_of(v) is not None for v in inner._trainable_variables):
         remedy = "wrap it; with hk.DistributedGradientTape as hk.DistributedOptimizer(optimizer, op=None)"
         got = f"{type(inner).__name__}, which does not know that its slots are cut across ranks or local"
         raise ValueError(describe(f"optimizer {name!r}", got, "an hk.DistributedOptimizer", remedy))
-    if (reduction := getattr(inner, "_hvdkit", None)) is not None and reduction.group is not None:
+    if reduction is not None and reduction.group is not None:
         got = f"{type(inner).__name__} with process_set={list(reduction.group.ranks)}, outside of which weights differ"
         remedy = "save with model.save on one rank of each set"
         raise ValueError(describe(f"optimizer {name!r}", got, "one that combines gradients of all ranks", remedy))
-    sums = {id(v) for v in getattr(inner, "_accumulated_gradients", ())}
+    accumulators = {id(v) for v in getattr(inner, "_accumulated_gradients", ())}
+    # Preserve sum_r a_r / N if gradients are averaged over ranks, and sum_r a_r if they are summed.
+    resize: Resize = "sum" if reduction is not None and reduction.op.name == "Sum" else "mean"
     steps = getattr(inner, "gradient_accumulation_steps", None) or 1
     state.values[f"{name}/accumulate_steps"] = Value(lambda: steps, lambda saved: _check_accumulation(steps, saved))
     for variable in optimizer.variables:
         path = f"{name}/{variable_name(variable)}"
-        if id(variable) in sums:
-            _add_variable(state, path, variable, "per_rank", _accumulator_resize(inner), key=name, allowed="finite")
+        if id(variable) in accumulators:
+            _add_variable(state, path, variable, "per_rank", resize, key=name, allowed="finite")
         else:
             _add_variable(state, path, variable, "replicated", key=name, allowed="finite")
 
@@ -181,12 +184,6 @@ def _check_accumulation(steps: int, saved: int) -> None:
     """Check the number of accumulation steps: accumulated gradients are valid only for the same number."""
     if steps != saved:
         raise ValueError(describe("accumulate_steps", steps, f"{saved}, as it was saved", "go on with the same number"))
-
-
-def _accumulator_resize(optimizer: Any) -> Resize:
-    """Preserve sum_r a_r / N if gradients are averaged over ranks, and sum_r a_r if they are summed."""
-    reduction = getattr(optimizer, "_hvdkit", None)
-    return "sum" if reduction is not None and reduction.op.name == "Sum" else "mean"
 
 
 def _add_variable(
@@ -225,13 +222,11 @@ def _array(tensor: tf.Tensor) -> np.ndarray:
 
 
 def _add_sharded(state: State, name: str, item: ShardedState, allowed: Allowed) -> None:
-    def local() -> Any:
-        return item.local.value if isinstance(item.local, keras.Variable) else item.local
-
     def read() -> np.ndarray:
-        part = local()
+        part: Any = item.local
         if isinstance(part, np.ndarray):
             return part.copy()
+        part = part.value if isinstance(part, keras.Variable) else part
         return _array(part.read_value() if isinstance(part, tf.Variable) else part)
 
     variable = _variable_of(item)

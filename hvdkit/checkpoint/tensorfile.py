@@ -11,6 +11,7 @@ verified without the rest of the file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -241,7 +242,7 @@ def _write(file: Any, data: Any) -> None:
         view = view[file.write(view) :]
 
 
-class TensorFile:
+class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
     """A reader for a file written by :func:`write_file`. Use it as a context manager.
 
     Args:
@@ -267,9 +268,6 @@ class TensorFile:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> TensorFile:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -297,17 +295,15 @@ class TensorFile:
             out = np.empty((len(rows), *location.shape[1:]) if location.shape else (), location.dtype)
         flat = out.reshape(len(rows), *location.shape[1:])
         for start, stop, part in self.pieces(name, rows, flat):
-            if part is not None:
+            if not np.may_share_memory(part, flat):
                 flat[start:stop] = part
         return out
 
-    def pieces(
-        self, name: str, rows: range, into: np.ndarray | None = None
-    ) -> Iterator[tuple[int, int, np.ndarray | None]]:
+    def pieces(self, name: str, rows: range, into: np.ndarray | None = None) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yield ``(start, stop, array)`` in order: the verified rows for ``[start, stop)`` of the result.
 
-        If ``into`` is given, blocks that are needed completely are read directly into it, and None is yielded for
-        ``array``. Peak memory is about 1 MiB, or one row.
+        If ``into`` is given, blocks that are needed completely are read directly into it, and ``array`` is a view of
+        it. Peak memory is about 1 MiB, or one row.
         """
         location = self._location(name)
         if not rows or not location.blocks:
@@ -319,12 +315,12 @@ class TensorFile:
             if start >= stop:
                 continue
             wanted = rows[start:stop]
-            whole = len(wanted) == last - first
-            direct = into[start:stop] if into is not None and whole else None
-            block = direct if direct is not None else np.empty((last - first, *location.shape[1:]), location.dtype)
+            if into is not None and len(wanted) == last - first:
+                block = into[start:stop]
+            else:
+                block = np.empty((last - first, *location.shape[1:]), location.dtype)
             self._fill(name, location, first, block)
-            chosen = block[wanted[0] - first : wanted[-1] - first + 1 : rows.step]
-            yield start, stop, chosen if direct is None else None
+            yield start, stop, block[wanted[0] - first : wanted[-1] - first + 1 : rows.step]
 
     def _location(self, name: str) -> TensorLocation:
         if name not in self.locations:

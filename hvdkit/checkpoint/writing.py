@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdkit.checkpoint.entries import Entry, State
-from hvdkit.checkpoint.files import checkpoint_errors, remove_folder, write_text
+from hvdkit.checkpoint.files import atomic_file, checkpoint_errors, remove_folder
 from hvdkit.checkpoint.folder import commit, temporary_path
 from hvdkit.checkpoint.manifest import RANK_VALUES, REPLICATED, Manifest, Part, TensorEntry, shard_name
-from hvdkit.checkpoint.tensorfile import FileRecord, NonFiniteTensor, OutgoingTensor, write_file
-from hvdkit.errors import CheckpointError, HvdkitError, NonFiniteError
+from hvdkit.checkpoint.tensorfile import FileRecord, OutgoingTensor, write_file
+from hvdkit.errors import CheckpointError, NonFiniteError
 
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.01
 _NICENESS = 10  # niceness increment of a background save, so that training takes precedence if cores are scarce
@@ -86,20 +86,6 @@ class Snapshot:
         return {e.name: [(i.start, i.stop, i.step) for i in e.index] for e, _ in self.entries if e.index is not None}
 
 
-class Failure(NamedTuple):
-    """Why a save failed on one rank, in a picklable form.
-
-    Attributes:
-        message: the error's text.
-        non_finite: a tensor contained NaN or an infinity.
-        cancelled: this rank stopped writing only because another rank had failed.
-    """
-
-    message: str
-    non_finite: bool = False
-    cancelled: bool = False
-
-
 class CancelledSaveError(CheckpointError):
     """This rank stopped writing because another rank had failed."""
 
@@ -137,13 +123,13 @@ class Save:
     ):
         self.target, self.step, self.rank = target, step, rank
         self.error: Exception | None = None
-        self._snapshot: Snapshot | None = snapshot
         self._size = size
         self._folder = temporary_path(target, token)
         self._before_commit, self._after_commit, self._background = before_commit, after_commit, background
         self._cancelled = threading.Event()
         # A daemon thread: a job that exits with an error must not wait for reports that will never arrive.
-        self._thread = threading.Thread(target=self._run, name="hvdkit-save", daemon=True)
+        # Only the thread refers to the snapshot, so that its memory is released when the thread ends.
+        self._thread = threading.Thread(target=self._run, args=[snapshot], name="hvdkit-save", daemon=True)
 
     def start(self) -> Save:
         """Start writing, and return immediately."""
@@ -169,32 +155,20 @@ class Save:
         if self.rank == 0:
             remove_folder(self._folder)
 
-    def failure(self) -> Failure | None:
-        """Return the failure on this rank in a picklable form, or None."""
-        if self.error is None:
-            return None
-        kind = "" if isinstance(self.error, HvdkitError) else f"{type(self.error).__name__}: "
-        is_non_finite, is_cancelled = (isinstance(self.error, e) for e in (NonFiniteTensor, CancelledSaveError))
-        return Failure(f"{kind}{self.error}", is_non_finite, is_cancelled)
-
-    def _run(self) -> None:
+    def _run(self, snapshot: Snapshot) -> None:
         if self._background:
             with contextlib.suppress(OSError):  # not permitted on this system
                 os.nice(_NICENESS)  # on Linux only for this thread: nice(2), "C library/kernel differences"
         try:
-            report = self._write_shard()
+            report = self._write_shard(snapshot)
             if self.rank == 0:
-                self._complete(report)
+                self._complete(snapshot, report)
         except Exception as error:  # the training thread raises it on all ranks
             # Keep the folder until all ranks are done, so that a rank still writing there does not fail as well.
             self.error = error
-        finally:
-            self._snapshot = None  # release its memory
 
-    def _write_shard(self) -> dict[str, Any]:
+    def _write_shard(self, snapshot: Snapshot) -> dict[str, Any]:
         """Write this rank's file and its report."""
-        snapshot = self._snapshot
-        assert snapshot is not None
         with checkpoint_errors(self._folder, "written"):
             self._folder.mkdir(parents=True, exist_ok=True)
         tensors, files, name = snapshot.shard_tensors(), {}, shard_name(self.rank, self._size)
@@ -202,14 +176,13 @@ class Save:
             files[name] = write_file(self._folder / name, tensors, metadata=snapshot.metadata())
         report = {"files": files, "indices": snapshot.indices()}
         if self.rank != 0:
-            # The chief renames the folder after the last report, possibly before this call returns.
-            write_text(self._report_path(self.rank), json.dumps(report), sync=False)
+            # The chief renames the folder after the last report: from then on it cannot be synced by this name.
+            with atomic_file(self._report_path(self.rank), "w") as file:
+                file.write(json.dumps(report))
         return report
 
-    def _complete(self, chief_report: dict[str, Any]) -> None:
+    def _complete(self, snapshot: Snapshot, chief_report: dict[str, Any]) -> None:
         """Write the chief's files, wait for the other ranks' reports, and commit the checkpoint."""
-        snapshot = self._snapshot
-        assert snapshot is not None
         replicated = snapshot.replicated_tensors()
         files = {REPLICATED: write_file(self._folder / REPLICATED, replicated)} if replicated else {}
         reports = [chief_report, *(self._wait_for_report(rank) for rank in range(1, self._size))]
@@ -241,14 +214,7 @@ class Save:
 
 
 def non_finite_error(message: str, rank: int, step: int, newest: str | None) -> NonFiniteError:
-    """Return the error for a save that found NaN or an infinity.
-
-    Args:
-        message: message of :class:`NonFiniteTensor`: tensor, value and rows.
-        rank: the rank that holds the tensor.
-        step: steps trained.
-        newest: name of the checkpoint that a restart would use, or None.
-    """
+    """Return the error for a save that found NaN or an infinity; a restart would use the checkpoint ``newest``."""
     restart = f"would continue from {newest}" if newest else "would begin from the initial values"
     return NonFiniteError(
         f"{message}, on rank {rank} at step {step}; this checkpoint is not saved, and a restart {restart}: lower the "

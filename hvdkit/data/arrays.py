@@ -87,57 +87,37 @@ class ArraySource:
         self.structure = arrays
 
     def read(self, indices: np.ndarray) -> Any:
-        """Return a copy of the rows ``indices`` (int64) of every array, in the original structure."""
+        """Return a copy of the rows ``indices`` (int64, of any shape) of every array, in the original structure."""
         return optree.tree_unflatten(self._treedef, [column.read(indices) for column in self._columns])
 
     def open(
-        self, epoch: int, step: int, rank_rows: order.RankRows, seed: int | None, remainder: order.Remainder
-    ) -> Iterator[tuple[Any, int, int]]:
-        """Yield the rank's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
-
-        The third value is 0; streams yield a digest of the batch instead.
-        """
-        examples, batch_size = self.examples, rank_rows.batch_size
-        shuffled = order.epoch_order(examples, seed, epoch)
-        for i in range(step, order.steps_per_epoch(examples, batch_size, remainder)):
-            count = order.real_examples(i, examples, batch_size)
-            yield self.read(order.row_indices(i, examples, batch_size, rank_rows.rows(count), shuffled)), count, 0
-
-    def open_in_chunks(
         self,
         epoch: int,
         step: int,
-        max_batches: int,
         rank_rows: order.RankRows,
         seed: int | None,
         remainder: order.Remainder,
-    ) -> Iterator[tuple[Any, list[int]]]:
-        """Yield the rank's rows of several global batches at once, endlessly, from a step of an epoch on.
+        max_batches: int = 1,
+    ) -> Iterator[tuple[Any, list[int], int]]:
+        """Yield the rank's rows of the epoch's global batches from ``step`` on, and their numbers of real examples.
 
-        Each item has up to ``max_batches`` batches of one epoch with equal numbers of rows: arrays
-        ``[batches, rows, ...]``, and the batches' numbers of real examples.
+        Each item has one batch; or, if ``max_batches`` is greater, up to so many batches with equal numbers of rows, as
+        arrays ``[batches, rows, ...]``. The third value is 0; streams yield a digest of the batch instead.
         """
         examples, batch_size = self.examples, rank_rows.batch_size
         steps = order.steps_per_epoch(examples, batch_size, remainder)
-        while True:
-            shuffled = order.epoch_order(examples, seed, epoch)
-            while step < steps:
-                chunk = range(step, min(step + max_batches, steps))
-                counts = [order.real_examples(i, examples, batch_size) for i in chunk]
-                if rank_rows.rows(counts[-1]) != rank_rows.rows(counts[0]):
-                    counts.pop()  # the short last batch is yielded separately
-                indices = [
-                    order.row_indices(step + i, examples, batch_size, rank_rows.rows(count), shuffled)
-                    for i, count in enumerate(counts)
-                ]
-                yield self._split_batches(self.read(np.concatenate(indices)), len(counts)), counts
-                step += len(counts)
-            epoch, step = epoch + 1, 0
-
-    @staticmethod
-    def _split_batches(structure: Any, parts: int) -> Any:
-        """Reshape the arrays ``[parts * n, ...]`` of a structure to ``[parts, n, ...]``."""
-        return optree.tree_map(lambda array: array.reshape(parts, -1, *array.shape[1:]), structure)
+        shuffled = order.epoch_order(examples, seed, epoch)
+        while step < steps:
+            chunk = range(step, min(step + max_batches, steps))
+            counts = [order.real_examples(i, examples, batch_size) for i in chunk]
+            if rank_rows.rows(counts[-1]) != rank_rows.rows(counts[0]):
+                counts.pop()  # the short last batch is yielded separately
+            indices = [
+                order.row_indices(step + i, examples, batch_size, rank_rows.rows(count), shuffled)
+                for i, count in enumerate(counts)
+            ]
+            yield self.read(indices[0] if max_batches == 1 else np.stack(indices)), counts, 0
+            step += len(counts)
 
     def batch_spec(self, rows: int | None) -> Any:
         """Return the ``tf.TensorSpec`` structure of a batch of ``rows`` rows; None for any number."""
@@ -184,9 +164,9 @@ class _Column:
         self._contiguous = self._is_numpy and array.flags.c_contiguous
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """Return a copy of the rows ``indices``."""
+        """Return a copy of the rows ``indices``, an array of any shape."""
         if self._contiguous:
-            rows = aligned_empty((len(indices), *self._array.shape[1:]), self._array.dtype)
+            rows = aligned_empty((*indices.shape, *self._array.shape[1:]), self._array.dtype)
             # mode="raise" would buffer the output in a second array; the indices are known to be in range.
             self._array.take(indices, axis=0, out=rows, mode="clip")
         elif self._is_numpy:
@@ -198,6 +178,7 @@ class _Column:
     def _read_ascending(self, indices: np.ndarray) -> np.ndarray:
         """Read with ascending unique indices: h5py requires them, and files are read fastest in order."""
         unique, inverse = np.unique(indices, return_inverse=True)
+        inverse = inverse.reshape(indices.shape)  # NumPy 1 returns it flat
         first, last = int(unique[0]), int(unique[-1])
         if self._is_h5py and last - first + 1 == len(unique):
             return np.asarray(self._array[first : last + 1])[inverse]  # one read instead of one per row

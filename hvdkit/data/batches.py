@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -99,14 +99,14 @@ class GlobalBatches(Iterator[Any]):
         self._with_sample_weight, self._as_tensors = with_sample_weight, as_tensors
         self._weights: tuple[int, Any] = (0, None)  # cache: the last global_count, and its sample_weight
         if with_sample_weight:
-            self._require_pairs("with_sample_weight=True")
+            self._require_pairs()
         self._steps_per_epoch = self._known_steps_per_epoch()
         self._order_check = order.order_check(self._seed)
         self._epoch = self._step = 0  # position of the next batch
         self._restores = self._epoch_yielded = 0
         self._count: int | None = None  # b of the batch just yielded
         self._digest = 0  # digest of that batch, for a stream without filler
-        self._reader: Iterator[tuple[Any, int, int]] | None = None
+        self._reader: Iterator[tuple[Any, list[int], int]] | None = None
 
     def __iter__(self) -> GlobalBatches:
         return self
@@ -343,7 +343,7 @@ class GlobalBatches(Iterator[Any]):
         if self._reader is None:
             self._reader = self._source.open(self._epoch, self._step, self._rank_rows, self._seed, self._remainder)
         try:
-            batch, count, self._digest = next(self._reader, _END)
+            batch, (count,), self._digest = next(self._reader, _END)
         except BaseException:
             self._reader = None  # a generator that raised looks exhausted, which is not the end of the epoch
             raise
@@ -416,21 +416,18 @@ class GlobalBatches(Iterator[Any]):
                 yield 1, convert(batch, [other.global_count], other._digest)
             self._steps_per_epoch = other._steps_per_epoch
             return
-        steps = self._steps_per_epoch or 0
-        at, end = epoch * steps + step, math.inf if self._epochs is None else self._epochs * steps
-        for batches, counts in self._source.open_in_chunks(
-            epoch, step, max_batches, self._rank_rows, self._seed, self._remainder
-        ):
-            if at >= end:
-                return
-            yield len(counts), convert(batches, counts, 0)
-            at += len(counts)
+        for current in itertools.count(epoch) if self._epochs is None else range(epoch, self._epochs):
+            first = step if current == epoch else 0
+            for batches, counts, _ in self._source.open(
+                current, first, self._rank_rows, self._seed, self._remainder, max_batches
+            ):
+                yield len(counts), convert(batches, counts, 0)
 
-    def _require_pairs(self, what: str) -> None:
+    def _require_pairs(self) -> None:
         structure = self._source.structure
         if not isinstance(structure, tuple) or len(structure) != 2:
             got, remedy = f"a {type(structure).__name__}", "pass (x, y), or read .sample_weight after each batch"
-            raise TypeError(describe("arrays_or_source", got, f"a tuple (x, y) for {what}", remedy))
+            raise TypeError(describe("arrays_or_source", got, "a tuple (x, y) for with_sample_weight=True", remedy))
 
     def _unequal_epochs(self, steps: str) -> ValueError:
         got, expected = f"a stream of {steps} batches in epoch {self._epoch}", f"{self._steps_per_epoch}, as before"
@@ -443,4 +440,4 @@ def _no_batch(got: str, batch_size: int) -> ValueError:
     return ValueError(describe("arrays_or_source", got, f"at least one batch of {batch_size}", remedy))
 
 
-_END: tuple[Any, int, int] = (None, 0, 0)
+_END: tuple[Any, list[int], int] = (None, [0], 0)

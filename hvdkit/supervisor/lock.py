@@ -15,7 +15,6 @@ import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hvdkit.checkpoint.files import checkpoint_errors
@@ -69,9 +68,7 @@ class LogdirLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def acquire(self) -> None:
@@ -129,11 +126,6 @@ class LogdirLock:
             if _read_holder(file) == self._holder:
                 os.ftruncate(file, 0)
         os.close(file)
-
-    def _close_in_child(self) -> None:
-        """In a forked child: close the inherited descriptor, which would keep the lock."""
-        os.close(self._file)
-        self._key, self._file = None, -1
 
     def _open_and_lock(self) -> int:
         """Open and lock the file, write the holder to it, and return the descriptor."""
@@ -218,8 +210,10 @@ def _read_holder(file: int) -> dict[str, Any] | None:
 
 
 def _close_all_in_child() -> None:
+    """In a forked child: close the inherited descriptors, which would keep the locks."""
     for lock in _HELD.values():
-        lock._close_in_child()
+        os.close(lock._file)
+        lock._key, lock._file = None, -1
     _HELD.clear()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.random.seed_generator import global_seed_generator  # not in the public API
 
 from hvdkit.errors import describe
 
@@ -25,21 +26,10 @@ class RandomGenerators:
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the generators by name."""
-        generators: dict[str, Any] = {"python": random, "numpy": np.random}
-        if (seeds := _keras_generator()) is not None:
-            generators["keras"] = seeds
+        generators = {"python": random, "numpy": np.random, "keras": global_seed_generator()}
         with contextlib.suppress(RuntimeError):  # enable_op_determinism forbids an unset generator
             generators["tensorflow"] = tf.random.get_global_generator()
         return generators
-
-
-def _keras_generator() -> Any:
-    """Return the generator of unseeded ``keras.random`` calls, for which Keras has no public API."""
-    try:
-        from keras.src.random.seed_generator import global_seed_generator
-    except ImportError:
-        return None
-    return global_seed_generator()
 
 
 class Position:

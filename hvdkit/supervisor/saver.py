@@ -13,7 +13,7 @@ from hvdkit import cluster
 from hvdkit.checkpoint.chief_io import save_through_chief
 from hvdkit.checkpoint.folder import prune, step_name
 from hvdkit.checkpoint.rank_checks import agreed_state, run_on_chief
-from hvdkit.checkpoint.saving import SaveProgress, all_ranks_done, begin, finish, progress_of
+from hvdkit.checkpoint.saving import SaveProgress, all_ranks_done, finish, progress_of
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import spending
@@ -81,14 +81,22 @@ class Saver:
         checks = {"before_commit": self._permitted, "after_commit": lambda: prune(target, *self._keep)}
         with spending("save"):
             flat = agreed_state(self._state())
+            snapshot = Snapshot.of(flat, cluster.rank(), in_place=self._gather or not self._asynchronous)
             if self._gather:
-                snapshot = Snapshot.of(flat, cluster.rank(), in_place=True)
                 with self._nonfinite_handled():
                     save_through_chief(target, snapshot, step=step, **checks)
             else:
                 token = run_on_chief("a save", lambda: secrets.token_hex(4))
-                in_place = not self._asynchronous
-                self._save = begin(target, flat, step=step, token=token, in_place=in_place, **checks)
+                self._save = Save(
+                    target,
+                    snapshot,
+                    step=step,
+                    rank=cluster.rank(),
+                    size=cluster.size(),
+                    token=token,
+                    background=self._asynchronous,
+                    **checks,
+                ).start()
         self.step, self.when = step, time.monotonic()
         return target
 

@@ -11,8 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from hvdkit.watchdog.lines import write_line
@@ -42,9 +41,6 @@ class StopSignals:
     (``nohup``, background jobs of a shell) stay ignored, handlers not installed by Python are kept, and SIGUSR1 is
     only handled if it has the default handler.
 
-    Args:
-        signals: the signals to record.
-
     Attributes:
         received: The first signal received, or None.
 
@@ -58,16 +54,15 @@ class StopSignals:
                     sys.exit(PREEMPTED)
     """
 
-    def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)) -> None:
+    def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._signals = tuple(signals)
         self._previous: dict[signal.Signals, Any] = {}
         self._requests = _StopRequests()
         self._wakeup_thread: _WakeupThread | None = None
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in self._signals:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 previous = signal.getsignal(number)
                 if _may_handle(number, previous):
                     self._previous[number] = previous
@@ -76,9 +71,7 @@ class StopSignals:
             _ACTIVE.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

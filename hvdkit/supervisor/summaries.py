@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.image import metadata as image_metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from hvdkit.checkpoint.files import checkpoint_errors, sync_folder
+from hvdkit.checkpoint.files import checkpoint_errors, sync
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, describe
 
@@ -34,7 +34,7 @@ _PREFIX = "events.out.tfevents."
 _REWRITTEN = ".rewritten"  # without the prefix, so that TensorBoard does not read a half-written file
 
 
-class Summaries:
+class Summaries(contextlib.AbstractContextManager["Summaries"]):
     """Write scalars, histograms and images of one run to ``folder`` as a TensorBoard event file.
 
     This class is not distributed: only the chief creates an instance.
@@ -81,14 +81,9 @@ class Summaries:
             self._write(Event(step=resume_at + 1, session_log=SessionLog(status=SessionLog.START)))
         self.flush()
         with _file_errors(folder, "written"):
-            sync_folder(folder)
+            sync(folder)
 
-    def __enter__(self) -> Summaries:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def scalars(self, step: int, /, **values: Any) -> None:
@@ -105,10 +100,8 @@ class Summaries:
         """
         # Use simple_value instead of a tensor (as in tf.summary): TensorBoard shows both, but its EventAccumulator
         # keeps 10,000 scalars per tag and only 10 tensors.
-        summary = Summary()
-        for name, value in values.items():
-            summary.value.add(tag=name, simple_value=_number(name, value))
-        self._write_summary(step, summary)
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        self._write_values(step, [Summary.Value(tag=name, simple_value=x) for name, x in numbers.items()])
 
     def histogram(self, step: int, name: str, values: npt.ArrayLike) -> None:
         """Write the distribution of an array's finite elements.
@@ -128,10 +121,7 @@ class Summaries:
         finite = np.isfinite(array)
         counts, edges = np.histogram(array if finite.all() else array[finite], BUCKETS)
         buckets = np.stack([edges[:-1], edges[1:], counts], axis=1).astype(np.float64)
-        summary = Summary()
-        metadata = histogram_metadata.create_summary_metadata(display_name=None, description=None)
-        summary.value.add(tag=name, metadata=metadata, tensor=make_tensor_proto(buckets))
-        self._write_summary(step, summary)
+        self._write_array(step, name, buckets, histogram_metadata)
 
     def image(self, step: int, name: str, images: npt.ArrayLike) -> None:
         """Write images as PNG.
@@ -159,10 +149,7 @@ class Summaries:
             pixels = tf.image.convert_image_dtype(array, tf.uint8, saturate=True)
             encoded = [tf.io.encode_png(image).numpy() for image in pixels]
         strings = [str(width).encode(), str(height).encode(), *encoded]
-        summary = Summary()
-        metadata = image_metadata.create_summary_metadata(display_name=None, description=None)
-        summary.value.add(tag=name, metadata=metadata, tensor=make_tensor_proto(np.array(strings, object)))
-        self._write_summary(step, summary)
+        self._write_array(step, name, np.array(strings, object), image_metadata)
 
     def flush(self) -> None:
         """Sync everything written so far to disk.
@@ -172,7 +159,7 @@ class Summaries:
         """
         with self._usable_writer() as writer:
             writer.flush()
-            _sync_file(self._path)
+            sync(self._path)
 
     def close(self) -> None:
         """Flush and close the file. Does nothing if it is already closed, or after an error.
@@ -185,8 +172,12 @@ class Summaries:
             self._writer.close()
             self._writer = None
 
-    def _write_summary(self, step: int, summary: Summary) -> None:
-        self._write(Event(step=int(step), summary=summary))
+    def _write_array(self, step: int, name: str, array: np.ndarray, plugin: ModuleType) -> None:
+        metadata = plugin.create_summary_metadata(display_name=None, description=None)
+        self._write_values(step, [Summary.Value(tag=name, metadata=metadata, tensor=make_tensor_proto(array))])
+
+    def _write_values(self, step: int, values: list[Summary.Value]) -> None:
+        self._write(Event(step=int(step), summary=Summary(value=values)))
 
     def _write(self, event: Event) -> None:
         event.wall_time = time.time()
@@ -249,9 +240,9 @@ def _rewrite(path: Path, temporary: Path, step: int) -> None:
             if Event.FromString(record).step <= step:
                 writer.write(record)
         writer.flush()
-    _sync_file(temporary)
+    sync(temporary)
     temporary.replace(path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def _records(path: Path) -> Iterator[bytes]:
@@ -279,15 +270,6 @@ def _number(name: str, value: Any) -> float:
         got = f"shape {array.shape}, {array.dtype}"
         raise TypeError(describe(name, got, "a single real number", "reduce it, e.g. to its mean"))
     return float(array.reshape(()))
-
-
-def _sync_file(path: Path) -> None:
-    """Sync a file to disk, including bytes written through other descriptors."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

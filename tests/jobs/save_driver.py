@@ -125,7 +125,7 @@ def what_is_left(folder: Path) -> tuple[str, float]:
     assert path is not None, f"nothing is left: {sorted(p.name for p in folder.iterdir())}"
     manifest = Manifest.load(path)
     with Reader(path, manifest) as reader:
-        values = {float(x) for x in reader.replicated("w")}
+        values = {float(x) for x in reader.whole("w")}
         values |= {float(x) for x in reader.sharded("table", (range(ROWS), range(3))).ravel()}
         for rank in range(manifest.size):
             seeds = reader.per_rank("seed", rank, manifest.size, "keep")

@@ -14,7 +14,7 @@ import xxhash
 
 import hvdkit as hk
 from hvdkit.checkpoint.entries import Entry, State
-from hvdkit.checkpoint.folder import clear_damage, prune, read_damage, record_damage, step_name, tidy_one
+from hvdkit.checkpoint.folder import clear_damage, prune, read_damage, record_damage, step_name, tidy
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OPEN_FILES, Reader
 from hvdkit.checkpoint.tensorfile import NonFiniteTensor, OutgoingTensor, not_allowed, write_file
@@ -133,7 +133,7 @@ def test_tidying_one_name_leaves_saves_of_other_names_alone(tmp_path):
     )
     for name in (*others, ".writing-best-12ab", ".writing-best-old", ".replaced-best"):
         (tmp_path / name).mkdir()
-    tidy_one(tmp_path / "best")
+    tidy(tmp_path, "best")
     assert names(tmp_path) == sorted([*others, "best"])
 
 

@@ -222,7 +222,7 @@ def test_fit_sees_the_batches_of_the_loop(start, most, monkeypatch):
 def test_small_batches_are_read_several_at_once(monkeypatch):
     """Python is called once for up to 16 small batches, and once for each large one."""
     reads, read = [], ArraySource.read
-    monkeypatch.setattr(ArraySource, "read", lambda self, indices: reads.append(len(indices)) or read(self, indices))
+    monkeypatch.setattr(ArraySource, "read", lambda self, indices: reads.append(indices.size) or read(self, indices))
     x = np.zeros((40 * 8, 4), np.float32)
     dataset = GlobalBatches((x, x), 8, rank=0, size=1).as_keras()
     reads.clear()
