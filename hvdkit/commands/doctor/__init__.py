@@ -61,18 +61,17 @@ class Doctor:
 def doctor(config: Doctor) -> int:
     """Run every check, print the report on stdout, and return the exit code.
 
-    Returns:
-        0 if training can start, 1 if a finding has the status ``problem``.
-
     Example:
         >>> doctor(Doctor(np=2, run=False))     # doctest: +SKIP
         0
     """
+    from rich.console import Console
+
     from hvdkit.commands.doctor import report
     from hvdkit.commands.doctor.examine import examine
 
-    with report.progress(sys.stderr) as announce:
-        findings = examine(config, announce)
+    with Console(stderr=True, force_terminal=sys.stderr.isatty()).status("starting") as status:
+        findings = examine(config, status.update)
     if config.json:
         print(report.as_json(findings))
     else:

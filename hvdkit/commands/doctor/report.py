@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TextIO
 
 from rich.console import Console
@@ -85,14 +84,3 @@ def _plural(count: int, noun: str) -> str:
 
 def _count(findings: Sequence[Finding], status: Status) -> int:
     return sum(finding.status == status for finding in findings)
-
-
-@contextmanager
-def progress(stream: TextIO) -> Iterator[Callable[[str], None]]:
-    """Show the current activity, on a terminal only."""
-    if not stream.isatty():
-        yield lambda text: None
-        return
-    console = Console(file=stream)
-    with console.status("starting") as status:
-        yield lambda text: status.update(text)
