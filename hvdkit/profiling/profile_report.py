@@ -9,17 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.table import Table
-
+from hvdkit.machine.terminal import aligned
 from hvdkit.profiling import trace
 from hvdkit.profiling.intervals import clip, total, union
 from hvdkit.profiling.rank_profile import RankProfile
 from hvdkit.profiling.step_parts import PARTS, RankParts, divide
 
 FORMAT_VERSION = 1
-# Minimum width of the table in characters.
-MIN_WIDTH = 100
 # Waiting below this fraction of a step is not reported.
 MIN_WAIT = 0.05
 _LABELS = {"other": "Python (other)"}
@@ -155,20 +151,12 @@ def _mean_parts(rows: Sequence[Row]) -> dict[str, float]:
 
 def print_table(rows: Sequence[Row], stream: TextIO) -> None:
     """Print the table and the summary, without colors: a launcher may run each rank in a pseudo-terminal."""
-    console = Console(file=stream, highlight=False, color_system=None)
-    console.width = max(console.width, MIN_WIDTH)
-    steps = rows[0].steps if rows else 0
-    console.print(f"Where the time goes: ms of a step, mean of {steps}")
-    table = Table(box=None, header_style="", padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("rank")
-    table.add_column("host", no_wrap=True, max_width=20)
-    for name in ("step", *PARTS, "(hidden)", "waited for"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table: list[Sequence[str]] = [("rank", "host", "step", *PARTS, "(hidden)", "waited for")]
     for row in rows:
         numbers = [row.step, *(row.parts[name] for name in PARTS), row.hidden, row.waited_for]
-        table.add_row(str(row.rank), row.host, *(f"{number:.1f}" for number in numbers))
-    console.print(table)
-    console.print(summarize(rows), soft_wrap=True)
+        table.append((str(row.rank), f"{row.host:.20}", *(f"{number:.1f}" for number in numbers)))
+    lines = aligned(table, right=range(2, len(table[0])))
+    print(f"Where the time goes: ms of a step, mean of {rows[0].steps}", *lines, summarize(rows), sep="\n", file=stream)
 
 
 def as_json(ranks: Sequence[RankParts], problems: Sequence[str]) -> dict[str, Any]:
