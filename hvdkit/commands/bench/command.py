@@ -70,13 +70,7 @@ def _time_rounds(config: Bench) -> list[Round]:
 
 
 def _time(config: Bench, np: int | None, threads: int | None = None) -> JobResult:
-    """Run the workload on ``np`` ranks; return the results.
-
-    Args:
-        config: the options.
-        np: number of ranks; None for the default.
-        threads: compute threads per rank; None for hvdkit's default assignment of cores.
-    """
+    """Run the workload on ``np`` ranks, or the default; ``threads`` per rank replace hvdkit's assignment of cores."""
     options = WorkerOptions(
         model=config.model,
         batch=config.batch_size,
