@@ -38,9 +38,6 @@ class Tune(JobOptions):
         hvdkit tune -np 4 --model resnet50 --save resnet50.json
         HVDKIT_TUNED=resnet50.json horovodrun -np 4 python train.py
         hvdkit plan --measured resnet50.json --ranks 8..4096
-
-    Raises:
-        ValueError: an option has an invalid value, or contradicts another.
     """
 
     save: Path
