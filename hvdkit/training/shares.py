@@ -125,16 +125,11 @@ class Shares(DataAdapter):
         self._dataset: tf.data.Dataset | None = None
 
     @property
-    def may_be_uneven(self) -> bool:
-        """Return False if every global batch is known to be evenly divisible."""
-        return "factor" in self.get_tf_dataset().element_spec[1]
-
-    @property
     def may_be_empty(self) -> bool:
         """Return False if no share can be empty."""
-        data, _ = self.get_tf_dataset().element_spec
+        data, info = self.get_tf_dataset().element_spec
         first = first_tensor(data)
-        return self.may_be_uneven and (first is None or not first.shape.rank or first.shape[0] is None)
+        return "factor" in info and (first is None or not first.shape.rank or first.shape[0] is None)
 
     def get_tf_dataset(self) -> tf.data.Dataset:
         """Return the shares as a dataset of ``(data, info)``."""

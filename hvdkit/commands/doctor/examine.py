@@ -12,14 +12,7 @@ from hvdkit.commands.doctor.finding import Finding
 
 
 def examine(config: Doctor, announce: Callable[[str], None] = lambda text: None) -> list[Finding]:
-    """Gather the facts, run the checks and return their findings.
-
-    Args:
-        config: The options.
-        announce: Called with a description of the current activity, for a progress display.
-
-    Returns:
-        One finding per check, in a fixed order.
+    """Gather the facts, run the checks and return one finding each, in a fixed order; ``announce`` shows progress.
 
     Example:
         >>> {finding.name for finding in examine(Doctor(run=False))} >= {"python", "horovod", "mpi-library"}

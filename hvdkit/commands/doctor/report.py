@@ -35,15 +35,7 @@ def as_json(findings: Sequence[Finding]) -> str:
         "hvdkit": __version__,
         "exit_code": exit_code(findings),
         "counts": {status: _count(findings, status) for status in MARKS},
-        "findings": {
-            finding.name: {
-                "status": finding.status,
-                "what": finding.what,
-                "remedy": finding.remedy,
-                "details": finding.details,
-            }
-            for finding in findings
-        },
+        "findings": {f.name: {key: value for key, value in vars(f).items() if key != "name"} for f in findings},
     }
     return json.dumps(document, indent=2)
 
