@@ -13,6 +13,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,13 +51,12 @@ class MeasurementRequest:
     rounds: int
     compute: bool = False
     links: bool = False
-    buckets: tuple[int, ...] = ()
+    buckets: Sequence[int] = ()
 
 
 def main() -> None:
     """Run the measurements and print the results."""
-    options = json.loads(sys.argv[1])
-    request = MeasurementRequest(**options | {"buckets": tuple(options["buckets"])})
+    request = MeasurementRequest(**json.loads(sys.argv[1]))
     hk.init()
     work = workload(request.model, request.batch)
     needs_no_rows = not work.sharded_bytes or hk.size() == 1
