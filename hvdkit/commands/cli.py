@@ -121,7 +121,10 @@ def _run(name: str, arguments: list[str]) -> int:
     try:
         return _dispatch(name, arguments)
     except SystemExit as stop:  # the parser has printed its help (0) or a usage error (2)
-        return _exit_code(stop)
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        print(stop.code, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -166,14 +169,6 @@ def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], lis
         index += 2 if has_value else 1
     program = arguments[index:]
     return arguments[:index], program[1:] if program[:1] == ["--"] else program
-
-
-def _exit_code(stop: SystemExit) -> int:
-    """Return the interpreter's exit code for ``stop``, and print its message if it has one."""
-    if stop.code is None or isinstance(stop.code, int):
-        return stop.code or 0
-    print(stop.code, file=sys.stderr)
-    return 1
 
 
 def _help() -> str:
