@@ -76,13 +76,7 @@ def _local_verbose(verbose: Any) -> Any:
 class CallbackList(keras.callbacks.CallbackList):
     """Keras's list of callbacks, which also compares ranks at the end of each epoch.
 
-    Args:
-        callbacks: the user's callback, a list of them, or None.
-        session: the session of the model.
-        verbose, epochs, steps: as in Keras.
-        data: the data for training, evaluation or prediction.
-        validation: the data evaluated after epochs.
-        trains: False for evaluations and predictions.
+    ``validation`` is evaluated after epochs; ``trains`` is False for evaluations and predictions.
     """
 
     def __init__(
