@@ -104,9 +104,8 @@ class Bench(JobOptions):
 
     def profile_settings(self, folder: Path) -> ProfileSettings:
         """Return the settings to profile a program."""
-        if self.profile_steps is None:
-            return ProfileSettings(folder, FIRST, LAST, self.timeline)
-        match = _STEPS.fullmatch(self.profile_steps)
+        steps = f"{FIRST}-{LAST}" if self.profile_steps is None else self.profile_steps
+        match = _STEPS.fullmatch(steps)
         if match is None:
-            raise ValueError(describe("--profile-steps", self.profile_steps, "FIRST-LAST", "write e.g. 50-60"))
+            raise ValueError(describe("--profile-steps", steps, "FIRST-LAST", "write e.g. 50-60"))
         return ProfileSettings(folder, int(match[1]), int(match[2]), self.timeline)
