@@ -24,6 +24,8 @@ from typing import Annotated
 
 from tyro.conf import arg
 
+from hvdkit.errors import describe
+
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
@@ -50,8 +52,6 @@ class Doctor:
     """Seconds after which a probe or a start of ranks counts as hung."""
 
     def __post_init__(self) -> None:
-        from hvdkit.errors import describe
-
         if self.np < 1:
             raise ValueError(describe("np", self.np, "at least 1", "pass the ranks you want on this host"))
         if self.timeout <= 0:
