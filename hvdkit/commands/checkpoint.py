@@ -102,13 +102,7 @@ Checkpoint = (
 
 
 def checkpoint(config: Inspect | Verify | Export) -> int:
-    """Run ``hvdkit checkpoint ...``, print on stdout, and return the exit code.
-
-    Example:
-        >>> checkpoint(Verify(path=Path("runs/mnist")))  # doctest: +SKIP
-        whole: 5 checkpoint(s), 25 file(s), 310 tensor part(s), 2.1 GB read and compared
-        0
-    """
+    """Run ``hvdkit checkpoint ...``, print on stdout, and return the exit code."""
     run: dict[type, Callable[[Any], int]] = {Inspect: _inspect, Verify: _verify, Export: _export}
     return run[type(config)](config)
 

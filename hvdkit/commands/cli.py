@@ -13,8 +13,8 @@ Exit codes: 0 success; 1 the command found a problem; 2 invalid usage, or an err
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -121,7 +121,10 @@ def _run(name: str, arguments: list[str]) -> int:
     try:
         return _dispatch(name, arguments)
     except SystemExit as stop:  # the parser has printed its help (0) or a usage error (2)
-        return _exit_code(stop)
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        print(stop.code, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -136,13 +139,13 @@ def _run(name: str, arguments: list[str]) -> int:
 
 def _dispatch(name: str, arguments: list[str]) -> int:
     command = COMMANDS[name]
-    kind = _load(command.config)
+    kind = pkgutil.resolve_name(command.config)
     program: list[list[str]] = []
     if command.takes_program:
         arguments, *program = _split_off_program(arguments, kind)
     description = None if isinstance(kind, type) else f"{command.summary}."  # a union has no docstring
     config = parse(kind, prog=f"hvdkit {name}", description=description, args=arguments)
-    result = _load(command.runner)(config, *program)
+    result = pkgutil.resolve_name(command.runner)(config, *program)
     if result is not None and not isinstance(result, int):
         print(result)
     sys.stdout.flush()
@@ -166,20 +169,6 @@ def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], lis
         index += 2 if has_value else 1
     program = arguments[index:]
     return arguments[:index], program[1:] if program[:1] == ["--"] else program
-
-
-def _exit_code(stop: SystemExit) -> int:
-    """Return the interpreter's exit code for ``stop``, and print its message if it has one."""
-    if stop.code is None or isinstance(stop.code, int):
-        return stop.code or 0
-    print(stop.code, file=sys.stderr)
-    return 1
-
-
-def _load(path: str):
-    """Import and return ``module:attribute``."""
-    module, attribute = path.split(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _help() -> str:

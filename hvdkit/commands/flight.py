@@ -25,9 +25,6 @@ class FlightConfig:
     """Show which ranks waited for which when a job failed: hvdkit flight FILE.
 
     The job prints the file's path after its last line.
-
-    Raises:
-        ValueError: the file cannot be read, or was not written by the flight recorder.
     """
 
     file: Positional[Path]

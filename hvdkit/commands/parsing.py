@@ -54,8 +54,8 @@ def parse(
             return tyro.cli(kind, prog=prog, description=description, args=args)
     finally:
         if not quiet:
-            _write(sys.stdout, out.getvalue())
-            _write(sys.stderr, plain(err.getvalue()))
+            print(out.getvalue(), end="", flush=True)
+            print(plain(err.getvalue()), end="", file=sys.stderr, flush=True)
 
 
 def plain(report: str) -> str:
@@ -67,9 +67,3 @@ def plain(report: str) -> str:
     """
     lines = [line.rstrip() for line in report.splitlines() if not _TITLE.match(line) and not _RULE.match(line)]
     return textwrap.dedent("".join(f"{line}\n" for line in lines if line))
-
-
-def _write(file: Any, text: str) -> None:
-    if text:
-        file.write(text)
-        file.flush()

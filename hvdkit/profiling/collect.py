@@ -35,12 +35,7 @@ def collect_profiles(
 ) -> list[RankProfile]:
     """Return all ranks' profiles on the chief, in its clock; an empty list on other ranks. Every rank calls it.
 
-    Args:
-        folder: output folder; TensorFlow's output is written to ``plugins/profile/``, for TensorBoard.
-        profile: this rank's profile.
-        xplane: the output of TensorFlow's profiler on this rank.
-        exchange: exchanges objects among all ranks.
-        log: prints a line for the user.
+    ``xplane``, the output of TensorFlow's profiler on this rank, is written to ``plugins/profile/``, for TensorBoard.
     """
     ranks = len(exchange.allgather(None))
     offsets = clocks.offsets(exchange.allgather)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from typing import TypeAlias
 
@@ -54,19 +55,11 @@ def difference(a: Intervals, b: Intervals) -> Intervals:
         >>> difference([(0, 3), (5, 7)], [(2, 6)])
         [(0, 2), (6, 7)]
     """
-    result, j = [], 0
-    for start, end in a:
-        while j < len(b) and b[j][1] <= start:
-            j += 1
-        k = j
-        while k < len(b) and b[k][0] < end:
-            if start < b[k][0]:
-                result.append((start, b[k][0]))
-            start = max(start, b[k][1])
-            k += 1
-        if start < end:
-            result.append((start, end))
-    return result
+    if not a:
+        return []
+    edges = [a[0][0], *itertools.chain.from_iterable(b), a[-1][1]]
+    gaps = zip(edges[::2], edges[1::2], strict=True)  # between the intervals of b
+    return intersection(a, [(start, end) for start, end in gaps if start < end])
 
 
 def clip(a: Intervals, start: int, end: int) -> Intervals:
@@ -77,13 +70,7 @@ def clip(a: Intervals, start: int, end: int) -> Intervals:
         [(2, 3), (5, 6)]
     """
     first = max(0, bisect_right(a, (start, start)) - 1)
-    result = []
-    for interval in a[first:]:
-        if interval[0] >= end:
-            break
-        if max(interval[0], start) < min(interval[1], end):
-            result.append((max(interval[0], start), min(interval[1], end)))
-    return result
+    return intersection(a[first : bisect_left(a, (end, end))], [(start, end)])
 
 
 def total(a: Intervals) -> int:

@@ -9,30 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.table import Table
-
+from hvdkit.machine.terminal import aligned
 from hvdkit.profiling import trace
 from hvdkit.profiling.intervals import clip, total, union
 from hvdkit.profiling.rank_profile import RankProfile
 from hvdkit.profiling.step_parts import PARTS, RankParts, divide
 
 FORMAT_VERSION = 1
-# Minimum width of the table in characters.
-MIN_WIDTH = 100
 # Waiting below this fraction of a step is not reported.
 MIN_WAIT = 0.05
 _LABELS = {"other": "Python (other)"}
 
 
 def write_report(folder: Path, profiles: Sequence[RankProfile], log: Callable[[str], None]) -> None:
-    """Write ``trace.json.gz`` and ``profile.json`` into ``folder``, and print the table and the summary.
-
-    Args:
-        folder: output folder.
-        profiles: all ranks' profiles, in one clock.
-        log: prints a line for the user.
-    """
+    """Write ``trace.json.gz`` and ``profile.json`` into ``folder``, and print the table and the summary."""
     folder.mkdir(parents=True, exist_ok=True)
     ranks = divide(profiles)
     rows = mean_rows(ranks)
@@ -56,26 +46,26 @@ def write_report(folder: Path, profiles: Sequence[RankProfile], log: Callable[[s
 
 @dataclass(frozen=True)
 class Row:
-    """One rank's mean step, in milliseconds.
+    """One rank's mean step, in milliseconds; the names of the attributes are keys of ``profile.json``.
 
     Attributes:
         rank, host: the rank and its host.
         steps: number of steps recorded.
-        step: time of one step.
-        parts: the time of each of :data:`PARTS`; they add up to ``step``.
-        hidden: exchange that overlaps with compute; included in compute.
-        waited_for: the longest time that another rank spent only waiting for this one.
-        clock_error: maximum error of its times relative to rank 0's clock.
+        step_ms: time of one step.
+        parts_ms: the time of each of :data:`PARTS`; they add up to ``step_ms``.
+        hidden_ms: exchange that overlaps with compute; included in compute.
+        waited_for_ms: the longest time that another rank spent only waiting for this one.
+        clock_error_ms: maximum error of its times relative to rank 0's clock.
     """
 
     rank: int
     host: str
     steps: int
-    step: float
-    parts: dict[str, float]
-    hidden: float
-    waited_for: float
-    clock_error: float
+    step_ms: float
+    parts_ms: dict[str, float]
+    hidden_ms: float
+    waited_for_ms: float
+    clock_error_ms: float
 
 
 def mean_rows(ranks: Sequence[RankParts]) -> list[Row]:
@@ -92,11 +82,11 @@ def _row(rank: RankParts, ranks: Sequence[RankParts]) -> Row:
         rank=rank.rank,
         host=rank.host,
         steps=count,
-        step=(end - start) / per_step,
-        parts={name: sum(step.parts[name] for step in rank.steps) / per_step for name in PARTS},
-        hidden=sum(step.hidden for step in rank.steps) / per_step,
-        waited_for=max(waits, default=0) / per_step,
-        clock_error=rank.clock_error / 1e6,
+        step_ms=(end - start) / per_step,
+        parts_ms={name: sum(step.parts[name] for step in rank.steps) / per_step for name in PARTS},
+        hidden_ms=sum(step.hidden for step in rank.steps) / per_step,
+        waited_for_ms=max(waits, default=0) / per_step,
+        clock_error_ms=rank.clock_error / 1e6,
     )
 
 
@@ -114,61 +104,53 @@ def summarize(rows: Sequence[Row]) -> str:
     """
     if not rows:
         return "no step was recorded"
-    step = sum(row.step for row in rows) / len(rows)
+    step = sum(row.step_ms for row in rows) / len(rows)
     means = _mean_parts(rows)
     exchange = f"; exchange: {means['exchange']:.1f}"
     # A rank that is late because it waited for a rank in another group of the mesh is not the straggler.
-    slow = max(rows, key=lambda row: row.waited_for - row.parts["wait"])
-    others = sorted((row for row in rows if row is not slow), key=lambda row: -row.waited_for)
-    if others and slow.waited_for >= MIN_WAIT * step:
-        wait = f"other ranks wait {slow.waited_for:.1f} of {step:.1f} ms per step"
+    slow = max(rows, key=lambda row: row.waited_for_ms - row.parts_ms["wait"])
+    others = sorted((row for row in rows if row is not slow), key=lambda row: -row.waited_for_ms)
+    if others and slow.waited_for_ms >= MIN_WAIT * step:
+        wait = f"other ranks wait {slow.waited_for_ms:.1f} of {step:.1f} ms per step"
         cause, reason = _explain(slow, others)
         return f"rank {slow.rank} is the straggler: {wait}; {reason}{'' if cause == 'exchange' else exchange}"
     most = max(means, key=lambda name: means[name])
     summary = f"{most} takes longest: {means[most]:.1f} of {step:.1f} ms per step"
     if not others:
         return summary
-    no_straggler = f"no straggler (other ranks wait at most {slow.waited_for:.1f} ms per step)"
+    no_straggler = f"no straggler (other ranks wait at most {slow.waited_for_ms:.1f} ms per step)"
     return f"{no_straggler}; {summary}{'' if most == 'exchange' else exchange}"
 
 
 def _explain(slow: Row, others: Sequence[Row]) -> tuple[str, str]:
     """Return the part that delays the rank ``slow`` most, and why other ranks wait for it."""
     usual = _mean_parts(others)
-    delays = {name: slow.parts[name] - usual[name] for name in PARTS if name != "wait"}
+    delays = {name: slow.parts_ms[name] - usual[name] for name in PARTS if name != "wait"}
     first, second, *_ = sorted(delays, key=lambda name: -delays[name])
     reasons = [
-        f"its {_LABELS.get(name, name)} takes {slow.parts[name]:.1f} ms (others: {usual[name]:.1f})"
+        f"its {_LABELS.get(name, name)} takes {slow.parts_ms[name]:.1f} ms (others: {usual[name]:.1f})"
         for name in (first, second)
     ]
-    if delays[first] >= slow.waited_for / 2:
+    if delays[first] >= slow.waited_for_ms / 2:
         return first, reasons[0]
-    if delays[first] + delays[second] >= slow.waited_for / 2:
+    if delays[first] + delays[second] >= slow.waited_for_ms / 2:
         return first, ", ".join(reasons)
-    turns = ", ".join(f"rank {row.rank}: {row.waited_for:.1f}" for row in others[:3])
+    turns = ", ".join(f"rank {row.rank}: {row.waited_for_ms:.1f}" for row in others[:3])
     return first, f"its parts take no longer than those of other ranks, which are late in turns ({turns})"
 
 
 def _mean_parts(rows: Sequence[Row]) -> dict[str, float]:
-    return {name: sum(row.parts[name] for row in rows) / len(rows) for name in PARTS}
+    return {name: sum(row.parts_ms[name] for row in rows) / len(rows) for name in PARTS}
 
 
 def print_table(rows: Sequence[Row], stream: TextIO) -> None:
     """Print the table and the summary, without colors: a launcher may run each rank in a pseudo-terminal."""
-    console = Console(file=stream, highlight=False, color_system=None)
-    console.width = max(console.width, MIN_WIDTH)
-    steps = rows[0].steps if rows else 0
-    console.print(f"Where the time goes: ms of a step, mean of {steps}")
-    table = Table(box=None, header_style="", padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("rank")
-    table.add_column("host", no_wrap=True, max_width=20)
-    for name in ("step", *PARTS, "(hidden)", "waited for"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table: list[Sequence[str]] = [("rank", "host", "step", *PARTS, "(hidden)", "waited for")]
     for row in rows:
-        numbers = [row.step, *(row.parts[name] for name in PARTS), row.hidden, row.waited_for]
-        table.add_row(str(row.rank), row.host, *(f"{number:.1f}" for number in numbers))
-    console.print(table)
-    console.print(summarize(rows), soft_wrap=True)
+        numbers = [row.step_ms, *(row.parts_ms[name] for name in PARTS), row.hidden_ms, row.waited_for_ms]
+        table.append((str(row.rank), f"{row.host:.20}", *(f"{number:.1f}" for number in numbers)))
+    lines = aligned(table, right=range(2, len(table[0])))
+    print(f"Where the time goes: ms of a step, mean of {rows[0].steps}", *lines, summarize(rows), sep="\n", file=stream)
 
 
 def as_json(ranks: Sequence[RankParts], problems: Sequence[str]) -> dict[str, Any]:
@@ -180,14 +162,7 @@ def as_json(ranks: Sequence[RankParts], problems: Sequence[str]) -> dict[str, An
         "problems": list(problems),
         "ranks": [
             {
-                "rank": row.rank,
-                "host": row.host,
-                "steps": row.steps,
-                "step_ms": row.step,
-                "parts_ms": row.parts,
-                "hidden_ms": row.hidden,
-                "waited_for_ms": row.waited_for,
-                "clock_error_ms": row.clock_error,
+                **vars(row),
                 "each_step": [
                     {"step": s.step, "ms": (s.end - s.start) / 1e6, **{k: v / 1e6 for k, v in s.parts.items()}}
                     for s in rank.steps

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hvdkit.profiling import collect, timeline, xplane
+from hvdkit.profiling.profile_report import write_report
 from hvdkit.profiling.rank_profile import RankProfile, Span, StepEnd, TimedCollective
 from hvdkit.profiling.settings import ProfileSettings
 
@@ -184,8 +185,6 @@ class Recorder:
         try:
             profiles = collect.collect_profiles(folder, self._profile, self._read(), self._exchange, self._log)
             if profiles:
-                from hvdkit.profiling.profile_report import write_report  # loads rich
-
                 write_report(folder, profiles, self._log)
         except Exception as error:
             self._log(f"profile: not made: {_describe(error)}")

@@ -13,11 +13,7 @@ from hvdkit.profiling.rank_profile import Phase
 
 
 def read(path: Path, epoch_offset: int) -> list[Phase]:
-    """Return all completed phases in ``path``.
-
-    Args:
-        path: path of the timeline.
-        epoch_offset: nanoseconds to subtract from the Unix time to get the monotonic clock.
+    """Return all completed phases in ``path``; the monotonic clock is the Unix time minus ``epoch_offset`` nanoseconds.
 
     Raises:
         ValueError: the file is not a timeline.

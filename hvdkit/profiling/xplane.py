@@ -43,11 +43,7 @@ class _Event(NamedTuple):
 
 
 def read(path: Path, clock: int) -> Traced:
-    """Read the ``*.xplane.pb`` file ``path``.
-
-    Args:
-        path: path of the file.
-        clock: the monotonic clock at the event named :data:`CLOCK`.
+    """Read the ``*.xplane.pb`` file ``path``; ``clock`` is the monotonic clock at the event named :data:`CLOCK`.
 
     Raises:
         ImportError: this TensorFlow lacks a reader for the format.

@@ -149,11 +149,7 @@ class FitSession:
 
 
 class VariableBroadcaster:
-    """Gives the variables of a model and its optimizers the chief's values.
-
-    Args:
-        model: a Keras model.
-    """
+    """Gives the variables of a model and its optimizers the chief's values."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -151,11 +151,6 @@ class GlobalBatchShares(Shares):
         """Batches per epoch; None if unknown."""
         return self._batches.steps_per_epoch
 
-    @property
-    def batch_size(self) -> int | None:
-        """Rows per global batch."""
-        return self._batches._batch_size
-
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks."""
         return self._batches._identity()

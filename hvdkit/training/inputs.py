@@ -147,21 +147,13 @@ def prepare_data(call: str, build: Callable[[], DataPair]) -> DataPair:
 
 @dataclass(frozen=True)
 class _DataDescription:
-    """A rank's description of its data.
+    """A rank's description of its data."""
 
-    Attributes:
-        seed: TensorFlow's global seed, or None.
-        random_seed: a random seed.
-        python_state: state of Python's random generator if it orders the batches of a PyDataset; otherwise None.
-        sizes: class, number of batches and settings of the training and validation data.
-        digests: digests of arrays and of the data of GlobalBatches.
-    """
-
-    seed: int | None
+    seed: int | None  # TensorFlow's global seed
     random_seed: int
-    python_state: Any
-    sizes: list[Any]
-    digests: list[Any]
+    python_state: Any  # of Python's random generator, if it orders the batches of a PyDataset
+    sizes: list[Any]  # class, number of batches and settings of the training and validation data
+    digests: list[Any]  # of arrays and of the data of GlobalBatches
 
 
 def _size(shares: Shares | None) -> tuple[Any, ...] | None:

@@ -48,14 +48,9 @@ def _reads_batch_logs(callback: Any) -> bool:
 
 
 def _compare_callbacks(callbacks: list[Any], begin: Callable[[], None]) -> bool:
-    """Compare the ranks' lists of callbacks; return whether any callback reads the logs of training batches.
+    """Call ``begin`` and compare the ranks' lists of callbacks; return whether any reads the logs of training batches.
 
-    Args:
-        callbacks: the user's callbacks.
-        begin: initializes the callbacks; an error on one rank raises on all.
-
-    Raises:
-        CollectiveMismatchError: the lists differ, except for callbacks that write or display on the chief.
+    Ranks may differ in callbacks that write or display on the chief.
     """
 
     def describe_callbacks() -> tuple[list[str], bool]:
@@ -81,13 +76,7 @@ def _local_verbose(verbose: Any) -> Any:
 class CallbackList(keras.callbacks.CallbackList):
     """Keras's list of callbacks, which also compares ranks at the end of each epoch.
 
-    Args:
-        callbacks: the user's callback, a list of them, or None.
-        session: the session of the model.
-        verbose, epochs, steps: as in Keras.
-        data: the data for training, evaluation or prediction.
-        validation: the data evaluated after epochs.
-        trains: False for evaluations and predictions.
+    ``validation`` is evaluated after epochs; ``trains`` is False for evaluations and predictions.
     """
 
     def __init__(
@@ -107,7 +96,7 @@ class CallbackList(keras.callbacks.CallbackList):
         local_verbose = _local_verbose(verbose)
         self._session, self._data = session, data
         self._test_data = validation if trains else data
-        self._is_first_batch = self._is_first_test_batch = self._is_first_update = True
+        self._is_first_batch = self._is_first_update = True
 
         def begin() -> None:
             super(CallbackList, self).__init__(
@@ -140,10 +129,8 @@ class CallbackList(keras.callbacks.CallbackList):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks, after comparing the first global batch of an epoch between ranks."""
         if self._is_first_batch:
-            self._is_first_batch = False
             self._compare_batch()
         if self._is_first_update:
-            self._is_first_update = False
             self._compare_weights()
         if not self._combines_batch_logs:
             super().on_train_batch_end(batch, logs)
@@ -154,7 +141,7 @@ class CallbackList(keras.callbacks.CallbackList):
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Call the callbacks; the first batch of the evaluation will be compared."""
-        self._is_first_test_batch = True
+        self._is_first_batch = True
         self._session.may_end_anywhere = self._test_data is not None and self._test_data.may_end_anywhere
         super().on_test_begin(logs)
 
@@ -166,13 +153,13 @@ class CallbackList(keras.callbacks.CallbackList):
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks, after comparing the first global batch between ranks."""
-        if self._is_first_test_batch:
-            self._is_first_test_batch = False
+        if self._is_first_batch:
             self._compare_batch()
         super().on_test_batch_end(batch, logs)
 
     def _compare_batch(self) -> None:
         """Compare the ranks' global batches, and check that the state of all metrics can be combined."""
+        self._is_first_batch = False
 
         def digest() -> int:
             self._session.metric_checks.check()
@@ -192,11 +179,8 @@ class CallbackList(keras.callbacks.CallbackList):
         self._agree(f"on_epoch_end of epoch {epoch}", call)
 
     def _compare_weights(self) -> None:
-        """Compare weights after the first update; they differ if an optimizer does not combine gradients.
-
-        Raises:
-            CollectiveMismatchError: the weights differ.
-        """
+        """Compare weights after the first update; they differ if an optimizer does not combine gradients."""
+        self._is_first_update = False
         try:
             compare_variables(self.model.trainable_variables)
         except CollectiveMismatchError as error:

@@ -88,7 +88,7 @@ class _RescaledLoss(keras.losses.Loss):
 def _divisor(values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str) -> tf.Tensor | None:
     """Return V_r; None if the loss is a sum or a mean over all elements."""
     if reduction in _MEANS:
-        return None if mask is None else tf.cast(tf.math.count_nonzero(mask), tf.float64)
+        sample_weight = None  # only multiplies the values
     if reduction == "sum" or (sample_weight is None and mask is None):
         return None
     if sample_weight is None:

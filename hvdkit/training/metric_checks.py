@@ -42,11 +42,7 @@ def metric_states(model: Any) -> list[tuple[str, Any]]:
 
 
 class MetricChecks:
-    """Finds metrics whose state cannot be combined.
-
-    Args:
-        model: a compiled Keras model.
-    """
+    """Finds metrics of a compiled model whose state cannot be combined."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -37,7 +37,7 @@ class MetricCombiner:
             logs: the return value of the last step.
         """
         size, group = cluster.group(cluster.DATA).size, data_group()
-        if size == 1:
+        if size == 1 or not isinstance(logs, Mapping):
             return tree.map_structure(np.asarray, self._original(logs))
         variables = metric_states(self._model)
         local = [np.asarray(v) for _, v in variables]
@@ -48,8 +48,6 @@ class MetricCombiner:
         results = tree.map_structure(np.asarray, self._model.get_metrics_result())
         for (_, variable), value in zip(variables, local, strict=True):
             variable.assign(value)
-        if not isinstance(logs, Mapping):
-            return tree.map_structure(np.asarray, self._original(logs))
         if set(logs) == set(results):
             return results
         return self._with_means(_flat(logs), self._model.get_metrics_result(), results, group)

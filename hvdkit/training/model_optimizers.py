@@ -171,12 +171,7 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def _distributed(value: Any, wrapped: dict[int, Any]) -> Any:
-    """Return ``value`` with its optimizers wrapped: ``value`` itself, or the items of a list, tuple or dict.
-
-    Args:
-        value: an attribute of a model.
-        wrapped: the distributed optimizers so far, by the id of the original.
-    """
+    """Return an attribute with its optimizers wrapped; ``wrapped`` has those so far, by the id of the original."""
     if isinstance(value, DistributedMixin):
         if value._hvdkit.op != ReduceOp.Average:
             remedy = "use hk.Average: hk.fit takes care of losses that are sums"

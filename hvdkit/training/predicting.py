@@ -66,17 +66,15 @@ def predict(
     with session.running():
         callback_list = CallbackList(callbacks, session, shares, verbose=verbose, epochs=1, steps=steps, trains=False)
         outputs, rows = model.predict(shares, verbose=verbose, steps=steps, callbacks=callback_list)
-    _check_outputs(outputs, rows)
-    row_bounds = _row_bounds(rows, DataRank.local().size)
+    row_numbers = _row_numbers(rows, DataRank.local().size)
+    _check_outputs(outputs, len(row_numbers[DataRank.local().index]))
     keep = gather == "all" or cluster.is_chief()
-    gathered = tree.map_structure(lambda local: _gather_rows(local, row_bounds, keep=keep), outputs)
+    gathered = tree.map_structure(lambda local: _gather_rows(local, row_numbers, keep=keep), outputs)
     return gathered if keep else None
 
 
-def _check_outputs(outputs: Any, rows: np.ndarray) -> None:
-    """Compare the outputs between ranks; they must be dense, with one row per example."""
-    data_rank = DataRank.local()
-    expected = sum(end - start for start, end in (data_rank.bounds(int(b)) for b in rows))
+def _check_outputs(outputs: Any, expected: int) -> None:
+    """Compare the outputs between ranks; they must be dense, with a row for each of ``expected`` examples."""
     call = Call("hk.predict's outputs")
 
     def check() -> None:
@@ -93,7 +91,7 @@ def _check_outputs(outputs: Any, rows: np.ndarray) -> None:
     agree_on_call(call)
 
 
-def _gather_rows(local: np.ndarray, row_bounds: list[list[tuple[int, int]]], *, keep: bool) -> np.ndarray:
+def _gather_rows(local: np.ndarray, row_numbers: list[np.ndarray], *, keep: bool) -> np.ndarray:
     """Return the rows of all data ranks in the order of the data; none unless ``keep``. Every rank must call it."""
     exchange = cluster.exchange(data_group())
     flat = np.ascontiguousarray(local).reshape(-1).view(np.uint8)
@@ -106,31 +104,20 @@ def _gather_rows(local: np.ndarray, row_bounds: list[list[tuple[int, int]]], *, 
                 part[start : start + len(chunk)] = np.frombuffer(chunk, np.uint8)
     if not keep:
         return local[:0]
-    return _in_order([part.view(local.dtype).reshape(-1, *local.shape[1:]) for part in parts], row_bounds)
+    ordered = np.empty((sum(map(len, row_numbers)), *local.shape[1:]), local.dtype)
+    for part, numbers in zip(parts, row_numbers, strict=True):
+        ordered[numbers] = part.view(local.dtype).reshape(-1, *local.shape[1:])
+    return ordered
 
 
-def _row_bounds(rows: np.ndarray, size: int) -> list[list[tuple[int, int]]]:
-    """Return for each rank the bounds of its rows of each global batch, within the complete data.
+def _row_numbers(rows: np.ndarray, size: int) -> list[np.ndarray]:
+    """Return for each rank which rows of the complete data it has, given the rows of each global batch.
 
     Example:
-        >>> _row_bounds(np.array([4, 3]), 2)
-        [[(0, 2), (4, 5)], [(2, 4), (5, 7)]]
+        >>> [numbers.tolist() for numbers in _row_numbers(np.array([4, 3]), 2)]
+        [[0, 1, 4], [2, 3, 5, 6]]
     """
-    starts = np.cumsum(rows) - rows
-    ranks = []
-    for index in range(size):
-        bounds = [DataRank(index, size).bounds(int(b)) for b in rows]
-        ranks.append([(int(s) + start, int(s) + end) for s, (start, end) in zip(starts, bounds, strict=True)])
-    return ranks
-
-
-def _in_order(parts: list[np.ndarray], row_bounds: list[list[tuple[int, int]]]) -> np.ndarray:
-    """Return the ranks' rows in the order of the data."""
-    total = sum(len(part) for part in parts)
-    ordered = np.empty((total, *parts[0].shape[1:]), parts[0].dtype)
-    for part, bounds in zip(parts, row_bounds, strict=True):
-        position = 0
-        for start, end in bounds:
-            ordered[start:end] = part[position : position + end - start]
-            position += end - start
-    return ordered
+    rows = rows.astype(np.int64)
+    first = np.cumsum(rows) - rows
+    bounds = [DataRank(index, size).bounds(rows) for index in range(size)]
+    return [np.concatenate(list(map(np.arange, first + start, first + end))) for start, end in bounds]

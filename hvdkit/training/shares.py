@@ -42,7 +42,7 @@ class DataRank:
         return cls(group.index, group.size)
 
     def bounds(self, rows: Any) -> tuple[Any, Any]:
-        """Return the first and one past the last row of this rank in a batch; ints or tensors, like ``rows``."""
+        """Return the first and one past the last row of this rank in batches of ``rows``: ints, arrays or tensors."""
         return self.index * rows // self.size, (self.index + 1) * rows // self.size
 
     def bounds_and_info(self, rows: Any) -> tuple[Any, Any, dict[str, tf.Tensor]]:
@@ -125,16 +125,11 @@ class Shares(DataAdapter):
         self._dataset: tf.data.Dataset | None = None
 
     @property
-    def may_be_uneven(self) -> bool:
-        """Return False if every global batch is known to be evenly divisible."""
-        return "factor" in self.get_tf_dataset().element_spec[1]
-
-    @property
     def may_be_empty(self) -> bool:
         """Return False if no share can be empty."""
-        data, _ = self.get_tf_dataset().element_spec
+        data, info = self.get_tf_dataset().element_spec
         first = first_tensor(data)
-        return self.may_be_uneven and (first is None or not first.shape.rank or first.shape[0] is None)
+        return "factor" in info and (first is None or not first.shape.rank or first.shape[0] is None)
 
     def get_tf_dataset(self) -> tf.data.Dataset:
         """Return the shares as a dataset of ``(data, info)``."""
@@ -174,21 +169,6 @@ class Shares(DataAdapter):
     def num_batches(self) -> int | None:
         """Batches per epoch, the same on every rank; None if unknown."""
         return self.inner.num_batches
-
-    @property
-    def batch_size(self) -> int | None:
-        """Rows per global batch, if known."""
-        return self.inner.batch_size
-
-    @property
-    def has_partial_batch(self) -> bool | None:
-        """Whether the last batch is known to be smaller."""
-        return self.inner.has_partial_batch
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        """Rows of the last batch, if known."""
-        return self.inner.partial_batch_size
 
     def begin_training(self, epoch: int | None) -> None:
         """Prepare for training from ``epoch``, which a callback may have restored; None without such a callback."""

@@ -58,10 +58,8 @@ class ShareSteps:
             data = require_batch_on_every_rank(data, info["rows"]) if "may_end_anywhere" in info else data
             factor = info.get("factor")
             self._create_variables(name, step, data, factor)
-            restorable = self._variables_to_restore(factor)
-            with share_of_batch(factor), self._global_losses(factor):
+            with self._restored_if_empty(factor), share_of_batch(factor), self._global_losses(factor):
                 logs = step(data)
-            self._restore(restorable, factor)
             self._record_step(info)
             return logs
 
@@ -86,10 +84,12 @@ class ShareSteps:
 
     # ---- shares without rows ----------------------------------------------------------------------------------
 
-    def _variables_to_restore(self, factor: Any) -> list[tuple[Any, tf.Tensor]]:
-        """Return the variables that a step changes, and their values if this rank's share is empty."""
+    @contextlib.contextmanager
+    def _restored_if_empty(self, factor: Any) -> Iterator[None]:
+        """Restore the variables that the step inside changes, if this rank's share is empty."""
         if factor is None or not self.may_be_empty:
-            return []
+            yield
+            return
         variables = self._batch_dependent_variables()
         is_empty = tf.equal(factor, 0)
         values = tf.cond(
@@ -97,19 +97,14 @@ class ShareSteps:
             lambda: [tf.identity(v) for v in variables],
             lambda: [tf.zeros([0] * len(v.shape), v.dtype) for v in variables],
         )
-        return list(zip(variables, values, strict=True))
-
-    def _restore(self, restorable: list[tuple[Any, tf.Tensor]], factor: Any) -> None:
-        """Restore the variables if this rank's share is empty."""
-        if not restorable:
-            return
 
         def assign() -> tf.Tensor:
-            for variable, value in restorable:
+            for variable, value in zip(variables, values, strict=True):
                 variable.assign(tf.ensure_shape(value, variable.shape))
             return tf.constant(True)
 
-        tf.cond(tf.equal(factor, 0), assign, lambda: tf.constant(False))
+        yield
+        tf.cond(is_empty, assign, lambda: tf.constant(False))
 
     def _batch_dependent_variables(self) -> list[Any]:
         """Return the variables that examples change without a gradient: statistics and metric states."""

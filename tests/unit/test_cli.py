@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -88,8 +89,8 @@ def test_an_unknown_command_is_one_line_and_exit_code_2(capsys):
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_each_command_has_a_documented_config_and_a_runner(name, capsys):
-    config = cli._load(cli.COMMANDS[name].config)
-    assert callable(cli._load(cli.COMMANDS[name].runner))
+    config = pkgutil.resolve_name(cli.COMMANDS[name].config)
+    assert callable(pkgutil.resolve_name(cli.COMMANDS[name].runner))
     # A config, or a union of the configs of subcommands: Annotated[Inspect, subcommand("inspect")] | ...
     parts = [config] if isinstance(config, type) else [get_args(one)[0] for one in get_args(config)]
     for part in parts:

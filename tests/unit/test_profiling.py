@@ -55,13 +55,13 @@ def test_a_slow_rank_and_its_reason_are_found_in_what_two_ranks_recorded(tmp_pat
     found = profile_report.mean_rows(divide(recorded(tmp_path)))
     assert [row.steps for row in found] == [3, 3]
     for row in found:
-        assert sum(row.parts.values()) == pytest.approx(row.step, abs=1e-9)
+        assert sum(row.parts_ms.values()) == pytest.approx(row.step_ms, abs=1e-9)
     fast, slow = found
-    assert slow.parts["input"] > 100 and fast.parts["input"] < 5
-    assert fast.parts["wait"] > 100 and slow.parts["wait"] < 10
-    assert slow.waited_for > 100 > 10 > fast.waited_for
-    assert 1 < slow.parts["save"] < 10  # a checkpoint at step 4
-    assert fast.parts["compute"] > 0 and fast.parts["exchange"] > 0
+    assert slow.parts_ms["input"] > 100 and fast.parts_ms["input"] < 5
+    assert fast.parts_ms["wait"] > 100 and slow.parts_ms["wait"] < 10
+    assert slow.waited_for_ms > 100 > 10 > fast.waited_for_ms
+    assert 1 < slow.parts_ms["save"] < 10  # a checkpoint at step 4
+    assert fast.parts_ms["compute"] > 0 and fast.parts_ms["exchange"] > 0
     assert profile_report.summarize(found).startswith("rank 1 is the straggler: other ranks wait 1")
     assert "; its input takes 120" in profile_report.summarize(found)
 
@@ -182,7 +182,7 @@ def test_parts_add_up_whatever_was_recorded(records):
     for found in match_collectives(records).values():
         assert all(m.local.start <= m.last_entry <= m.local.end for m in found)
     found = profile_report.mean_rows(ranks)
-    assert all(row.waited_for >= 0 for row in found) and profile_report.summarize(found)
+    assert all(row.waited_for_ms >= 0 for row in found) and profile_report.summarize(found)
     check_trace(trace.as_json(records, ranks))
 
 
@@ -202,8 +202,8 @@ def test_each_moment_goes_to_the_first_part_that_is_true_of_it():
     assert step.parts == {"input": 10, "save": 0, "compute": 40, "wait": 13, "exchange": 30, "other": 7}
     assert step.hidden == 5
     (row, other) = profile_report.mean_rows(divide([record, late]))
-    assert (row.steps, row.step) == (2, 50e-6)
-    assert other.waited_for == 13e-6 and row.waited_for == 0
+    assert (row.steps, row.step_ms) == (2, 50e-6)
+    assert other.waited_for_ms == 13e-6 and row.waited_for_ms == 0
 
 
 def row(rank, waited_for, **parts):

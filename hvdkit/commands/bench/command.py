@@ -24,22 +24,17 @@ PROFILED_STEPS = 11
 
 
 def bench(config: Bench, program: Sequence[str]) -> int:
-    """Time a built-in workload, or profile ``program``.
-
-    Returns:
-        The exit code: 0, or that of the job that failed; 1 if a program did not write a profile.
+    """Time a built-in workload, or profile ``program``. Return the exit code.
 
     Raises:
         ValueError: an option, a host or the program is invalid; nothing has been started.
         ClusterError: a host is misconfigured, or an engine is missing; nothing has been started.
+        SystemExit: a job with the built-in workload has failed.
     """
     _check_writable(config)
     if program:
         return _profile_program(config, program)
-    try:
-        rounds = _time_rounds(config)
-    except JobFailed as failed:
-        return failed.code
+    rounds = _time_rounds(config)
     show(config, rounds, sys.stdout)
     if config.json is not None:
         config.json.write_text(json.dumps(as_json(config, rounds), indent=1), encoding="utf-8")
@@ -75,13 +70,7 @@ def _time_rounds(config: Bench) -> list[Round]:
 
 
 def _time(config: Bench, np: int | None, threads: int | None = None) -> JobResult:
-    """Run the workload on ``np`` ranks; return the results.
-
-    Args:
-        config: the options.
-        np: number of ranks; None for the default.
-        threads: compute threads per rank; None for hvdkit's default assignment of cores.
-    """
+    """Run the workload on ``np`` ranks, or the default; ``threads`` per rank replace hvdkit's assignment of cores."""
     options = WorkerOptions(
         model=config.model,
         batch=config.batch_size,
@@ -124,14 +113,6 @@ def _profile_variables(settings: ProfileSettings) -> dict[str, str]:
     return {VARIABLE: f"{settings.folder}:{settings.first}-{settings.last}", **timeline}
 
 
-class JobFailed(Exception):
-    """A job has failed with the exit code ``code``; its output has the reason."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
 def run_workers(
     config: JobOptions, np: int | None, module: str, options: Any, variables: Mapping[str, str]
 ) -> list[dict[str, Any]]:
@@ -145,14 +126,14 @@ def run_workers(
         variables: environment variables for all ranks.
 
     Raises:
-        JobFailed: the job has failed.
+        SystemExit: the job has failed with this exit code; its output has the reason.
         HvdkitError: the job has succeeded, but printed no results.
     """
     program = [sys.executable, "-m", module, json.dumps(asdict(options))]
     quiet = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
     code, results = launch(config, np, program, {**quiet, **variables})
     if code:
-        raise JobFailed(code)
+        raise SystemExit(code)
     if results is None:
         raise HvdkitError("the ranks ended without printing their measurements; see their output above")
     return results

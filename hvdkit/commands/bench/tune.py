@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hvdkit.commands.bench.command import JobFailed, run_workers
+from hvdkit.commands.bench.command import run_workers
 from hvdkit.commands.bench.config import JobOptions
 from hvdkit.commands.bench.tune_worker import BUCKET, MeasurementRequest
 from hvdkit.commands.bench.workloads import ModelName
@@ -38,9 +38,6 @@ class Tune(JobOptions):
         hvdkit tune -np 4 --model resnet50 --save resnet50.json
         HVDKIT_TUNED=resnet50.json horovodrun -np 4 python train.py
         hvdkit plan --measured resnet50.json --ranks 8..4096
-
-    Raises:
-        ValueError: an option has an invalid value, or contradicts another.
     """
 
     save: Path
@@ -79,26 +76,20 @@ class Tune(JobOptions):
         )
 
 
-def tune(config: Tune) -> int:
+def tune(config: Tune) -> None:
     """Measure, choose and save the settings, and print them for the user.
-
-    Returns:
-        The exit code: 0, or that of the job that failed.
 
     Raises:
         ValueError: an option or a host is invalid; nothing has been started.
         ClusterError: a host is misconfigured, or an engine is missing; nothing has been started.
+        SystemExit: a job has failed.
     """
-    try:
-        measurements, lines = search(config)
-    except JobFailed as failed:
-        return failed.code
+    measurements, lines = search(config)
     measurements.save(config.save)
     console = Console(soft_wrap=True, highlight=False)
     for line in lines:
         console.print(line)
     console.print(f"\nbest: {_text(measurements.settings)}\nsaved; to train with it: HVDKIT_TUNED={config.save}")
-    return 0
 
 
 def search(config: Tune) -> tuple[Measurements, list[str]]:

@@ -13,6 +13,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,36 +51,12 @@ class MeasurementRequest:
     rounds: int
     compute: bool = False
     links: bool = False
-    buckets: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankMeasurement:
-    """One rank's measurements; times in seconds.
-
-    Attributes:
-        local_ranks: number of ranks on this rank's host.
-        compute: times of steps without communication.
-        copy: time to copy one byte.
-        gradients: bytes and readiness of each dense gradient.
-        rows: bytes sent in alltoalls per step, and number of alltoalls.
-        exchanges: bytes and seconds of allreduces.
-        steps: times of each step, by bucket in the requested order, then by round.
-    """
-
-    local_ranks: int
-    compute: list[float]
-    copy: float
-    gradients: list[tuple[int, float]]
-    rows: tuple[int, int]
-    exchanges: list[tuple[int, float]]
-    steps: list[list[list[float]]]
+    buckets: Sequence[int] = ()
 
 
 def main() -> None:
     """Run the measurements and print the results."""
-    options = json.loads(sys.argv[1])
-    request = MeasurementRequest(**options | {"buckets": tuple(options["buckets"])})
+    request = MeasurementRequest(**json.loads(sys.argv[1]))
     hk.init()
     work = workload(request.model, request.batch)
     needs_no_rows = not work.sharded_bytes or hk.size() == 1
@@ -91,15 +68,15 @@ def main() -> None:
         compute = measure(_matmul(), ((),) * 10**6, request.steps * request.rounds, request.warm_up)
     steps, rows = _time_steps(work, request)
     send_result(
-        RankMeasurement(
-            local_ranks=hk.local_size(),
-            compute=compute,
-            copy=_copy_seconds() if request.compute else 0.0,
-            gradients=gradients(work),
-            rows=rows,
-            exchanges=_time_allreduces() if request.links else [],
-            steps=steps,
-        )
+        {
+            "local_ranks": hk.local_size(),
+            "compute": compute,  # seconds of steps without communication
+            "copy": _copy_seconds() if request.compute else 0.0,  # seconds to copy one byte
+            "gradients": gradients(work),  # bytes and readiness of each dense gradient
+            "rows": rows,  # bytes sent in alltoalls per step, and number of alltoalls
+            "exchanges": _time_allreduces() if request.links else [],  # bytes and seconds of allreduces
+            "steps": steps,  # seconds of each step, by bucket in the requested order, then by round
+        }
     )
 
 

@@ -71,14 +71,15 @@ def main() -> None:
     collectives, sent = traffic(step, work, distributed)
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     device = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
-    send_result(
-        RankResult(seconds=seconds, memory=memory, threads=threads, collectives=collectives, sent=sent, device=device)
+    result = RankResult(
+        seconds=seconds, memory=memory, threads=threads, collectives=collectives, sent=sent, device=device
     )
+    send_result(asdict(result))
 
 
-def send_result(result: Any) -> None:
-    """Send a dataclass with this rank's results to the command: the chief prints all ranks' results as one line."""
-    results = hk.allgather_object(asdict(result))
+def send_result(result: dict[str, Any]) -> None:
+    """Send this rank's results to the command: the chief prints all ranks' results as one line."""
+    results = hk.allgather_object(result)
     if hk.is_chief():
         print(MARK + json.dumps(results), flush=True)
 

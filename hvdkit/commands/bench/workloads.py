@@ -10,6 +10,7 @@ module loads neither TensorFlow nor Keras; call ``hk.init()`` before :func:`work
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -46,15 +47,11 @@ class Workload:
     """The computation of a training step.
 
     Attributes:
-        name: one of :data:`MODELS`.
-        batch: examples per step on each rank.
         model: the built model, with the same initial values on every rank.
         loss: a function from a batch's inputs and labels to the mean loss over its examples, a scalar tensor.
         data: some different batches of this rank, ``(inputs, labels)``.
     """
 
-    name: str
-    batch: int
     model: keras.Model
     loss: Callable[[Any, Any], tf.Tensor]
     data: tuple[tuple[Any, Any], ...]
@@ -109,7 +106,7 @@ def workload(name: str, batch: int | None = None, seed: int = 0, rank: int | Non
 
     keras.utils.set_random_seed(seed)
     generator = np.random.default_rng([seed, cluster.rank() if rank is None else rank])
-    return _BUILDERS[name](name, batch, generator)
+    return _BUILDERS[name](batch, generator)
 
 
 def optimizer(name: str, learning_rate: float = 0.01) -> keras.optimizers.Optimizer:
@@ -184,16 +181,16 @@ def measure(
 # ---- the models -----------------------------------------------------------------------------------------------
 
 
-def _mlp(name: str, batch: int, rng: Any) -> Workload:
+def _mlp(batch: int, rng: Any) -> Workload:
     """Return a network with 25 million weights in layers of 2048: little computation relative to its gradients."""
     import keras
 
     layers = [keras.layers.Dense(2048, "relu") for _ in range(6)]
     model = keras.Sequential([keras.Input((2048,)), *layers, keras.layers.Dense(10)])
-    return _classifier(name, batch, rng, model)
+    return _classifier(batch, rng, model)
 
 
-def _cifar10(name: str, batch: int, rng: Any) -> Workload:
+def _cifar10(batch: int, rng: Any) -> Workload:
     """Return the network of TensorFlow's CIFAR-10 tutorial, 1,068,298 weights; models/cifar10.py trains it."""
     import keras
     import tensorflow as tf
@@ -217,19 +214,19 @@ def _cifar10(name: str, batch: int, rng: Any) -> Workload:
         dense(192),
         keras.layers.Dense(10),
     ]
-    return _classifier(name, batch, rng, keras.Sequential([keras.Input((24, 24, 3)), *layers]))
+    return _classifier(batch, rng, keras.Sequential([keras.Input((24, 24, 3)), *layers]))
 
 
-def _application(name: str, batch: int, rng: Any) -> Workload:
+def _application(batch: int, rng: Any, *, name: str) -> Workload:
     """Return ResNet-50 or VGG-16 from keras.applications, for small images and ten classes."""
     import keras
 
-    make = {"resnet50": keras.applications.ResNet50, "vgg16": keras.applications.VGG16}[name]
+    make = getattr(keras.applications, name)
     model = make(weights=None, input_shape=(32, 32, 3), classes=10, classifier_activation=None)
-    return _classifier(name, batch, rng, model)
+    return _classifier(batch, rng, model)
 
 
-def _classifier(name: str, batch: int, rng: Any, model: keras.Model) -> Workload:
+def _classifier(batch: int, rng: Any, model: keras.Model) -> Workload:
     """Return a classification workload with random inputs and ten classes."""
     import tensorflow as tf
 
@@ -241,10 +238,10 @@ def _classifier(name: str, batch: int, rng: Any, model: keras.Model) -> Workload
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
         return tf.add_n([tf.reduce_mean(losses), *model.losses])
 
-    return Workload(name, batch, model, loss, ((inputs, labels),))
+    return Workload(model, loss, ((inputs, labels),))
 
 
-def _recommender(name: str, batch: int, rng: Any) -> Workload:
+def _recommender(batch: int, rng: Any) -> Workload:
     """Return a click model: an embedding for each of 26 ids, dense inputs, and a small network on top."""
     import keras
     import numpy as np
@@ -272,7 +269,7 @@ def _recommender(name: str, batch: int, rng: Any) -> Workload:
         inputs["numbers"] = tf.constant(rng.normal(size=(batch, NUMBERS)), tf.float32)
         return inputs, tf.constant(rng.integers(0, 2, (batch, 1)).astype(np.float32))
 
-    return Workload(name, batch, model, loss, tuple(random_batch() for _ in range(_DISTINCT_BATCHES)))
+    return Workload(model, loss, tuple(random_batch() for _ in range(_DISTINCT_BATCHES)))
 
 
 def _bytes(variable: Any) -> int:
@@ -282,10 +279,10 @@ def _bytes(variable: Any) -> int:
     return int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
 
 
-_BUILDERS: dict[str, Callable[[str, int, Any], Workload]] = {
+_BUILDERS: dict[str, Callable[[int, Any], Workload]] = {
     "mlp": _mlp,
     "cifar10": _cifar10,
-    "resnet50": _application,
-    "vgg16": _application,
+    "resnet50": functools.partial(_application, name="ResNet50"),
+    "vgg16": functools.partial(_application, name="VGG16"),
     "recommender": _recommender,
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from types import TracebackType
 
 from rich import progress as bars
 from rich.console import Console
@@ -42,9 +41,7 @@ class BuildProgress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._bar:
             if kind is None:
                 self._finish_step()

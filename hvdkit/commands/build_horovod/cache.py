@@ -68,11 +68,9 @@ def locked(entry: Path, progress: BuildProgress) -> Iterator[None]:
     entry.mkdir(exist_ok=True)
     lock = FileLock(entry / "lock")
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout:
         progress.step(f"wait for another build of {entry.name}")
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()

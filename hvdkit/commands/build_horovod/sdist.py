@@ -50,11 +50,9 @@ def unpack(archive: Path, folder: Path) -> Path:
         remedy = f"fetch it again: pip download --no-deps --no-binary :all: horovod=={HOROVOD}"
         raise BuildError(describe(f"sha256 of {archive}", digest, SHA256, remedy))
     with tarfile.open(archive) as tar:
-        # The "data" filter rejects paths outside the folder; Python before 3.10.12 lacks it.
-        if hasattr(tarfile, "data_filter"):
-            tar.extractall(folder, filter="data")
-        else:
-            tar.extractall(folder)
+        # Rejects paths outside the folder; Python before 3.10.12 lacks it.
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)
+        tar.extractall(folder)
     return folder / f"horovod-{HOROVOD}"
 
 

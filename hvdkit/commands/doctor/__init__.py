@@ -24,6 +24,8 @@ from typing import Annotated
 
 from tyro.conf import arg
 
+from hvdkit.errors import describe
+
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
@@ -50,8 +52,6 @@ class Doctor:
     """Seconds after which a probe or a start of ranks counts as hung."""
 
     def __post_init__(self) -> None:
-        from hvdkit.errors import describe
-
         if self.np < 1:
             raise ValueError(describe("np", self.np, "at least 1", "pass the ranks you want on this host"))
         if self.timeout <= 0:
@@ -59,20 +59,14 @@ class Doctor:
 
 
 def doctor(config: Doctor) -> int:
-    """Run every check, print the report on stdout, and return the exit code.
+    """Run every check, print the report on stdout, and return the exit code."""
+    from rich.console import Console
 
-    Returns:
-        0 if training can start, 1 if a finding has the status ``problem``.
-
-    Example:
-        >>> doctor(Doctor(np=2, run=False))     # doctest: +SKIP
-        0
-    """
     from hvdkit.commands.doctor import report
     from hvdkit.commands.doctor.examine import examine
 
-    with report.progress(sys.stderr) as announce:
-        findings = examine(config, announce)
+    with Console(stderr=True, force_terminal=sys.stderr.isatty()).status("starting") as status:
+        findings = examine(config, status.update)
     if config.json:
         print(report.as_json(findings))
     else:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -61,21 +62,22 @@ def detect_algorithm(inputs: Any, result: np.ndarray) -> str:
     """
     if not np.allclose(sum(x.astype(np.float64) for x in inputs), result, atol=1e-5):
         return "wrong"
-    chains = {order: _chain(inputs, order) for order in itertools.permutations(range(RANKS)) if order[0] < order[1]}
     pairings = ((0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 1, 2))
     pairs = [(inputs[a] + inputs[b]) + (inputs[c] + inputs[d]) for a, b, c, d in pairings]
     if any(np.array_equal(pair, result) for pair in pairs):
         return "recursive doubling"
-    if any(np.array_equal(chain, result) for chain in chains.values()):
+    if any(np.array_equal(_chain(inputs, order), result) for order in itertools.permutations(range(RANKS))):
         return "one rank after the other"
     # In a ring, each part's sum starts at a different rank: part k at rank k+1.
+    rings = [_chain(inputs, np.roll(range(RANKS), -start)) for start in range(RANKS)]
     starts = [
-        {start for start in range(RANKS) if _starts_at(chains, start, result, block)} for block in _blocks(result)
+        {start for start, ring in enumerate(rings) if np.array_equal(ring[block], result[block])}
+        for block in _blocks(result)
     ]
     return "ring" if all(starts) and len(set.union(*starts)) == RANKS else "another"
 
 
-def _chain(inputs: Any, order: tuple[int, ...]) -> np.ndarray:
+def _chain(inputs: Any, order: Sequence[int] | np.ndarray) -> np.ndarray:
     total = inputs[order[0]]
     for rank in order[1:]:
         total = total + inputs[rank]
@@ -86,13 +88,6 @@ def _blocks(result: np.ndarray) -> list[slice]:
     """Return slices of the array that are small enough to lie within one part of a ring."""
     edges = np.linspace(0, len(result), _BLOCKS + 1).astype(int)
     return [slice(a + (b - a) // 4, b - (b - a) // 4) for a, b in itertools.pairwise(edges)]
-
-
-def _starts_at(chains: dict[tuple[int, ...], np.ndarray], start: int, result: np.ndarray, block: slice) -> bool:
-    """Return True if ``block`` of the result was added in rank order, starting at rank ``start``."""
-    order = tuple((start + step) % RANKS for step in range(RANKS))
-    first, second = sorted(order[:2])  # addition of two numbers is commutative
-    return np.array_equal(chains[(first, second) + order[2:]][block], result[block])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 
 from hvdkit.commands.doctor import Doctor, host_checks, live_checks, mpi_checks, software_checks
 from hvdkit.commands.doctor.facts import Facts, gather
@@ -12,14 +11,7 @@ from hvdkit.commands.doctor.finding import Finding
 
 
 def examine(config: Doctor, announce: Callable[[str], None] = lambda text: None) -> list[Finding]:
-    """Gather the facts, run the checks and return their findings.
-
-    Args:
-        config: The options.
-        announce: Called with a description of the current activity, for a progress display.
-
-    Returns:
-        One finding per check, in a fixed order.
+    """Gather the facts, run the checks and return one finding each, in a fixed order; ``announce`` shows progress.
 
     Example:
         >>> {finding.name for finding in examine(Doctor(run=False))} >= {"python", "horovod", "mpi-library"}
@@ -32,18 +24,17 @@ def examine(config: Doctor, announce: Callable[[str], None] = lambda text: None)
     if config.run:
         for check in live_checks.CHECKS:
             announce(f"starting {live_checks.RANKS} ranks ({check.__name__.replace('_', ' ')})")
-            findings.append(_run_check(partial(check, timeout=config.timeout), facts, check.__name__))
+            findings.append(_run_check(check, facts, timeout=config.timeout))
     return findings
 
 
-def _run_check(check: Callable[[Facts], Finding], facts: Facts, name: str = "") -> Finding:
+def _run_check(check: Callable[..., Finding], facts: Facts, **options: float) -> Finding:
     """Run a check. If it raises, return that as a finding, so that the other checks still run."""
-    name = name or check.__name__
     try:
-        return check(facts)
+        return check(facts, **options)
     except Exception as error:
         if os.environ.get("HVDKIT_DEBUG") == "1":
             raise
         what = f"this check failed: {type(error).__name__}: {error}"
         remedy = "HVDKIT_DEBUG=1 hvdkit doctor shows the traceback; please report it"
-        return Finding(name.replace("_", "-"), "warning", what, remedy)
+        return Finding(check.__name__.replace("_", "-"), "warning", what, remedy)

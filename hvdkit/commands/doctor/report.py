@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TextIO
 
 from rich.console import Console
@@ -36,15 +35,7 @@ def as_json(findings: Sequence[Finding]) -> str:
         "hvdkit": __version__,
         "exit_code": exit_code(findings),
         "counts": {status: _count(findings, status) for status in MARKS},
-        "findings": {
-            finding.name: {
-                "status": finding.status,
-                "what": finding.what,
-                "remedy": finding.remedy,
-                "details": finding.details,
-            }
-            for finding in findings
-        },
+        "findings": {f.name: {key: value for key, value in vars(f).items() if key != "name"} for f in findings},
     }
     return json.dumps(document, indent=2)
 
@@ -85,14 +76,3 @@ def _plural(count: int, noun: str) -> str:
 
 def _count(findings: Sequence[Finding], status: Status) -> int:
     return sum(finding.status == status for finding in findings)
-
-
-@contextmanager
-def progress(stream: TextIO) -> Iterator[Callable[[str], None]]:
-    """Show the current activity, on a terminal only."""
-    if not stream.isatty():
-        yield lambda text: None
-        return
-    console = Console(file=stream)
-    with console.status("starting") as status:
-        yield lambda text: status.update(text)

@@ -11,6 +11,7 @@ from hvdkit.commands.doctor.finding import Finding, Status
 
 TENSORFLOW_OLDEST, TENSORFLOW_NEWEST = Version("2.16"), Version("2.21")
 PYTHON_OLDEST, PYTHON_NEWEST = (3, 10), (3, 13)
+TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tf-nightly")
 INSTALL_TENSORFLOW = "pip install 'hvdkit[cpu]', or 'hvdkit[gpu]'"
 BUILD = "hvdkit build-horovod"
 
@@ -41,7 +42,7 @@ def python(facts: Facts) -> Finding:
 
 def tensorflow(facts: Facts) -> Finding:
     """Check that one distribution of TensorFlow 2.16 to 2.21 is installed, and loads."""
-    names = [name for name in ("tensorflow", "tensorflow-cpu", "tf-nightly") if name in facts.installed]
+    names = [name for name in TENSORFLOW_DISTRIBUTIONS if name in facts.installed]
     if not facts.training.loaded("tensorflow"):
         if not names and facts.training["tensorflow"].get("missing") == "tensorflow":
             return Finding("tensorflow", "problem", "TensorFlow is not installed", INSTALL_TENSORFLOW)
@@ -118,7 +119,8 @@ def horovod_tensorflow(facts: Facts) -> Finding:
     if built_for is None:
         return Finding(name, "note", "no Horovod, nothing to compare")
     compiled = built_for.get("tensorflow")
-    installed = facts.training["tensorflow"].get("version") or _installed_tensorflow(facts)
+    versions = [facts.installed.get(name) for name in TENSORFLOW_DISTRIBUTIONS]
+    installed = facts.training["tensorflow"].get("version") or next(filter(None, versions), None)
     details = {"compiled_for": compiled, "installed": installed}
     if compiled is None and facts.training.loaded("horovod"):
         what = "Horovod loads, but does not say for which TensorFlow it was compiled"
@@ -134,11 +136,6 @@ def horovod_tensorflow(facts: Facts) -> Finding:
         what = f"Horovod was compiled for TensorFlow {compiled}; installed is {installed}"
         return Finding(name, "warning", what, BUILD, details)
     return Finding(name, "ok", f"compiled for TensorFlow {compiled}, as installed", details=details)
-
-
-def _installed_tensorflow(facts: Facts) -> str | None:
-    names = ("tensorflow", "tensorflow-cpu", "tf-nightly")
-    return next((facts.installed[name] for name in names if name in facts.installed), None)
 
 
 def horovod_features(facts: Facts) -> Finding:
