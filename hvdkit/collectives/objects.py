@@ -32,8 +32,7 @@ def broadcast_object(obj: Any, root: int = 0, *, process_set: RankGroup = None, 
     Args:
         obj: any object that can be pickled; only the object of ``root`` is sent.
         root: the rank whose object is sent, by its number in the world.
-        process_set: as for :func:`barrier`.
-        group: as for :func:`barrier`.
+        process_set, group: as for :func:`barrier`.
 
     Raises:
         ValueError: ``root`` is not a rank, or not in ``process_set``.
@@ -61,8 +60,7 @@ def allgather_object(obj: Any, *, process_set: RankGroup = None, group: RankGrou
 
     Args:
         obj: any object that can be pickled.
-        process_set: as for :func:`barrier`.
-        group: as for :func:`barrier`.
+        process_set, group: as for :func:`barrier`.
 
     Raises:
         TypeError: ``obj`` cannot be pickled.

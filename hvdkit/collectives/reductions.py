@@ -93,12 +93,7 @@ def grouped_allreduce(
 
     Args:
         xs: numbers, arrays or tensors. Their number, shapes and dtypes must be equal on every rank.
-        op: as for :func:`allreduce`.
-        prescale_factor: as for :func:`allreduce`.
-        postscale_factor: as for :func:`allreduce`.
-        process_set: as for :func:`allreduce`.
-        group: as for :func:`allreduce`.
-        name: as for :func:`allreduce`.
+        others: as for :func:`allreduce`.
 
     Returns:
         The results, in the order of ``xs``.
@@ -219,11 +214,7 @@ def reducescatter(
     Args:
         x: array or tensor ``[rows, ...]``; shape and dtype must be equal on every rank.
         op: ``hk.Average`` or ``hk.Sum``.
-        prescale_factor: as for :func:`allreduce`.
-        postscale_factor: as for :func:`allreduce`.
-        process_set: as for :func:`allreduce`.
-        group: as for :func:`allreduce`.
-        name: as for :func:`allreduce`.
+        others: as for :func:`allreduce`.
 
     Returns:
         Rows ``r*k`` to ``(r+1)*k`` of the reduced array on the r-th rank, with ``k = rows / size``; if there is a
@@ -264,12 +255,7 @@ def grouped_reducescatter(
 
     Args:
         xs: arrays or tensors. Their number, shapes and dtypes must be equal on every rank.
-        op: as for :func:`reducescatter`.
-        prescale_factor: as for :func:`allreduce`.
-        postscale_factor: as for :func:`allreduce`.
-        process_set: as for :func:`allreduce`.
-        group: as for :func:`allreduce`.
-        name: as for :func:`allreduce`.
+        others: as for :func:`reducescatter`.
 
     Returns:
         The results, in the order of ``xs``.
@@ -330,9 +316,7 @@ def broadcast(
     Args:
         x: number, array or tensor; shape and dtype must be equal on every rank.
         root: the rank whose value is sent, by its number in the world; must be in ``process_set``, if given.
-        process_set: as for :func:`allreduce`.
-        group: as for :func:`allreduce`.
-        name: as for :func:`allreduce`.
+        others: as for :func:`allreduce`.
 
     Returns:
         The value of ``root``, of the same kind, shape and dtype as ``x``.
