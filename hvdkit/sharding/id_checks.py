@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit.errors import describe
@@ -50,6 +52,16 @@ class Fault(NamedTuple):
     texts: tuple[tuple[str, str, str, str], ...]
 
 
+def as_ids(ids: npt.ArrayLike | tf.Tensor, name: str) -> tf.Tensor:
+    """Return ``ids`` as a tensor of int32, int64 or uint64. Raises TypeError if they are not integers."""
+    tensor = tf.convert_to_tensor(ids) if tf.is_tensor(ids) or np.size(ids) else tf.zeros(np.shape(ids), tf.int64)
+    if not tensor.dtype.is_integer:
+        raise TypeError(
+            describe(f"ids of {name!r}", tensor.dtype.name, "integers", "cast them with tf.cast(ids, 'int64')")
+        )
+    return tensor if tensor.dtype in (tf.int32, tf.int64, tf.uint64) else tf.cast(tensor, tf.int64)
+
+
 def range_check(ids: tf.Tensor | None, rows: int, where: str) -> Check:
     """Return the check that ids ``[n]`` are valid for a table with ``rows`` rows; None: nothing to check."""
     remedy = "check the data, or pass out_of_range='wrap' or 'drop'"
@@ -59,18 +71,16 @@ def range_check(ids: tf.Tensor | None, rows: int, where: str) -> Check:
 
 def weights_check(weights: tf.Tensor | None, matches: tf.Tensor | None, where: str) -> Check:
     """Return the check of ``matches`` (bool): weights and ids have the same structure; None: nothing to check."""
-    expected, remedy = "one for each id, in the same places", "give both the same shape"
-    if weights is None or matches is None:
-        return Check(None, None, "weights", where, expected, remedy)
-    return Check(tf.size(weights)[None], tf.logical_not(matches)[None], "weights", where, expected, remedy)
+    values, invalid = None, None
+    if weights is not None:
+        values, invalid = tf.size(weights)[None], tf.logical_not(matches)[None]
+    return Check(values, invalid, "weights", where, "one for each id, in the same places", "give both the same shape")
 
 
 def whole_numbers_check(ids: tf.Tensor | None, whole: tf.Tensor | None, where: str) -> Check:
     """Return the check of ``whole`` ``[n]``: ids ``[n]`` passed as floats are whole numbers; None for integers."""
-    what, expected, remedy = "ids, without their fraction", "whole numbers", "pass integers"
-    if ids is None or whole is None:
-        return Check(None, None, what, where, expected, remedy)
-    return Check(ids, tf.logical_not(whole), what, where, expected, remedy)
+    invalid = None if whole is None else tf.logical_not(whole)
+    return Check(ids, invalid, "ids, without their fraction", where, "whole numbers", "pass integers")
 
 
 def find_fault(checks: Sequence[Check]) -> Fault:
@@ -116,12 +126,13 @@ def raise_everywhere(codes: tf.Tensor, fault: Fault) -> list[tf.Operation]:
         fault: this rank's fault, for the texts.
     """
     if tf.executing_eagerly():
-        for rank, (number, *halves) in enumerate(codes.numpy()):
+        for rank, (number, *value) in enumerate(codes.numpy()):
             if number == _REFUSED or number > len(fault.texts):
                 raise ValueError(f"lookup: rank {rank} refused its inputs; its own error says why")
             if number:
                 what, where, expected, remedy = fault.texts[number - 1]
-                raise ValueError(describe(what, f"{_join_halves(halves)} in {where} on rank {rank}", expected, remedy))
+                got = np.array(value, np.int32).view(np.int64)[0]
+                raise ValueError(describe(what, f"{got} in {where} on rank {rank}", expected, remedy))
         return []
     if not fault.texts:
         return []
@@ -131,11 +142,6 @@ def raise_everywhere(codes: tf.Tensor, fault: Fault) -> list[tf.Operation]:
             return tf.constant(False)
 
     return [tf.cond(tf.reduce_any(codes[:, 0] > 0), stop, lambda: tf.constant(True)).op]
-
-
-def _join_halves(halves: Sequence[int]) -> int:
-    low, high = (int(h) for h in halves)
-    return (high << 32) | (low & 0xFFFFFFFF)
 
 
 def _graph_message(codes: tf.Tensor, fault: Fault) -> tf.Tensor:
