@@ -85,10 +85,8 @@ def grouped_allgather(
     return run(collective, list(xs))
 
 
-def _gradient_of_rows(x: tf.Tensor, dy: tf.Tensor, members: cluster.Group | None) -> tf.Tensor | None:
+def _gradient_of_rows(x: tf.Tensor, dy: tf.Tensor, members: cluster.Group | None) -> tf.Tensor:
     """Return the sum over all ranks of the gradients of this rank's rows. Each rank sends them to the rows' owner."""
-    if not x.dtype.is_floating:
-        return None
     counts = allgather(tf.reshape(tf.shape(x)[0], [1]), process_set=members)
     received, _ = alltoall(dy, counts, process_set=members)
     wide = received.dtype if received.dtype.size > 2 else tf.float32
@@ -166,9 +164,7 @@ def alltoall(
         check=check,
         combine=combine,
         exchange=exchange,
-        gradient=lambda xs, ys, dys: [
-            alltoall(dys[0], ys[1], process_set=members)[0] if xs[0].dtype.is_floating else None
-        ],
+        gradient=lambda xs, ys, dys: [alltoall(dy, ys[1], process_set=members)[0] for dy in dys],
         uneven=True,
         extra=lambda: [counts[0].numpy()],
         name=name,

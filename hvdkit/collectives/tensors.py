@@ -161,20 +161,7 @@ def _run(
     shown: Sequence[tf.Tensor],
     uneven: bool = False,
 ) -> Any:
-    """Run Horovod's op on ``tensors``, eagerly or as part of the current graph, and return its result.
-
-    Args:
-        kind: the collective, for messages.
-        native: Horovod's op, called with the tensors as arguments and Horovod's options as keyword arguments.
-        tensors: the tensors to exchange.
-        name: identifies the collective across ranks; made unique in its graph.
-        group: the ranks that take part; None for all.
-        shown: the tensors to describe in messages.
-        uneven: ranks may differ in the first axis.
-
-    Raises:
-        HvdkitError: inside ``jit_compile=True``.
-    """
+    """Run Horovod's op ``native`` on ``tensors``, eagerly or as part of the current graph, and return its result."""
     options: dict[str, Any] = {"ignore_name_scope": True}
     if group is not None and group.process_set is not None:
         options["process_set"] = group.process_set
