@@ -119,8 +119,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
     def _features_of_rank(self) -> tuple[str, ...]:
         """Return the features in tables of which this rank holds columns."""
         layout = lay_out(self.tables, self.plan.placements, cluster.size())
-        tables = {name: table.name for name, (_, table) in self.lookups.items()}
-        lookups = lookups_of_rank(layout, tables, cluster.rank())
+        lookups = lookups_of_rank(layout, self.lookups, cluster.rank())
         return tuple(dict.fromkeys(self.lookups[lookup.output].feature for lookup in lookups))
 
     def build(self, input_shape: object = None) -> None:
@@ -223,12 +222,27 @@ class ShardedEmbeddingCollection(ShardedLayer):
         values, specs = self._check_features(inputs), {}
         for name, (feature, table) in self.lookups.items():
             if self.dp_input:
-                specs[name] = output_spec(
-                    values[feature], table, self.compute_dtype, feature, self._floats, self.out_of_range
-                )
+                specs[name] = self._output_spec(values[feature], table, feature)
             else:
                 specs[name] = keras.KerasTensor((None, table.output_dim), dtype=self.compute_dtype)
         return self._nest(inputs, specs)
+
+    def _output_spec(self, inputs: Any, table: Table, feature: str) -> keras.KerasTensor:
+        """Return the shape and dtype of one feature's vectors; raise TypeError for ids of an invalid dtype."""
+        ids = inputs[0] if isinstance(inputs, tuple | list) else inputs
+        ids_dtype = tf.as_dtype(ids.dtype)
+        if self._floats and ids_dtype.is_floating:
+            check_exact(ids_dtype, table, self.out_of_range, feature)
+        elif not ids_dtype.is_integer:
+            got = f"dtype {ids_dtype.name}"
+            raise TypeError(describe(f"ids of {feature!r}", got, "integers", "give the Input dtype='int64'"))
+        shape = tuple(ids.shape)
+        axes = len(shape)
+        if table.combiner is not None and axes > 1:
+            shape = shape[:-1]
+        ragged = bool(getattr(ids, "ragged", False)) and (table.combiner is None or axes > 2)
+        extra = {"ragged": True} if ragged else {}
+        return keras.KerasTensor((*shape, table.output_dim), dtype=self.compute_dtype, **extra)
 
     def compute_mask(
         self, inputs: Mapping[str, Any] | PendingLookup, previous_mask: object = None
@@ -370,30 +384,6 @@ def deserialize(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
     """Return ``config`` with the objects under ``names`` deserialized."""
     configs = {name: config[name] for name in names if isinstance(config.get(name), Mapping)}
     return {**config, **{name: keras.saving.deserialize_keras_object(value) for name, value in configs.items()}}
-
-
-def output_spec(
-    inputs: Any, table: Table, dtype: str, feature: str, floats: bool = False, how: OutOfRange = "error"
-) -> keras.KerasTensor:
-    """Return the shape and dtype of one feature's vectors.
-
-    Raises:
-        TypeError: ids are not integers; with ``floats``, their dtype cannot represent every row exactly.
-    """
-    ids = inputs[0] if isinstance(inputs, tuple | list) else inputs
-    ids_dtype = tf.as_dtype(ids.dtype)
-    if floats and ids_dtype.is_floating:
-        check_exact(ids_dtype, table, how, feature)
-    elif not ids_dtype.is_integer:
-        got = f"dtype {ids_dtype.name}"
-        raise TypeError(describe(f"ids of {feature!r}", got, "integers", "give the Input dtype='int64'"))
-    shape = tuple(ids.shape)
-    axes = len(shape)
-    if table.combiner is not None and axes > 1:
-        shape = shape[:-1]
-    ragged = bool(getattr(ids, "ragged", False)) and (table.combiner is None or axes > 2)
-    extra = {"ragged": True} if ragged else {}
-    return keras.KerasTensor((*shape, table.output_dim), dtype=dtype, **extra)
 
 
 def _mask(inputs: Any, table: Table) -> Any:
