@@ -70,8 +70,8 @@ class VocabularyVariables:
     def source(self, training: bool | None) -> Vocabulary:
         """Return the source of rows for lookups."""
         return Vocabulary(
-            self._rows._value,
-            self._row_usage(),
+            rows=self._rows._value,
+            usage=self._row_usage(),
             buckets=self._buckets,
             total=self.table.buckets,
             evict=str(self.table.evict),
