@@ -85,10 +85,9 @@ class TableStore:
     def _create_group(self, layer: Any, number: int, group: TableGroup) -> Any:
         rank = cluster.rank()
         pieces = []
-        for part in group.parts_on(rank):
+        for part, rows in group.parts_on(rank):
             table_shape = (part.table.input_dim, part.table.output_dim)
-            rule = next(s.rule for s in group.slices if s.table is part.table)
-            pieces.append(Piece(part.table.name, table_shape, (part.rows, part.columns), part.base, rule))
+            pieces.append(Piece(part.table.name, table_shape, (rows, part.columns), part.base, part.rule))
         name, shape = f"embeddings_{number}", (group.rows[rank], group.width)
         initialized = pieces if group.evicts is None else ()
         variable = self._add_weight(layer, name, shape, group.dtype, initialized, host=group.host)
@@ -192,7 +191,7 @@ class TableStore:
         state = self._state(name)
         parts = [part for rank in range(size) for group in self.layout.groups for part in group.parts_on(rank)]
         shape = (table.input_dim, table.output_dim)
-        indices = [(part.rows, part.columns) for part in parts if part.table.name == name]
+        indices = [(rows, part.columns) for part, rows in parts if part.table.name == name]
         return gather_parts(state.local, indices, shape, root, "hvdkit.gather")
 
     def ids(self, name: str) -> np.ndarray:
