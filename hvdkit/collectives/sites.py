@@ -103,7 +103,7 @@ class Sites:
         sizes = [x.shape.num_elements() for x in shown]
         nbytes = sum((size or 0) * x.dtype.size for x, size in zip(shown, sizes, strict=True))
         key = collective_key(op_name, ranks)
-        site = self._all[key] = Site(key, what, source_line(), ranks, nbytes)
+        site = self._all[key] = Site(key, what, traced_line(), ranks, nbytes)
         return site
 
     def sample(self) -> None:
@@ -130,7 +130,7 @@ def describe_tensors(name: str, first: Sequence[str], count: int) -> str:
     return f"{name} of {', '.join(first)}{more}"
 
 
-def source_line() -> str:
+def traced_line() -> str:
     """Return the innermost source line of the user. TensorFlow's stack maps AutoGraph's code to the original lines."""
     frames: list[Any] = list(tf_stack.extract_stack())
     frame = ([frame for frame in frames if is_user_file(frame.filename)] or frames)[-1]
