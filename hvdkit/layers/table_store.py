@@ -90,39 +90,32 @@ class TableStore:
             pieces.append(Piece(part.table.name, table_shape, (rows, part.columns), part.base, part.rule))
         name, shape = f"embeddings_{number}", (group.rows[rank], group.width)
         initialized = pieces if group.evicts is None else ()
-        variable = self._add_weight(layer, name, shape, group.dtype, initialized, host=group.host)
+        variable = self._add_weight(layer, name, shape, group.slices[0].table, initialized)
         set_holding(variable, Shard(variable.path.rpartition("/")[0], tuple(pieces), lookup=LastLookup()))
-        set_variable_optimizer(variable, _optimizer_of(group.slices[0].table))
         return variable
 
     def _create_replicated(self, layer: Any, table: Table) -> Any:
         shape = (table.input_dim, table.output_dim)
         whole = Piece(table.name, shape, tuple(map(range, shape)), 0, "")
-        variable = self._add_weight(
-            layer, table.name, shape, table.dtype, [whole], host=table.host, regularizer=table.regularizer
-        )
-        set_variable_optimizer(variable, _optimizer_of(table))
-        return variable
+        return self._add_weight(layer, table.name, shape, table, [whole], table.regularizer)
 
     def _add_weight(
         self,
         layer: Any,
         name: str,
         shape: tuple[int, ...],
-        dtype: str,
+        table: Table,
         pieces: Sequence[Piece],
-        *,
-        host: bool,
         regularizer: Any = None,
     ) -> Any:
-        """Add a variable with the initial values of ``pieces``, and zeros elsewhere."""
+        """Add a variable for tables like ``table``, with the initial values of ``pieces`` and zeros elsewhere."""
 
         def blocks() -> Iterator[tuple[tuple[slice, slice], np.ndarray]]:
             for piece in pieces:
                 mixed = np.random.SeedSequence([self._seed, zlib.crc32(piece.table.encode())])
                 seed = int(mixed.generate_state(1, np.uint64)[0])
                 initializer, (_, columns) = self.tables[piece.table].initializer, piece.box
-                for start, block in initial_blocks(initializer, piece.shape, dtype, seed, piece.index):
+                for start, block in initial_blocks(initializer, piece.shape, table.dtype, seed, piece.index):
                     first = piece.start + start
                     yield (slice(first, first + len(block)), columns), block
 
@@ -136,12 +129,12 @@ class TableStore:
                 values[box] = block
             return values
 
-        with memory_device(host):
+        with memory_device(table.host):
             weight = layer.add_weight(
                 name=name,
                 shape=shape,
                 initializer=initial_values,
-                dtype=dtype,
+                dtype=table.dtype,
                 autocast=False,
                 regularizer=regularizer,
             )
@@ -149,6 +142,8 @@ class TableStore:
         if weight._value is not None:
             for box, block in blocks():  # in place, one block at a time, to avoid a second copy in memory
                 write_box(weight._value, box, block)
+        if table.optimizer is not None:
+            set_variable_optimizer(weight, VariableOptimizer(table.optimizer, table.optimizer_key))
         return weight
 
     @property
@@ -253,7 +248,3 @@ class TableStore:
         """Return this rank's part of a sharded table."""
         states = (state for variable in self.variables for state in piece_states(variable))
         return next(state for state in states if state.table == name)
-
-
-def _optimizer_of(table: Table) -> VariableOptimizer | None:
-    return None if table.optimizer is None else VariableOptimizer(table.optimizer, table.optimizer_key)

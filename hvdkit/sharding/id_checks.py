@@ -24,8 +24,9 @@ class Check(NamedTuple):
     """A check of one feature's values, with the texts of its error message.
 
     Attributes:
-        values: ``[n]`` integers; None if there is nothing to check. All ranks list the same checks, in the same order.
-        invalid: whether each value is invalid, ``[n]`` bool, or None.
+        values: ``[n]`` integers, or None.
+        invalid: whether each value is invalid, ``[n]`` bool; None if there is nothing to check. All ranks list the same
+            checks, in the same order.
         what: the argument, "ids" or "weights".
         where: where the values are used, e.g. ``"feature 'user' of table 'users'"``.
         expected: the expected values.
@@ -86,20 +87,16 @@ def whole_numbers_check(ids: tf.Tensor | None, whole: tf.Tensor | None, where: s
 def find_fault(checks: Sequence[Check]) -> Fault:
     """Return the first invalid value on this rank."""
     texts = tuple(check[2:] for check in checks)
-    present = [
-        (number, c.values, c.invalid)
-        for number, c in enumerate(checks, 1)
-        if c.values is not None and c.invalid is not None
-    ]
+    present = [(number, check) for number, check in enumerate(checks, 1) if check.invalid is not None]
     if not present:
         return Fault(tf.zeros([FAULT_CODE_LENGTH], tf.int32), texts)
-    invalid_values = tf.concat([invalid for _, _, invalid in present], 0)
+    invalid_values = tf.concat([check.invalid for _, check in present], 0)
 
     def first_fault() -> tf.Tensor:
-        ends = tf.cumsum(tf.stack([tf.size(values) for _, values, _ in present]))
+        ends = tf.cumsum(tf.stack([tf.size(check.values) for _, check in present]))
         first = tf.argmax(invalid_values, output_type=tf.int32)
-        number = tf.gather([number for number, _, _ in present], tf.searchsorted(ends, first[None], side="right"))
-        value = tf.concat([tf.cast(values, tf.int64) for _, values, _ in present], 0)[first]
+        number = tf.gather([number for number, _ in present], tf.searchsorted(ends, first[None], side="right"))
+        value = tf.concat([tf.cast(check.values, tf.int64) for _, check in present], 0)[first]
         return tf.concat([number, tf.bitcast(value, tf.int32)], 0)
 
     code = tf.cond(tf.reduce_any(invalid_values), first_fault, lambda: tf.zeros([FAULT_CODE_LENGTH], tf.int32))
