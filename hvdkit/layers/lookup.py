@@ -25,7 +25,6 @@ from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.layout import TableSlice
 from hvdkit.sharding.routing import KeyedVariable, LookupRows, read_distinct
 
-_NAME = "hvdkit.lookup"
 _NO_BAG = Bag(None, None, None)
 
 
@@ -60,7 +59,7 @@ def send_requests(store: TableStore, bags: Mapping[str, Bag], fault: Fault | Non
     if not store.variables:
         return PendingLookup(_after_check(store, safe, fault), None)
     keys = [[_keys(store, safe, part) for part in group.slices] for group in store.layout.groups]
-    return PendingLookup(safe, routing.request_rows(store.sources(None), keys, fault, name=_NAME))
+    return PendingLookup(safe, routing.request_rows(store.sources(None), keys, fault))
 
 
 def read_outputs(store: TableStore, pending: PendingLookup, training: bool | None) -> dict[str, Any]:
@@ -115,7 +114,7 @@ def _after_check(store: TableStore, bags: dict[str, Bag], fault: Fault) -> dict[
     """Return the bags after exchanging faults: with only replicated tables, this is the only communication."""
     codes = fault.code[None]
     if store.layout.size > 1 and (fault.texts or tf.executing_eagerly()):
-        codes = tensors.allgather(codes, f"{_NAME}.faults")
+        codes = tensors.allgather(codes, "hvdkit.lookup.faults")
     with tf.control_dependencies(raise_everywhere(codes, fault)):
         return {name: bag._replace(ids=tf.identity(bag.ids)) for name, bag in bags.items()}
 
@@ -134,7 +133,7 @@ def _slices(
     """Return each output's rows, one part per column slice."""
     groups = store.layout.groups
     parts = [len(group.slices) for group in groups]
-    looked_up = routing.fetch_rows(store.sources(training), parts, lookup, name=_NAME, wire=store.wire)
+    looked_up = routing.fetch_rows(store.sources(training), parts, lookup, store.wire)
     results: dict[str, list[LookupRows]] = {}
     for group, rows_of_group in zip(groups, looked_up, strict=True):
         for part, rows in zip(group.slices, rows_of_group, strict=True):

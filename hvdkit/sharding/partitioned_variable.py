@@ -146,8 +146,8 @@ class PartitionedVariable:
         safe = tf.cast(tf.where(is_out_of_range(flat, rows), tf.zeros_like(flat), flat), self._key_dtype)
         keys = keys_of(safe, self.partition, rows, cluster.size())
         sources = [KeyedVariable(self.local, self._last_lookup)]
-        lookup = request_rows(sources, [[keys]], fault, name="hvdkit.lookup")
-        return fetch_rows(sources, [1], lookup, name="hvdkit.lookup")[0][0].by_key()
+        lookup = request_rows(sources, [[keys]], fault)
+        return fetch_rows(sources, [1], lookup)[0][0].by_key()
 
     def gather(self, root: int | None = None) -> np.ndarray | None:
         """Return the unsharded array on every rank, or only on ``root`` and None elsewhere. Every rank calls it."""
