@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from hvdkit.errors import CollectiveMismatchError, describe
 # Values up to this many bytes are sent along with the signature. At 1,000 ranks that is 16 MB per rank, still fast.
 SMALL_BYTES = 16 * 1024
 JOIN = "join()"
+T = TypeVar("T")
 
 
 @dataclass
@@ -75,19 +76,24 @@ def agree_on_call(call: Call, group: Group | None = None) -> list[Call]:
     calls: list[Call] = cluster.exchange(group).allgather(sent, str(call))
     if call.problem is not None:
         raise call.problem
-    expected = None
-    for each in calls:
-        if type(each) is not Call or each.kind == JOIN:
-            break
-        signature = each.signature()
-        if expected is None:
-            expected = signature
-        elif signature != expected:
-            break
-    else:
-        return calls
-    _check_signatures(calls, ranks)
+    if len({each.signature() if type(each) is Call else None for each in calls}) > 1:
+        _check_signatures(calls, ranks)
     return calls
+
+
+def exchange_payloads(kind: str, payload: Callable[[], T], group: Group | None = None) -> list[T]:
+    """Return ``payload()`` of all ranks of ``group``, in rank order. All of them must make the call ``kind``.
+
+    Raises:
+        Exception: the exception of ``payload`` on this rank.
+        CollectiveMismatchError: as for :func:`agree_on_call`.
+    """
+    call = Call(kind)
+    try:
+        call.payload = payload()
+    except Exception as error:
+        call.problem = error
+    return [each.payload for each in agree_on_call(call, group)]
 
 
 def _check_signatures(calls: list[Call], ranks: Sequence[int]) -> None:

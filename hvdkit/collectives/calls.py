@@ -37,8 +37,8 @@ class Collective:
         combine: computes the results on this rank from the values of all ranks: for each rank, the list of its values
             followed by ``extra``. None if only ``exchange`` can.
         exchange: exchanges tensors through Horovod, and returns the results.
-        gradient: returns the gradients of the tensors, given the tensors, the results and the gradients of the
-            results; None if the collective is not differentiable.
+        gradient: returns the gradients of the floating-point tensors, given these tensors, all results and the
+            gradients of the floating-point tensors' results; None if the collective is not differentiable.
         uneven: the first axis may differ between ranks.
         extra: returns further values that ``combine`` needs from each rank; called after ``check``.
         name: the user's name for it, or None.
@@ -142,19 +142,27 @@ def _differentiable(collective: Collective, forward: Callable[[Tensors], list[An
         def gradient(*upstream: tf.Tensor) -> Tensors:
             if collective.gradient is None:
                 raise LookupError(f"{collective.kind} has no gradient; use another op, or tf.stop_gradient(x)")
+            floats = [i for i, x in enumerate(xs) if x.dtype.is_floating]
+            floating, dys = [xs[i] for i in floats], [upstream[i] for i in floats]
             if factor is None:
-                return collective.gradient(list(xs), results, list(upstream))
+                return _with_none(collective.gradient(floating, results, dys), xs)
             if record.could_possibly_record():  # an outer tape: it is unknown which loss is weighted
                 got = f"a gradient of a gradient of {collective.kind}, with batches that ranks divide unevenly"
                 remedy = "choose a batch size that the number of ranks divides, and drop the remainder"
                 raise HvdkitError(describe("x", got, "batches that divide evenly", remedy))
             with tf.control_dependencies([_assert_rows(collective, factor)]):
-                grads = collective.gradient(list(xs), results, [times_share(dy, factor) for dy in upstream])
-            return [None if dx is None else tf.math.divide_no_nan(dx, tf.cast(factor, dx.dtype)) for dx in grads]
+                grads = collective.gradient(floating, results, [times_share(dy, factor) for dy in dys])
+            return _with_none([tf.math.divide_no_nan(dx, tf.cast(factor, dx.dtype)) for dx in grads], xs)
 
         return results, gradient
 
     return list(call(*inputs))
+
+
+def _with_none(grads: Tensors, xs: Sequence[tf.Tensor]) -> Tensors:
+    """Return the gradient of each tensor, given those of the floating-point ones; None for the others."""
+    remaining = iter(grads)
+    return [next(remaining) if x.dtype.is_floating else None for x in xs]
 
 
 def _assert_rows(collective: Collective, factor: tf.Tensor) -> Any:

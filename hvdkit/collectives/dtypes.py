@@ -28,19 +28,8 @@ import tensorflow as tf
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.errors import describe
 
-_MOVED = {
-    tf.uint8,
-    tf.int8,
-    tf.uint16,
-    tf.int16,
-    tf.int32,
-    tf.int64,
-    tf.float16,
-    tf.float32,
-    tf.float64,
-    tf.bool,
-}
 _REDUCED = {tf.int32, tf.int64, tf.float16, tf.float32, tf.float64}
+_MOVED = _REDUCED | {tf.uint8, tf.int8, tf.uint16, tf.int16, tf.bool}
 _REDUCED_IN = {
     tf.bfloat16: tf.float32,
     tf.uint8: tf.int32,
@@ -50,8 +39,6 @@ _REDUCED_IN = {
     tf.uint32: tf.int64,
     tf.bool: tf.int32,
 }
-_ORDERED_IN = {tf.float16: tf.float32, tf.float32: tf.float32, tf.float64: tf.float64}
-_INTEGERS_OF = {tf.float32: tf.int32, tf.float64: tf.int64}
 Decode = Callable[[tf.Tensor], tf.Tensor]
 
 
@@ -100,25 +87,19 @@ def scaled(x: tf.Tensor, factor: float) -> tf.Tensor:
     return tf.cast(tf.cast(x, wide) * tf.cast(factor, wide), x.dtype)
 
 
-def ordered(x: tf.Tensor) -> tuple[tf.Tensor, Decode]:
+def ordered(x: tf.Tensor, op: ReduceOp) -> tuple[tf.Tensor, Decode]:
     """Return integers with the same order as the floats ``x``, and the function that converts them back.
 
-    The smallest and the largest integer both represent NaN: one wins under Min, the other under Max. The caller sets
-    NaN with :func:`with_nan_as`.
+    The smallest and the largest integer both represent NaN: the one that wins ``op``, Min or Max, is sent.
     """
-    floats = _ORDERED_IN[x.dtype]
-    integers = _INTEGERS_OF[floats]
+    floats, integers = (tf.float64, tf.int64) if x.dtype == tf.float64 else (tf.float32, tf.int32)
 
     def flipped(bits: tf.Tensor) -> tf.Tensor:
         return tf.where(bits < 0, tf.bitwise.bitwise_xor(bits, integers.max), bits)
 
-    return flipped(tf.bitcast(tf.cast(x, floats), integers)), lambda y: tf.cast(tf.bitcast(flipped(y), floats), x.dtype)
-
-
-def with_nan_as(x: tf.Tensor, order: tf.Tensor, op: ReduceOp) -> tf.Tensor:
-    """Return the result ``order`` of :func:`ordered`, with every NaN of ``x`` set to the integer that wins ``op``."""
-    winner = order.dtype.max if op == ReduceOp.Max else order.dtype.min
-    return tf.where(tf.math.is_nan(x), tf.constant(winner, order.dtype), order)
+    order = flipped(tf.bitcast(tf.cast(x, floats), integers))
+    winner = tf.constant(integers.max if op == ReduceOp.Max else integers.min, integers)
+    return tf.where(tf.math.is_nan(x), winner, order), lambda y: tf.cast(tf.bitcast(flipped(y), floats), x.dtype)
 
 
 def check_movable(dtype: tf.DType) -> None:

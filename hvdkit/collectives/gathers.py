@@ -54,9 +54,7 @@ def grouped_allgather(
 
     Args:
         xs: arrays or tensors. Their number, dtypes, and shapes after the first axis must be equal on every rank.
-        process_set: as for :func:`allgather`.
-        group: as for :func:`allgather`.
-        name: as for :func:`allgather`.
+        others: as for :func:`allgather`.
 
     Returns:
         The results, in the order of ``xs``.
@@ -87,10 +85,8 @@ def grouped_allgather(
     return run(collective, list(xs))
 
 
-def _gradient_of_rows(x: tf.Tensor, dy: tf.Tensor, members: cluster.Group | None) -> tf.Tensor | None:
+def _gradient_of_rows(x: tf.Tensor, dy: tf.Tensor, members: cluster.Group | None) -> tf.Tensor:
     """Return the sum over all ranks of the gradients of this rank's rows. Each rank sends them to the rows' owner."""
-    if not x.dtype.is_floating:
-        return None
     counts = allgather(tf.reshape(tf.shape(x)[0], [1]), process_set=members)
     received, _ = alltoall(dy, counts, process_set=members)
     wide = received.dtype if received.dtype.size > 2 else tf.float32
@@ -115,9 +111,7 @@ def alltoall(
         x: array or tensor ``[rows, ...]``; axes after the first must be equal on every rank.
         splits: integers ``[N]``: a row count for each of the N ranks, with the number of rows of ``x`` as their sum.
             They may be 0 and differ between ranks. Default: equal parts; then the rows must be a multiple of N.
-        process_set: as for :func:`allgather`.
-        group: as for :func:`allgather`.
-        name: as for :func:`allgather`.
+        others: as for :func:`allgather`.
 
     Returns:
         The received rows, in rank order of their senders. If ``splits`` is given, a pair of the rows and an int32 array
@@ -170,9 +164,7 @@ def alltoall(
         check=check,
         combine=combine,
         exchange=exchange,
-        gradient=lambda xs, ys, dys: [
-            alltoall(dys[0], ys[1], process_set=members)[0] if xs[0].dtype.is_floating else None
-        ],
+        gradient=lambda xs, ys, dys: [alltoall(dy, ys[1], process_set=members)[0] for dy in dys],
         uneven=True,
         extra=lambda: [counts[0].numpy()],
         name=name,

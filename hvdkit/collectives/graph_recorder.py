@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.collectives.sites import MOST_SHAPES, describe_tensors, sites, source_line
+from hvdkit.collectives.sites import MOST_SHAPES, add_site, describe_tensors, traced_line
 from hvdkit.watchdog.flight_recorder import collective_key, recorder
 from hvdkit.watchdog.reporter import reporter
 from hvdkit.watchdog.settings import CHECK
 
 
 def run(
-    native: Callable[[list[tf.Tensor], str], Any],
+    native: Callable[[list[tf.Tensor]], Any],
     tensors: list[tf.Tensor],
-    op_name: str,
     *,
+    op_name: str,
     label: str,
     shown: Sequence[tf.Tensor],
     uneven: bool,
@@ -28,7 +28,7 @@ def run(
     """Run ``native`` on ``tensors`` in a graph, record the collective, and return its result.
 
     Args:
-        native: calls Horovod's op with the tensors and ``op_name``.
+        native: calls Horovod's op with the tensors.
         tensors: the tensors to exchange.
         op_name: the name that identifies the collective across ranks.
         label: the collective's name, for messages.
@@ -37,11 +37,10 @@ def run(
         ranks: the ranks that take part; None for all.
     """
     if not reporter().is_watched:  # no sentinel would read the records
-        return native(tensors, op_name)
+        return native(tensors)
     if os.environ.get(CHECK) != "1":
-        site = sites().add(op_name, label, shown, ranks)
-        return site.record(lambda ready: native(ready, op_name), tensors)
-    line = source_line()
+        return add_site(op_name, label, shown, ranks).record(native, tensors)
+    line = traced_line()
     key = collective_key(op_name, ranks)
     numbers: list[int] = []
 
@@ -53,7 +52,7 @@ def run(
         recorder().end(numbers.pop(0), eager=False)
 
     ready = _call_after(tensors, begin, [tf.shape(x) for x in shown[:MOST_SHAPES]])
-    return _call_after(native(ready, op_name), end)
+    return _call_after(native(ready), end)
 
 
 def _call_after(values: Any, function: Callable[..., None], arguments: Sequence[tf.Tensor] = ()) -> Any:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import tensorflow as tf
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
-from hvdkit.collectives import graph_recorder
+from hvdkit.collectives.graph_recorder import depending_on
 from hvdkit.errors import HvdkitError, describe
 
 _BRANCHES_AND_LOOPS = (
@@ -21,44 +20,16 @@ _BRANCHES_AND_LOOPS = (
 )
 
 
-def run_in_graph(
-    native: Callable[[list[tf.Tensor], str], Any],
-    tensors: Sequence[tf.Tensor],
-    name: str,
-    *,
-    label: str,
-    shown: Sequence[tf.Tensor],
-    uneven: bool,
-    ranks: Sequence[int] | None,
-) -> Any:
-    """Add a collective to the current graph, and return its result.
-
-    Args:
-        native: calls Horovod's op with the prepared tensors and the name by which Horovod matches it between ranks.
-        tensors: the tensors to exchange.
-        name: the name to make unique.
-        label: the name for messages.
-        shown: the tensors to describe in messages.
-        uneven: ranks may differ in the first axis.
-        ranks: the ranks that take part; None for all.
-
-    Raises:
-        HvdkitError: inside ``jit_compile=True``.
-    """
-    ready = [_not_constant(x) for x in tensors]
-    op_name = _op_name(name, ranks)
-    result = graph_recorder.run(native, ready, op_name, label=label, shown=shown, uneven=uneven, ranks=ranks)
-    _run_in_step(tf.nest.flatten(result)[0])
-    return result
-
-
-def _op_name(name: str, ranks: Sequence[int] | None) -> str:
+def op_name(name: str, ranks: Sequence[int] | None) -> str:
     """Return the name by which Horovod matches this collective between ranks.
 
     A node's own name contains its name scopes, which Keras numbers by how many layers and optimizers the process has
     created: if the chief had created one more, it would wait for its peers forever. So name scopes are ignored, and the
     collectives of a function, including those in its branches and loops, are numbered in tracing order. A function that
     it calls has its own numbers, because it may have been traced earlier.
+
+    Raises:
+        HvdkitError: inside ``jit_compile=True``.
     """
     refuse_xla()
     graph = tf.compat.v1.get_default_graph()
@@ -87,7 +58,7 @@ def refuse_xla() -> None:
         )
 
 
-def _not_constant(x: tf.Tensor) -> tf.Tensor:
+def not_constant(x: tf.Tensor) -> tf.Tensor:
     """Return ``x`` in a form that TensorFlow does not fold as a constant.
 
     Constant folding would run the collective while the graph is prepared. If only one rank traces the function again,
@@ -95,7 +66,7 @@ def _not_constant(x: tf.Tensor) -> tf.Tensor:
     """
     if not _may_be_constant(x):
         return x
-    return graph_recorder.depending_on(tf.timestamp() >= 0, x)
+    return depending_on(tf.timestamp() >= 0, x)
 
 
 def _may_be_constant(x: tf.Tensor) -> bool:
@@ -124,7 +95,7 @@ def _is_inside(graph: tf.Graph) -> bool:
     return getattr(getattr(graph, "outer_graph", None), "building_function", False)
 
 
-def _run_in_step(result: tf.Tensor) -> None:
+def run_in_step(result: tf.Tensor) -> None:
     """Make TensorFlow run the collective that produced ``result`` at every step, one call at a time.
 
     Horovod does not declare its ops as stateful. So TensorFlow would prune collectives whose result a rank does not

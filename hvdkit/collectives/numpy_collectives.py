@@ -78,16 +78,6 @@ def exchange_rows(
     parts: Sequence[np.ndarray], splits: Sequence[np.ndarray], rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that all ranks send to ``rank``, and the number of rows from each rank."""
-    rows = []
-    for part, counts in zip(parts, splits, strict=True):
-        start = int(counts[:rank].sum())
-        rows.append(part[start : start + int(counts[rank])])
+    rows = [part[counts[:rank].sum() :][: counts[rank]] for part, counts in zip(parts, splits, strict=True)]
     received = np.array([len(r) for r in rows], np.int32)
     return np.concatenate(rows), received
-
-
-def scatter_bounds(rows: int, size: int, rank: int) -> tuple[int, int]:
-    """Return the range of rows that ``rank`` gets in a reduce-scatter: the first ``rows % size`` ranks get one more."""
-    quotient, remainder = divmod(rows, size)
-    start = rank * quotient + min(rank, remainder)
-    return start, start + quotient + (rank < remainder)

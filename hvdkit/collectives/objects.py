@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 from hvdkit import cluster
-from hvdkit.collectives.call_checks import Call, agree_on_call, attempt, check_root
+from hvdkit.collectives.call_checks import Call, agree_on_call, check_root, exchange_payloads
 from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
 from hvdkit.errors import describe
 
@@ -32,8 +32,7 @@ def broadcast_object(obj: Any, root: int = 0, *, process_set: RankGroup = None, 
     Args:
         obj: any object that can be pickled; only the object of ``root`` is sent.
         root: the rank whose object is sent, by its number in the world.
-        process_set: as for :func:`barrier`.
-        group: as for :func:`barrier`.
+        process_set, group: as for :func:`barrier`.
 
     Raises:
         ValueError: ``root`` is not a rank, or not in ``process_set``.
@@ -45,15 +44,14 @@ def broadcast_object(obj: Any, root: int = 0, *, process_set: RankGroup = None, 
         run_name = hk.broadcast_object(make_name() if hk.is_chief() else None)
     """
     members = resolve(process_set, group)
-    call = Call(f"broadcast_object({', '.join(filter(None, [f'root={root}', describe_group(members)]))})")
+    kind = f"broadcast_object({', '.join(filter(None, [f'root={root}', describe_group(members)]))})"
 
-    def prepare() -> None:
+    def pickled() -> bytes:
         check_root(root, members)
-        call.payload = _pickle(obj) if cluster.rank() == root else None
+        return _pickle(obj) if cluster.rank() == root else b""
 
-    call.problem = attempt(prepare)
-    calls = agree_on_call(call, members)
-    return pickle.loads(calls[root if members is None else members.ranks.index(root)].payload)
+    objects = exchange_payloads(kind, pickled, members)
+    return pickle.loads(objects[root if members is None else members.ranks.index(root)])
 
 
 def allgather_object(obj: Any, *, process_set: RankGroup = None, group: RankGroup = None) -> list[Any]:
@@ -61,8 +59,7 @@ def allgather_object(obj: Any, *, process_set: RankGroup = None, group: RankGrou
 
     Args:
         obj: any object that can be pickled.
-        process_set: as for :func:`barrier`.
-        group: as for :func:`barrier`.
+        process_set, group: as for :func:`barrier`.
 
     Raises:
         TypeError: ``obj`` cannot be pickled.
@@ -74,13 +71,8 @@ def allgather_object(obj: Any, *, process_set: RankGroup = None, group: RankGrou
         # [0, 1, 2]
     """
     members = resolve(process_set, group)
-    call = Call(f"allgather_object({describe_group(members)})")
-
-    def prepare() -> None:
-        call.payload = _pickle(obj)
-
-    call.problem = attempt(prepare)
-    return [pickle.loads(each.payload) for each in agree_on_call(call, members)]
+    kind = f"allgather_object({describe_group(members)})"
+    return [pickle.loads(each) for each in exchange_payloads(kind, lambda: _pickle(obj), members)]
 
 
 def _pickle(obj: Any) -> bytes:

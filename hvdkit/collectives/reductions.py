@@ -93,12 +93,7 @@ def grouped_allreduce(
 
     Args:
         xs: numbers, arrays or tensors. Their number, shapes and dtypes must be equal on every rank.
-        op: as for :func:`allreduce`.
-        prescale_factor: as for :func:`allreduce`.
-        postscale_factor: as for :func:`allreduce`.
-        process_set: as for :func:`allreduce`.
-        group: as for :func:`allreduce`.
-        name: as for :func:`allreduce`.
+        others: as for :func:`allreduce`.
 
     Returns:
         The results, in the order of ``xs``.
@@ -161,23 +156,16 @@ def _check_adasum(size: int, members: cluster.Group | None) -> None:
 
 
 def _reduced_gradients(
-    inputs: Tensors, upstream: Tensors, op: ReduceOp, members: cluster.Group | None, prescale: float, postscale: float
-) -> list[tf.Tensor | None]:
-    """Return the gradients of a grouped allreduce; None for non-float tensors."""
-    indices = [i for i, x in enumerate(inputs) if x.dtype.is_floating]
-    xs, dys = [inputs[i] for i in indices], [upstream[i] for i in indices]
+    xs: Tensors, dys: Tensors, op: ReduceOp, members: cluster.Group | None, prescale: float, postscale: float
+) -> Tensors:
+    """Return the gradients of a grouped allreduce."""
     if op in (ReduceOp.Sum, ReduceOp.Average):
-        grads = grouped_allreduce(dys, op, prescale_factor=prescale, postscale_factor=postscale, process_set=members)
-    else:
-        totals = grouped_allreduce(dys, Sum, postscale_factor=prescale * postscale, process_set=members)
-        scaled = [x * tf.cast(prescale, x.dtype) for x in xs]
-        is_product = op == ReduceOp.Product
-        slopes = _product_of_others(scaled, members) if is_product else _tie_weights(scaled, op, members)
-        grads = [total * slope for total, slope in zip(totals, slopes, strict=True)]
-    results: list[tf.Tensor | None] = [None] * len(inputs)
-    for i, grad in zip(indices, grads, strict=True):
-        results[i] = grad
-    return results
+        return grouped_allreduce(dys, op, prescale_factor=prescale, postscale_factor=postscale, process_set=members)
+    totals = grouped_allreduce(dys, Sum, postscale_factor=prescale * postscale, process_set=members)
+    scaled = [x * tf.cast(prescale, x.dtype) for x in xs]
+    is_product = op == ReduceOp.Product
+    slopes = _product_of_others(scaled, members) if is_product else _tie_weights(scaled, op, members)
+    return [total * slope for total, slope in zip(totals, slopes, strict=True)]
 
 
 def _tie_weights(xs: Tensors, op: ReduceOp, members: cluster.Group | None) -> Tensors:
@@ -219,11 +207,7 @@ def reducescatter(
     Args:
         x: array or tensor ``[rows, ...]``; shape and dtype must be equal on every rank.
         op: ``hk.Average`` or ``hk.Sum``.
-        prescale_factor: as for :func:`allreduce`.
-        postscale_factor: as for :func:`allreduce`.
-        process_set: as for :func:`allreduce`.
-        group: as for :func:`allreduce`.
-        name: as for :func:`allreduce`.
+        others: as for :func:`allreduce`.
 
     Returns:
         Rows ``r*k`` to ``(r+1)*k`` of the reduced array on the r-th rank, with ``k = rows / size``; if there is a
@@ -264,12 +248,7 @@ def grouped_reducescatter(
 
     Args:
         xs: arrays or tensors. Their number, shapes and dtypes must be equal on every rank.
-        op: as for :func:`reducescatter`.
-        prescale_factor: as for :func:`allreduce`.
-        postscale_factor: as for :func:`allreduce`.
-        process_set: as for :func:`allreduce`.
-        group: as for :func:`allreduce`.
-        name: as for :func:`allreduce`.
+        others: as for :func:`reducescatter`.
 
     Returns:
         The results, in the order of ``xs``.
@@ -297,23 +276,21 @@ def grouped_reducescatter(
                 raise ValueError(describe("x", got, expected, "reduce it in several parts"))
             dtypes.wire_dtype(x.dtype, reduction)
 
-    def reduce_and_scatter(xs: tuple[np.ndarray, ...]) -> np.ndarray:
-        start, end = numpy_collectives.scatter_bounds(len(xs[0]), size, index)
-        return numpy_collectives.reduce(xs, ReduceOp(op), *factors)[start:end]
+    def combine(values: list[list[np.ndarray]]) -> list[np.ndarray]:
+        reduced = [numpy_collectives.reduce(each, ReduceOp(op), *factors) for each in zip(*values, strict=True)]
+        return [np.array_split(y, size)[index] for y in reduced]
 
-    def gradient(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor | None:
-        if not x.dtype.is_floating:
-            return None
+    def gradient(dy: tf.Tensor) -> tf.Tensor:
         factor = prescale_factor * postscale_factor / (size if op == ReduceOp.Average else 1)
-        return allgather(dy, process_set=members) * tf.cast(factor, x.dtype)
+        return allgather(dy, process_set=members) * tf.cast(factor, dy.dtype)
 
     collective = Collective(
         kind=_kind("reducescatter", op, factors, members),
         group=members,
         check=check,
-        combine=lambda values: [reduce_and_scatter(each) for each in zip(*values, strict=True)],
+        combine=combine,
         exchange=lambda inputs: tensors.compared_reducescatter(inputs, ReduceOp(op), tensors.PUBLIC, members, *factors),
-        gradient=lambda xs, ys, dys: [gradient(x, dy) for x, dy in zip(xs, dys, strict=True)],
+        gradient=lambda xs, ys, dys: [gradient(dy) for dy in dys],
         name=name,
     )
     return run(collective, list(xs))
@@ -330,9 +307,7 @@ def broadcast(
     Args:
         x: number, array or tensor; shape and dtype must be equal on every rank.
         root: the rank whose value is sent, by its number in the world; must be in ``process_set``, if given.
-        process_set: as for :func:`allreduce`.
-        group: as for :func:`allreduce`.
-        name: as for :func:`allreduce`.
+        others: as for :func:`allreduce`.
 
     Returns:
         The value of ``root``, of the same kind, shape and dtype as ``x``.
@@ -351,9 +326,7 @@ def broadcast(
         check_root(root, members)
         dtypes.check_movable(inputs[0].dtype)
 
-    def gradient(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor | None:
-        if not x.dtype.is_floating:
-            return None
+    def gradient(dy: tf.Tensor) -> tf.Tensor:
         total = allreduce(dy, Sum, process_set=members)
         return total if cluster.rank() == root else tf.zeros_like(total)
 
@@ -363,7 +336,7 @@ def broadcast(
         check=check,
         combine=lambda values: values[root if members is None else members.ranks.index(root)],
         exchange=lambda inputs: [tensors.broadcast(inputs[0], int(root), tensors.PUBLIC, members)],
-        gradient=lambda xs, ys, dys: [gradient(xs[0], dys[0])],
+        gradient=lambda xs, ys, dys: [gradient(dy) for dy in dys],
         name=name,
     )
     return run(collective, [x])[0]

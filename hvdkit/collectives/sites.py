@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +19,9 @@ from hvdkit.watchdog.flight_recorder import FlightRecorder, collective_key, reco
 
 MOST_SHAPES = 4
 """Maximum number of a collective's tensors to describe."""
+
+
+_SITES: dict[str, Site] = {}  # the collectives of this rank's graphs
 
 
 class Site:
@@ -83,40 +85,30 @@ class Site:
             flight.end(self._number, eager=False, at=ended + offset)
 
 
-class Sites:
-    """The collectives of this rank's graphs."""
+def add_site(op_name: str, label: str, shown: Sequence[tf.Tensor], ranks: Sequence[int] | None) -> Site:
+    """Create the site of a collective. It replaces an earlier one with the same key.
 
-    def __init__(self) -> None:
-        self._all: dict[str, Site] = {}
-        recorder().sampler = self.sample
-
-    def add(self, op_name: str, label: str, shown: Sequence[tf.Tensor], ranks: Sequence[int] | None) -> Site:
-        """Create the site of a collective. It replaces an earlier one with the same key.
-
-        Args:
-            op_name: the name that identifies it across ranks.
-            label: its name for messages.
-            shown: the tensors to describe in messages.
-            ranks: the ranks that take part; None for all.
-        """
-        what = describe_tensors(label, [f"{x.dtype.name}{x.shape}" for x in shown[:MOST_SHAPES]], len(shown))
-        sizes = [x.shape.num_elements() for x in shown]
-        nbytes = sum((size or 0) * x.dtype.size for x, size in zip(shown, sizes, strict=True))
-        key = collective_key(op_name, ranks)
-        site = self._all[key] = Site(key, what, source_line(), ranks, nbytes)
-        return site
-
-    def sample(self) -> None:
-        """Record what has happened since the last call."""
-        offset = time.monotonic() - time.time()
-        for site in list(self._all.values()):
-            site.sample(recorder(), offset)
+    Args:
+        op_name: the name that identifies it across ranks.
+        label: its name for messages.
+        shown: the tensors to describe in messages.
+        ranks: the ranks that take part; None for all.
+    """
+    what = describe_tensors(label, [f"{x.dtype.name}{x.shape}" for x in shown[:MOST_SHAPES]], len(shown))
+    sizes = [x.shape.num_elements() for x in shown]
+    nbytes = sum((size or 0) * x.dtype.size for x, size in zip(shown, sizes, strict=True))
+    key = collective_key(op_name, ranks)
+    if not _SITES:
+        recorder().sampler = _sample_sites
+    site = _SITES[key] = Site(key, what, traced_line(), ranks, nbytes)
+    return site
 
 
-@cache
-def sites() -> Sites:
-    """Return the :class:`Sites` of this process."""
-    return Sites()
+def _sample_sites() -> None:
+    """Record what has happened since the last call."""
+    offset = time.monotonic() - time.time()
+    for site in list(_SITES.values()):
+        site.sample(recorder(), offset)
 
 
 def describe_tensors(name: str, first: Sequence[str], count: int) -> str:
@@ -130,7 +122,7 @@ def describe_tensors(name: str, first: Sequence[str], count: int) -> str:
     return f"{name} of {', '.join(first)}{more}"
 
 
-def source_line() -> str:
+def traced_line() -> str:
     """Return the innermost source line of the user. TensorFlow's stack maps AutoGraph's code to the original lines."""
     frames: list[Any] = list(tf_stack.extract_stack())
     frame = ([frame for frame in frames if is_user_file(frame.filename)] or frames)[-1]

@@ -16,8 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives import dtypes
-from hvdkit.collectives.graphs import run_in_graph
+from hvdkit.collectives import dtypes, graph_recorder, graphs
 from hvdkit.collectives.ops import ReduceOp
 
 # Collectives called by users share one name, so that Horovod also compares their kinds.
@@ -134,8 +133,7 @@ class _WireTensor:
         self._is_divided = op == ReduceOp.Average and self._factor == 1.0
         self.encoded = dtypes.scaled(tf.cast(x, dtype), prescale)
         if op in (ReduceOp.Min, ReduceOp.Max) and dtype.is_floating:
-            order, self._restore = dtypes.ordered(self.encoded)
-            self.encoded = dtypes.with_nan_as(self.encoded, order, op)
+            self.encoded, self._restore = dtypes.ordered(self.encoded, op)
 
     def summand(self) -> tf.Tensor:
         """Return :attr:`encoded`, multiplied by 1/N for an average, unless its sum is divided afterwards."""
@@ -163,34 +161,25 @@ def _run(
     shown: Sequence[tf.Tensor],
     uneven: bool = False,
 ) -> Any:
-    """Run Horovod's op on ``tensors``, eagerly or as part of the current graph, and return its result.
-
-    Args:
-        kind: the collective, for messages.
-        native: Horovod's op, called with the tensors as arguments and Horovod's options as keyword arguments.
-        tensors: the tensors to exchange.
-        name: identifies the collective across ranks; made unique in its graph.
-        group: the ranks that take part; None for all.
-        shown: the tensors to describe in messages.
-        uneven: ranks may differ in the first axis.
-
-    Raises:
-        HvdkitError: inside ``jit_compile=True``.
-    """
+    """Run Horovod's op ``native`` on ``tensors``, eagerly or as part of the current graph, and return its result."""
     options: dict[str, Any] = {"ignore_name_scope": True}
     if group is not None and group.process_set is not None:
         options["process_set"] = group.process_set
     if not tf.inside_function():
         return native(*tensors, name=name, **options)
-    return run_in_graph(
-        lambda ready, op_name: native(*ready, name=op_name, **options),
-        tensors,
-        name,
+    ranks = None if group is None else group.ranks
+    op_name = graphs.op_name(name, ranks)
+    result = graph_recorder.run(
+        lambda ready: native(*ready, name=op_name, **options),
+        [graphs.not_constant(x) for x in tensors],
+        op_name=op_name,
         label=name.replace(PUBLIC, f"hvdkit.{kind}"),
         shown=shown,
         uneven=uneven,
-        ranks=None if group is None else group.ranks,
+        ranks=ranks,
     )
+    graphs.run_in_step(tf.nest.flatten(result)[0])
+    return result
 
 
 def _allreduce_one_dtype(

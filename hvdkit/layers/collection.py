@@ -12,7 +12,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
+from hvdkit.collectives.call_checks import exchange_payloads
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe
 from hvdkit.layers.features import (
@@ -119,8 +119,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
     def _features_of_rank(self) -> tuple[str, ...]:
         """Return the features in tables of which this rank holds columns."""
         layout = lay_out(self.tables, self.plan.placements, cluster.size())
-        tables = {name: table.name for name, (_, table) in self.lookups.items()}
-        lookups = lookups_of_rank(layout, tables, cluster.rank())
+        lookups = lookups_of_rank(layout, self.lookups, cluster.rank())
         return tuple(dict.fromkeys(self.lookups[lookup.output].feature for lookup in lookups))
 
     def build(self, input_shape: object = None) -> None:
@@ -151,22 +150,21 @@ class ShardedEmbeddingCollection(ShardedLayer):
             ``[..., output_dim]`` for each feature, in the layer's compute dtype and with the nesting of ``inputs``.
         """
         store = self._built_store()
-        if self.dp_input:
-            pending = inputs if isinstance(inputs, PendingLookup) else self.ask(inputs)
-            structure, bags = pending.bags, flatten_features(pending.bags)
+        if self.dp_input and isinstance(inputs, PendingLookup):
+            bags = flatten_features(inputs.bags)
             if set(bags) != set(self.lookups):
                 remedy = "pass what ask() of this layer returned"
                 raise ValueError(describe("inputs", sorted(bags), f"a request for {sorted(self.lookups)}", remedy))
-            outputs = read_outputs(
-                store, PendingLookup({name: bags[name] for name in self.lookups}, pending.rows), training
-            )
+            outputs = read_outputs(store, PendingLookup(bags, inputs.rows), training)
+        elif self.dp_input:
+            outputs = read_outputs(store, send_requests(store, self._bags(inputs)), training)
         else:
             outputs = read_owned(store, self._bags(inputs))
-            structure = nest_outputs(self._whole_structure(), outputs, self.lookups)
         self._add_penalty(store)
-        return unflatten_features(
-            structure, {name: tf.cast(rows, self.compute_dtype) for name, rows in outputs.items()}
-        )
+        outputs = {name: tf.cast(rows, self.compute_dtype) for name, rows in outputs.items()}
+        if isinstance(inputs, PendingLookup):
+            return unflatten_features(inputs.bags, outputs)
+        return self._nest(inputs, outputs)
 
     @graph_safe
     def ask(self, inputs: Mapping[str, Any]) -> PendingLookup:
@@ -194,7 +192,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         if not self.dp_input:
             raise ValueError(describe("ask", "dp_input=False", "dp_input=True", "call the layer: no ids travel"))
         pending = send_requests(self._built_store(), self._bags(inputs))
-        return PendingLookup(nest_outputs(inputs, pending.bags, self.lookups), pending.rows)
+        return PendingLookup(self._nest(inputs, pending.bags), pending.rows)
 
     def _bags(self, inputs: Any) -> dict[str, Bag]:
         """Return each output's ids; on invalid inputs, notify the other ranks so that they do not wait."""
@@ -224,12 +222,27 @@ class ShardedEmbeddingCollection(ShardedLayer):
         values, specs = self._check_features(inputs), {}
         for name, (feature, table) in self.lookups.items():
             if self.dp_input:
-                specs[name] = output_spec(
-                    values[feature], table, self.compute_dtype, feature, self._floats, self.out_of_range
-                )
+                specs[name] = self._output_spec(values[feature], table, feature)
             else:
                 specs[name] = keras.KerasTensor((None, table.output_dim), dtype=self.compute_dtype)
-        return nest_outputs(inputs if self.dp_input else self._whole_structure(), specs, self.lookups)
+        return self._nest(inputs, specs)
+
+    def _output_spec(self, inputs: Any, table: Table, feature: str) -> keras.KerasTensor:
+        """Return the shape and dtype of one feature's vectors; raise TypeError for ids of an invalid dtype."""
+        ids = inputs[0] if isinstance(inputs, tuple | list) else inputs
+        ids_dtype = tf.as_dtype(ids.dtype)
+        if self._floats and ids_dtype.is_floating:
+            check_exact(ids_dtype, table, self.out_of_range, feature)
+        elif not ids_dtype.is_integer:
+            got = f"dtype {ids_dtype.name}"
+            raise TypeError(describe(f"ids of {feature!r}", got, "integers", "give the Input dtype='int64'"))
+        shape = tuple(ids.shape)
+        axes = len(shape)
+        if table.combiner is not None and axes > 1:
+            shape = shape[:-1]
+        ragged = bool(getattr(ids, "ragged", False)) and (table.combiner is None or axes > 2)
+        extra = {"ragged": True} if ragged else {}
+        return keras.KerasTensor((*shape, table.output_dim), dtype=self.compute_dtype, **extra)
 
     def compute_mask(
         self, inputs: Mapping[str, Any] | PendingLookup, previous_mask: object = None
@@ -242,7 +255,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
             return unflatten_features(inputs.bags, {name: bag.mask for name, bag in bags.items()})
         values = flatten_features(inputs)
         masks = {name: _mask(values[feature], table) for name, (feature, table) in self.lookups.items()}
-        return nest_outputs(inputs, masks, self.lookups)
+        return self._nest(inputs, masks)
 
     def gather(self, table: str, root: int | None = None) -> np.ndarray | None:
         """Return an entire table ``[input_dim, output_dim]`` on every rank, or only on ``root`` and None elsewhere.
@@ -287,7 +300,6 @@ class ShardedEmbeddingCollection(ShardedLayer):
         """
         self._check_no_evict("set_weights")
         store, names = self._built_store(), [table.name for table in self.tables]
-        call = Call(f"set_weights() of tables {names}")
 
         def check() -> None:
             if len(weights) != len(names):
@@ -296,8 +308,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
             for name, array in zip(names, weights, strict=True):
                 store.check_whole(name, array)
 
-        call.problem = attempt(check)
-        agree_on_call(call)
+        exchange_payloads(f"set_weights() of tables {names}", check)
         for name, array in zip(names, weights, strict=True):
             store.assign(name, array)
 
@@ -324,8 +335,10 @@ class ShardedEmbeddingCollection(ShardedLayer):
             raise ValueError(describe("inputs", got, f"a dict of {sorted(self.local_features)}", remedy))
         return values
 
-    def _whole_structure(self) -> dict[str, Any]:
-        """Return all features in nested dicts, according to their names."""
+    def _nest(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Nest outputs like ``inputs``; with ``dp_input=False``, which lacks features, according to their names."""
+        if self.dp_input:
+            return nest_outputs(inputs, outputs, self.lookups)
         whole: dict[str, Any] = {}
         for feature in self.features:
             *outer, last = feature.split("/")
@@ -333,7 +346,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
             for key in outer:
                 inner = inner.setdefault(key, {})
             inner[last] = None
-        return whole
+        return nest_outputs(whole, outputs, self.lookups)
 
     def get_config(self) -> dict[str, Any]:
         """Return the layer's config for :meth:`from_config`."""
@@ -371,30 +384,6 @@ def deserialize(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
     """Return ``config`` with the objects under ``names`` deserialized."""
     configs = {name: config[name] for name in names if isinstance(config.get(name), Mapping)}
     return {**config, **{name: keras.saving.deserialize_keras_object(value) for name, value in configs.items()}}
-
-
-def output_spec(
-    inputs: Any, table: Table, dtype: str, feature: str, floats: bool = False, how: OutOfRange = "error"
-) -> keras.KerasTensor:
-    """Return the shape and dtype of one feature's vectors.
-
-    Raises:
-        TypeError: ids are not integers; with ``floats``, their dtype cannot represent every row exactly.
-    """
-    ids = inputs[0] if isinstance(inputs, tuple | list) else inputs
-    ids_dtype = tf.as_dtype(ids.dtype)
-    if floats and ids_dtype.is_floating:
-        check_exact(ids_dtype, table, how, feature)
-    elif not ids_dtype.is_integer:
-        got = f"dtype {ids_dtype.name}"
-        raise TypeError(describe(f"ids of {feature!r}", got, "integers", "give the Input dtype='int64'"))
-    shape = tuple(ids.shape)
-    axes = len(shape)
-    if table.combiner is not None and axes > 1:
-        shape = shape[:-1]
-    ragged = bool(getattr(ids, "ragged", False)) and (table.combiner is None or axes > 2)
-    extra = {"ragged": True} if ragged else {}
-    return keras.KerasTensor((*shape, table.output_dim), dtype=dtype, **extra)
 
 
 def _mask(inputs: Any, table: Table) -> Any:

@@ -9,8 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.errors import describe
-from hvdkit.sharding.id_checks import is_out_of_range
-from hvdkit.sharding.partitioned_variable import as_ids
+from hvdkit.sharding.id_checks import as_ids, is_out_of_range
 from hvdkit.sharding.routing import LookupRows
 from hvdkit.sharding.table import Table
 

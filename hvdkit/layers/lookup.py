@@ -22,9 +22,10 @@ from hvdkit.sharding.id_checks import (
     whole_numbers_check,
 )
 from hvdkit.sharding.keys import key_dtype, keys_of
+from hvdkit.sharding.layout import TableSlice
 from hvdkit.sharding.routing import KeyedVariable, LookupRows, read_distinct
 
-_NAME = "hvdkit.lookup"
+_NO_BAG = Bag(None, None, None)
 
 
 class PendingLookup(NamedTuple):
@@ -55,13 +56,10 @@ def send_requests(store: TableStore, bags: Mapping[str, Bag], fault: Fault | Non
     safe = {name: make_ids_valid(bag, store.lookups[name].table, store.out_of_range) for name, bag in bags.items()}
     if store.deferred:
         return PendingLookup(safe, None)
-    requests = _outputs_by_slice(store, safe)
-    if not requests:
+    if not store.variables:
         return PendingLookup(_after_check(store, safe, fault), None)
-    keys = [
-        [_keys(store, safe, outputs, number) for (_, number), outputs in slices.items()] for slices in requests.values()
-    ]
-    return PendingLookup(safe, routing.request_rows(store.sources(list(requests), None), keys, fault, name=_NAME))
+    keys = [[_keys(store, safe, part) for part in group.slices] for group in store.layout.groups]
+    return PendingLookup(safe, routing.request_rows(store.sources(None), keys, fault))
 
 
 def read_outputs(store: TableStore, pending: PendingLookup, training: bool | None) -> dict[str, Any]:
@@ -75,8 +73,8 @@ def read_outputs(store: TableStore, pending: PendingLookup, training: bool | Non
     """
     slices = {} if pending.rows is None else _slices(store, pending.bags, pending.rows, training)
     outputs = {}
-    for name, bag in pending.bags.items():
-        table = store.lookups[name].table
+    for name, (_, table) in store.lookups.items():
+        bag = pending.bags[name]
         if table.name in store.replicated and not store.deferred:
             parts = [read_distinct(KeyedVariable(store.replicated[table.name]._value), bag.ids)]
         elif name in slices:
@@ -102,14 +100,13 @@ def fault_of(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
     """
     checks = []
     for name, (feature, table) in store.lookups.items():
-        bag, where = bags.get(name), f"feature {feature!r} of table {table.name!r}"
-        ids = None if bag is None else bag.ids
+        bag, where = bags.get(name, _NO_BAG), f"feature {feature!r} of table {table.name!r}"
         if store.out_of_range == "error" and not table.evict:
-            checks.append(range_check(ids, table.input_dim, where))
+            checks.append(range_check(bag.ids, table.input_dim, where))
         if table.combiner is not None:
-            checks.append(weights_check(*((None, None) if bag is None else (bag.weights, bag.matches)), where))
+            checks.append(weights_check(bag.weights, bag.matches, where))
         if store.floats:
-            checks.append(whole_numbers_check(ids, None if bag is None else bag.whole, where))
+            checks.append(whole_numbers_check(bag.ids, bag.whole, where))
     return find_fault(checks)
 
 
@@ -117,27 +114,16 @@ def _after_check(store: TableStore, bags: dict[str, Bag], fault: Fault) -> dict[
     """Return the bags after exchanging faults: with only replicated tables, this is the only communication."""
     codes = fault.code[None]
     if store.layout.size > 1 and (fault.texts or tf.executing_eagerly()):
-        codes = tensors.allgather(codes, f"{_NAME}.faults")
+        codes = tensors.allgather(codes, "hvdkit.lookup.faults")
     with tf.control_dependencies(raise_everywhere(codes, fault)):
         return {name: bag._replace(ids=tf.identity(bag.ids)) for name, bag in bags.items()}
 
 
-def _outputs_by_slice(store: TableStore, bags: Mapping[str, Bag]) -> dict[int, dict[tuple[str, int], list[str]]]:
-    """Return, for each table group, the outputs that need each (table, number of the column slice)."""
-    requests: dict[int, dict[tuple[str, int], list[str]]] = {}
-    for name in bags:
-        table = store.lookups[name].table.name
-        for number, (group, _) in enumerate(store.layout.slices.get(table, ())):
-            requests.setdefault(group, {}).setdefault((table, number), []).append(name)
-    return dict(sorted(requests.items()))
-
-
-def _keys(store: TableStore, bags: Mapping[str, Bag], names: Sequence[str], number: int) -> tf.Tensor:
-    """Return the concatenated keys that outputs request from one column slice."""
-    table, size = store.lookups[names[0]].table, store.layout.size
+def _keys(store: TableStore, bags: Mapping[str, Bag], part: TableSlice) -> tf.Tensor:
+    """Return the concatenated keys that the outputs of a table request from one of its slices."""
+    table, size = part.table, store.layout.size
     dtype = key_dtype(store.layout.keys)  # one dtype for all tables, which share a message
-    ids = routing.concat([tf.cast(bags[name].ids, dtype) for name in names])
-    _, part = store.layout.slices[table.name][number]
+    ids = routing.concat([tf.cast(bags[name].ids, dtype) for name in store.outputs[table.name]])
     return ids if table.evict else keys_of(ids, part.rule, table.input_dim, size, base=part.base, rank=part.rank)
 
 
@@ -145,17 +131,18 @@ def _slices(
     store: TableStore, bags: Mapping[str, Bag], lookup: routing.RoutedLookup, training: bool | None
 ) -> dict[str, list[LookupRows]]:
     """Return each output's rows, one part per column slice."""
-    requests = _outputs_by_slice(store, bags)
-    sources, parts = store.sources(list(requests), training), [len(parts) for parts in requests.values()]
-    looked_up = routing.fetch_rows(sources, parts, lookup, name=_NAME, wire=store.wire)
-    results: dict[str, dict[int, LookupRows]] = {}
-    for of_variable, rows_of_variable in zip(requests.values(), looked_up, strict=True):
-        for ((_, number), features), rows in zip(of_variable.items(), rows_of_variable, strict=True):
-            sizes = [tf.size(bags[name].ids) for name in features]
+    groups = store.layout.groups
+    parts = [len(group.slices) for group in groups]
+    looked_up = routing.fetch_rows(store.sources(training), parts, lookup, store.wire)
+    results: dict[str, list[LookupRows]] = {}
+    for group, rows_of_group in zip(groups, looked_up, strict=True):
+        for part, rows in zip(group.slices, rows_of_group, strict=True):
+            outputs = store.outputs[part.table.name]
+            sizes = [tf.size(bags[name].ids) for name in outputs]
             positions = routing.split(rows.positions, tf.stack(sizes), len(sizes))
-            for name, of_output in zip(features, positions, strict=True):
-                results.setdefault(name, {})[number] = LookupRows(rows.rows, of_output)
-    return {name: [parts[i] for i in sorted(parts)] for name, parts in results.items()}
+            for name, of_output in zip(outputs, positions, strict=True):
+                results.setdefault(name, []).append(LookupRows(rows.rows, of_output))
+    return results
 
 
 def _concat_columns(parts: Sequence[Any], width: int) -> Any:

@@ -22,7 +22,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.errors import describe
-from hvdkit.layers.features import Bag, combine_rows, make_ids_valid
+from hvdkit.layers.features import Bag, Lookup, combine_rows, make_ids_valid
 from hvdkit.layers.lookup import fault_of
 from hvdkit.layers.table_store import TableStore
 from hvdkit.sharding.id_checks import FAULT_CODE_LENGTH, Fault, raise_everywhere, refusal
@@ -48,18 +48,18 @@ class OwnedLookup(NamedTuple):
     slice: TableSlice
 
 
-def lookups_of_rank(layout: Layout, tables: Mapping[str, str], rank: int) -> list[OwnedLookup]:
+def lookups_of_rank(layout: Layout, lookups: Mapping[str, Lookup], rank: int) -> list[OwnedLookup]:
     """Return the lookups of ``rank``, in an order that all ranks share.
 
     Args:
         layout: the layout of the tables.
-        tables: the table of each output.
+        lookups: the feature and the table of each output.
         rank: any rank.
     """
     return [
         OwnedLookup(output, group, table_slice)
-        for output, table in tables.items()
-        for group, table_slice in layout.slices[table]
+        for output, (_, table) in lookups.items()
+        for group, table_slice in layout.slices[table.name]
         if table_slice.rank == rank
     ]
 
@@ -78,11 +78,10 @@ def read_owned(store: TableStore, bags: Mapping[str, Bag]) -> dict[str, Any]:
     checked, batch = _agree_on_batch(fault_of(store, bags), _examples(bags), bags)
     safe = {name: make_ids_valid(bag, store.lookups[name].table, store.out_of_range) for name, bag in checked.items()}
     rank, size = cluster.rank(), cluster.size()
-    tables = {name: lookup.table.name for name, lookup in store.lookups.items()}
     edges = tf.range(size + 1) * batch // size
     counts = edges[1:] - edges[:-1]
     columns: dict[str, dict[int, tf.Tensor]] = {name: {} for name in store.lookups}
-    lookups = [lookups_of_rank(store.layout, tables, owner) for owner in range(size)]
+    lookups = [lookups_of_rank(store.layout, store.lookups, owner) for owner in range(size)]
     for dtype in dict.fromkeys(table.dtype for table in store.tables.values()):
         by_owner = [[lookup for lookup in owned if lookup.slice.table.dtype == dtype] for owned in lookups]
         widths = [sum(len(lookup.slice.columns) for lookup in owned) for owned in by_owner]

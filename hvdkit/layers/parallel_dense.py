@@ -59,12 +59,12 @@ class _ParallelDense(ShardedLayer):
 
     def _add_part(self, name: str, shape: tuple[int, ...], initializer: Any, sharded: int | None) -> Any:
         """Add this rank's part of a weight that is sharded along axis ``sharded``; None: replicated."""
+        seeded = _seeded(initializer, self._common_seed(name, initializer))
         if sharded is None:
-            return self.add_weight(name=name, shape=shape, initializer=_seeded(initializer, self._seed_of(name)))
+            return self.add_weight(name=name, shape=shape, initializer=seeded)
         group = self._group
         rows = rows_of("div", shape[sharded], group.index, group.size)
         index = tuple(rows if i == sharded else range(n) for i, n in enumerate(shape))
-        seeded = _seeded(initializer, self._seed_of(name))
 
         def initial_values(_: Any, dtype: str) -> Any:
             return seeded(shape, dtype=dtype)[tuple(slice(i.start, i.stop) for i in index)]
@@ -75,9 +75,8 @@ class _ParallelDense(ShardedLayer):
         set_holding(weight, Shard(path, (Piece(name, shape, index, 0, "div"),), axis=self.axis))
         return weight
 
-    def _seed_of(self, name: str) -> int:
+    def _common_seed(self, name: str, initializer: Any) -> int:
         """Return a seed common to all ranks: the layer's, the initializer's, or one drawn by the chief."""
-        initializer = self.kernel_initializer if name == "kernel" else self.bias_initializer
         call = f"{type(self).__name__}(units={self.units}, axis={self.axis!r}).{name}"
         return gather(cluster.exchange(), call, lambda: common_seed(self.seed, initializer))[0] % 2**31
 

@@ -8,8 +8,9 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives.conversion import graph_safe
+from hvdkit.collectives.ops import Max, Sum
 from hvdkit.errors import describe, integer
-from hvdkit.layers.axis_collectives import max_over, sum_over
+from hvdkit.layers.axis_collectives import reduce_over
 from hvdkit.sharding.partition import rows_of
 
 
@@ -55,10 +56,10 @@ def vocabulary_parallel_cross_entropy(labels: Any, logits: Any, vocabulary: int,
     def losses(logits: tf.Tensor) -> Any:
         low = tf.fill(tf.shape(logits)[:-1], logits.dtype.min)
         top = tf.reduce_max(logits, axis=-1) if len(columns) else low
-        top = max_over(top, group, "hvdkit.softmax_max")
+        top = reduce_over(top, Max, group, "hvdkit.softmax_max")
         powers = tf.exp(logits - top[..., None])
-        total = sum_over(tf.reduce_sum(powers, axis=-1), group, "hvdkit.softmax_sum")
-        chosen = sum_over(tf.reduce_sum(logits * onehot, axis=-1), group, "hvdkit.softmax_label")
+        total = reduce_over(tf.reduce_sum(powers, axis=-1), Sum, group, "hvdkit.softmax_sum")
+        chosen = reduce_over(tf.reduce_sum(logits * onehot, axis=-1), Sum, group, "hvdkit.softmax_label")
         valid = tf.logical_and(labels >= 0, labels < vocabulary)
         loss = tf.where(valid, tf.math.log(total) + top - chosen, tf.constant(float("nan"), logits.dtype))
         return loss, lambda upstream: upstream[..., None] * (powers / total[..., None] - onehot)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
+from hvdkit.collectives.call_checks import exchange_payloads
 from hvdkit.errors import describe
 from hvdkit.layers.axis_collectives import sum_parts
 from hvdkit.layers.features import OutOfRange, lookups_of
@@ -42,6 +42,7 @@ class TableStore:
     Attributes:
         tables: the tables by name.
         lookups: the feature and the table of each output.
+        outputs: the names of each table's outputs.
 
     Raises:
         CollectiveMismatchError: ranks have different tables or placements.
@@ -60,18 +61,15 @@ class TableStore:
     ):
         self.tables = {table.name: table for table in tables}
         self.lookups = lookups_of(tables)
+        self.outputs: dict[str, list[str]] = {}
+        for output, (_, table) in self.lookups.items():
+            self.outputs.setdefault(table.name, []).append(output)
         self.out_of_range, self.wire, self.floats = out_of_range, wire, floats
         listed = [
             (t.name, t.input_dim, t.output_dim, t.dtype, t.evict or "", placements[t.name], t.optimizer_key)
             for t in tables
         ]
-        call = Call(f"tables {listed}")
-
-        def draw() -> None:
-            call.payload = common_seed(seed)
-
-        call.problem = attempt(draw)
-        self._seed = agree_on_call(call)[0].payload
+        self._seed = exchange_payloads(f"tables {listed}", lambda: common_seed(seed))[0]
         self.layout = lay_out(tables, placements, cluster.size())
         with tf.init_scope():
             groups = enumerate(self.layout.groups)
@@ -82,49 +80,44 @@ class TableStore:
                 for number, group in enumerate(self.layout.groups)
                 if group.evicts is not None
             }
+        self._is_registered = not self.deferred
 
     def _create_group(self, layer: Any, number: int, group: TableGroup) -> Any:
         rank = cluster.rank()
         pieces = []
-        for part in group.parts_on(rank):
+        for part, rows in group.parts_on(rank):
             table_shape = (part.table.input_dim, part.table.output_dim)
-            rule = next(s.rule for s in group.slices if s.table is part.table)
-            pieces.append(Piece(part.table.name, table_shape, (part.rows, part.columns), part.base, rule))
-        name, shape, zeros = f"embeddings_{number}", (group.rows[rank], group.width), group.evicts is not None
-        variable = self._add_weight(layer, name, shape, group.dtype, pieces, host=group.host, zeros=zeros)
+            pieces.append(Piece(part.table.name, table_shape, (rows, part.columns), part.base, part.rule))
+        name, shape = f"embeddings_{number}", (group.rows[rank], group.width)
+        initialized = pieces if group.evicts is None else ()
+        variable = self._add_weight(layer, name, shape, group.slices[0].table, initialized)
         set_holding(variable, Shard(variable.path.rpartition("/")[0], tuple(pieces), lookup=LastLookup()))
-        set_variable_optimizer(variable, _optimizer_of(group.slices[0].table))
         return variable
 
     def _create_replicated(self, layer: Any, table: Table) -> Any:
         shape = (table.input_dim, table.output_dim)
         whole = Piece(table.name, shape, tuple(map(range, shape)), 0, "")
-        variable = self._add_weight(
-            layer, table.name, shape, table.dtype, [whole], host=table.host, regularizer=table.regularizer
-        )
-        set_variable_optimizer(variable, _optimizer_of(table))
-        return variable
+        return self._add_weight(layer, table.name, shape, table, [whole], table.regularizer)
 
     def _add_weight(
         self,
         layer: Any,
         name: str,
         shape: tuple[int, ...],
-        dtype: str,
+        table: Table,
         pieces: Sequence[Piece],
-        *,
-        host: bool,
-        zeros: bool = False,
         regularizer: Any = None,
     ) -> Any:
-        def write(values: Any) -> None:
-            for piece in () if zeros else pieces:
+        """Add a variable for tables like ``table``, with the initial values of ``pieces`` and zeros elsewhere."""
+
+        def blocks() -> Iterator[tuple[tuple[slice, slice], np.ndarray]]:
+            for piece in pieces:
                 mixed = np.random.SeedSequence([self._seed, zlib.crc32(piece.table.encode())])
                 seed = int(mixed.generate_state(1, np.uint64)[0])
                 initializer, (_, columns) = self.tables[piece.table].initializer, piece.box
-                for start, block in initial_blocks(initializer, piece.shape, dtype, seed, piece.index):
+                for start, block in initial_blocks(initializer, piece.shape, table.dtype, seed, piece.index):
                     first = piece.start + start
-                    values(slice(first, first + len(block)), columns, block)
+                    yield (slice(first, first + len(block)), columns), block
 
         is_creating = True
 
@@ -132,22 +125,25 @@ class TableStore:
             if is_creating:
                 return tf.zeros(shape, dtype)
             values = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
-            write(lambda rows, columns, block: values.__setitem__((rows, columns), block))
+            for box, block in blocks():
+                values[box] = block
             return values
 
-        with memory_device(host):
+        with memory_device(table.host):
             weight = layer.add_weight(
                 name=name,
                 shape=shape,
                 initializer=initial_values,
-                dtype=dtype,
+                dtype=table.dtype,
                 autocast=False,
                 regularizer=regularizer,
             )
         is_creating = False  # while inferring shapes, Keras defers creating the variable
         if weight._value is not None:
-            # Write in place, one block at a time, to avoid a second copy in memory.
-            write(lambda rows, columns, block: write_box(weight._value, (rows, columns), block))
+            for box, block in blocks():  # in place, one block at a time, to avoid a second copy in memory
+                write_box(weight._value, box, block)
+        if table.optimizer is not None:
+            set_variable_optimizer(weight, VariableOptimizer(table.optimizer, table.optimizer_key))
         return weight
 
     @property
@@ -155,12 +151,16 @@ class TableStore:
         """Whether Keras is inferring shapes, and has not created the variables yet."""
         return any(v._value is None for v in (*self.variables, *self.replicated.values()))
 
-    def sources(self, groups: Sequence[int], training: bool | None) -> list[RowSource]:
-        """Return the sources of rows for some groups; ``training`` as for a lookup."""
-        for variable in self.variables:  # Keras may have created the TensorFlow variable in the meantime
-            set_holding(variable, shard_of(variable))
-            set_variable_optimizer(variable, variable_optimizer(variable))
-        return [self._source(group, training) for group in groups]
+    def sources(self, training: bool | None) -> list[RowSource]:
+        """Return the source of each variable's rows; ``training`` as for a lookup."""
+        if not self._is_registered:  # the TensorFlow variables, which Keras has created in the meantime
+            self._is_registered = True
+            for variable in self.variables:
+                set_holding(variable, shard_of(variable))
+                set_variable_optimizer(variable, variable_optimizer(variable))
+            for vocabulary in self._vocabularies.values():
+                vocabulary.register_shards()
+        return [self._source(group, training) for group in range(len(self.variables))]
 
     def _source(self, group: int, training: bool | None) -> RowSource:
         if group in self._vocabularies:
@@ -179,14 +179,14 @@ class TableStore:
             if root is not None and root not in range(size):
                 raise ValueError(describe("root", root, f"a rank, 0 to {size - 1}, or None", "pass one"))
 
-        agree_on_call(Call(f"gather({name!r}, root={root})", problem=attempt(check)))
+        exchange_payloads(f"gather({name!r}, root={root})", check)
         table = self._table(name)
         if name in self.replicated:
             return self.replicated[name].numpy() if root in (None, cluster.rank()) else None
         state = self._state(name)
         parts = [part for rank in range(size) for group in self.layout.groups for part in group.parts_on(rank)]
         shape = (table.input_dim, table.output_dim)
-        indices = [(part.rows, part.columns) for part in parts if part.table.name == name]
+        indices = [(rows, part.columns) for part, rows in parts if part.table.name == name]
         return gather_parts(state.local, indices, shape, root, "hvdkit.gather")
 
     def ids(self, name: str) -> np.ndarray:
@@ -199,7 +199,7 @@ class TableStore:
                 remedy = "ids of others are their rows"
                 raise ValueError(describe("table", repr(name), "one made with evict=", remedy))
 
-        agree_on_call(Call(f"ids({name!r})", problem=attempt(check)))
+        exchange_payloads(f"ids({name!r})", check)
         return vocabularies[0].gather_ids()
 
     def assign(self, name: str, full_array: npt.ArrayLike) -> None:
@@ -248,7 +248,3 @@ class TableStore:
         """Return this rank's part of a sharded table."""
         states = (state for variable in self.variables for state in piece_states(variable))
         return next(state for state in states if state.table == name)
-
-
-def _optimizer_of(table: Table) -> VariableOptimizer | None:
-    return None if table.optimizer is None else VariableOptimizer(table.optimizer, table.optimizer_key)

@@ -38,7 +38,7 @@ class VocabularyVariables:
             self._clock = layer.add_weight(
                 name=f"{table.name}_clock", shape=(2,), initializer="zeros", dtype="int64", trainable=False
             )
-        self._mark_shards()
+        self.register_shards()
 
     def _add_weight(self, layer: Any, name: str, initial_value: Any, dtype: str) -> Any:
         def initial_values(shape: Any, dtype: str) -> np.ndarray:
@@ -53,8 +53,8 @@ class VocabularyVariables:
             autocast=False,
         )
 
-    def _mark_shards(self) -> None:
-        """Mark all variables as shards, again if Keras has created the TensorFlow variables in the meantime."""
+    def register_shards(self) -> None:
+        """Register all variables as shards, again if Keras has created the TensorFlow variables in the meantime."""
         shard = shard_of(self._rows)
         assert shard is not None
         shape, index = (self.table.buckets, BUCKET), (self._buckets, range(BUCKET))
@@ -69,10 +69,9 @@ class VocabularyVariables:
 
     def source(self, training: bool | None) -> Vocabulary:
         """Return the source of rows for lookups."""
-        self._mark_shards()
         return Vocabulary(
-            self._rows._value,
-            self._row_usage(),
+            rows=self._rows._value,
+            usage=self._row_usage(),
             buckets=self._buckets,
             total=self.table.buckets,
             evict=str(self.table.evict),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 
 from hvdkit.errors import describe
@@ -56,7 +57,7 @@ def first_rows(
         remedy = "rows of new ids are made one by one"
         raise ValueError(describe(f"initializer of table {table!r}", initializer, expected, remedy))
     table_seed = (seed * _GOLDEN + zlib.crc32(table.encode())) % 2**64
-    columns = tf.constant([_int64((c + 1) * _GOLDEN) for c in range(width)], tf.int64)
+    columns = _signed(np.arange(1, width + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
 
     def initial_rows(ids: tf.Tensor) -> tf.Tensor:
         hashes = hash64(hash64(ids ^ _signed(table_seed))[:, None] + columns)
@@ -72,10 +73,5 @@ def _shifted(x: tf.Tensor, bits: int) -> tf.Tensor:
     return tf.bitcast(tf.bitwise.right_shift(unsigned, tf.constant(bits, tf.uint64)), tf.int64)
 
 
-def _signed(bits: int) -> tf.Tensor:
-    return tf.constant(_int64(bits), tf.int64)
-
-
-def _int64(bits: int) -> int:
-    bits %= 2**64
-    return bits - 2**64 if bits >= 2**63 else bits
+def _signed(bits: int | np.ndarray) -> tf.Tensor:
+    return tf.constant(np.asarray(bits, np.uint64).view(np.int64))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit.errors import describe
@@ -22,8 +24,9 @@ class Check(NamedTuple):
     """A check of one feature's values, with the texts of its error message.
 
     Attributes:
-        values: ``[n]`` integers; None if there is nothing to check. All ranks list the same checks, in the same order.
-        invalid: whether each value is invalid, ``[n]`` bool, or None.
+        values: ``[n]`` integers, or None.
+        invalid: whether each value is invalid, ``[n]`` bool; None if there is nothing to check. All ranks list the same
+            checks, in the same order.
         what: the argument, "ids" or "weights".
         where: where the values are used, e.g. ``"feature 'user' of table 'users'"``.
         expected: the expected values.
@@ -50,6 +53,16 @@ class Fault(NamedTuple):
     texts: tuple[tuple[str, str, str, str], ...]
 
 
+def as_ids(ids: npt.ArrayLike | tf.Tensor, name: str) -> tf.Tensor:
+    """Return ``ids`` as a tensor of int32, int64 or uint64. Raises TypeError if they are not integers."""
+    tensor = tf.convert_to_tensor(ids) if tf.is_tensor(ids) or np.size(ids) else tf.zeros(np.shape(ids), tf.int64)
+    if not tensor.dtype.is_integer:
+        raise TypeError(
+            describe(f"ids of {name!r}", tensor.dtype.name, "integers", "cast them with tf.cast(ids, 'int64')")
+        )
+    return tensor if tensor.dtype in (tf.int32, tf.int64, tf.uint64) else tf.cast(tensor, tf.int64)
+
+
 def range_check(ids: tf.Tensor | None, rows: int, where: str) -> Check:
     """Return the check that ids ``[n]`` are valid for a table with ``rows`` rows; None: nothing to check."""
     remedy = "check the data, or pass out_of_range='wrap' or 'drop'"
@@ -59,37 +72,31 @@ def range_check(ids: tf.Tensor | None, rows: int, where: str) -> Check:
 
 def weights_check(weights: tf.Tensor | None, matches: tf.Tensor | None, where: str) -> Check:
     """Return the check of ``matches`` (bool): weights and ids have the same structure; None: nothing to check."""
-    expected, remedy = "one for each id, in the same places", "give both the same shape"
-    if weights is None or matches is None:
-        return Check(None, None, "weights", where, expected, remedy)
-    return Check(tf.size(weights)[None], tf.logical_not(matches)[None], "weights", where, expected, remedy)
+    values, invalid = None, None
+    if weights is not None:
+        values, invalid = tf.size(weights)[None], tf.logical_not(matches)[None]
+    return Check(values, invalid, "weights", where, "one for each id, in the same places", "give both the same shape")
 
 
 def whole_numbers_check(ids: tf.Tensor | None, whole: tf.Tensor | None, where: str) -> Check:
     """Return the check of ``whole`` ``[n]``: ids ``[n]`` passed as floats are whole numbers; None for integers."""
-    what, expected, remedy = "ids, without their fraction", "whole numbers", "pass integers"
-    if ids is None or whole is None:
-        return Check(None, None, what, where, expected, remedy)
-    return Check(ids, tf.logical_not(whole), what, where, expected, remedy)
+    invalid = None if whole is None else tf.logical_not(whole)
+    return Check(ids, invalid, "ids, without their fraction", where, "whole numbers", "pass integers")
 
 
 def find_fault(checks: Sequence[Check]) -> Fault:
     """Return the first invalid value on this rank."""
     texts = tuple(check[2:] for check in checks)
-    present = [
-        (number, c.values, c.invalid)
-        for number, c in enumerate(checks, 1)
-        if c.values is not None and c.invalid is not None
-    ]
+    present = [(number, check) for number, check in enumerate(checks, 1) if check.invalid is not None]
     if not present:
         return Fault(tf.zeros([FAULT_CODE_LENGTH], tf.int32), texts)
-    invalid_values = tf.concat([invalid for _, _, invalid in present], 0)
+    invalid_values = tf.concat([check.invalid for _, check in present], 0)
 
     def first_fault() -> tf.Tensor:
-        ends = tf.cumsum(tf.stack([tf.size(values) for _, values, _ in present]))
+        ends = tf.cumsum(tf.stack([tf.size(check.values) for _, check in present]))
         first = tf.argmax(invalid_values, output_type=tf.int32)
-        number = tf.gather([number for number, _, _ in present], tf.searchsorted(ends, first[None], side="right"))
-        value = tf.concat([tf.cast(values, tf.int64) for _, values, _ in present], 0)[first]
+        number = tf.gather([number for number, _ in present], tf.searchsorted(ends, first[None], side="right"))
+        value = tf.concat([tf.cast(check.values, tf.int64) for _, check in present], 0)[first]
         return tf.concat([number, tf.bitcast(value, tf.int32)], 0)
 
     code = tf.cond(tf.reduce_any(invalid_values), first_fault, lambda: tf.zeros([FAULT_CODE_LENGTH], tf.int32))
@@ -116,12 +123,13 @@ def raise_everywhere(codes: tf.Tensor, fault: Fault) -> list[tf.Operation]:
         fault: this rank's fault, for the texts.
     """
     if tf.executing_eagerly():
-        for rank, (number, *halves) in enumerate(codes.numpy()):
+        for rank, (number, *value) in enumerate(codes.numpy()):
             if number == _REFUSED or number > len(fault.texts):
                 raise ValueError(f"lookup: rank {rank} refused its inputs; its own error says why")
             if number:
                 what, where, expected, remedy = fault.texts[number - 1]
-                raise ValueError(describe(what, f"{_join_halves(halves)} in {where} on rank {rank}", expected, remedy))
+                got = np.array(value, np.int32).view(np.int64)[0]
+                raise ValueError(describe(what, f"{got} in {where} on rank {rank}", expected, remedy))
         return []
     if not fault.texts:
         return []
@@ -131,11 +139,6 @@ def raise_everywhere(codes: tf.Tensor, fault: Fault) -> list[tf.Operation]:
             return tf.constant(False)
 
     return [tf.cond(tf.reduce_any(codes[:, 0] > 0), stop, lambda: tf.constant(True)).op]
-
-
-def _join_halves(halves: Sequence[int]) -> int:
-    low, high = (int(h) for h in halves)
-    return (high << 32) | (low & 0xFFFFFFFF)
 
 
 def _graph_message(codes: tf.Tensor, fault: Fault) -> tf.Tensor:

@@ -14,8 +14,8 @@ are fixed. The variable has one additional, unused row at the end.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hvdkit.sharding.partition import rows_of
 from hvdkit.sharding.table import BUCKET, DTYPES, Table
@@ -49,15 +49,6 @@ class TableSlice:
         return rows_of(self.rule, self.table.input_dim, rank, size)
 
 
-class TablePart(NamedTuple):
-    """One rank's part of a table in a group's variable."""
-
-    table: Table
-    rows: range
-    columns: range
-    base: int
-
-
 @dataclass
 class TableGroup:
     """Slices of the same width and dtype, stacked in one variable.
@@ -85,14 +76,14 @@ class TableGroup:
         """One more than the largest key."""
         return 2**63 if self.evicts is not None else max(self.rows) * len(self.rows)
 
-    def parts_on(self, rank: int) -> list[TablePart]:
-        """Return the part of each table on ``rank``, possibly empty, in an order that all ranks share."""
-        parts: dict[str, TablePart] = {}
+    def parts_on(self, rank: int) -> list[tuple[TableSlice, range]]:
+        """Return each table's columns on ``rank``, and their rows, possibly none, in an order that all ranks share."""
+        parts: dict[str, tuple[TableSlice, range]] = {}
         for table_slice in self.slices:
             rows = table_slice.rows(rank, len(self.rows))
             if rows or table_slice.table.name not in parts:
-                columns = table_slice.columns if rows else range(0)
-                parts[table_slice.table.name] = TablePart(table_slice.table, rows, columns, table_slice.base)
+                held = table_slice if rows else replace(table_slice, columns=range(0))
+                parts[table_slice.table.name] = held, rows
         return list(parts.values())
 
 

@@ -155,7 +155,12 @@ def owner(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
         >>> owner("div", np.arange(5), 5, 2), owner("mod", np.arange(5), 5, 2)
         (array([0, 0, 0, 1, 1]), array([0, 1, 0, 1, 0]))
     """
-    ids = _checked_ids(partition, ids, rows, size)
+    rows_of(partition, rows, 0, size)  # checks the other arguments
+    ids = np.asarray(ids)
+    if ids.dtype.kind not in "iu":
+        raise ValueError(describe("ids", f"dtype {ids.dtype}", "integers", "cast them"))
+    if ids.size and not 0 <= ids.min() <= ids.max() < rows:
+        raise ValueError(describe("ids", f"{ids.min()} to {ids.max()}", f"0 to {rows - 1}", "check them"))
     if partition == "mod":
         return ids % size
     base_count, remainder = divmod(rows, size)
@@ -169,19 +174,8 @@ def local_row(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarr
         >>> local_row("div", np.arange(5), 5, 2), local_row("mod", np.arange(5), 5, 2)
         (array([0, 1, 2, 0, 1]), array([0, 0, 1, 1, 2]))
     """
-    ids = _checked_ids(partition, ids, rows, size)
+    ranks = owner(partition, ids, rows, size)
     if partition == "mod":
         return ids // size
     base_count, remainder = divmod(rows, size)
-    ranks = owner(partition, ids, rows, size)
     return ids - (ranks * base_count + np.minimum(ranks, remainder))
-
-
-def _checked_ids(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
-    rows_of(partition, rows, 0, size)  # checks the other arguments
-    ids = np.asarray(ids)
-    if ids.dtype.kind not in "iu":
-        raise ValueError(describe("ids", f"dtype {ids.dtype}", "integers", "cast them"))
-    if ids.size and not 0 <= ids.min() <= ids.max() < rows:
-        raise ValueError(describe("ids", f"{ids.min()} to {ids.max()}", f"0 to {rows - 1}", "check them"))
-    return ids

@@ -12,10 +12,10 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import alltoall, tensors
-from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
+from hvdkit.collectives.call_checks import exchange_payloads
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import HvdkitError, describe, integer
-from hvdkit.sharding.id_checks import Fault, find_fault, is_out_of_range, range_check, refusal
+from hvdkit.sharding.id_checks import Fault, as_ids, find_fault, is_out_of_range, range_check, refusal
 from hvdkit.sharding.initial import Initializer, common_seed, initial_blocks
 from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.last_lookup import LastLookup
@@ -75,9 +75,9 @@ class PartitionedVariable:
         trainable: bool = True,
     ):
         self.name = name or "partitioned"
-        call = Call(f"PartitionedVariable(shape={shape}, dtype={dtype}, partition={partition!r}, name={self.name!r})")
+        call = f"PartitionedVariable(shape={shape}, dtype={dtype}, partition={partition!r}, name={self.name!r})"
 
-        def check() -> None:
+        def check() -> int:
             self.shape = tuple(integer("shape", n, minimum=0) for n in shape)
             if not self.shape:
                 raise ValueError(describe("shape", shape, "at least one axis", "a scalar cannot be cut"))
@@ -86,10 +86,9 @@ class PartitionedVariable:
                 raise TypeError(describe("dtype", self.dtype.name, "numbers", "pass e.g. 'float32'"))
             if partition not in get_args(Partition):
                 raise ValueError(describe("partition", partition, "'div' or 'mod'", "pass one of them"))
-            call.payload = common_seed(seed, initializer)
+            return common_seed(seed, initializer)
 
-        call.problem = attempt(check)
-        chief_seed = agree_on_call(call)[0].payload
+        chief_seed = exchange_payloads(call, check)[0]
         self.partition = partition
         self.local_rows = rows_of(partition, self.shape[0], cluster.rank(), cluster.size())
         self.local_index = (self.local_rows, *map(range, self.shape[1:]))
@@ -147,8 +146,8 @@ class PartitionedVariable:
         safe = tf.cast(tf.where(is_out_of_range(flat, rows), tf.zeros_like(flat), flat), self._key_dtype)
         keys = keys_of(safe, self.partition, rows, cluster.size())
         sources = [KeyedVariable(self.local, self._last_lookup)]
-        lookup = request_rows(sources, [[keys]], fault, name="hvdkit.lookup")
-        return fetch_rows(sources, [1], lookup, name="hvdkit.lookup")[0][0].by_key()
+        lookup = request_rows(sources, [[keys]], fault)
+        return fetch_rows(sources, [1], lookup)[0][0].by_key()
 
     def gather(self, root: int | None = None) -> np.ndarray | None:
         """Return the unsharded array on every rank, or only on ``root`` and None elsewhere. Every rank calls it."""
@@ -157,7 +156,7 @@ class PartitionedVariable:
             if root is not None and not 0 <= integer("root", root, minimum=0) < cluster.size():
                 raise ValueError(describe("root", root, f"a rank, 0 to {cluster.size() - 1}", "pass one"))
 
-        agree_on_call(Call(f"PartitionedVariable({self.name!r}).gather(root={root})", problem=attempt(check)))
+        exchange_payloads(f"PartitionedVariable({self.name!r}).gather(root={root})", check)
         size, others = cluster.size(), tuple(map(range, self.shape[1:]))
         indices = [(rows_of(self.partition, self.shape[0], rank, size), *others) for rank in range(size)]
         return gather_parts(self.local, indices, self.shape, root, "hvdkit.gather")
@@ -191,14 +190,12 @@ class PartitionedVariable:
             ValueError, TypeError: an id of this rank is out of range, or its values have the wrong shape.
             CollectiveMismatchError: another rank's ids or values are invalid.
         """
-        call = Call(f"PartitionedVariable({self.name!r}).assign_rows()")
         checked: list[np.ndarray] = []
 
         def check() -> None:
             checked[:] = self._checked_rows(ids, rows)
 
-        call.problem = attempt(check)
-        agree_on_call(call)
+        exchange_payloads(f"PartitionedVariable({self.name!r}).assign_rows()", check)
         self._scatter(checked[0].astype(np.int64), checked[1])
 
     def _checked_rows(
@@ -220,11 +217,11 @@ class PartitionedVariable:
     def _scatter(self, ids: np.ndarray, rows: np.ndarray) -> None:
         """Send rows to their owners, who write them."""
         total, size = self.shape[0], cluster.size()
-        owners = owner(self.partition, ids, total, size) if total else ids
+        owners = owner(self.partition, ids, total, size)
         order = np.argsort(owners, kind="stable")
-        splits = np.bincount(owners, minlength=size)[:size].astype(np.int32)
+        splits = np.bincount(owners, minlength=size).astype(np.int32)
         values = rows[order].astype(self.dtype.as_numpy_dtype)
-        rows_received = alltoall(local_row(self.partition, ids[order], total, size) if total else ids, splits)[0]
+        rows_received = alltoall(local_row(self.partition, ids[order], total, size), splits)[0]
         received = alltoall(values, splits)[0]
         _, last = np.unique(rows_received[::-1], return_index=True)  # the last of duplicates
         kept = len(rows_received) - 1 - last
@@ -248,16 +245,6 @@ class PartitionedVariable:
             expected = f"{list(self.local.shape)}, as it was given"
             raise ValueError(describe("fn", f"a result of shape {list(result.shape)}", expected, "keep the shape"))
         self.local.assign(result)
-
-
-def as_ids(ids: npt.ArrayLike | tf.Tensor, name: str) -> tf.Tensor:
-    """Return ``ids`` as a tensor of int32, int64 or uint64. Raises TypeError if they are not integers."""
-    tensor = tf.convert_to_tensor(ids) if tf.is_tensor(ids) or np.size(ids) else tf.zeros(np.shape(ids), tf.int64)
-    if not tensor.dtype.is_integer:
-        raise TypeError(
-            describe(f"ids of {name!r}", tensor.dtype.name, "integers", "cast them with tf.cast(ids, 'int64')")
-        )
-    return tensor if tensor.dtype in (tf.int32, tf.int64, tf.uint64) else tf.cast(tensor, tf.int64)
 
 
 def gather_parts(

@@ -97,9 +97,7 @@ class RoutedLookup(NamedTuple):
     served: tf.Tensor
 
 
-def request_rows(
-    sources: Sequence[RowSource], keys: Sequence[Sequence[tf.Tensor]], fault: Fault, *, name: str
-) -> RoutedLookup:
+def request_rows(sources: Sequence[RowSource], keys: Sequence[Sequence[tf.Tensor]], fault: Fault) -> RoutedLookup:
     """Request from every rank the rows that this rank needs.
 
     Every rank calls it with the same variables and parts; the keys and their number may differ.
@@ -109,7 +107,6 @@ def request_rows(
         keys: for each variable, the keys of each of its parts, ``[n]`` each, all int32 or all int64, n >= 0. A key must
             not be in two parts of a variable: each part is deduplicated separately.
         fault: the first invalid id of this rank, if any.
-        name: prefix of the collectives' names.
 
     Raises:
         ValueError: in eager mode, on every rank, if a rank had a fault. Inside graphs
@@ -123,12 +120,12 @@ def request_rows(
         counts = tf.stack([tf.size(unique_ids) for parts in uniques for unique_ids, _ in parts])[None]
         return RoutedLookup(ids, tuple(positions for parts in uniques for _, positions in parts), counts, counts)
     requests = _SortedRequests.of(sources, keys, size)
-    received, served = _exchange_ids(requests, fault, name)
+    received, served = _exchange_ids(requests, fault)
     return RoutedLookup(tuple(received), requests.positions, requests.by_part, served)
 
 
 def fetch_rows(
-    sources: Sequence[RowSource], parts: Sequence[int], lookup: RoutedLookup, *, name: str, wire: tf.DType | None = None
+    sources: Sequence[RowSource], parts: Sequence[int], lookup: RoutedLookup, wire: tf.DType | None = None
 ) -> list[list[LookupRows]]:
     """Return the requested rows of each part of each variable. Every rank calls it.
 
@@ -136,7 +133,6 @@ def fetch_rows(
         sources: as for :func:`request_rows`.
         parts: number of parts of each variable.
         lookup: the result of :func:`request_rows`.
-        name: prefix of the collectives' names.
         wire: dtype in which rows are sent; None for their dtype.
     """
     rows = [s.read(i) for s, i in zip(sources, lookup.ids, strict=True)]
@@ -144,7 +140,7 @@ def fetch_rows(
         for v, source in enumerate(sources):
             if isinstance(source, KeyedVariable) and source.lookup is not None:
                 source.lookup.record(RowsByRank(lookup.ids[v], lookup.served[:, v]))
-        received = iter(_exchange_rows(rows, parts, lookup, wire, name))
+        received = iter(_exchange_rows(rows, parts, lookup, wire))
     else:
         counts = tf.split(lookup.requested[0], list(parts))
         received = iter([part for r, c, n in zip(rows, counts, parts, strict=True) for part in split(r, c, n)])
@@ -210,7 +206,7 @@ class _SortedRequests:
         )
 
 
-def _exchange_ids(requests: _SortedRequests, fault: Fault, name: str) -> tuple[list[tf.Tensor], tf.Tensor]:
+def _exchange_ids(requests: _SortedRequests, fault: Fault) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Send every rank its requests; return those received, by variable, and their number per rank and variable.
 
     A message is a header (the fault's code, and the number of rows of each variable) followed by the ids.
@@ -222,7 +218,7 @@ def _exchange_ids(requests: _SortedRequests, fault: Fault, name: str) -> tuple[l
     for rank in range(size):
         message += [header[rank], *(part[rank] for variable in requests.blocks for part in variable)]
     splits = tf.reduce_sum(requests.by_variable, axis=1) + length
-    received, received_counts = tensors.alltoall(tf.concat(message, 0), splits, f"{name}.ids")
+    received, received_counts = tensors.alltoall(tf.concat(message, 0), splits, "hvdkit.lookup.ids")
     starts = tf.cumsum(received_counts, exclusive=True)
     headers = tf.cast(tf.gather(received, starts[:, None] + tf.range(length)), tf.int32)
     with tf.control_dependencies(raise_everywhere(headers[:, :FAULT_CODE_LENGTH], fault)):
@@ -234,7 +230,7 @@ def _exchange_ids(requests: _SortedRequests, fault: Fault, name: str) -> tuple[l
 
 
 def _exchange_rows(
-    rows: list[tf.Tensor], parts: Sequence[int], lookup: RoutedLookup, wire: tf.DType | None, name: str
+    rows: list[tf.Tensor], parts: Sequence[int], lookup: RoutedLookup, wire: tf.DType | None
 ) -> list[tf.Tensor]:
     """Send each variable's rows to the ranks that requested them; return each part's rows. Differentiable."""
     variable = [v for v, number in enumerate(parts) for _ in range(number)]
@@ -245,11 +241,11 @@ def _exchange_rows(
         def gradient(*upstream: tf.Tensor) -> Any:
             outgoing = [(g, lookup.requested[:, p]) for p, g in enumerate(upstream)]
             incoming = [(*kind, lookup.served[:, v]) for v, kind in enumerate(kinds)]
-            return _exchange_tensors(outgoing, incoming, wire, f"{name}.gradients")
+            return _exchange_tensors(outgoing, incoming, wire, "hvdkit.lookup.gradients")
 
         outgoing = [(r, lookup.served[:, v]) for v, r in enumerate(rows)]
         incoming = [(*kinds[v], lookup.requested[:, p]) for p, v in enumerate(variable)]
-        return _exchange_tensors(outgoing, incoming, wire, f"{name}.rows"), gradient
+        return _exchange_tensors(outgoing, incoming, wire, "hvdkit.lookup.rows"), gradient
 
     return list(exchange(*rows))
 

@@ -48,10 +48,11 @@ class RowUsage:
     clock: tf.Variable
 
 
+@dataclass(frozen=True, kw_only=True)
 class Vocabulary:
     """The rows of one table on this rank, by id: a row source of ``hvdkit.sharding.routing``.
 
-    Args:
+    Attributes:
         rows: this rank's rows, ``[buckets * W + 1, width]``; the last row is unused and stays zero.
         usage: the usage of the rows.
         buckets: the buckets of this rank.
@@ -62,25 +63,18 @@ class Vocabulary:
         training: True: new ids are assigned rows. False: they are not. None: unspecified; gradients raise an error.
     """
 
-    def __init__(
-        self,
-        rows: tf.Variable,
-        usage: RowUsage,
-        *,
-        buckets: range,
-        total: int,
-        evict: str,
-        first_rows: Callable[[tf.Tensor], tf.Tensor],
-        table: str,
-        training: bool | None,
-    ):
-        self.rows, self._usage, self._buckets, self._total = rows, usage, buckets, total
-        self._is_lfu, self._first_rows, self._table = evict == "lfu", first_rows, table
-        self._training = training
+    rows: tf.Variable
+    usage: RowUsage
+    buckets: range
+    total: int
+    evict: str
+    first_rows: Callable[[tf.Tensor], tf.Tensor]
+    table: str
+    training: bool | None
 
     def route(self, ids: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the owner of each id, int32, and the ids to send to it."""
-        keys = keys_of(bucket_of(ids, self._total), "div", self._total, size)
+        keys = keys_of(bucket_of(ids, self.total), "div", self.total, size)
         return tf.cast(keys % size, tf.int32), ids
 
     def read(self, ids: tf.Tensor) -> tf.Tensor:
@@ -90,29 +84,29 @@ class Vocabulary:
             rows = tf.gather(self._find_rows(unique_ids), position)
             values = self.rows.sparse_read(rows)
             values = tf.where(tf.equal(rows, self._unused_row)[:, None], tf.zeros_like(values), values)
-            return self._without_gradient(values) if self._training is None else values
+            return self._without_gradient(values) if self.training is None else values
 
     def _without_gradient(self, rows: tf.Tensor) -> tf.Tensor:
         """Raise in the gradient if ``training`` was not specified: new ids would silently never learn."""
         remedy = "pass training=True on to the layer (a model's own call has to take it), or False to keep its ids"
-        expected = f"True where table {self._table!r}, whose ids change, learns"
+        expected = f"True where table {self.table!r}, whose ids change, learns"
         return tf.raw_ops.PreventGradient(input=rows, message=describe("training", None, expected, remedy))
 
     @property
     def _unused_row(self) -> int:
-        return len(self._buckets) * BUCKET
+        return len(self.buckets) * BUCKET
 
     def _find_rows(self, ids: tf.Tensor) -> tf.Tensor:
         """Return the row of each of the distinct ids; in training, assign rows to new ids."""
         clock = None
-        if self._training:
+        if self.training:
             with tf.control_dependencies([ids]):  # a rejected step must not change the state
-                clock = self._usage.clock.assign_add([1, 0])
-        if not self._buckets:  # there are fewer buckets than ranks: all requests to this rank are empty
+                clock = self.usage.clock.assign_add([1, 0])
+        if not self.buckets:  # there are fewer buckets than ranks: all requests to this rank are empty
             return tf.fill([tf.size(ids)], tf.constant(self._unused_row, tf.int64))
-        bucket = bucket_of(ids, self._total) - self._buckets.start
+        bucket = bucket_of(ids, self.total) - self.buckets.start
         real = ids != tf.constant(NO_ID, tf.int64)
-        hits = tf.logical_and(self._usage.ids.sparse_read(bucket) == ids[:, None], real[:, None])
+        hits = tf.logical_and(self.usage.ids.sparse_read(bucket) == ids[:, None], real[:, None])
         is_known, way = tf.reduce_any(hits, 1), tf.argmax(tf.cast(hits, tf.int8), 1)
         rows = tf.where(is_known, bucket * BUCKET + way, self._unused_row)
         if clock is None:
@@ -125,9 +119,9 @@ class Vocabulary:
     def _record_use(self, cells: tf.Tensor, now: tf.Tensor) -> None:
         """Record a request for the rows at ``cells``, ``[n, 2]`` (bucket, way)."""
         steps = tf.zeros_like(cells[:, 0])
-        if self._is_lfu:
-            steps = tf.minimum(self._usage.used.gather_nd(cells) // _STEPS + 1, _MAX_STEPS)
-        self._usage.used.scatter_nd_update(cells, steps * _STEPS + now)
+        if self.evict == "lfu":
+            steps = tf.minimum(self.usage.used.gather_nd(cells) // _STEPS + 1, _MAX_STEPS)
+        self.usage.used.scatter_nd_update(cells, steps * _STEPS + now)
 
     def _admit(
         self, ids: tf.Tensor, bucket: tf.Tensor, rows: tf.Tensor, new: tf.Tensor, now: tf.Tensor, floor: tf.Tensor
@@ -142,7 +136,7 @@ class Vocabulary:
         new = tf.gather(new, tf.argsort(tf.gather(bucket, new), stable=True))
         bucket = tf.gather(bucket, new)
         order_in_bucket = tf.range(tf.size(bucket)) - tf.searchsorted(bucket, bucket, side="left")
-        used = self._usage.used.sparse_read(bucket)
+        used = self.usage.used.sparse_read(bucket)
         busy = tf.logical_and(used >= 0, used % _STEPS > floor)
         ways = tf.argsort(tf.where(busy, tf.int64.max, used), axis=1, stable=True)
         fits = order_in_bucket < BUCKET - tf.reduce_sum(tf.cast(busy, tf.int32), 1)
@@ -154,12 +148,12 @@ class Vocabulary:
 
     def _assign_rows(self, cells: tf.Tensor, ids: tf.Tensor, now: tf.Tensor) -> None:
         """Assign the rows at ``cells``, ``[n, 2]`` (bucket, way), to new ids, and initialize them."""
-        usage, first = self._usage, _STEPS if self._is_lfu else 0
+        usage, first = self.usage, _STEPS if self.evict == "lfu" else 0
         usage.ids.scatter_nd_update(cells, ids)
         usage.used.scatter_nd_update(cells, tf.fill([tf.size(ids)], first + now))
         usage.fresh.scatter_nd_update(cells, tf.fill([tf.size(ids)], True))
         rows = cells[:, 0] * BUCKET + cells[:, 1]
-        self.rows.scatter_update(tf.IndexedSlices(self._first_rows(ids), rows))
+        self.rows.scatter_update(tf.IndexedSlices(self.first_rows(ids), rows))
 
 
 def pop_new_rows(usage: RowUsage, gradient: tf.Tensor | tf.IndexedSlices, whole: bool) -> tf.Tensor:

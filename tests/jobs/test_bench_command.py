@@ -156,13 +156,13 @@ def test_collectives_of_several_groups_at_once_have_names_of_their_own():
     """As in a mesh: a profile matches collectives across ranks by name."""
     import tensorflow as tf
 
-    from hvdkit.collectives.graphs import _op_name
+    from hvdkit.collectives.graphs import op_name
 
     names = []
 
     @tf.function
     def step():
-        names.extend(_op_name("hvdkit.norm", ranks) for ranks in (None, (0, 2), (1, 3), (2, 3)))
+        names.extend(op_name("hvdkit.norm", ranks) for ranks in (None, (0, 2), (1, 3), (2, 3)))
 
     step()
     assert [name.partition(".ranks_")[2] for name in names] == ["", "0_to_2_by_2", "1_to_3_by_2", "2_to_3_by_1"]

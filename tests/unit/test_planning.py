@@ -34,9 +34,9 @@ def test_every_number_of_every_table_has_one_place(drawn, size):
     for rank in range(size):
         for group in layout.groups:
             taken = []
-            for held in group.parts_on(rank):
-                seen[held.table.name][np.ix_(held.rows, held.columns)] += 1
-                taken += range(held.base, held.base + len(held.rows))
+            for part, rows in group.parts_on(rank):
+                seen[part.table.name][np.ix_(rows, part.columns)] += 1
+                taken += range(part.base, part.base + len(rows))
             assert len(set(taken)) == len(taken) and all(row < group.rows[rank] for row in taken)
     for table in layout.replicated:
         seen[table.name] += 1
