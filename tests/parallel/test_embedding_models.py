@@ -87,7 +87,7 @@ OPTIMIZERS = {
     "adagrad": lambda: keras.optimizers.Adagrad(0.3),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
 }
-PLANS = ["auto", "row", "column", "table"]
+PLANS = ["auto", "row", "column", "table", "mixed"]
 
 
 @pytest.mark.contract
@@ -95,7 +95,8 @@ PLANS = ["auto", "row", "column", "table"]
 def test_tables_and_shared_features_equal_keras(plan, optimizer, many, combiner, traced, rank, size):
     world = Tables(many, many, combiner)
     tables = world.tables()
-    plan = plan if plan == "auto" else dict.fromkeys([t.name for t in tables], plan)
+    kinds = ["div", "column", "table", "replicated", "row"] if plan == "mixed" else [plan] * many
+    plan = plan if plan == "auto" else {t.name: kind for t, kind in zip(tables, kinds, strict=False)}
     layer = hk.layers.ShardedEmbeddingCollection(tables, plan)
     layer.set_weights(world.values)
     head, batches = keras.Variable(world.head), [world.batch(step) for step in range(2)]
