@@ -12,7 +12,6 @@ import tensorflow as tf
 import hvdkit as hk
 from hvdkit.checkpoint.matching import without_numbers
 from hvdkit.optimizer.compression import reduce_scatter
-from hvdkit.optimizer.row_updates import ELEMENTWISE
 from hvdkit.sharding.shards import differs_by_rank, flat_shard_of
 
 opts = keras.optimizers
@@ -68,17 +67,6 @@ def assert_equal(ours, theirs, rtol=2e-5, atol=2e-6):
         got, expected = (np.asarray(tf.cast(v.value, tf.float64)) for v in (mine, other))
         np.testing.assert_allclose(got, expected, rtol=0.02 if coarse else rtol, atol=0.02 if coarse else atol)
     hk.compare_variables(ours)
-
-
-MAKERS = {cls.__name__: cls for cls in sorted(ELEMENTWISE, key=lambda cls: cls.__name__)}
-
-
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_weights_equal_one_process(make):
-    """Options of the optimizers: test_optimizer_options.py."""
-    optimizer = hk.DistributedOptimizer(make(), shard_states=True)
-    assert_equal(stepped(optimizer, own), stepped(make(), combined))
-    assert int(optimizer.iterations) == STEPS
 
 
 def clipped(step, limit=0.5):
