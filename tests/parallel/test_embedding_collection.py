@@ -211,7 +211,3 @@ def test_bad_arguments_name_themselves(rank, size):
     if size > 1:
         with pytest.raises(hk.CollectiveMismatchError, match="tables"):
             hk.layers.ShardedEmbedding(3 + rank, 2).build()
-        cut = hk.layers.ShardedEmbedding(3, 2)
-        cut.build()
-        with pytest.raises(hk.HvdkitError, match="cut across"):
-            cut._collection.save_own_variables({})
