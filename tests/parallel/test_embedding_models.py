@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.as_one import mine
 from helpers.pairwise import pairwise
 
 import hvdkit as hk
@@ -13,11 +14,6 @@ from hvdkit.sharding.layout import lay_out
 
 Table = hk.layers.Table
 BATCH = 11  # not a multiple of the number of ranks
-
-
-def mine(array, rank, size):
-    """Return this rank's part of a global batch, in the order of ``hk.data.GlobalBatches``."""
-    return array[rank * len(array) // size : (rank + 1) * len(array) // size]
 
 
 class Tables:
