@@ -17,24 +17,6 @@ def usable_afterwards(rank, size):
     assert hk.allgather_object(rank) == list(range(size))
 
 
-@pytest.mark.parametrize("among", ["all", "the last two"])
-def test_one_rank_raises_and_all_do(among, rank, size):
-    ranks = range(size) if among == "all" else range(max(0, size - 2), size)
-    some = hk.ProcessSet(ranks)
-    if not some.included():
-        return
-    bad = ranks[len(ranks) // 2]
-
-    def value():
-        if rank == bad:
-            raise OSError("disk full")
-
-    own, others = (OSError, "^disk full$"), (hk.ClusterError, f"^reading: rank {bad} raised OSError: disk full$")
-    error, words = own if rank == bad else others
-    with pytest.raises(error, match=words):
-        gather(cluster.exchange(some.group()), "reading", value, error=hk.ClusterError)
-
-
 class Broken:
     """Data that cannot be read on the last rank."""
 
