@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -19,6 +19,11 @@ def line(rng: np.random.Generator, rows: int = 22) -> tuple[np.ndarray, np.ndarr
     """Return examples on a plane."""
     x = rng.normal(size=(rows, 3)).astype("float32")
     return x, (x @ np.ones((3, 1)) + 0.1).astype("float32")
+
+
+def mine(array: Any, rank: int, size: int) -> Any:
+    """Return a rank's part of a global batch, in the order of ``hk.data.GlobalBatches``."""
+    return array[rank * len(array) // size : (rank + 1) * len(array) // size]
 
 
 def plain(build: Callable[[], Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, list[float]]]:
@@ -52,9 +57,17 @@ def same_logs(found: Any, expected: Any, *, rtol: float = 2e-4, atol: float = 2e
 
 
 def same_weights(found: Any, expected: Any, *, rtol: float = 2e-4, atol: float = 2e-5) -> None:
-    pairs = zip(found.weights, expected.weights, strict=True)
-    for mine, theirs in pairs:
-        np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=rtol, atol=atol, err_msg=theirs.path)
+    same_values(found.weights, expected.weights, rtol=rtol, atol=atol)
+
+
+def same_values(found: Iterable[Any], expected: Iterable[Any], *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Compare arrays, tensors or variables one by one, exactly unless a tolerance is given."""
+    for mine, theirs in zip(found, expected, strict=True):
+        name = getattr(theirs, "path", "")
+        if rtol or atol:
+            np.testing.assert_allclose(mine, theirs, rtol=rtol, atol=atol, err_msg=name)
+        else:
+            np.testing.assert_array_equal(mine, theirs, err_msg=name)
 
 
 def raises_on_several(error: Any, match: str) -> contextlib.AbstractContextManager[Any]:

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 import hvdkit as hk
 from hvdkit import cluster
-from hvdkit.cluster.agreement import agree, gather
+from hvdkit.cluster.agreement import gather
 from hvdkit.supervisor.lockstep import lockstep
 
 pytestmark = pytest.mark.contract
@@ -15,61 +15,6 @@ pytestmark = pytest.mark.contract
 def usable_afterwards(rank, size):
     yield
     assert hk.allgather_object(rank) == list(range(size))
-
-
-def same_everywhere(error):
-    """Return the error's message after checking that all ranks have the same one."""
-    assert len(set(hk.allgather_object(str(error)))) == 1
-    return str(error)
-
-
-def odd_and_usual(values):
-    """Return the rank to be named and a rank with the expected value: the majority's, or else rank 0's."""
-    usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
-    usual = usual if 2 * values.count(usual) > len(values) else values[0]
-    return next(rank for rank, value in enumerate(values) if value != usual), values.index(usual)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        lambda rank, size: rank == size // 2,
-        lambda rank, size: rank == 0,
-        lambda rank, size: rank,
-        lambda rank, size: rank >= size - size // 2,
-        lambda rank, size: {0: []},
-    ],
-    ids=["the middle", "the chief", "all", "half", "none"],
-)
-def test_the_lowest_rank_that_differs_from_most_is_named(value, rank, size):
-    values = [value(each, size) for each in range(size)]
-    if all(each == values[0] for each in values):
-        assert agree(cluster.exchange(), lambda: values[rank], "x", "pass one") == values
-        return
-    with pytest.raises(hk.CollectiveMismatchError) as caught:
-        agree(cluster.exchange(), lambda: values[rank], "x", "pass one")
-    odd, usual = odd_and_usual(values)
-    message = same_everywhere(caught.value)
-    assert message.startswith(f"x: got {values[odd]!r} on rank {odd}")
-    assert f", expected {values[usual]!r}, as on rank {usual}" in message and message.endswith("; pass one")
-
-
-@pytest.mark.parametrize("among", ["all", "the last two"])
-def test_one_rank_raises_and_all_do(among, rank, size):
-    ranks = range(size) if among == "all" else range(max(0, size - 2), size)
-    some = hk.ProcessSet(ranks)
-    if not some.included():
-        return
-    bad = ranks[len(ranks) // 2]
-
-    def value():
-        if rank == bad:
-            raise OSError("disk full")
-
-    own, others = (OSError, "^disk full$"), (hk.ClusterError, f"^reading: rank {bad} raised OSError: disk full$")
-    error, words = own if rank == bad else others
-    with pytest.raises(error, match=words):
-        gather(cluster.exchange(some.group()), "reading", value, error=hk.ClusterError)
 
 
 class Broken:

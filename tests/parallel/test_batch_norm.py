@@ -134,27 +134,6 @@ def test_masked_elements_do_not_count(split, rng, rank, size):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.contract
-@pytest.mark.parametrize("split", ["uneven", "empty"])
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_the_factor_of_an_uneven_share_enters_once(split, mode, rng, rank, size):
-    """Each rank's loss is the mean over its rows; its gradient is multiplied by n_r N / b afterwards."""
-    rows = rows_of(split, size)
-    x, y = data(rng, sum(rows))
-    reference, expected = reference_of(x, y)
-    model, mine = network(True), part(rows, rank)
-    local = (x[mine], y[mine]) if rows[rank] else (x[:1] * 1e3, y[:1])  # filler
-
-    def step(x, y, factor):
-        with share_of_batch(factor), tf.GradientTape() as tape:
-            loss = tf.reduce_mean(example_losses(model, x, y))
-        return hk.average_gradients([g * factor for g in tape.gradient(loss, model.trainable_variables)])
-
-    factor = tf.constant(rows[rank] * size / sum(rows), tf.float32)
-    grads = (tf.function(step) if mode == "graph" else step)(*map(tf.constant, local), factor)
-    close(model, reference, grads, expected)
-
-
 @pytest.mark.parametrize("split", ["uneven", "empty"])
 def test_a_tapes_weight_equals_one_process(split, rng, rank, size):
     rows = rows_of(split, size)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import resource
-import signal
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.faults import flip, limited
 
 import hvdkit as hk
 from hvdkit.checkpoint.folder import record_damage
@@ -273,9 +274,7 @@ def test_damage_that_one_rank_meets_is_told_by_all(shared_path, gather, rank, si
     victim = size - 1
     file = shared_path / "a" / f"shard-{victim:05d}-of-{size:05d}.safetensors"
     if rank == 0:
-        data = bytearray(file.read_bytes())
-        data[-5] ^= 16
-        file.write_bytes(data)
+        flip(file)
     hk.barrier()
     errors = raises_on_every_rank(
         hk.CorruptCheckpointError, lambda: hk.checkpoint.restore(shared_path / "a", {"t": table}, gather=gather)
@@ -309,7 +308,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(shared_path, rank, size,
     path = hk.checkpoint.save(shared_path / "step-000000001", {"t": table})
     kept = {p.name: p.read_bytes() for p in path.iterdir()}
     table.assign_local(table.local + 1)
-    with limited_files(2**15 if rank == victim else None):
+    with limited(resource.RLIMIT_FSIZE, 2**15) if rank == victim else contextlib.nullcontext():
         errors = raises_on_every_rank(
             hk.CheckpointError, lambda: hk.checkpoint.save(shared_path / "step-000000002", {"t": table})
         )
@@ -324,30 +323,13 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(shared_path, rank, size,
 
 def test_a_chief_that_cannot_write_for_all_tells_all(shared_path, rank):
     table = Cut(numbers((4000, 64), 3), "mod")
-    with limited_files(2**15 if rank == 0 else None):
+    with limited(resource.RLIMIT_FSIZE, 2**15) if rank == 0 else contextlib.nullcontext():
         errors = raises_on_every_rank(
             hk.CheckpointError, lambda: hk.checkpoint.save(shared_path / "a", {"t": table}, gather=True)
         )
     assert all("cannot be written (File too large)" in text for text in errors)
     assert all(text.startswith("rank 0: ") for text in errors[1:])
     assert not [*shared_path.iterdir()]
-
-
-class limited_files:
-    """Limits the size of files that this process writes; None is unlimited."""
-
-    def __init__(self, length: int | None):
-        self._length = length
-
-    def __enter__(self) -> None:
-        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        self._handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        if self._length is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self._length, self._before[1]))
-
-    def __exit__(self, *error: object) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
-        signal.signal(signal.SIGXFSZ, self._handler)
 
 
 # --- folders

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.as_one import same_weights
-from inputs import Distortion, distorted_inputs
 
 import hvdkit as hk
 
@@ -50,24 +49,6 @@ def test_local_batches_make_the_global_batch(batch_size, options, tmp_path):
         assert batches.step == whole.step == 2 * whole.steps_per_epoch
 
 
-def test_average_over_ranks_is_the_global_mean_and_trains_alike():
-    batches = hk.data.GlobalBatches((X, Y), 11, shuffle_seed=1)
-    whole = alone((X, Y), 11, shuffle_seed=1)
-    w = np.zeros((3, 1))
-    reference = np.zeros((3, 1))
-    for _ in range(12):  # includes two short batches of one example
-        x, y = next(batches)
-        error = x @ w - y
-        loss = hk.allreduce(np.mean(batches.sample_weight * error[:, 0] ** 2))
-        gradient = hk.allreduce(x.T @ (batches.sample_weight[:, None] * error) * 2 / len(x))
-        x, y = (leaf[whole.mask] for leaf in next(whole))
-        error = x @ reference - y
-        np.testing.assert_allclose(loss, np.mean(error**2), rtol=1e-5)
-        w -= 0.1 * gradient
-        reference -= 0.1 * x.T @ error * 2 / len(x)
-    np.testing.assert_allclose(w, reference, rtol=1e-5)
-
-
 def test_state_and_fingerprint_are_the_same_on_every_rank():
     batches = hk.data.GlobalBatches((X, Y), 11, shuffle_seed=1)
     for _ in range(7):
@@ -80,32 +61,6 @@ def test_state_and_fingerprint_are_the_same_on_every_rank():
     resumed.restore(hk.broadcast_object(whole.state))
     for _ in range(9):
         np.testing.assert_array_equal(hk.allgather(next(resumed)[0]), next(whole)[0])
-
-
-def test_fingerprint_tells_which_rank_has_other_data():
-    x = X.copy()
-    x[0, 0] += hk.rank() == hk.size() - 1
-    marks = hk.allgather_object(hk.data.GlobalBatches(x, 8).fingerprint())
-    assert len({mark["rows"] for mark in marks}) == min(hk.size(), 2)
-
-
-def test_a_batch_smaller_than_the_world_is_refused_on_every_rank():
-    if hk.size() == 1:
-        next(hk.data.GlobalBatches(X, 1))
-        return
-    with pytest.raises(ValueError, match=f"at least {hk.size()}, the number of ranks"):
-        hk.data.GlobalBatches(X, hk.size() - 1)
-
-
-def test_images_are_distorted_alike():
-    images = RNG.integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)
-    batches = hk.data.GlobalBatches(images, 9, shuffle_seed=0)
-    whole = alone(images, 9, shuffle_seed=0)
-    for step in range(3):
-        options = {"seed": [5, step], "global_batch_size": 9, "distortion": Distortion()}
-        local = distorted_inputs(next(batches), first_row=batches.local_rows[0], **options)
-        expected = distorted_inputs(next(whole), first_row=0, **options)
-        np.testing.assert_allclose(hk.allgather(local), expected, atol=1e-6)
 
 
 def test_keras_passes_make_the_global_batches():

@@ -79,46 +79,6 @@ def test_every_form_and_placement_equals_numpy(plan, rank, size):
     assert on_chief.shape == (23, 8) if hk.is_chief() else on_chief is None
 
 
-@pytest.mark.contract
-def test_gradients_reach_the_rows_of_every_table(rank, size):
-    layer = hk.layers.ShardedEmbeddingCollection(TABLES, PLANS["mixed"], seed=3)
-    layer.build()
-    before = {t.name: layer.gather(t.name) for t in TABLES}
-    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hk.Sum)
-
-    @tf.function
-    def step(inputs):
-        with tf.GradientTape() as tape:
-            found = layer(inputs)
-            loss = tf.add_n([tf.reduce_sum(getattr(v, "flat_values", v)) for v in found.values()])
-        optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
-
-    optimizer.build(layer.trainable_variables)
-    step(inputs_of(rank))
-    for table in TABLES:
-        np.testing.assert_allclose(layer.gather(table.name), before[table.name] - _uses(table, size), atol=1e-5)
-
-
-def _uses(table, size):
-    """Return the weight of each row of a table in the sum of all ranks' outputs, ``[rows, 1]``."""
-    uses = np.zeros(table.input_dim)
-    for r in range(size):
-        given = inputs_of(r)
-        for feature in table.features:
-            ids = given[feature]
-            if table.name == "items":
-                for row in ids.to_list():
-                    np.add.at(uses, row, 1 / max(1, len(row)))
-            elif table.name == "tags":
-                np.add.at(uses, ids[0].values.numpy(), ids[1].values.numpy())
-            elif table.name == "words":
-                w = ids[1].numpy()
-                np.add.at(uses, ids[0].numpy(), w / np.sqrt((w * w).sum(1, keepdims=True)))
-            else:
-                np.add.at(uses, getattr(ids, "flat_values", ids).numpy().ravel(), 1.0)
-    return uses[:, None]
-
-
 def test_ids_that_travel_ahead_give_the_same(rank, size):
     """Each step requests the next one's rows; they are read after the update."""
     results = []
@@ -197,24 +157,6 @@ def test_ids_out_of_range_are_wrapped_or_dropped_when_asked(how, combiner, rank)
     np.testing.assert_allclose(found, rows, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("plan", "traced"), [("rows", True), ("mixed", False)])
-def test_a_bad_id_names_feature_value_and_table_on_every_rank(plan, traced, rank, size):
-    tables = [Table("users", 10, 2, features=("buyer", "seller")), Table("small", 3, 2)]
-    placements = {"users": "row", "small": "row" if plan == "rows" else "replicated"}
-    layer = hk.layers.ShardedEmbeddingCollection(tables, placements)
-    call = tf.function(layer) if traced else layer
-    for feature, bad in (("seller", 10), ("small", -7)):
-        given = {"buyer": tf.constant([1]), "seller": tf.constant([2]), "small": tf.constant([0])}
-        if rank == size - 1:
-            given[feature] = tf.constant([0, bad])
-        with pytest.raises((ValueError, tf.errors.InvalidArgumentError)) as error:
-            call(given)
-        said = str(error.value).replace("\\", "").replace("'", "")
-        table = "users" if feature == "seller" else "small"
-        assert f"got {bad} in feature {feature} of table {table} on rank {size - 1}" in said
-    assert call({"buyer": tf.constant([1]), "seller": tf.constant([2]), "small": tf.constant([0])})
-
-
 ONES = {"a": tf.constant([[1, 2]]), "b": tf.constant([1])}
 RAGGED, SPARSE = tf.ragged.constant([[1, 2]]), tf.sparse.from_dense([[1, 2]])
 INPUTS = {  # input of all ranks, input of the last one instead, and its error
@@ -261,26 +203,11 @@ def test_bad_arguments_name_themselves(rank, size):
         Table("t", 3, 0)
     with pytest.raises(ValueError, match="input_dim of table 't': got 0"):
         Table("t", 0, 3)
-    with pytest.raises(ValueError, match=r"placements\['a'\]: got rows"):
-        hk.layers.ShardedEmbeddingCollection([Table("a", 3, 2)], {"a": "rows"})
     with pytest.raises(ValueError, match="for 7 ranks"):
         hk.layers.ShardedEmbeddingCollection([Table("a", 3, 2)], hk.plan_tables([Table("a", 3, 2)], 7))
-    with pytest.raises(hk.PlanError, match="memory_bytes: got 10"):
-        hk.plan_tables([Table("a", 300, 2)], size, memory_bytes=10)
     layer = hk.layers.ShardedEmbeddingCollection([Table("a", 3, 2), Table("b", 3, 2, combiner="sum")])
-    ones = tf.constant([1])
-    with pytest.raises(ValueError, match="inputs: got"):
-        layer({"a": ones})
-    with pytest.raises(TypeError, match="ids of 'a': got float32, expected integers"):
-        layer({"a": tf.constant([1.0]), "b": ones})
-    with pytest.raises(ValueError, match="weights of 'a'"):
-        layer({"a": (ones, tf.constant([1.0])), "b": ones})
     with pytest.raises(TypeError, match="ids of 'a': got dtype float32"):
         layer({"a": keras.Input((2,)), "b": keras.Input((2,), dtype="int64")})
     if size > 1:
         with pytest.raises(hk.CollectiveMismatchError, match="tables"):
             hk.layers.ShardedEmbedding(3 + rank, 2).build()
-        cut = hk.layers.ShardedEmbedding(3, 2)
-        cut.build()
-        with pytest.raises(hk.HvdkitError, match="cut across"):
-            cut._collection.save_own_variables({})

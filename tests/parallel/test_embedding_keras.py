@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.as_one import mine
 from helpers.jobs import call, environment
 
 import hvdkit as hk
@@ -17,11 +18,6 @@ from hvdkit import registration
 
 ROWS, WIDTH, BATCH = 11, 4, 12
 Table = hk.layers.Table
-
-
-def mine(array, rank, size):
-    """Return this rank's part of a global batch, in the order of ``hk.data.GlobalBatches``."""
-    return array[rank * len(array) // size : (rank + 1) * len(array) // size]
 
 
 def data(many=BATCH):

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.as_one import mine
 from helpers.pairwise import pairwise
 
 import hvdkit as hk
@@ -13,11 +14,6 @@ from hvdkit.sharding.layout import lay_out
 
 Table = hk.layers.Table
 BATCH = 11  # not a multiple of the number of ranks
-
-
-def mine(array, rank, size):
-    """Return this rank's part of a global batch, in the order of ``hk.data.GlobalBatches``."""
-    return array[rank * len(array) // size : (rank + 1) * len(array) // size]
 
 
 class Tables:
@@ -87,7 +83,7 @@ OPTIMIZERS = {
     "adagrad": lambda: keras.optimizers.Adagrad(0.3),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
 }
-PLANS = ["auto", "row", "column", "table"]
+PLANS = ["auto", "row", "column", "table", "mixed"]
 
 
 @pytest.mark.contract
@@ -95,7 +91,8 @@ PLANS = ["auto", "row", "column", "table"]
 def test_tables_and_shared_features_equal_keras(plan, optimizer, many, combiner, traced, rank, size):
     world = Tables(many, many, combiner)
     tables = world.tables()
-    plan = plan if plan == "auto" else dict.fromkeys([t.name for t in tables], plan)
+    kinds = ["div", "column", "table", "replicated", "row"] if plan == "mixed" else [plan] * many
+    plan = plan if plan == "auto" else {t.name: kind for t, kind in zip(tables, kinds, strict=False)}
     layer = hk.layers.ShardedEmbeddingCollection(tables, plan)
     layer.set_weights(world.values)
     head, batches = keras.Variable(world.head), [world.batch(step) for step in range(2)]

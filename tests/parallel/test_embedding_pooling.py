@@ -261,15 +261,18 @@ FORMS = {
 
 @pairwise(form=list(FORMS), bad=[ROWS, -1, 2**31 - 1], placement=["row", "column", "replicated"], traced=[False, True])
 def test_a_bad_id_in_any_form_is_an_error_on_every_rank(form, bad, placement, traced, rank, size):
-    table = hk.layers.Table("t", ROWS, WIDTH, combiner="sum")
-    layer = hk.layers.ShardedEmbeddingCollection([table], {"t": placement})
+    tables = [
+        hk.layers.Table("t", ROWS, WIDTH, combiner="sum", features=("f", "g")),
+        hk.layers.Table("u", 3, 2, combiner="sum"),
+    ]
+    layer = hk.layers.ShardedEmbeddingCollection(tables, {"t": placement})
     layer.build()
-    call = tf.function(layer) if traced else layer
+    call, good = tf.function(layer) if traced else layer, FORMS[form](1)
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError)) as error:
-        call({"t": FORMS[form](bad if rank == size - 1 else 1)})
+        call({"f": good, "g": FORMS[form](bad if rank == size - 1 else 1), "u": good})
     said = str(error.value).replace("\\", "").replace("'", "")
-    assert f"ids: got {bad} in feature t of table t on rank {size - 1}, expected 0 to {ROWS - 1}" in said
-    call({"t": FORMS[form](1)})
+    assert f"ids: got {bad} in feature g of table t on rank {size - 1}, expected 0 to {ROWS - 1}" in said
+    call({"f": good, "g": good, "u": good})
 
 
 def test_unsigned_ids_beyond_int64_are_no_negative_ones(rank, size):

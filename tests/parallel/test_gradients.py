@@ -342,6 +342,15 @@ KINDS = {
 }
 
 
+VALUES = {
+    **KINDS,
+    "tensor": lambda x: tf.constant(x, tf.float32),
+    "array": lambda x: np.array(x, "f4"),
+    "rows of arrays": lambda x: [np.array(row, "f4") for row in x],
+    "list of tensors": lambda x: [tf.constant(row, tf.float32) for row in x],
+}
+
+
 def with_gradient(variable, grad):
     """Return a number whose gradient a user-defined function returns, of any kind."""
 
@@ -353,30 +362,40 @@ def with_gradient(variable, grad):
 
 
 @pairwise(
-    values=[*KINDS], indices=[*KINDS], shape=[*KINDS, None], op=[hk.Average, hk.Sum], way=["average", "tape", "apply"]
+    values=[*VALUES],
+    indices=[*KINDS],
+    shape=[*KINDS, "shape", None],
+    op=[hk.Average, hk.Sum],
+    way=["average", "average in a graph", "tape", "apply", "apply in a graph"],
 )
 def test_gradients_of_every_kind(values, indices, shape, op, way, rank, size):
-    kind = KINDS[values]
-    dense = kind([[1.0, 2.0], [3.0, rank + 1.0]])
-    rows = kind([[rank + 1.0], [1.0], [1.0]])
-    if values == "array":
-        dense, rows = dense.astype("f4"), rows.astype("f4")
-    rows = tf.IndexedSlices(rows, KINDS[indices]([0, 2, 0]), None if shape is None else KINDS[shape]([4, 1]))
+    """Optimizers cast whole numbers to the variable's dtype."""
+    number = int if way.startswith("apply") else float
+    dense = VALUES[values]([[number(1), number(2)], [number(3), number(rank + 1)]])
+    dense_shape = None if shape is None else (KINDS | {"shape": tf.TensorShape})[shape]([4, 1])
+    rows = tf.IndexedSlices(VALUES[values]([[rank + 1.0], [1.0], [1.0]]), KINDS[indices]([0, 2, 0]), dense_shape)
     total, divisor = size * (size + 1) / 2, size if op == hk.Average else 1
     want_dense = np.array([[size, 2 * size], [3 * size, total]]) / divisor
     want_rows = np.array([[total + size], [0.0], [size], [0.0]]) / divisor
     variables = [keras.Variable(np.zeros((2, 2), "f4")), keras.Variable(np.zeros((4, 1), "f4"))]
-    if way == "apply":
-        hk.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op).apply((dense, rows), variables)
+
+    def run(step):
+        return tf.function(step, autograph=False)() if "graph" in way else step()
+
+    if way.startswith("apply"):
+        optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op)
+        optimizer.build(variables)
+        run(lambda: optimizer.apply((dense, rows), variables))
         found = [-variables[0].numpy(), -variables[1].numpy()]
     elif way == "tape":
         with hk.DistributedGradientTape(tf.GradientTape(), op=op) as tape:
             loss = with_gradient(variables[0].value, np.array(dense, "f4")) + with_gradient(variables[1].value, rows)
         found = list(tape.gradient(loss, tuple(v.value for v in variables)))
     else:
-        found = hk.average_gradients((dense, rows), op=op)
+        found = run(lambda: hk.average_gradients((dense, rows), op=op))
+    assert found[0].dtype == "float32"
     np.testing.assert_allclose(found[0], want_dense)
-    if shape is None and way == "average":
+    if shape is None and way.startswith("average"):
         found[1] = tf.IndexedSlices(found[1].values, found[1].indices, [4, 1])
     np.testing.assert_allclose(tf.convert_to_tensor(found[1]), want_rows)
 

@@ -92,12 +92,6 @@ def test_branches_that_all_ranks_take_alike(rank, size):
     assert float(step(tf.constant(False), tf.constant(float(rank)))) == size - 1
 
 
-def test_a_function_traced_again_for_another_shape(rank, size):
-    step = tf.function(lambda x: hk.allreduce(x, hk.Sum))
-    for n in (2, 5, 2, 7, 5):
-        assert (step(tf.ones([n])) == size).numpy().all()
-
-
 def test_constants_are_not_reduced_once_and_for_all(rank, size):
     """TensorFlow would constant-fold such a collective instead of running it in the steps."""
     step = tf.function(lambda: (hk.allreduce(tf.constant([1.0, 2.0]), hk.Sum), hk.allreduce(np.float32(rank), hk.Max)))

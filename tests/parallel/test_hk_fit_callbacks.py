@@ -215,32 +215,27 @@ def test_own_metrics_that_are_sums_keep_their_values(options, rng):
     compare(build, x, y, batch_size=8, epochs=2, validation_split=0.2)
 
 
-def test_a_run_in_a_folder_goes_on_after_its_last_epoch(rng, shared_path):
-    x, y = line(rng)
-    options = {"batch_size": 8, "shuffle": False}
-    one, expected = plain(dense("adam"), x, y, epochs=3, **options)
-    ported(dense("adam"), x, y, epochs=1, logdir=shared_path / "run", **options)
-    many, found = ported(dense("adam"), x, y, epochs=3, logdir=shared_path / "run", **options)
-    same_logs(found, {"loss": expected["loss"][1:]})
-    same_weights(many, one)
-
-
-def test_a_run_on_data_of_unknown_length_goes_on_after_its_last_epoch(rng, shared_path):
-    x, y = line(rng)
+def unknown_length(x, y):
     rows = tf.data.Dataset.from_tensor_slices((x, y)).filter(lambda x, y: True).batch(8)
     assert rows.cardinality() == tf.data.UNKNOWN_CARDINALITY
-    one, expected = plain(dense("adam"), rows, epochs=3)
-    folder = shared_path / "run"
-    ported(dense("adam"), rows, epochs=1, logdir=folder)
+    return rows
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_run_in_a_folder_goes_on_after_its_last_epoch(known, rng, shared_path):
+    x, y = line(rng)
+    data, options = ((x, y), {"batch_size": 8, "shuffle": False}) if known else ((unknown_length(x, y),), {})
+    one, expected = plain(dense("adam"), *data, epochs=3, **options)
+    options["logdir"] = shared_path / "run"
+    ported(dense("adam"), *data, epochs=1, **options)
     for epochs_left in (2, 0):
-        many, found = ported(dense("adam"), rows, epochs=3, logdir=folder)
+        many, found = ported(dense("adam"), *data, epochs=3, **options)
         same_logs(found, {"loss": expected["loss"][1:]} if epochs_left else {})
         same_weights(many, one)
 
 
 def test_a_stop_within_an_epoch_of_unknown_length_repeats_the_epoch(rng, shared_path):
-    x, y = line(rng)
-    rows = tf.data.Dataset.from_tensor_slices((x, y)).filter(lambda x, y: True).batch(8)
+    rows = unknown_length(*line(rng))
 
     class Stops(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

@@ -92,18 +92,6 @@ def test_rows_are_assigned_wherever_they_are(partition, rank, size):
     np.testing.assert_array_equal(variable.gather(), expected * 2 + 1)
 
 
-def test_parts_computed_on_differently(partition, rank, size):
-    """The tutorial's example: part r times r + 2, plus r + 1, each round."""
-    variable = hk.PartitionedVariable((10, 4), "float64", "ones", partition=partition)
-    for _ in range(5):
-        variable.apply(lambda rows: rows * (rank + 2) + (rank + 1))
-    expected = np.ones((10, 4))
-    for r, rows in enumerate(hk.allgather_object(list(variable.local_rows))):
-        for _ in range(5):
-            expected[rows] = expected[rows] * (r + 2) + (r + 1)
-    np.testing.assert_array_equal(variable.gather(), expected)
-
-
 @pytest.mark.parametrize(
     ("partition", "bad", "traced"), [("div", 13, False), ("mod", 13, True), ("mod", -1, False), ("div", 2**40, True)]
 )

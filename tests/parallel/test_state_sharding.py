@@ -12,7 +12,6 @@ import tensorflow as tf
 import hvdkit as hk
 from hvdkit.checkpoint.matching import without_numbers
 from hvdkit.optimizer.compression import reduce_scatter
-from hvdkit.optimizer.row_updates import ELEMENTWISE
 from hvdkit.sharding.shards import differs_by_rank, flat_shard_of
 
 opts = keras.optimizers
@@ -70,17 +69,6 @@ def assert_equal(ours, theirs, rtol=2e-5, atol=2e-6):
     hk.compare_variables(ours)
 
 
-MAKERS = {cls.__name__: cls for cls in sorted(ELEMENTWISE, key=lambda cls: cls.__name__)}
-
-
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_weights_equal_one_process(make):
-    """Options of the optimizers: test_optimizer_options.py."""
-    optimizer = hk.DistributedOptimizer(make(), shard_states=True)
-    assert_equal(stepped(optimizer, own), stepped(make(), combined))
-    assert int(optimizer.iterations) == STEPS
-
-
 def clipped(step, limit=0.5):
     grads = combined(step)
     squares = sum(float(tf.reduce_sum(tf.square(tf.cast(g, tf.float64)))) for g in grads if g is not None)
@@ -119,23 +107,6 @@ def test_options_keep_their_meaning(options, grads_of, reference, tolerance):
 
 def dense(grad):
     return tf.convert_to_tensor(grad) if isinstance(grad, tf.IndexedSlices) else grad
-
-
-@pytest.mark.parametrize("op", [hk.Average, hk.Sum])
-def test_accumulation_combines_once_an_update(op):
-    def all_of(step, rank):  # without a missing gradient
-        return gradients(2 * step, rank)
-
-    optimizer = hk.DistributedOptimizer(opts.Adam(0.05, use_ema=True), accumulate_steps=2, op=op, shard_states=True)
-    ours = stepped(optimizer, lambda step: all_of(step, hk.rank()), steps=4)
-
-    def both(step):
-        pairs = zip(combined(4 * step, op), combined(4 * step + 2, op), strict=True)
-        return [(a + b) / (2 if op == hk.Average else 1) for a, b in pairs]
-
-    assert_equal(ours, stepped(opts.Adam(0.05), both, steps=2))
-    sums = optimizer._accumulated_gradients
-    assert [tuple(v.shape) for v in sums] == [SHAPES[name] for name in SINGLE] and not any(map(flat_shard_of, sums))
 
 
 class Halving(opts.Optimizer):

@@ -11,6 +11,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from helpers.faults import flip
 
 import hvdkit as hk
 
@@ -44,12 +45,6 @@ def on_chief(action, *args) -> None:
     if hk.is_chief():
         action(*args)
     hk.barrier()
-
-
-def flip(file: Path, at: int = -100) -> None:
-    content = bytearray(file.read_bytes())
-    content[at] ^= 4
-    file.write_bytes(content)
 
 
 def cut(file: Path) -> None:

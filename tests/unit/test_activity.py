@@ -48,6 +48,10 @@ CHILDREN = {
 }
 
 
+def state_of(pid: int, since: float, waiting: int = 0) -> RecorderState:
+    return RecorderState(thread=pid, step=None, number=waiting, count=waiting, waiting=waiting, since=since)
+
+
 class WatchedAlone(Sentinel):
     """A sentinel without a coordinator."""
 
@@ -79,7 +83,7 @@ class Look:
     def __init__(self, pid: int, waiters: list[int], waiting: int = 0) -> None:
         self.began = time.monotonic()
         self._activity = Activity(pid, waiters, self.began)
-        self._state = RecorderState(thread=pid, step=None, number=0, count=0, waiting=waiting, since=self.began)
+        self._state = state_of(pid, self.began, waiting)
 
     def idle(self) -> float:
         """Return the seconds since the last activity."""
@@ -126,20 +130,13 @@ def test_a_rank_whose_child_process_works_does_not_hang(start, what):
 def test_a_rank_that_has_ended_is_not_idle():
     child = subprocess.Popen(["true"])
     child.wait()
-    activity = Activity(child.pid, [], 10.0)
-    assert (
-        activity.idle(RecorderState(thread=child.pid, step=None, number=0, count=0, waiting=0, since=10.0), 500.0)
-        == 0.0
-    )
+    assert Activity(child.pid, [], 10.0).idle(state_of(child.pid, 10.0), 500.0) == 0.0
 
 
 def test_busy_counts_as_work_until_it_ends():
     activity = Activity(os.getpid(), [], 10.0)
     activity.note_progress(90.0)
-    assert (
-        activity.idle(RecorderState(thread=os.getpid(), step=None, number=1, count=1, waiting=1, since=20.0), 100.0)
-        == 10.0
-    )
+    assert activity.idle(state_of(os.getpid(), 20.0, waiting=1), 100.0) == 10.0
 
 
 def test_what_is_seen_of_a_process(start):
@@ -231,8 +228,7 @@ def test_a_process_that_a_debugger_holds_does_not_hang(start):
     try:
         later = time.monotonic() + 1000.0
         rank.check_stopped(later)
-        state = RecorderState(thread=child.pid, step=1, number=1, count=1, waiting=0, since=0.0)
-        assert rank._activity.idle(state, later) < 1.0
+        assert rank._activity.idle(state_of(child.pid, 0.0), later) < 1.0
     finally:
         libc.ptrace(_PTRACE_DETACH, child.pid, None, None)
 

@@ -126,10 +126,14 @@ def test_a_problem_is_raised_as_it_is_there_and_named_on_all_others(size, proble
         if index == bad:
             raise problem
 
-    outcomes = everywhere(size, lambda exchange, index: gather(exchange, "saving", lambda: value(index), error=error))
-    assert outcomes.pop(bad) is problem
-    if outcomes:
-        assert same(outcomes, raised) == f"saving: rank {bad} raised {type(problem).__name__}: bad"
+    def call(exchange, index):
+        return gather(exchange, "saving", lambda: value(index), error=error)
+
+    for ranks in (range(size), range(3, 3 + size)):  # all ranks, or a group
+        outcomes = everywhere(size, call, ranks)
+        assert outcomes.pop(bad) is problem
+        if outcomes:
+            assert same(outcomes, raised) == f"saving: rank {ranks[bad]} raised {type(problem).__name__}: bad"
 
 
 def test_of_several_problems_the_lowest_rank_s_is_named():

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
+from helpers.faults import flip, limited
 
 import hvdkit as hk
 from hvdkit.checkpoint.entries import Entry, State
@@ -49,12 +50,6 @@ def save(target: Path, size: int = 1, rows: int = 4) -> Path:
             pass
         assert one.error is None, one.error
     return target
-
-
-def flip(file: Path, at: int = -3) -> None:
-    content = bytearray(file.read_bytes())
-    content[at] ^= 1
-    file.write_bytes(content)
 
 
 def names(folder: Path) -> list[str]:
@@ -218,10 +213,8 @@ def test_values_of_a_rank_that_are_missing_are_damage(tmp_path):
 @pytest.fixture
 def few_files():
     """Lower this process's limit of open files, to what 1,024 is for a checkpoint of 4,096 ranks."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES + 60, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    with limited(resource.RLIMIT_NOFILE, OPEN_FILES + 60):
+        yield
 
 
 def test_more_shards_than_a_process_may_open_files(tmp_path, few_files):

@@ -14,6 +14,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.faults import flip
 from helpers.jobs import call, environment, without
 from helpers.speed import WAIT
 
@@ -90,12 +91,6 @@ def logdir(tmp_path):
 @pytest.fixture
 def one(tmp_path):
     return write(tmp_path / "step-000000012", 12)
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def offset(path: Path, name: str, row: int) -> int:

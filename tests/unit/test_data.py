@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from hvdkit.data import Concatenated, GlobalBatches, order
 
-SIZES = (1, 2, 3, 4, 5, 7)
-
 
 def ranks(data, batch_size, size, **options):
     return [GlobalBatches(data, batch_size, rank=r, size=size, **options) for r in range(size)]
@@ -43,56 +41,39 @@ def assert_same(actual, expected):
 # ---- the order -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("remainder", ["pad", "drop"])
-@pytest.mark.parametrize("seed", [None, 3])
-def test_global_order_does_not_depend_on_the_number_of_ranks(size, remainder, seed):
-    data = np.arange(1000, 1103)
-    options = {"shuffle_seed": seed, "epochs": 3, "remainder": remainder}
-    assert_same(global_batches(data, 17, size, **options), global_batches(data, 17, 1, **options))
+@st.composite
+def batches_of(draw):
+    """Return examples, batch size, ranks, options and, for each epoch, the expected order of its real examples."""
+    n, size = draw(st.integers(1, 120)), draw(st.integers(1, 9))
+    batch = draw(st.integers(size, size + 50))
+    remainder = draw(st.sampled_from(["pad", "drop"])) if batch <= n else "pad"
+    seed, epochs = draw(st.none() | st.integers(0, 2**64)), draw(st.integers(1, 3))
+    data = np.arange(1000, 1000 + n)
+    orders = [data if seed is None else data[order.epoch_order(n, seed, epoch)] for epoch in range(epochs)]
+    return data, batch, size, {"shuffle_seed": seed, "epochs": epochs, "remainder": remainder}, orders
 
 
-@given(
-    n=st.integers(1, 200), batch=st.integers(1, 60), size=st.integers(1, 9),
-    seed=st.none() | st.integers(0, 2**64), epoch=st.integers(0, 5), remainder=st.sampled_from(["pad", "drop"]),
-)  # fmt: skip
-@settings(max_examples=300, deadline=None)
-def test_order_arithmetic(n, batch, size, seed, epoch, remainder):
-    bounds = [order.local_rows(batch, rank, size) for rank in range(size)]
-    assert bounds[0][0] == 0 and bounds[-1][1] == batch
-    assert all(bounds[r][1] == bounds[r + 1][0] for r in range(size - 1))
-    lengths = [last - first for first, last in bounds]
-    assert max(lengths) - min(lengths) <= 1
-
-    permutation = order.epoch_order(n, seed, epoch)
-    expected = np.arange(n) if permutation is None else permutation
-    seen = []
-    for step in range(order.steps_per_epoch(n, batch, remainder)):
-        rows = np.concatenate([order.row_indices(step, n, batch, cut, permutation) for cut in bounds])
-        count = order.real_examples(step, n, batch)
-        mask = np.concatenate([order.real_rows(count, cut) for cut in bounds])
-        assert mask.sum() == count >= 1
-        np.testing.assert_array_equal(rows, np.resize(np.roll(expected, -step * batch), batch))
-        seen.extend(rows[mask])
-    whole = n if remainder == "pad" else n - n % batch
-    np.testing.assert_array_equal(seen, expected[:whole])
-    assert sorted(expected) == list(range(n))
-
-
-@given(
-    batch=st.integers(1, 40), size=st.integers(1, 8), count=st.integers(1, 40), seed=st.integers(0, 1000)
-)  # fmt: skip
+@given(batches_of())
 @settings(max_examples=200, deadline=None)
-def test_weights_make_the_average_over_ranks_the_global_mean(batch, size, count, seed):
-    batch, count = max(batch, size), min(count, max(batch, size))
-    loss = np.random.default_rng(seed).normal(size=batch)
-    means = []
-    for rank in range(size):
-        cut = order.local_rows(batch, rank, size)
-        weights = order.sample_weights(order.real_rows(count, cut), count, size)
-        assert weights.dtype == np.float32 and weights.shape == (cut[1] - cut[0],)
-        means.append(np.mean(weights * loss[slice(*cut)]))
-    np.testing.assert_allclose(np.mean(means), loss[:count].mean(), rtol=1e-5, atol=1e-6)
+def test_ranks_together_read_the_global_order_and_average_to_its_mean(drawn):
+    """A short batch is filled from the start of its epoch's order; the filler has no weight."""
+    data, batch_size, size, options, orders = drawn
+    iterators = ranks(data, batch_size, size, **options)
+    for whole in orders:
+        assert sorted(whole) == list(data)
+        steps = len(data) // batch_size if options["remainder"] == "drop" else -(-len(data) // batch_size)
+        for step in range(steps):
+            local = [next(it) for it in iterators]
+            lengths, count = [len(rows) for rows in local], min(batch_size, len(data) - step * batch_size)
+            assert max(lengths) - min(lengths) <= 1 and [it.local_rows[1] for it in iterators] == [*np.cumsum(lengths)]
+            rows, mask = np.concatenate(local), np.concatenate([it.mask for it in iterators])
+            np.testing.assert_array_equal(rows, np.resize(np.roll(whole, -step * batch_size), batch_size))
+            np.testing.assert_array_equal(mask, np.arange(batch_size) < count)
+            assert {it.global_count for it in iterators} == {count} == {sum(it.count for it in iterators)}
+            means = [np.mean(it.sample_weight * rows) for it, rows in zip(iterators, local, strict=True)]
+            np.testing.assert_allclose(np.mean(means), rows[:count].mean(), rtol=1e-5)
+            assert all(it.sample_weight.dtype == np.float32 for it in iterators)
+    assert all(next(it, None) is None for it in iterators)
 
 
 def test_weight_is_exactly_one_in_a_full_batch_that_divides():
@@ -111,31 +92,6 @@ def test_order_of_a_seed_is_the_one_written_down_here():
 def test_epochs_and_seeds_give_different_orders():
     orders = {tuple(order.epoch_order(50, seed, epoch)) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9
-
-
-# ---- the remainder -------------------------------------------------------------------------------------------------
-
-
-def test_pad_fills_from_the_start_of_the_epochs_order():
-    batches = global_batches(np.arange(10), 4, 2, shuffle_seed=5, epochs=1)
-    expected = order.epoch_order(10, 5, 0)
-    np.testing.assert_array_equal(batches[2][0], [*expected[8:], *expected[:2]])
-    assert batches[2][1].tolist() == [True, True, False, False]
-
-
-def test_pad_goes_round_when_the_data_is_smaller_than_the_batch():
-    ((batch, mask),) = global_batches(np.arange(3), 8, 3, epochs=1)
-    assert batch.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
-    assert mask.sum() == 3
-
-
-def test_counts_of_ranks_in_a_short_batch():
-    iterators = ranks(np.arange(5), 8, 4, epochs=1)
-    for it in iterators:
-        next(it)
-    assert [it.count for it in iterators] == [2, 2, 1, 0]
-    assert {it.global_count for it in iterators} == {5}
-    assert all(it.sample_weight[~it.mask].sum() == 0 for it in iterators)
 
 
 def test_epochs_none_goes_on():
@@ -315,6 +271,76 @@ def test_arrays_need_no_tensorflow():
     code += "sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
     environment = {key: value for key, value in os.environ.items() if "OMPI" not in key and "HOROVOD" not in key}
     assert subprocess.run([sys.executable, "-c", code], check=False, env=environment).returncode == 0
+
+
+# ---- state ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before, after", [(1, 4), (4, 1), (2, 3), (3, 5), (3, 3)])
+@pytest.mark.parametrize("done", [0, 3, 5, 6, 7, 12, 18])
+def test_restore_at_another_number_of_ranks_continues_the_global_order(before, after, done):
+    data = np.arange(34)
+    options = {"shuffle_seed": 2, "epochs": 3}
+    expected = list(GlobalBatches(data, 6, rank=0, size=1, **options))
+    first = ranks(data, 6, before, **options)
+    for it in first:
+        for _ in range(done):
+            next(it)
+    states = [it.state for it in first]
+    assert all(state == states[0] for state in states)
+    state = json.loads(json.dumps(states[0]))
+    second = ranks(data, 6, after, **options)
+    for it in second:
+        it.restore(state)
+        assert it.state == state and it.step == done
+    rest = [np.concatenate(parts) for parts in zip(*[list(it) for it in second], strict=True)]
+    assert len(rest) == 18 - done
+    np.testing.assert_array_equal(rest, expected[done:])
+
+
+def test_state_at_is_the_state_after_so_many_steps():
+    it = GlobalBatches(np.arange(34), 6, shuffle_seed=2, rank=0, size=1)
+    for done in range(20):
+        assert it.state == it.state_at(done)
+        assert it.state["epoch"] * 6 + it.state["step"] == it.state["global_step"] == done
+        next(it)
+
+
+def test_restore_may_extend_the_epochs():
+    it = GlobalBatches(np.arange(4), 2, epochs=1, rank=0, size=1)
+    list(it)
+    assert next(it, None) is None
+    longer = GlobalBatches(np.arange(4), 2, epochs=2, rank=0, size=1)
+    longer.restore(it.state)
+    assert [batch.tolist() for batch in longer] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        ({"shuffle_seed": 3}, "seed"),
+        ({"shuffle_seed": None}, "seed"),
+        ({"global_batch_size": 5}, "batch_size"),
+        ({"remainder": "drop"}, "remainder"),
+        ({"arrays_or_source": np.arange(21)}, "examples"),
+    ],
+)
+def test_restore_of_another_run_is_refused(change, name):
+    args = {"arrays_or_source": np.arange(20), "global_batch_size": 4, "shuffle_seed": 2, "rank": 0, "size": 1}
+    state = GlobalBatches(**args).state
+    it = GlobalBatches(**{**args, **change})
+    with pytest.raises(ValueError, match=rf"state\['{name}'\]: got .* expected .* as now; "):
+        it.restore(state)
+
+
+def test_restore_notices_another_shuffle_and_a_stranger():
+    it = GlobalBatches(np.arange(20), 4, shuffle_seed=2, rank=0, size=1)
+    with pytest.raises(ValueError, match="NumPy"):
+        it.restore({**it.state, "order_check": 1})
+    with pytest.raises(ValueError, match=r"no \['batch_size'"):
+        it.restore({"epoch": 0, "step": 0})
+    with pytest.raises(TypeError, match="state"):
+        it.restore({**it.state, "step": "3"})
 
 
 # ---- fingerprint ---------------------------------------------------------------------------------------------------

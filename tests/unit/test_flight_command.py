@@ -6,6 +6,7 @@ import json
 import resource
 
 import pytest
+from helpers.faults import limited
 
 from hvdkit.commands import cli
 from hvdkit.commands.flight import explain, timeline, trace
@@ -186,10 +187,6 @@ def test_of_many_ranks_those_are_drawn_that_the_others_wait_for():
 
 def test_a_disk_that_is_full_keeps_no_part_of_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv(flight_file.FOLDER, str(tmp_path))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
+    with limited(resource.RLIMIT_FSIZE, 100):
         words = flight_file.write("the end", flights([record("a", 1.0, 2.0)] * 10).ranks, size=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "cannot be written (File too large)" in words and not list(tmp_path.iterdir())

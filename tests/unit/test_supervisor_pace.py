@@ -49,31 +49,21 @@ def test_the_first_step_counts_for_nothing():
     assert run.gaps() == [1] and run.pace.due(2 + GROWTH) and not run.pace.due(2 + GROWTH - 1)
 
 
-def test_quick_steps_grow_fourfold_to_a_second():
-    run = Run()
-    run.steps(10_000, 0.001)
+@pytest.mark.parametrize(
+    ("seconds", "count", "step_seconds", "first", "then"),
+    [
+        (1.0, 10_000, 0.001, [1, 4, 16, 64, 256], {998, 999, 1000}),
+        (1.0, 200, 0.1, [1, 4], {9, 10}),
+        (1.0, 20, 10.0, [1], {1}),
+        (5.0, 1000, 0.125, [1, 4, 16], {40}),
+        (1.0, 100, 0.0, [1, 4, 16, 64], set()),  # a clock that stands still
+    ],
+)
+def test_intervals_grow_fourfold_to_the_seconds_between_agreements(seconds, count, step_seconds, first, then):
+    run = Run(seconds)
+    run.steps(count, step_seconds)
     gaps = run.gaps()
-    assert gaps[:5] == [1, 4, 16, 64, 256]
-    assert all(998 <= gap <= 1000 for gap in gaps[5:])
-
-
-def test_steps_of_a_tenth_of_a_second():
-    run = Run()
-    run.steps(200, 0.1)
-    assert run.gaps()[:2] == [1, 4]
-    assert all(9 <= gap <= 10 for gap in run.gaps()[2:])
-
-
-def test_slow_steps_agree_every_time():
-    run = Run()
-    run.steps(20, 10.0)
-    assert run.gaps() == [1] * 19
-
-
-def test_seconds_scale_the_interval():
-    run = Run(seconds=5.0)
-    run.steps(1000, 0.125)
-    assert run.gaps()[-3:] == [40, 40, 40]
+    assert gaps[: len(first)] == first and {*gaps[len(first) :]} <= then
 
 
 def test_steps_that_become_slow_delay_one_agreement_only():
@@ -112,12 +102,6 @@ def test_a_save_in_flight_is_looked_at_after_every_step():
     before = len(run.agreed)
     run.steps(5, 0.001, interval=1)
     assert len(run.agreed) == before + 5
-
-
-def test_a_clock_that_stands_still():
-    run = Run()
-    run.steps(100, 0.0)
-    assert run.gaps()[:4] == [1, 4, 16, 64]
 
 
 def test_due_alone_changes_nothing():

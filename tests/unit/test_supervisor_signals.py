@@ -133,24 +133,15 @@ def test_usr1_may_come_often():
     assert process.end()[:2] == (0, "went on")
 
 
-def test_ignored_signals_stay_ignored():
-    process = Process(
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        + LOOP.replace("1500", "100")
-        + "say('received', stop.received)"
-    )
-    process.send(signal.SIGINT)
-    assert process.end()[:2] == (0, "received None")
-
-
-def test_usr1_is_left_to_whoever_handles_it():
-    process = Process(
-        "signal.signal(signal.SIGUSR1, lambda *_: say('mine'))\n"
-        + LOOP.replace("1500", "100")
-        + "say('received', stop.received)"
-    )
-    process.send(signal.SIGUSR1)
-    assert process.end()[:2] == (0, "mine\nreceived None")
+@pytest.mark.parametrize(
+    ("number", "handler", "printed"),
+    [(signal.SIGINT, "signal.SIG_IGN", ""), (signal.SIGUSR1, "lambda *_: say('mine')", "mine\n")],
+)
+def test_signals_that_the_program_ignores_or_handles_are_left_to_it(number, handler, printed):
+    loop = LOOP.replace("1500", "100") + "say('received', stop.received)"
+    process = Process(f"signal.signal({int(number)}, {handler})\n{loop}")
+    process.send(number)
+    assert process.end()[:2] == (0, f"{printed}received None")
 
 
 def test_handlers_come_back():

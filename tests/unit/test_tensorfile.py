@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.faults import flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -122,12 +123,6 @@ def file(tmp_path):
     """Return a file of two tensors and its record; "x" has 1024 rows of 4 KiB, 256 per block."""
     arrays = {"x": some((1024, 1024), np.dtype("f4")), "y": some((10,), np.dtype("i4"))}
     return tmp_path / "part.safetensors", write(tmp_path / "part.safetensors", **arrays), arrays
-
-
-def flip(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 4
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("row", [0, 255, 256, 700, 1023])

@@ -142,21 +142,6 @@ def close(connection: Connection) -> None:
 # ---- the handshake ------------------------------------------------------------------------------------------------
 
 
-def test_a_sentinel_and_the_coordinator_find_each_other():
-    with Job(2) as job:
-        ends = [job.sentinel(rank, 2) for rank in range(2)]
-        assert job.coordinator.members.keys() == {0, 1}
-        ends[1].send(Training(pid=3, waiters=[4]))
-        ends[1].send(Status(step=7))
-        ends[1].send(Output(STDOUT, b"a line\n"))
-        wait_until(lambda: job.output)
-        member = job.coordinator.members[1]
-        assert member.is_training and member.status == Status(step=7) and job.output == {(1, b"a line\n"): 1}
-        assert (member.joined.host, member.joined.place) == ("host-0", "place-0")
-        for one in ends:
-            close(one)
-
-
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
@@ -516,14 +501,11 @@ def test_hundreds_of_sentinels_connect_and_report():
             end.send(Training(pid=1, waiters=[]))
             end.send(Output(STDOUT, b"hello\n"))
             end.send(Status(step=rank))
-        wait_until(
-            lambda: (
-                len(job.output) == size
-                and all(one.status.step is not None for one in list(job.coordinator.members.values()))
-            )
-        )
+        members = job.coordinator.members
+        wait_until(lambda: len(job.output) == size and all(one.status.step is not None for one in [*members.values()]))
+        assert all(one.is_training for one in members.values())
         assert job.output == {(rank, b"hello\n"): 1 for rank in range(size)}
-        assert [job.coordinator.members[rank].status.step for rank in range(size)] == list(range(size))
+        assert [members[rank].status.step for rank in range(size)] == list(range(size))
         ends[7].send(Failed(cause="ValueError: the disk is full", step=3, text="[rank 7] its traceback"))
         for rank in range(8, 108):
             ends[rank].send(Failed(cause="HorovodInternalError: x", follows=True))
