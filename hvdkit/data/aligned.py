@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+Rows = TypeVar("Rows")
 
 # The alignment of Eigen, which TensorFlow uses.
 ALIGNMENT = 64
@@ -27,8 +32,8 @@ def aligned_empty(shape: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
     return raw[start : start + length].view(dtype).reshape(shape)
 
 
-def tensor_of(rows: Any) -> Any:
-    """Return an array as a CPU tensor, without copying arrays from :func:`aligned_empty`.
+def tensor_of(rows: Rows) -> Rows | tf.Tensor:
+    """Return an array as a CPU tensor, without copying arrays from :func:`aligned_empty`; return other rows unchanged.
 
     The tensor shares the memory: the caller must not write to ``rows`` afterwards.
     """

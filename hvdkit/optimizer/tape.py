@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,7 @@ class DistributedGradientTape:
         if averaging.weight is not None and (was_coupled() or any(kind_of(v) in ("rows", "part") for v in variables)):
             # Weight the loss instead of its gradients: some are exchanged during the backward pass.
             agree_on(lambda: place_gradients([]), averaging)  # check the weight before it is exchanged
-            averaging, factor = Averaging(op=Sum, compression=averaging.compression), weight_factor(averaging)
+            averaging, factor = replace(averaging, op=Sum, weight=None), weight_factor(averaging)
             gradient_of = partial(self._weighted_gradient, factor)
         structure: list[Any] = []
 

@@ -139,18 +139,12 @@ class Ending:
         self._timer.arm(self.code, _OTHERS_SECONDS)
 
     def finish(self) -> None:
-        """Let the interpreter shut down with the verdict's code. Called by the last ``atexit`` handler."""
+        """Let the interpreter shut down, within a limited time. Called by the last ``atexit`` handler."""
         assert self.code is not None
         self._timer.arm(self.code, _SHUTDOWN_SECONDS)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not self.is_released():  # Horovod must not be shut down a second time concurrently
             end_process(self.code)
-        # A script that ended earlier, or caught the exception, would exit with another code. So make the C library
-        # flush its files and exit with the verdict's code after the interpreter has shut down.
-        with contextlib.suppress(AttributeError):  # not glibc
-            libc = ctypes.CDLL(None)
-            libc.__cxa_atexit(libc._exit, ctypes.c_void_p(self.code), None)
-            libc.__cxa_atexit(libc.fflush, None, None)
 
 
 def is_victim(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -81,6 +82,26 @@ def test_gradients_within_a_set(sets, rank):
             tape.watch(x)
             loss = tf.reduce_sum(hk.allreduce(x, hk.Sum, process_set=one) * (rank + 1))
         assert tape.gradient(loss, x).numpy().tolist() == [sum(r + 1.0 for r in one.ranks)]
+    hk.barrier()
+
+
+def test_a_weighted_tape_within_a_set(sets, rank, size):
+    """A layer that couples ranks makes the tape weight the loss; its gradients are still combined within the set."""
+    layer = keras.layers.BatchNormalization(synchronized=True)
+    layer.build((1, 2))
+    hk.layers.synchronize_batch_normalization(layer)
+    variable, table = tf.Variable(2.0), hk.PartitionedVariable([size, 2])
+    for one in (sets[2 + rank], sets[0]):
+        if one.included():
+            with hk.DistributedGradientTape(tf.GradientTape(), weight=rank + 1.0, process_set=one) as tape:
+                loss = variable * rank
+            expected = np.average(one.ranks, weights=[r + 1 for r in one.ranks])
+            np.testing.assert_allclose(tape.gradient(loss, variable), expected, rtol=1e-6)
+            with hk.DistributedGradientTape(tf.GradientTape(), weight=1.0, process_set=one) as tape:
+                loss = tf.reduce_sum(table.local)
+            if size > 1:
+                with pytest.raises(ValueError, match="process_set"):
+                    tape.gradient(loss, table.local)
     hk.barrier()
 
 
