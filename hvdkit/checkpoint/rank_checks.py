@@ -56,12 +56,16 @@ def agreed_state(state: Mapping[str, Any]) -> State:
         TypeError: something in it cannot be saved.
         CollectiveMismatchError: ranks differ; the message names rank and tensor.
     """
-    exchange = cluster.exchange()
-    flattened = run_on_all_ranks("state to save or restore", lambda: flatten(state))
-    signature = _signature(flattened)
-    digest = hashlib.sha256(repr(signature).encode()).digest()
-    if len(set(agreement.gather(exchange, "digest of the state", lambda: digest))) > 1:
-        signatures = agreement.gather(exchange, "different states to save or restore", lambda: signature)
+    exchange, flattened = cluster.exchange(), State()
+
+    def digest() -> bytes:
+        nonlocal flattened
+        flattened = flatten(state)
+        return hashlib.sha256(repr(_signature(flattened)).encode()).digest()
+
+    digests = agreement.gather(exchange, "state to save or restore", digest, error=CheckpointError)
+    if len(set(digests)) > 1:
+        signatures = agreement.gather(exchange, "different states to save or restore", lambda: _signature(flattened))
         remedy = "build the same model on every rank"
         agreement.compare(signatures, "state", remedy, key=_without_numbers, show=_first_difference)
         for entry, (name, *_) in zip(flattened.entries.values(), signatures[0], strict=False):
