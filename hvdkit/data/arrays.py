@@ -108,15 +108,16 @@ class ArraySource:
         steps = order.steps_per_epoch(examples, batch_size, remainder)
         shuffled = order.epoch_order(examples, seed, epoch)
         while step < steps:
-            chunk = range(step, min(step + max_batches, steps))
-            counts = [order.real_examples(i, examples, batch_size) for i in chunk]
-            if rank_rows.rows(counts[-1]) != rank_rows.rows(counts[0]):
-                counts.pop()  # the short last batch is yielded separately
-            indices = [
-                order.row_indices(step + i, examples, batch_size, rank_rows.rows(count), shuffled)
-                for i, count in enumerate(counts)
-            ]
-            yield self.read(indices[0] if max_batches == 1 else np.stack(indices)), counts, 0
+            counts = [order.real_examples(step, examples, batch_size)]
+            rows = rank_rows.rows(counts[0])
+            indices = order.row_indices(step, examples, batch_size, rows, shuffled)
+            if max_batches > 1:
+                following = range(step + 1, min(step + max_batches, steps))
+                full = [i for i in following if order.real_examples(i, examples, batch_size) == counts[0]]
+                counts += counts * len(full)  # a short last batch is yielded separately
+                others = [order.row_indices(i, examples, batch_size, rows, shuffled) for i in full]
+                indices = np.stack([indices, *others])
+            yield self.read(indices), counts, 0
             step += len(counts)
 
     def batch_spec(self, rows: int | None) -> Any:
