@@ -91,10 +91,13 @@ def epoch_order(examples: int, seed: int | None, epoch: int) -> np.ndarray | Non
         >>> epoch_order(6, seed=1, epoch=0)
         array([4, 0, 2, 1, 5, 3], dtype=uint32)
     """
-    if seed is None:
-        return None
+    return None if seed is None else shuffled_indices(examples, (seed, epoch))
+
+
+def shuffled_indices(examples: int, key: tuple[int, ...]) -> np.ndarray:
+    """Return ``range(examples)`` in an order that depends only on ``key``, integers >= 0: uint32, or int64 if needed."""
     order = np.arange(examples, dtype=np.uint32 if examples <= 2**32 else np.int64)
-    np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).shuffle(order)
+    np.random.Generator(np.random.PCG64(np.random.SeedSequence(key))).shuffle(order)
     return order
 
 
