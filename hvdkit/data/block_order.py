@@ -13,8 +13,8 @@ into lanes:
 3. The examples of a lane are read in order, in windows of w examples. Each window is shuffled.
 
 A rank r of N has rows ``[r*B//N, (r+1)*B//N)``, so if N divides L, it reads whole lanes, that is n/N examples of the
-epoch and at most two blocks more per lane. The order itself does not depend on N. A batch has examples of L windows from
-L places of the sequence.
+epoch and at most two blocks more per lane. The order itself does not depend on N. A batch has examples of L windows,
+from L places of the sequence.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def epoch_order(examples: int, seed: int | None, epoch: int) -> np.ndarray | Non
 
 
 def shuffled_indices(examples: int, key: tuple[int, ...]) -> np.ndarray:
-    """Return ``range(examples)`` in an order that depends only on ``key``, integers >= 0: uint32, or int64 if needed."""
+    """Return ``range(examples)`` in an order that depends only on ``key``, integers >= 0. dtype uint32 if possible."""
     order = np.arange(examples, dtype=np.uint32 if examples <= 2**32 else np.int64)
     np.random.Generator(np.random.PCG64(np.random.SeedSequence(key))).shuffle(order)
     return order
