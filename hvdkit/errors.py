@@ -42,6 +42,10 @@ class CorruptCheckpointError(CheckpointError):
     """The contents of a checkpoint differ from what was saved."""
 
 
+class DataError(HvdkitError):
+    """A data file is damaged, or has changed or disappeared while it was used."""
+
+
 class PlanError(HvdkitError):
     """No placement of the tables fits the available memory."""
 

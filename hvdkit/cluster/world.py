@@ -272,6 +272,11 @@ def call_order() -> CallOrder:
     return _current().call_order
 
 
+def is_initialized() -> bool:
+    """Return True between :func:`init` and :func:`shutdown`."""
+    return _world is not None
+
+
 def rank() -> int:
     """Return the number of this process, 0 to ``size() - 1``. Raises ClusterError before :func:`init`."""
     return _current().cluster.rank

@@ -7,5 +7,6 @@ for it. Start reading with ``order.py``, which computes the examples in each row
 
 from hvdkit.data.arrays import Concatenated
 from hvdkit.data.batches import GlobalBatches
+from hvdkit.data.files import parquet
 
-__all__ = ["Concatenated", "GlobalBatches"]
+__all__ = ["Concatenated", "GlobalBatches", "parquet"]

@@ -9,12 +9,18 @@ from typing import Any, get_args
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
 from hvdkit.data.arrays import ArraySource
+from hvdkit.data.files.source import FileSource
+from hvdkit.data.indexed import Mode, Shuffle
 from hvdkit.data.order import Remainder
 from hvdkit.data.stream import StreamSource
 from hvdkit.errors import describe, integer
 
-SHUFFLE_BUFFER = 10_000
+STREAM_BUFFER = 10_000
 """Default size of a stream's shuffle buffer, in examples."""
+BLOCK_BUFFER = 2**18
+"""Default number of examples in the windows of all lanes: see :mod:`hvdkit.data.block_order`."""
+LANES = 16
+"""Default number of lanes; ranks whose number divides it read no block twice."""
 
 
 def remainder(value: Any) -> Remainder:
@@ -51,20 +57,49 @@ def check_state(state: Any, identity: dict[str, Any]) -> None:
             raise ValueError(describe(f"state[{key!r}]", state[key], f"{expected!r}, as now", _REMEDIES[key]))
 
 
-def source(data: Any, map_fn: Callable[..., Any] | None, shuffle_buffer: int | None) -> ArraySource | StreamSource:
+def source(data: Any, map_fn: Callable[..., Any] | None) -> ArraySource | FileSource | StreamSource:
     """Return ``data`` as a source of examples."""
-    if shuffle_buffer is not None:
-        shuffle_buffer = integer("shuffle_buffer", shuffle_buffer, minimum=1)
     tensorflow = sys.modules.get("tensorflow")  # already imported if data is a Dataset
     if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
-        return StreamSource(data, map_fn=map_fn, shuffle_buffer=shuffle_buffer or SHUFFLE_BUFFER)
-    for name, value in (("map_fn", map_fn), ("shuffle_buffer", shuffle_buffer)):
-        if value is not None:
-            remedy = (
-                "it is for a tf.data.Dataset; arrays are shuffled whole, and each batch can be mapped after it is read"
-            )
-            raise TypeError(describe(name, value, "None for arrays", remedy))
-    return ArraySource(data)
+        return StreamSource(data, map_fn=map_fn)
+    if map_fn is not None:
+        remedy = "it is for a tf.data.Dataset; map each batch of arrays or files after it is read, or use parse="
+        raise TypeError(describe("map_fn", map_fn, "None for arrays and files", remedy))
+    return data if isinstance(data, FileSource) else ArraySource(data)
+
+
+def shuffle_of(
+    source: ArraySource | FileSource | StreamSource,
+    batch_size: int,
+    seed: int | None,
+    mode: Mode,
+    buffer: int | None,
+    interleave: int | None,
+) -> Shuffle:
+    """Return the checked arguments about the order of examples, with the defaults of the source."""
+    seed = None if seed is None else integer("shuffle_seed", seed, minimum=0)
+    buffer = None if buffer is None else integer("shuffle_buffer", buffer, minimum=1)
+    if mode not in get_args(Mode):
+        raise ValueError(describe("shuffle", mode, "'full' or 'blocks'", "choose one of the two"))
+    if isinstance(source, StreamSource) and seed is not None:
+        buffer = buffer or STREAM_BUFFER
+    if mode == "full":
+        for name, value in (
+            ("shuffle_buffer", None if isinstance(source, StreamSource) else buffer),
+            ("interleave", interleave),
+        ):
+            if value is not None:
+                remedy = "leave it out; it is for shuffle='blocks' on files"
+                raise TypeError(describe(name, value, "None for a full shuffle", remedy))
+        return Shuffle(seed, buffer=buffer)
+    if not isinstance(source, FileSource):
+        remedy = "leave it out: arrays are shuffled whole, and streams with shuffle_buffer"
+        raise TypeError(describe("shuffle", mode, "files, e.g. hk.data.parquet(paths)", remedy))
+    lanes = min(LANES, batch_size) if interleave is None else integer("interleave", interleave, minimum=1)
+    if lanes > batch_size:
+        remedy = "lower it, or raise global_batch_size: each lane has a row of every batch"
+        raise ValueError(describe("interleave", lanes, f"at most {batch_size}, the global batch size", remedy))
+    return Shuffle(seed, "blocks", buffer or BLOCK_BUFFER, lanes)
 
 
 def keras_parts(structure: object) -> int:
@@ -98,6 +133,9 @@ _REMEDIES = {
     "batch_size": "pass the same global_batch_size as before, whatever the number of ranks",
     "remainder": "pass the same remainder as before",
     "steps_per_epoch": "give the data set of the saved run, or start afresh",
+    "shuffle": "pass the same shuffle as before",
     "shuffle_buffer": "pass the same shuffle_buffer as before",
+    "interleave": "pass the same interleave as before, whatever the number of ranks",
+    "files": "give the files of the saved run, or start afresh",
     "order_check": "use the NumPy of the saved run: this one shuffles in another way",
 }

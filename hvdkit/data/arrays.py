@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import optree
 
-from hvdkit.data import order
 from hvdkit.data.aligned import aligned_empty
+from hvdkit.data.indexed import Shuffle, indices_of_epoch
+from hvdkit.data.order import Order, RankRows, Remainder, epoch_order
 from hvdkit.errors import describe
 
 
@@ -70,7 +71,7 @@ class ArraySource:
         examples: The length of the arrays.
     """
 
-    map_fn = shuffle_buffer = None
+    map_fn = None
 
     def __init__(self, arrays: Any):
         accessors, leaves, self._treedef = optree.tree_flatten_with_accessor(arrays)
@@ -90,13 +91,18 @@ class ArraySource:
         """Return a copy of the rows ``indices`` (int64, of any shape) of every array, in the original structure."""
         return optree.tree_unflatten(self._treedef, [column.read(indices) for column in self._columns])
 
+    def order(self, shuffle: Shuffle, epoch: int, batch_size: int) -> Order | None:
+        """Return the order of an epoch: a uniform permutation, which takes 4 bytes per example."""
+        shuffled = epoch_order(self.examples, shuffle.seed, epoch)
+        return None if shuffled is None else shuffled.__getitem__
+
     def open(
         self,
         epoch: int,
         step: int,
-        rank_rows: order.RankRows,
-        seed: int | None,
-        remainder: order.Remainder,
+        rank_rows: RankRows,
+        shuffle: Shuffle,
+        remainder: Remainder,
         max_batches: int = 1,
     ) -> Iterator[tuple[Any, list[int], int]]:
         """Yield the rank's rows of the epoch's global batches from ``step`` on, and their numbers of real examples.
@@ -104,21 +110,8 @@ class ArraySource:
         Each item has one batch; or, if ``max_batches`` is greater, up to so many batches with equal numbers of rows, as
         arrays ``[batches, rows, ...]``. The third value is 0; streams yield a digest of the batch instead.
         """
-        examples, batch_size = self.examples, rank_rows.batch_size
-        steps = order.steps_per_epoch(examples, batch_size, remainder)
-        shuffled = order.epoch_order(examples, seed, epoch)
-        while step < steps:
-            counts = [order.real_examples(step, examples, batch_size)]
-            rows = rank_rows.rows(counts[0])
-            indices = order.row_indices(step, examples, batch_size, rows, shuffled)
-            if max_batches > 1:
-                following = range(step + 1, min(step + max_batches, steps))
-                full = [i for i in following if order.real_examples(i, examples, batch_size) == counts[0]]
-                counts += counts * len(full)  # a short last batch is yielded separately
-                others = [order.row_indices(i, examples, batch_size, rows, shuffled) for i in full]
-                indices = np.stack([indices, *others])
+        for indices, counts in indices_of_epoch(self, epoch, step, rank_rows, shuffle, remainder, max_batches):
             yield self.read(indices), counts, 0
-            step += len(counts)
 
     def batch_spec(self, rows: int | None) -> Any:
         """Return the ``tf.TensorSpec`` structure of a batch of ``rows`` rows; None for any number."""
@@ -126,6 +119,10 @@ class ArraySource:
 
         first = self.read(np.zeros(1, np.int64))
         return optree.tree_map(lambda array: tf.TensorSpec([rows, *array.shape[1:]], array.dtype), first)
+
+    def identity(self, shuffle: Shuffle) -> dict[str, Any]:
+        """Return nothing more: seed and sizes determine the order."""
+        return {}
 
     def fingerprint(self) -> dict[str, Any]:
         """Return shapes, dtypes and a checksum of up to 8 evenly spaced rows."""

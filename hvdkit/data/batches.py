@@ -14,6 +14,7 @@ from hvdkit.cluster.progress import spending
 from hvdkit.data import arguments, order
 from hvdkit.data.aligned import tensor_of
 from hvdkit.data.arrays import ArraySource
+from hvdkit.data.indexed import Mode
 from hvdkit.data.keras_dataset import batches_at_once, keras_dataset, weighted, weighted_spec
 from hvdkit.errors import describe, integer
 
@@ -75,25 +76,29 @@ class GlobalBatches(Iterator[Any]):
         global_batch_size: int,
         *,
         shuffle_seed: int | None = None,
+        shuffle: Mode = "full",
         epochs: int | None = None,
         remainder: order.Remainder = "pad",
         with_sample_weight: bool = False,
         as_tensors: bool = False,
         map_fn: Callable[..., Any] | None = None,
         shuffle_buffer: int | None = None,
+        interleave: int | None = None,
         rank: int | None = None,
         size: int | None = None,
     ):
         self._rank, self._size = arguments.world(rank, size)
         self._batch_size = integer("global_batch_size", global_batch_size, minimum=1)
-        self._seed = None if shuffle_seed is None else integer("shuffle_seed", shuffle_seed, minimum=0)
         self._epochs = None if epochs is None else integer("epochs", epochs, minimum=1)
         self._remainder = arguments.remainder(remainder)
         if self._batch_size < self._size:
             expected = f"at least {self._size}, the number of ranks"
             remedy = "raise it, or start fewer ranks: each needs an example in every batch"
             raise ValueError(describe("global_batch_size", self._batch_size, expected, remedy))
-        self._source = arguments.source(arrays_or_source, map_fn, shuffle_buffer)
+        self._source = arguments.source(arrays_or_source, map_fn)
+        self._shuffle = arguments.shuffle_of(
+            self._source, self._batch_size, shuffle_seed, shuffle, shuffle_buffer, interleave
+        )
         self._rank_rows = order.RankRows(self._rank, self._size, self._batch_size)
         self._rows = self._rank_rows.rows(self._batch_size)
         self._with_sample_weight, self._as_tensors = with_sample_weight, as_tensors
@@ -101,7 +106,7 @@ class GlobalBatches(Iterator[Any]):
         if with_sample_weight:
             self._require_pairs()
         self._steps_per_epoch = self._known_steps_per_epoch()
-        self._order_check = order.order_check(self._seed)
+        self._order_check = order.order_check(self._shuffle.seed)
         self._epoch = self._step = 0  # position of the next batch
         self._restores = self._epoch_yielded = 0
         self._count: int | None = None  # b of the batch just yielded
@@ -144,7 +149,7 @@ class GlobalBatches(Iterator[Any]):
         """Show the sizes, and a hint for users: Keras's error about unsupported data contains this text."""
         return (
             f"GlobalBatches(examples={self._source.examples}, global_batch_size={self._batch_size}, "
-            f"shuffle_seed={self._seed}, remainder={self._remainder!r}) [for Keras: hk.fit(model, batches), or "
+            f"shuffle_seed={self._shuffle.seed}, remainder={self._remainder!r}) [for Keras: hk.fit(model, batches), or "
             "model.fit(batches.as_keras())]"
         )
 
@@ -245,7 +250,7 @@ class GlobalBatches(Iterator[Any]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return a JSON-compatible fingerprint, equal on ranks with equal data: seed, sizes, dtypes, checksums."""
-        settings = {"seed": self._seed, "batch_size": self._batch_size, "remainder": self._remainder}
+        settings = {"seed": self._shuffle.seed, "batch_size": self._batch_size, "remainder": self._remainder}
         return {**self._source.fingerprint(), **settings}
 
     def as_keras(self) -> tf.data.Dataset:
@@ -341,7 +346,7 @@ class GlobalBatches(Iterator[Any]):
     def _read(self) -> Any:
         """Return the next batch of this epoch, or None at its end."""
         if self._reader is None:
-            self._reader = self._source.open(self._epoch, self._step, self._rank_rows, self._seed, self._remainder)
+            self._reader = self._source.open(self._epoch, self._step, self._rank_rows, self._shuffle, self._remainder)
         try:
             batch, (count,), self._digest = next(self._reader, _END)
         except BaseException:
@@ -378,13 +383,14 @@ class GlobalBatches(Iterator[Any]):
     def _identity(self) -> dict[str, Any]:
         """Return the settings that, with the data, determine the global order."""
         return {
-            "seed": self._seed,
+            "seed": self._shuffle.seed,
             "examples": self._source.examples,
             "batch_size": self._batch_size,
             "remainder": self._remainder,
             "steps_per_epoch": self._steps_per_epoch,
-            "shuffle_buffer": self._source.shuffle_buffer if self._seed is not None else None,
+            "shuffle_buffer": self._shuffle.buffer,
             "order_check": self._order_check,
+            **self._source.identity(self._shuffle),
         }
 
     def _as_dataset(self, batches: GlobalBatches, convert: _Convert, spec: Any, at_once: int) -> Any:
@@ -419,7 +425,7 @@ class GlobalBatches(Iterator[Any]):
         for current in itertools.count(epoch) if self._epochs is None else range(epoch, self._epochs):
             first = step if current == epoch else 0
             for batches, counts, _ in self._source.open(
-                current, first, self._rank_rows, self._seed, self._remainder, max_batches
+                current, first, self._rank_rows, self._shuffle, self._remainder, max_batches
             ):
                 yield len(counts), convert(batches, counts, 0)
 

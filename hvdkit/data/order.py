@@ -13,12 +13,15 @@ An epoch's order is a permutation of ``range(n)``. Step ``i`` of the epoch takes
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 Remainder = Literal["pad", "drop"]
+Order = Callable[[np.ndarray], np.ndarray]
+"""Maps positions of an epoch, integers of any shape, to examples."""
 
 
 def local_rows(batch_size: int, rank: int, size: int) -> tuple[int, int]:
@@ -111,9 +114,7 @@ def order_check(seed: int | None) -> int | None:
     return None if order is None else zlib.crc32(order.astype("<u4").tobytes())
 
 
-def row_indices(
-    step: int, examples: int, batch_size: int, rows: tuple[int, int], order: np.ndarray | None
-) -> np.ndarray:
+def row_indices(step: int, examples: int, batch_size: int, rows: tuple[int, int], order: Order | None) -> np.ndarray:
     """Return the indices of the examples in ``rows`` of the global batch ``step``, int64 ``[rows]``.
 
     Positions past the end of the epoch (filler) wrap around to its start.
@@ -122,7 +123,7 @@ def row_indices(
     positions = np.arange(start + rows[0], start + rows[1])
     if start + rows[1] > examples:
         positions %= examples
-    return positions if order is None else order[positions].astype(np.int64)
+    return positions if order is None else order(positions).astype(np.int64)
 
 
 def real_rows(count: int, rows: tuple[int, int]) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.data import order
+from hvdkit.data.indexed import Shuffle
 from hvdkit.errors import describe
 
 
@@ -23,14 +24,13 @@ class StreamSource:
         examples: The dataset's cardinality, or None if it is unknown or infinite.
     """
 
-    def __init__(self, dataset: Any, *, map_fn: Callable[..., Any] | None, shuffle_buffer: int):
+    def __init__(self, dataset: Any, *, map_fn: Callable[..., Any] | None):
         import tensorflow as tf
 
         options = tf.data.Options()
         options.deterministic = True  # the user's parallel reads and maps keep their order
         self._dataset = dataset.with_options(options)
         self.map_fn = map_fn
-        self.shuffle_buffer = shuffle_buffer
         self.structure = dataset.element_spec if map_fn is None else dataset.map(map_fn).element_spec
         cardinality = int(dataset.cardinality())
         if cardinality == 0:
@@ -40,7 +40,7 @@ class StreamSource:
         self.examples = cardinality if cardinality > 0 else None
 
     def open(
-        self, epoch: int, step: int, rank_rows: order.RankRows, seed: int | None, remainder: order.Remainder
+        self, epoch: int, step: int, rank_rows: order.RankRows, shuffle: Shuffle, remainder: order.Remainder
     ) -> Iterator[tuple[Any, list[int], int]]:
         """Yield the rank's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
 
@@ -57,7 +57,7 @@ class StreamSource:
             kept = rows.repeat().skip(rank_rows.first(count)).take(rank_rows.max_rows)
             return tf.data.Dataset.zip((kept, tf.data.Dataset.from_tensors((count, digest)).repeat()))
 
-        stream = self._ordered(epoch, seed).skip(step * rank_rows.batch_size)
+        stream = self._ordered(epoch, shuffle).skip(step * rank_rows.batch_size)
         stream = stream.window(rank_rows.batch_size, drop_remainder=remainder == "drop").flat_map(keep_rows)
         if self.map_fn is not None:
             stream = stream.map(self._map_example, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
@@ -71,6 +71,10 @@ class StreamSource:
         dataset = self._dataset if self.map_fn is None else self._dataset.map(self.map_fn)
         return dataset.batch(rows or 1, drop_remainder=rows is not None).element_spec
 
+    def identity(self, shuffle: Shuffle) -> dict[str, Any]:
+        """Return nothing more: seed and sizes determine the order."""
+        return {}
+
     def fingerprint(self) -> dict[str, Any]:
         """Return the number and type of the examples, and a checksum of the first two."""
         import tensorflow as tf
@@ -81,18 +85,18 @@ class StreamSource:
                 checksum = zlib.crc32(tf.io.serialize_tensor(leaf).numpy(), checksum)
         return {"examples": self.examples, "arrays": {"dataset": str(self._dataset.element_spec)}, "rows": checksum}
 
-    def _ordered(self, epoch: int, seed: int | None) -> Any:
-        if seed is None:
+    def _ordered(self, epoch: int, shuffle: Shuffle) -> Any:
+        if shuffle.seed is None:
             return self._dataset
         import tensorflow as tf
 
-        shuffle_seed = int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0] >> 1)
+        shuffle_seed = int(np.random.SeedSequence([shuffle.seed, epoch]).generate_state(1, np.uint64)[0] >> 1)
 
         def shuffled(_: Any) -> Any:
             # tf.data also uses the global seed, which a script may have set differently on each rank. Inside this
             # function it is the seed of the function's graph, which is fixed here.
             tf.random.set_seed(0)
-            return self._dataset.shuffle(self.shuffle_buffer, seed=shuffle_seed, reshuffle_each_iteration=False)
+            return self._dataset.shuffle(shuffle.buffer, seed=shuffle_seed, reshuffle_each_iteration=False)
 
         return tf.data.Dataset.from_tensors(0).flat_map(shuffled)
 

@@ -1,0 +1,194 @@
+"""Rows of many files as one source with random access, of which each rank reads only its own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import xxhash
+
+from hvdkit import cluster
+from hvdkit.cluster import agreement
+from hvdkit.data.block_order import BlockOrder
+from hvdkit.data.files.listing import File
+from hvdkit.data.files.reading_ahead import BlockCache, in_order, in_threads
+from hvdkit.data.indexed import Shuffle, indices_of_epoch
+from hvdkit.data.order import Order, RankRows, Remainder, epoch_order
+from hvdkit.data.permutation import Permutation
+from hvdkit.errors import DataError, describe
+
+# Up to this many examples (4 MB), the full shuffle of files is that of arrays: uniform over all permutations.
+_UNIFORM_EXAMPLES = 2**20
+
+
+class Layout(NamedTuple):
+    """What one file has, as found by :meth:`Format.scan`.
+
+    Attributes:
+        block_rows: The number of rows of each block, in the order of the file.
+        kind: The columns and types as text, which must be the same in all files.
+    """
+
+    block_rows: list[int]
+    kind: str
+
+
+class Part(NamedTuple):
+    """Rows of a batch that come from one block.
+
+    Attributes:
+        block: What :meth:`Format.load` returned for the block.
+        rows: int64 ``[m]``: the rows in it.
+        places: int64 ``[m]``: their rows in the batch.
+    """
+
+    block: Any
+    rows: np.ndarray
+    places: np.ndarray
+
+
+class Format(Protocol):
+    """How files of one format are read. All methods may be called by several threads at once."""
+
+    name: str
+
+    def scan(self, file: File) -> Layout:
+        """Return what the file has; called once per file, by one of the ranks."""
+
+    def load(self, file: File, layout: Layout, block: int) -> Any:
+        """Read a block. The result is kept while its rows are needed."""
+
+    def load_rows(self, file: File, layout: Layout, block: int, rows: np.ndarray) -> tuple[Any, np.ndarray]:
+        """Read the distinct, ascending rows of a block without the others; return what was read, and rows in it."""
+
+    def take(self, parts: Sequence[Part], rows: int) -> Any:
+        """Return a batch of ``rows`` rows: a structure of arrays."""
+
+
+class FileSource:
+    """Rows of files, from :func:`hvdkit.data.parquet` and its siblings.
+
+    Attributes:
+        examples: The number of rows, in all files.
+        structure: A batch of one row.
+    """
+
+    map_fn = None
+
+    def __init__(self, files: Sequence[File], file_format: Format):
+        self.files, self._format = list(files), file_format
+        self._layouts = self._scan()
+        rows = [rows for layout in self._layouts for rows in layout.block_rows]
+        self._block_starts = np.cumsum([0, *rows])
+        self._blocks = [(f, b) for f, layout in enumerate(self._layouts) for b in range(len(layout.block_rows))]
+        self.examples = int(self._block_starts[-1])
+        if self.examples == 0:
+            remedy = "check how they were written"
+            raise ValueError(describe("paths", f"{len(self.files)} files without rows", "at least one row", remedy))
+        self._cache = BlockCache(self._load)
+        self.structure = self.read(np.zeros(1, np.int64))
+
+    def __repr__(self) -> str:
+        return f"hk.data.{self._format.name}({len(self.files)} files, {self.examples} rows, {len(self._blocks)} blocks)"
+
+    def order(self, shuffle: Shuffle, epoch: int, batch_size: int) -> Order | None:
+        """Return the order of an epoch, in constant memory."""
+        key = None if shuffle.seed is None else (shuffle.seed, epoch)
+        if shuffle.mode == "blocks":
+            assert shuffle.lanes is not None and shuffle.buffer is not None
+            window = max(1, shuffle.buffer // shuffle.lanes)
+            return BlockOrder(self._block_starts, batch_size, shuffle.lanes, window, key)
+        if key is None:
+            return None
+        if self.examples <= _UNIFORM_EXAMPLES:
+            shuffled = epoch_order(self.examples, shuffle.seed, epoch)
+            assert shuffled is not None
+            return shuffled.__getitem__
+        return Permutation(self.examples, key)
+
+    def open(
+        self, epoch: int, step: int, rank_rows: RankRows, shuffle: Shuffle, remainder: Remainder
+    ) -> Iterator[tuple[Any, list[int], int]]:
+        """Yield the rank's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
+
+        Threads read the following batches ahead. The third value is 0.
+        """
+        whole_blocks = shuffle.mode == "blocks"
+        planned = indices_of_epoch(self, epoch, step, rank_rows, shuffle, remainder)
+        for batch, counts in in_order(lambda plan: (self.read(plan[0], whole_blocks=whole_blocks), plan[1]), planned):
+            self._cache.next_batch()
+            yield batch, counts, 0
+
+    def read(self, indices: np.ndarray, *, whole_blocks: bool = False) -> Any:
+        """Return the rows ``indices``, int64 ``[m]``, in this order.
+
+        Args:
+            whole_blocks: Read each block once and keep it for later calls, because its other rows are needed soon.
+        """
+        blocks = np.searchsorted(self._block_starts, indices, side="right") - 1
+        places = np.argsort(blocks, kind="stable")
+        changes = np.flatnonzero(np.diff(blocks[places])) + 1
+        parts = []
+        for each in np.split(places, changes):
+            block = int(blocks[each[0]])
+            rows = indices[each] - self._block_starts[block]
+            if whole_blocks:
+                parts.append(Part(self._cache.get(block), rows, each))
+            else:
+                unique, inverse = np.unique(rows, return_inverse=True)
+                f, b = self._blocks[block]
+                loaded, found = self._format.load_rows(self.files[f], self._layouts[f], b, unique)
+                parts.append(Part(loaded, found[inverse], each))
+        return self._format.take(parts, len(indices))
+
+    def batch_spec(self, rows: int | None) -> Any:
+        """Return the ``tf.TypeSpec`` structure of a batch of ``rows`` rows; None for any number."""
+        import tensorflow as tf
+
+        def spec(leaf: Any) -> Any:
+            if isinstance(leaf, tf.RaggedTensor):
+                shape = [rows, *leaf.shape[1:]]
+                return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
+            return tf.TensorSpec([rows, *leaf.shape[1:]], tf.convert_to_tensor(leaf).dtype)
+
+        return tf.nest.map_structure(spec, self.structure)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the number of rows, the columns, and a digest of all files' names, sizes and rows."""
+        return {"examples": self.examples, "arrays": {"files": self._layouts[0].kind}, "rows": self.digest()}
+
+    def identity(self, shuffle: Shuffle) -> dict[str, Any]:
+        """Return what, beside the seed and sizes, determines the global order."""
+        return {"shuffle": shuffle.mode, "interleave": shuffle.lanes, "files": self.digest()}
+
+    def digest(self) -> int:
+        """Return a digest of the files' sizes and rows. Their folders may differ between hosts and runs."""
+        names = [(file.url.rsplit("/", 1)[-1], file.size) for file in self.files]
+        return xxhash.xxh3_64_intdigest(repr((names, self._block_starts.tolist())).encode())
+
+    def _load(self, block: int) -> Any:
+        f, b = self._blocks[block]
+        return self._format.load(self.files[f], self._layouts[f], b)
+
+    def _scan(self) -> list[Layout]:
+        """Scan each file on one of the ranks, and return the layouts of all files."""
+        if not cluster.is_initialized():
+            layouts = in_threads(self._format.scan, self.files)
+        else:
+            exchange = cluster.exchange()
+            listed = [(file.url.rsplit("/", 1)[-1], file.size) for file in self.files]
+            agreement.agree(exchange, lambda: listed, "paths", "let every host see the same files")
+            here, ranks = cluster.rank(), cluster.size()
+            scanned = agreement.gather(
+                exchange,
+                "the rows of data files",
+                lambda: in_threads(self._format.scan, self.files[here::ranks]),
+                error=DataError,
+            )
+            layouts = [scanned[i % ranks][i // ranks] for i in range(len(self.files))]
+        for file, layout in zip(self.files, layouts, strict=True):
+            if layout.kind != layouts[0].kind:
+                got, expected = f"{layout.kind} in {file.url}", f"{layouts[0].kind}, as in {self.files[0].url}"
+                raise ValueError(describe("paths", got, expected, "give files of one schema, or choose columns"))
+        return layouts

@@ -1,0 +1,79 @@
+"""Sources with random access: the examples in each batch, computed from its epoch and step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from hvdkit.data import order
+
+Mode = Literal["full", "blocks"]
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """How the examples of an epoch are ordered.
+
+    Attributes:
+        seed: None keeps the order of the data.
+        mode: "full": a permutation of all examples. "blocks": as :mod:`hvdkit.data.block_order` describes.
+        buffer: Examples in the windows of all lanes, or in the buffer of a stream.
+        lanes: L, for "blocks".
+    """
+
+    seed: int | None
+    mode: Mode = "full"
+    buffer: int | None = None
+    lanes: int | None = None
+
+
+class IndexedSource(Protocol):
+    """A source with random access.
+
+    Attributes:
+        examples: The number of examples.
+        structure: A structure (tuple, list, dict, nested) like that of a batch.
+    """
+
+    examples: int
+    structure: Any
+
+    def order(self, shuffle: Shuffle, epoch: int, batch_size: int) -> order.Order | None:
+        """Return the order of an epoch, or None for the order of the data."""
+
+    def read(self, indices: np.ndarray) -> Any:
+        """Return the examples ``indices``, int64."""
+
+
+def indices_of_epoch(
+    source: IndexedSource,
+    epoch: int,
+    step: int,
+    rank_rows: order.RankRows,
+    shuffle: Shuffle,
+    remainder: order.Remainder,
+    max_batches: int = 1,
+) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """Yield the examples of the rank's rows of the epoch's global batches from ``step`` on, and their real examples.
+
+    Each item has one batch, int64 ``[rows]``; or, if ``max_batches`` is greater, up to so many batches with equal
+    numbers of rows, ``[batches, rows]``. The second value has the number of real examples of each global batch.
+    """
+    examples, batch_size = source.examples, rank_rows.batch_size
+    steps = order.steps_per_epoch(examples, batch_size, remainder)
+    epoch_order = source.order(shuffle, epoch, batch_size)
+    while step < steps:
+        counts = [order.real_examples(step, examples, batch_size)]
+        rows = rank_rows.rows(counts[0])
+        indices = order.row_indices(step, examples, batch_size, rows, epoch_order)
+        if max_batches > 1:
+            following = range(step + 1, min(step + max_batches, steps))
+            full = [i for i in following if order.real_examples(i, examples, batch_size) == counts[0]]
+            counts += counts * len(full)  # a short last batch is yielded separately
+            others = [order.row_indices(i, examples, batch_size, rows, epoch_order) for i in full]
+            indices = np.stack([indices, *others])
+        yield indices, counts
+        step += len(counts)
