@@ -7,6 +7,15 @@ for it. Start reading with ``order.py``, which computes the examples in each row
 
 from hvdkit.data.arrays import Concatenated
 from hvdkit.data.batches import GlobalBatches
-from hvdkit.data.files import parquet
+from hvdkit.data.files import array_record, criteo, delimited, npy, parquet, tfrecord
 
-__all__ = ["Concatenated", "GlobalBatches", "parquet"]
+__all__ = [
+    "Concatenated",
+    "GlobalBatches",
+    "array_record",
+    "criteo",
+    "delimited",
+    "npy",
+    "parquet",
+    "tfrecord",
+]

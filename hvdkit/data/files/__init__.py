@@ -1,8 +1,8 @@
 """Data in files: each rank reads only the rows that it needs, in the global order.
 
 A user's paths become :class:`~hvdkit.data.files.listing.File` objects, whose rows are found by all ranks together and
-cached. ``source.py`` turns positions of the order into blocks and rows of files; a format (``parquet.py`` and its
-siblings) reads these. Start reading with ``source.py``.
+cached. ``source.py`` turns positions of the order into blocks and rows of files; a format, such as
+``parquet_format.py``, reads these. Start reading with ``source.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy.typing as npt
+
 from hvdkit.data.files.listing import Paths, list_files
+from hvdkit.data.files.records import Parse
 from hvdkit.data.files.source import FileSource
 
 
@@ -37,6 +40,102 @@ def parquet(paths: Paths, columns: Sequence[str] | None = None, *, fill: Mapping
         >>> rows = hk.data.parquet("clicks/day_*.parquet", ["user", "items", "label"])  # doctest: +SKIP
         >>> batches = hk.data.GlobalBatches(rows, 65536, shuffle_seed=0, shuffle="blocks")  # doctest: +SKIP
     """
-    from hvdkit.data.files.parquet import ParquetFormat
+    from hvdkit.data.files.parquet_format import ParquetFormat
 
     return FileSource(list_files(paths, (".parquet", ".pq")), ParquetFormat(columns, fill or {}))
+
+
+def tfrecord(paths: Paths, parse: Parse = None) -> FileSource:
+    """Return the records of TFRecord files, for :class:`hvdkit.data.GlobalBatches`.
+
+    The offset of each record is found once and cached, next to the data if the folder can be written. Every rank must
+    call this, with the same files; each scans a part of them.
+
+    Args:
+        paths: A file, a folder, a pattern or a URL that fsspec knows, or a sequence of these.
+        parse: A dict of ``tf.io`` features, to parse ``tf.train.Example``; or a TensorFlow function of one record, a
+            scalar string tensor, as for ``tf.data.Dataset.map``. The dict is faster. Default: a batch is an array of
+            bytes ``[rows]``.
+
+    Raises:
+        ValueError: There is no file.
+        DataError: A file is damaged or compressed.
+        CollectiveMismatchError: Ranks see different files.
+
+    Example:
+        >>> features = {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)}
+        ... # doctest: +SKIP
+        >>> records = hk.data.tfrecord("images/train-*", features)  # doctest: +SKIP
+    """
+    from hvdkit.data.files.tfrecord_format import TFRecordFormat
+
+    return FileSource(list_files(paths), TFRecordFormat(parse))
+
+
+def array_record(paths: Paths, parse: Parse = None) -> FileSource:
+    """Return the records of ArrayRecord files, for :class:`hvdkit.data.GlobalBatches`.
+
+    Args and Raises as for :func:`tfrecord`. Files written with ``group_size:1`` are read fastest in a full shuffle.
+    """
+    from hvdkit.data.files.array_record_format import ArrayRecordFormat
+
+    return FileSource(list_files(paths), ArrayRecordFormat(parse))
+
+
+def criteo(paths: Paths) -> FileSource:
+    """Return the examples of Criteo's click logs, for :class:`hvdkit.data.GlobalBatches`.
+
+    Each line has a label, 13 counts and 26 categories in hexadecimal digits, separated by tabs. A batch is
+    ``({"counts": float32 [rows, 13], "categories": int64 [rows, 26]}, label int32 [rows])``. A missing count or label
+    is 0, a missing category -1.
+
+    Args and Raises as for :func:`delimited`.
+    """
+    from hvdkit.data.files.text_format import CriteoFormat
+
+    return FileSource(list_files(paths), CriteoFormat())
+
+
+def delimited(
+    paths: Paths,
+    columns: Mapping[str, npt.DTypeLike],
+    *,
+    delimiter: str = ",",
+    header_lines: int = 0,
+    fill: Mapping[str, Any] | None = None,
+) -> FileSource:
+    """Return the lines of text files, for :class:`hvdkit.data.GlobalBatches`.
+
+    A batch is a dict of the columns, arrays ``[rows]``. Each line is an example; values are not quoted. The offsets of
+    the lines are cached as those of :func:`tfrecord`.
+
+    Args:
+        paths: A file, a folder, a pattern or a URL that fsspec knows, or a sequence of these.
+        columns: The name and dtype of each value of a line: numbers, booleans, or "S" for bytes.
+        delimiter: The character between values.
+        header_lines: Number of lines at the start of each file that are no examples.
+        fill: For columns with missing values: what replaces them. Missing floats are NaN by default.
+
+    Raises:
+        TypeError: A dtype is not supported.
+        ValueError: There is no file.
+        DataError: A file is compressed, or a line does not have these columns.
+        CollectiveMismatchError: Ranks see different files.
+
+    Example:
+        >>> columns = {"user": "int64", "movie": "int64", "rating": "float32", "time": "int64"}
+        >>> ratings = hk.data.delimited("ratings.csv", columns, header_lines=1)  # doctest: +SKIP
+    """
+    from hvdkit.data.files.text_format import DelimitedFormat
+
+    return FileSource(list_files(paths), DelimitedFormat(columns, delimiter, header_lines, fill or {}))
+
+
+def npy(paths: Paths) -> FileSource:
+    """Return the rows of .npy files ``[n, ...]`` of one dtype and shape, for :class:`hvdkit.data.GlobalBatches`.
+
+    Args and Raises as for :func:`parquet`. A batch is an array ``[rows, ...]``.
+    """
+    from hvdkit.data.files.npy_format import NpyFormat
+
+    return FileSource(list_files(paths, (".npy",)), NpyFormat())
