@@ -50,6 +50,7 @@ from .errors import CheckpointError as CheckpointError
 from .errors import ClusterError as ClusterError
 from .errors import CollectiveMismatchError as CollectiveMismatchError
 from .errors import CorruptCheckpointError as CorruptCheckpointError
+from .errors import DataError as DataError
 from .errors import HvdkitError as HvdkitError
 from .errors import NonFiniteError as NonFiniteError
 from .errors import PlanError as PlanError

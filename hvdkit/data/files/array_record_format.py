@@ -55,11 +55,11 @@ def _reader(file: File) -> Iterator[Any]:
     with opened(file) as open_file:
         if open_file.path is None:
             raise DataError(f"{file.url}: ArrayRecord files must be local; copy them, or mount the store")
-        try:
-            reader = ArrayRecordReader(open_file.path, options="readahead_buffer_size:0", file_reader_buffer_size=2**15)
-        except (RuntimeError, ValueError) as error:
-            raise DataError(f"{file.url} is not a whole ArrayRecord file: {error}") from error
+        reader = ArrayRecordReader(open_file.path, options="readahead_buffer_size:0", file_reader_buffer_size=2**15)
         try:
             yield reader
         finally:
-            reader.close()
+            try:
+                reader.close()  # raises what has gone wrong since it was opened
+            except RuntimeError as error:
+                raise DataError(f"{file.url} is not a whole ArrayRecord file: {error}") from error
