@@ -3,6 +3,7 @@
 import itertools
 import os
 import struct
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -203,7 +204,7 @@ def test_a_rank_reads_its_part_only(tmp_path, name, mode, monkeypatch):
     write(folder / "part", range(40_000))
     monkeypatch.setattr("hvdkit.data.files.records.BLOCK_BYTES", 2**14)
     source = read(folder)
-    size = sum(os.path.getsize(folder / file) for file in os.listdir(folder) if not file.startswith("."))
+    size = sum(path.stat().st_size for path in folder.iterdir() if not path.name.startswith("."))
     for ranks in (1, 2, 4):
         before = read_bytes()
         batches = GlobalBatches(source, 1024, rank=0, size=ranks, epochs=1, remainder="drop", **MODES[mode])
@@ -213,8 +214,7 @@ def test_a_rank_reads_its_part_only(tmp_path, name, mode, monkeypatch):
 
 
 def read_bytes():
-    with open("/proc/self/io") as file:
-        return int(file.readline().split()[1])
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------
@@ -316,13 +316,13 @@ def test_no_files_are_an_error(paths, tmp_path, monkeypatch):
 
 def test_offsets_are_found_once_per_version_of_a_file(tmp_path, monkeypatch):
     write_tfrecord(tmp_path / "a", range(50))
-    scans = []
-    find = tfrecord_format.TFRecordFormat.find_offsets
-    monkeypatch.setattr(
-        tfrecord_format.TFRecordFormat,
-        "find_offsets",
-        lambda self, file: scans.append(file.file.url) or find(self, file),
-    )
+    scans, find = [], tfrecord_format.TFRecordFormat.find_offsets
+
+    def counted(self, file):
+        scans.append(file)
+        return find(self, file)
+
+    monkeypatch.setattr(tfrecord_format.TFRecordFormat, "find_offsets", counted)
     assert [hk.data.tfrecord(tmp_path / "a").examples for _ in range(3)] == [50] * 3 and len(scans) == 1
     write_tfrecord(tmp_path / "a", range(60))
     assert hk.data.tfrecord(tmp_path / "a").examples == 60 and len(scans) == 2
