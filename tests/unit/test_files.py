@@ -217,6 +217,20 @@ def read_bytes():
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
+def test_mapped_batches(files):
+    source, check = files
+    pairs = source.map(lambda batch: (check(batch), np.ones(len(check(batch))))).map(
+        lambda pair: (pair[0] * 2, pair[1])
+    )
+    batches = [*GlobalBatches(pairs, 48, shuffle_seed=3, epochs=1, rank=0, size=1)]
+    np.testing.assert_array_equal(np.stack([x for x, _ in batches]), 2 * order_of(files, 1, shuffle_seed=3))
+    dataset = GlobalBatches(pairs, 48, rank=1, size=2, remainder="drop").as_keras()
+    assert [tuple(spec.shape) for spec in dataset.element_spec] == [(24,)] * 3
+    np.testing.assert_array_equal(next(iter(dataset))[0], 2 * np.arange(24, 48))
+    with pytest.raises(ValueError, match=r"function: got .*expected arrays \[rows"):
+        source.map(lambda batch: np.ones(3))
+
+
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import optree
 import xxhash
 
 from hvdkit import cluster
@@ -75,6 +77,7 @@ class FileSource:
     """
 
     map_fn = None
+    _mapped: Callable[[Any], Any] | None = None
 
     def __init__(self, files: Sequence[File], file_format: Format):
         self.files, self._format = list(files), file_format
@@ -91,6 +94,28 @@ class FileSource:
 
     def __repr__(self) -> str:
         return f"hk.data.{self._format.name}({len(self.files)} files, {self.examples} rows, {len(self._blocks)} blocks)"
+
+    def map(self, function: Callable[[Any], Any]) -> FileSource:
+        """Return a source whose batches are ``function(batch)``; for example ``(x, y)`` for Keras.
+
+        The function is called by the threads that read, with batches of any number of rows.
+
+        Raises:
+            ValueError: The result does not have the rows of the batch.
+
+        Example:
+            >>> rows = hk.data.parquet("clicks/")  # doctest: +SKIP
+            >>> pairs = rows.map(lambda batch: (batch["items"], batch["label"]))  # doctest: +SKIP
+        """
+        other, before = copy.copy(self), self._mapped
+        other._mapped = function if before is None else lambda batch: function(before(batch))
+        other._cache = BlockCache(other._load)
+        other.structure = other.read(np.zeros(2, np.int64))
+        for leaf in optree.tree_leaves(other.structure):
+            if not getattr(leaf, "shape", ()) or leaf.shape[0] != 2:
+                got = f"{type(leaf).__name__} of shape {getattr(leaf, 'shape', ())} for a batch of 2 rows"
+                raise ValueError(describe("function", got, "arrays [rows, ...]", "map whole batches"))
+        return other
 
     def order(self, shuffle: Shuffle, epoch: int, batch_size: int) -> Order | None:
         """Return the order of an epoch, in constant memory."""
@@ -140,7 +165,8 @@ class FileSource:
                 f, b = self._blocks[block]
                 loaded, found = self._format.load_rows(self.files[f], self._layouts[f], b, unique)
                 parts.append(Part(loaded, found[inverse], each))
-        return self._format.take(parts, len(indices))
+        batch = self._format.take(parts, len(indices))
+        return batch if self._mapped is None else self._mapped(batch)
 
     def batch_spec(self, rows: int | None) -> Any:
         """Return the ``tf.TypeSpec`` structure of a batch of ``rows`` rows; None for any number."""
