@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from hvdkit.data.files.listing import Paths, list_files
+from hvdkit.data.files.listing import Paths
 from hvdkit.data.files.records import Parse
 from hvdkit.data.files.source import FileSource
 
@@ -42,7 +42,7 @@ def parquet(paths: Paths, columns: Sequence[str] | None = None, *, fill: Mapping
     """
     from hvdkit.data.files.parquet_format import ParquetFormat
 
-    return FileSource(list_files(paths, (".parquet", ".pq")), ParquetFormat(columns, fill or {}))
+    return FileSource(paths, ParquetFormat(columns, fill or {}))
 
 
 def tfrecord(paths: Paths, parse: Parse = None) -> FileSource:
@@ -69,7 +69,7 @@ def tfrecord(paths: Paths, parse: Parse = None) -> FileSource:
     """
     from hvdkit.data.files.tfrecord_format import TFRecordFormat
 
-    return FileSource(list_files(paths), TFRecordFormat(parse))
+    return FileSource(paths, TFRecordFormat(parse))
 
 
 def array_record(paths: Paths, parse: Parse = None) -> FileSource:
@@ -79,7 +79,7 @@ def array_record(paths: Paths, parse: Parse = None) -> FileSource:
     """
     from hvdkit.data.files.array_record_format import ArrayRecordFormat
 
-    return FileSource(list_files(paths), ArrayRecordFormat(parse))
+    return FileSource(paths, ArrayRecordFormat(parse))
 
 
 def criteo(paths: Paths) -> FileSource:
@@ -93,7 +93,7 @@ def criteo(paths: Paths) -> FileSource:
     """
     from hvdkit.data.files.text_format import CriteoFormat
 
-    return FileSource(list_files(paths), CriteoFormat())
+    return FileSource(paths, CriteoFormat())
 
 
 def delimited(
@@ -128,7 +128,7 @@ def delimited(
     """
     from hvdkit.data.files.text_format import DelimitedFormat
 
-    return FileSource(list_files(paths), DelimitedFormat(columns, delimiter, header_lines, fill or {}))
+    return FileSource(paths, DelimitedFormat(columns, delimiter, header_lines, fill or {}))
 
 
 def npy(paths: Paths) -> FileSource:
@@ -138,4 +138,4 @@ def npy(paths: Paths) -> FileSource:
     """
     from hvdkit.data.files.npy_format import NpyFormat
 
-    return FileSource(list_files(paths, (".npy",)), NpyFormat())
+    return FileSource(paths, NpyFormat())

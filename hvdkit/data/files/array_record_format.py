@@ -20,6 +20,7 @@ class ArrayRecordFormat:
     """Records of ArrayRecord files."""
 
     name = "array_record"
+    suffixes: tuple[str, ...] = ()
 
     def __init__(self, parse: Parse):
         self._parser = Parser(parse)

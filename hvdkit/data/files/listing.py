@@ -27,6 +27,11 @@ class File(NamedTuple):
     size: int
     version: str
 
+    @property
+    def name(self) -> str:
+        """The last part of the path, which is the same on all hosts."""
+        return self.url.rsplit("/", 1)[-1]
+
 
 def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
     """Return the files of paths, folders, glob patterns and URLs.

@@ -19,6 +19,7 @@ class NpyFormat:
     """Rows of arrays ``[n, ...]``, one array per file."""
 
     name = "npy"
+    suffixes: tuple[str, ...] = (".npy",)
 
     def scan(self, file: File) -> Layout:
         array = _mapped(file)

@@ -26,6 +26,7 @@ class ParquetFormat:
     """
 
     name = "parquet"
+    suffixes: tuple[str, ...] = (".parquet", ".pq")
 
     def __init__(self, columns: Sequence[str] | None, fill: Mapping[str, Any]):
         self._columns, self._fill = None if columns is None else list(columns), dict(fill)
@@ -69,7 +70,7 @@ def opened_parquet(file: File) -> Iterator[pq.ParquetFile]:
     """Open a file, which must be as it was listed."""
     with opened(file) as open_file:
         try:
-            parquet = pq.ParquetFile(open_file.as_python_file(), pre_buffer=False)
+            parquet = pq.ParquetFile(open_file.for_library(), pre_buffer=False)
         except pa.ArrowInvalid as error:
             raise DataError(f"{file.url} is not a whole Parquet file: {error}") from error
         with parquet:

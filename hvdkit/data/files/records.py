@@ -87,6 +87,7 @@ class RecordFormat(ABC):
     """
 
     name: str
+    suffixes: tuple[str, ...] = ()
     kind: str
 
     def __init__(self) -> None:

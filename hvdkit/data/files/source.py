@@ -13,7 +13,7 @@ import xxhash
 from hvdkit import cluster
 from hvdkit.cluster import agreement
 from hvdkit.data.block_order import BlockOrder
-from hvdkit.data.files.listing import File
+from hvdkit.data.files.listing import File, Paths, list_files
 from hvdkit.data.files.reading_ahead import BlockCache, in_order, in_threads
 from hvdkit.data.indexed import Shuffle, indices_of_epoch
 from hvdkit.data.order import Order, RankRows, Remainder, epoch_order
@@ -54,6 +54,7 @@ class Format(Protocol):
     """How files of one format are read. All methods may be called by several threads at once."""
 
     name: str
+    suffixes: tuple[str, ...]  # of its files in a folder; empty for all
 
     def scan(self, file: File) -> Layout:
         """Return what the file has; called once per file, by one of the ranks."""
@@ -79,9 +80,13 @@ class FileSource:
     map_fn = None
     _mapped: Callable[[Any], Any] | None = None
 
-    def __init__(self, files: Sequence[File], file_format: Format):
-        self.files, self._format = list(files), file_format
-        self._layouts = self._scan()
+    def __init__(self, paths: Paths, file_format: Format):
+        self._format = file_format
+        self.files, self._layouts = _listed_and_scanned(paths, file_format)
+        for file, layout in zip(self.files, self._layouts, strict=True):
+            if layout.kind != self._layouts[0].kind:
+                got, expected = f"{layout.kind} in {file.url}", f"{self._layouts[0].kind}, as in {self.files[0].url}"
+                raise ValueError(describe("paths", got, expected, "give files of one schema, or choose columns"))
         rows = [rows for layout in self._layouts for rows in layout.block_rows]
         self._block_starts = np.cumsum([0, *rows])
         self._blocks = [(f, b) for f, layout in enumerate(self._layouts) for b in range(len(layout.block_rows))]
@@ -190,31 +195,44 @@ class FileSource:
 
     def digest(self) -> int:
         """Return a digest of the files' sizes and rows. Their folders may differ between hosts and runs."""
-        names = [(file.url.rsplit("/", 1)[-1], file.size) for file in self.files]
+        names = [(file.name, file.size) for file in self.files]
         return xxhash.xxh3_64_intdigest(repr((names, self._block_starts.tolist())).encode())
 
     def _load(self, block: int) -> Any:
         f, b = self._blocks[block]
         return self._format.load(self.files[f], self._layouts[f], b)
 
-    def _scan(self) -> list[Layout]:
-        """Scan each file on one of the ranks, and return the layouts of all files."""
-        if not cluster.is_initialized():
-            layouts = in_threads(self._format.scan, self.files)
-        else:
-            exchange = cluster.exchange()
-            listed = [(file.url.rsplit("/", 1)[-1], file.size) for file in self.files]
-            agreement.agree(exchange, lambda: listed, "paths", "let every host see the same files")
-            here, ranks = cluster.rank(), cluster.size()
-            scanned = agreement.gather(
-                exchange,
-                "the rows of data files",
-                lambda: in_threads(self._format.scan, self.files[here::ranks]),
-                error=DataError,
-            )
-            layouts = [scanned[i % ranks][i // ranks] for i in range(len(self.files))]
-        for file, layout in zip(self.files, layouts, strict=True):
-            if layout.kind != layouts[0].kind:
-                got, expected = f"{layout.kind} in {file.url}", f"{layouts[0].kind}, as in {self.files[0].url}"
-                raise ValueError(describe("paths", got, expected, "give files of one schema, or choose columns"))
-        return layouts
+
+def _listed_and_scanned(paths: Paths, file_format: Format) -> tuple[list[File], list[Layout]]:
+    """Return the files and their layouts. Each rank scans a part of the files.
+
+    Raises:
+        Exception: ``paths`` are invalid, or this rank's part of the files cannot be read.
+        DataError: On other ranks.
+        CollectiveMismatchError: Ranks see different files.
+    """
+    files: list[File] = []
+    if not cluster.is_initialized():
+        files = list_files(paths, file_format.suffixes)
+        return files, in_threads(file_format.scan, files)
+    exchange, rank, size = cluster.exchange(), cluster.rank(), cluster.size()
+
+    def names_and_sizes() -> list[tuple[str, int]]:
+        files.extend(list_files(paths, file_format.suffixes))
+        return [(file.name, file.size) for file in files]
+
+    listed = agreement.gather(exchange, "a list of data files", names_and_sizes, error=DataError)
+    agreement.compare(listed, "paths", "let every host see the same files", show=_first_difference)
+    scanned = agreement.gather(
+        exchange, "the rows of data files", lambda: in_threads(file_format.scan, files[rank::size]), error=DataError
+    )
+    return files, [scanned[i % size][i // size] for i in range(len(files))]
+
+
+def _first_difference(odd: list[tuple[str, int]], usual: list[tuple[str, int]]) -> tuple[str, str]:
+    index = agreement.differing_indices(odd, usual)[0]
+    got, expected = (
+        f"{each[index][0]} of {each[index][1]} bytes" if index < len(each) else "no further file"
+        for each in (odd, usual)
+    )
+    return got, expected
