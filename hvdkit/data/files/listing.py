@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import tenacity
 
 from hvdkit.errors import describe
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
+T = TypeVar("T")
+_ATTEMPTS = 6
+LONGEST_WAIT = 20
+"""Maximum pause between two attempts to reach a server, in seconds."""
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -72,23 +80,38 @@ def _files_of(path: str, suffixes: tuple[str, ...]) -> Iterator[File]:
     import fsspec
 
     filesystem, name = fsspec.core.url_to_fs(path)
-    found: dict[str, dict[str, Any]]
-    if any(c in name for c in "*?["):
-        root, found = name[: name.index(next(c for c in name if c in "*?["))], filesystem.glob(name, detail=True)
-    elif filesystem.isdir(name):
-        root, found = name, filesystem.find(name, detail=True)
-        found = {each: info for each, info in found.items() if each.endswith(suffixes or "")}
+    root, found = name, {}
+    if (wildcard := re.search(r"[*?[]", name)) is not None:
+        root, found = name[: wildcard.start()], retrying(filesystem.glob, name, detail=True)
     else:
-        root, found = name, {name: filesystem.info(name)} if filesystem.exists(name) else {}
+        with contextlib.suppress(FileNotFoundError):
+            found = {name: retrying(filesystem.info, name)}
+    if root == name and any(info["type"] == "directory" for info in found.values()):
+        listed: dict[str, dict[str, Any]] = retrying(filesystem.find, name, detail=True)
+        found = {each: info for each, info in listed.items() if each.endswith(suffixes or "")}
     for each, info in sorted(found.items()):
         is_hidden = any(part.startswith(("_", ".")) for part in each.removeprefix(root).split("/"))
         if info["type"] == "file" and not is_hidden:
-            yield file_of(filesystem, each)
+            yield _file(filesystem, each, info)
 
 
-def file_of(filesystem: AbstractFileSystem, name: str) -> File:
-    """Return a file as it is now."""
-    info = filesystem.info(name)
+def current_file(filesystem: AbstractFileSystem, name: str) -> File:
+    """Return a file as it is now. Raises FileNotFoundError."""
+    return _file(filesystem, name, retrying(filesystem.info, name))
+
+
+def _file(filesystem: AbstractFileSystem, name: str, info: dict[str, Any]) -> File:
     version = next((info[key] for key in ("mtime", "ETag", "etag", "LastModified", "updated") if info.get(key)), "")
     is_local = "file" in filesystem.protocol
     return File(name if is_local else filesystem.unstrip_protocol(name), int(info["size"] or 0), str(version))
+
+
+def retrying(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Call a function of a file system, several times with growing pauses if it fails."""
+    attempts = tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(_ATTEMPTS),
+        wait=tenacity.wait_random_exponential(0.1, LONGEST_WAIT),
+        retry=tenacity.retry_if_not_exception_type((FileNotFoundError, PermissionError, ValueError, TypeError)),
+        reraise=True,
+    )
+    return attempts(function, *arguments, **options)

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-import tenacity
 import xxhash
 
 from hvdkit.cluster.logs import get_logger
-from hvdkit.data.files.listing import File
+from hvdkit.data.files.listing import File, retrying
 from hvdkit.errors import DataError
 
 _CHUNK = 2**22
 _DEFAULT_GB = 20.0
-_ATTEMPTS, _LONGEST_WAIT = 6, 20  # seconds
 # After so many chunks written by this process, old ones are looked for. The limit may be exceeded by as many per rank.
 _BETWEEN_SWEEPS = 16
 _written = 0
@@ -59,13 +57,6 @@ def _chunk(filesystem: Any, name: str, file: File, number: int) -> bytes:
 
 
 def _download(filesystem: Any, name: str, file: File, start: int, stop: int) -> bytes:
-    retrying = tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(_ATTEMPTS),
-        wait=tenacity.wait_random_exponential(0.1, _LONGEST_WAIT),
-        retry=tenacity.retry_if_not_exception_type((FileNotFoundError, PermissionError, ValueError, TypeError)),
-        reraise=True,
-    )
-
     def attempt() -> bytes:
         data = filesystem.cat_file(name, start=start, end=stop)
         if len(data) != stop - start:  # a connection that was closed early

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from hvdkit.data.files import remote_cache
-from hvdkit.data.files.listing import File, file_of
+from hvdkit.data.files.listing import File, current_file
 from hvdkit.errors import DataError
 
 
@@ -50,7 +50,7 @@ class OpenFile:
 
     def for_library(self) -> Any:
         """Return a path, or a file object, for libraries that read files themselves."""
-        return self.path or io.BufferedReader(_Raw(self), 2**16)
+        return self.path or _Raw(self)
 
 
 class _Raw(io.RawIOBase):
@@ -102,7 +102,7 @@ def opened(file: File) -> Iterator[OpenFile]:
 def _require_unchanged(file: File) -> None:
     import fsspec
 
-    now = file_of(*fsspec.core.url_to_fs(file.url))
+    now = current_file(*fsspec.core.url_to_fs(file.url))
     if now != file:
         raise DataError(
             f"{file.url} has changed since it was listed: {file.size} bytes, version {file.version!r}, then "
