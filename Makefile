@@ -53,7 +53,7 @@ compatibility: $(VENV)/.packages ## build and try Horovod on other versions, rew
 lock: $(VENV)/.packages ## pin the newest versions of all dependencies
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --upgrade --universal --python-version 3.10 --no-emit-index-url \
-		--no-emit-find-links --custom-compile-command "make lock" --extra cpu \
+		--no-emit-find-links --custom-compile-command "make lock" --extra cpu --extra files \
 		setup.cfg requirements/dev.in --output-file requirements/lock.txt
 
 clean: ## remove the environment and all caches in this folder

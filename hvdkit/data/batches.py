@@ -38,17 +38,23 @@ class GlobalBatches(Iterator[Any]):
     Args:
         arrays_or_source: The entire data, the same on every rank: an array ``[n, ...]``, a nested tuple, list or dict
             of arrays of equal length (NumPy arrays, memory maps, TensorFlow tensors, h5py data sets, or any object with
-            ``len`` and indexing by an integer array), or a ``tf.data.Dataset`` of single examples. From files, only
-            the rows of this rank are read.
+            ``len`` and indexing by an integer array), a source of files such as :func:`hvdkit.data.parquet`, or a
+            ``tf.data.Dataset`` of single examples. From files, only the rows of this rank are read.
         global_batch_size: B, over all ranks; at least N.
         shuffle_seed: Shuffle each epoch with this seed, an integer >= 0. None keeps the order of the data.
+        shuffle: "full": all examples are permuted. "blocks", for files: their blocks, such as row groups, are permuted,
+            then rows within windows, so that each rank reads its own blocks only. Without a seed, blocks and rows keep
+            their order, but each batch has rows from several places (:mod:`hvdkit.data.block_order`).
         epochs: Number of epochs. None repeats endlessly: to loop over epochs use :meth:`one_epoch`.
         remainder: How to handle an epoch's short last batch: "pad" or "drop".
         with_sample_weight: Yield ``(x, y, sample_weight)`` for data ``(x, y)``, as Keras expects it.
         as_tensors: Yield TensorFlow tensors, created without a copy; a ``tf.function`` takes them faster than arrays.
         map_fn: For a ``tf.data.Dataset``: a function that maps an example, run on this rank's rows only.
-        shuffle_buffer: For a ``tf.data.Dataset``: size of the shuffle buffer in examples. The shuffle is uniform if it
-            is at least the number of examples.
+        shuffle_buffer: For a ``tf.data.Dataset``: size of the shuffle buffer in examples, 10,000 by default. The shuffle
+            is uniform if it is at least the number of examples. For ``shuffle="blocks"``: examples in the windows of
+            all lanes, 262,144 by default.
+        interleave: For ``shuffle="blocks"``: the number of lanes, 16 by default. Each batch has rows from all lanes, and
+            each lane reads its own blocks. Choose a multiple of N, and keep it when N changes.
         rank: r, and
         size: N, to override the cluster's. For the data-parallel part of a larger mesh, and for use without a cluster.
 
@@ -58,7 +64,8 @@ class GlobalBatches(Iterator[Any]):
         ``as_tensors``.
 
     Raises:
-        TypeError: The data does not consist of arrays, or has object arrays; an argument has the wrong type.
+        TypeError: The data does not consist of arrays, or has object arrays; an argument has the wrong type, or is not
+            for this kind of data.
         ValueError: Arrays empty or of unequal length, B < N, less than one batch with "drop", or an argument out of
             range.
 

@@ -7,7 +7,8 @@ cached. ``source.py`` turns positions of the order into blocks and rows of files
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -15,6 +16,21 @@ import numpy.typing as npt
 from hvdkit.data.files.listing import Paths
 from hvdkit.data.files.records import Parse
 from hvdkit.data.files.source import FileSource
+from hvdkit.errors import describe
+
+_EXTRA = {"array_record", "fsspec", "google_crc32c", "pyarrow", "tenacity"}
+
+
+@contextlib.contextmanager
+def _needs_extra() -> Iterator[None]:
+    """Say how to install the packages that the files need."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _EXTRA:
+            raise
+        remedy = "run `pip install 'hvdkit[files]'`"
+        raise ImportError(describe("package", f"no {error.name}", "it installed, to read files", remedy)) from error
 
 
 def parquet(paths: Paths, columns: Sequence[str] | None = None, *, fill: Mapping[str, Any] | None = None) -> FileSource:
@@ -40,9 +56,10 @@ def parquet(paths: Paths, columns: Sequence[str] | None = None, *, fill: Mapping
         >>> rows = hk.data.parquet("clicks/day_*.parquet", ["user", "items", "label"])  # doctest: +SKIP
         >>> batches = hk.data.GlobalBatches(rows, 65536, shuffle_seed=0, shuffle="blocks")  # doctest: +SKIP
     """
-    from hvdkit.data.files.parquet_format import ParquetFormat
+    with _needs_extra():
+        from hvdkit.data.files.parquet_format import ParquetFormat
 
-    return FileSource(paths, ParquetFormat(columns, fill or {}))
+        return FileSource(paths, ParquetFormat(columns, fill or {}))
 
 
 def tfrecord(paths: Paths, parse: Parse = None) -> FileSource:
@@ -67,9 +84,10 @@ def tfrecord(paths: Paths, parse: Parse = None) -> FileSource:
         ... # doctest: +SKIP
         >>> records = hk.data.tfrecord("images/train-*", features)  # doctest: +SKIP
     """
-    from hvdkit.data.files.tfrecord_format import TFRecordFormat
+    with _needs_extra():
+        from hvdkit.data.files.tfrecord_format import TFRecordFormat
 
-    return FileSource(paths, TFRecordFormat(parse))
+        return FileSource(paths, TFRecordFormat(parse))
 
 
 def array_record(paths: Paths, parse: Parse = None) -> FileSource:
@@ -77,9 +95,10 @@ def array_record(paths: Paths, parse: Parse = None) -> FileSource:
 
     Args and Raises as for :func:`tfrecord`. Files written with ``group_size:1`` are read fastest in a full shuffle.
     """
-    from hvdkit.data.files.array_record_format import ArrayRecordFormat
+    with _needs_extra():
+        from hvdkit.data.files.array_record_format import ArrayRecordFormat
 
-    return FileSource(paths, ArrayRecordFormat(parse))
+        return FileSource(paths, ArrayRecordFormat(parse))
 
 
 def criteo(paths: Paths) -> FileSource:
@@ -91,9 +110,10 @@ def criteo(paths: Paths) -> FileSource:
 
     Args and Raises as for :func:`delimited`.
     """
-    from hvdkit.data.files.text_format import CriteoFormat
+    with _needs_extra():
+        from hvdkit.data.files.text_format import CriteoFormat
 
-    return FileSource(paths, CriteoFormat())
+        return FileSource(paths, CriteoFormat())
 
 
 def delimited(
@@ -126,9 +146,10 @@ def delimited(
         >>> columns = {"user": "int64", "movie": "int64", "rating": "float32", "time": "int64"}
         >>> ratings = hk.data.delimited("ratings.csv", columns, header_lines=1)  # doctest: +SKIP
     """
-    from hvdkit.data.files.text_format import DelimitedFormat
+    with _needs_extra():
+        from hvdkit.data.files.text_format import DelimitedFormat
 
-    return FileSource(paths, DelimitedFormat(columns, delimiter, header_lines, fill or {}))
+        return FileSource(paths, DelimitedFormat(columns, delimiter, header_lines, fill or {}))
 
 
 def npy(paths: Paths) -> FileSource:
@@ -136,6 +157,7 @@ def npy(paths: Paths) -> FileSource:
 
     Args and Raises as for :func:`parquet`. A batch is an array ``[rows, ...]``.
     """
-    from hvdkit.data.files.npy_format import NpyFormat
+    with _needs_extra():
+        from hvdkit.data.files.npy_format import NpyFormat
 
-    return FileSource(paths, NpyFormat())
+        return FileSource(paths, NpyFormat())

@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import tenacity
-
 from hvdkit.errors import describe
 
 if TYPE_CHECKING:
@@ -108,6 +106,8 @@ def _file(filesystem: AbstractFileSystem, name: str, info: dict[str, Any]) -> Fi
 
 def retrying(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """Call a function of a file system, several times with growing pauses if it fails."""
+    import tenacity
+
     attempts = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(_ATTEMPTS),
         wait=tenacity.wait_random_exponential(0.1, LONGEST_WAIT),
