@@ -50,10 +50,10 @@ class GlobalBatches(Iterator[Any]):
         with_sample_weight: Yield ``(x, y, sample_weight)`` for data ``(x, y)``, as Keras expects it.
         as_tensors: Yield TensorFlow tensors, created without a copy; a ``tf.function`` takes them faster than arrays.
         map_fn: For a ``tf.data.Dataset``: a function that maps an example, run on this rank's rows only.
-        shuffle_buffer: For a ``tf.data.Dataset``: size of the shuffle buffer in examples, 10,000 by default. The shuffle
+        shuffle_buffer: For a ``tf.data.Dataset``: size of the shuffle buffer in examples; default: 10,000. The shuffle
             is uniform if it is at least the number of examples. For ``shuffle="blocks"``: examples in the windows of
-            all lanes, 262,144 by default.
-        interleave: For ``shuffle="blocks"``: the number of lanes, 16 by default. Each batch has rows from all lanes, and
+            all lanes; default: 262,144.
+        interleave: For ``shuffle="blocks"``: the number of lanes; default: 16. Each batch has rows from all lanes, and
             each lane reads its own blocks. Choose a multiple of N, and keep it when N changes.
         rank: r, and
         size: N, to override the cluster's. For the data-parallel part of a larger mesh, and for use without a cluster.
