@@ -6,17 +6,17 @@ the number of ranks that saved.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, subcommand
 
+from hvdkit.commands.progress_bar import byte_progress
 from hvdkit.errors import CorruptCheckpointError, describe
 
 
@@ -119,7 +119,7 @@ def _verify(config: Verify) -> int:
     from hvdkit.checkpoint.verifying import bytes_to_verify, verify
 
     try:
-        with _progress("reading", bytes_to_verify(config.path)) as advance:
+        with byte_progress("reading", bytes_to_verify(config.path)) as advance:
             read = verify(config.path, progress=advance)
     except CorruptCheckpointError as damage:
         print(damage)
@@ -138,7 +138,7 @@ def _export(config: Export) -> int:
     from hvdkit.checkpoint.export import bytes_to_export, export_npy
 
     names = config.names or None
-    with _progress("writing", bytes_to_export(config.path, names)) as advance:
+    with byte_progress("writing", bytes_to_export(config.path, names)) as advance:
         files = export_npy(config.path, config.to, names, overwrite=config.overwrite, progress=advance)
     print(f"{config.to}: {len(files) - 1} .npy file(s) and {files[-1].name}")
     return 0
@@ -152,18 +152,3 @@ def _function(path: str) -> Callable[[], Any]:
     if not callable(found):
         raise ValueError(describe("model", path, f"a function of {module}", "name the one that builds the model"))
     return found
-
-
-@contextlib.contextmanager
-def _progress(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar of bytes if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task(doing, total=total)
-        yield lambda count: bar.advance(task, count)

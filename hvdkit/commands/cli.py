@@ -74,6 +74,12 @@ COMMANDS = {
         config="hvdkit.commands.checkpoint:Checkpoint",
         runner="hvdkit.commands.checkpoint:checkpoint",
     ),
+    "data": Command(
+        "Show what data files have and how many ranks they feed, find the offsets of records",
+        "hvdkit data inspect clicks/ --ranks 64",
+        config="hvdkit.commands.data:Data",
+        runner="hvdkit.commands.data:data",
+    ),
     "tune": Command(
         "Measure settings for a model on this cluster, and save the best",
         "hvdkit tune -np 4 --model resnet50 --save resnet50.json",

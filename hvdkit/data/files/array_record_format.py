@@ -10,7 +10,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
 from hvdkit.data.files.listing import File
-from hvdkit.data.files.records import Parse, Parser, in_places, rows_of_blocks
+from hvdkit.data.files.records import BLOCK_BYTES, Parse, Parser, in_places, rows_of_blocks
 from hvdkit.data.files.source import Layout, Part
 from hvdkit.data.files.storage import opened
 from hvdkit.errors import DataError
@@ -27,7 +27,7 @@ class ArrayRecordFormat:
 
     def scan(self, file: File) -> Layout:
         with _reader(file) as reader:
-            return Layout(rows_of_blocks(reader.num_records(), file.size), "ArrayRecord")
+            return Layout(rows_of_blocks(reader.num_records(), file.size), "ArrayRecord", BLOCK_BYTES)
 
     def load(self, file: File, layout: Layout, block: int) -> list[bytes]:
         return self._read(file, layout, block, np.arange(layout.block_rows[block]))

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdkit.data.files.columns import taken
 from hvdkit.data.files.listing import File
-from hvdkit.data.files.records import rows_of_blocks
+from hvdkit.data.files.records import BLOCK_BYTES, rows_of_blocks
 from hvdkit.data.files.source import Layout, Part
 from hvdkit.data.files.storage import opened
 from hvdkit.errors import DataError
@@ -23,7 +23,8 @@ class NpyFormat:
 
     def scan(self, file: File) -> Layout:
         array = _mapped(file)
-        return Layout(rows_of_blocks(len(array), array.nbytes), f"{array.dtype}{list(array.shape[1:])}")
+        kind = f"{array.dtype}{list(array.shape[1:])}"
+        return Layout(rows_of_blocks(len(array), array.nbytes), kind, BLOCK_BYTES)
 
     def load(self, file: File, layout: Layout, block: int) -> np.ndarray:
         first = block * layout.block_rows[0]

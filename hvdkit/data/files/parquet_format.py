@@ -38,7 +38,9 @@ class ParquetFormat:
             if missing := [name for name in names if name not in schema.names]:
                 raise ValueError(describe("columns", missing, f"columns of {file.url}: {schema.names}", "correct them"))
             kind = ", ".join(f"{name}: {schema.field(name).type}" for name in names)
-            return Layout([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)], kind)
+            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+            largest = max((group.total_byte_size for group in groups), default=0)
+            return Layout([group.num_rows for group in groups], kind, largest)
 
     def load(self, file: File, layout: Layout, block: int) -> dict[str, np.ndarray | Ragged]:
         with opened_parquet(file) as parquet:

@@ -107,7 +107,8 @@ class RecordFormat(ABC):
 
     def scan(self, file: File) -> Layout:
         offsets = self._offsets_of(file)
-        return Layout(rows_of_blocks(len(offsets) - 1, file.size), self.kind)
+        rows = rows_of_blocks(len(offsets) - 1, file.size)
+        return Layout(rows, self.kind, max(BLOCK_BYTES, file.size // max(1, len(offsets) - 1)))
 
     def load(self, file: File, layout: Layout, block: int) -> list[bytes]:
         return self._read(file, layout, block, np.arange(layout.block_rows[block]))

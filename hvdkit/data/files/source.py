@@ -30,10 +30,12 @@ class Layout(NamedTuple):
     Attributes:
         block_rows: The number of rows of each block, in the order of the file.
         kind: The columns and types as text, which must be the same in all files.
+        largest_block: Its size in memory, in bytes.
     """
 
     block_rows: list[int]
     kind: str
+    largest_block: int
 
 
 class Part(NamedTuple):
@@ -75,6 +77,8 @@ class FileSource:
     Attributes:
         examples: The number of rows, in all files.
         structure: A batch of one row.
+        files: The files, in order.
+        layouts: What each of them has.
     """
 
     map_fn = None
@@ -82,20 +86,25 @@ class FileSource:
 
     def __init__(self, paths: Paths, file_format: Format):
         self._format = file_format
-        self.files, self._layouts = _listed_and_scanned(paths, file_format)
-        for file, layout in zip(self.files, self._layouts, strict=True):
-            if layout.kind != self._layouts[0].kind:
-                got, expected = f"{layout.kind} in {file.url}", f"{self._layouts[0].kind}, as in {self.files[0].url}"
+        self.files, self.layouts = _listed_and_scanned(paths, file_format)
+        for file, layout in zip(self.files, self.layouts, strict=True):
+            if layout.kind != self.layouts[0].kind:
+                got, expected = f"{layout.kind} in {file.url}", f"{self.layouts[0].kind}, as in {self.files[0].url}"
                 raise ValueError(describe("paths", got, expected, "give files of one schema, or choose columns"))
-        rows = [rows for layout in self._layouts for rows in layout.block_rows]
+        rows = [rows for layout in self.layouts for rows in layout.block_rows]
         self._block_starts = np.cumsum([0, *rows])
-        self._blocks = [(f, b) for f, layout in enumerate(self._layouts) for b in range(len(layout.block_rows))]
+        self._blocks = [(f, b) for f, layout in enumerate(self.layouts) for b in range(len(layout.block_rows))]
         self.examples = int(self._block_starts[-1])
         if self.examples == 0:
             remedy = "check how they were written"
             raise ValueError(describe("paths", f"{len(self.files)} files without rows", "at least one row", remedy))
         self._cache = BlockCache(self._load)
         self.structure = self.read(np.zeros(1, np.int64))
+
+    @property
+    def format_name(self) -> str:
+        """The name of the function that made the source."""
+        return self._format.name
 
     def __repr__(self) -> str:
         return f"hk.data.{self._format.name}({len(self.files)} files, {self.examples} rows, {len(self._blocks)} blocks)"
@@ -168,7 +177,7 @@ class FileSource:
             else:
                 unique, inverse = np.unique(rows, return_inverse=True)
                 f, b = self._blocks[block]
-                loaded, found = self._format.load_rows(self.files[f], self._layouts[f], b, unique)
+                loaded, found = self._format.load_rows(self.files[f], self.layouts[f], b, unique)
                 parts.append(Part(loaded, found[inverse], each))
         batch = self._format.take(parts, len(indices))
         return batch if self._mapped is None else self._mapped(batch)
@@ -187,7 +196,7 @@ class FileSource:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the number of rows, the columns, and a digest of all files' names, sizes and rows."""
-        return {"examples": self.examples, "arrays": {"files": self._layouts[0].kind}, "rows": self.digest()}
+        return {"examples": self.examples, "arrays": {"files": self.layouts[0].kind}, "rows": self.digest()}
 
     def identity(self, shuffle: Shuffle) -> dict[str, Any]:
         """Return what, beside the seed and sizes, determines the global order."""
@@ -200,7 +209,7 @@ class FileSource:
 
     def _load(self, block: int) -> Any:
         f, b = self._blocks[block]
-        return self._format.load(self.files[f], self._layouts[f], b)
+        return self._format.load(self.files[f], self.layouts[f], b)
 
 
 def _listed_and_scanned(paths: Paths, file_format: Format) -> tuple[list[File], list[Layout]]:

@@ -20,25 +20,19 @@ from hvdkit.errors import DataError, describe
 _CHUNK = 2**24
 
 
-class DelimitedFormat(RecordFormat):
-    """Lines with the same number of values, separated by a delimiter.
+class LineFormat(RecordFormat):
+    """Lines of text, each of which is an example.
 
     Args:
-        columns: The name and dtype of each value.
-        delimiter: One character.
         header_lines: Lines at the start of each file that are no examples.
-        fill: The value that replaces missing values, for each column that may have some.
     """
 
-    name = "delimited"
+    name = "lines"
 
-    def __init__(
-        self, columns: Mapping[str, npt.DTypeLike], delimiter: str, header_lines: int, fill: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, header_lines: int = 0):
         super().__init__()
-        self._types = {name: _arrow_type(name, dtype) for name, dtype in columns.items()}
-        self._delimiter, self._header_lines, self._fill = delimiter, header_lines, dict(fill)
-        self.kind = f"lines after {header_lines}"
+        self._header_lines = header_lines
+        self.kind = f"lines after {header_lines}" if header_lines else "lines"
 
     def find_offsets(self, file: OpenFile) -> np.ndarray:
         """Return the offset of each line, and the end of the file."""
@@ -55,14 +49,44 @@ class DelimitedFormat(RecordFormat):
         return np.concatenate(found)[self._header_lines :]
 
     def record(self, data: bytes, file: File, row: int, offset: int) -> bytes:
+        """Return a line with its end."""
+        return data.rstrip(b"\r\n") + b"\n"
+
+    def batch(self, records: Sequence[bytes]) -> Any:
+        """Return an array of bytes."""
+        array = np.empty(len(records), object)
+        array[:] = records
+        return array
+
+
+class DelimitedFormat(LineFormat):
+    """Lines with the same number of values, separated by a delimiter.
+
+    Args:
+        columns: The name and dtype of each value.
+        delimiter: One character.
+        header_lines: Lines at the start of each file that are no examples.
+        fill: The value that replaces missing values, for each column that may have some.
+    """
+
+    name = "delimited"
+
+    def __init__(
+        self, columns: Mapping[str, npt.DTypeLike], delimiter: str, header_lines: int, fill: Mapping[str, Any]
+    ) -> None:
+        super().__init__(header_lines)
+        self._types = {name: _arrow_type(name, dtype) for name, dtype in columns.items()}
+        self._delimiter, self._fill = delimiter, dict(fill)
+
+    def record(self, data: bytes, file: File, row: int, offset: int) -> bytes:
         """Return a line with its end, after counting its values."""
-        line = data.rstrip(b"\r\n")
+        line = super().record(data, file, row, offset)
         if (values := line.count(self._delimiter.encode()) + 1) != len(self._types):
             where = f"line {row + 1 + self._header_lines} of {file.url}"
             raise DataError(
                 f"{where} has {values} values separated by {self._delimiter!r}, expected {len(self._types)}"
             )
-        return line + b"\n"
+        return line
 
     def batch(self, records: Sequence[bytes]) -> Any:
         table = csv.read_csv(

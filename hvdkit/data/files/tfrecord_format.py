@@ -68,5 +68,10 @@ class TFRecordFormat(RecordFormat):
         return self._parser(records)
 
 
+def is_header(data: bytes) -> bool:
+    """Return True if ``data`` begins like a TFRecord file."""
+    return len(data) >= _HEADER and _masked(google_crc32c.value(data[:8])) == struct.unpack("<I", data[8:_HEADER])[0]
+
+
 def _masked(crc: int) -> int:
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF

@@ -1,0 +1,192 @@
+"""``hvdkit data``: what data files have, and how many ranks they feed well. Runs in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from tyro.conf import Positional, arg, subcommand
+
+from hvdkit.commands.progress_bar import byte_progress
+from hvdkit.errors import describe
+from hvdkit.machine.terminal import aligned
+
+if TYPE_CHECKING:
+    from hvdkit.data.files.source import FileSource, Format
+
+Kind = Literal["auto", "parquet", "tfrecord", "array_record", "npy", "lines"]
+_BLOCKS_PER_RANK = 10  # a rank reads at most one block more than its part: 10 %
+_LARGE_BLOCK = 128 * 2**20  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Show rows, columns and blocks of data files, and how many ranks they feed well.
+
+    Records and lines are found as `hvdkit data index` does. Exit code: 0; 1 if the files should be written differently
+    for --ranks; 2 if they cannot be read.
+
+    For example:
+        hvdkit data inspect clicks/ --ranks 64
+        hvdkit data inspect 'logs/day_*' --json
+    """
+
+    paths: Positional[Annotated[tuple[str, ...], arg(metavar="PATHS")]]
+    """Files, folders, patterns or URLs."""
+    format: Kind = "auto"
+    """Format of the files; auto recognizes it from the first file."""
+    ranks: int = 1
+    """Number of ranks that will read the files."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """Find the offsets of records or lines, and keep them next to the data or in the user's cache.
+
+    Programs do this when they open the files; this command does it before a job starts. Exit code: 0; 2 if a file
+    cannot be read.
+
+    For example:
+        hvdkit data index 'images/train-*'
+    """
+
+    paths: Positional[Annotated[tuple[str, ...], arg(metavar="PATHS")]]
+    """Files, folders, patterns or URLs."""
+    format: Kind = "auto"
+    """Format of the files; auto recognizes it from the first file."""
+
+
+Data = Annotated[Inspect, subcommand("inspect")] | Annotated[Index, subcommand("index")]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``hvdkit data inspect`` shows. Sizes are in bytes."""
+
+    format: str
+    files: int
+    size: int
+    rows: int
+    columns: str
+    blocks: int
+    block_rows: int  # the median
+    largest_block: int
+    ranks: int  # up to which each reads at most 10 % more than its part
+    remedies: list[str]
+
+    def __str__(self) -> str:
+        from rich.filesize import decimal
+
+        rows = [
+            ("files", f"{self.files:,} ({self.format}), {decimal(self.size)}"),
+            ("rows", f"{self.rows:,}"),
+            ("columns", self.columns),
+            ("blocks", f"{self.blocks:,} of {self.block_rows:,} rows (median), at most {decimal(self.largest_block)}"),
+            ("ranks", f"up to {self.ranks:,} read at most 10 % more than their part with shuffle='blocks'"),
+        ]
+        return "\n".join([*aligned(rows), *self.remedies])
+
+
+def data(config: Inspect | Index) -> int:
+    """Run ``hvdkit data ...``, print on stdout, and return the exit code."""
+    source = _scanned(config.paths, config.format)
+    if isinstance(config, Index):
+        print(source)
+        return 0
+    report = examine(source, config.ranks)
+    print(json.dumps(asdict(report), indent=2) if config.json else report)
+    return 1 if report.remedies else 0
+
+
+def examine(source: FileSource, ranks: int) -> Report:
+    """Return the report about a source."""
+    from rich.filesize import decimal
+
+    block_rows = np.array([rows for layout in source.layouts for rows in layout.block_rows])
+    largest = max(layout.largest_block for layout in source.layouts)
+    fed = max(1, len(block_rows) // _BLOCKS_PER_RANK)
+    remedies = []
+    if fed < ranks:
+        rows = max(1, source.examples // (ranks * _BLOCKS_PER_RANK))
+        remedies.append(f"too few blocks for {ranks} ranks: write blocks (row groups) of at most {rows:,} rows")
+    if largest > _LARGE_BLOCK:
+        fitting = max(1, int(block_rows.max() * _LARGE_BLOCK / largest))
+        remedies.append(f"blocks of {decimal(largest)}: each rank holds several; write row groups of {fitting:,} rows")
+    return Report(
+        format=source.format_name,
+        files=len(source.files),
+        size=sum(file.size for file in source.files),
+        rows=source.examples,
+        columns=source.layouts[0].kind,
+        blocks=len(block_rows),
+        block_rows=int(np.median(block_rows)),
+        largest_block=largest,
+        ranks=fed,
+        remedies=remedies,
+    )
+
+
+def _scanned(paths: tuple[str, ...], kind: Kind) -> FileSource:
+    """Return a source, after scanning each file with a progress bar."""
+    from hvdkit.data.files.listing import list_files
+    from hvdkit.data.files.reading_ahead import in_threads
+    from hvdkit.data.files.source import FileSource
+
+    if not paths:
+        raise ValueError(describe("paths", "none", "at least one", "pass e.g. a folder"))
+    files = list_files(paths)
+    file_format = _format_of(files[0].url, kind)
+    files = list_files(paths, file_format.suffixes)
+    with byte_progress("reading", sum(file.size for file in files)) as advance:
+
+        def scan(file: Any) -> None:
+            file_format.scan(file)
+            advance(file.size)
+
+        in_threads(scan, files)
+    return FileSource(paths, file_format)
+
+
+def _format_of(url: str, kind: Kind) -> Format:
+    from hvdkit.data.files import _needs_extra
+
+    with _needs_extra():
+        from hvdkit.data.files.array_record_format import ArrayRecordFormat
+        from hvdkit.data.files.npy_format import NpyFormat
+        from hvdkit.data.files.parquet_format import ParquetFormat
+        from hvdkit.data.files.text_format import LineFormat
+        from hvdkit.data.files.tfrecord_format import TFRecordFormat
+
+    formats: dict[str, Callable[[], Format]] = {
+        "parquet": lambda: ParquetFormat(None, {}),
+        "tfrecord": lambda: TFRecordFormat(None),
+        "array_record": lambda: ArrayRecordFormat(None),
+        "npy": NpyFormat,
+        "lines": LineFormat,
+    }
+    if kind == "auto":
+        kind = _recognized(url)
+    return formats[kind]()
+
+
+def _recognized(url: str) -> Kind:
+    """Return the format of a file, from its first bytes or its name."""
+    import fsspec
+
+    from hvdkit.data.files.tfrecord_format import is_header
+
+    filesystem, name = fsspec.core.url_to_fs(url)
+    start = filesystem.cat_file(name, start=0, end=12)
+    if start.startswith(b"PAR1"):
+        return "parquet"
+    if start.startswith(b"\x93NUMPY"):
+        return "npy"
+    if "array" in Path(name).name.lower() and "record" in Path(name).name.lower():
+        return "array_record"
+    return "tfrecord" if is_header(start) else "lines"

@@ -1,0 +1,66 @@
+"""hvdkit data: what files have, how many ranks they feed."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tensorflow as tf
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from hvdkit.commands.cli import main
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number in range(3):
+        table = pa.table({"id": np.arange(10_000), "items": [[1, 2]] * 10_000})
+        pq.write_table(table, tmp_path / f"{number}.parquet", row_group_size=1000)
+    return tmp_path
+
+
+def test_inspect_says_what_the_files_have(folder, capsys):
+    assert main(["data", "inspect", str(folder), "--ranks", "3"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("3 (parquet)", "30,000", "id: int64, items: list<element: int64>", "30 of 1,000 rows", "up to 3 read"):
+        assert text in shown
+    assert main(["data", "inspect", str(folder), "--ranks", "4", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["rows"], report["blocks"], report["ranks"]) == (30_000, 30, 3)
+    assert report["remedies"] == ["too few blocks for 4 ranks: write blocks (row groups) of at most 750 rows"]
+
+
+def test_formats_are_recognized(tmp_path, capsys):
+    with tf.io.TFRecordWriter(str(tmp_path / "a")) as file:
+        file.write(b"record")
+    np.save(tmp_path / "b.npy", np.zeros((5, 2)))
+    (tmp_path / "c").write_text("line\n" * 7)
+    file = ArrayRecordWriter(str(tmp_path / "d.array_record"), "group_size:1")
+    file.write(b"record")
+    file.close()
+    for name, format_name, rows in (("a", "tfrecord", 1), ("b.npy", "npy", 5), ("c", "lines", 7)):
+        assert main(["data", "inspect", str(tmp_path / name), "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["format"], report["rows"]) == (format_name, rows)
+    assert main(["data", "inspect", str(tmp_path / "d.array_record")]) == 0
+    assert "(array_record)" in capsys.readouterr().out
+
+
+def test_index_keeps_the_offsets(tmp_path, capsys):
+    (tmp_path / "a.tsv").write_text("1\t2\n" * 1000)
+    assert main(["data", "index", str(tmp_path / "a.tsv")]) == 0
+    assert "1 files, 1000 rows" in capsys.readouterr().out
+    assert [path.suffix for path in tmp_path.iterdir() if path.name != "a.tsv"] == [".offsets"]
+
+
+def test_errors_are_one_line(tmp_path, capsys):
+    (tmp_path / "a.gz").write_bytes(b"\x1f\x8b" + bytes(20))
+    for arguments, text in (
+        ([str(tmp_path / "missing")], "paths: got"),
+        ([str(tmp_path / "a.gz")], "gzip"),
+        ([], "paths"),
+    ):
+        assert main(["data", "inspect", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert text in error
