@@ -24,7 +24,7 @@ _LARGE_BLOCK = 128 * 2**20  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspect:
+class InspectFiles:
     """Show rows, columns and blocks of data files, and how many ranks they feed well.
 
     Records and lines are found as `hvdkit data index` does. Exit code: 0; 1 if the files should be written differently
@@ -46,7 +46,7 @@ class Inspect:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index:
+class IndexFiles:
     """Find the offsets of records or lines, and keep them next to the data or in the user's cache.
 
     Programs do this when they open the files; this command does it before a job starts. Exit code: 0; 2 if a file
@@ -62,7 +62,7 @@ class Index:
     """Format of the files; auto recognizes it from the first file."""
 
 
-Data = Annotated[Inspect, subcommand("inspect")] | Annotated[Index, subcommand("index")]
+Data = Annotated[InspectFiles, subcommand("inspect")] | Annotated[IndexFiles, subcommand("index")]
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ class Report:
         return "\n".join([*aligned(rows), *self.remedies])
 
 
-def data(config: Inspect | Index) -> int:
+def data(config: InspectFiles | IndexFiles) -> int:
     """Run ``hvdkit data ...``, print on stdout, and return the exit code."""
     source = _scanned(config.paths, config.format)
-    if isinstance(config, Index):
+    if isinstance(config, IndexFiles):
         print(source)
         return 0
     report = examine(source, config.ranks)

@@ -87,16 +87,22 @@ def test_an_unknown_command_is_one_line_and_exit_code_2(capsys):
     assert "'docter'" in error and "doctor" in error
 
 
+def subcommand_of(annotated):
+    """Return the config and the name of ``Annotated[Config, subcommand("name")]``."""
+    config, settings = get_args(annotated)
+    return config, [settings.name]
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_each_command_has_a_documented_config_and_a_runner(name, capsys):
     config = pkgutil.resolve_name(cli.COMMANDS[name].config)
     assert callable(pkgutil.resolve_name(cli.COMMANDS[name].runner))
     # A config, or a union of the configs of subcommands: Annotated[Inspect, subcommand("inspect")] | ...
-    parts = [config] if isinstance(config, type) else [get_args(one)[0] for one in get_args(config)]
-    for part in parts:
+    parts = [(config, [])] if isinstance(config, type) else [subcommand_of(one) for one in get_args(config)]
+    for part, words in parts:
         assert part.__dataclass_params__.frozen
         assert all(field.kw_only for field in dataclasses.fields(part))
-        assert cli.main([name, *([] if part is config else [part.__name__.lower()]), "--help"]) == 0
+        assert cli.main([name, *words, "--help"]) == 0
         shown = capsys.readouterr().out
         hints = get_type_hints(part, include_extras=True)
         for field in dataclasses.fields(part):

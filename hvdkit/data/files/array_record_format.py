@@ -11,7 +11,7 @@ from array_record.python.array_record_module import ArrayRecordReader
 
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.records import BLOCK_BYTES, Parse, Parser, in_places, rows_of_blocks
-from hvdkit.data.files.source import Layout, Part
+from hvdkit.data.files.source import BlockRows, FileLayout
 from hvdkit.data.files.storage import opened
 from hvdkit.errors import DataError
 
@@ -25,21 +25,21 @@ class ArrayRecordFormat:
     def __init__(self, parse: Parse):
         self._parser = Parser(parse)
 
-    def scan(self, file: File) -> Layout:
+    def scan(self, file: File) -> FileLayout:
         with _reader(file) as reader:
-            return Layout(rows_of_blocks(reader.num_records(), file.size), "ArrayRecord", BLOCK_BYTES)
+            return FileLayout(rows_of_blocks(reader.num_records(), file.size), "ArrayRecord", BLOCK_BYTES)
 
-    def load(self, file: File, layout: Layout, block: int) -> list[bytes]:
+    def load(self, file: File, layout: FileLayout, block: int) -> list[bytes]:
         return self._read(file, layout, block, np.arange(layout.block_rows[block]))
 
-    def load_rows(self, file: File, layout: Layout, block: int, rows: np.ndarray) -> tuple[list[bytes], np.ndarray]:
+    def load_rows(self, file: File, layout: FileLayout, block: int, rows: np.ndarray) -> tuple[list[bytes], np.ndarray]:
         return self._read(file, layout, block, rows), np.arange(len(rows))
 
-    def take(self, parts: Sequence[Part], rows: int) -> Any:
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
         return self._parser(in_places(parts, rows))
 
     @staticmethod
-    def _read(file: File, layout: Layout, block: int, rows: np.ndarray) -> list[bytes]:
+    def _read(file: File, layout: FileLayout, block: int, rows: np.ndarray) -> list[bytes]:
         numbers = (block * layout.block_rows[0] + rows).tolist()
         with _reader(file) as reader:
             try:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hvdkit.data.aligned import aligned_empty
-from hvdkit.data.files.source import Part
+from hvdkit.data.files.source import BlockRows
 
 
 class Ragged(NamedTuple):
@@ -61,7 +61,7 @@ def _to_numpy(array: pa.Array, fill: Any) -> np.ndarray | Ragged:
     return array.to_numpy(zero_copy_only=False)
 
 
-def taken(parts: Sequence[Part], rows: int) -> Any:
+def taken(parts: Sequence[BlockRows], rows: int) -> Any:
     """Return a batch of ``rows`` rows of a column: an array, or a ``tf.RaggedTensor``."""
     if isinstance(parts[0].block, Ragged):
         return _taken_ragged(parts, rows)
@@ -72,7 +72,7 @@ def taken(parts: Sequence[Part], rows: int) -> Any:
     return batch
 
 
-def _taken_ragged(parts: Sequence[Part], rows: int) -> Any:
+def _taken_ragged(parts: Sequence[BlockRows], rows: int) -> Any:
     import tensorflow as tf
 
     lengths = np.empty(rows, np.int64)

@@ -10,7 +10,7 @@ import numpy as np
 from hvdkit.data.files.columns import taken
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.records import BLOCK_BYTES, rows_of_blocks
-from hvdkit.data.files.source import Layout, Part
+from hvdkit.data.files.source import BlockRows, FileLayout
 from hvdkit.data.files.storage import opened
 from hvdkit.errors import DataError
 
@@ -21,19 +21,19 @@ class NpyFormat:
     name = "npy"
     suffixes: tuple[str, ...] = (".npy",)
 
-    def scan(self, file: File) -> Layout:
+    def scan(self, file: File) -> FileLayout:
         array = _mapped(file)
         kind = f"{array.dtype}{list(array.shape[1:])}"
-        return Layout(rows_of_blocks(len(array), array.nbytes), kind, BLOCK_BYTES)
+        return FileLayout(rows_of_blocks(len(array), array.nbytes), kind, BLOCK_BYTES)
 
-    def load(self, file: File, layout: Layout, block: int) -> np.ndarray:
+    def load(self, file: File, layout: FileLayout, block: int) -> np.ndarray:
         first = block * layout.block_rows[0]
         return np.array(_mapped(file)[first : first + layout.block_rows[block]])
 
-    def load_rows(self, file: File, layout: Layout, block: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def load_rows(self, file: File, layout: FileLayout, block: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return _mapped(file)[block * layout.block_rows[0] + rows], np.arange(len(rows))
 
-    def take(self, parts: Sequence[Part], rows: int) -> Any:
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
         return taken(parts, rows)
 
 

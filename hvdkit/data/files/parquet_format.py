@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from hvdkit.data.files.columns import Ragged, taken, to_numpy
 from hvdkit.data.files.listing import File
-from hvdkit.data.files.source import Layout, Part
+from hvdkit.data.files.source import BlockRows, FileLayout
 from hvdkit.data.files.storage import opened
 from hvdkit.errors import DataError, describe
 
@@ -31,7 +31,7 @@ class ParquetFormat:
     def __init__(self, columns: Sequence[str] | None, fill: Mapping[str, Any]):
         self._columns, self._fill = None if columns is None else list(columns), dict(fill)
 
-    def scan(self, file: File) -> Layout:
+    def scan(self, file: File) -> FileLayout:
         with opened_parquet(file) as parquet:
             schema, metadata = parquet.schema_arrow, parquet.metadata
             names = schema.names if self._columns is None else self._columns
@@ -40,9 +40,9 @@ class ParquetFormat:
             kind = ", ".join(f"{name}: {schema.field(name).type}" for name in names)
             groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
             largest = max((group.total_byte_size for group in groups), default=0)
-            return Layout([group.num_rows for group in groups], kind, largest)
+            return FileLayout([group.num_rows for group in groups], kind, largest)
 
-    def load(self, file: File, layout: Layout, block: int) -> dict[str, np.ndarray | Ragged]:
+    def load(self, file: File, layout: FileLayout, block: int) -> dict[str, np.ndarray | Ragged]:
         with opened_parquet(file) as parquet:
             try:
                 table = parquet.read_row_group(block, self._columns, use_threads=False)
@@ -50,10 +50,10 @@ class ParquetFormat:
                 raise DataError(f"row group {block} of {file.url} is damaged: {error}") from error
         return {name: self._column(file, block, name, table.column(name)) for name in table.column_names}
 
-    def load_rows(self, file: File, layout: Layout, block: int, rows: np.ndarray) -> tuple[Any, np.ndarray]:
+    def load_rows(self, file: File, layout: FileLayout, block: int, rows: np.ndarray) -> tuple[Any, np.ndarray]:
         return self.load(file, layout, block), rows  # Parquet has no access to rows
 
-    def take(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
+    def take(self, parts: Sequence[BlockRows], rows: int) -> dict[str, Any]:
         return {name: taken([part._replace(block=part.block[name]) for part in parts], rows) for name in parts[0].block}
 
     def _column(self, file: File, block: int, name: str, chunks: pa.ChunkedArray) -> np.ndarray | Ragged:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.offsets import offsets_of
-from hvdkit.data.files.source import Layout, Part
+from hvdkit.data.files.source import BlockRows, FileLayout
 from hvdkit.data.files.storage import OpenFile, opened
 from hvdkit.errors import describe
 
@@ -69,7 +69,7 @@ class Parser:
         return dataset.batch(tf.shape(records, tf.int64)[0]).get_single_element()
 
 
-def in_places(parts: Sequence[Part], rows: int) -> list[bytes]:
+def in_places(parts: Sequence[BlockRows], rows: int) -> list[bytes]:
     """Return the ``rows`` records of a batch, in order."""
     records: list[bytes] = [b""] * rows
     for block, each, places in parts:
@@ -105,21 +105,21 @@ class RecordFormat(ABC):
     def batch(self, records: Sequence[bytes]) -> Any:
         """Return a batch of records."""
 
-    def scan(self, file: File) -> Layout:
+    def scan(self, file: File) -> FileLayout:
         offsets = self._offsets_of(file)
         rows = rows_of_blocks(len(offsets) - 1, file.size)
-        return Layout(rows, self.kind, max(BLOCK_BYTES, file.size // max(1, len(offsets) - 1)))
+        return FileLayout(rows, self.kind, max(BLOCK_BYTES, file.size // max(1, len(offsets) - 1)))
 
-    def load(self, file: File, layout: Layout, block: int) -> list[bytes]:
+    def load(self, file: File, layout: FileLayout, block: int) -> list[bytes]:
         return self._read(file, layout, block, np.arange(layout.block_rows[block]))
 
-    def load_rows(self, file: File, layout: Layout, block: int, rows: np.ndarray) -> tuple[list[bytes], np.ndarray]:
+    def load_rows(self, file: File, layout: FileLayout, block: int, rows: np.ndarray) -> tuple[list[bytes], np.ndarray]:
         return self._read(file, layout, block, rows), np.arange(len(rows))
 
-    def take(self, parts: Sequence[Part], rows: int) -> Any:
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
         return self.batch(in_places(parts, rows))
 
-    def _read(self, file: File, layout: Layout, block: int, rows: np.ndarray) -> list[bytes]:
+    def _read(self, file: File, layout: FileLayout, block: int, rows: np.ndarray) -> list[bytes]:
         """Return the records ``rows``, ascending, of a block. Those that are close together are read at once."""
         numbers = block * layout.block_rows[0] + rows
         offsets = self._offsets_of(file)

@@ -24,7 +24,7 @@ from hvdkit.errors import DataError, describe
 _UNIFORM_EXAMPLES = 2**20
 
 
-class Layout(NamedTuple):
+class FileLayout(NamedTuple):
     """What one file has, as found by :meth:`Format.scan`.
 
     Attributes:
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
     largest_block: int
 
 
-class Part(NamedTuple):
+class BlockRows(NamedTuple):
     """Rows of a batch that come from one block.
 
     Attributes:
@@ -58,16 +58,16 @@ class Format(Protocol):
     name: str
     suffixes: tuple[str, ...]  # of its files in a folder; empty for all
 
-    def scan(self, file: File) -> Layout:
+    def scan(self, file: File) -> FileLayout:
         """Return what the file has; called once per file, by one of the ranks."""
 
-    def load(self, file: File, layout: Layout, block: int) -> Any:
+    def load(self, file: File, layout: FileLayout, block: int) -> Any:
         """Read a block. The result is kept while its rows are needed."""
 
-    def load_rows(self, file: File, layout: Layout, block: int, rows: np.ndarray) -> tuple[Any, np.ndarray]:
+    def load_rows(self, file: File, layout: FileLayout, block: int, rows: np.ndarray) -> tuple[Any, np.ndarray]:
         """Read the distinct, ascending rows of a block without the others; return what was read, and rows in it."""
 
-    def take(self, parts: Sequence[Part], rows: int) -> Any:
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
         """Return a batch of ``rows`` rows: a structure of arrays."""
 
 
@@ -173,12 +173,12 @@ class FileSource:
             block = int(blocks[each[0]])
             rows = indices[each] - self._block_starts[block]
             if whole_blocks:
-                parts.append(Part(self._cache.get(block), rows, each))
+                parts.append(BlockRows(self._cache.get(block), rows, each))
             else:
                 unique, inverse = np.unique(rows, return_inverse=True)
                 f, b = self._blocks[block]
                 loaded, found = self._format.load_rows(self.files[f], self.layouts[f], b, unique)
-                parts.append(Part(loaded, found[inverse], each))
+                parts.append(BlockRows(loaded, found[inverse], each))
         batch = self._format.take(parts, len(indices))
         return batch if self._mapped is None else self._mapped(batch)
 
@@ -212,7 +212,7 @@ class FileSource:
         return self._format.load(self.files[f], self.layouts[f], b)
 
 
-def _listed_and_scanned(paths: Paths, file_format: Format) -> tuple[list[File], list[Layout]]:
+def _listed_and_scanned(paths: Paths, file_format: Format) -> tuple[list[File], list[FileLayout]]:
     """Return the files and their layouts. Each rank scans a part of the files.
 
     Raises:
