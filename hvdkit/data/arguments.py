@@ -102,6 +102,23 @@ def shuffle_of(
     return Shuffle(seed, "blocks", buffer or BLOCK_BUFFER, lanes)
 
 
+def warn_about_reading(source: FileSource, shuffle: Shuffle, batch_size: int, size: int) -> None:
+    """Warn the user if ranks read much more of the files than their part."""
+    times = source.read_times(shuffle, batch_size, size)
+    if times < _MUCH_READING:
+        return
+    lanes = -(-(shuffle.lanes or LANES) // size) * size
+    remedy = f"interleave={lanes}" if shuffle.mode == "blocks" else "shuffle='blocks'"
+    get_logger().warning(
+        "shuffle: got %r with %r on %d rank(s), with which each reads about %.3g times its part of the files; pass %s",
+        shuffle.mode,
+        source,
+        size,
+        times,
+        remedy,
+    )
+
+
 def keras_parts(structure: object) -> int:
     """Return the number of parts of data for Keras: 1 (x), 2 (x, y) or 3 (x, y, sample_weight)."""
     if isinstance(structure, list) or (isinstance(structure, tuple) and not 1 <= len(structure) <= 3):
@@ -127,6 +144,7 @@ def warn_about_filler(examples: int | None, batch_size: int) -> None:
         )
 
 
+_MUCH_READING = 1.5
 _REMEDIES = {
     "seed": "pass the same shuffle_seed as before",
     "examples": "give the data set of the saved run, or start afresh",

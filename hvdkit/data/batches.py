@@ -14,6 +14,7 @@ from hvdkit.cluster.progress import spending
 from hvdkit.data import arguments, order
 from hvdkit.data.aligned import tensor_of
 from hvdkit.data.arrays import ArraySource
+from hvdkit.data.files.source import FileSource
 from hvdkit.data.indexed import Mode
 from hvdkit.data.keras_dataset import batches_at_once, keras_dataset, weighted, weighted_spec
 from hvdkit.errors import describe, integer
@@ -106,6 +107,8 @@ class GlobalBatches(Iterator[Any]):
         self._shuffle = arguments.shuffle_of(
             self._source, self._batch_size, shuffle_seed, shuffle, shuffle_buffer, interleave
         )
+        if self._rank == 0 and isinstance(self._source, FileSource):
+            arguments.warn_about_reading(self._source, self._shuffle, self._batch_size, self._size)
         self._rank_rows = order.RankRows(self._rank, self._size, self._batch_size)
         self._rows = self._rank_rows.rows(self._batch_size)
         self._with_sample_weight, self._as_tensors = with_sample_weight, as_tensors

@@ -217,6 +217,31 @@ def read_bytes():
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "size", "text"),
+    [
+        ("parquet", {"shuffle_seed": 1}, 1, "about 100 times its part of the files; pass shuffle='blocks'"),
+        ("parquet", {}, 4, "about 4 times its part of the files; pass shuffle='blocks'"),
+        (
+            "parquet",
+            {"shuffle": "blocks", "interleave": 4},
+            6,
+            "about 3 times its part of the files; pass interleave=6",
+        ),
+        ("parquet", {"shuffle": "blocks"}, 4, ""),
+        ("parquet", {}, 1, ""),
+        ("npy", {"shuffle_seed": 1}, 4, ""),
+    ],
+)
+def test_reading_much_more_than_a_part_is_a_warning(tmp_path, caplog, name, options, size, text):
+    write, read, _ = FORMATS[name]
+    write(tmp_path / "a", range(1000))
+    if name == "parquet":
+        pq.write_table(pa.table({"id": np.arange(1000)}), tmp_path / "a.parquet", row_group_size=100)
+    GlobalBatches(read(tmp_path), 32, rank=0, size=size, **options)
+    assert text in caplog.text and bool(text) == bool(caplog.text)
+
+
 def test_mapped_batches(files):
     source, check = files
     pairs = source.map(lambda batch: (check(batch), np.ones(len(check(batch))))).map(

@@ -21,6 +21,7 @@ class ArrayRecordFormat:
 
     name = "array_record"
     suffixes: tuple[str, ...] = ()
+    reads_rows = True
 
     def __init__(self, parse: Parse):
         self._parser = Parser(parse)

@@ -20,6 +20,7 @@ class NpyFormat:
 
     name = "npy"
     suffixes: tuple[str, ...] = (".npy",)
+    reads_rows = True
 
     def scan(self, file: File) -> FileLayout:
         array = _mapped(file)

@@ -27,6 +27,7 @@ class ParquetFormat:
 
     name = "parquet"
     suffixes: tuple[str, ...] = (".parquet", ".pq")
+    reads_rows = False
 
     def __init__(self, columns: Sequence[str] | None, fill: Mapping[str, Any]):
         self._columns, self._fill = None if columns is None else list(columns), dict(fill)

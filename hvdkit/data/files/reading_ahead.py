@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from hvdkit import cluster
 from hvdkit.machine.cores import available_cores
 
 T = TypeVar("T")
@@ -19,8 +20,9 @@ _UNUSED = 64  # a block is dropped when so many other requests have not used it
 
 
 def threads() -> int:
-    """Return the number of threads that read files."""
-    return max(2, min(_MOST_THREADS, available_cores()))
+    """Return the number of threads that read files: the ranks of a host share its cores."""
+    ranks = cluster.local_size() if cluster.is_initialized() else 1
+    return max(2, min(_MOST_THREADS, available_cores() // ranks))
 
 
 def in_threads(function: Callable[[T], U], items: Sequence[T]) -> list[U]:

@@ -88,6 +88,7 @@ class RecordFormat(ABC):
 
     name: str
     suffixes: tuple[str, ...] = ()
+    reads_rows = True
     kind: str
 
     def __init__(self) -> None:

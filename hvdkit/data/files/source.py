@@ -57,6 +57,7 @@ class Format(Protocol):
 
     name: str
     suffixes: tuple[str, ...]  # of its files in a folder; empty for all
+    reads_rows: bool  # without the rest of their block
 
     def scan(self, file: File) -> FileLayout:
         """Return what the file has; called once per file, by one of the ranks."""
@@ -105,6 +106,18 @@ class FileSource:
     def format_name(self) -> str:
         """The name of the function that made the source."""
         return self._format.name
+
+    def read_times(self, shuffle: Shuffle, batch_size: int, size: int) -> float:
+        """Return how many times the n/N examples of its part a rank reads in an epoch, approximately."""
+        if shuffle.mode == "blocks":
+            assert shuffle.lanes is not None
+            touched = [-(-(r + 1) * shuffle.lanes // size) - r * shuffle.lanes // size for r in range(size)]
+            return max(touched) * size / shuffle.lanes
+        if self._format.reads_rows:
+            return 1
+        block_rows, local_rows = self.examples / len(self._blocks), batch_size / size
+        # In order, the ranks share each block; shuffled, a batch has about one row of a block.
+        return block_rows if shuffle.seed is not None else max(1, min(size, block_rows / local_rows))
 
     def __repr__(self) -> str:
         return f"hk.data.{self._format.name}({len(self.files)} files, {self.examples} rows, {len(self._blocks)} blocks)"
