@@ -133,6 +133,6 @@ def all_ranks_done(save: Save, ranks: Sequence[SaveProgress]) -> bool:
         if first.non_finite:
             raise non_finite_error(str(first.failure), rank, save.step, ranks[0].newest)
         raise CheckpointError(
-            f"{save.target}: not saved, rank {rank} failed: {first.failure}; what was saved before is as it was"
+            f"{save.target}: not saved, rank {rank} failed: {first.failure}; earlier checkpoints are unchanged"
         )
     return True

@@ -169,11 +169,11 @@ def _check_arguments(process_set: RankGroup, group: RankGroup) -> None:
             raise ValueError(describe("process_set", repr(members), f"an axis of the mesh {dict(mesh)}", remedy))
     elif not isinstance(members, (ProcessSet, Group)):
         expected = "an hk.ProcessSet, an axis of the mesh or None"
-        raise TypeError(describe("process_set", f"{members!r}", expected, "make one: hk.ProcessSet([0, 1])"))
+        raise TypeError(describe("process_set", f"{members!r}", expected, "create one: hk.ProcessSet([0, 1])"))
 
 
 def describe_group(group: Group | None) -> str:
-    """Return the description of a group among a collective's arguments; "" for all ranks."""
+    """Return how a collective's description shows its group; "" for all ranks."""
     return "" if group is None else f"process_set={list(group.ranks)}"
 
 

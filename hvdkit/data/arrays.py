@@ -81,7 +81,7 @@ class ArraySource:
         lengths = {column.name: column.length for column in self._columns}
         if len(set(lengths.values())) > 1:
             got = ", ".join(f"len({name}) = {n}" for name, n in lengths.items())
-            remedy = "cut them, or find the examples that lack a value"
+            remedy = "truncate them, or find the examples with missing values"
             raise ValueError(describe("arrays", got, "equal lengths", remedy))
         self.examples = self._columns[0].length
         self.structure = arrays
@@ -101,8 +101,8 @@ class ArraySource:
     ) -> Iterator[tuple[Any, list[int], int]]:
         """Yield the rank's rows of the epoch's global batches from ``step`` on, and their numbers of real examples.
 
-        Each item has one batch; or, if ``max_batches`` is greater, up to so many batches with equal numbers of rows, as
-        arrays ``[batches, rows, ...]``. The third value is 0; streams yield a digest of the batch instead.
+        Each item has one batch. If ``max_batches`` is larger than 1, it has up to that many batches with equal numbers
+        of rows, as arrays ``[batches, rows, ...]``. The third value is 0; streams yield a digest of the batch instead.
         """
         examples, batch_size = self.examples, rank_rows.batch_size
         steps = order.steps_per_epoch(examples, batch_size, remainder)

@@ -123,10 +123,10 @@ def scale_to_batch(placed: PlacedGradients, averaging: Averaging) -> PlacedGradi
     if not within_share():
         return placed
     if averaging.weight is not None:
-        remedy = "leave it out: hk.fit weighs each rank's gradients by its rows"
+        remedy = "leave it out: hk.fit weights each rank's gradients by its rows"
         raise ValueError(describe("weight", averaging.weight, "None inside hk.fit", remedy))
     if checked_op(averaging.op) != ReduceOp.Average:
-        remedy = "use hk.Average: hk.fit takes care of losses that are sums"
+        remedy = "use hk.Average: hk.fit handles losses that are sums"
         raise ValueError(describe("op", op_label(averaging.op), "Average inside hk.fit", remedy))
     if (factor := current_factor()) is None:
         return placed
@@ -276,10 +276,10 @@ def _check(placed: PlacedGradients, averaging: Averaging) -> None:
     if averaging.weight is None:
         return
     if placed.grads and any_coupled():
-        remedy = "give it to hk.DistributedGradientTape, which weighs the loss"
+        remedy = "pass it to hk.DistributedGradientTape, which weights the loss"
         raise ValueError(describe("weight", averaging.weight, "None with synchronized batch normalization", remedy))
     if {"rows", "part"} & set(placed.kinds):
-        remedy = "give it to hk.DistributedGradientTape"
+        remedy = "pass it to hk.DistributedGradientTape"
         raise ValueError(describe("weight", averaging.weight, "None with gradients of sharded variables", remedy))
     check_weight(averaging.weight)
 

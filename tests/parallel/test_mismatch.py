@@ -26,7 +26,7 @@ def one_differs(rank, size):
 
 
 def unlike(rank, size):
-    """Return for each mistake: one rank's call, the other ranks' call, and words that the message must contain."""
+    """Return for each mistake: one rank's call, the other ranks' call, and text that the message must contain."""
     odd = one_differs(rank, size)
     x = np.ones((LARGE, 2), np.float32)
     return {

@@ -315,7 +315,7 @@ def test_a_built_optimizer_is_divided_with_its_state(rank, size):
     assert_equal(weights, again)
     plain.iterations.assign(rank)
     if size > 1:
-        with pytest.raises(hk.CollectiveMismatchError, match=r"other values of .*iteration on rank 1"):
+        with pytest.raises(hk.CollectiveMismatchError, match=r"different values of .*iteration on rank 1"):
             hk.DistributedOptimizer(plain, shard_states=True)
 
 

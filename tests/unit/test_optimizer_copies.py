@@ -197,7 +197,7 @@ def test_a_function_may_read_the_iterations_of_the_original():
     for _ in range(3):
         optimizer.apply([tf.ones([1])], [variable])
     np.testing.assert_allclose(variable, [-(1 + 1 / 2 + 1 / 3)], rtol=1e-6)
-    with pytest.raises(ValueError, match="optimizer: got an optimizer that is wrapped already, with a function"):
+    with pytest.raises(ValueError, match="optimizer: got an optimizer that is already wrapped, with a function"):
         hk.DistributedOptimizer(plain)
 
 
@@ -381,7 +381,7 @@ def test_an_optimizer_for_each_variable_by_a_function():
 )
 def test_an_optimizer_is_distributed_once(make):
     inner = hk.DistributedOptimizer(opts.SGD(0.1))
-    words = r"optimizer: got .*DistributedOptimizer.*wrap (it once|the outermost optimizer only); twice combines twice"
+    words = r"optimizer: got .*DistributedOptimizer.*wrap (it once|only the outermost optimizer), so that"
     with pytest.raises(TypeError, match=words):
         hk.DistributedOptimizer(make(inner))
 

@@ -223,7 +223,7 @@ def row(rank, waited_for, **parts):
         (
             [row(0, 2.0, compute=7.9, wait=2.1), row(1, 3.0, compute=8.0, wait=2.0)],
             "rank 1 is the straggler: other ranks wait 3.0 of 10.0 ms per step; its parts take no longer than those of "
-            "other ranks, which are late in turns (rank 0: 2.0); exchange: 0.0",
+            "other ranks, which take turns being late (rank 0: 2.0); exchange: 0.0",
         ),
         (
             [row(0, 0.0, compute=3.0, wait=4.0, other=3.0), row(1, 4.0, compute=4.9, wait=0.1, other=5.0)],

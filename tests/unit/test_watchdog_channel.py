@@ -1,4 +1,4 @@
-"""The connections between sentinels and the coordinator: real sockets on loopback, and strangers at the port."""
+"""The connections between sentinels and the coordinator: real sockets on loopback, and unauthorized clients."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_rank_that_is_not_of_this_job_or_is_there_already_is_not_let_in_and_le
     with Job(2) as job:
         first = job.sentinel(0, 2)
         other = Joined(**{"rank": 1, "size": 2, "host": "h", "place": "p"} | wrong)
-        with pytest.raises(ConnectionRefusedError, match=f"the job's coordinator does not let this rank in: {why}"):
+        with pytest.raises(ConnectionRefusedError, match=f"the job's coordinator rejects this rank: {why}"):
             connect(job.offer, other, selectors.DefaultSelector(), None)
         assert job.coordinator.members.keys() == {0} and job.coordinator.members[0].is_running
         close(first)
