@@ -63,8 +63,9 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
 
     token = run_on_chief("hk.checkpoint.save()", prepare)
     check_shared(path.parent)
-    snapshot = Snapshot.of(flattened, rank, in_place=True)
-    finish(Save(path, snapshot, step=step, rank=rank, size=size, token=token).start())
+    # No variable for the snapshot: it would be kept until all ranks are done.
+    writing = Save(path, Snapshot.of(flattened, rank, in_place=True), step=step, rank=rank, size=size, token=token)
+    finish(writing.start())
     return path
 
 
