@@ -222,6 +222,9 @@ def weight_factor(averaging: Averaging) -> tf.Tensor:
     Weights are known before the gradients, so inside a graph their exchange overlaps with the step.
     """
     w = tf.cast(as_tensor(averaging.weight), tf.float64)
+    if not tf.executing_eagerly():
+        # Otherwise, TensorFlow removes whatever a constant weight of 0 is multiplied with, collectives included.
+        w = tf.compat.v1.placeholder_with_default(w, w.shape)
     # Inside a graph it is too late to raise on every rank, so an invalid weight makes the result NaN on every rank.
     w = tf.where(w >= 0, w, np.nan)
     if checked_op(averaging.op) == ReduceOp.Sum:
