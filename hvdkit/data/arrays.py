@@ -91,18 +91,31 @@ class ArraySource:
         return optree.tree_unflatten(self._treedef, [column.read(indices) for column in self._columns])
 
     def open(
+        self, epoch: int, step: int, rank_rows: order.RankRows, seed: int | None, remainder: order.Remainder
+    ) -> Iterator[tuple[Any, int, int]]:
+        """Yield the rank's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
+
+        The third value is 0; streams yield a digest of the batch instead.
+        """
+        examples, batch_size = self.examples, rank_rows.batch_size
+        shuffled = order.epoch_order(examples, seed, epoch)
+        for i in range(step, order.steps_per_epoch(examples, batch_size, remainder)):
+            count = order.real_examples(i, examples, batch_size)
+            yield self.read(order.row_indices(i, examples, batch_size, rank_rows.rows(count), shuffled)), count, 0
+
+    def open_in_chunks(
         self,
         epoch: int,
         step: int,
+        max_batches: int,
         rank_rows: order.RankRows,
         seed: int | None,
         remainder: order.Remainder,
-        max_batches: int = 1,
-    ) -> Iterator[tuple[Any, list[int], int]]:
-        """Yield the rank's rows of the epoch's global batches from ``step`` on, and their numbers of real examples.
+    ) -> Iterator[tuple[Any, list[int]]]:
+        """Yield the rank's rows of several global batches of the epoch at once, from ``step`` on.
 
-        Each item has one batch; or, if ``max_batches`` is greater, up to so many batches with equal numbers of rows, as
-        arrays ``[batches, rows, ...]``. The third value is 0; streams yield a digest of the batch instead.
+        Each item has up to ``max_batches`` batches with equal numbers of rows: arrays ``[batches, rows, ...]``, and the
+        batches' numbers of real examples.
         """
         examples, batch_size = self.examples, rank_rows.batch_size
         steps = order.steps_per_epoch(examples, batch_size, remainder)
@@ -116,7 +129,7 @@ class ArraySource:
                 order.row_indices(step + i, examples, batch_size, rank_rows.rows(count), shuffled)
                 for i, count in enumerate(counts)
             ]
-            yield self.read(indices[0] if max_batches == 1 else np.stack(indices)), counts, 0
+            yield self.read(np.stack(indices)), counts
             step += len(counts)
 
     def batch_spec(self, rows: int | None) -> Any:

@@ -106,7 +106,7 @@ class GlobalBatches(Iterator[Any]):
         self._restores = self._epoch_yielded = 0
         self._count: int | None = None  # b of the batch just yielded
         self._digest = 0  # digest of that batch, for a stream without filler
-        self._reader: Iterator[tuple[Any, list[int], int]] | None = None
+        self._reader: Iterator[tuple[Any, int, int]] | None = None
 
     def __iter__(self) -> GlobalBatches:
         return self
@@ -343,7 +343,7 @@ class GlobalBatches(Iterator[Any]):
         if self._reader is None:
             self._reader = self._source.open(self._epoch, self._step, self._rank_rows, self._seed, self._remainder)
         try:
-            batch, (count,), self._digest = next(self._reader, _END)
+            batch, count, self._digest = next(self._reader, _END)
         except BaseException:
             self._reader = None  # a generator that raised looks exhausted, which is not the end of the epoch
             raise
@@ -418,8 +418,8 @@ class GlobalBatches(Iterator[Any]):
             return
         for current in itertools.count(epoch) if self._epochs is None else range(epoch, self._epochs):
             first = step if current == epoch else 0
-            for batches, counts, _ in self._source.open(
-                current, first, self._rank_rows, self._seed, self._remainder, max_batches
+            for batches, counts in self._source.open_in_chunks(
+                current, first, max_batches, self._rank_rows, self._seed, self._remainder
             ):
                 yield len(counts), convert(batches, counts, 0)
 
@@ -440,4 +440,4 @@ def _no_batch(got: str, batch_size: int) -> ValueError:
     return ValueError(describe("arrays_or_source", got, f"at least one batch of {batch_size}", remedy))
 
 
-_END: tuple[Any, list[int], int] = (None, [0], 0)
+_END: tuple[Any, int, int] = (None, 0, 0)
