@@ -148,7 +148,8 @@ def print_table(rows: Sequence[Row], stream: TextIO) -> None:
     table: list[Sequence[str]] = [("rank", "host", "step", *PARTS, "(hidden)", "waited for")]
     for row in rows:
         numbers = [row.step_ms, *(row.parts_ms[name] for name in PARTS), row.hidden_ms, row.waited_for_ms]
-        table.append((str(row.rank), f"{row.host:.20}", *(f"{number:.1f}" for number in numbers)))
+        host = row.host if len(row.host) <= 20 else f"{row.host[:19]}…"
+        table.append((str(row.rank), host, *(f"{number:.1f}" for number in numbers)))
     lines = aligned(table, right=range(2, len(table[0])))
     print(f"Where the time goes: ms of a step, mean of {rows[0].steps}", *lines, summarize(rows), sep="\n", file=stream)
 

@@ -386,6 +386,14 @@ def test_bad_arguments_name_themselves(shared_path):
             sv.step(loss=loss)
 
 
+def test_a_file_where_the_folder_should_be_is_named(shared_path):
+    if hk.is_chief():
+        (shared_path / "run").write_text("a file")
+    hk.barrier()
+    with pytest.raises(hk.CheckpointError, match="give a folder"):
+        hk.Supervisor(shared_path / "run", variables=[tf.Variable(1.0)]).__enter__()
+
+
 def test_a_saved_learning_rate_is_kept_and_said(shared_path, caplog):
     def session(rate):
         optimizer = keras.optimizers.SGD(rate)

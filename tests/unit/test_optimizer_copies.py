@@ -404,6 +404,18 @@ def test_iterations_count_updates():
         assert int(optimizer.apply_gradients([(tf.ones([1, 2]), variable)])) == count + 1
 
 
+def test_accumulation_adds_up_and_begins_again():
+    optimizer, variable = hk.DistributedOptimizer(opts.SGD(1.0), accumulate_steps=3), keras.Variable([1.0, 2.0])
+    optimizer.build([variable])
+    (total,) = optimizer._accumulated_gradients
+    expected = [([1, 2], 1), ([1, 2], 2), ([0, 1], 0), ([0, 1], 1)]
+    for step, (values, sums) in enumerate(expected):
+        optimizer.apply([tf.ones([2])])
+        np.testing.assert_allclose(variable, values)
+        np.testing.assert_allclose(total, [sums, sums])
+        assert int(optimizer.iterations) == (step + 1) // 3
+
+
 @pytest.mark.parametrize("shard_states", [False, True])
 def test_steps_without_gradients(shard_states):
     optimizer, weights = hk.DistributedOptimizer(opts.SGD(1.0), shard_states=shard_states), variables()

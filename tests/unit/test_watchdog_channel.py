@@ -504,6 +504,7 @@ def test_hundreds_of_sentinels_connect_and_report():
         members = job.coordinator.members
         wait_until(lambda: len(job.output) == size and all(one.status.step is not None for one in [*members.values()]))
         assert all(one.is_training for one in members.values())
+        assert all(one.joined == joined(rank, size) for rank, one in members.items())
         assert job.output == {(rank, b"hello\n"): 1 for rank in range(size)}
         assert [members[rank].status.step for rank in range(size)] == list(range(size))
         ends[7].send(Failed(cause="ValueError: the disk is full", step=3, text="[rank 7] its traceback"))
