@@ -41,7 +41,7 @@ class StreamSource:
 
     def open(
         self, epoch: int, step: int, rank_rows: order.RankRows, seed: int | None, remainder: order.Remainder
-    ) -> Iterator[tuple[Any, int, int]]:
+    ) -> Iterator[tuple[Any, list[int], int]]:
         """Yield the rank's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
 
         Filler rows repeat the examples of the same batch, starting with the first. Without filler, the third value is a
@@ -64,7 +64,7 @@ class StreamSource:
         for batch, (counts, digests) in stream.batch(rank_rows.max_rows).prefetch(1):
             count = int(counts[0])
             first, last = rank_rows.rows(count)
-            yield _first_rows(batch, last - first, rank_rows.max_rows), count, int(digests[0])
+            yield _first_rows(batch, last - first, rank_rows.max_rows), [count], int(digests[0])
 
     def batch_spec(self, rows: int | None) -> Any:
         """Return the ``tf.TypeSpec`` structure of a batch of ``rows`` rows; None for any number."""
