@@ -390,7 +390,7 @@ def test_a_file_where_the_folder_should_be_is_named(shared_path):
     if hk.is_chief():
         (shared_path / "run").write_text("a file")
     hk.barrier()
-    with pytest.raises(hk.CheckpointError, match="give a folder"):
+    with pytest.raises(hk.CheckpointError, match="pass a folder"):
         hk.Supervisor(shared_path / "run", variables=[tf.Variable(1.0)]).__enter__()
 
 
