@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from figures import Metric
-from harness import Benchmark, Case, Config, Way, main
+from harness import Benchmark, Case, Config, Variant, main
 from processes import environment, horovodrun, launch, slowest, worker
 
-WAYS = {
+VARIANTS = {
     "hvdkit": ("hvdkit, in a graph", "graph"),
     "eager": ("hvdkit, eager", "eager"),
     "horovod": ("raw Horovod, in a graph", "horovod"),
@@ -32,20 +32,23 @@ class Allreduce(Config):
     np: int = 2
     """Number of ranks."""
     rounds: int = 3
-    """Number of rounds; every way runs once per round."""
+    """Number of rounds; every variant runs once per round."""
 
 
 def cases(config: Allreduce) -> list[Case]:
     """Return the single case."""
     sizes = list(SIZES)[:3] if config.quick else list(SIZES)
-    ways = [Way(name=name, title=title, run=partial(run, word, config, sizes)) for name, (title, word) in WAYS.items()]
+    variants = [
+        Variant(name=name, title=title, run=partial(run, word, config, sizes))
+        for name, (title, word) in VARIANTS.items()
+    ]
     metrics = [Metric(name=f"us_{size}", title=f"{SIZES[size]}, µs", digits=None, at=size) for size in sizes]
     metrics.append(Metric(name="gbs", title=f"{SIZES[sizes[-1]]}, GB/s", digits=2))
-    return [Case(name="sizes", title=f"{config.np} ranks of one machine", ways=ways, metrics=metrics)]
+    return [Case(name="sizes", title=f"{config.np} ranks of one machine", variants=variants, metrics=metrics)]
 
 
 def run(word: str, config: Allreduce, sizes: list[int], folder: Path) -> dict[str, float]:
-    """Run one way once; return the slowest rank's microseconds by size, and GB/s of the largest size."""
+    """Run one variant once; return the slowest rank's microseconds by size, and GB/s of the largest size."""
     program = worker("allreduce.py", word, "--folder", folder, "--processes", config.np, "--sizes", *sizes)
     launch([horovodrun(config.np, program)], env=environment(), timeout=300)
     figures = slowest(folder)

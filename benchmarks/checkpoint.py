@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from figures import Goal, Metric
-from harness import Benchmark, Case, Config, Way, main
+from harness import Benchmark, Case, Config, Variant, main
 from processes import environment, launch, ranks, worker
 
 METRICS = (
@@ -41,13 +41,13 @@ class Checkpoint(Config):
 
 
 def cases(config: Checkpoint) -> list[Case]:
-    """Return a case for each number of ranks; one job measures both ways, because both need the state."""
+    """Return a case for each number of ranks; one job measures both variants, because both need the state."""
     plain, ours = ("plain", "plain files, fsync"), ("hvdkit", "hvdkit, with checksums, verified on reading")
     return [
         Case(
             name=f"np-{size}",
             title=f"{config.gigabytes:g} GB over {size} rank{'s' if size > 1 else ''}",
-            ways=[Way(name=name, title=title) for name, title in (plain, ours)],
+            variants=[Variant(name=name, title=title) for name, title in (plain, ours)],
             metrics=METRICS,
             goals=goals(size),
             reference="plain",

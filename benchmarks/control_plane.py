@@ -170,7 +170,7 @@ def growths(found: Mapping[int, Figures]) -> Iterator[tuple[str, str, float | No
 
 
 def goals(found: Mapping[int, Figures], load: float) -> Measured:
-    """Return the quantities that have goals, as one round of a single way."""
+    """Return the quantities that have goals, as one round of a single variant."""
     results: dict[str, float] = {}
     wanted: list[Goal] = []
 
@@ -195,9 +195,9 @@ def goals(found: Mapping[int, Figures], load: float) -> Measured:
         phase, name, worst = max(compared, key=lambda each: each[2])
         goal("growth", worst, 1.0, f"Fastest growth ({name}, {phase}) / growth of N log N, with a margin for noise")
     metrics = [Metric(name=name, title=name, digits=None) for name in results]
-    ways = {"hvdkit": "simulated ranks"}
+    variants = {"hvdkit": "simulated ranks"}
     rounds = [Round(results={"hvdkit": results}, order=["hvdkit"], load=load)]
-    return Measured(name="goals", title="goals", metrics=metrics, ways=ways, goals=wanted, rounds=rounds)
+    return Measured(name="goals", title="goals", metrics=metrics, variants=variants, goals=wanted, rounds=rounds)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Literal
 
 import peers
 from figures import Goal, Metric
-from harness import Benchmark, Case, Config, Way, main
+from harness import Benchmark, Case, Config, Variant, main
 from processes import environment, free_ports, horovodrun, launch, ranks, results, worker
 
 Model = Literal["cifar10", "resnet50", "mlp"]
@@ -27,7 +27,7 @@ TITLES = {
     "resnet50": "ResNet-50 on 32x32 images, 94 MB of gradients, 16 images per process",
     "mlp": "an MLP with 100 MB of gradients, 64 examples per process",
 }
-WAYS = {
+VARIANTS = {
     "alone": "{n} independent processes",
     "tied": "{n} ranks that average one number per step",
     "hvdkit": "hvdkit, `hvdkit run -np {n}`",
@@ -58,7 +58,7 @@ class Dense(Config):
     np: tuple[int, ...] = (1, 2, 4)
     """Numbers of processes. With one, raw Horovod is the only peer; four only run the CIFAR-10 network."""
     rounds: int = 5
-    """Number of rounds; every way runs once per round. Half as many in all cases but CIFAR-10 on two processes."""
+    """Number of rounds; every variant runs once per round. Half as many, except for CIFAR-10 on two processes."""
     steps: int = 30
     """Timed steps per run; the figure is their median, averaged over processes."""
     peer_python: Path | None = None
@@ -72,15 +72,15 @@ def cases(config: Dense) -> list[Case]:
 
 
 def case(model: Model, size: int, config: Dense) -> Case:
-    """Return all ways of one network on one number of processes."""
+    """Return all variants of one network on one number of processes."""
     steps = 3 if config.quick else config.steps if model == "cifar10" else max(1, config.steps // 2)
-    run = partial(run_way, model=model, size=size, steps=steps, peer=config.peer_python)
+    run = partial(run_variant, model=model, size=size, steps=steps, peer=config.peer_python)
     return Case(
         name=f"{model}-{size}",
         title=f"{TITLES[model]}, {size} process{'es' if size > 1 else ''}",
-        ways=[
-            Way(name=name, title=title.format(n=size) if size > 1 else SINGLE[name], run=partial(run, name))
-            for name, title in WAYS.items()
+        variants=[
+            Variant(name=name, title=title.format(n=size) if size > 1 else SINGLE[name], run=partial(run, name))
+            for name, title in VARIANTS.items()
             if size > 1 or name in SINGLE
         ],
         metrics=METRICS,
@@ -108,22 +108,24 @@ def goals(model: Model, size: int) -> list[Goal]:
     return []
 
 
-def goal(way: str, limit: float, about: str) -> Goal:
-    """Return the goal that ``way`` takes at least ``limit`` times as long as hvdkit."""
-    return Goal(upper=way, lower="hvdkit", relation=">=", limit=limit, headline=True, about=about)
+def goal(variant: str, limit: float, about: str) -> Goal:
+    """Return the goal that ``variant`` takes at least ``limit`` times as long as hvdkit."""
+    return Goal(upper=variant, lower="hvdkit", relation=">=", limit=limit, headline=True, about=about)
 
 
-def run_way(way: str, folder: Path, *, model: Model, size: int, steps: int, peer: Path | None) -> dict[str, float]:
-    """Run one way once."""
+def run_variant(
+    variant: str, folder: Path, *, model: Model, size: int, steps: int, peer: Path | None
+) -> dict[str, float]:
+    """Run one variant once."""
     common = ["--folder", folder, "--model", model, "--batch", BATCH[model], "--steps", steps]
-    if way == "ddp":
+    if variant == "ddp":
         commands = [peers.torch_processes(peer, size, worker("dense_torch.py", *common, "--processes", size))]
-    elif way == "ps":
+    elif variant == "ps":
         commands = ps_processes(common, size)
     else:
-        commands = tensorflow_processes(way, common, size)
+        commands = tensorflow_processes(variant, common, size)
     # The baseline for hvdkit's overhead uses huge pages, as hvdkit's ranks do.
-    launch(commands, env=environment(**(HUGE_PAGES if way == "alone" else {})), timeout=300)
+    launch(commands, env=environment(**(HUGE_PAGES if variant == "alone" else {})), timeout=300)
     found = results(folder)
     milliseconds = statistics.mean(each["ms"] for each in found if "ms" in each)
     return {
@@ -134,16 +136,16 @@ def run_way(way: str, folder: Path, *, model: Model, size: int, steps: int, peer
     }
 
 
-def tensorflow_processes(way: str, common: Sequence[object], size: int) -> list[list[str]]:
+def tensorflow_processes(variant: str, common: Sequence[object], size: int) -> list[list[str]]:
     """Return the commands of ranks under a launcher, or of separate processes."""
-    if way == "towers":
-        return [worker("dense_tf.py", way, *common, "--towers", size)]
-    program = worker("dense_tf.py", "hvdkit" if way == "horovodrun" else way, *common, "--processes", size)
-    if way in ("hvdkit", "sharded", "fp16", "tied"):
+    if variant == "towers":
+        return [worker("dense_tf.py", variant, *common, "--towers", size)]
+    program = worker("dense_tf.py", "hvdkit" if variant == "horovodrun" else variant, *common, "--processes", size)
+    if variant in ("hvdkit", "sharded", "fp16", "tied"):
         return [ranks(size, program)]
-    if way in ("horovodrun", "horovod"):
+    if variant in ("horovodrun", "horovod"):
         return [horovodrun(size, program)]
-    ports = ["--ports", *map(str, free_ports(size))] if way == "multiworker" else []
+    ports = ["--ports", *map(str, free_ports(size))] if variant == "multiworker" else []
     return [[*program, "--number", str(number), *ports] for number in range(size)]
 
 
@@ -158,7 +160,7 @@ BENCHMARK = Benchmark(
     title="The dense training step",
     about="""Forward and backward pass, averaging and SGD update on constant float32 inputs, on one machine, with one
     compute thread and the same batch size in each process. `hvdkit run` requests huge pages, and so do the independent
-    processes. These do not communicate at all, so no other way can be faster. Ranks that average one number, but no
+    processes. These do not communicate at all, so no other variant can be faster. Ranks that average one number, but no
     gradients, show the cost of waiting for each other.
     The workers of a parameter server do not wait for each other; a step is the time in which all of them together
     compute as many batches as there are workers (the time of K scheduled steps x workers / K). The memory per process

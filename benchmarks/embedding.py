@@ -14,14 +14,14 @@ from typing import Literal
 
 import peers
 from figures import Goal, Metric
-from harness import Benchmark, Case, Config, Way, main
+from harness import Benchmark, Case, Config, Variant, main
 from processes import environment, horovodrun, launch, ranks, slowest, worker
 
 Work = Literal["one-sgd", "one-adagrad", "one-adam", "many-sgd", "many-adagrad", "many-adam"]
 TITLES = {"one": "one table of 1,000,000 x 64", "many": "26 tables of mixed sizes and widths, ragged ids"}
 OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "lazy Adam"}
 # name: (title, arguments of the worker, processes)
-WAYS: dict[str, tuple[str, tuple[str, ...], int]] = {
+VARIANTS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "plain": ("plain: one process, `tf.gather`, `scatter_sub`", ("plain",), 1),
     "hvdkit-1": ("hvdkit, one rank", ("hvdkit",), 1),
     "hvdkit-2": ("hvdkit, two ranks", ("hvdkit",), 2),
@@ -47,7 +47,7 @@ class Embedding(Config):
     work: tuple[Work, ...] = ("one-sgd", "many-sgd")
     """Tables and optimizer to measure."""
     rounds: int = 3
-    """Number of rounds; every way runs once per round."""
+    """Number of rounds; every variant runs once per round."""
     steps: int = 40
     """Timed steps per run; the figure is the slowest rank's median."""
     ahead: bool = False
@@ -57,12 +57,12 @@ class Embedding(Config):
 
 
 def cases(config: Embedding) -> list[Case]:
-    """Return a case for each work."""
+    """Return a case for each workload."""
     return [case(work, config) for work in config.work]
 
 
 def case(work: Work, config: Embedding) -> Case:
-    """Return all ways of one work."""
+    """Return the variants of one workload."""
     tables, _, optimizer = work.partition("-")
     # TorchRec pools each feature from one table; with dense gradients, 26 tables or slots take too long.
     left_out = set() if work == "one-sgd" else {"dense-2", "torchrec-1", "torchrec-2", "torchrec-columns-2"}
@@ -72,9 +72,11 @@ def case(work: Work, config: Embedding) -> Case:
     return Case(
         name=work,
         title=f"{TITLES[tables]}, {OPTIMIZERS[optimizer]}",
-        ways=[
-            Way(name=name, title=title, run=partial(run_way, name, work=work, steps=steps, peer=config.peer_python))
-            for name, (title, _, _) in WAYS.items()
+        variants=[
+            Variant(
+                name=name, title=title, run=partial(run_variant, name, work=work, steps=steps, peer=config.peer_python)
+            )
+            for name, (title, _, _) in VARIANTS.items()
             if name not in left_out
         ],
         metrics=METRICS,
@@ -84,7 +86,7 @@ def case(work: Work, config: Embedding) -> Case:
 
 
 def goals(work: Work) -> list[Goal]:
-    """Return the goals; those of one table with SGD are headlines."""
+    """Return the goals; those of one table with SGD are headline goals."""
     first = work == "one-sgd"
     found = [
         Goal(upper="hvdkit-2", lower="sparse-2", limit=0.45, headline=first,
@@ -105,15 +107,15 @@ def goals(work: Work) -> list[Goal]:
     return found
 
 
-def run_way(way: str, folder: Path, *, work: Work, steps: int, peer: Path | None) -> dict[str, float]:
-    """Run one way once; return the maximum of every figure over the ranks."""
-    _, words, size = WAYS[way]
+def run_variant(variant: str, folder: Path, *, work: Work, steps: int, peer: Path | None) -> dict[str, float]:
+    """Run one variant once; return the maximum of every figure over the ranks."""
+    _, words, size = VARIANTS[variant]
     common = ["--folder", folder, "--steps", steps, "--processes", size, *words]
     tables, _, optimizer = work.partition("-")
     program = worker("embedding_tf.py", "--work", tables, "--optimizer", optimizer, *common)
-    if way.startswith("torchrec"):
+    if variant.startswith("torchrec"):
         commands = [peers.torch_processes(peer, size, worker("embedding_torch.py", *common))]
-    elif way == "apart-2":
+    elif variant == "apart-2":
         commands = [ranks(1, [*program, "--number", str(number)]) for number in range(size)]
     elif words[0] == "hvdkit":
         commands = [ranks(size, program)]

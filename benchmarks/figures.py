@@ -1,8 +1,8 @@
 """The statistics of a measurement: medians and spreads, ratios within a round, goals; and their form as JSON.
 
-A ratio is taken within a round, between ways that run at most minutes apart, and the result is the median of the
-rounds' ratios. If the machine is slow for some minutes, both ways slow down. A ratio of medians would compare different
-minutes.
+A ratio is taken within a round, between variants that run at most minutes apart, and the result is the median of the
+rounds' ratios. If the machine is slow for some minutes, both variants slow down. A ratio of medians would compare
+different minutes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A quantity that every run of a way returns; less is better.
+    """A quantity that every run of a variant returns; less is better.
 
     Attributes:
         name: its key in a run's results.
@@ -38,7 +38,7 @@ class Goal:
 
     Attributes:
         about: description for readers.
-        lower_metric: the lower way's metric, if different.
+        lower_metric: the lower variant's metric, if different.
         difference: compare ``upper - lower`` instead of the ratio.
         headline: include it in the summary.
     """
@@ -63,7 +63,7 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One run of every way: results and failures by way, their order, and the load average before the round."""
+    """One run of every variant: results and failures by variant, their order, and the load average before the round."""
 
     results: Mapping[str, Mapping[str, float]]
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A goal and its measured value; if a way has no figures, ``value`` is None and ``why`` is the reason."""
+    """A goal and its measured value; if a variant has no figures, ``value`` is None and ``why`` is the reason."""
 
     goal: Goal
     value: float | None
@@ -94,26 +94,26 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Ways of doing the same work, compared over rounds.
+    """Variants of the same workload, compared over rounds.
 
     Attributes:
-        ways: titles by name, in the order of the table.
-        reference: the way that ratios are relative to.
-        unavailable: reasons for ways that could not be run, by name.
+        variants: titles by name, in the order of the table.
+        reference: the variant that ratios are relative to.
+        unavailable: reasons for variants that could not be run, by name.
     """
 
     name: str
     title: str
     metrics: Sequence[Metric]
-    ways: Mapping[str, str]
+    variants: Mapping[str, str]
     goals: Sequence[Goal] = ()
     reference: str | None = None
     rounds: Sequence[Round] = ()
     unavailable: Mapping[str, str] = field(default_factory=dict)
 
-    def values(self, way: str, metric: str) -> list[float]:
-        """Return a way's figures from the rounds that have one."""
-        return [r.results[way][metric] for r in self.rounds if metric in r.results.get(way, {})]
+    def values(self, variant: str, metric: str) -> list[float]:
+        """Return a variant's figures from the rounds that have one."""
+        return [r.results[variant][metric] for r in self.rounds if metric in r.results.get(variant, {})]
 
     def compared(self, upper: str, lower: str, metric: str, lower_metric: str | None = None, *, difference=False):
         """Return the ratios (or differences) within each round that has both figures."""
@@ -132,16 +132,18 @@ class Measured:
 
     @property
     def is_drawn(self) -> bool:
-        """True for a series, or if at least three ways have figures."""
-        return bool(self.series) or sum(bool(self.values(way, self.metrics[0].name)) for way in self.ways) >= 3
+        """True for a series, or if at least three variants have figures."""
+        return (
+            bool(self.series) or sum(bool(self.values(variant, self.metrics[0].name)) for variant in self.variants) >= 3
+        )
 
-    def trouble(self, way: str) -> str:
-        """Return why a way lacks figures from some or all rounds, or an empty string if it has all."""
-        if way in self.unavailable:
-            return f"not available: {self.unavailable[way]}"
-        reasons = [r.failed[way] for r in self.rounds if way in r.failed]
+    def trouble(self, variant: str) -> str:
+        """Return why a variant lacks figures from some or all rounds, or an empty string if it has all."""
+        if variant in self.unavailable:
+            return f"not available: {self.unavailable[variant]}"
+        reasons = [r.failed[variant] for r in self.rounds if variant in r.failed]
         if not reasons:
-            return "" if self.values(way, self.metrics[0].name) else "not run"
+            return "" if self.values(variant, self.metrics[0].name) else "not run"
         often = f" in {len(reasons)} of {len(self.rounds)} rounds" if len(self.rounds) > 1 else ""
         return f"failed{often}: {reasons[0]}"
 
@@ -156,13 +158,13 @@ class Measured:
             values = self.compared(goal.upper, goal.lower, goal.metric, goal.lower_metric, difference=goal.difference)
         if values:
             return Verdict(goal=goal, value=statistics.median(values))
-        ways = [goal.upper, *([goal.lower] if goal.lower else [])]
-        return Verdict(goal=goal, value=None, why="; ".join(f"{w} {t}" for w in ways if (t := self.trouble(w))))
+        variants = [goal.upper, *([goal.lower] if goal.lower else [])]
+        return Verdict(goal=goal, value=None, why="; ".join(f"{w} {t}" for w in variants if (t := self.trouble(w))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
-    """A table that does not compare ways."""
+    """A table that does not compare variants."""
 
     title: str
     header: Sequence[str]

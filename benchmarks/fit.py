@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from figures import Goal, Metric
-from harness import Benchmark, Case, Config, Results, Way, main
+from harness import Benchmark, Case, Config, Results, Variant, main
 from processes import environment, launch, ranks, slowest, worker
 
 Model = Literal["cifar10", "clicks"]
 TITLES = {"cifar10": "the CIFAR-10 tutorial's network", "clicks": "a click model with 26 tables"}
 METRICS = (Metric(name="ms", title="ms/step", digits=2), Metric(name="cpu_ms", title="CPU ms/step", digits=2))
-WAYS = {
+VARIANTS = {
     "plain": "Keras `model.fit`",
     "loop": "a hand-written loop",
     "hk": "`hk.fit`",
@@ -38,7 +38,7 @@ class Fit(Config):
     np: tuple[int, ...] = (1, 2)
     """Numbers of ranks."""
     rounds: int = 3
-    """A quarter of the number of rounds, which are short; every way is timed for one epoch in each."""
+    """A quarter of the number of rounds, which are short; every variant is timed for one epoch in each."""
     steps: int = 40
     """Steps per epoch; five times as many for the click model."""
 
@@ -55,7 +55,10 @@ def evaluation(config: Fit) -> Case:
     return Case(
         name="evaluate",
         title=f"evaluation of {TITLES['cifar10']}, time of the call / number of batches",
-        ways=[Way(name="one", title="`model.evaluate`, one rank"), Way(name="all", title="`hk.evaluate`, two ranks")],
+        variants=[
+            Variant(name="one", title="`model.evaluate`, one rank"),
+            Variant(name="all", title="`hk.evaluate`, two ranks"),
+        ],
         metrics=METRICS,
         goals=[
             Goal(upper="all", lower="one", limit=0.6, headline=True, about=about),
@@ -74,7 +77,7 @@ def training(model: Model, size: int, config: Fit) -> Case:
     return Case(
         name=f"{model}-{size}",
         title=where,
-        ways=[Way(name=name, title=title) for name, title in WAYS.items() if size == 1 or name != "plain"],
+        variants=[Variant(name=name, title=title) for name, title in VARIANTS.items() if size == 1 or name != "plain"],
         metrics=METRICS,
         goals=[
             Goal(upper="hk", lower=reference, limit=limit, headline=True, about=f"hk.fit / {baseline}, {where}"),
@@ -87,7 +90,7 @@ def training(model: Model, size: int, config: Fit) -> Case:
 
 
 def run(model: Model, size: int, config: Fit, *args: str | Path) -> Sequence[Mapping[str, Results]]:
-    """Run the single job of a case; return the slowest rank's figures by way, for each round."""
+    """Run the single job of a case; return the slowest rank's figures by variant, for each round."""
     *words, folder = args
     steps = 10 if config.quick else config.steps * (5 if model == "clicks" else 1)  # because its steps are short
     rounds = 1 if config.quick else config.rounds * TURNS
@@ -97,8 +100,8 @@ def run(model: Model, size: int, config: Fit, *args: str | Path) -> Sequence[Map
     made: list[dict[str, dict[str, float]]] = [{} for _ in range(rounds)]
     for name, value in slowest(Path(folder)).items():
         if " " in name:
-            way, metric, number = name.split()
-            made[int(number)].setdefault(way, {})[metric] = value
+            variant, metric, number = name.split()
+            made[int(number)].setdefault(variant, {})[metric] = value
     return made
 
 
@@ -106,9 +109,9 @@ BENCHMARK = Benchmark(
     name="fit",
     title="Keras fit and a loop",
     about="""SGD on arrays in shuffled batches of 64 images or 500 clicks per rank, with one compute thread per rank.
-    The ways of a table take turns within one job. Each turn trains two epochs and times the second, including its
+    The variants of a table take turns within one job. Each turn trains two epochs and times the second, including its
     end, when the metrics of all ranks are combined. The click model uses hvdkit's tables, and therefore hvdkit's
-    optimizer in all ways. CPU time is that of the busiest rank, including the time it waits for others.""",
+    optimizer in all variants. CPU time is that of the busiest rank, including the time it waits for others.""",
     cases=cases,
     config=Fit,
 )

@@ -1,13 +1,13 @@
-"""Run several ways of doing the same work in interleaved rounds, and record the results.
+"""Run several variants of the same workload in interleaved rounds, and record the results.
 
 A script defines what to compare, and :func:`main` does the rest:
 
-    WAYS = [Way(name="hvdkit", title="hvdkit", run=one_run), Way(name="peer", title="a peer", run=another)]
-    CASE = Case(name="two", title="on two ranks", ways=WAYS, metrics=[Metric(name="ms", title="ms/step")],
+    VARIANTS = [Variant(name="hvdkit", title="hvdkit", run=one_run), Variant(name="peer", title="a peer", run=another)]
+    CASE = Case(name="two", title="on two ranks", variants=VARIANTS, metrics=[Metric(name="ms", title="ms/step")],
                 goals=[Goal(upper="peer", lower="hvdkit", relation=">=", limit=1.5)], reference="hvdkit")
     main(Benchmark(name="mine", title="My work", about="What it is.", cases=lambda config: [CASE]))
 
-Every round runs each way once in fresh processes, in random order. If a way fails, the others still run.
+Every round runs each variant once in fresh processes, in random order. If a variant fails, the others still run.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from rich.console import Console
 from rich.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[1]
-MISSED = 3  # exit code if a goal is missed or a way failed, as opposed to an error in the benchmark
+MISSED = 3  # exit code if a goal is missed or a variant failed, as opposed to an error in the benchmark
 ELSEWHERE = ("--json", "--peer-python")  # options with paths on this machine, which do not change what is measured
-GIVE_UP = 2  # a way that has failed this often is not run again
+GIVE_UP = 2  # a variant that has failed this often is not run again
 PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}  # independent of the terminal's width
 
 Results = Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """One way to do the work.
+class Variant:
+    """One variant of the workload.
 
     Attributes:
         name: used in goals and ``--only``.
@@ -62,16 +62,16 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Ways of doing the same work, to be compared; see :class:`figures.Measured` for the other fields.
+    """Variants of the same workload, to be compared; see :class:`figures.Measured` for the other fields.
 
     Attributes:
         rounds: number of rounds, instead of the command line's.
-        together: runs one job that measures all ways, and returns each round's results by way.
+        together: runs one job that measures all variants, and returns each round's results by variant.
     """
 
     name: str
     title: str
-    ways: Sequence[Way]
+    variants: Sequence[Variant]
     metrics: Sequence[Metric]
     goals: Sequence[Goal] = ()
     reference: str | None = None
@@ -84,7 +84,7 @@ class Output:
     """Where results go."""
 
     json: Path | None = None
-    """Write the results here. Default: results/NAME.json next to the script; docs/benchmarks.md is made from these."""
+    """Write the results here. Default: results/NAME.json next to the script, from which docs/benchmarks.md is made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +92,13 @@ class Config(Output):
     """Measure, print the tables and record them."""
 
     rounds: int = 5
-    """Number of rounds; every way runs once per round."""
+    """Number of rounds; every variant runs once per round."""
     only: tuple[str, ...] = ()
-    """Run only these ways; results are only recorded with --json."""
+    """Run only these variants; results are only recorded with --json."""
     quick: bool = False
-    """Run one short round to check that every way works; results are only recorded with --json."""
+    """Run one short round to check that every variant works; results are only recorded with --json."""
     seed: int = 0
-    """Seed of the order of ways in each round."""
+    """Seed of the order of variants in each round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Benchmark:
 
     Attributes:
         name: name of the script and of its results file.
-        about: a paragraph for the report that describes the work and what all ways have in common.
+        about: a paragraph for the report that describes the work and what all variants have in common.
         cases: returns the cases to run, given the command line's config.
         config: class of that config.
     """
@@ -120,10 +120,10 @@ class Benchmark:
 
 
 def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
-    """Measure all cases, print them, write the results; return MISSED if a goal is missed or a way failed."""
+    """Measure all cases, print them, write the results; return MISSED if a goal is missed or a variant failed."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     config = tyro.cli(benchmark.config, prog=f"{benchmark.name}.py", description=benchmark.about, args=given)
-    known = {way.name for case in benchmark.cases(config) for way in case.ways}
+    known = {variant.name for case in benchmark.cases(config) for variant in case.variants}
     if unknown := set(config.only) - known:
         sys.exit(f"--only: got {', '.join(sorted(unknown))}, expected some of {', '.join(sorted(known))}")
     try:
@@ -150,16 +150,16 @@ def _interruptible() -> Iterator[None]:
 
 def measure(case: Case, config: Config) -> Measured:
     """Run all rounds of a case."""
-    ways = {way.name: way for way in case.ways if not config.only or way.name in config.only}
+    variants = {variant.name: variant for variant in case.variants if not config.only or variant.name in config.only}
     count = 1 if config.quick else case.rounds or config.rounds
     unavailable: dict[str, str] = {}
-    rounds = _together(case) if case.together else list(_rounds(case, ways, count, config.seed, unavailable))
+    rounds = _together(case) if case.together else list(_rounds(case, variants, count, config.seed, unavailable))
     return Measured(
         name=case.name,
         title=case.title,
         metrics=case.metrics,
-        ways={way.name: way.title for way in ways.values()},
-        goals=[goal for goal in case.goals if {goal.upper, goal.lower or goal.upper} <= set(ways)],
+        variants={variant.name: variant.title for variant in variants.values()},
+        goals=[goal for goal in case.goals if {goal.upper, goal.lower or goal.upper} <= set(variants)],
         reference=case.reference,
         rounds=rounds,
         unavailable=unavailable,
@@ -167,7 +167,7 @@ def measure(case: Case, config: Config) -> Measured:
 
 
 def _together(case: Case) -> list[Round]:
-    """Run the single job that measures all ways."""
+    """Run the single job that measures all variants."""
     assert case.together is not None
     load = machine.load_average()
     try:
@@ -175,14 +175,14 @@ def _together(case: Case) -> list[Round]:
             return [Round(results=results, load=load) for results in case.together(Path(folder))]
     except RunFailed as why:
         print(f"{case.name} failed: {why}\n{why.tail}", file=sys.stderr)
-        return [Round(results={}, failed={way.name: str(why) for way in case.ways}, load=load)]
+        return [Round(results={}, failed={variant.name: str(why) for variant in case.variants}, load=load)]
 
 
-def _run(way: Way, metric: str) -> Results:
-    """Run a way once; raise RunFailed or Unavailable if it gives no figure."""
-    assert way.run is not None, f"{way.name}: neither the way's run nor the case's together is set"
+def _run(variant: Variant, metric: str) -> Results:
+    """Run a variant once; raise RunFailed or Unavailable if it gives no figure."""
+    assert variant.run is not None, f"{variant.name}: neither the variant's run nor the case's together is set"
     with _any_failure(), tempfile.TemporaryDirectory() as folder:
-        results = dict(way.run(Path(folder)))
+        results = dict(variant.run(Path(folder)))
         if metric not in results:
             raise RunFailed(f"it gave {', '.join(results) or 'nothing'}, expected {metric}")
         return results
@@ -190,7 +190,7 @@ def _run(way: Way, metric: str) -> Results:
 
 @contextlib.contextmanager
 def _any_failure() -> Iterator[None]:
-    """Turn any exception in a way's own code into its failure, so that the other ways still run."""
+    """Turn any exception in a variant's own code into its failure, so that the other variants still run."""
     try:
         yield
     except (RunFailed, Unavailable):
@@ -199,14 +199,16 @@ def _any_failure() -> Iterator[None]:
         raise RunFailed(f"{type(error).__name__}: {error}", traceback.format_exc()) from error
 
 
-def _rounds(case: Case, ways: Mapping[str, Way], count: int, seed: int, unavailable: dict[str, str]) -> Iterator[Round]:
-    """Run the rounds, each in its own random order; add ways that cannot be run to ``unavailable``."""
-    failures = dict.fromkeys(ways, 0)
+def _rounds(
+    case: Case, variants: Mapping[str, Variant], count: int, seed: int, unavailable: dict[str, str]
+) -> Iterator[Round]:
+    """Run the rounds, each in its own random order; add variants that cannot be run to ``unavailable``."""
+    failures = dict.fromkeys(variants, 0)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal, refresh_per_second=1) as bar:
-        task = bar.add_task(case.name, total=count * len(ways))
+        task = bar.add_task(case.name, total=count * len(variants))
         for number in range(count):
-            order = [name for name in ways if name not in unavailable and failures[name] < GIVE_UP]
+            order = [name for name in variants if name not in unavailable and failures[name] < GIVE_UP]
             random.Random(f"{seed} {number}").shuffle(order)
             started, load = time.perf_counter(), machine.load_average()
             results: dict[str, Results] = {}
@@ -214,7 +216,7 @@ def _rounds(case: Case, ways: Mapping[str, Way], count: int, seed: int, unavaila
             for name in order:
                 bar.update(task, description=f"{case.name}: {name}")
                 try:
-                    results[name] = _run(ways[name], case.metrics[0].name)
+                    results[name] = _run(variants[name], case.metrics[0].name)
                 except Unavailable as why:
                     unavailable[name] = str(why)
                     console.print(f"{case.name}: {name} is not available: {why}", **PLAIN)
@@ -224,7 +226,9 @@ def _rounds(case: Case, ways: Mapping[str, Way], count: int, seed: int, unavaila
                     console.print(f"{case.name}: {name} failed: {why}\n{why.tail}", **PLAIN)
                 bar.advance(task)
             first = case.metrics[0]
-            shown = ", ".join(f"{n} {page.number(results[n][first.name], first.digits)}" for n in ways if n in results)
+            shown = ", ".join(
+                f"{n} {page.number(results[n][first.name], first.digits)}" for n in variants if n in results
+            )
             seconds = time.perf_counter() - started
             line = f"{case.name}: round {number + 1}/{count} ({seconds:.0f} s): {shown} [{first.title}]"
             console.print(line, **PLAIN)
@@ -257,7 +261,7 @@ def publish(
         **parts: sheets, pictures and notes of the :class:`figures.Record`.
 
     Returns:
-        MISSED if a goal is missed or a way failed, otherwise 0.
+        MISSED if a goal is missed or a variant failed, otherwise 0.
     """
     words = list(sys.argv[1:] if given is None else given)
     for option in ELSEWHERE:  # specific to this machine

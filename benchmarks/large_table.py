@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from figures import Metric
-from harness import Benchmark, Case, Config, Way, main
+from harness import Benchmark, Case, Config, Variant, main
 from processes import environment, launch, ranks, slowest, worker
 
 METRICS = (
@@ -39,9 +39,9 @@ class LargeTable(Config):
 def cases(config: LargeTable) -> list[Case]:
     """Return the single case."""
     names = {"sgd": "SGD", "adagrad": "Adagrad, with slots of the same size"}
-    ways = [Way(name=name, title=title, run=partial(run, name, config)) for name, title in names.items()]
+    variants = [Variant(name=name, title=title, run=partial(run, name, config)) for name, title in names.items()]
     title = f"{config.rows:,} x 64 float32 over {config.np} ranks"
-    return [Case(name="table", title=title, ways=ways, metrics=METRICS)]
+    return [Case(name="table", title=title, variants=variants, metrics=METRICS)]
 
 
 def run(optimizer: str, config: LargeTable, folder: Path) -> dict[str, float]:

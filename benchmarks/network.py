@@ -13,7 +13,7 @@ from helpers.hosts import Host, Hosts, missing  # noqa: E402
 from helpers.jobs_that_fail import across  # noqa: E402
 from processes import BIN  # noqa: E402
 
-RATES = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}  # titles by tc's names
+RATES = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}  # titles of tc's rates
 
 
 def limit(hosts: Iterable[Host], rate: str) -> None:

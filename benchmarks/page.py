@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from figures import Measured, Record, Verdict
 
 OPENING = (
-    "Each table compares several ways of doing the same work. Each round runs every way once, in fresh processes and "
-    "in random order. Ratios are taken within a round, and the table shows their median over the rounds. Compare "
-    "ratios, not seconds, which differ from machine to machine. `make bench` runs all benchmarks and writes this page; "
-    '`make bench BENCH="dense fit"` runs some of them; each section names its own command.'
+    "Each table compares several variants of the same workload. Each round runs every variant once, in fresh "
+    "processes and in random order. Ratios are taken within a round, and the table shows their median over the rounds. "
+    "Compare ratios, not seconds, which differ from machine to machine. `make bench` runs all benchmarks and writes "
+    'this page; `make bench BENCH="dense fit"` runs some of them; each section names its own command.'
 )
 
 
@@ -66,17 +66,17 @@ def section(record: Record, notes: str = "", pictures: str = "") -> str:
 
 
 def table(measured: Measured) -> str:
-    """Return a case's table: each way's medians, the first metric's spread, and its ratio to the reference."""
+    """Return a case's table: each variant's medians, the first metric's spread, and its ratio to the reference."""
     first, *rest = measured.metrics
     series = bool(measured.series)
     reference = None if series else measured.reference
     spread = "" if len(measured.rounds) < 2 or series else ": median (min-max)"
-    head = ["way", first.title + spread]
+    head = ["variant", first.title + spread]
     if reference:
         head.append(f"/ {reference}")
     head += [metric.title for metric in rest]
     lines = [_row(head), "|" + "---|" * len(head)]
-    for name, title in measured.ways.items():
+    for name, title in measured.variants.items():
         if not measured.values(name, first.name):
             lines.append(_row([title, measured.trouble(name), *[""] * (len(head) - 2)]))
             continue
@@ -130,8 +130,8 @@ def _sign(relation: str) -> str:
     return {"<=": "≤", ">=": "≥"}[relation]
 
 
-def _spread(measured: Measured, way: str, metric: str, digits: int | None, *, bare: bool) -> str:
-    values = measured.values(way, metric)
+def _spread(measured: Measured, variant: str, metric: str, digits: int | None, *, bare: bool) -> str:
+    values = measured.values(variant, metric)
     if not values:
         return ""
     middle = number(statistics.median(values), digits)

@@ -27,7 +27,7 @@ def python(name: str, given: Path | None = None) -> Path:
 
     Args:
         name: name of the file with the pins.
-        given: Python of an environment of the user, to use instead.
+        given: Python of a user's environment, to use instead.
 
     Raises:
         Unavailable: The environment cannot be built; the message is pip's.
@@ -63,5 +63,5 @@ def _run(name: str, command: list[str]) -> None:
     if code:
         lines = [line for line in output.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")]
-        _failed[name] = f"the environment {name} cannot be made: {(errors or lines or ['no output'])[-1][:200]}"
+        _failed[name] = f"the environment {name} cannot be created: {(errors or lines or ['no output'])[-1][:200]}"
         raise Unavailable(_failed[name])

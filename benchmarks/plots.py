@@ -53,7 +53,7 @@ def main(folder: Path, *results: Path) -> None:
 def bars(measured: Measured):
     """Draw the medians as horizontal bars, with a line from the minimum to the maximum."""
     metric = measured.metrics[0]
-    found = {title: measured.values(way, metric.name) for way, title in measured.ways.items()}
+    found = {title: measured.values(variant, metric.name) for variant, title in measured.variants.items()}
     found = {plain(title): values for title, values in found.items() if values}
     places, reach = range(len(found)), max(map(max, found.values()))
     figure, axes = plt.subplots(figsize=(8.5, 0.42 * len(found) + 0.9))
@@ -77,8 +77,8 @@ def bars(measured: Measured):
 def series(measured: Measured):
     """Draw lines over sizes, with logarithmic axes."""
     figure, axes = plt.subplots(figsize=(7.6, 4.2))
-    for (way, title), color in zip(measured.ways.items(), COLORS, strict=False):
-        found = {metric.at: measured.values(way, metric.name) for metric in measured.series}
+    for (variant, title), color in zip(measured.variants.items(), COLORS, strict=False):
+        found = {metric.at: measured.values(variant, metric.name) for metric in measured.series}
         points = [(at, statistics.median(values)) for at, values in found.items() if values]
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=color, label=plain(title))
@@ -93,7 +93,7 @@ def series(measured: Measured):
 
 
 def curves(picture: Picture):
-    """Draw curves over powers of two, or over steps on top of a broad first curve."""
+    """Draw curves over powers of two, or over steps; the latter with a broad first curve below the others."""
     figure, axes = plt.subplots(figsize=(8.5, 3.8))
     looks = by_model(list(picture.curves)) if picture.doubling else covering(len(picture.curves))
     for (label, points), look in zip(picture.curves.items(), looks, strict=True):

@@ -23,14 +23,14 @@ import psutil
 HERE = Path(__file__).resolve().parent
 WORKERS = HERE / "workers"
 BIN = Path(sys.executable).parent
-UNAVAILABLE = "not available: "  # prefix of a worker's last line if its way is unavailable
+UNAVAILABLE = "not available: "  # prefix of a worker's last line if its variant is unavailable
 _TAG = re.compile(r"\n?\[\d+,\d+\]<std\w+>:")  # Open MPI's tag before each piece of a rank's output
 _RUN_ID = "HVDKIT_BENCH_RUN"
 _PLACE = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "HVDKIT_", "TF_CONFIG")
 
 
 class RunFailed(Exception):
-    """A way's run failed. ``tail`` is the end of its output."""
+    """A variant's run failed. ``tail`` is the end of its output."""
 
     def __init__(self, reason: str, tail: str = "") -> None:
         super().__init__(reason)
@@ -38,7 +38,7 @@ class RunFailed(Exception):
 
 
 class Unavailable(Exception):
-    """A way cannot be run on this machine; the message is the reason."""
+    """A variant cannot be run on this machine; the message is the reason."""
 
 
 def environment(*, threads: int | None = 1, **extra: str) -> dict[str, str]:

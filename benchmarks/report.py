@@ -70,7 +70,7 @@ def main() -> int:
     try:
         draw(found, config.plots_python)
     except Unavailable as why:
-        print(f"its pictures are not drawn: {why}", file=sys.stderr)
+        print(f"the figures were not drawn: {why}", file=sys.stderr)
         return 1
     return 0
 

@@ -1,5 +1,5 @@
-"""Compare ways to average gradients between hosts with limited links: hvdkit, a central rank, a parameter server, and
-the lower bound of any allreduce.
+"""Compare variants of averaging gradients between hosts with limited links: hvdkit, a central rank, a parameter server,
+and the lower bound of any allreduce.
 
 python benchmarks/ring.py          # about 20 minutes; needs root, iproute2, openssh-server
 """
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from figures import Goal, Metric
-from harness import Benchmark, Case, Config, Way, main
+from harness import Benchmark, Case, Config, Variant, main
 from network import RATES, ROOT, Host, Hosts, limit, mpirun, on_hosts
 from processes import environment, launch, slowest, worker
 
@@ -22,7 +22,7 @@ from hvdkit.commands.plan.command import bits_of
 MB = 1_000_000
 SMALL = (4096, 65536)
 SMALL_MESSAGES = "small messages, compared with Open MPI's choice"
-WAYS = {
+VARIANTS = {
     "hvdkit": "hvdkit",
     "fp16": 'hvdkit, `compression="fp16"`',
     "own": "hvdkit, with Open MPI's choice of algorithm",
@@ -44,7 +44,7 @@ class Ring(Config):
     np: tuple[int, ...] = (2, 4)
     """Numbers of hosts, with one rank on each."""
     rounds: int = 3
-    """Number of rounds; every way runs once per round."""
+    """Number of rounds; every variant runs once per round."""
     steps: int = 7
     """Timed averages per run and size; the figure is their median on the slowest rank."""
 
@@ -60,14 +60,14 @@ def cases(hosts: Hosts, config: Ring) -> list[Case]:
 
 
 def case(hosts: Hosts, rate: str, count: int, config: Ring) -> Case:
-    """Return all ways on ``count`` hosts."""
+    """Return all variants on ``count`` hosts."""
     sizes, steps = sizes_at(rate), 2 if config.quick else config.steps
-    run = partial(run_way, hosts=hosts, rate=rate, count=count, sizes=sizes, steps=steps)
+    run = partial(run_variant, hosts=hosts, rate=rate, count=count, sizes=sizes, steps=steps)
     large = [size for size in sizes if size > MB]
     return Case(
         name=f"{rate}-{count}",
         title=f"{count} hosts, {RATES.get(rate, rate)} each",
-        ways=[Way(name=name, title=title, run=partial(run, name)) for name, title in WAYS.items()],
+        variants=[Variant(name=name, title=title, run=partial(run, name)) for name, title in VARIANTS.items()],
         metrics=[
             *(Metric(name=f"ms_{size}", title=f"ms for {size // MB} MB", digits=0) for size in large),
             *(Metric(name=f"ms_{size}", title=f"ms for {size} bytes", digits=2) for size in SMALL),
@@ -93,22 +93,22 @@ def goals(size: int, where: str) -> list[Goal]:
     ]
 
 
-def run_way(
-    way: str, folder: Path, *, hosts: Hosts, rate: str, count: int, sizes: Sequence[int], steps: int
+def run_variant(
+    variant: str, folder: Path, *, hosts: Hosts, rate: str, count: int, sizes: Sequence[int], steps: int
 ) -> dict[str, float]:
-    """Run one way once; return the slowest rank's milliseconds by size."""
-    if way == "bound":
+    """Run one variant once; return the slowest rank's milliseconds by size."""
+    if variant == "bound":
         return {f"ms_{size}": 1000 * 2 * (count - 1) / count * size * 8 / bits_of(rate) for size in sizes}
     here = list(hosts)[:count]
     limit(hosts, rate)
     common = ["--folder", folder, "--steps", steps, "--processes", count, "--sizes", *sizes]
     # hvdkit does not tune a collective if the user has set one of its variables; this is the default value.
-    extra = {"OMPI_MCA_coll_tuned_priority": "30"} if way == "own" else {}
+    extra = {"OMPI_MCA_coll_tuned_priority": "30"} if variant == "own" else {}
     env = environment(PYTHONPATH=str(ROOT), **extra)
-    if way == "ps":
+    if variant == "ps":
         commands = server_processes(hosts[MOST], here, common)
     else:
-        commands = [[*mpirun(here, env), *worker("ring.py", way, *common)]]
+        commands = [[*mpirun(here, env), *worker("ring.py", variant, *common)]]
     launch(commands, env=env, timeout=600)
     return slowest(folder)
 

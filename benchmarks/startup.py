@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from figures import Goal, Metric
-from harness import Benchmark, Case, Config, Way, main
+from harness import Benchmark, Case, Config, Variant, main
 from processes import BIN, environment, launch
 
 EVERYTHING = "import hvdkit as hk, tensorflow, keras; hk.init, hk.allreduce, hk.DistributedOptimizer, hk.data"
@@ -65,8 +65,10 @@ def pair(name: str, title: str, limit: float, *, without: Timing, with_it: Timin
     goal = Goal(
         upper="with", lower="without", metric="seconds", limit=limit, difference=True, about=f"{title}, extra seconds"
     )
-    ways = [Way(name=name, title=title, run=run) for name, (title, run) in (("without", without), ("with", with_it))]
-    return Case(name=name, title=title, ways=ways, metrics=SECONDS, goals=[goal])
+    variants = [
+        Variant(name=name, title=title, run=run) for name, (title, run) in (("without", without), ("with", with_it))
+    ]
+    return Case(name=name, title=title, variants=variants, metrics=SECONDS, goals=[goal])
 
 
 def started(*words_and_folder: str | Path) -> dict[str, float]:

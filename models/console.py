@@ -11,7 +11,7 @@ import hvdkit as hk  # before TensorFlow: a launched rank must load it and MPI i
 from hvdkit.cluster.tensorflow_loading import load_tensorflow
 from hvdkit.machine.terminal import on_terminal
 
-load_tensorflow()  # without its startup lines, also in a process without a launcher
+load_tensorflow()  # without its startup messages, also in a process without a launcher
 
 
 def say(text: str) -> None:

@@ -69,6 +69,6 @@ def check_finite(matrix: hk.PartitionedVariable, number: int) -> None:
     finite = hk.allgather_object(bool(tf.reduce_all(tf.math.is_finite(matrix.local))))
     if not all(finite):
         raise hk.NonFiniteError(
-            f"matrix: not finite on rank {finite.index(False)} by round {number}; {matrix.dtype.name} ends at "
+            f"matrix: not finite on rank {finite.index(False)} by round {number}; {matrix.dtype.name} overflows at "
             f"{matrix.dtype.max:.0e}: use fewer rounds, or --dtype float64"
         )

@@ -19,7 +19,7 @@ from hvdkit.commands import parsing
 from hvdkit.machine.launcher import launched_rank
 
 # isort: split
-from console import say  # before keras: it loads TensorFlow without its startup lines
+from console import say  # before keras: it loads TensorFlow without its startup messages
 
 # isort: split
 import cifar10
@@ -60,7 +60,10 @@ def train_classifier(config: cifar10.Config) -> None:
     model = config.build(data)
     model.compile(config.optimizer(), _loss(), jit_compile=False)
     average = cifar10.MovingAverage(model)
-    say(f"{data.name}: {len(data.y_train)} training images, {config.global_batch_size()} a step over {hk.size()} ranks")
+    say(
+        f"{data.name}: {len(data.y_train)} training images, "
+        f"{config.global_batch_size()} per step over {hk.size()} ranks"
+    )
 
     started = time.perf_counter()
     train = training.fit if config.form == "fit" else training.loop

@@ -31,7 +31,7 @@ ABOUT = """Four hosts in network namespaces of one machine, one rank on each, un
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Output):
-    """Cut one of four hosts off in the middle of a run."""
+    """Cut off one of four hosts in the middle of a run."""
 
     steps: int = 300
     """Number of steps of the run."""
@@ -59,7 +59,7 @@ class Run:
 
 
 def train(folder: Path, config: Config, cut_at: int | None = None, victim: int = 0) -> Run:
-    """Train on four hosts; cut host ``victim`` off after step ``cut_at``."""
+    """Train on four hosts; cut off host ``victim`` after step ``cut_at``."""
     folder.mkdir()
     log = folder / "log" / "losses.jsonl"
     command = ["hvdkit", "run", "--max-restarts", "1", "--min-np", "3"]

@@ -1,4 +1,4 @@
-"""Kill a rank of a job of many ranks with a sharded table, and continue the job on fewer ranks and on as many.
+"""Kill a rank of a job of many ranks with a sharded table, and continue the job on fewer ranks and on the same number.
 
 python proofs/many_ranks.py --np 12
 """

@@ -38,7 +38,7 @@ def check(document: Path, folder: Path) -> list[str]:
         elif language == "sh":
             named = RUN_BY.search(block["before"])
             if named is None or not (ROOT / named["path"]).exists():
-                problems.append(f"{name}: nothing is named that runs {block['body'].splitlines()[0]!r}")
+                problems.append(f"{name}: no `run by` comment for {block['body'].splitlines()[0]!r}")
     return problems
 
 

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/allreduce.py: time an allreduce of float32 over sizes, in one of several ways."""
+"""One rank of benchmarks/allreduce.py: time an allreduce of float32 over sizes, in one of several variants."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ MANY, FEW = 400, 8
 
 def main() -> None:
     """Time every size, and write microseconds by size."""
-    ways = {"graph": hvdkit_graph, "eager": hvdkit_eager, "horovod": horovod, "mpi4py": with_mpi4py, "memcpy": memcpy}
+    variants = {
+        "graph": hvdkit_graph,
+        "eager": hvdkit_eager,
+        "horovod": horovod,
+        "mpi4py": with_mpi4py,
+        "memcpy": memcpy,
+    }
     options = parser(__doc__)
-    options.add_argument("way", choices=ways)
+    options.add_argument("variant", choices=variants)
     options.add_argument("--sizes", type=int, nargs="+", required=True, help="bytes")
     args = options.parse_args()
-    make, rank, agree = ways[args.way]()
+    make, rank, agree = variants[args.variant]()
     found = {}
     for size in args.sizes:
         run = make(np.full(size // 4, rank + 1, np.float32))

@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def one_round(folder: Path, table: Table, number: int) -> dict[str, dict[str, float]]:
-    """Measure everything once, by way; seconds are the slowest rank's, bytes and MB the maximum over ranks."""
+    """Measure each variant once. Seconds are the slowest rank's; bytes and MB are the maximum over ranks."""
     state, path, mine = {"table": table}, folder / f"step-{number:09d}", folder / f"plain-{hk.rank()}"
     plain: dict[str, float] = {}
     ours: dict[str, float] = {}

@@ -3,8 +3,9 @@
     python control_plane.py rank0 watchdog 256 FOLDER --seconds 10 --fault kill
     python control_plane.py ranks watchdog 256 FOLDER --first 1 --stop 128
 
-The processes of a phase meet in FOLDER: rank 0 writes ``place.json``, simulated ranks ``ranks-FIRST.json``, and rank
-0's figures are in ``rank0.json``. All processes of a host share the clock ``time.monotonic``.
+The processes of a phase exchange files in FOLDER: rank 0 writes ``place.json``, simulated ranks write
+``ranks-FIRST.json``, and rank 0's figures are in ``rank0.json``. All processes of a host share the clock
+``time.monotonic``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One process of benchmarks/dense.py under TensorFlow: train a network on constant inputs in one of several ways."""
+"""One process of benchmarks/dense.py under TensorFlow: train a network on constant inputs in one variant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RATE = 0.01
 
 def main() -> None:
     """Train, and write this process's median milliseconds per step."""
-    ways = {
+    variants = {
         "alone": alone,
         "tied": tied,
         "hvdkit": with_hvdkit,
@@ -25,13 +25,13 @@ def main() -> None:
         "towers": towers,
     }
     options = parser(__doc__)
-    options.add_argument("way", choices=ways)
+    options.add_argument("variant", choices=variants)
     options.add_argument("--model", default="cifar10", help="one of hvdkit.commands.bench.workloads")
     options.add_argument("--batch", type=int, default=64)
     options.add_argument("--ports", type=int, nargs="*", default=(), help="one per process, for multiworker")
     options.add_argument("--towers", type=int, default=1, help="devices in this one process, for towers")
     args = options.parse_args()
-    step, number = ways[args.way](args)
+    step, number = variants[args.variant](args)
     time_steps(args, lambda _: float(step()), number)
 
 
@@ -66,7 +66,7 @@ def alone(args):
 
 
 def tied(args):
-    """Train alone, but average one number over all processes before each update: the cost of waiting."""
+    """Train independently, but average one number over all processes before each update: the cost of waiting."""
     import tensorflow as tf
 
     import hvdkit as hk
@@ -95,7 +95,7 @@ def with_hvdkit(args):
     hk.init()
     import keras
 
-    options = {"hvdkit": {}, "fp16": {"compression": "fp16"}, "sharded": {"shard_states": True}}[args.way]
+    options = {"hvdkit": {}, "fp16": {"compression": "fp16"}, "sharded": {"shard_states": True}}[args.variant]
     if missing := set(options) - set(inspect.signature(hk.DistributedOptimizer).parameters):
         sys.exit(f"not available: DistributedOptimizer does not accept {', '.join(missing)}")
     optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(RATE), **options)

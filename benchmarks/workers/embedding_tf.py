@@ -19,12 +19,12 @@ TABLES = {"one": {"table": (ROWS, WIDTH)}, "many": MANY}  # rows and width
 def main() -> None:
     """Train, and write this process's median milliseconds per step."""
     options = parser(__doc__)
-    options.add_argument("way", choices=["plain", "hvdkit", "sparse", "dense"])
+    options.add_argument("variant", choices=["plain", "hvdkit", "sparse", "dense"])
     options.add_argument("--work", choices=["one", "many"], default="one")
     options.add_argument("--optimizer", choices=["sgd", "adagrad", "adam"], default="sgd")
     options.add_argument("--ahead", action="store_true", help="hvdkit: each step sends the next one's ids")
     args = options.parse_args()
-    start = {"plain": plain, "hvdkit": with_hvdkit, "sparse": with_horovod, "dense": with_horovod}[args.way]
+    start = {"plain": plain, "hvdkit": with_hvdkit, "sparse": with_horovod, "dense": with_horovod}[args.variant]
     step, rank, barrier, extra = start(args)
     time_steps(args, lambda number: float(step(number)), rank, warm_up=WARM_UP, before=barrier, extra=extra)
 
@@ -92,7 +92,7 @@ def with_horovod(args):
     import tensorflow as tf
 
     def tape_of(tape):
-        return hvd.DistributedGradientTape(tape, sparse_as_dense=args.way == "dense")
+        return hvd.DistributedGradientTape(tape, sparse_as_dense=args.variant == "dense")
 
     return replicated_step(args, hvd.rank(), tape_of), hvd.rank(), lambda: hvd.allreduce(tf.zeros([])), dict
 

@@ -1,7 +1,8 @@
-"""One rank of benchmarks/fit.py: train a model in several ways in turn, or evaluate it on one rank and on all.
+"""One rank of benchmarks/fit.py: train a model in several variants in turn, or evaluate it on one rank and on all.
 
-A way trains two epochs per turn, and only the second is timed: in the first, steps may compile and ranks compare
-weights. All ways run in one process, so that a slow minute of the machine affects all of them. models/ is on the path.
+A variant trains two epochs per turn, and only the second is timed: in the first, steps may compile and ranks compare
+weights. All variants run in one process, so that a slow minute of the machine affects all of them. models/ is on
+the path.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Clocked = np.ndarray  # seconds, and CPU seconds
 
 
 def main() -> None:
-    """Write the milliseconds of every way in every round."""
+    """Write the milliseconds of every variant in every round."""
     options = parser(__doc__)
     options.add_argument("--model", choices=BATCH, default="cifar10")
     options.add_argument("--rounds", type=int, default=3)
@@ -38,20 +39,22 @@ def main() -> None:
     hk.init()
     batch = BATCH[args.model] * hk.size()
     work = {"cifar10": images, "clicks": clicks}[args.model]
-    ways = (evaluations if args.evaluate else trainings)(lambda: work(batch * args.steps), batch, args)
-    rounds = [turns(ways, number, args.steps) for number in range(-1, args.rounds)]
-    figures = {f"{way} {key} {r}": n for r, each in enumerate(rounds[1:]) for way, f in each.items() for key, n in f}
+    variants = (evaluations if args.evaluate else trainings)(lambda: work(batch * args.steps), batch, args)
+    rounds = [turns(variants, number, args.steps) for number in range(-1, args.rounds)]
+    figures = {
+        f"{variant} {key} {r}": n for r, each in enumerate(rounds[1:]) for variant, f in each.items() for key, n in f
+    }
     leave(args.folder, hk.rank(), figures)
     hk.barrier()
 
 
-def turns(ways: dict[str, Callable[[], Clocked]], number: int, steps: int) -> dict[str, list[tuple[str, float]]]:
-    """Run every way once, in an order shuffled by ``number``; return milliseconds per step."""
+def turns(variants: dict[str, Callable[[], Clocked]], number: int, steps: int) -> dict[str, list[tuple[str, float]]]:
+    """Run every variant once, in an order shuffled by ``number``; return milliseconds per step."""
     found = {}
-    for way in random.Random(number).sample(sorted(ways), len(ways)):
+    for variant in random.Random(number).sample(sorted(variants), len(variants)):
         hk.barrier()
-        wall, cpu = ways[way]()
-        found[way] = [("ms", 1000 * wall / steps), ("cpu_ms", 1000 * cpu / steps)]
+        wall, cpu = variants[variant]()
+        found[variant] = [("ms", 1000 * wall / steps), ("cpu_ms", 1000 * cpu / steps)]
     return found
 
 
@@ -97,15 +100,19 @@ def compiled(work, optimizer):
 
 
 def trainings(work, batch, args) -> dict[str, Callable[[], Clocked]]:
-    """Return all ways to train."""
-    ways = {"loop": by_loop(work, batch, args.steps), "fit": by_callbacks(work, batch), "hk": by_hk_fit(work, batch)}
+    """Return all variants of training."""
+    variants = {
+        "loop": by_loop(work, batch, args.steps),
+        "fit": by_callbacks(work, batch),
+        "hk": by_hk_fit(work, batch),
+    }
     if hk.size() == 1:
-        ways["plain"] = by_plain_fit(work, batch, args.model == "clicks")
-    return ways
+        variants["plain"] = by_plain_fit(work, batch, args.model == "clicks")
+    return variants
 
 
 def second_epoch(fit: Callable[..., object]) -> Callable[[], Clocked]:
-    """Return a way that trains two epochs with ``fit``, which gets the callbacks, and times the second."""
+    """Return a variant that trains two epochs with ``fit``, which gets the callbacks, and times the second."""
 
     def train():
         clock = Clock()

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/ring.py: time the averaging of gradients of given sizes, in one of several ways."""
+"""One rank of benchmarks/ring.py: time the averaging of gradients of given sizes, in one of several variants."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ WARM_UP, SMALL_TIMES = 2, 100
 
 def main() -> None:
     """Time every size, and write milliseconds by size."""
-    ways = {"hvdkit": with_hvdkit, "fp16": with_hvdkit, "own": with_hvdkit, "horovod": with_horovod, "central": central}
+    variants = {
+        "hvdkit": with_hvdkit,
+        "fp16": with_hvdkit,
+        "own": with_hvdkit,
+        "horovod": with_horovod,
+        "central": central,
+    }
     options = parser(__doc__)
-    options.add_argument("way", choices=ways)
+    options.add_argument("variant", choices=variants)
     options.add_argument("--sizes", type=int, nargs="+", required=True, help="bytes of float32")
     args = options.parse_args()
-    rank, barrier, make = ways[args.way](args.way)
+    rank, barrier, make = variants[args.variant](args.variant)
     found = {}
     for size in args.sizes:
         average = make(size)
@@ -54,12 +60,12 @@ def in_graph(average: Callable) -> Callable[[int], Callable[[], object]]:
     return make
 
 
-def with_hvdkit(way: str):
+def with_hvdkit(variant: str):
     """Average with hvdkit and its defaults; "fp16" in 16 bits."""
     import hvdkit as hk
 
     cluster = hk.init()
-    compression = "fp16" if way == "fp16" else None
+    compression = "fp16" if variant == "fp16" else None
     return cluster.rank, hk.barrier, in_graph(lambda grads: hk.average_gradients(grads, compression=compression))
 
 

@@ -1,6 +1,6 @@
 """One process of a parameter server cluster for benchmarks/ring.py; only the coordinator shares the server's host.
 
-Workers read variables of a given size from the server and have it add as many bytes to them, in place of
+Workers read variables of a given size from the server and have it add the same number of bytes, in place of
 gradients. As in dense_ps.py, workers do not wait for each other: a step's time is the time in which all workers
 together do this once per worker.
 """
@@ -40,7 +40,7 @@ def coordinate(args, workers: int) -> None:
 
 
 def update(held) -> None:
-    """Read every variable, and add as many bytes to it."""
+    """Read every variable, and add the same number of bytes to it."""
     import tensorflow as tf
 
     for variable in held:

@@ -55,7 +55,7 @@ def checkpoint_ranks(size: int, folder: Path, ranks: range, _: str) -> None:
 
 
 def checkpoint_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
-    """Complete a save that the other ranks have written; restore it on as many ranks, on half, and alone."""
+    """Complete a save that the other ranks have written; restore it on as many ranks, on half of them, and on one."""
     from hvdkit.checkpoint.folder import latest
     from hvdkit.checkpoint.manifest import NAME, Manifest
     from hvdkit.checkpoint.reading import Reader

@@ -171,6 +171,7 @@ def _receive_parts(entries: dict[str, Entry], assign: Callable[[Entry, np.ndarra
             part.reshape(-1).view(np.uint8)[transfer.start : transfer.stop] = data
             if transfer.stop == part.nbytes:
                 assign(entry, parts.pop(transfer.name))
+            del part  # do not keep it while other ranks receive theirs
 
 
 def _send_part(rank: int, name: str, part: np.ndarray) -> None:

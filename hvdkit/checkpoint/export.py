@@ -92,7 +92,7 @@ def check_target(directory: Path, overwrite: bool) -> None:
     if directory.exists() and not directory.is_dir():
         raise ValueError(describe("directory", f"{directory}, a file", "a folder", "give another"))
     if not overwrite and directory.is_dir() and any(directory.iterdir()):
-        remedy = "give another, or overwrite=True (--overwrite)"
+        remedy = "pass another, or overwrite=True (--overwrite)"
         raise ValueError(describe("directory", f"{directory}, which is not empty", "a new or empty folder", remedy))
 
 

@@ -19,8 +19,8 @@ _REMEDIES = {
     errno.EACCES: "give this user the right to write there",
     errno.EPERM: "give this user the right to write there",
     errno.ENOENT: "something removed it",
-    errno.EEXIST: "a file of that name is there: give a folder",
-    errno.ENOTDIR: "a part of the path is a file: give a folder",
+    errno.EEXIST: "a file of that name exists: pass a folder",
+    errno.ENOTDIR: "a part of the path is a file: pass a folder",
 }
 
 
@@ -30,7 +30,7 @@ def checkpoint_errors(path: Path, action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, "look at the disk")
+        remedy = _REMEDIES.get(error.errno or 0, "check the disk")
         raise CheckpointError(f"{path}: cannot be {action} ({error.strerror or error}); {remedy}") from error
 
 

@@ -71,13 +71,22 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(checkpoints, key=lambda path: step_of(path) or 0)
 
 
+def is_good(path: Path) -> bool:
+    """Return True unless :func:`find_damage` finds damage; a checkpoint with a damage note is not read."""
+    return read_damage(path) is None and _manifest_damage(path) is None
+
+
 def find_damage(path: Path) -> str | None:
     """Return the damage of ``path`` that the manifest, the file lengths or a damage note show; None if it is good."""
+    return _manifest_damage(path) or read_damage(path)
+
+
+def _manifest_damage(path: Path) -> str | None:
     try:
         Manifest.load(path)
     except CheckpointError as error:
         return str(error)
-    return read_damage(path)
+    return None
 
 
 def latest(folder: Path) -> Path | None:
@@ -98,7 +107,7 @@ def latest(folder: Path) -> Path | None:
     folder = Path(folder)
     inner = folder / "checkpoints"
     candidates = list_checkpoints(inner if inner.is_dir() else folder)
-    return next((path for path in reversed(candidates) if find_damage(path) is None), None)
+    return next((path for path in reversed(candidates) if is_good(path)), None)
 
 
 def record_damage(path: Path, damage: str) -> None:
@@ -144,8 +153,7 @@ def prune(current: Path, max_to_keep: int | None, keep_every: int | None) -> Non
     if max_to_keep is None:
         return
     step = step_of(current) or 0
-    before = [path for path in list_checkpoints(current.parent) if (step_of(path) or 0) < step]
-    older = [path for path in before if find_damage(path) is None]
+    older = [path for path in list_checkpoints(current.parent) if (step_of(path) or 0) < step and is_good(path)]
     for path in older[: max(0, len(older) - (max_to_keep - 1))]:
         if keep_every is None or (step_of(path) or 0) % keep_every:
             # Rename first: a partially removed folder must not look like a checkpoint.

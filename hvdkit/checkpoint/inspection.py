@@ -95,7 +95,7 @@ class Inspection:
         if values:
             lines += ["", *aligned([("value", ""), *values])]
         if self.rank_values:
-            lines += ["", f"one of each rank's own: {', '.join(self.rank_values)}"]
+            lines += ["", f"one per rank: {', '.join(self.rank_values)}"]
         return "\n".join(lines)
 
 
@@ -203,9 +203,9 @@ def newest_at(path: Path) -> Path:
 
 
 def _not_found(path: Path) -> CheckpointError:
-    got = f"{path}, which holds no whole checkpoint" if path.exists() else f"{path}, which does not exist"
+    got = f"{path}, which contains no intact checkpoint" if path.exists() else f"{path}, which does not exist"
     expected = f"a folder with a {NAME}, or a logdir"
-    return CheckpointError(describe("path", got, expected, "give a logdir, or a folder such as step-000001200"))
+    return CheckpointError(describe("path", got, expected, "pass a logdir, or a folder such as step-000001200"))
 
 
 def _inspect_one(path: Path) -> Inspection:

@@ -154,7 +154,7 @@ class Manifest:
                 raise CorruptCheckpointError(f"{file}: missing, though {NAME} names it")
             if file.stat().st_size != record.bytes:
                 raise CorruptCheckpointError(
-                    f"{file}: has {file.stat().st_size} bytes, and {record.bytes} were written (cut short?)"
+                    f"{file}: has {file.stat().st_size} bytes, but {record.bytes} were written (truncated?)"
                 )
         return manifest
 
@@ -163,7 +163,9 @@ class Manifest:
         """Read only ``folder/manifest.json``. Raises as :meth:`load` does."""
         file = folder / NAME
         if not file.is_file():
-            raise CheckpointError(f"{folder}: is no checkpoint, it has no {NAME}; pass a folder such as step-000001200")
+            raise CheckpointError(
+                f"{folder}: is not a checkpoint: it has no {NAME}; pass a folder such as step-000001200"
+            )
         try:
             with checkpoint_errors(file, "read"):
                 content = json.loads(file.read_bytes())
@@ -198,7 +200,7 @@ class Manifest:
                 raise ValueError(f"it names the file {name!r}, which is not in this folder")
         step, size = content["step"], content["size"]
         if type(step) is not int or type(size) is not int or step < 0 or size < 1:
-            raise ValueError(f"step {step!r} and size {size!r} are not numbers of steps and ranks")
+            raise ValueError(f"step {step!r} and size {size!r} are not a step >= 0 and a size >= 1")
         manifest = cls(variables=variables, files=files, checksum=checksum, **{key: content[key] for key in _UNCHANGED})
         if content["format_version"] == 1:
             manifest._version_1_values = content["rank_values"]
@@ -250,7 +252,7 @@ class Manifest:
             location = tensor_file.locations.get(name)
             if location is None or location.checksum() != part.checksum:
                 tensor_file.close()
-                raise CorruptCheckpointError(f"{folder / file}: {name!r} is not what {NAME} says (checksum)")
+                raise CorruptCheckpointError(f"{folder / file}: {name!r} does not match {NAME} (checksum differs)")
         return tensor_file
 
 

@@ -31,7 +31,7 @@ def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
     different names; then tensors are matched by position, and names must be equal except for numbers.
 
     Raises:
-        CheckpointError: the checkpoint is of another model; the message names the first tensor that differs.
+        CheckpointError: the checkpoint is from another model; the message names the first tensor that differs.
     """
     pairs: dict[str, str] = {}
     for key in dict.fromkeys(_key(name) for name in state.entries):
@@ -39,8 +39,8 @@ def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
         saved = {name: s for name, s in manifest.variables.items() if _key(name) == key}
         if not saved:
             raise CheckpointError(
-                f"{path}: holds no {key!r}; it has {sorted({_key(n) for n in manifest.variables})}. Restore what was "
-                "saved, or give another logdir"
+                f"{path}: contains no {key!r}, only {sorted({_key(n) for n in manifest.variables})}. Restore what was "
+                "saved, or pass another logdir"
             )
         matches = _match_by_name(current, saved) or _match_by_position(current, saved, path)
         for name, saved_name in matches.items():
@@ -48,7 +48,9 @@ def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
         pairs |= matches
     missing = [name for name in state.values if name not in manifest.values and name not in manifest.rank_values]
     if missing:
-        raise CheckpointError(f"{path}: holds no value {missing[0]!r}; restore what was saved, or give another logdir")
+        raise CheckpointError(
+            f"{path}: contains no value {missing[0]!r}; restore what was saved, or pass another logdir"
+        )
     return pairs
 
 
@@ -67,16 +69,16 @@ def _match_by_position(current: Mapping[str, Entry], saved: Mapping[str, TensorE
     for name, saved_name in zip(current, saved, strict=False):
         if without_numbers(name) != without_numbers(saved_name):
             raise CheckpointError(
-                f"{path}: is of another model: it has {saved_name!r}, {saved[saved_name]}, where this one has "
-                f"{name!r}; build the model that was saved, or give another logdir"
+                f"{path}: is from another model: it has {saved_name!r}, {saved[saved_name]}, and this one has "
+                f"{name!r}; build the model that was saved, or pass another logdir"
             )
     if len(current) != len(saved):
         longer = current if len(current) > len(saved) else saved
         extra = list(longer)[min(len(current), len(saved))]
         owner = "this model" if longer is current else "the checkpoint"
         raise CheckpointError(
-            f"{path}: is of another model: only {owner} has {extra!r} ({len(saved)} tensors saved, {len(current)} "
-            "expected); build the model that was saved, or give another logdir"
+            f"{path}: is from another model: only {owner} has {extra!r} ({len(saved)} tensors saved, {len(current)} "
+            "expected); build the model that was saved, or pass another logdir"
         )
     return dict(zip(current, saved, strict=True))
 
@@ -86,8 +88,8 @@ def _check_match(entry: Entry, saved: TensorEntry, name: str, path: Path) -> Non
     # A table may be sharded at one number of ranks and replicated at another; both are one array.
     if not is_same_array or (entry.kind != saved.kind and "per_rank" in (entry.kind, saved.kind)):
         raise CheckpointError(
-            f"{path}: {name!r} was saved as {saved}, and is {entry.dtype.name}{list(entry.shape)} ({entry.kind}) here; "
-            "build the model that was saved, or give another logdir"
+            f"{path}: {name!r} was saved as {saved}, but is {entry.dtype.name}{list(entry.shape)} ({entry.kind}) here; "
+            "build the model that was saved, or pass another logdir"
         )
 
 

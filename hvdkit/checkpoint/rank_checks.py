@@ -112,7 +112,7 @@ def agreed_manifest(path: Path, *, gather: bool = False) -> Manifest:
         manifest = Manifest.parse(path)
         if manifest.checksum != checksum:
             here = cluster.cluster()
-            got = f"another manifest on rank {here.rank} ({here.hosts[here.rank]}) than on rank 0 ({here.hosts[0]})"
+            got = f"a different manifest on rank {here.rank} ({here.hosts[here.rank]}) than on rank 0 ({here.hosts[0]})"
             remedy = "restore from a file system that all ranks share, or pass gather=True"
             raise CheckpointError(describe(str(path), got, "one checkpoint", remedy))
         return manifest
@@ -140,7 +140,7 @@ def check_shared(folder: Path) -> None:
             here = cluster.cluster()
             host, chief = here.hosts[here.rank], here.hosts[0]
             got = f"{folder}, which rank {here.rank} on {host} does not share with rank 0 on {chief}"
-            remedy = "give one on a shared file system, or pass gather=True: everything then goes through the chief"
+            remedy = "pass one on a shared file system, or pass gather=True: everything then goes through the chief"
             raise CheckpointError(describe("logdir", got, "a folder that all ranks see", remedy))
 
     probe = folder / run_on_chief("a folder to save in", create_probe)

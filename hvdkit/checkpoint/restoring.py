@@ -36,7 +36,7 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
         ``into`` with arrays and plain values replaced by the saved ones.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, or is of another model; the state is unchanged.
+        CheckpointError: the checkpoint does not exist, or is from another model; the state is unchanged.
         CorruptCheckpointError: bytes differ from those saved; the message names rank, file and rows. Some variables
             may already have been set.
 

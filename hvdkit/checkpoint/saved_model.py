@@ -51,7 +51,7 @@ def export_saved_model(
     Raises:
         ValueError: ``directory`` is not empty, or the model is not built or is sharded across ranks.
         TypeError: ``model`` is neither a model nor a function that returns one.
-        CheckpointError: no checkpoint is found, it is of another model, or ``directory`` cannot be written.
+        CheckpointError: no checkpoint is found, it is from another model, or ``directory`` cannot be written.
         CorruptCheckpointError: the bytes differ from those saved; the message names file, tensor and rows.
 
     Example::

@@ -63,8 +63,9 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
 
     token = run_on_chief("hk.checkpoint.save()", prepare)
     check_shared(path.parent)
-    snapshot = Snapshot.of(flattened, rank, in_place=True)
-    finish(Save(path, snapshot, step=step, rank=rank, size=size, token=token).start())
+    # No variable for the snapshot: it would be kept until all ranks are done.
+    writing = Save(path, Snapshot.of(flattened, rank, in_place=True), step=step, rank=rank, size=size, token=token)
+    finish(writing.start())
     return path
 
 
@@ -133,6 +134,6 @@ def all_ranks_done(save: Save, ranks: Sequence[SaveProgress]) -> bool:
         if first.non_finite:
             raise non_finite_error(str(first.failure), rank, save.step, ranks[0].newest)
         raise CheckpointError(
-            f"{save.target}: not saved, rank {rank} failed: {first.failure}; what was saved before is as it was"
+            f"{save.target}: not saved, rank {rank} failed: {first.failure}; earlier checkpoints are unchanged"
         )
     return True

@@ -161,7 +161,7 @@ def _add_optimizer(state: State, name: str, optimizer: Any) -> None:
     reduction = getattr(inner, "_hvdkit", None)
     if reduction is None and any(holding_of(v) is not None for v in inner._trainable_variables):
         remedy = "wrap it; with hk.DistributedGradientTape as hk.DistributedOptimizer(optimizer, op=None)"
-        got = f"{type(inner).__name__}, which does not know that its slots are cut across ranks or local"
+        got = f"{type(inner).__name__}, which does not support slots that are sharded or local"
         raise ValueError(describe(f"optimizer {name!r}", got, "an hk.DistributedOptimizer", remedy))
     if reduction is not None and reduction.group is not None:
         got = f"{type(inner).__name__} with process_set={list(reduction.group.ranks)}, outside of which weights differ"
@@ -183,7 +183,7 @@ def _add_optimizer(state: State, name: str, optimizer: Any) -> None:
 def _check_accumulation(steps: int, saved: int) -> None:
     """Check the number of accumulation steps: accumulated gradients are valid only for the same number."""
     if steps != saved:
-        raise ValueError(describe("accumulate_steps", steps, f"{saved}, as it was saved", "go on with the same number"))
+        raise ValueError(describe("accumulate_steps", steps, f"{saved}, as saved", "restore with the same number"))
 
 
 def _add_variable(

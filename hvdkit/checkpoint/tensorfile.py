@@ -324,7 +324,7 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
 
     def _location(self, name: str) -> TensorLocation:
         if name not in self.locations:
-            raise CorruptCheckpointError(f"{self.path}: holds no {name!r}, though the manifest says so")
+            raise CorruptCheckpointError(f"{self.path}: contains no {name!r}, although the manifest lists it")
         return self.locations[name]
 
     def _fill(self, name: str, location: TensorLocation, first: int, block: np.ndarray) -> None:
@@ -344,7 +344,7 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
             while view:
                 got = os.preadv(self._descriptor, [view], offset)
                 if got == 0:
-                    raise CorruptCheckpointError(f"{self.path}: cut short, it ends at byte {offset}")
+                    raise CorruptCheckpointError(f"{self.path}: truncated at byte {offset}")
                 self.bytes_read += got
                 view, offset = view[got:], offset + got
 
@@ -352,12 +352,12 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
         with checkpoint_errors(self.path, "read"):
             size = self.path.stat().st_size
         if record is not None and size != record.bytes:
-            raise CorruptCheckpointError(f"{self.path}: has {size} bytes, and {record.bytes} were written")
+            raise CorruptCheckpointError(f"{self.path}: has {size} bytes, but {record.bytes} were written")
         length = bytearray(8)
         self._read_into(memoryview(length), 0)
         (count,) = struct.unpack("<Q", length)
         if count > min(size, _HEADER_LIMIT):
-            raise CorruptCheckpointError(f"{self.path}: is no safetensors file (a header of {count} bytes)")
+            raise CorruptCheckpointError(f"{self.path}: is not a safetensors file (a header of {count} bytes)")
         text = bytearray(count)
         self._read_into(memoryview(text), 8)
         if record is not None and xxhash.xxh3_128_hexdigest(bytes(length + text)) != record.checksum:

@@ -39,7 +39,7 @@ class VerifiedCounts:
 
     def __str__(self) -> str:
         return (
-            f"whole: {self.checkpoints} checkpoint(s), {self.files} file(s), {self.tensors} tensor part(s), "
+            f"intact: {self.checkpoints} checkpoint(s), {self.files} file(s), {self.tensors} tensor part(s), "
             f"{format_bytes(self.bytes)} read and compared"
         )
 
@@ -147,7 +147,7 @@ class _Verifier:
             return
         size = path.stat().st_size
         if size != record.bytes:
-            yield CorruptCheckpointError(f"{path}: has {size} bytes, and {record.bytes} were written (cut short?)")
+            yield CorruptCheckpointError(f"{path}: has {size} bytes, but {record.bytes} were written (truncated?)")
         try:
             # The header of a truncated file shows which tensors are affected.
             file = TensorFile(path, FileRecord(size, record.checksum, {}))
@@ -167,7 +167,7 @@ class _Verifier:
         location = file.locations.get(name)
         expected = (_part_shape(tensor, part), np.dtype(tensor.dtype), part.checksum)
         if location is None or (location.shape, location.dtype, location.checksum()) != expected:
-            yield CorruptCheckpointError(f"{file.path}: {name!r} is not what {NAME} says")
+            yield CorruptCheckpointError(f"{file.path}: {name!r} does not match {NAME}")
             return
         self._tensors += 1
         self._bytes += location.rows * location.row_bytes

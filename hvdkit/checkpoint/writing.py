@@ -215,7 +215,7 @@ class Save:
 
 def non_finite_error(message: str, rank: int, step: int, newest: str | None) -> NonFiniteError:
     """Return the error for a save that found NaN or an infinity; a restart would use the checkpoint ``newest``."""
-    restart = f"would continue from {newest}" if newest else "would begin from the initial values"
+    restart = f"would continue from {newest}" if newest else "would start from the initial values"
     return NonFiniteError(
         f"{message}, on rank {rank} at step {step}; this checkpoint is not saved, and a restart {restart}: lower the "
         "learning rate, or clip gradients"

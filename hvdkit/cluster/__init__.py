@@ -11,7 +11,7 @@ Start with world.py, which calls the others in this order:
     exchange.py    exchanges Python objects among ranks; agreement.py: compares values of all ranks
     call_order.py  one thread calls a rank's eager collectives, one at a time
     progress.py    records steps and collectives, for the sentinel and for a profile
-    logs.py        log lines with ranks; log_filter.py: drops TensorFlow's start-up lines
+    logs.py        log lines with ranks; log_filter.py: drops TensorFlow's startup messages
 """
 
 from hvdkit.cluster.mesh import DATA, Group

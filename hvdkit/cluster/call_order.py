@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 class CallOrder:
     """Runs the exchanges of a rank in the order in which the user's thread called them.
 
-    Only the first Python thread that calls an exchange may do so while it lives. A TensorFlow thread, which runs a
+    Only the first Python thread that calls an exchange may do so while it is alive. A TensorFlow thread, which runs a
     ``tf.py_function``, may call one while no other thread does. Asynchronous collectives run in a worker thread;
     synchronous ones wait until all collectives called before have ended.
 
@@ -49,7 +49,7 @@ class CallOrder:
                 wait(self._pending)  # their errors are raised when their results are requested
                 self._pending = []
         if not self._lock.acquire(blocking=False):
-            raise self._thread_error(thread, "another thread is in one")
+            raise self._thread_error(thread, "another thread runs one")
         try:
             yield
         finally:
@@ -78,12 +78,12 @@ class CallOrder:
         if self._thread is None or not self._thread.is_alive():
             self._thread = thread
         if self._thread is not thread:
-            raise self._thread_error(thread, f"thread {self._thread.name!r} makes this rank's collectives")
+            raise self._thread_error(thread, f"thread {self._thread.name!r} runs this rank's collectives")
 
     @staticmethod
     def _thread_error(thread: threading.Thread, why: str) -> HvdkitError:
         got = f"an eager collective in thread {thread.name!r}, while {why}"
-        expected = "one thread, since ranks match eager collectives by their order"
+        expected = "one thread, because ranks match eager collectives by their order"
         return HvdkitError(
             describe("thread", got, expected, "call it in that thread, or pass the value to it (queue.Queue)")
         )

@@ -109,7 +109,7 @@ def add_process_sets(
             hvd.add_process_set(process_set)
     elif not over_mpi:
         got = f"ranks {list(map(list, new))} after hk.init() under Gloo"
-        expected = "HOROVOD_DYNAMIC_PROCESS_SETS=1, without which Horovod makes sets only when it starts"
+        expected = "HOROVOD_DYNAMIC_PROCESS_SETS=1, without which Horovod creates sets only when it starts"
         raise ClusterError(describe("ProcessSet", got, expected, "set it in the job's environment, or start under MPI"))
     else:
         hvd.shutdown()

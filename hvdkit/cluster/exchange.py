@@ -123,7 +123,7 @@ class ObjectExchange:
     def _uninterrupted(self) -> Iterator[None]:
         """Reject all exchanges after one that an exception interrupted: leftover messages would match the next one."""
         if self._interruption is not None:
-            raise ClusterError(f"an exchange between ranks was interrupted ({self._interruption}); end this rank")
+            raise ClusterError(f"an exchange between ranks was interrupted ({self._interruption}); exit this process")
         try:
             yield
         except BaseException as error:

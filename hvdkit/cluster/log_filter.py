@@ -1,4 +1,4 @@
-"""A filter from standard input to standard output that drops TensorFlow's start-up lines.
+"""A filter from standard input to standard output that drops TensorFlow's startup messages.
 
 It runs as a script, in an isolated interpreter with the standard library only, while TensorFlow is imported:
 

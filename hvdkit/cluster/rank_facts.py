@@ -42,8 +42,8 @@ def gather_rank_facts(
         return RankFacts(socket.gethostname(), list(axes.items()), processes.place(), offer, bucket_bytes)
 
     facts = gather(exchange, "hk.init()", local_facts, error=ClusterError)
-    remedy = "set it to one number everywhere"
+    remedy = "set it to the same number on every rank"
     compare([each.bucket_bytes for each in facts], "HVDKIT_BUCKET_BYTES", remedy, error=ClusterError)
     meshes = [dict(each.mesh) for each in facts]
-    compare(meshes, "mesh", "pass one mesh everywhere", error=ClusterError, key=lambda axes: list(axes.items()))
+    compare(meshes, "mesh", "pass the same mesh on every rank", error=ClusterError, key=lambda axes: list(axes.items()))
     return facts, meshes[0]

@@ -1,4 +1,4 @@
-"""Loads TensorFlow, before or after MPI, without its start-up lines."""
+"""Loads TensorFlow, before or after MPI, and hides its startup messages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hvdkit.machine.launcher import ALONE, launched_rank
 def prepare_import() -> None:
     """Make ``import hvdkit`` safe in any order. In a process started by a launcher, import TensorFlow now.
 
-    Such a process will train, and needs the seconds for TensorFlow's import anyway. Importing it here makes sure that a
-    later ``from mpi4py import MPI`` comes after it, and hides the start-up lines. Without a launcher (as for the hvdkit
-    command or in a notebook), TensorFlow is not imported.
+    Such a process will train, and needs the seconds for TensorFlow's import anyway. Importing it here ensures that a
+    later ``from mpi4py import MPI`` comes after it, and hides the startup messages. Without a launcher (as for the
+    hvdkit command or in a notebook), TensorFlow is not imported.
     """
     if "mpi4py.MPI" in sys.modules:
         bind_hwloc()
@@ -29,7 +29,7 @@ def prepare_import() -> None:
 
 
 def load_tensorflow() -> None:
-    """Import TensorFlow without its start-up lines, and with the garbage collector disabled.
+    """Import TensorFlow without its startup messages, and with the garbage collector disabled.
 
     ``TF_CPP_MIN_LOG_LEVEL`` is set to 1 on the chief and to 2 on other ranks, so that warnings appear once and errors
     always. If the user has set it to 0, all lines are shown.
@@ -74,7 +74,7 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 @contextmanager
 def _filtered_stderr() -> Iterator[None]:
-    """Pipe file descriptor 2 through a process that drops start-up lines.
+    """Pipe file descriptor 2 through a process that drops startup messages.
 
     TensorFlow writes some of them at any log level. The filter is a separate process, so that a message that
     TensorFlow writes before it aborts (e.g. about missing CPU instructions) still appears.

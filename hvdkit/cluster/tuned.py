@@ -14,7 +14,7 @@ SETTINGS = ("HVDKIT_BUCKET_BYTES", "HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE", "HO
 
 
 def read_settings(path: Path) -> dict[str, str]:
-    """Return the best settings from a file of ``hvdkit tune``, as environment variables.
+    """Return the best settings from a file written by ``hvdkit tune``, as environment variables.
 
     Raises:
         ValueError: the file does not exist or was not written by ``hvdkit tune``.
@@ -34,13 +34,13 @@ def read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise invalid_file(path, f"cannot be read ({error.strerror})") from None
     except ValueError:
-        raise invalid_file(path, "is no JSON") from None
+        raise invalid_file(path, "is not JSON") from None
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT_VERSION:
-        raise invalid_file(path, "is another file, or has another format")
+        raise invalid_file(path, "is not such a file, or has another format version")
     return content
 
 
 def invalid_file(path: Path, why: str) -> ValueError:
     """Return the error for a file that ``why`` describes, e.g. ``has no settings``."""
     remedy = f"write it again: hvdkit tune --save {path}"
-    return ValueError(describe("tuned file", f"{path}, which {why}", "a file of `hvdkit tune`", remedy))
+    return ValueError(describe("tuned file", f"{path}, which {why}", "a file written by `hvdkit tune --save`", remedy))

@@ -97,9 +97,8 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
             _world = _start(mesh)
             make_groups(list(_world.process_sets))
         elif mesh is not None and list(mesh.items()) != list(_world.cluster.mesh.items()):
-            raise ClusterError(
-                describe("mesh", dict(mesh), f"{dict(_world.cluster.mesh)}, as begun", "call hk.shutdown() before")
-            )
+            expected = f"{dict(_world.cluster.mesh)}, as in the first hk.init()"
+            raise ClusterError(describe("mesh", dict(mesh), expected, "call hk.shutdown() first"))
         return _world.cluster
 
 
@@ -109,8 +108,8 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     if _ended and launched.size > 1 and launched.controller == "gloo":
         # The rendezvous server of Horovod 0.28.1 does not drop outdated addresses, and a rank that gets one aborts.
         raise ClusterError(
-            "hk.init(): called after hk.shutdown() under horovodrun --gloo, where Horovod cannot begin a second time; "
-            "call hk.shutdown() at the end only, or start under MPI"
+            "hk.init(): called after hk.shutdown() under horovodrun --gloo, where Horovod cannot be initialized again; "
+            "call hk.shutdown() only at the end, or start under MPI"
         )
     profile_settings = ProfileSettings.from_environment(os.environ)
     settings.set_environment(launched, timeline=profile_settings is not None and profile_settings.timeline)
@@ -227,7 +226,7 @@ def group(axis: str) -> Group:
 
 
 def make_groups(sets: Sequence[tuple[int, ...]]) -> list[Group | None]:
-    """Return a group for each of ``sets``, for collectives among its ranks; None for sets without this rank.
+    """Return a group for collectives among the ranks of each of ``sets``, or None if this rank is not in the set.
 
     Every rank must call it, with the same sets, each in ascending order.
 

@@ -105,7 +105,7 @@ def _check_signatures(calls: list[Call], ranks: Sequence[int]) -> None:
         joined = next(rank for rank, other in zip(ranks, calls, strict=True) if other.kind == JOIN)
         raise CollectiveMismatchError(
             f"join: rank {joined} has joined, but rank {active[0][0]} called {active[0][1]}; after hk.join() on one "
-            "rank, others call hk.allreduce (Sum or Average) or hk.barrier until they join, too"
+            "rank, other ranks may only call hk.allreduce (Sum or Average) or hk.barrier until they join"
         )
     ranks, calls = [rank for rank, _ in active], [each for _, each in active]
     compare(calls, "collective", SAME_CALLS, ranks=ranks, key=lambda c: (c.kind, len(c.shapes)), show=shown_calls)
@@ -140,4 +140,4 @@ def check_root(root: Any, group: Group | None = None) -> None:
     ranks = range(cluster.size()) if group is None else group.ranks
     if not isinstance(root, (int, np.integer)) or isinstance(root, bool) or root not in ranks:
         expected = f"a rank, 0 to {cluster.size() - 1}" if group is None else f"one of the ranks {list(ranks)}"
-        raise ValueError(describe("root", root, expected, "pass the rank whose value counts"))
+        raise ValueError(describe("root", root, expected, "pass the root's rank"))

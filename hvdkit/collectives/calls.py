@@ -147,8 +147,8 @@ def _differentiable(collective: Collective, forward: Callable[[Tensors], list[An
             if factor is None:
                 return _with_none(collective.gradient(floating, results, dys), xs)
             if record.could_possibly_record():  # an outer tape: it is unknown which loss is weighted
-                got = f"a gradient of a gradient of {collective.kind}, with batches that ranks divide unevenly"
-                remedy = "choose a batch size that the number of ranks divides, and drop the remainder"
+                got = f"a second-order gradient of {collective.kind}, with batches that divide unevenly among ranks"
+                remedy = "use a batch size divisible by the number of ranks, and drop the remainder"
                 raise HvdkitError(describe("x", got, "batches that divide evenly", remedy))
             with tf.control_dependencies([_assert_rows(collective, factor)]):
                 grads = collective.gradient(floating, results, [times_share(dy, factor) for dy in dys])
@@ -160,13 +160,13 @@ def _differentiable(collective: Collective, forward: Callable[[Tensors], list[An
 
 
 def _with_none(grads: Tensors, xs: Sequence[tf.Tensor]) -> Tensors:
-    """Return the gradient of each tensor, given those of the floating-point ones; None for the others."""
+    """Expand the gradients of the floating-point tensors to all tensors, with None for the others."""
     remaining = iter(grads)
     return [next(remaining) if x.dtype.is_floating else None for x in xs]
 
 
 def _assert_rows(collective: Collective, factor: tf.Tensor) -> Any:
-    """Assert that this rank has rows of the global batch, so that its values took part."""
+    """Assert that this rank has rows of the global batch, so that its values contributed."""
     got, expected = f"{collective.kind} with a gradient, in a batch of fewer rows than ranks", "rows on every rank"
     return tf.debugging.Assert(factor > 0, [describe("x", got, expected, "leave the last batch out (drop_remainder)")])
 

@@ -41,7 +41,7 @@ def as_tensor(x: Any) -> tf.Tensor:
     try:
         array = np.asarray(x)
     except ValueError as error:
-        got = f"{type(x).__name__} of unlike shapes ({error})"
+        got = f"{type(x).__name__} of different shapes ({error})"
         remedy = "use hk.grouped_allreduce or hk.grouped_allgather for several arrays"
         raise ValueError(describe("x", got, "numbers of one shape", remedy)) from error
     if not _holds_numbers(array.dtype):

@@ -38,8 +38,8 @@ def join() -> int:
     if cluster.size() == 1:
         return 0
     if not cluster.exchange().over_mpi:
-        remedy = "start under MPI, or go on with hk.average_gradients(..., weight=0)"
-        raise HvdkitError(describe("join", "a job under Gloo", "MPI with mpi4py, for the ranks' comparison", remedy))
+        remedy = "start under MPI, or continue with hk.average_gradients(..., weight=0)"
+        raise HvdkitError(describe("join", "a job under Gloo", "MPI with mpi4py, to compare the ranks' calls", remedy))
     last: list[int] = []
 
     def join_horovod() -> None:

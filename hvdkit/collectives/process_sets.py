@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.cluster import Group
 from hvdkit.cluster.agreement import compare, gather
-from hvdkit.collectives.call_checks import Call, agree_on_call
+from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.errors import describe
 
 
@@ -144,12 +144,11 @@ def resolve(process_set: RankGroup, group: RankGroup = None) -> Group | None:
     members = process_set if process_set is not None else group
     if members is None:
         return None
-    try:
-        _check_arguments(process_set, group)
-    except (TypeError, ValueError) as problem:
+    problem = attempt(lambda: _check_arguments(process_set, group))
+    if problem is not None:
         if tf.executing_eagerly():
             agree_on_call(Call("a collective with a bad process_set", problem=problem))
-        raise
+        raise problem
     if isinstance(members, ProcessSet):
         members = members.group()  # raises only on ranks outside the set: its members do not wait for them
     elif isinstance(members, str):
@@ -169,11 +168,11 @@ def _check_arguments(process_set: RankGroup, group: RankGroup) -> None:
             raise ValueError(describe("process_set", repr(members), f"an axis of the mesh {dict(mesh)}", remedy))
     elif not isinstance(members, (ProcessSet, Group)):
         expected = "an hk.ProcessSet, an axis of the mesh or None"
-        raise TypeError(describe("process_set", f"{members!r}", expected, "make one: hk.ProcessSet([0, 1])"))
+        raise TypeError(describe("process_set", f"{members!r}", expected, "create one: hk.ProcessSet([0, 1])"))
 
 
 def describe_group(group: Group | None) -> str:
-    """Return the description of a group among a collective's arguments; "" for all ranks."""
+    """Return how a collective's description shows its group; "" for all ranks."""
     return "" if group is None else f"process_set={list(group.ranks)}"
 
 

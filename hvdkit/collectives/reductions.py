@@ -151,7 +151,7 @@ def _check_factors(prescale: float, postscale: float) -> None:
 def _check_adasum(size: int, members: cluster.Group | None) -> None:
     if not cluster.exchange().over_mpi or size & (size - 1) or members is not None:
         got = f"hk.Adasum with {size} ranks{'' if members is None else ' of a process set'}"
-        expected = "MPI and all ranks, their number a power of two: Horovod has no other Adasum"
+        expected = "MPI, all ranks, and a number of ranks that is a power of two, as Horovod's Adasum requires"
         raise ValueError(describe("op", got, expected, "use hk.Average"))
 
 

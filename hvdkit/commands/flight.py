@@ -103,7 +103,7 @@ def _last_collective(rank: int, records: Sequence[CollectiveRecord], ended: floa
     if record.end is None:
         return f"rank {rank} is in {record.what}{at_step} for {ended - record.start:.1f} s ({record.line})"
     ago = f"{ended - record.end:.1f} s ago"
-    return f"rank {rank} came out of {record.what}{at_step} {ago}, and has not entered another ({record.line})"
+    return f"rank {rank} returned from {record.what}{at_step} {ago}, and has not entered another ({record.line})"
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -126,5 +126,5 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 def _steps_per_epoch(callback: Any, steps_per_epoch: int | None) -> int:
     steps = steps_per_epoch or callback.params.get("steps")
     if not steps:
-        raise ValueError(describe("steps_per_epoch", steps, "a number, as Keras does not know it", "pass it"))
+        raise ValueError(describe("steps_per_epoch", steps, "a number, because Keras does not know it", "pass it"))
     return int(steps)

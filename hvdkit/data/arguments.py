@@ -133,12 +133,12 @@ def warn_about_filler(examples: int | None, batch_size: int) -> None:
     if examples is None:
         get_logger().warning(
             "remainder: got 'pad', for a stream of unknown length, whose last batch may be short; the gradients are "
-            "right, but Keras's metrics will count that batch as a whole one; pass remainder='drop', or call hk.fit"
+            "right, but Keras's metrics will count that batch as a full one; pass remainder='drop', or call hk.fit"
         )
     elif short := examples % batch_size:
         get_logger().warning(
             "remainder: got 'pad', and an epoch's last batch has %d examples of %d; the gradients are right, but "
-            "Keras's metrics will count these as a whole batch; for exact ones pass remainder='drop', or call hk.fit",
+            "Keras's metrics will count these as a full batch; for exact metrics pass remainder='drop', or use hk.fit",
             short,
             batch_size,
         )
@@ -147,13 +147,13 @@ def warn_about_filler(examples: int | None, batch_size: int) -> None:
 _MUCH_READING = 1.5
 _REMEDIES = {
     "seed": "pass the same shuffle_seed as before",
-    "examples": "give the data set of the saved run, or start afresh",
+    "examples": "pass the data set of the saved run, or start over",
     "batch_size": "pass the same global_batch_size as before, whatever the number of ranks",
     "remainder": "pass the same remainder as before",
-    "steps_per_epoch": "give the data set of the saved run, or start afresh",
+    "steps_per_epoch": "pass the data set of the saved run, or start over",
     "shuffle": "pass the same shuffle as before",
     "shuffle_buffer": "pass the same shuffle_buffer as before",
     "interleave": "pass the same interleave as before, whatever the number of ranks",
-    "files": "give the files of the saved run, or start afresh",
-    "order_check": "use the NumPy of the saved run: this one shuffles in another way",
+    "files": "pass the files of the saved run, or start over",
+    "order_check": "use the NumPy of the saved run: this version shuffles differently",
 }

@@ -82,7 +82,7 @@ class ArraySource:
         lengths = {column.name: column.length for column in self._columns}
         if len(set(lengths.values())) > 1:
             got = ", ".join(f"len({name}) = {n}" for name, n in lengths.items())
-            remedy = "cut them, or find the examples that lack a value"
+            remedy = "truncate them, or find the examples with missing values"
             raise ValueError(describe("arrays", got, "equal lengths", remedy))
         self.examples = self._columns[0].length
         self.structure = arrays
@@ -107,8 +107,8 @@ class ArraySource:
     ) -> Iterator[tuple[Any, list[int], int]]:
         """Yield the rank's rows of the epoch's global batches from ``step`` on, and their numbers of real examples.
 
-        Each item has one batch; or, if ``max_batches`` is greater, up to so many batches with equal numbers of rows, as
-        arrays ``[batches, rows, ...]``. The third value is 0; streams yield a digest of the batch instead.
+        Each item has one batch. If ``max_batches`` is larger than 1, it has up to that many batches with equal numbers
+        of rows, as arrays ``[batches, rows, ...]``. The third value is 0; streams yield a digest of the batch instead.
         """
         for indices, counts in indices_of_epoch(self, epoch, step, rank_rows, shuffle, remainder, max_batches):
             yield self.read(indices), counts, 0

@@ -290,7 +290,7 @@ class GlobalBatches(Iterator[Any]):
         parts = arguments.keras_parts(self._source.structure)
         if parts == 1 and not self.is_even:
             got = f"data without labels, in batches of {self._batch_size} on {self._size} ranks, remainder="
-            expected = "labels, whose weights make uneven shares and filler count right"
+            expected = "labels, whose weights correct for uneven shares and padding"
             remedy = "call hk.fit(model, batches); or pass remainder='drop' and a multiple of the number of ranks"
             raise ValueError(describe("arrays_or_source", f"{got}{self._remainder!r}", expected, remedy))
         if self._rank == 0 and self._remainder == "pad":

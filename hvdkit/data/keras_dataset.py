@@ -124,7 +124,7 @@ class _Passes:
             return [np.array([epoch, step, 0]), *self._empty_arrays]
         if count == 0:
             got = f"a pass that ends in epoch {epoch} at step {step}"
-            remedy = "let GlobalBatches(epochs=) be at least the epochs of fit, or None"
+            remedy = "set GlobalBatches(epochs=) to at least fit's epochs, or to None"
             raise ValueError(describe("epochs", got, "more batches", remedy))
         arrays = tf.nest.flatten(_lists_to_tuples(batches), expand_composites=True)
         if remaining != _UNTIL_END and count >= remaining:

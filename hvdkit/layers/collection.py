@@ -153,7 +153,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         if self.dp_input and isinstance(inputs, PendingLookup):
             bags = flatten_features(inputs.bags)
             if set(bags) != set(self.lookups):
-                remedy = "pass what ask() of this layer returned"
+                remedy = "pass the result of this layer's ask()"
                 raise ValueError(describe("inputs", sorted(bags), f"a request for {sorted(self.lookups)}", remedy))
             outputs = read_outputs(store, PendingLookup(bags, inputs.rows), training)
         elif self.dp_input:
@@ -190,7 +190,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
                 return next_pending, loss
         """
         if not self.dp_input:
-            raise ValueError(describe("ask", "dp_input=False", "dp_input=True", "call the layer: no ids travel"))
+            raise ValueError(describe("ask", "dp_input=False", "dp_input=True", "call the layer: no ids are exchanged"))
         pending = send_requests(self._built_store(), self._bags(inputs))
         return PendingLookup(self._nest(inputs, pending.bags), pending.rows)
 
@@ -267,7 +267,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
     def ids(self, table: str) -> np.ndarray:
         """Return the id of each row of a table with eviction, ``[input_dim]`` int64, -2**63 for free rows.
 
-        Every rank calls it. Raises ValueError if the table is without eviction.
+        Every rank calls it. Raises ValueError if the table does not evict.
         """
         return self._built_store().ids(table)
 

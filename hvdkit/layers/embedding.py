@@ -25,7 +25,7 @@ _UNSUPPORTED = {
     "weights": "pass the array as embeddings_initializer, or call layer.set_weights([array])",
     "lora_rank": "tables train as they are; leave it out",
     "lora_alpha": "tables train as they are; leave it out",
-    "quantization_config": "rows travel in 16 bits with compression='fp16' or 'bf16'",
+    "quantization_config": "rows are sent in 16 bits with compression='fp16' or 'bf16'",
 }
 
 

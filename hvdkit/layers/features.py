@@ -44,7 +44,7 @@ def lookups_of(tables: Iterable[Table]) -> dict[str, Lookup]:
         name = pair.feature if features.count(pair.feature) == 1 else f"{pair.feature}@{pair.table.name}"
         if name in lookups:
             remedy = f"{name!r} is the name of another feature's output; rename the feature"
-            raise ValueError(describe("features", repr(name), "names that outputs do not have", remedy))
+            raise ValueError(describe("features", repr(name), "names that do not collide with other outputs", remedy))
         lookups[name] = pair
     return lookups
 

@@ -142,7 +142,9 @@ def _agree_on_batch(fault: Fault, examples: tf.Tensor, bags: Mapping[str, Bag]) 
 def _raise_if_unequal(batches: tf.Tensor, wrong: tf.Tensor) -> list[tf.Operation]:
     if tf.executing_eagerly():
         if tf.reduce_any(wrong):
-            shown = ", ".join("none" if n == -1 else "unlike numbers" if n == -2 else str(n) for n in batches.numpy())
+            shown = ", ".join(
+                "none" if n == -1 else "different numbers" if n == -2 else str(n) for n in batches.numpy()
+            )
             raise ValueError(
                 describe("inputs", f"{shown} examples on ranks 0 to {len(batches) - 1}", _AS_MANY, _REMEDY)
             )
@@ -151,14 +153,14 @@ def _raise_if_unequal(batches: tf.Tensor, wrong: tf.Tensor) -> list[tf.Operation
         [
             "inputs: got ",
             tf.strings.reduce_join(tf.strings.as_string(batches), separator=", "),
-            f" examples on the ranks (-1: none, -2: unlike numbers), expected {_AS_MANY}; {_REMEDY}",
+            f" examples on the ranks (-1: none, -2: different numbers), expected {_AS_MANY}; {_REMEDY}",
         ]
     )
     return [tf.debugging.Assert(tf.logical_not(tf.reduce_any(wrong)), [message])]
 
 
 def _vectors(store: TableStore, bag: Bag, lookup: OwnedLookup) -> tf.Tensor:
-    """Return some columns of one output for all examples, ``[B, columns]``."""
+    """Return the columns of one output that this rank owns, for all examples: ``[B, columns]``."""
     source, columns = KeyedVariable(store.variables[lookup.group]._value), len(lookup.slice.columns)
     rows = read_distinct(source, tf.cast(bag.ids, tf.int64) + lookup.slice.base)
     vectors = combine_rows(rows, bag, lookup.slice.table.combiner)

@@ -175,7 +175,7 @@ class RowParallelDense(_ParallelDense):
         rows = rows_of("div", input_dim, group.index, group.size)
         if self.input_is_parallel and len(rows) != columns:
             expected = f"{len(rows)} of {input_dim}, this rank's share"
-            raise ValueError(describe("inputs", f"{columns} columns", expected, "cut them as ColumnParallelDense does"))
+            raise ValueError(describe("inputs", f"{columns} columns", expected, "split them like ColumnParallelDense"))
         self.kernel = self._add_part("kernel", (input_dim, self.units), self.kernel_initializer, 0)
         self.bias = self._add_part("bias", (self.units,), self.bias_initializer, None) if self.use_bias else None
         self._rows = rows

@@ -36,7 +36,7 @@ class ShardedLayer(keras.layers.Layer):
             HvdkitError: this rank holds only a part of a weight.
         """
         if any(_is_sharded(v) for v in self._own_variables()):
-            got = f"{self.name}, whose weights are cut across {cluster.size()} ranks"
+            got = f"{self.name}, whose weights are sharded across {cluster.size()} ranks"
             expected = "layers whose weights are whole on this rank: Keras's file would hold one rank's part"
             remedy = (
                 "save with hk.Supervisor or hk.checkpoint.save, and export with export_npy or export_saved_model; for "

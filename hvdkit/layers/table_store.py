@@ -197,7 +197,7 @@ class TableStore:
             self._table(name)
             if not vocabularies:
                 remedy = "ids of others are their rows"
-                raise ValueError(describe("table", repr(name), "one made with evict=", remedy))
+                raise ValueError(describe("table", repr(name), "one created with evict=", remedy))
 
         exchange_payloads(f"ids({name!r})", check)
         return vocabularies[0].gather_ids()

@@ -123,10 +123,10 @@ def scale_to_batch(placed: PlacedGradients, averaging: Averaging) -> PlacedGradi
     if not within_share():
         return placed
     if averaging.weight is not None:
-        remedy = "leave it out: hk.fit weighs each rank's gradients by its rows"
+        remedy = "leave it out: hk.fit weights each rank's gradients by its rows"
         raise ValueError(describe("weight", averaging.weight, "None inside hk.fit", remedy))
     if checked_op(averaging.op) != ReduceOp.Average:
-        remedy = "use hk.Average: hk.fit takes care of losses that are sums"
+        remedy = "use hk.Average: hk.fit handles losses that are sums"
         raise ValueError(describe("op", op_label(averaging.op), "Average inside hk.fit", remedy))
     if (factor := current_factor()) is None:
         return placed
@@ -222,6 +222,9 @@ def weight_factor(averaging: Averaging) -> tf.Tensor:
     Weights are known before the gradients, so inside a graph their exchange overlaps with the step.
     """
     w = tf.cast(as_tensor(averaging.weight), tf.float64)
+    if not tf.executing_eagerly():
+        # Otherwise, TensorFlow removes whatever a constant weight of 0 is multiplied with, collectives included.
+        w = tf.compat.v1.placeholder_with_default(w, w.shape)
     # Inside a graph it is too late to raise on every rank, so an invalid weight makes the result NaN on every rank.
     w = tf.where(w >= 0, w, np.nan)
     if checked_op(averaging.op) == ReduceOp.Sum:
@@ -276,10 +279,10 @@ def _check(placed: PlacedGradients, averaging: Averaging) -> None:
     if averaging.weight is None:
         return
     if placed.grads and any_coupled():
-        remedy = "give it to hk.DistributedGradientTape, which weighs the loss"
+        remedy = "pass it to hk.DistributedGradientTape, which weights the loss"
         raise ValueError(describe("weight", averaging.weight, "None with synchronized batch normalization", remedy))
     if {"rows", "part"} & set(placed.kinds):
-        remedy = "give it to hk.DistributedGradientTape"
+        remedy = "pass it to hk.DistributedGradientTape"
         raise ValueError(describe("weight", averaging.weight, "None with gradients of sharded variables", remedy))
     check_weight(averaging.weight)
 

@@ -183,8 +183,10 @@ def _sum_over_ranks(local: tf.Tensor, factor: Any, group: cluster.Group) -> tf.T
     def call(values: tf.Tensor) -> tuple[tf.Tensor, Any]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             if record.could_possibly_record():  # an outer tape: it is unknown which loss is weighted
-                got = "a gradient of a gradient through BatchNormalization with batches that ranks divide unevenly"
-                remedy = "choose a batch size that the number of ranks divides, and drop the remainder"
+                got = (
+                    "a second-order gradient through BatchNormalization, with batches that divide unevenly among ranks"
+                )
+                remedy = "use a batch size divisible by the number of ranks, and drop the remainder"
                 raise HvdkitError(describe("synchronized", got, "batches that divide evenly", remedy))
             return tf.math.divide_no_nan(allreduce(times_share(upstream, factor), Sum, process_set=group), factor)
 

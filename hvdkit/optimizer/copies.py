@@ -93,7 +93,7 @@ class _Copier:
         self._slots: set[int] = set()
 
     def copy(self, optimizer: Any, cls: Any, changed: Mapping[str, Any]) -> Any:
-        """Return a copy of ``optimizer`` as an instance of ``cls``, built if it is, except with ``rebuilds``."""
+        """Return a copy of ``optimizer`` as an instance of ``cls``, built if ``optimizer`` is (unless ``rebuilds``)."""
         new = self._copied[id(optimizer)] = cls.__new__(cls)
         rate = optimizer._learning_rate
         rate = float(rate.numpy()) if isinstance(rate, keras.Variable) else self._copied_value(rate)
@@ -135,9 +135,9 @@ class _Copier:
         try:
             setattr(new, name, self._copied_value(value))
         except Exception as error:
-            got = f"a {type(value).__name__} that a copy cannot have ({error})"
-            remedy = "wrap the optimizer before it is built, or let the attribute be set"
-            expected = "an attribute that can be taken over"
+            got = f"a {type(value).__name__} that cannot be copied ({error})"
+            remedy = "wrap the optimizer before it is built, or make the attribute settable"
+            expected = "an attribute that can be copied"
             raise TypeError(describe(f"optimizer.{name}", got, expected, remedy)) from error
 
     def _copied_value(self, value: Any) -> Any:
@@ -173,29 +173,29 @@ class _Copier:
 
 def _rebuild(optimizer: Any, copy: Any, skipped: list[str], begins_to_accumulate: bool) -> None:
     """Build the slots of ``copy`` and assign them the values of the optimizer's slots."""
-    remedy = "wrap the optimizer before it is built, or make the attribute in build, by add_variable_from_reference"
+    remedy = "wrap the optimizer before it is built, or create the variable in build() with add_variable_from_reference"
     try:
         copy.build(list(optimizer._trainable_variables))
         missing = [name for name in skipped if not hasattr(copy, name)]
         if missing:
-            raise AttributeError(f"build does not make the variables in {missing[0]!r}")
+            raise AttributeError(f"build() does not create the variables in {missing[0]!r}")
         new_slots, old_slots = copy.variables, optimizer.variables
         if begins_to_accumulate:
             sums = {id(v) for v in copy._accumulated_gradients}
             new_slots = [v for v in new_slots if id(v) not in sums]
         if len(new_slots) != len(old_slots):
-            raise AttributeError(f"build makes {len(new_slots)} variables, and the optimizer has {len(old_slots)}")
+            raise AttributeError(f"build() creates {len(new_slots)} variables, but the optimizer has {len(old_slots)}")
     except (AttributeError, TypeError, LookupError) as error:
-        got = f"{type(optimizer).__name__}, which is built, and whose copy cannot be ({error})"
-        raise TypeError(describe("optimizer", got, "one whose build makes all of its slots", remedy)) from error
+        got = f"{type(optimizer).__name__}, which is built, and whose copy cannot be built ({error})"
+        raise TypeError(describe("optimizer", got, "one whose build() creates all of its slots", remedy)) from error
     for new, old in zip(new_slots, old_slots, strict=True):
         assign_whole(new, old)
 
 
 def _share_iterations(optimizer: Any, new: Any) -> None:
     if optimizer in _sharing_iterations:
-        got = "an optimizer that is wrapped already, with a function as its learning rate"
-        remedy = "make a second optimizer, or use a keras.optimizers.schedules.LearningRateSchedule"
+        got = "an optimizer that is already wrapped, with a function as its learning rate"
+        remedy = "create a second optimizer, or use a keras.optimizers.schedules.LearningRateSchedule"
         raise ValueError(describe("optimizer", got, "one that counts its own updates", remedy))
     _sharing_iterations.set(optimizer, True)
     new._untrack_variable(new._iterations)

@@ -103,7 +103,7 @@ def DistributedOptimizer(
     if op is not None and checked_op(op) not in (ReduceOp.Average, ReduceOp.Sum):
         raise ValueError(describe("op", op, "hk.Average, hk.Sum or None", "pass one of them"))
     if op is None and compression is not None:
-        raise ValueError(describe("compression", compression, "None where op is None", "give it to the tape"))
+        raise ValueError(describe("compression", compression, "None where op is None", "pass it to the tape"))
     group = resolve(process_set)
     if group is not None and shard_states:
         expected = "None with shard_states=True, which divides slots among all ranks"
@@ -159,7 +159,7 @@ def _has_marked_slots(optimizer: Any) -> bool:
 
 def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, DistributedMixin):
-        expected, remedy = "a plain Keras optimizer", "wrap it once; twice combines twice"
+        expected, remedy = "a plain Keras optimizer", "wrap it once, so that gradients are combined once"
         raise TypeError(describe("optimizer", "a DistributedOptimizer", expected, remedy))
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
@@ -188,6 +188,6 @@ def _accumulation(optimizer: Any, accumulate_steps: int) -> int:
     own = getattr(inner, "gradient_accumulation_steps", None) or 1
     if own > 1 and accumulate_steps not in (1, own):
         raise ValueError(
-            describe("accumulate_steps", accumulate_steps, f"{own}, as the optimizer was made with", "say it once")
+            describe("accumulate_steps", accumulate_steps, f"{own}, as the optimizer was created with", "pass it once")
         )
     return max(own, accumulate_steps)

@@ -99,7 +99,7 @@ def _load_state(model: Any, path: Path) -> None:
         try:
             model.load_weights(path)
         except UserWarning as error:
-            expected = "one for this model and these options"
+            expected = "a state that matches this model and these options"
             remedy = "pass the options that the optimizer was saved with, or compile=False"
-            got = f"{path}, whose optimizer state is another ({error})"
+            got = f"{path}, whose optimizer state does not match ({error})"
             raise ValueError(describe("path", got, expected, remedy)) from error

@@ -61,7 +61,7 @@ def _listed(variables: Any) -> list[Any]:
     if is_layer(variables):
         if not variables.built:
             got = f"layer {variables.name!r}, which is not built"
-            raise ValueError(describe("variables", got, "a layer that has its variables", "build or call it before"))
+            raise ValueError(describe("variables", got, "a layer that has its variables", "build or call it first"))
         return list(variables.weights)
     # Check for a variable first: TensorFlow variables are iterable, by rows.
     if hasattr(variables, "assign") or not isinstance(variables, Iterable):

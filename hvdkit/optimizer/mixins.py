@@ -319,8 +319,8 @@ def check_elementwise(optimizer: Any, where: str) -> None:
     _check_norms(optimizer, ("clipnorm", "global_clipnorm"), where)
     kind = updating_class(optimizer)
     if kind.__module__.startswith("keras.") and kind not in ELEMENTWISE:
-        expected = f"one that updates each number separately {where}"
-        remedy = "take " + ", ".join(sorted(cls.__name__ for cls in ELEMENTWISE))
+        expected = f"one that updates each element separately {where}"
+        remedy = "use " + ", ".join(sorted(cls.__name__ for cls in ELEMENTWISE))
         raise ValueError(describe("optimizer", kind.__name__, expected, remedy))
 
 
@@ -334,8 +334,8 @@ def _check_norms(optimizer: Any, names: Sequence[str], where: str) -> None:
 def prepare_gradients(optimizer: Any, grads: Any, trainable_variables: Any) -> PlacedGradients:
     """Check the arguments of ``apply`` and build the optimizer. All errors before an exchange are raised here."""
     if trainable_variables is None and not optimizer.built:
-        expected = "the variables, as the optimizer must already be built without them"
-        raise ValueError(describe("trainable_variables", None, expected, "pass them, or call optimizer.build before"))
+        expected = "variables, because the optimizer is not built yet"
+        raise ValueError(describe("trainable_variables", None, expected, "pass them, or call optimizer.build first"))
     variables = variables_of(optimizer, trainable_variables)
     grads = list(grads) if isinstance(grads, Iterator) else grads
     if isinstance(grads, (list, tuple)) and not grads:  # Keras treats this as a step without an update
@@ -368,7 +368,11 @@ def check_inner(optimizer: Any) -> None:
     inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
     if any(isinstance(part, DistributedMixin) for part in inner) and not isinstance(optimizer, LossScaleMixin):
         got, expected = f"{type(optimizer).__name__} of a DistributedOptimizer", "plain Keras optimizers inside"
-        raise TypeError(describe("optimizer", got, expected, "wrap the outermost optimizer only; twice combines twice"))
+        raise TypeError(
+            describe(
+                "optimizer", got, expected, "wrap only the outermost optimizer, so that gradients are combined once"
+            )
+        )
 
 
 def _check_for_parts(optimizer: Any) -> None:

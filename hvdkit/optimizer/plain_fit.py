@@ -174,11 +174,11 @@ class FitMonitor:
             self._warn_of_evaluations(ranks)
             weights_of_ranks = [other.weights for other in ranks]
             if len(set(weights_of_ranks)) > 1:
-                differ = "other weights, slots or learning rate before the first step", "equal ones"
+                differ = "different weights, slots or learning rate before the first step", "equal ones"
                 if is_late or self._group is not None:
                     compare(weights_of_ranks, "model", _REMEDY, ranks=exchange.ranks, show=lambda *_: differ)
                 got = "weights, slots or a learning rate that differ between ranks before the first step"
-                self.warn("weights", f"fit: got {got}: all begin with the chief's; {_REMEDY}")
+                self.warn("weights", f"fit: got {got}: all ranks start with the chief's; {_REMEDY}")
                 weights = [v for v in model.variables if v.name != SEED_STATE]
                 broadcast_variables([v for v in [*weights, *slots] if _has_value(v)])
             if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -219,7 +219,7 @@ class FitMonitor:
         if number > 1 and len(set(digests)) == 1:
             self.warn(
                 "data",
-                f"fit: each of {number} ranks trains on the same {what}, so that an epoch is {number} epochs; "
+                f"fit: each of {number} ranks trains on the same {what}: an epoch is {number} passes over the data; "
                 "use hk.fit(model, ...), which divides each batch, or give each rank its own rows",
             )
 
@@ -286,7 +286,7 @@ class _RankComparison(keras.callbacks.Callback):
         names = [name for name in known if any(each.logs.get(name) != known[name] for each in ranks)]
         if names:
             values = ", ".join(f"{each.logs.get(names[0])}" for each in ranks)
-            got = f"{names[0]} is each rank's own ({values} in rank order), also for callbacks and History"
+            got = f"{names[0]} differs between ranks ({values} in rank order), also for callbacks and History"
             self._monitor.warn("logs", f"fit: {got}; {remedy}")
         if batch:
             self._monitor.warn_of_equal_data([each.batch for each in ranks], "batches")
@@ -302,7 +302,7 @@ class _RankComparison(keras.callbacks.Callback):
             lambda: _digest([v for v in self.model.trainable_variables if not differs_by_rank(v)]),
             "weights at the end of fit",
             _REMEDY,
-            show=lambda *_: ("others, as they were before", "equal ones"),
+            show=lambda *_: ("different weights, although they were equal before", "equal ones"),
         )
 
 

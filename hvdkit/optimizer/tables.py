@@ -67,7 +67,7 @@ class TableOptimizers:
 def check_table_options(accumulate_steps: int, shard_states: bool) -> None:
     """Raise ValueError if gradients are accumulated or slots are sharded: both treat all variables together."""
     where = "with tables that have their own optimizer"
-    remedy = "leave it out, or make the tables without optimizer="
+    remedy = "leave it out, or create the tables without optimizer="
     if accumulate_steps > 1:
         raise ValueError(describe("accumulate_steps", accumulate_steps, f"1 {where}", remedy))
     if shard_states:

@@ -38,7 +38,7 @@ def write_report(folder: Path, profiles: Sequence[RankProfile], log: Callable[[s
     print_table(rows, sys.stdout)
     sys.stdout.flush()
     if incomplete := ", ".join(str(profile.rank) for profile in profiles if profile.problems):
-        log(f"profile: not all was recorded on rank {incomplete}: do not rely on its row, or on the sentence")
+        log(f"profile: incomplete recording on rank {incomplete}: do not rely on its row or on the summary")
     error = max(profile.clock_error for profile in profiles) / 1e6
     clocks_are = "one clock" if error == 0 else f"clocks aligned to {error:.3f} ms"
     log(f"profile: {path} ({path.stat().st_size / 1e6:.1f} MB, {clocks_are}); open it with https://ui.perfetto.dev")
@@ -136,7 +136,7 @@ def _explain(slow: Row, others: Sequence[Row]) -> tuple[str, str]:
     if delays[first] + delays[second] >= slow.waited_for_ms / 2:
         return first, ", ".join(reasons)
     turns = ", ".join(f"rank {row.rank}: {row.waited_for_ms:.1f}" for row in others[:3])
-    return first, f"its parts take no longer than those of other ranks, which are late in turns ({turns})"
+    return first, f"its parts take no longer than those of other ranks, which take turns being late ({turns})"
 
 
 def _mean_parts(rows: Sequence[Row]) -> dict[str, float]:
@@ -148,7 +148,8 @@ def print_table(rows: Sequence[Row], stream: TextIO) -> None:
     table: list[Sequence[str]] = [("rank", "host", "step", *PARTS, "(hidden)", "waited for")]
     for row in rows:
         numbers = [row.step_ms, *(row.parts_ms[name] for name in PARTS), row.hidden_ms, row.waited_for_ms]
-        table.append((str(row.rank), f"{row.host:.20}", *(f"{number:.1f}" for number in numbers)))
+        host = row.host if len(row.host) <= 20 else f"{row.host[:19]}…"
+        table.append((str(row.rank), host, *(f"{number:.1f}" for number in numbers)))
     lines = aligned(table, right=range(2, len(table[0])))
     print(f"Where the time goes: ms of a step, mean of {rows[0].steps}", *lines, summarize(rows), sep="\n", file=stream)
 

@@ -187,7 +187,7 @@ class Recorder:
             if profiles:
                 write_report(folder, profiles, self._log)
         except Exception as error:
-            self._log(f"profile: not made: {_describe(error)}")
+            self._log(f"profile: not written: {_describe(error)}")
         finally:
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)

@@ -30,8 +30,8 @@ class ProfileSettings:
 
     def __post_init__(self) -> None:
         if not 3 <= self.first <= self.last:
-            expected = "3 <= FIRST <= LAST: the first step traces the graph, and in another the profiler starts"
-            raise ValueError(describe("steps to profile", f"{self.first}-{self.last}", expected, "name others"))
+            expected = "3 <= FIRST <= LAST: the first step traces the graph, and the profiler starts in another"
+            raise ValueError(describe("steps to profile", f"{self.first}-{self.last}", expected, "pass other steps"))
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> ProfileSettings | None:

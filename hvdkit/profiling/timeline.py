@@ -32,7 +32,7 @@ def read(path: Path, epoch_offset: int) -> list[Phase]:
                 names[tensor] = arguments["name"]
             continue
         if epoch_start is None:
-            raise ValueError(f"{path.name}: no time at which it begins")
+            raise ValueError(f"{path.name}: has no start time")
         at = (epoch_start + event.get("ts", 0)) * 1000 - epoch_offset
         if event["ph"] == "B":
             open_phases.setdefault(tensor, []).append((event["name"], at))

@@ -54,7 +54,7 @@ def first_rows(
         return lambda ids: tf.fill([tf.size(ids), width], tf.constant(generator.value, dtype))
     if not isinstance(generator, Distribution):
         expected = "a number, or Keras's uniform, normal, truncated normal or variance scaling"
-        remedy = "rows of new ids are made one by one"
+        remedy = "rows of new ids are initialized one by one"
         raise ValueError(describe(f"initializer of table {table!r}", initializer, expected, remedy))
     table_seed = (seed * _GOLDEN + zlib.crc32(table.encode())) % 2**64
     columns = _signed(np.arange(1, width + 1, dtype=np.uint64) * np.uint64(_GOLDEN))

@@ -75,7 +75,9 @@ def weights_check(weights: tf.Tensor | None, matches: tf.Tensor | None, where: s
     values, invalid = None, None
     if weights is not None:
         values, invalid = tf.size(weights)[None], tf.logical_not(matches)[None]
-    return Check(values, invalid, "weights", where, "one for each id, in the same places", "give both the same shape")
+    return Check(
+        values, invalid, "weights", where, "one for each id, at the same positions", "give both the same shape"
+    )
 
 
 def whole_numbers_check(ids: tf.Tensor | None, whole: tf.Tensor | None, where: str) -> Check:
@@ -125,7 +127,7 @@ def raise_everywhere(codes: tf.Tensor, fault: Fault) -> list[tf.Operation]:
     if tf.executing_eagerly():
         for rank, (number, *value) in enumerate(codes.numpy()):
             if number == _REFUSED or number > len(fault.texts):
-                raise ValueError(f"lookup: rank {rank} refused its inputs; its own error says why")
+                raise ValueError(f"lookup: rank {rank} rejected its inputs; see that rank's error")
             if number:
                 what, where, expected, remedy = fault.texts[number - 1]
                 got = np.array(value, np.int32).view(np.int64)[0]

@@ -125,7 +125,9 @@ def resolve_initializer(initializer: Initializer, shape: tuple[int, ...], dtype:
 
 def _check_shape(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if array.shape != shape:
-        raise ValueError(describe("initializer", f"values {list(array.shape)}", f"{list(shape)}", "pass all of them"))
+        raise ValueError(
+            describe("initializer", f"values {list(array.shape)}", f"{list(shape)}", "pass an array of this shape")
+        )
     return array
 
 

@@ -23,7 +23,7 @@ from hvdkit.sharding.table import BUCKET, DTYPES, Table
 
 @dataclass(frozen=True)
 class TableSlice:
-    """Some columns of a table, with all rows placed by one rule.
+    """A range of a table's columns, whose rows are all placed by one rule.
 
     Attributes:
         table: the table.

@@ -174,7 +174,7 @@ def local_row(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarr
         >>> local_row("div", np.arange(5), 5, 2), local_row("mod", np.arange(5), 5, 2)
         (array([0, 1, 2, 0, 1]), array([0, 0, 1, 1, 2]))
     """
-    ranks = owner(partition, ids, rows, size)
+    ranks, ids = owner(partition, ids, rows, size), np.asarray(ids)
     if partition == "mod":
         return ids // size
     base_count, remainder = divmod(rows, size)

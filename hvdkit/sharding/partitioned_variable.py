@@ -80,7 +80,7 @@ class PartitionedVariable:
         def check() -> int:
             self.shape = tuple(integer("shape", n, minimum=0) for n in shape)
             if not self.shape:
-                raise ValueError(describe("shape", shape, "at least one axis", "a scalar cannot be cut"))
+                raise ValueError(describe("shape", shape, "at least one axis", "a scalar cannot be sharded"))
             self.dtype = tf.as_dtype(dtype)
             if not (self.dtype.is_floating or self.dtype.is_integer):
                 raise TypeError(describe("dtype", self.dtype.name, "numbers", "pass e.g. 'float32'"))
@@ -242,7 +242,7 @@ class PartitionedVariable:
         """
         result = tf.cast(fn(self.local.read_value()), self.dtype)
         if result.shape != self.local.shape:
-            expected = f"{list(self.local.shape)}, as it was given"
+            expected = f"{list(self.local.shape)}, the shape of its argument"
             raise ValueError(describe("fn", f"a result of shape {list(result.shape)}", expected, "keep the shape"))
         self.local.assign(result)
 

@@ -78,7 +78,7 @@ class Plan:
         lines = aligned([("table", "rows", "width", "whole", "placement"), *tables], right=(1, 2, 3))
         lines += ["", *aligned([("rank", *names), *ranks], right=range(len(names) + 1))]
         if self.memory_bytes is not None:
-            lines.append(f"limit {format_bytes(self.memory_bytes)} a rank")
+            lines.append(f"limit {format_bytes(self.memory_bytes)} per rank")
         return "\n".join(lines)
 
 
@@ -149,7 +149,7 @@ def plan_tables(
     needed = ranks[fullest].total
     got = f"{memory_bytes:,} ({format_bytes(memory_bytes or 0)})"
     expected = f"at least {needed:,} ({format_bytes(needed)}), which rank {fullest} of {size} needs"
-    remedy = "start more ranks, take a smaller batch or an optimizer with fewer slots, or tables with host=True"
+    remedy = "start more ranks, use a smaller batch or an optimizer with fewer slots, or tables with host=True"
     raise PlanError(describe("memory_bytes", got, expected, remedy))
 
 

@@ -91,7 +91,7 @@ class Table:
         if self.regularizer is not None:
             object.__setattr__(self, "regularizer", _regularizer(self.regularizer, where))
             if self.evict is not None:
-                remedy = "regularize other tables: rows of no id have no meaning"
+                remedy = "regularize other tables: rows without an id have no meaning"
                 raise ValueError(describe(f"regularizer {where}", self.regularizer, "None with evict", remedy))
 
     @property
@@ -160,7 +160,7 @@ def check_tables(tables: Sequence[Table]) -> tuple[Table, ...]:
         raise ValueError(describe("tables", "none", "at least one Table", "pass [hk.layers.Table(...), ...]"))
     for table in listed:
         if not isinstance(table, Table):
-            raise TypeError(describe("tables", type(table).__name__, "hk.layers.Table", "make one of each"))
+            raise TypeError(describe("tables", type(table).__name__, "hk.layers.Table", "pass hk.layers.Table objects"))
     names = [table.name for table in listed]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -80,7 +80,7 @@ def compare_variables(variables: Iterable[AnyVariable]) -> str:
     def unequal(odd: list[bytes], usual: list[bytes]) -> tuple[str, str]:
         if len(odd) != len(usual):
             return f"{len(odd)} variables", f"{len(usual)}"
-        return f"other values of {variable_name(replicated[differing_indices(odd, usual)[0]])}", "equal ones"
+        return f"different values of {variable_name(replicated[differing_indices(odd, usual)[0]])}", "equal ones"
 
     exchange = cluster.exchange()
     digests = agree(exchange, lambda: [digest(v) for v in replicated], "values of variables", remedy, show=unequal)

@@ -88,8 +88,8 @@ class Vocabulary:
 
     def _without_gradient(self, rows: tf.Tensor) -> tf.Tensor:
         """Raise in the gradient if ``training`` was not specified: new ids would silently never learn."""
-        remedy = "pass training=True on to the layer (a model's own call has to take it), or False to keep its ids"
-        expected = f"True where table {self.table!r}, whose ids change, learns"
+        remedy = "pass training=True to the layer (the model's call must forward it), or False to keep its ids"
+        expected = f"True where table {self.table!r}, whose ids change, is trained"
         return tf.raw_ops.PreventGradient(input=rows, message=describe("training", None, expected, remedy))
 
     @property

@@ -139,8 +139,8 @@ def _raise_difference(reports: list[_Report], equal_at: int | None) -> None:
     compare([report.step for report in reports], "divergence check: the step", remedy)
     history = "they were not compared before" if equal_at is None else f"last known equal at step {equal_at}"
     remedy = (
-        f"first known to differ at step {reports[0].step}, {history}; continue from a checkpoint of before, and look "
-        "for what a rank does alone: values assigned, other learning rates, gradients not combined (use hk.fit, or "
+        f"first known to differ at step {reports[0].step}, {history}; continue from an earlier checkpoint, and look "
+        "for what only one rank does: assigned values, a different learning rate, uncombined gradients (use hk.fit, or "
         "wrap the optimizer: hk.DistributedOptimizer(optimizer)), faulty memory"
     )
     compare(reports, "replicated variables", remedy, key=lambda report: report.digests, show=_what_differs)
@@ -149,7 +149,7 @@ def _raise_difference(reports: list[_Report], equal_at: int | None) -> None:
 def _what_differs(odd: _Report, usual: _Report) -> tuple[str, str]:
     indices = differing_indices(odd.digests, usual.digests)
     names = max(odd.names, usual.names, key=len)
-    got = f"other values in {len(indices)} of {len(names)} variables, the first {names[indices[0]]},"
+    got = f"different values in {len(indices)} of {len(names)} variables, the first {names[indices[0]]},"
     if len(odd.names) == len(usual.names):
         return got, "equal values"
     return f"{len(odd.names)} variables, and {got}", f"{len(usual.names)}"

@@ -82,8 +82,8 @@ class LogdirLock:
             status = self._logdir.stat()
         key = status.st_dev, status.st_ino
         if key in _HELD:
-            got = f"{self._logdir}, which this process (pid {os.getpid()}) writes to already"
-            remedy = "leave the first before you enter the second, or give it another logdir"
+            got = f"{self._logdir}, which this process (pid {os.getpid()}) already writes to"
+            remedy = "exit the first Supervisor before entering the second, or pass it another logdir"
             raise CheckpointError(describe("logdir", got, "one Supervisor at a time for a logdir", remedy))
         self._holder = _describe_this_run()
         self._file = self._open_and_lock()
@@ -97,7 +97,7 @@ class LogdirLock:
             CheckpointError: another run holds ``logdir`` or held it in the meantime.
         """
         if self._key is None:
-            raise CheckpointError(f"{self._path}: this run has given the lock back, and writes no more")
+            raise CheckpointError(f"{self._path}: this run has released the lock and can no longer write")
         held = os.fstat(self._file)
         try:
             current = self._path.stat()
@@ -158,13 +158,13 @@ class LogdirLock:
 
     def _refusal(self, holder: dict[str, Any] | None, verb: str = "writes to") -> str:
         if holder is None:
-            description, stop = "another run, which has not said who it is", f"find it with: lslocks | grep {NAME}"
+            description, stop = "another run, which has not identified itself", f"find it with: lslocks | grep {NAME}"
         else:
             description = "pid {pid} on {host}, user {user}, since {since}: {command}".format(**holder)
             stop = f"stop it (kill {holder['pid']} on {holder['host']})"
         got = f"{self._logdir}, which another run {verb} ({description})"
         remedy = f"wait until that run ends, {stop}, or pass another logdir"
-        return describe("logdir", got, "a logdir of this run's own", remedy)
+        return describe("logdir", got, "a logdir that no other run uses", remedy)
 
 
 def _describe_this_run() -> dict[str, Any]:

@@ -41,8 +41,8 @@ def lockstep(batches: Iterable[Any]) -> Iterator[Any]:
             break
     if min(counts) < max(counts) and cluster.is_chief():
         get_logger().warning(
-            "data: rank %d had no batch left while others had up to %d more, which are not used; give every rank "
-            "as many, or use hk.data.GlobalBatches",
+            "data: rank %d had no batch left while others had up to %d more, which are dropped; give every rank "
+            "the same number of batches, or use hk.data.GlobalBatches",
             counts.index(min(counts)),
             max(counts) - min(counts),
         )

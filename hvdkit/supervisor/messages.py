@@ -41,7 +41,11 @@ def check_messages(messages: Sequence[SessionMessage], *, stop_on_nonfinite: boo
         CollectiveMismatchError: a rank is at another step; the message names it.
         NonFiniteError: a loss is NaN or infinite; the message names rank and step.
     """
-    compare([each.step for each in messages], "Supervisor: the step", "call sv.step() as often on every rank")
+    compare(
+        [each.step for each in messages],
+        "Supervisor: the step",
+        "call sv.step() the same number of times on every rank",
+    )
     for rank, message in enumerate(messages):
         if stop_on_nonfinite and not math.isfinite(message.loss):
             got = f"{message.loss} at step {message.step} on rank {rank}"
@@ -60,8 +64,8 @@ def agree_on_arguments(options: Mapping[str, Any], data: Any) -> None:
     ranks = gather(cluster.exchange(), "Supervisor(...)", lambda: (dict(options), fingerprint()))
     for name in options:
         values = [rank_options[name] for rank_options, _ in ranks]
-        compare(values, f"Supervisor: {name}", "give the same arguments on every rank")
-    remedy = "give GlobalBatches the whole data set, the same on every rank: it takes each rank's rows itself"
+        compare(values, f"Supervisor: {name}", "pass the same arguments on every rank")
+    remedy = "pass GlobalBatches the whole data set, the same on every rank: it takes each rank's rows itself"
     compare([rank_fingerprint for _, rank_fingerprint in ranks], "data", remedy, show=_differing_data)
 
 
@@ -76,7 +80,7 @@ def agree_on_scalars(scalars: Callable[[], dict[str, float]]) -> list[dict[str, 
     Raises:
         CollectiveMismatchError: names differ on a rank, or a value is not a number; the message names the rank.
     """
-    what, remedy = "Supervisor.step: the scalars", "give the same scalars on every rank"
+    what, remedy = "Supervisor.step: the scalars", "pass the same scalars on every rank"
     return agree(cluster.exchange(), scalars, what, remedy, key=sorted, show=_show_names)
 
 

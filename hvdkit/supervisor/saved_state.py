@@ -76,7 +76,7 @@ def to_float(name: str, value: Any) -> float:
         return float(np.asarray(value).item())
     except (TypeError, ValueError) as error:
         got = f"{type(value).__name__} {list(getattr(value, 'shape', ()))}" if hasattr(value, "shape") else value
-        remedy = "give its mean, e.g. tf.reduce_mean(loss)"
+        remedy = "pass its mean, e.g. tf.reduce_mean(loss)"
         raise TypeError(describe(f"step({name}=...)", got, "one number", remedy)) from error
 
 
@@ -101,7 +101,7 @@ def state_to_save(
         raise TypeError(describe("model", type(model).__name__, "a Keras model", "pass variables in variables=[...]"))
     if model is not None and not model.built:
         remedy = "give its first layer an Input, call model.build(shape), or call it once"
-        raise ValueError(describe("model", "one that is not built", "one that has its variables", remedy))
+        raise ValueError(describe("model", "a model that is not built", "a built model", remedy))
     variables = [variables] if isinstance(variables, tf.Variable | keras.Variable) else list(variables)
     for variable in variables:
         if not isinstance(variable, tf.Variable | keras.Variable):
@@ -122,7 +122,7 @@ def built_optimizer(model: Any, optimizer: Any) -> Any:
     if optimizer is not None and not optimizer.built:
         if model is None:
             remedy = "call optimizer.build(variables)"
-            raise ValueError(describe("optimizer", "one that is not built", "one that has its slots", remedy))
+            raise ValueError(describe("optimizer", "an optimizer that is not built", "a built optimizer", remedy))
         optimizer.build(model.trainable_variables)
     return optimizer
 

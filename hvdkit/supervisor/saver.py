@@ -133,7 +133,7 @@ class Saver:
                 raise
             self.dropped = error
             if cluster.is_chief():
-                get_logger().warning("%s (stop_on_nonfinite=False: training goes on)", error)
+                get_logger().warning("%s (stop_on_nonfinite=False: training continues)", error)
 
     def abandon(self) -> None:
         """Wait a limited time for this rank's part of the current save. Not collective."""

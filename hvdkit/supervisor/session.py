@@ -327,10 +327,12 @@ class Supervisor:
 
     def _report_start(self, rate: float | None) -> None:
         if cluster.is_chief():
-            source = f"from {self.restored_from}" if self.restored_from else f"afresh; no checkpoint in {self._folder}"
+            source = f"from {self.restored_from}" if self.restored_from else f"(no checkpoint in {self._folder})"
             get_logger().info("training begins at step %d %s", self.global_step, source)
             if (saved := current_rate(self._optimizer)) != rate:
-                message = "the saved learning rate %g goes on, not %g; to change it, assign it within the session"
+                message = (
+                    "continuing with the saved learning rate %g, not %g; to change it, assign it within the session"
+                )
                 get_logger().warning(message, saved, rate)
 
     def _write_scalars(self, scalars: Mapping[str, Any]) -> None:
@@ -364,7 +366,7 @@ class Supervisor:
             self.save(wait=False)
             self._saver.wait()
             if cluster.is_chief():
-                get_logger().warning("%s: saved at step %d; the same command goes on from there", received, step)
+                get_logger().warning("%s: saved at step %d; the same command continues from there", received, step)
         elif save or (messages[0].save_now and not self._saver.busy):
             self._begin_save()
         if last or not self._asynchronous:

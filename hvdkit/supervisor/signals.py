@@ -156,7 +156,7 @@ class _WakeupThread:
         requests = _StopRequests()
         while data := os.read(self._reader, 1):
             if requests.is_second(data[0]) and not self._over.wait(GRACE_SECONDS):
-                write_line(f"hvdkit: ended by a second {signal.Signals(data[0]).name}; what was not saved is lost")
+                write_line(f"hvdkit: ended by a second {signal.Signals(data[0]).name}; unsaved progress is lost")
                 # Python only allows the main thread to set handlers, but its C function works in any thread.
                 ctypes.pythonapi.PyOS_setsig(ctypes.c_int(data[0]), ctypes.c_void_p(signal.SIG_DFL))
                 os.kill(os.getpid(), data[0])

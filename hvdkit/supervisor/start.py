@@ -39,12 +39,12 @@ def restore_or_initialize(folder: Path, state: Callable[[], Mapping[str, Any]], 
         except CorruptCheckpointError as error:
             damage.append(str(error))
             if cluster.is_chief():
-                get_logger().warning("checkpoint %s is damaged, and skipped: %s", path.name, error)
+                get_logger().warning("checkpoint %s is damaged; skipping it: %s", path.name, error)
         else:
             return path
     if paths:
         raise CorruptCheckpointError(
-            f"{folder}: none of its {len(paths)} checkpoints is whole: {'; '.join(damage)}; repair one, or pass "
+            f"{folder}: all {len(paths)} checkpoints are damaged: {'; '.join(damage)}; repair one, or pass "
             "another logdir to start over"
         )
     entries = agreed_state(state()).entries.values()

@@ -188,7 +188,7 @@ class Summaries(contextlib.AbstractContextManager["Summaries"]):
     def _usable_writer(self) -> Iterator[tf.io.TFRecordWriter]:
         """Yield the writer, and abandon it on an error."""
         if self._writer is None:
-            raise CheckpointError(f"{self._path}: closed; make new Summaries to write on")
+            raise CheckpointError(f"{self._path}: closed; create new Summaries to write more")
         try:
             with _file_errors(self._path, "written"):
                 yield self._writer
@@ -280,4 +280,4 @@ def _file_errors(path: Path, done: str) -> Iterator[None]:
             yield
     except tf.errors.OpError as error:
         reason = error.message.removeprefix(f"{path}; ")
-        raise CheckpointError(f"{path}: cannot be {done} ({reason}); look at the disk") from error
+        raise CheckpointError(f"{path}: cannot be {done} ({reason}); check the disk") from error

@@ -72,20 +72,25 @@ class ArrayShares(Shares):
     def _indices(self) -> tf.data.Dataset:
         """Return the row numbers of the global batches, int64 ``[b]``; each pass reshuffles if Keras's does."""
         examples, batch_size, shuffle = self.inner._num_samples, self.inner.batch_size, self.inner._shuffle
-        by_keras = shuffle if self.seed is None else False
-        batches = ArrayDataAdapter(np.arange(examples), batch_size=batch_size, shuffle=by_keras).get_tf_dataset()
         if self.seed is None or not shuffle:
-            return batches
+            return ArrayDataAdapter(np.arange(examples), batch_size=batch_size, shuffle=shuffle).get_tf_dataset()
         rng = np.random.default_rng(self.seed)
 
         def permutation(_: Any) -> tf.Tensor:
             order = tf.numpy_function(lambda: rng.permutation(examples), [], tf.int64)
             return tf.ensure_shape(order, [examples])
 
+        def batches(order: tf.Tensor) -> tf.data.Dataset:
+            starts = tf.data.Dataset.range(0, examples, batch_size)
+            slices = starts.map(lambda start: order[start : start + batch_size])
+            if examples % batch_size:
+                return slices
+            return slices.map(lambda batch: tf.ensure_shape(batch, [batch_size]))
+
         if shuffle == "batch":
-            return batches.map(lambda batch: tf.reshape(tf.numpy_function(rng.permutation, [batch], tf.int64), [-1]))
-        orders = tf.data.Dataset.range(1).map(permutation).prefetch(1)
-        return orders.flat_map(lambda order: batches.map(lambda batch: tf.gather(order, batch)))
+            ordered = tf.data.Dataset.range(1).map(lambda _: tf.range(examples, dtype=tf.int64)).flat_map(batches)
+            return ordered.map(lambda batch: tf.reshape(tf.numpy_function(rng.permutation, [batch], tf.int64), [-1]))
+        return tf.data.Dataset.range(1).map(permutation).prefetch(1).flat_map(batches)
 
 
 def _take_rows(arrays: Any, indices: tf.Tensor) -> Any:

@@ -30,7 +30,9 @@ def require_batch_on_every_rank(data: Any, rows: tf.Tensor) -> Any:
     if cluster.size() == 1:
         return data
     count = _sum(tf.cast(rows >= 0, tf.float32))
-    message = describe("x", "data that have ended on another rank", "as many batches on every rank", _REMEDY)
+    message = describe(
+        "x", "data that ended earlier on another rank", "the same number of batches on every rank", _REMEDY
+    )
     check = tf.debugging.Assert(tf.equal(count, cluster.size()), [message])
     with tf.control_dependencies([] if check is None else [check]):
         return tf.nest.map_structure(tf.identity, data)
@@ -47,8 +49,8 @@ def report_end_of_data() -> None:
     # Use a graph, as the step does: Horovod does not match graph ops with eager ops.
     sum_in_graph = tf.function(_sum, autograph=False)
     if float(sum_in_graph(tf.zeros([]))) > 0:
-        got = f"data that have ended on rank {cluster.rank()} before those of other ranks"
-        raise CollectiveMismatchError(describe("x", got, "as many batches on every rank", _REMEDY))
+        got = f"data that ended on rank {cluster.rank()} before those of other ranks"
+        raise CollectiveMismatchError(describe("x", got, "the same number of batches on every rank", _REMEDY))
 
 
 def _sum(value: tf.Tensor) -> tf.Tensor:

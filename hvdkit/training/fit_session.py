@@ -39,7 +39,7 @@ def check_model(model: Any) -> None:
         remedy = "pass the model first: hk.fit(model, x)"
         raise TypeError(describe("model", type(model).__name__, "a Keras model", remedy))
     if not model.compiled:
-        raise ValueError(describe("model", "one that is not compiled", "a compiled model", "call model.compile before"))
+        raise ValueError(describe("model", "one that is not compiled", "a compiled model", "call model.compile first"))
     for loss in tree.flatten(model.loss):
         if isinstance(loss, keras.losses.Loss):
             check_loss(loss)

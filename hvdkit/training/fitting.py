@@ -106,7 +106,7 @@ def fit(
         if isinstance(training_shares, GlobalBatchShares):
             training_shares.check_epochs(epochs)
             if logdir is not None and training_shares.num_batches is None:
-                remedy = "give it: dataset.apply(tf.data.experimental.assert_cardinality(n))"
+                remedy = "set it: dataset.apply(tf.data.experimental.assert_cardinality(n))"
                 raise ValueError(describe("x", "GlobalBatches of unknown length, with logdir=", "a known one", remedy))
         if validation is None:
             return training_shares, None

@@ -73,7 +73,7 @@ class GlobalBatchShares(Shares):
             expected = (
                 f"one at its start, or at epoch {start[0]}, step {start[1]}: epochs of hk.fit are those of the data"
             )
-            remedy = "call batches.restore(batches.state_at(0)); pass initial_epoch= or logdir= to go on"
+            remedy = "call batches.restore(batches.state_at(0)); pass initial_epoch= or logdir= to continue"
             raise ValueError(describe(argument, got, expected, remedy))
 
     def check_epochs(self, epochs: int) -> None:

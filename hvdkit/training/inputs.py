@@ -76,13 +76,13 @@ class FitData:
             shares.get_tf_dataset()
             return shares
         remedy = "pass arrays, a batched tf.data.Dataset, a PyDataset or a generator"
-        raise HvdkitError(describe(self.argument, type(self.x).__name__, "data that hk.fit divides", remedy))
+        raise HvdkitError(describe(self.argument, type(self.x).__name__, "data that hk.fit can divide", remedy))
 
     def _global_batch_shares(self, batches: GlobalBatches) -> GlobalBatchShares:
         remedies = {
             "y": "make it part of the data: GlobalBatches((x, y), ...)",
             "sample_weight": "make it part of the data: GlobalBatches((x, y, sample_weight), ...)",
-            "batch_size": "leave it out: global_batch_size is it",
+            "batch_size": "leave it out: global_batch_size is used",
         }
         for name, remedy in remedies.items():
             if (value := getattr(self, name)) is not None:
@@ -170,7 +170,7 @@ def _is_shuffled_by_python(shares: Shares | None) -> bool:
 
 
 def _compare(descriptions: list[_DataDescription]) -> None:
-    states = "another state of Python's random", "equal states"
+    states = "a different state of Python's random", "equal states"
     remedy = "call keras.utils.set_random_seed(seed) on every rank, or pass shuffle=False"
     compare([each.python_state for each in descriptions], "shuffle", remedy, show=lambda *_: states)
     sizes = zip(*(each.sizes for each in descriptions), strict=True)

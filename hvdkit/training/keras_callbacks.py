@@ -167,7 +167,7 @@ class CallbackList(keras.callbacks.CallbackList):
 
         digests = gather(cluster.exchange(), "the first global batch", digest)
         remedy = "give shuffle(), random maps and splits of the dataset a seed, and every rank the same files"
-        compare(digests, "x", remedy, show=lambda *_: ("another first batch", "equal global batches"))
+        compare(digests, "x", remedy, show=lambda *_: ("a different first batch", "equal global batches"))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks. An error on one rank raises on all ranks, and either all ranks stop or none."""
@@ -184,7 +184,7 @@ class CallbackList(keras.callbacks.CallbackList):
         try:
             compare_variables(self.model.trainable_variables)
         except CollectiveMismatchError as error:
-            remedy = "keep every optimizer of train_step in an attribute of the model, where hk.fit distributes it"
+            remedy = "keep every optimizer of train_step in an attribute of the model, so that hk.fit distributes it"
             raise CollectiveMismatchError(f"after the first update: {error}; {remedy}") from error
 
     def _agree(self, when: str, call: Callable[[], None]) -> None:

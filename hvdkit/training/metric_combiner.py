@@ -23,7 +23,7 @@ class MetricCombiner:
 
     Args:
         model: a compiled Keras model.
-        factor: returns the factor of this rank's last step.
+        factor: returns the factor by which this rank's loss was scaled in the last step.
     """
 
     def __init__(self, model: Any, factor: Callable[[], float]) -> None:

@@ -67,7 +67,7 @@ def warn_of_repeated_rows(model: Any) -> None:
     if tables and nonlinear and cluster.is_chief():
         _warn_once(
             f"Embedding with {nonlinear[0]}: a row that occurs several times in a batch gets the sum of its "
-            "gradients, at any number of ranks; plain Keras squares them one by one, and its results differ a little"
+            "gradients, at any number of ranks; plain Keras squares them one by one, and its results differ slightly"
         )
 
 
@@ -147,9 +147,11 @@ def check_originals(model: Any) -> None:
     for optimizer in optimizers_of(model):
         original = optimizer._hvdkit_original
         if original is not None and _rate(original.optimizer) != original.rate:
-            got = f"a learning rate set on the {type(original.optimizer).__name__} that was given to compile"
-            remedy = "set it on model.optimizer, which hk.fit has made distributed"
-            raise ValueError(describe("optimizer", got, "one set on the optimizer that trains", remedy))
+            got = f"a learning rate set on the {type(original.optimizer).__name__} that was passed to compile"
+            remedy = "set it on model.optimizer, which is the distributed copy"
+            raise ValueError(
+                describe("optimizer", got, "a learning rate set on the optimizer that trains the model", remedy)
+            )
 
 
 def _rate(optimizer: Any) -> float:
@@ -174,7 +176,7 @@ def _distributed(value: Any, wrapped: dict[int, Any]) -> Any:
     """Return an attribute with its optimizers wrapped; ``wrapped`` has those so far, by the id of the original."""
     if isinstance(value, DistributedMixin):
         if value._hvdkit.op != ReduceOp.Average:
-            remedy = "use hk.Average: hk.fit takes care of losses that are sums"
+            remedy = "use hk.Average: hk.fit handles losses that are sums"
             raise ValueError(describe("op", value._hvdkit.op.name, "hk.Average of optimizers for hk.fit", remedy))
         return value
     if isinstance(value, keras.optimizers.Optimizer):

@@ -66,10 +66,9 @@ def predict(
     with session.running():
         callback_list = CallbackList(callbacks, session, shares, verbose=verbose, epochs=1, steps=steps, trains=False)
         outputs, rows = model.predict(shares, verbose=verbose, steps=steps, callbacks=callback_list)
-    row_numbers = _row_numbers(rows, DataRank.local().size)
-    _check_outputs(outputs, len(row_numbers[DataRank.local().index]))
+    _check_outputs(outputs, len(_row_numbers(rows, DataRank.local())))
     keep = gather == "all" or cluster.is_chief()
-    gathered = tree.map_structure(lambda local: _gather_rows(local, row_numbers, keep=keep), outputs)
+    gathered = tree.map_structure(lambda local: _gather_rows(local, rows, keep=keep), outputs)
     return gathered if keep else None
 
 
@@ -91,7 +90,7 @@ def _check_outputs(outputs: Any, expected: int) -> None:
     agree_on_call(call)
 
 
-def _gather_rows(local: np.ndarray, row_numbers: list[np.ndarray], *, keep: bool) -> np.ndarray:
+def _gather_rows(local: np.ndarray, rows: np.ndarray, *, keep: bool) -> np.ndarray:
     """Return the rows of all data ranks in the order of the data; none unless ``keep``. Every rank must call it."""
     exchange = cluster.exchange(data_group())
     flat = np.ascontiguousarray(local).reshape(-1).view(np.uint8)
@@ -104,20 +103,20 @@ def _gather_rows(local: np.ndarray, row_numbers: list[np.ndarray], *, keep: bool
                 part[start : start + len(chunk)] = np.frombuffer(chunk, np.uint8)
     if not keep:
         return local[:0]
-    ordered = np.empty((sum(map(len, row_numbers)), *local.shape[1:]), local.dtype)
-    for part, numbers in zip(parts, row_numbers, strict=True):
-        ordered[numbers] = part.view(local.dtype).reshape(-1, *local.shape[1:])
+    ordered = np.empty((rows.sum(), *local.shape[1:]), local.dtype)
+    for index, part in enumerate(parts):
+        ordered[_row_numbers(rows, DataRank(index, len(parts)))] = part.view(local.dtype).reshape(-1, *local.shape[1:])
     return ordered
 
 
-def _row_numbers(rows: np.ndarray, size: int) -> list[np.ndarray]:
-    """Return for each rank which rows of the complete data it has, given the rows of each global batch.
+def _row_numbers(rows: np.ndarray, data_rank: DataRank) -> np.ndarray:
+    """Return which rows of the complete data a rank has, given the rows of each global batch.
 
     Example:
-        >>> [numbers.tolist() for numbers in _row_numbers(np.array([4, 3]), 2)]
-        [[0, 1, 4], [2, 3, 5, 6]]
+        >>> _row_numbers(np.array([4, 3]), DataRank(1, 2)).tolist()
+        [2, 3, 5, 6]
     """
     rows = rows.astype(np.int64)
     first = np.cumsum(rows) - rows
-    bounds = [DataRank(index, size).bounds(rows) for index in range(size)]
-    return [np.concatenate(list(map(np.arange, first + start, first + end))) for start, end in bounds]
+    start, end = data_rank.bounds(rows)
+    return np.concatenate(list(map(np.arange, first + start, first + end)))

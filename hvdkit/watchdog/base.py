@@ -241,4 +241,4 @@ class Sentinel(ABC):
         self.report(Flight(records=self.rank.records(self._max_records)))
 
     def _report_no_stacks(self) -> None:
-        self.report(Stacks(text="it does not answer, so that its stacks are not known"))
+        self.report(Stacks(text="it does not answer, so its stacks are unknown"))

@@ -30,7 +30,7 @@ def busy(reason: str) -> AbstractContextManager[None]:
                 archive.wait_until_stored("run-7")
         hk.barrier()  # other ranks wait here as long
     """
-    expected, remedy = "a non-empty string", 'say what the rank does: hk.busy("uploading")'
+    expected, remedy = "a non-empty string", 'describe what the rank does: hk.busy("uploading")'
     if not isinstance(reason, str):
         raise TypeError(describe("reason", f"{reason!r} ({type(reason).__name__})", expected, remedy))
     if not reason.strip():

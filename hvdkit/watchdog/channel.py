@@ -274,7 +274,7 @@ def _authenticate(
     send_now(connected, joined)
     welcome = receive_now(connected, _LONGEST)
     if isinstance(welcome, Refused):
-        raise ConnectionRefusedError(f"the job's coordinator does not let this rank in: {welcome.why}")
+        raise ConnectionRefusedError(f"the job's coordinator rejects this rank: {welcome.why}")
     if not isinstance(welcome, Welcome):
         raise Closed("the other end does not use hvdkit's protocol")
     keep_alive(connected, welcome.heartbeat)
@@ -293,7 +293,7 @@ def receive_now(connected: socket.socket, longest: int = _LONGEST) -> Message:
         OSError: the socket failed; :class:`Closed`: the peer has closed the connection, or has sent something else.
     """
     received = bytearray()
-    while isinstance(message := _pop_frame(received, longest), int):  # the number of missing bytes
+    while isinstance(message := _pop_frame(received, longest), int):  # an int is the number of missing bytes
         data = connected.recv(message)
         if not data:
             raise Closed("the other end has closed the connection")
@@ -400,7 +400,7 @@ class Server:
                 if not peer.proved:
                     self._challenge(peer, message)
                 elif isinstance(message, Joined) != (peer.rank < 0):
-                    raise Closed("a sentinel joins first, and once")
+                    raise Closed("a sentinel must join once, before any other message")
                 else:
                     if peer.version == VERSION:
                         yield message
@@ -423,7 +423,7 @@ class Server:
         elif isinstance(message, _Proof) and peer.expected and _equal(message.proof, peer.expected):
             peer.proved, peer.connection.longest = True, _LONGEST
         else:
-            raise Closed("not let in")
+            raise Closed("rejected")
 
     def welcome(self, peer: Peer, rank: int, answer: Welcome) -> None:
         """Admit the sentinel of ``rank``."""

@@ -51,7 +51,7 @@ _GATHER_SECONDS = 0.25
 _LEAVE_SECONDS = 2.0
 # Seconds for other ranks to report their own errors after a program that does not use hvdkit has failed.
 _OTHERS_SECONDS = 1.0
-# Without hvdkit run: seconds for a rank whose sentinel was killed to start another one.
+# Seconds for a rank to replace its killed sentinel; with hvdkit run, sentinels are not replaced.
 _REPLACE_SECONDS = 5.0
 # Limit for a silent sentinel whose host still answers, in heartbeats.
 _SILENT_FACTOR = 1.5
@@ -427,7 +427,7 @@ class Coordinator:
         self._decide_at(time.monotonic())
 
     def _steps_of(self, member: Member) -> int | None:
-        """Return a rank's steps; for a rank that is gone, the maximum of all ranks, because ranks step together."""
+        """Return a rank's step; if the rank no longer runs, the maximum of all ranks, because ranks step together."""
         steps = [other.status.step for other in self.members.values() if other.status.step is not None]
         return max(steps, default=None) if member.rank not in self._running else member.status.step
 

@@ -43,7 +43,7 @@ def write(line: str, ranks: Sequence[RankFlight], size: int) -> str:
     read it.
 
     Args:
-        line: the last line of the job.
+        line: the line that ends the job's output and names the rank that failed.
         ranks: the records of each rank.
         size: number of ranks of the job, including those without records.
     """
@@ -77,7 +77,7 @@ class FlightFile:
     """Contents of a flight recorder's file.
 
     Attributes:
-        line: the last line of the job.
+        line: the line that ends the job's output and names the rank that failed.
         ended: when the job ended, by the clock of the records.
         size: number of ranks of the job.
         ranks: records of the ranks that have sent them, in rank order.

@@ -206,7 +206,9 @@ class FlightRecorder:
         if not self.last:
             return "no eager collective yet"
         seconds = f"{time.monotonic() - self._times[_SINCE]:.0f} s"
-        return f"has waited in {self.last} for {seconds}" if self.waiting else f"came out of {self.last} {seconds} ago"
+        return (
+            f"has waited in {self.last} for {seconds}" if self.waiting else f"returned from {self.last} {seconds} ago"
+        )
 
     def in_thread(self) -> None:
         """Record the calling thread as the training thread."""
@@ -246,7 +248,7 @@ def _short_key(key: str) -> str:
 
 @lru_cache(256)
 def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Return ranks as text: a slice if evenly spaced, otherwise a list. Cut off a long list with a checksum."""
+    """Return ranks as text: a slice if evenly spaced, otherwise a list. Truncate a long list and append a checksum."""
     if len(ranks) > 1 and ranks[1] > ranks[0]:
         step = ranks[1] - ranks[0]
         if ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):
@@ -267,7 +269,7 @@ def _participants(text: str) -> tuple[int, ...] | None:
             return tuple(map(int, text.split(",")))
         first, end, step = map(int, text.split(":"))
         return tuple(range(first, end, step))
-    except ValueError:  # cut off with a checksum
+    except ValueError:  # truncated, with a checksum
         return ()
 
 

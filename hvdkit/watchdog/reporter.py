@@ -232,7 +232,7 @@ class Reporter:
             try:
                 self._obey(order)
             except Exception as error:  # must not end the rank
-                _LOGGER.warning("watchdog: rank %d cannot obey %s: %s", self._rank, type(order).__name__, error)
+                _LOGGER.warning("watchdog: rank %d cannot carry out %s: %s", self._rank, type(order).__name__, error)
         connected.close()
         if self._closed or ending().begun or self._connect is None or self._socket is not connected:
             self._answered.set()  # no answer will come
@@ -241,7 +241,7 @@ class Reporter:
         self._socket = None
         self._restarts += 1
         if self._restarts > _RESTARTS:
-            _LOGGER.warning("watchdog: the sentinels of rank %d do not run: failures may not be noticed", self._rank)
+            _LOGGER.warning("watchdog: the sentinels of rank %d keep dying: failures may not be noticed", self._rank)
             return
         _LOGGER.warning("watchdog: the sentinel of rank %d was killed; starting a new one", self._rank)
         self._start_sentinel(self._listeners)
@@ -254,7 +254,7 @@ class Reporter:
         try:
             self.recorder.sampler()
         except Exception as error:  # must not end the rank
-            _LOGGER.warning("flight recorder: no more collectives of graphs on rank %d: %s", self._rank, error)
+            _LOGGER.warning("flight recorder: rank %d stops recording collectives in graphs: %s", self._rank, error)
             self.recorder.sampler = lambda: None
 
     def _resume_sentinel(self) -> None:

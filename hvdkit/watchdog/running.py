@@ -166,7 +166,7 @@ class RunningSentinel(Sentinel):
         return bool(data)
 
     def handle_disconnect(self, *, is_cut_off: bool) -> None:
-        """End this rank: ``hvdkit run`` is gone or out of reach, and would never end it."""
+        """End this rank: ``hvdkit run`` is gone or unreachable, and would never end it."""
         self.rank.signal(signal.SIGCONT)
         self.rank.signal(signal.SIGTERM)
         self.timers[self.kill] = time.monotonic() + _ORPHAN_SECONDS

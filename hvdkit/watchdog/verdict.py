@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from hvdkit.watchdog.events import Exited, Failed, Leaving, Message, Training
 
 PREEMPTED = 75
-DIED = "died without a word (killed, out of memory, or os._exit)"
-# An error that the end of a rank has caused may be reported so many seconds before that end: another way is faster.
+DIED = "died without reporting an error (killed, out of memory, or os._exit)"
+# An error caused by the end of a rank may be reported up to this many seconds before that end.
 _CROSSING_SECONDS = 1.0
 _HINTS = {
     signal.SIGKILL: " (out of memory?)",
@@ -211,7 +211,7 @@ class _History:
             if isinstance(event, Failed) and not event.follows:
                 yield _Candidate(self.rank, one.time, event)
             elif isinstance(event, Lost):
-                why = "is out of reach (its host is down, the network is cut, or its sentinel was killed)"
+                why = "is unreachable (its host is down, the network is cut, or its sentinel was killed)"
                 yield _Candidate(self.rank, one.time, Judged(cause="", verb=why))
             elif isinstance(event, Exited) and self.failed is None and leaving is None:
                 yield from self._abrupt_end(one.time, event)
@@ -238,7 +238,7 @@ class _History:
         if code and (code < 0 or all_left):
             code, verb, cause = shell_code(code), how(code), ""
         elif code:
-            verb, cause = "failed", f"sys.exit({code}) while other ranks went on"
+            verb, cause = "failed", f"sys.exit({code}) while other ranks continued"
         else:
             after = bisect.bisect_left(victims, (time, -1))
             before = bisect.bisect_left(victims, (time - _CROSSING_SECONDS, -1))

@@ -136,7 +136,7 @@ class Waits:
         awaited = self._pending[other][usual]
         missing = (rank for rank in awaited.participants or ranks if rank in stuck and usual not in self._pending[rank])
         odd = min(missing, default=other)
-        cause = f"waits in {self._pending[odd][keys[odd]]}, but rank {other} in {awaited}, and neither can go on"
+        cause = f"waits in {self._pending[odd][keys[odd]]}, but rank {other} in {awaited}, and neither can continue"
         return Difference(odd, f"CollectiveMismatchError: {cause}; make every rank enter the same collectives")
 
     def _waiting_for_each_other(self, ranks: Set[int], settled: Set[int]) -> set[int]:

@@ -79,8 +79,8 @@ class WatchingSentinel(Sentinel):
         except OSError as error:
             warning = (
                 f"hvdkit: watchdog: rank {joined.rank} on {joined.host} cannot reach rank 0 on {connect_to.chief_host} "
-                f"({error}), so that its failure is noticed late or not at all; let ranks connect to each other, or "
-                "name the network by HOROVOD_GLOO_IFACE"
+                f"({error}), so its failure may be noticed late or not at all; allow connections between ranks, or "
+                "select the network with HOROVOD_GLOO_IFACE"
             )
 
             def warn() -> None:
@@ -106,5 +106,5 @@ class WatchingSentinel(Sentinel):
         if self._connect.speaks:
             step = "" if self.rank.step is None else f" at step {self.rank.step}"
             cause = "its host is down, the network is cut, or its sentinel was killed"
-            write_line(f"hvdkit: rank 0 on {self._connect.chief_host} is out of reach{step} ({cause})")
+            write_line(f"hvdkit: rank 0 on {self._connect.chief_host} is unreachable{step} ({cause})")
         self.end(End(code=1))

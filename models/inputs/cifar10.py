@@ -69,7 +69,7 @@ def _records(path: Path) -> np.ndarray:
     if size == 0 or size % RECORD.itemsize:
         raise ValueError(
             describe(str(path), f"{size} bytes", f"a multiple of {RECORD.itemsize} (a label byte and 3072 of pixels)",
-                     "the file was cut short: copy or unpack it again")
+                     "the file is truncated: copy or unpack it again")
         )  # fmt: skip
     records = np.asarray(np.memmap(path, RECORD, "r"))
     wrong = np.flatnonzero(records["label"] >= CLASSES)

@@ -2,7 +2,7 @@
 
     python stressed_rank.py FOLDER RANK SIZE STEPS STRESS SEED
 
-Ranks meet at every step, through files in FOLDER. STRESS is applied by one of them, chosen by SEED, at some steps.
+Ranks synchronize at every step through files in FOLDER. SEED selects the steps and the rank that applies STRESS.
 """
 
 from __future__ import annotations

@@ -41,7 +41,10 @@ def ported(build: Callable[[], Any], *args: Any, **kwargs: Any) -> tuple[Any, di
 
 
 def compare(build: Callable[[], Any], *args: Any, rtol: float = 2e-4, atol: float = 2e-5, **kwargs: Any) -> Any:
-    """Check that both ways give the same History and weights; return both models. Call arguments named ``make_...``."""
+    """Check that both ways give the same History and weights; return both models.
+
+    Arguments named ``make_...`` are called for each.
+    """
     one, expected = plain(build, *args, **kwargs)
     many, found = ported(build, *args, **kwargs)
     same_logs(found, expected, rtol=rtol, atol=atol)

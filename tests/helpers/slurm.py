@@ -169,7 +169,7 @@ class Slurm:
         for host in self._hosts:
             (self.folder / f"spool-{host.name}").mkdir()
         first = self._hosts[0]
-        # A job that does not need all nodes must not get the first: its nodes may die, and the controller must not.
+        # The controller runs on the first node, so only jobs that need all nodes get it: nodes of jobs may die.
         nodes = "".join(
             f"NodeName={host.name} NodeAddr={host.address} CPUs={self._slots} Weight={2 if host is first else 1}\n"
             for host in self._hosts

@@ -104,7 +104,7 @@ def test_the_profile_of_a_program_blames_the_slow_rank_and_its_input(tmp_path, l
 def test_a_built_in_model_is_timed_on_all_ranks_and_on_one(tmp_path):
     options = ["--batch", "4", "--steps", "4", "--warm-up", "2", "--profile", "p", "--json", "out.json"]
     out, _ = bench(tmp_path, *options, "--model", "cifar10", "-np", "2")
-    assert "cifar10, 4 examples a rank, sgd, CPU" in out and "ms/step" in out and "compute takes" not in out[:20]
+    assert "cifar10, 4 examples per rank, sgd, CPU" in out and "ms/step" in out and "compute takes" not in out[:20]
     assert "hvdkit-bench:" not in out
     found = json.loads((tmp_path / "out.json").read_text())
     many, alone = found["runs"]
@@ -225,10 +225,10 @@ def test_the_table_and_its_numbers():
     stream = io.StringIO()
     show(Bench(), [Round(MANY, ALONE)], stream)
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "cifar10, 64 examples a rank, sgd, CPU, 1 thread a rank; 30 steps after 10"
-    assert " ".join(lines[1].split()) == "ranks ms/step quartiles examples/s efficiency collectives MB sent MB a rank"
+    assert lines[0] == "cifar10, 64 examples per rank, sgd, CPU, 1 thread per rank; 30 steps after 10"
+    assert " ".join(lines[1].split()) == "ranks ms/step quartiles examples/s efficiency collectives MB sent MB per rank"
     assert " ".join(lines[2].split()) == "2 20.0 16.0 to 26.0 1000 40 % 3 0.0 0"
-    assert lines[4] == "steps differ by much: something else runs on these machines, and the figures are rough"
+    assert lines[4] == "step times vary a lot: other programs run on these machines, and the figures are imprecise"
     assert as_json(Bench(), [Round(MANY)])["scaling_efficiency"] is None
     found = as_json(Bench(), [Round(MANY, ALONE)])
     assert found["runs"][0]["bytes"] == [8, 16] and found["runs"][1]["ms_per_step"] == 8

@@ -50,7 +50,7 @@ def test_the_commands_of_the_document(tmp_path):
     assert "step-000000020" in listed and "whole" in listed
     assert "step 20, saved by 2 ranks" in inspected and "model/sequential/dense/kernel" in inspected
     assert json.loads(listed_json)["checkpoints"][-1]["step"] == 20
-    assert verified.startswith("whole: 1 checkpoint(s)")
+    assert verified.startswith("intact: 1 checkpoint(s)")
     assert weights.endswith(" .npy file(s) and values.json\n")
     assert some == "some: 2 .npy file(s) and values.json\n"
     assert served == "served/1: a SavedModel\n"

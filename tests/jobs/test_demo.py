@@ -20,7 +20,7 @@ TRAIN = (sys.executable, str(ROOT / "models" / "train.py"))
 SHORT = ("cifar10", "--steps", "20", "--batch-size", "16")
 ALONE, MPIRUN = (), ("mpirun", "-np", "2")
 HOROVODRUN, HVDKIT_RUN = ("horovodrun", "-np", "2"), (sys.executable, "-m", "hvdkit", "run", "-np", "2", "--")
-# Each launcher's tag of a line of rank 0. Lines without a tag are the launcher's own, e.g. the startup lines of the
+# Each launcher's tag of a line of rank 0. Lines without a tag are the launcher's own, e.g. the startup messages of the
 # TensorFlow that horovodrun itself loads.
 TAG = {ALONE: "", MPIRUN: "", HOROVODRUN: r"\[1,0\]<std(?:out|err)>:", HVDKIT_RUN: r"\[rank 0\] "}
 NAMES = {ALONE: "alone", MPIRUN: "mpirun", HOROVODRUN: "horovodrun", HVDKIT_RUN: "hvdkit run"}
@@ -73,7 +73,7 @@ def test_without_a_terminal_training_is_plain_lines_with_one_tag(launcher):
     assert code == 0 and "\x1b" not in output, output
     assert not [line for line in lines if not line or line.startswith("[") or NOISE.search(line)], output
     expected = [
-        "digits: 1437 training images, 16 a step over 2 ranks",
+        "digits: 1437 training images, 16 per step over 2 ranks",
         "training begins at step 0",
         "step 10, loss = ",
         "step 20, loss = ",

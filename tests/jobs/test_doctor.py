@@ -27,7 +27,7 @@ ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ
 
 
 def make_environment(folder: Path, *absent: str) -> Path:
-    """Make a virtual environment with all packages installed here except those whose names begin with ``absent``."""
+    """Create a virtual environment with all packages installed here except those whose names begin with ``absent``."""
     venv.create(folder, symlinks=True)
     purelib = Path(psutil.__file__).parents[1]
     target = next((folder / "lib").glob("python3*/site-packages"))

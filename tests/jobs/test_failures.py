@@ -1,4 +1,4 @@
-"""A world that cannot start ends at once with the reason. For ranks that fail later see the other files."""
+"""A job that cannot start ends immediately and gives the reason. Other files test ranks that fail later."""
 
 from __future__ import annotations
 

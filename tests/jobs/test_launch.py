@@ -31,5 +31,5 @@ def test_the_script_runs_under(launcher, ranks):
 
 
 def chattering(output):
-    """Return the ranks, by their lines' tags, that print TensorFlow's startup lines (horovodrun prints its own)."""
+    """Return the ranks, by their lines' tags, that print TensorFlow's startup messages (horovodrun prints its own)."""
     return {tag[1] for line in output.splitlines() if "oneDNN" in line and (tag := RANK_TAG.match(line))}

@@ -11,13 +11,13 @@ from helpers.jobs_that_fail import NoMemoryGroup, run
 from helpers.speed import scaled, slowdown
 
 HOST = socket.gethostname()
-DIED = "died without a word (killed, out of memory, or os._exit)"
-# (fault, launcher, exit code or None for any but 0, seconds, words of the last line)
+DIED = "died without reporting an error (killed, out of memory, or os._exit)"
+# (fault, launcher, exit code or None for any but 0, seconds, text in the last line)
 FAULTS = [
     ("raise", "horovodrun --gloo", 1, 5, "failed at step 20: ValueError: the disk is full"),
     ("thread", "mpirun", 1, 5, "failed at step 20: IndexError: list index out of range (in thread loader)"),
-    ("sys.exit(3)", "mpirun", 3, 6, "failed at step 20: sys.exit(3) while other ranks went on"),
-    ("slow sys.exit(3)", "mpirun", 3, 12, "failed at step 20: sys.exit(3) while other ranks went on"),
+    ("sys.exit(3)", "mpirun", 3, 6, "failed at step 20: sys.exit(3) while other ranks continued"),
+    ("slow sys.exit(3)", "mpirun", 3, 12, "failed at step 20: sys.exit(3) while other ranks continued"),
     ("sys.exit(0)", "horovodrun --gloo", 1, 5, "left the job at step 20: ended before the others: rank 0 still needed"),
     ("os._exit(0)", "horovodrun --gloo", 1, 5, f"failed at step 20: {DIED}"),
     ("os._exit(0)", "hvdkit run", 1, 5, f"failed at step 20: {DIED}"),

@@ -88,7 +88,7 @@ def test_output_logs_and_environment(tmp_path):
         ("sys.exit(3)", 3, "ended with exit code 3"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"was killed by SIGKILL \(out of memory\?\)"),
         # The wrapper is killed first: its program must not stay.
-        ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(4000)", None, "is out of reach"),
+        ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(4000)", None, "is unreachable"),
     ],
 )
 def test_the_first_rank_that_fails_is_named_and_nothing_is_left(tmp_path, failure, code, words):
@@ -115,7 +115,7 @@ def test_a_signal_to_hvdkit_run_ends_all_ranks(tmp_path, number, code):
     wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 3)
     process.send_signal(number)
     got, _, err, _ = finish(process)
-    assert got == code and "starting again" not in err, err
+    assert got == code and "restarting" not in err, err
     if number != signal.SIGKILL:  # a rank that has saved must not end those still saving
         assert len(list(tmp_path.glob("saved-*"))) == 3
     wait_until(lambda: not left(mark))
@@ -149,7 +149,7 @@ def start_first(folder, code):
 
 def test_a_rank_that_fails_ends_a_job_whose_other_ranks_have_not_begun(tmp_path):
     code, _, err, last = finish(start_first(tmp_path, "sys.exit(3)"))
-    assert code == 3 and "hvdkit run: of 2 ranks 1 never began; rank 0 ended with exit code 3; the job" in last, err
+    assert code == 3 and "hvdkit run: rank 1 of 2 never started; rank 0 ended with exit code 3; the job" in last, err
     wait_until(lambda: not left(str(tmp_path)))
 
 
@@ -230,11 +230,11 @@ def test_it_starts_again_and_says_so(tmp_path):
     code, _, err, _ = finish(start(*options, code=script, mark=str(tmp_path)))
     assert code == 0, err
     assert err.count("rank 1 on") == 2
-    assert "starting again in 0.1 s (restart 1 of 2)" in err and "in 0.2 s (restart 2 of 2)" in err
+    assert "restarting in 0.1 s (restart 1 of 2)" in err and "in 0.2 s (restart 2 of 2)" in err
     assert (tmp_path / "rank-1.log").read_text().count("--- hvdkit run: attempt") == 3
     # Wrong usage is not retried: it would fail again.
     code, _, err, _ = finish(start(*options, code="sys.exit(2)", mark=str(tmp_path)))
-    assert (code, err.count("starting again")) == (2, 0)
+    assert (code, err.count("restarting")) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -304,15 +304,15 @@ def test_lines_that_look_like_failures_of_ranks_are_only_lines(tmp_path, code):
     script += f"time.sleep(0.5 * RANK)\nif RANK: sys.exit({code})\nif {code}: time.sleep(60)"
     options = ["-np", "2", "--max-restarts", "1", "--backoff", "0.1"]
     got, _, err, last = finish(start(*options, code=script, mark=str(tmp_path)))
-    assert got == code and err.count("starting again") == (1 if code else 0), err
+    assert got == code and err.count("restarting") == (1 if code else 0), err
     assert f"hvdkit run: rank 1 on {HOST} ended with exit code 3" in last if code else "hvdkit run" not in err
 
 
 def test_non_finite_values_are_not_tried_again(tmp_path):
     options = ["-np", "2", "--max-restarts", "3", "--backoff", "0.1"]
     code, _, err, last = finish(start(*options, code="sys.exit(65 if RANK else 0)", mark=str(tmp_path)))
-    assert code == 65 and "starting again in" not in err, err
-    assert last.startswith("hvdkit run: not starting again: exit code 65 means that values became NaN or infinite")
+    assert code == 65 and "restarting in" not in err, err
+    assert last.startswith("hvdkit run: not restarting: exit code 65 means that values became NaN or infinite")
 
 
 def test_rank_0_has_a_terminal_where_hvdkit_run_has_one(tmp_path):

@@ -69,15 +69,15 @@ def test_a_host_is_lost_and_comes_back(hosts, tmp_path):
     text = out.read_text()
     said = [line.removeprefix("hvdkit run: ") for line in text.splitlines() if line.startswith("hvdkit run: ")]
     assert re.match(
-        r"rank 2 on 10\.77\.0\.3 (failed at step \d+: has not answered for \d+ s|is out of reach)", said[0]
+        r"rank 2 on 10\.77\.0\.3 (failed at step \d+: has not answered for \d+ s|is unreachable)", said[0]
     ), text
     assert said[1:3] == [
-        "starting again in 1 s (restart 1 of 2)",
-        f"without host 10.77.0.3: {said[2].split(': ')[1]}",
+        "restarting in 1 s (restart 1 of 2)",
+        f"excluding host 10.77.0.3: {said[2].split(': ')[1]}",
     ]
     assert said[3] == "2 ranks on 10.77.0.1:1, 10.77.0.2:1", text
     assert re.match(r"rank 1 on 10\.77\.0\.2 was killed by SIGKILL \(out of memory\?\) at step \d+", said[4]), text
-    assert said[5:] == ["starting again in 2 s (restart 2 of 2)", f"3 ranks on {hosts.list.replace(',', ', ')}"], text
+    assert said[5:] == ["restarting in 2 s (restart 2 of 2)", f"3 ranks on {hosts.list.replace(',', ', ')}"], text
     assert "--- hvdkit run: attempt 3, 3 ranks" in (tmp_path / "logs" / "rank-2.log").read_text()
     here, there = losses(log.parent), losses(tmp_path / "alone")
     assert [step for step, _, _ in here] == list(range(1, STEPS + 1))
@@ -122,7 +122,9 @@ def test_a_folder_that_is_there_already_and_has_another_token_is_refused(tmp_pat
         two[1].put(stub, Path(shutil.which("cmp")).resolve())
         process = begin(two, *OVER_GLOO, "-H", two.list, "true", out=tmp_path / "out")
         assert process.wait(WAIT) == 2
-    assert re.search(r"host 10\.77\.0\.2: .*exists already, and is not of this job", (tmp_path / "out").read_text())
+    assert re.search(
+        r"host 10\.77\.0\.2: .*already exists, and does not belong to this job", (tmp_path / "out").read_text()
+    )
     assert set(Path("/tmp").glob("hvdkit-run-*")) == before
 
 

@@ -47,7 +47,7 @@ def test_training_is_preempted_and_goes_on(cluster, tmp_path):
     text = out.read_text()
     before, queued, after = text.partition(f"hvdkit: exit code 75; job {job} is queued again")
     saved = re.search(r"^\[rank 0\] SIGTERM: saved at step (\d+)", before, re.MULTILINE)
-    assert queued and saved and "starting again" not in text, text
+    assert queued and saved and "restarting" not in text, text
     assert f"[rank 0] training begins at step {saved[1]} from" in after and after.endswith("[rank 0] finished\n"), text
 
 
@@ -55,8 +55,8 @@ def check_lost_nodes(slurm, log, left, queued, text):
     """Check two jobs that lost a node: one continues on the other node; the second is requeued and gets a third."""
     for name, job in (("left", left), ("queued", queued)):
         assert slurm.wait(job)["ExitCode"] == "0:0", text()
-        assert "hvdkit run: rank 1 on host-c is out of reach" in log[name].read_text(), text()
-        assert "hvdkit run: without host host-c: its slurmd does not answer" in log[name].read_text(), text()
+        assert "hvdkit run: rank 1 on host-c is unreachable" in log[name].read_text(), text()
+        assert "hvdkit run: excluding host host-c: its slurmd does not answer" in log[name].read_text(), text()
     assert "hvdkit run: 1 ranks on host-b:1" in log["left"].read_text(), text()
     assert f"hvdkit: exit code 69; job {queued} is queued again" in log["queued"].read_text(), text()
 

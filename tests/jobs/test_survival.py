@@ -47,7 +47,7 @@ def test_a_run_is_killed_stopped_continued_with_fewer_ranks_and_inspected(tmp_pa
     os.kill(ranks_of(process)[-1].pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=WAIT)
     assert process.returncode != 0
-    assert "training begins at step 0 afresh" in output
+    assert "training begins at step 0 (no checkpoint in " in output
 
     process = start(["mpirun", "--bind-to", "none", "-np"], 2, *flags)
     until_saved(process, logdir, 200)

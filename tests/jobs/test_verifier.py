@@ -29,7 +29,7 @@ KINDS = {
     # With three ranks, only the second one differs.
     "shape": (3, f"is in {at('the second', 'float32[2]')}, but rank 0 in {at('the second')}; build the same graph"),
     "extra": (2, f"is in {at('one more')}, but rank 0 in {at('the second')}; build the same graph"),
-    "branch": (3, f"waits in {at('in a branch')}, but rank 0 in {at('after it')}, and neither can go on"),
+    "branch": (3, f"waits in {at('in a branch')}, but rank 0 in {at('after it')}, and neither can continue"),
     "eager": (2, f"waits in barrier() ({SCRIPT}:{LINES['alone']}), but rank 0 in {at('the first')}, and neither"),
 }
 

@@ -31,7 +31,7 @@ kept.write("kept")
 
 
 def wait():
-    """Wait for rank 1, which never comes, in the call that KIND selects."""
+    """Wait for rank 1, which never arrives, in the call that KIND selects."""
     if KIND == "graph":
         step(tf.ones([10]))
     elif KIND == "eager":

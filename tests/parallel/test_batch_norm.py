@@ -134,15 +134,23 @@ def test_masked_elements_do_not_count(split, rng, rank, size):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("op", [hk.Average, hk.Sum])
 @pytest.mark.parametrize("split", ["uneven", "empty"])
-def test_a_tapes_weight_equals_one_process(split, rng, rank, size):
+def test_a_tapes_weight_equals_one_process(split, op, mode, rng, rank, size):
+    """In a graph, TensorFlow must not remove the collectives of a rank whose weight is the constant 0."""
     rows = rows_of(split, size)
     x, y = data(rng, sum(rows))
     reference, expected = reference_of(x, y)
     model, mine = network(True), part(rows, rank)
-    with hk.DistributedGradientTape(tf.GradientTape(), weight=rows[rank]) as tape:
-        loss = tf.reduce_mean(example_losses(model, x[mine], y[mine]))
-    close(model, reference, tape.gradient(loss, model.trainable_variables), expected)
+    weight = rows[rank] / (1 if op == hk.Average else sum(rows))
+
+    def step():
+        with hk.DistributedGradientTape(tf.GradientTape(), weight=weight, op=op) as tape:
+            loss = tf.reduce_mean(example_losses(model, x[mine], y[mine]))
+        return tape.gradient(loss, model.trainable_variables)
+
+    close(model, reference, (tf.function(step) if mode == "graph" else step)(), expected)
     with pytest.raises(ValueError, match=r"weight.*DistributedGradientTape"):
         hk.average_gradients([tf.ones(2)], weight=rows[rank])
 
@@ -182,7 +190,7 @@ def test_a_gradient_of_a_gradient_equals_one_process(rng, rank, size):
     np.testing.assert_allclose(local_slope, slope[mine], rtol=1e-4, atol=1e-5)
     close(model, reference, hk.average_gradients(local), expected, 1e-4)
     if size > 1:
-        with pytest.raises(hk.HvdkitError, match="gradient of a gradient"), share_of_batch(tf.constant(1.0)):
+        with pytest.raises(hk.HvdkitError, match="second-order gradient"), share_of_batch(tf.constant(1.0)):
             penalty(model, x[mine])
 
 

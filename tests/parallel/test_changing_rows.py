@@ -133,7 +133,7 @@ def test_rows_and_slots_equal_one_process(evict, name, how, traced, rank, size):
 
 @pytest.mark.contract
 def test_a_full_bucket_leaves_new_ids_without_a_row(rank, size):
-    layer = hk.layers.ShardedEmbedding(1, 2, evict="lru", seed=1)  # one bucket: on one rank
+    layer = hk.layers.ShardedEmbedding(1, 2, evict="lru", seed=1)  # a single bucket, which one rank holds
     ids = tf.range(rank * 40, rank * 40 + 40, dtype=tf.int64)
     rows = layer(ids, training=True).numpy()
     smallest = rank * 40 + np.arange(40) < BUCKET  # the first to arrive, in the order of their numbers
@@ -292,5 +292,5 @@ def test_ids_that_come_and_go_have_rules_of_their_own():
         with pytest.raises(LookupError, match=said), tf.GradientTape() as tape:
             loss = tf.reduce_sum(call(tf.constant([1, 2])))
             tape.gradient(loss, layer.trainable_variables)
-    with pytest.raises(ValueError, match="expected one made with evict="):
+    with pytest.raises(ValueError, match="expected one created with evict="):
         hk.layers.ShardedEmbedding(3, 2).ids()

@@ -24,7 +24,7 @@ def reduction(name):
 
 
 def scattered(whole, size):
-    """Return the rows of each rank: the first ``rows % size`` ranks have one more."""
+    """Split ``whole`` among the ranks; the first ``len(whole) % size`` ranks get one more row."""
     return np.array_split(whole, size)
 
 
@@ -88,7 +88,7 @@ CASES = list(cases(1, 0))
 
 
 def inputs(size, rows, n):
-    """Return values between 0.5 and 1.5 that differ on all ranks; every rank has the minimum and maximum somewhere."""
+    """Return values between 0.5 and 1.5 that differ on all ranks; each rank has some elements' minimum and maximum."""
     rng = np.random.default_rng(n)
     return [0.5 + rng.random((rows(n, r), 2)) for r in range(size)]
 

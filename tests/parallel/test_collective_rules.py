@@ -172,7 +172,7 @@ def test_a_second_thread_is_refused(size):
     thread.start()
     thread.join()
     if size > 1:
-        assert "thread 'loader', while thread 'MainThread' makes" in raised[0]
+        assert "thread 'loader', while thread 'MainThread' runs" in raised[0]
     assert hk.allreduce(1, hk.Sum) == size
 
 

@@ -122,7 +122,7 @@ def test_a_weighted_average_sends_one_number_more(counts, size):
 
 
 def test_sparse_gradients_travel_as_rows_while_these_are_fewer_bytes(counts, size):
-    """As rows, while the dense form is more bytes in the ring; tiny tables always in dense form."""
+    """As rows, as long as the dense form takes more bytes in the ring; tiny tables are always sent dense."""
     table, tiny = (keras.Variable(np.zeros((rows, 8), "f4")) for rows in (4000, 10))
     optimizer = hk.DistributedOptimizer(opts.SGD(0.1))
     optimizer.build([table, tiny])

@@ -85,7 +85,7 @@ def test_one_bit_of_one_slot_names_rank_variable_and_steps(odd, rank, size):
     message = error_on_every_rank(detector, 15)
     named = max(culprit, 1) if size == 2 else culprit  # with two ranks, rank 0 is right
     first = variables[number].path
-    assert f"other values in 1 of {len(variables)} variables, the first {first}, on rank {named}, " in message
+    assert f"different values in 1 of {len(variables)} variables, the first {first}, on rank {named}, " in message
     assert "first known to differ at step 15, last known equal at step 10;" in message
     if rank == culprit:
         flip_one_bit(variables[number], 7)
@@ -110,7 +110,7 @@ def test_another_number_of_variables(rank, size):
     if size == 1:
         return detector.check(1)
     message = error_on_every_rank(detector, 1)
-    first = "other values in 1 of 4 variables, the first v3:0,"
+    first = "different values in 1 of 4 variables, the first v3:0,"
     assert f"got 4 variables, and {first} on rank {size - 1}, expected 3, as on rank 0" in message
 
 

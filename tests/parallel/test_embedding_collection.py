@@ -178,7 +178,7 @@ class Broken:
 def test_ids_that_one_rank_cannot_read_are_an_error_on_all(rank, size):
     layer = hk.layers.ShardedEmbeddingCollection([Table("a", 20, 2)], {"a": "row"})
     last = rank == size - 1
-    with pytest.raises((RuntimeError, ValueError), match="gone" if last else f"rank {size - 1} refused its inputs"):
+    with pytest.raises((RuntimeError, ValueError), match="gone" if last else f"rank {size - 1} rejected its inputs"):
         layer.ask({"a": Broken() if last else tf.constant([1])})
 
 
@@ -192,7 +192,7 @@ def test_inputs_that_one_rank_cannot_use_are_an_error_on_all(what, plan, rank, s
     if what in ("ragged", "sparse"):
         others = "weights: got 1 in feature 'a' of table 'a' on rank"
     else:
-        others = f"rank {size - 1} refused its inputs"
+        others = f"rank {size - 1} rejected its inputs"
     with pytest.raises((ValueError, TypeError), match=said if rank == size - 1 else others):
         layer(instead if rank == size - 1 else given)
     assert layer(ONES)["a"].shape == (1, 2)

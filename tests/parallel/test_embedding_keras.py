@@ -385,7 +385,7 @@ def written_by_one_process(shared_path):
 
 
 def test_a_file_that_one_process_wrote_is_read_at_any_number_of_ranks(written_by_one_process, rank, size):
-    """Each rank reads its shard of every table, of the ids that have rows, and all of dense layers."""
+    """Each rank reads its shard of every table, of the ids that have rows, and all weights of dense layers."""
     expected = np.load(written_by_one_process / "predicted.npy")
     loaded = keras.models.load_model(written_by_one_process / "model.keras")
     other = model_of_all_kinds({"item": "column", "tags": "table", "small": "row"})
@@ -415,5 +415,5 @@ def test_a_file_is_refused_if_it_would_hold_one_ranks_part(rank, size, shared_pa
     np.testing.assert_array_equal(loaded.layers[0].get_weights()[0], whole.layers[0].get_weights()[0])
     if size > 1:
         for save in (lambda: cut.save(path), lambda: cut.save_weights(shared_path / f"rank-{rank}.weights.h5")):
-            with pytest.raises(hk.HvdkitError, match=f"cut across {size} ranks, .*hk.checkpoint.save"):
+            with pytest.raises(hk.HvdkitError, match=f"sharded across {size} ranks, .*hk.checkpoint.save"):
                 save()

@@ -209,7 +209,7 @@ def test_what_owners_cannot_look_up_is_refused(rank, size):
         good = {f: np.array([1]) for f in layer.local_features}
         given = {**good, **bad} if rank == owner else good
         with pytest.raises(
-            (ValueError, TypeError), match=said if rank == owner else f"rank {owner} refused its inputs"
+            (ValueError, TypeError), match=said if rank == owner else f"rank {owner} rejected its inputs"
         ):
             layer(given)
 
@@ -218,7 +218,7 @@ def test_what_owners_cannot_look_up_is_refused(rank, size):
 
 
 def two_tables(plan):
-    """Return a feature in two tables, alone and next to others, like TorchRec's "f2@t1"."""
+    """Return a collection with the feature f2 in two tables, like TorchRec's "f2@t1"."""
     tables = [Table("t1", 10, 5, features=("f1", "f2")), Table("t2", 10, 3, features=("f2",), combiner="sum")]
     return hk.layers.ShardedEmbeddingCollection(tables, dict.fromkeys(["t1", "t2"], plan), seed=1)
 
@@ -320,7 +320,7 @@ def test_nested_inputs_that_do_not_fit_name_the_features(rank, size):
     assert list(layer(flat)) == ["user/clicks@users", "user/clicks@items", "user/more/buys", "item"]
     bad = {"user": {"clicks": good["user"]["clicks"]}, "item": good["item"]}
     said = r"inputs: got \['item', 'user/clicks'\], expected a dict of \['item', 'user/clicks', 'user/more/buys'\]"
-    with pytest.raises(ValueError, match=said if rank == size - 1 else f"rank {size - 1} refused its inputs"):
+    with pytest.raises(ValueError, match=said if rank == size - 1 else f"rank {size - 1} rejected its inputs"):
         layer(bad if rank == size - 1 else good)
 
 

@@ -401,7 +401,7 @@ def test_gradients_of_every_kind(values, indices, shape, op, way, rank, size):
 
 
 def unlike(odd):
-    """Return gradients that differ on one rank, and words that the message must contain."""
+    """Return gradients that differ on one rank, and text that the message must contain."""
     g = tf.ones([2, 3])
     rows = lambda v=3, i=tf.int32: tf.IndexedSlices(tf.ones([1, v]), tf.zeros([1], i), tf.constant([9, v]))  # noqa: E731
     return {

@@ -57,7 +57,7 @@ def test_evaluate_and_predict(rng):
 
 
 def test_plain_keras_works_on_the_model_afterwards(rng):
-    """Of hk.fit only the distributed optimizer stays in the model."""
+    """Only the distributed optimizer of hk.fit stays in the model."""
     x, y = regression(24, rng)
     model, _ = ported(mlp("sgd"), x, y, batch_size=8)
     before = model.get_weights()
@@ -106,7 +106,7 @@ def test_sharded_tables_are_weighed_by_rows_once(rng):
 def test_a_dataset_that_is_shuffled_unlike_is_an_error(rng):
     x, y = regression(16, rng)
     data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(16, seed=hk.rank()).batch(8)
-    with raises_on_several(hk.CollectiveMismatchError, r"^x: got another first batch on rank 1\b.*seed"):
+    with raises_on_several(hk.CollectiveMismatchError, r"^x: got a different first batch on rank 1\b.*seed"):
         hk.fit(mlp()(), data, verbose=0)
 
 
@@ -119,7 +119,7 @@ def test_later_batches_are_compared_if_an_epoch_begins_with_them(rng, alike):
 
     model = mlp()()
     model.compile("sgd", "mse", steps_per_execution=2, jit_compile=False)
-    with raises_on_several(hk.CollectiveMismatchError, r"^x: got another first batch on rank 1\b"):
+    with raises_on_several(hk.CollectiveMismatchError, r"^x: got a different first batch on rank 1\b"):
         hk.fit(model, data, verbose=0, epochs=2, steps_per_epoch=2)
 
 
@@ -143,7 +143,7 @@ def test_data_that_end_early_on_one_rank_are_an_error_on_all(rng, what):
     rows = 24 - 8 * (hk.rank() == hk.size() - 1 and hk.size() > 1)
     data = tf.data.Dataset.from_tensor_slices((x, y)).take(rows).filter(lambda a, b: True).batch(8)
     given = {"x": data} if what == "x" else {"x": x, "y": y, "validation_data": data}
-    errors, match = (hk.CollectiveMismatchError, tf.errors.InvalidArgumentError), "x: got data that have ended"
+    errors, match = (hk.CollectiveMismatchError, tf.errors.InvalidArgumentError), "x: got data that ended"
     with raises_on_several(errors, match):
         hk.fit(mlp()(), **given, verbose=0)
     with raises_on_several(errors, match):

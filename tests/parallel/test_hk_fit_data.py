@@ -234,7 +234,7 @@ def test_what_is_wrong_with_global_batches_is_an_error_on_every_rank(rng):
     with pytest.raises(hk.CollectiveMismatchError, match=r"^x"):
         hk.fit(model, hk.data.GlobalBatches(unlike, 8), verbose=0)
     late = stream(x[:2], y[:2]).concatenate(stream(x[2:] + hk.rank(), y[2:]))  # the digest at the start covers two rows
-    with pytest.raises(hk.CollectiveMismatchError, match=r"^x: got another first batch on rank 1"):
+    with pytest.raises(hk.CollectiveMismatchError, match=r"^x: got a different first batch on rank 1"):
         hk.fit(model, hk.data.GlobalBatches(late, 8, shuffle_seed=2), verbose=0)
 
 

@@ -1,4 +1,4 @@
-"""hk.fit minimizes the loss of one process, whatever its divisor: sums, masks, weights, several losses."""
+"""hk.fit minimizes the same loss as one process, whatever its divisor: sums, masks, weights, several losses."""
 
 from __future__ import annotations
 
@@ -82,5 +82,5 @@ def test_second_gradients_of_collectives_are_refused_on_uneven_shares(rng):
         with tf.GradientTape() as inner:
             inner.watch(x)
             total = tf.reduce_sum(hk.allreduce(x, hk.Sum) ** 3)
-        with pytest.raises(hk.HvdkitError, match="gradient of a gradient of allreduce"):
+        with pytest.raises(hk.HvdkitError, match="second-order gradient of allreduce"):
             inner.gradient(total, x)

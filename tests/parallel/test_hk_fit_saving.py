@@ -16,7 +16,7 @@ import hvdkit as hk
 
 @keras.saving.register_keras_serializable("test_hk_fit_saving")
 class Witness(keras.layers.Dense):
-    """A layer that looks at a file while it is being saved."""
+    """A layer that reads the target file while the model is being saved."""
 
     path = None
     seen = None

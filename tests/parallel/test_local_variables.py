@@ -215,7 +215,7 @@ def test_a_checkpoint_has_the_values_of_each_rank(shard_states, shared_path, ran
         np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
     plain = opts.SGD(0.1, momentum=0.9)
     plain.build(list(weights.values()))
-    with pytest.raises(ValueError, match=r"optimizer 'o'.*cut across ranks or local.*hk.DistributedOptimizer"):
+    with pytest.raises(ValueError, match=r"optimizer 'o'.*sharded or local.*hk.DistributedOptimizer"):
         hk.checkpoint.save(shared_path / "step-2", {"o": plain})
 
 

@@ -22,7 +22,7 @@ MESHES = {
 
 @pytest.fixture(scope="module", params=MESHES[hk.size()], ids=str)
 def mesh(request):
-    """Initialize again with a mesh; afterwards again without."""
+    """Reinitialize with a mesh, and afterwards without one."""
     hk.shutdown()
     hk.init(mesh=request.param)
     yield request.param

@@ -26,7 +26,7 @@ def one_differs(rank, size):
 
 
 def unlike(rank, size):
-    """Return for each mistake: one rank's call, the other ranks' call, and words that the message must contain."""
+    """Return for each mistake: one rank's call, the other ranks' call, and text that the message must contain."""
     odd = one_differs(rank, size)
     x = np.ones((LARGE, 2), np.float32)
     return {
@@ -64,6 +64,11 @@ class Unpicklable:
         raise TypeError("this object stays at home")
 
 
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("this object has no name")
+
+
 BAD_ARGUMENTS = {
     "a string": (lambda: hk.allreduce("text"), TypeError, "str"),
     "an object": (lambda: hk.allgather(np.array([{}, {}])), TypeError, "object"),
@@ -81,6 +86,7 @@ BAD_ARGUMENTS = {
     "a factor": (lambda: hk.allreduce(1.0, prescale_factor=float("nan")), ValueError, "prescale_factor"),
     "ranks of a set": (lambda: hk.ProcessSet([0, 0]), ValueError, "ranks"),
     "no set": (lambda: hk.allreduce(1.0, process_set=[0]), TypeError, "process_set"),
+    "no set, and no text": (lambda: hk.allreduce(1.0, process_set=Unprintable()), RuntimeError, "has no name"),
     "no axis": (lambda: hk.allreduce(1.0, process_set="rows"), ValueError, "rows"),
     "both": (lambda: hk.allreduce(1.0, process_set="data", group="data"), ValueError, "either process_set or group"),
     "a tuple of unlike arrays": (lambda: hk.allreduce((np.ones(2), np.ones(3))), ValueError, "one shape"),

@@ -141,7 +141,7 @@ def test_ranks_that_differ_are_named(rank, size):
 
 def test_ids_that_one_rank_cannot_use_are_an_error_on_all(rank, size):
     table = hk.PartitionedVariable((5, 2), initializer="ones")
-    said = "got float32, expected integers" if rank == 0 else "rank 0 refused its inputs"
+    said = "got float32, expected integers" if rank == 0 else "rank 0 rejected its inputs"
     with pytest.raises((TypeError, ValueError), match=said):
         table.lookup([0.5] if rank == 0 else [1])
     assert table.lookup([1]).shape == (1, 2)

@@ -1,4 +1,4 @@
-"""Plain model.fit on several ranks: each mistake of habit is corrected, warned about, or an error."""
+"""Plain model.fit on several ranks: each common mistake is corrected, causes a warning, or is an error."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_local_logs_are_warned_about_once(averaged, rank, size, capfd):
     model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)
     callbacks = [hk.callbacks.MetricAverage()] if averaged else []
     model.fit(*own(rank), batch_size=4, epochs=3, callbacks=callbacks, verbose=0)
-    said = capfd.readouterr().err.count("loss is each rank's own")
+    said = capfd.readouterr().err.count("loss differs between ranks")
     assert said == (1 if rank == 0 and size > 1 and not averaged else 0)
 
 

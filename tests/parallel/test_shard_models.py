@@ -28,7 +28,7 @@ def test_four_parts_equal_numpys(partition, capfd):
 
 
 def test_values_that_overflow_are_named():
-    with pytest.raises(hk.NonFiniteError, match=r"not finite on rank \d by round 60; float32 ends at 3e\+38"):
+    with pytest.raises(hk.NonFiniteError, match=r"not finite on rank \d by round 60; float32 overflows at 3e\+38"):
         partitioned.run(partitioned.Config(rows=8, dtype="float32"))
 
 

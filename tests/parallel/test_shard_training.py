@@ -238,7 +238,7 @@ def test_numbers_are_clipped_after_rows_are_added_up(rank, size):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_plain_sgd_updates_rank_after_rank(traced, monkeypatch, rank, size):
-    """Equal rows are only added up first, which takes longer, if the gradient is of more than one lookup."""
+    """Equal rows are added up first, which takes longer, only if the gradient comes from several lookups."""
     updated = []
     split = row_updates.split_by_rank
     monkeypatch.setattr(
@@ -277,7 +277,7 @@ def test_optimizers_that_would_be_wrong_are_refused(shared_path):
             hk.DistributedOptimizer(getattr(keras.optimizers, name)()).build(layer.trainable_variables)
     plain = keras.optimizers.Adam()
     plain.build(layer.trainable_variables)
-    with pytest.raises(ValueError, match="does not know that its slots are cut across ranks"):
+    with pytest.raises(ValueError, match="does not support slots that are sharded"):
         hk.checkpoint.save(shared_path / "plain", {"layer": layer, "optimizer": plain})
     with pytest.raises(ValueError, match="compression: got fp16, expected None where op is None"):
         hk.DistributedOptimizer(plain, op=None, compression="fp16")

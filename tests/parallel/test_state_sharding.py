@@ -109,6 +109,23 @@ def dense(grad):
     return tf.convert_to_tensor(grad) if isinstance(grad, tf.IndexedSlices) else grad
 
 
+@pytest.mark.parametrize("op", [hk.Average, hk.Sum])
+def test_accumulation_combines_once_an_update(op):
+    def all_of(step, rank):  # without a missing gradient
+        return gradients(2 * step, rank)
+
+    optimizer = hk.DistributedOptimizer(opts.Adam(0.05, use_ema=True), accumulate_steps=2, op=op, shard_states=True)
+    ours = stepped(optimizer, lambda step: all_of(step, hk.rank()), steps=4)
+
+    def both(step):
+        pairs = zip(combined(4 * step, op), combined(4 * step + 2, op), strict=True)
+        return [(a + b) / (2 if op == hk.Average else 1) for a, b in pairs]
+
+    assert_equal(ours, stepped(opts.Adam(0.05), both, steps=2))
+    sums = optimizer._accumulated_gradients
+    assert [tuple(v.shape) for v in sums] == [SHAPES[name] for name in SINGLE] and not any(map(flat_shard_of, sums))
+
+
 class Halving(opts.Optimizer):
     """A user-defined optimizer: w -= lr (g + m / 2), m = g."""
 
@@ -315,7 +332,7 @@ def test_a_built_optimizer_is_divided_with_its_state(rank, size):
     assert_equal(weights, again)
     plain.iterations.assign(rank)
     if size > 1:
-        with pytest.raises(hk.CollectiveMismatchError, match=r"other values of .*iteration on rank 1"):
+        with pytest.raises(hk.CollectiveMismatchError, match=r"different values of .*iteration on rank 1"):
             hk.DistributedOptimizer(plain, shard_states=True)
 
 

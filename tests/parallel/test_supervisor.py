@@ -73,7 +73,7 @@ class Run:
 
 @pytest.mark.contract
 def test_a_continued_run_equals_one_that_went_through(shared_path, rank):
-    """Also if the chief has made more layers: Keras numbers layers in the order of their creation in a process."""
+    """Also if the chief has created more layers: Keras numbers layers in the order of their creation in a process."""
     through = Run()
     with through.supervised(shared_path / "through") as sv:
         through.train(sv)
@@ -286,7 +286,7 @@ def test_nothing_begins_anew_where_every_checkpoint_is_damaged(shared_path):
     with run.supervised(shared_path / "run") as sv:
         run.train(sv, until=2)
     damage(hk.checkpoint.latest(shared_path / "run"))
-    with pytest.raises(hk.CorruptCheckpointError, match=r"none of its 1 checkpoints is whole.*replicated\.safetensors"):
+    with pytest.raises(hk.CorruptCheckpointError, match=r"all 1 checkpoints are damaged.*replicated\.safetensors"):
         Run().supervised(shared_path / "run").__enter__()
 
 
@@ -376,7 +376,7 @@ def test_bad_arguments_name_themselves(shared_path):
             hk.Supervisor(shared_path, **bad)
     with pytest.raises(ValueError, match="save_model_secs: got -1"):
         hk.Supervisor(shared_path, save_model_secs=-1)
-    with pytest.raises(ValueError, match="model: got one that is not built"):
+    with pytest.raises(ValueError, match="model: got a model that is not built"):
         hk.Supervisor(shared_path, model=keras.Sequential([keras.layers.Dense(1)]))
     with pytest.raises(hk.HvdkitError, match="outside its session"):
         hk.Supervisor(shared_path, model=Run().model).step()
@@ -384,6 +384,14 @@ def test_bad_arguments_name_themselves(shared_path):
         session = hk.Supervisor(shared_path / "run", variables=tf.Variable(1.0), summary_steps=np.int64(1))
         with pytest.raises(TypeError, match=rf"step\(loss=...\): got {got}, expected one number"), session as sv:
             sv.step(loss=loss)
+
+
+def test_a_file_where_the_folder_should_be_is_named(shared_path):
+    if hk.is_chief():
+        (shared_path / "run").write_text("a file")
+    hk.barrier()
+    with pytest.raises(hk.CheckpointError, match="pass a folder"):
+        hk.Supervisor(shared_path / "run", variables=[tf.Variable(1.0)]).__enter__()
 
 
 def test_a_saved_learning_rate_is_kept_and_said(shared_path, caplog):
@@ -398,7 +406,7 @@ def test_a_saved_learning_rate_is_kept_and_said(shared_path, caplog):
     with again:
         assert float(optimizer.learning_rate) == 0.5
     if hk.is_chief():
-        assert "saved learning rate 0.5 goes on, not 0.25" in caplog.text
+        assert "saved learning rate 0.5, not 0.25" in caplog.text
 
 
 def test_options_that_differ_are_named_before_any_file_is_touched(shared_path, rank, size):

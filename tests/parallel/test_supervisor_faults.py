@@ -60,7 +60,7 @@ DAMAGE = {
     "a flipped byte": ("replicated.safetensors", flip, "is damaged in rows .* to"),
     "a flipped byte in a header": ("replicated.safetensors", lambda f: flip(f, 30), "its header is damaged"),
     "a flipped byte in a shard": (SHARD, lambda f: flip(f, -2), "is damaged in rows"),
-    "a shard cut short": (SHARD, cut, "bytes, and .* were written"),
+    "a shard cut short": (SHARD, cut, "bytes, but .* were written"),
     "a missing shard": (SHARD, Path.unlink, "missing, though"),
     "an edited manifest": ("manifest.json", edit, "changed after it was written"),
     "a manifest cut short": ("manifest.json", cut, "is damaged|changed after"),
@@ -79,7 +79,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(shared_path, what, c
     assert (shared_path / "run" / "checkpoints" / "step-000000004").is_dir()
     if hk.is_chief():
         said = " ".join(record.getMessage() for record in caplog.records)
-        assert "step-000000004 is damaged, and skipped" in said
+        assert "step-000000004 is damaged; skipping it" in said
         assert name in said
         assert re.search(words, said), said
 

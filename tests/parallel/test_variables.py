@@ -1,4 +1,4 @@
-"""Variables from one rank to all: Keras's and TensorFlow's, of every dtype, with the state around a model."""
+"""Broadcast of variables: Keras's and TensorFlow's, of every dtype, and a model's other state."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""gradient_accumulation_steps: one update for three batches, the last of an epoch left over for the next."""
+"""gradient_accumulation_steps: one update per three batches; an epoch's last batch counts toward the next epoch."""
 
 import keras
 import numpy as np

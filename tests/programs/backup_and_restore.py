@@ -1,4 +1,4 @@
-"""BackupAndRestore: training fails in its third epoch, and a new model goes on with that epoch."""
+"""BackupAndRestore: training fails in its third epoch, and a new model continues from that epoch."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Averages of the weights: use_ema, written over the weights every few steps and at the end."""
+"""Averages of the weights: use_ema, which overwrites the weights every few steps and at the end."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""BatchNormalization as it comes: each rank normalises by its own rows, so that N ranks only come close."""
+"""Unsynchronized BatchNormalization: each rank normalizes by its own rows, so N ranks only come close."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Save a model with its optimizer, load it, and go on with initial_epoch."""
+"""Save a model with its optimizer, load it, and continue with initial_epoch."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A siamese network on labelled pairs: the contrastive loss of each pair stands alone."""
+"""A siamese network on labelled pairs: the contrastive loss of a pair does not depend on other pairs."""
 
 import keras
 import numpy as np

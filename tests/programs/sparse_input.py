@@ -1,4 +1,4 @@
-"""A wide sparse input: a SparseTensor given to fit, and a dataset of SparseTensors."""
+"""A wide sparse input: a SparseTensor passed to fit, and a dataset of SparseTensors."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Batches that no number of ranks divides, and a last batch of one row."""
+"""Batches that do not divide evenly among ranks, and a last batch of one row."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A Wasserstein GAN with gradient penalty: a gradient of a gradient, several critic steps for one of the generator."""
+"""A Wasserstein GAN with gradient penalty: a gradient of a gradient, several critic steps per generator step."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""The benchmarks' harness: ratios within rounds, goals, failing contestants, and a report that matches the results."""
+"""The benchmarks' harness: ratios within rounds, goals, failing variants, and a report that matches the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import processes
 import pytest
 import report
 from figures import Goal, Measured, Metric, Picture, Record, Round, Sheet
-from harness import MISSED, Benchmark, Case, Config, Way, main, measure
+from harness import MISSED, Benchmark, Case, Config, Variant, main, measure
 from helpers.speed import WAIT
 from processes import RunFailed, Unavailable
 
@@ -26,9 +26,9 @@ BENCHMARKS = ROOT / "benchmarks"
 MS = Metric(name="ms", title="ms/step")
 
 
-def measured(*rounds: Round, goals=(), ways=("ours", "theirs"), **more) -> Measured:
-    titles = {way: f"the way `{way}`" for way in ways}
-    return Measured(name="two", title="on 2 ranks", metrics=[MS], ways=titles, goals=goals, rounds=rounds, **more)
+def measured(*rounds: Round, goals=(), variants=("ours", "theirs"), **more) -> Measured:
+    titles = {variant: f"the variant `{variant}`" for variant in variants}
+    return Measured(name="two", title="on 2 ranks", metrics=[MS], variants=titles, goals=goals, rounds=rounds, **more)
 
 
 def of(ours: float, theirs: float) -> Round:
@@ -68,7 +68,7 @@ def test_a_way_that_failed_is_no_figure_and_no_goal_met():
     goals = [Goal(upper="theirs", lower="ours", relation=">=", limit=2), Goal(upper="absent", lower="ours", limit=9)]
     broken = Round(results={"ours": {"ms": 1.0}}, failed={"theirs": "exit code 1"})
     case = measured(
-        of(10, 30), broken, goals=goals, ways=("ours", "theirs", "absent"), unavailable={"absent": "no such thing"}
+        of(10, 30), broken, goals=goals, variants=("ours", "theirs", "absent"), unavailable={"absent": "no such thing"}
     )
     assert case.compared("theirs", "ours", "ms") == [3.0]
     assert case.trouble("theirs") == "failed in 1 of 2 rounds: exit code 1"
@@ -76,8 +76,8 @@ def test_a_way_that_failed_is_no_figure_and_no_goal_met():
     assert case.verdicts()[1].word == "not measured: absent not available: no such thing"
     assert not case.verdicts()[1].met
     table = page.table(case)
-    assert "| the way `theirs` (failed in 1 of 2 rounds: exit code 1) | 30.0 |" in table
-    assert "| the way `absent` | not available: no such thing |" in table
+    assert "| the variant `theirs` (failed in 1 of 2 rounds: exit code 1) | 30.0 |" in table
+    assert "| the variant `absent` | not available: no such thing |" in table
 
 
 def test_the_page():
@@ -88,9 +88,9 @@ def test_the_page():
     made = record(case, pictures=[curve], sheets=[sheet], notes=["a note"])
     text = page.page([made], {"mine": "By hand.\n"}, "benchmarks")
     assert "| [Theirs / ours](#my-work) | ≥ 2 | 2.75 | met |" in text
-    assert "| way | ms/step: median (min-max) | / ours |" in text
-    assert "| the way `ours` | 11.0 (10.0-12.0) |  |" in text
-    assert "| the way `theirs` | 30.0 (30.0-30.0) | 2.75 |" in text
+    assert "| variant | ms/step: median (min-max) | / ours |" in text
+    assert "| the variant `ours` | 11.0 (10.0-12.0) |  |" in text
+    assert "| the variant `theirs` | 30.0 (30.0-30.0) | 2.75 |" in text
     assert "- theirs / ours = 2.750, goal ≥ 2: met" in text
     for part in ("## My work", "![My work](benchmarks/curve.png)", "| x\\|y | 1 |", "- a note", "By hand.", "a CPU"):
         assert part in text
@@ -135,9 +135,11 @@ def test_rounds_go_on_where_a_way_fails(tmp_path, capfd):
         ran.append("absent")
         raise Unavailable("no such library")
 
-    ways = [Way(name=run.__name__, title=run.__name__, run=run) for run in (works, fails, confused, empty, absent)]
+    variants = [
+        Variant(name=run.__name__, title=run.__name__, run=run) for run in (works, fails, confused, empty, absent)
+    ]
     goals = [Goal(upper="fails", lower="works", limit=1)]
-    case = Case(name="two", title="two", ways=ways, metrics=[MS], goals=goals, reference="works")
+    case = Case(name="two", title="two", variants=variants, metrics=[MS], goals=goals, reference="works")
     benchmark = Benchmark(name="mine", title="My work", about="What it is.", cases=lambda _: [case])
     assert main(benchmark, ["--rounds", "6", "--json", str(tmp_path / "mine.json")]) == MISSED
     assert (ran.count("works"), ran.count("fails"), ran.count("absent")) == (6, 2, 1)
@@ -153,8 +155,8 @@ def test_rounds_go_on_where_a_way_fails(tmp_path, capfd):
 
 
 def test_the_order_of_a_round_is_shuffled_by_the_seed():
-    ways = [Way(name=name, title=name, run=lambda _: {"ms": 1.0}) for name in "abcd"]
-    case = Case(name="four", title="four", ways=ways, metrics=[MS])
+    variants = [Variant(name=name, title=name, run=lambda _: {"ms": 1.0}) for name in "abcd"]
+    case = Case(name="four", title="four", variants=variants, metrics=[MS])
     orders = [[tuple(r.order) for r in measure(case, Config(rounds=8, seed=seed)).rounds] for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     assert {order[0] for order in orders[0]} != {"a"}
@@ -183,7 +185,8 @@ sys.path.insert(0, {str(BENCHMARKS)!r})
 from harness import *
 from processes import launch
 run = lambda folder: launch([["sh", "-c", "setsid sleep 601 & touch {tmp_path}/began; exec sleep 602"]])
-case = Case(name="a", title="a", ways=[Way(name="a", title="a", run=run)], metrics=[Metric(name="ms", title="ms")])
+variants = [Variant(name="a", title="a", run=run)]
+case = Case(name="a", title="a", variants=variants, metrics=[Metric(name="ms", title="ms")])
 sys.exit(main(Benchmark(name="a", title="a", about="a", cases=lambda _: [case]), []))
 """
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
@@ -219,7 +222,7 @@ def test_a_peer_that_cannot_be_made_is_not_available(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "CACHE", tmp_path / "file")  # a file, so no folder can be created in it
     monkeypatch.setattr(peers, "_failed", {})
     for _ in range(2):  # only the first call tries
-        with pytest.raises(Unavailable, match=r"^the environment plots cannot be made: .*Not a directory"):
+        with pytest.raises(Unavailable, match=r"^the environment plots cannot be created: .*Not a directory"):
             peers.python("plots")
     assert peers.python("plots", Path("/some/python")) == Path("/some/python")
     for pins in peers.PINS.glob("*.txt"):  # --no-deps: only pinned packages are installed

@@ -147,7 +147,7 @@ def test_an_archive_with_other_bytes_is_refused(archive: Path, tmp_path: Path) -
 
 
 def environment_without(folder: Path, *missing: str) -> Path:
-    """Make an environment without the packages whose names begin with ``missing``; return its Python."""
+    """Create an environment without the packages whose names begin with ``missing``; return its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = next(folder.glob("lib/python3*/site-packages"))
     for package in Path(sysconfig.get_path("purelib")).iterdir():

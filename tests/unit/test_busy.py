@@ -52,5 +52,5 @@ def test_busy_is_reported_without_a_world_nested_and_in_any_thread(sentinel):
 
 @pytest.mark.parametrize(("reason", "kind"), [(None, TypeError), (3, TypeError), ("", ValueError), (" \n", ValueError)])
 def test_busy_wants_a_reason(reason, kind):
-    with pytest.raises(kind, match=r"reason: got .*, expected a non-empty string; say what the rank does: hk\.busy"):
+    with pytest.raises(kind, match=r"reason: got .*, expected a non-empty string; describe what .* does: hk\.busy"):
         hk.busy(reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import shutil
@@ -15,7 +16,7 @@ from helpers.faults import flip, limited
 
 import hvdkit as hk
 from hvdkit.checkpoint.entries import Entry, State
-from hvdkit.checkpoint.folder import clear_damage, prune, read_damage, record_damage, step_name, tidy
+from hvdkit.checkpoint.folder import clear_damage, list_checkpoints, prune, read_damage, record_damage, step_name, tidy
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OPEN_FILES, Reader
 from hvdkit.checkpoint.tensorfile import NonFiniteTensor, OutgoingTensor, not_allowed, write_file
@@ -102,6 +103,25 @@ def test_latest_returns_no_checkpoint_with_noted_damage(tmp_path):
     hk.checkpoint.verify(tmp_path)
     assert hk.checkpoint.latest(tmp_path) == tmp_path / step_name(30)
     clear_damage(tmp_path / step_name(30))
+
+
+def test_a_checkpoint_with_noted_damage_is_not_read(tmp_path, monkeypatch):
+    """Its disk may report errors, which must not stop a restart or a save."""
+    for step in (10, 20, 30):
+        save(tmp_path / step_name(step))
+    record_damage(tmp_path / step_name(20), "row 7")
+    record_damage(tmp_path / step_name(30), "row 7")
+    load = Manifest.load
+
+    def load_others(path: Path) -> Manifest:
+        if path.name in (step_name(20), step_name(30)):
+            raise OSError(errno.EIO, "Input/output error")
+        return load(path)
+
+    monkeypatch.setattr(Manifest, "load", load_others)
+    assert hk.checkpoint.latest(tmp_path) == tmp_path / step_name(10)
+    prune(save(tmp_path / step_name(25)), 1, None)
+    assert [p.name for p in list_checkpoints(tmp_path)] == [step_name(s) for s in (20, 25, 30)]
 
 
 def test_damage_is_noted_only_for_a_checkpoint_that_is_there(tmp_path):

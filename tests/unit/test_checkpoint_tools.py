@@ -132,7 +132,7 @@ def test_the_table_shows_it_in_aligned_columns(one):
     assert any(re.fullmatch(r"model/count +replicated +scalar +int64 +8 B", line) for line in lines)
     start = lines.index("") + 1
     assert len({line.index("float") for line in lines[start:] if " float" in line}) == 1
-    assert lines[-1] == "one of each rank's own: random/python"
+    assert lines[-1] == "one per rank: random/python"
 
 
 def test_a_run_is_listed_with_what_is_damaged(logdir):
@@ -164,7 +164,7 @@ def test_a_missing_file_shows_without_reading_tensors(one):
 def test_no_checkpoint_is_an_error_with_the_remedy(tmp_path, what):
     (tmp_path / "empty").mkdir()
     for tool in (hk.checkpoint.inspect, hk.checkpoint.verify, lambda p: hk.checkpoint.export_npy(p, tmp_path / "to")):
-        with pytest.raises(hk.CheckpointError, match=f"{what}.*; give a logdir"):
+        with pytest.raises(hk.CheckpointError, match=f"{what}.*; pass a logdir"):
             tool(tmp_path / what)
 
 
@@ -180,7 +180,7 @@ def test_what_is_whole_is_counted(logdir):
     assert max(told) <= BLOCK_BYTES
     # 5 replicated, 3 + 3 + 2 + 3 + 0 sharded parts, 3 seeds
     assert read.tensors == 2 * 19
-    assert str(read).startswith("whole: 2 checkpoint(s), 8 file(s), 38 tensor part(s), 61")
+    assert str(read).startswith("intact: 2 checkpoint(s), 8 file(s), 38 tensor part(s), 61")
 
 
 def test_all_damage_is_told_with_file_tensor_and_rows(logdir):
@@ -222,7 +222,7 @@ def test_a_file_that_was_cut_short_names_the_rows_that_are_gone(one):
     with pytest.raises(hk.CorruptCheckpointError) as caught:
         hk.checkpoint.verify(one)
     told = str(caught.value)
-    assert f"{shard}: has {cut} bytes, and {whole} were written" in told
+    assert f"{shard}: has {cut} bytes, but {whole} were written" in told
     assert f"{shard}: 'tables/mod' is damaged in rows 384 to 832" in told
     assert "shard-00001" not in told and "replicated" not in told
 
@@ -379,7 +379,7 @@ def test_inspect_on_the_command_line(logdir, capsys):
 
 def test_exit_codes_of_verify(logdir, capsys):
     assert hvdkit("verify", logdir) == 0
-    assert capsys.readouterr().out.startswith("whole: 2 checkpoint(s)")
+    assert capsys.readouterr().out.startswith("intact: 2 checkpoint(s)")
     shard = logdir / "checkpoints" / "step-000000004" / "shard-00000-of-00003.safetensors"
     flip(shard, offset(shard, "tables/mod", 0))
     assert hvdkit("verify", logdir) == 1
@@ -425,7 +425,7 @@ for arguments in (["inspect", checkpoint], ["verify", checkpoint], ["export", ch
     code = without("tensorflow", "keras", "horovod", "mpi4py") + code
     done = call([sys.executable, "-c", code, one, tmp_path / "to"])
     assert done.returncode == 0, done.stderr
-    assert "whole: 1 checkpoint(s)" in done.stdout and (tmp_path / "to" / "values.json").exists()
+    assert "intact: 1 checkpoint(s)" in done.stdout and (tmp_path / "to" / "values.json").exists()
 
 
 def test_a_bar_is_shown_on_a_terminal_only(one):
@@ -437,5 +437,5 @@ def test_a_bar_is_shown_on_a_terminal_only(one):
     shown = os.read(leader, 2**16).decode()
     os.close(leader)
     assert done.returncode == 0
-    assert done.stdout.startswith(b"whole: ") and done.stdout.count(b"\n") == 1
+    assert done.stdout.startswith(b"intact: ") and done.stdout.count(b"\n") == 1
     assert "reading" in shown and "MB" in shown

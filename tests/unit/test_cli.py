@@ -32,7 +32,7 @@ class Echo:
 
 
 def echo(config: Echo) -> object:
-    """Do what the config says."""
+    """Return or raise what the config specifies."""
     if config.outcome == "hvdkit-error":
         raise HvdkitError("ranks: got 3,\n  expected 4; start 4 ranks")
     if config.outcome == "value-error":

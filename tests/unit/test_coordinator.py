@@ -322,7 +322,7 @@ def test_scripts_that_end_with_a_code_keep_it():
     job.run(2.5)
     job.say(1, Exited(code=3, step=4))
     job.run(8)
-    assert job.line == "hvdkit: rank 1 on host-0 failed at step 4: sys.exit(3) while other ranks went on"
+    assert job.line == "hvdkit: rank 1 on host-0 failed at step 4: sys.exit(3) while other ranks continued"
     assert job.coordinator.verdict.code == 3
 
 
@@ -423,7 +423,7 @@ def test_a_sentinel_that_comes_back_is_no_failure():
     assert_goes_on(job)
     job.lose(1)
     job.run(6)
-    assert "rank 1 on host-0 is out of reach (its host is down, the network is cut, or its" in job.line
+    assert "rank 1 on host-0 is unreachable (its host is down, the network is cut, or its" in job.line
 
 
 def test_a_lost_sentinel_of_hvdkit_run_does_not_come_back():
@@ -523,7 +523,9 @@ def test_two_eager_collectives_that_wait_for_each_other():
     job = Job(3)
     job.status[0], job.status[1] = Status(waits=waits("a")), Status(waits=waits("b"))
     job.run(12)
-    words = "CollectiveMismatchError: waits in b() (train.py:b), but rank 0 in a() (train.py:a), and neither can go on"
+    words = (
+        "CollectiveMismatchError: waits in b() (train.py:b), but rank 0 in a() (train.py:a), and neither can continue"
+    )
     assert f"rank 1 on host-0 failed: {words}" in job.line
 
 
@@ -685,7 +687,7 @@ def test_a_host_that_dies_is_blamed_though_other_ranks_end_before_its_sentinels_
     for rank in range(8):
         job.say(rank, Exited(code=None) if others == "are killed" else FOLLOWS)
     job.run(3.0)
-    assert job.line.startswith("hvdkit: rank 8 on host-1 is out of reach (its host is down"), job.lines
+    assert job.line.startswith("hvdkit: rank 8 on host-1 is unreachable (its host is down"), job.lines
 
 
 def test_a_sentinel_that_was_killed_is_not_taken_for_its_host():

@@ -100,7 +100,7 @@ def test_scaling_from_a_file(tmp_path, capsys):
         (["--measured", "FILE", "--ranks", "x"], "--ranks: got x"),
         (["--measured", "FILE", "--bandwidth", "fast"], "--bandwidth: got fast"),
         (["--measured", "nowhere.json"], "No such file"),
-        (["--measured", "OTHER"], "is another file"),
+        (["--measured", "OTHER"], "is not such a file"),
         (["--measured", "PART"], "lacks a part"),
     ],
 )

@@ -296,5 +296,5 @@ def test_as_keras_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match="data without labels"):
         GlobalBatches(np.zeros(5), 2, rank=0, size=1).as_keras()
     short = GlobalBatches((np.zeros((4, 3), np.float32), np.zeros((4, 1))), 2, epochs=1, rank=0, size=1)
-    with pytest.raises(Exception, match="let GlobalBatches"):
+    with pytest.raises(Exception, match="set GlobalBatches"):
         fitted(short.as_keras(), epochs=2)

@@ -49,7 +49,7 @@ def test_records_are_read_as_they_were_written(pair):
     first, second = reader.records()
     assert first.start <= first.end <= second.end <= time.monotonic()
     assert reader.state().waiting == 0 and reader.state().since == second.end and not recorder.waiting
-    assert "came out of barrier() 0 s ago" in recorder.describe()
+    assert "returned from barrier() 0 s ago" in recorder.describe()
 
 
 def test_a_collective_of_a_graph_has_ended_when_it_begins_again(pair):

@@ -45,7 +45,7 @@ def test_the_rank_that_is_missing_is_named_and_where_it_is():
     )
     assert found == [
         "ranks 0, 2 wait for rank 1 in sum of b at step 20, for 10.0 s (train.py:7)",
-        "  rank 1 came out of sum of a at step 19 88.5 s ago, and has not entered another (load.py:3)",
+        "  rank 1 returned from sum of a at step 19 88.5 s ago, and has not entered another (load.py:3)",
     ]
 
 

@@ -72,7 +72,7 @@ def test_on_other_hosts_the_folder_has_to_be_new(monkeypatch, tmp_path, made_by)
         assert (there / "offer").read_text() == text and stat.S_IMODE(there.stat().st_mode) == 0o700
         file.remove()
     else:
-        with pytest.raises(ClusterError, match=r"host other: .*exists already, and is not of this job"):
+        with pytest.raises(ClusterError, match=r"host other: .*already exists, and does not belong to this job"):
             secret.PrivateFile(text, here, ["other"])
         assert not (tmp_path / "elsewhere" / "offer").exists()
     assert not (tmp_path / "here").exists()

@@ -342,14 +342,14 @@ def test_an_engine_that_fails_is_quoted():
     judged = attempt(UNKNOWN, last_line=last)._judge()
     assert judged.code == 1
     assert judged.line.startswith(
-        "mpirun ended with exit code 1 before any rank began; mpirun: There are not enough slots; the job ended after"
+        "mpirun ended with exit code 1 before any rank started; mpirun: There are not enough slots; the job ended after"
     )
     judged = attempt(UNKNOWN, (0, None), code=-15, last_line=last)._judge()
-    assert judged.code == 143 and judged.line.startswith("of 2 ranks 1 never began; mpirun: There are not")
+    assert judged.code == 143 and judged.line.startswith("rank 1 of 2 never started; mpirun: There are not")
     failed = attempt(UNKNOWN, (0, 3), code=-15, was_ended=True)
     failed._coordinator.verdict = Verdict(3, UNKNOWN.summary)
     judged = failed._judge()
-    assert judged.code == 3 and judged.line.startswith("of 2 ranks 1 never began; rank 0 ended with exit code 3; the")
+    assert judged.code == 3 and judged.line.startswith("rank 1 of 2 never started; rank 0 ended with exit code 3; the")
     judged = attempt(UNKNOWN, (0, 0), (1, None), code=0)._judge()
     assert judged.code == 1 and judged.line.startswith(UNKNOWN.summary)  # never 0 if a rank is missing
 

@@ -99,7 +99,7 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def breaches(path: Path) -> Iterator[str]:
-    """Yield every import of a file that does not go down."""
+    """Yield a file's imports that do not point down."""
     mine, module = part_of(path), ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     for line, name in imports_of(path):
         words = name.split(".")
@@ -157,7 +157,7 @@ def test_no_mutable_state_is_shared_between_layers():
 
 
 def test_the_check_sees_a_breach(tmp_path, monkeypatch):
-    """Upward, sideways, lazy, in a function, and a third-party library in the pure part."""
+    """Imports up, sideways, lazily or in a function, and a third-party library in a pure module."""
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     for module, line in (

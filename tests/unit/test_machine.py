@@ -17,7 +17,7 @@ MEBIBYTE = 2**20
 
 
 def filesystem(folder: Path, lines: str, files: dict[str, str]) -> Path:
-    """Make a file system in which this process is in the control groups of ``lines``."""
+    """Create a file system in which this process is in the control groups of ``lines``."""
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/self/cgroup").write_text(lines + "\n")
     for name, content in files.items():

@@ -197,7 +197,7 @@ def test_a_function_may_read_the_iterations_of_the_original():
     for _ in range(3):
         optimizer.apply([tf.ones([1])], [variable])
     np.testing.assert_allclose(variable, [-(1 + 1 / 2 + 1 / 3)], rtol=1e-6)
-    with pytest.raises(ValueError, match="optimizer: got an optimizer that is wrapped already, with a function"):
+    with pytest.raises(ValueError, match="optimizer: got an optimizer that is already wrapped, with a function"):
         hk.DistributedOptimizer(plain)
 
 
@@ -381,7 +381,7 @@ def test_an_optimizer_for_each_variable_by_a_function():
 )
 def test_an_optimizer_is_distributed_once(make):
     inner = hk.DistributedOptimizer(opts.SGD(0.1))
-    words = r"optimizer: got .*DistributedOptimizer.*wrap (it once|the outermost optimizer only); twice combines twice"
+    words = r"optimizer: got .*DistributedOptimizer.*wrap (it once|only the outermost optimizer), so that"
     with pytest.raises(TypeError, match=words):
         hk.DistributedOptimizer(make(inner))
 
@@ -402,6 +402,18 @@ def test_iterations_count_updates():
     for count in range(3):
         assert int(optimizer.iterations) == count
         assert int(optimizer.apply_gradients([(tf.ones([1, 2]), variable)])) == count + 1
+
+
+def test_accumulation_adds_up_and_begins_again():
+    optimizer, variable = hk.DistributedOptimizer(opts.SGD(1.0), accumulate_steps=3), keras.Variable([1.0, 2.0])
+    optimizer.build([variable])
+    (total,) = optimizer._accumulated_gradients
+    expected = [([1, 2], 1), ([1, 2], 2), ([0, 1], 0), ([0, 1], 1)]
+    for step, (values, sums) in enumerate(expected):
+        optimizer.apply([tf.ones([2])])
+        np.testing.assert_allclose(variable, values)
+        np.testing.assert_allclose(total, [sums, sums])
+        assert int(optimizer.iterations) == (step + 1) // 3
 
 
 @pytest.mark.parametrize("shard_states", [False, True])

@@ -90,6 +90,8 @@ def test_rows_find_their_way_to_other_owners(before, after, rows, old, new, data
 def test_owner_and_local_row_agree_with_the_rows(rule, rows, size):
     ids = np.arange(rows)
     owners, local = owner(rule, ids, rows, size), local_row(rule, ids, rows, size)
+    if rows:
+        np.testing.assert_array_equal(local_row(rule, ids.tolist(), rows, size), local)
     for rank in range(size):
         held = list(rows_of(rule, rows, rank, size))
         assert list(ids[owners == rank]) == held

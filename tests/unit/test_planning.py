@@ -70,7 +70,7 @@ def test_rows_are_shared_out_evenly_and_tables_by_size():
 
 
 def test_keys_of_all_groups_fit_one_dtype():
-    """Of two tables only one needs keys of 64 bits, but their ids travel in one message."""
+    """Only one of two tables needs 64-bit keys, but their ids are sent in one message."""
     layout = lay_out([Table("small", 9, 2), Table("huge", 2**31, 4)], {"small": "row", "huge": "row"}, 2)
     assert [key_dtype(group.keys) for group in layout.groups] == [tf.int32, tf.int64]
     assert key_dtype(layout.keys) == tf.int64

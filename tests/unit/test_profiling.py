@@ -9,8 +9,10 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -223,7 +225,7 @@ def row(rank, waited_for, **parts):
         (
             [row(0, 2.0, compute=7.9, wait=2.1), row(1, 3.0, compute=8.0, wait=2.0)],
             "rank 1 is the straggler: other ranks wait 3.0 of 10.0 ms per step; its parts take no longer than those of "
-            "other ranks, which are late in turns (rank 0: 2.0); exchange: 0.0",
+            "other ranks, which take turns being late (rank 0: 2.0); exchange: 0.0",
         ),
         (
             [row(0, 0.0, compute=3.0, wait=4.0, other=3.0), row(1, 4.0, compute=4.9, wait=0.1, other=5.0)],
@@ -248,6 +250,13 @@ def row(rank, waited_for, **parts):
 )
 def test_the_sentence_says_what_the_table_shows(rows, said):
     assert profile_report.summarize(rows).startswith(said)
+
+
+def test_long_host_names_are_cut_visibly(capsys):
+    hosts = ["short", "x" * 20, "ip-10-0-0-123.ec2.internal"]
+    profile_report.print_table([replace(row(0, 0.0), host=host) for host in hosts], sys.stdout)
+    printed = [line.split()[1] for line in capsys.readouterr().out.splitlines()[2:5]]
+    assert printed == ["short", "x" * 20, "ip-10-0-0-123.ec2.i…"]
 
 
 # ---- clocks, settings, and no profile --------------------------------------------------------------------------

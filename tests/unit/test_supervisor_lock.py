@@ -164,7 +164,7 @@ def test_verify_finds_it_held_or_takes_it_again(tmp_path):
         (tmp_path / "copy").replace(tmp_path / NAME)  # another file with the same content
         lock.verify()
         assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
-    with pytest.raises(CheckpointError, match="given the lock back"):
+    with pytest.raises(CheckpointError, match="has released the lock"):
         lock.verify()
 
 
@@ -234,7 +234,7 @@ def test_a_logdir_that_is_a_file(tmp_path):
 def test_a_holder_that_has_not_said_who_it_is(tmp_path, start):
     start(tmp_path)
     os.truncate(tmp_path / NAME, 0)
-    with pytest.raises(CheckpointError, match="has not said who it is"):
+    with pytest.raises(CheckpointError, match="has not identified itself"):
         LogdirLock(tmp_path).acquire()
 
 

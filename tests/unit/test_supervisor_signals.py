@@ -112,7 +112,7 @@ def test_a_second_signal_ends_a_main_thread_that_waits_in_native_code():
     process.send(signal.SIGTERM)
     code, _, err = process.end()
     assert code == -signal.SIGTERM
-    assert err == "hvdkit: ended by a second SIGTERM; what was not saved is lost\n"
+    assert err == "hvdkit: ended by a second SIGTERM; unsaved progress is lost\n"
 
 
 def test_an_echo_of_the_first_is_no_second():

@@ -150,7 +150,7 @@ def test_a_flipped_byte_of_the_header_is_seen(file):
             TensorFile(path, record)
         flip(path, at)
     flip(path, 6)
-    with pytest.raises(CorruptCheckpointError, match=r"is no safetensors file \(a header of 11"):
+    with pytest.raises(CorruptCheckpointError, match=r"is not a safetensors file \(a header of 11"):
         TensorFile(path, record)
 
 
@@ -158,9 +158,9 @@ def test_a_file_that_was_cut_short_is_seen(file):
     path, record, _ = file
     with path.open("r+b") as opened:
         opened.truncate(record.bytes - 5000)
-    with pytest.raises(CorruptCheckpointError, match=rf"has {record.bytes - 5000} bytes, and {record.bytes} were"):
+    with pytest.raises(CorruptCheckpointError, match=rf"has {record.bytes - 5000} bytes, but {record.bytes} were"):
         TensorFile(path, record)
-    with TensorFile(path) as opened, pytest.raises(CorruptCheckpointError, match=r"part.safetensors: .*cut short"):
+    with TensorFile(path) as opened, pytest.raises(CorruptCheckpointError, match=r"part.safetensors: .*truncated"):
         opened.read("x")
 
 
@@ -175,7 +175,7 @@ def test_a_stub_of_a_file_is_seen(file, length):
 
 def test_a_tensor_that_is_not_there(file):
     path, record, _ = file
-    with TensorFile(path, record) as opened, pytest.raises(CorruptCheckpointError, match="holds no 'z'"):
+    with TensorFile(path, record) as opened, pytest.raises(CorruptCheckpointError, match="contains no 'z'"):
         opened.read("z")
 
 

@@ -225,12 +225,12 @@ VICTIM = Failed(cause="HorovodInternalError: a peer is gone", follows=True, step
         (
             [*of(1, TRAINS, Lost()), *WELL],
             1,
-            "rank 1 on node1 is out of reach (its host is down, the network is cut, or its sentinel was killed)",
+            "rank 1 on node1 is unreachable (its host is down, the network is cut, or its sentinel was killed)",
         ),
         (
             [*of(1, TRAINS, Leaving(step=20), Exited(code=3)), *WELL],
             3,
-            "rank 1 on node1 failed at step 20: sys.exit(3) while other ranks went on",
+            "rank 1 on node1 failed at step 20: sys.exit(3) while other ranks continued",
         ),
         (
             [*of(1, TRAINS, Leaving(step=20), Exited(code=3)), *of(0, TRAINS, Leaving(step=20), at=4.5)],

@@ -104,7 +104,7 @@ def test_ranks_that_wait_for_each_other_eagerly_are_heard_again_first(places, st
     assert (found is not None) is stuck
     if stuck:
         assert places[found.rank] is not None and found.cause.endswith(
-            "and neither can go on; make every rank enter the same collectives"
+            "and neither can continue; make every rank enter the same collectives"
         )
 
 

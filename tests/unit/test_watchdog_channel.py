@@ -1,4 +1,4 @@
-"""The connections between sentinels and the coordinator: real sockets on loopback, and strangers at the port."""
+"""The connections between sentinels and the coordinator: real sockets on loopback, and unauthorized clients."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_rank_that_is_not_of_this_job_or_is_there_already_is_not_let_in_and_le
     with Job(2) as job:
         first = job.sentinel(0, 2)
         other = Joined(**{"rank": 1, "size": 2, "host": "h", "place": "p"} | wrong)
-        with pytest.raises(ConnectionRefusedError, match=f"the job's coordinator does not let this rank in: {why}"):
+        with pytest.raises(ConnectionRefusedError, match=f"the job's coordinator rejects this rank: {why}"):
             connect(job.offer, other, selectors.DefaultSelector(), None)
         assert job.coordinator.members.keys() == {0} and job.coordinator.members[0].is_running
         close(first)
@@ -504,6 +504,7 @@ def test_hundreds_of_sentinels_connect_and_report():
         members = job.coordinator.members
         wait_until(lambda: len(job.output) == size and all(one.status.step is not None for one in [*members.values()]))
         assert all(one.is_training for one in members.values())
+        assert all(one.joined == joined(rank, size) for rank, one in members.items())
         assert job.output == {(rank, b"hello\n"): 1 for rank in range(size)}
         assert [members[rank].status.step for rank in range(size)] == list(range(size))
         ends[7].send(Failed(cause="ValueError: the disk is full", step=3, text="[rank 7] its traceback"))

@@ -50,11 +50,11 @@ def _check_writable(config: Bench) -> None:
                 (config.profile / name).unlink(missing_ok=True)
     except OSError as error:
         got = f"{config.profile} ({error.strerror})"
-        raise ValueError(describe("--profile", got, "a folder that can be written", "name another")) from None
+        raise ValueError(describe("--profile", got, "a folder that can be written", "pass another")) from None
     if config.json is not None:
         target = config.json if config.json.exists() else config.json.parent
         if config.json.is_dir() or not os.access(target, os.W_OK):
-            raise ValueError(describe("--json", str(config.json), "a file that can be written", "name another"))
+            raise ValueError(describe("--json", str(config.json), "a file that can be written", "pass another"))
 
 
 def _time_rounds(config: Bench) -> list[Round]:
@@ -101,7 +101,7 @@ def _profile_program(config: Bench, program: Sequence[str]) -> int:
     if code == 0 and file.exists() and config.json is not None:
         config.json.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
     if code == 0 and not file.exists() and config.hosts is None:
-        why = "a line above says why, or the program never called hk.init()"
+        why = "see the messages above, or the program never called hk.init()"
         print(f"hvdkit bench: no profile was written: {why}", file=sys.stderr)
         return 1
     return code

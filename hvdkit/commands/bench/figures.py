@@ -118,10 +118,10 @@ def show(config: Bench, rounds: Sequence[Round], stream: TextIO) -> None:
     first = jobs[0].results[0]
     threads = f", {first.threads} threads" if first.threads > 1 else ", 1 thread" if first.threads else ""
     shown = f"{len(rounds)} times {config.steps}" if len(rounds) > 1 else str(config.steps)
-    about = f"{config.model}, {config.batch_size} examples a rank, {config.optimizer_name}"
-    console.print(f"{about}, {first.device}{threads} a rank; {shown} steps after {config.warm_up}")
+    about = f"{config.model}, {config.batch_size} examples per rank, {config.optimizer_name}"
+    console.print(f"{about}, {first.device}{threads} per rank; {shown} steps after {config.warm_up}")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    names = ("ranks", "ms/step", "quartiles", "examples/s", "efficiency", "collectives", "MB sent", "MB a rank")
+    names = ("ranks", "ms/step", "quartiles", "examples/s", "efficiency", "collectives", "MB sent", "MB per rank")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for job in jobs:
@@ -140,7 +140,7 @@ def show(config: Bench, rounds: Sequence[Round], stream: TextIO) -> None:
     console.print(table)
     low, high = max((job.quartiles for job in jobs), key=lambda pair: pair[1] / pair[0])
     if high > MAX_QUARTILE_RATIO * low:
-        console.print("steps differ by much: something else runs on these machines, and the figures are rough")
+        console.print("step times vary a lot: other programs run on these machines, and the figures are imprecise")
 
 
 def as_json(config: Bench, rounds: Sequence[Round]) -> dict[str, Any]:

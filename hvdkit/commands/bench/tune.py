@@ -63,7 +63,7 @@ class Tune(JobOptions):
             self.save.open("a").close()
         except OSError as error:
             got = f"{self.save} ({error.strerror})"
-            raise ValueError(describe("--save", got, "a file that can be written", "name another")) from None
+            raise ValueError(describe("--save", got, "a file that can be written", "pass another")) from None
 
     def request(self, **options: Any) -> MeasurementRequest:
         """Return the request for a rank, with ``options`` in addition to or instead of the command's."""

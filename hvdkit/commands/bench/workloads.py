@@ -169,7 +169,7 @@ def measure(
         started = time.perf_counter()
         batch = next(source, None)
         if batch is None:
-            remedy = "pass an iterator that goes on"
+            remedy = "pass an iterator that does not end"
             raise ValueError(describe("batches", number - 1, f"{warm_up + steps} of them", remedy))
         float(step(*batch))
         if number > warm_up:

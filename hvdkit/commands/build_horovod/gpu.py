@@ -47,7 +47,7 @@ class Cuda:
             return None
         return (
             f"caution: CUDA {self.version} against TensorFlow's {self.tensorflow_version}: the driver on the "
-            "machines with GPUs must know both"
+            "machines with GPUs must support both"
         )
 
     def prepare(self, folder: Path) -> dict[str, str]:

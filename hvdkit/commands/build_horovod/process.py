@@ -72,5 +72,5 @@ def _cause(lines: Sequence[str], count: int = 4) -> str:
     start = errors[0] if errors else max(0, len(stripped) - count)
     text = "\n".join(f"  {line[:300]}" for line in stripped[start : start + count])
     if any("Killed" in stripped[index] and "cc1plus" in stripped[index] for index in errors):
-        text += "\n  The compiler ran out of memory: take --jobs 1."
+        text += "\n  The compiler ran out of memory: use --jobs 1."
     return text

@@ -70,7 +70,7 @@ def check_compiler() -> str:
     compiler = next((name for name in candidates if shutil.which(name.split()[0])), None)
     if compiler is None:
         got = f"none of {', '.join(candidates)} on PATH"
-        raise BuildError(describe("C++ compiler", got, "one that knows C++17", GET_COMPILER))
+        raise BuildError(describe("C++ compiler", got, "one that supports C++17", GET_COMPILER))
     if shutil.which("make") is None:
         raise BuildError(describe("make", "none on PATH", "GNU make", GET_COMPILER))
     program = "#include <string_view>\nint main() { return std::string_view().size(); }\n"
@@ -81,7 +81,7 @@ def check_compiler() -> str:
         outcome = subprocess.run(command, capture_output=True, text=True)
     if outcome.returncode:
         got = f"{compiler} failed on a C++17 program: {outcome.stderr.strip()[:400]}"
-        raise BuildError(describe("C++ compiler", got, "one that knows C++17 (GCC 9 or newer)", GET_COMPILER))
+        raise BuildError(describe("C++ compiler", got, "one that supports C++17 (GCC 9 or newer)", GET_COMPILER))
     version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True).stdout
     return version.splitlines()[0] if version else compiler
 

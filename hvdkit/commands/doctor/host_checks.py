@@ -55,7 +55,9 @@ def cores(facts: Facts, filesystem: Path = Path("/")) -> Finding:
     remedy = "mpirun --oversubscribe, or export OMPI_MCA_rmaps_base_oversubscribe=1 (horovodrun needs neither)"
     if facts.open_mpi >= 5:
         remedy = "mpirun --map-by :OVERSUBSCRIBE (horovodrun --gloo needs nothing)"
-    return Finding("cores", "warning", f"{what}: ranks share cores, and plain mpirun refuses", remedy, details)
+    return Finding(
+        "cores", "warning", f"{what}: ranks share cores, and plain mpirun refuses to start them", remedy, details
+    )
 
 
 def root(facts: Facts) -> Finding:
@@ -77,7 +79,7 @@ def shared_memory(facts: Facts, path: Path = Path("/dev/shm")) -> Finding:
     name = "shared-memory"
     if not path.is_dir():
         remedy = "mount a tmpfs on /dev/shm"
-        return Finding(name, "warning", f"{path} does not exist: ranks of a host talk over TCP", remedy)
+        return Finding(name, "warning", f"{path} does not exist: ranks on one host communicate over TCP", remedy)
     usage, needed = shutil.disk_usage(path), max(SHM_LEAST, facts.np * SHM_PER_RANK)
     details = {"total_bytes": usage.total, "free_bytes": usage.free, "wanted_bytes": needed}
     what = f"{usage.free // MEBIBYTE} MiB free of {usage.total // MEBIBYTE} in {path}"

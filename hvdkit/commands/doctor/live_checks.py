@@ -60,17 +60,17 @@ def _run_allreduce(name: str, argv: list[str], facts: Facts, timeout: float) -> 
     details = {"seconds": round(outcome.seconds, 1), "command": argv, "results": results}
     if results and all(1 in (result["size"], result["mpi4py_size"]) for result in results):
         package = "mpi4py" if results[0]["mpi4py_size"] == 1 else "Horovod"
-        what = f"to {package} each process is rank 0 of 1: it does not use the MPI of {argv[0]}"
+        what = f"{package} sees each process as rank 0 of 1: it does not use the MPI of {argv[0]}"
         remedy = f"use the launcher of {facts.library or 'the MPI that Horovod loads'}; see mpirun, mpi-library"
         return Finding(name, "problem", what, remedy, details)
     total = sum(range(1, RANKS + 1))
     correct = [result for result in results if result["size"] == RANKS and result["sum"] == total]
     if outcome.code == 0 and len(correct) == RANKS:
-        what = f"{RANKS} ranks did an allreduce in {outcome.seconds:.1f} s, start included"
+        what = f"{RANKS} ranks did an allreduce in {outcome.seconds:.1f} s, including startup"
         return Finding(name, "ok", what, details=details)
     output = outcome.last_lines()
     how = outcome.how if outcome.code != 0 else "ended with exit code 0, but the sums are wrong"
-    what = f"the start of {RANKS} ranks {how}; its last lines:\n{output or '(none)'}"
+    what = f"the job of {RANKS} ranks {how}; its last lines:\n{output or '(none)'}"
     return Finding(name, "problem", what, _remedy(output, outcome, argv), {**details, "output": output})
 
 
@@ -80,8 +80,8 @@ def _remedy(output: str, outcome: Outcome, argv: list[str]) -> str:
         if match := pattern.search(output):
             return match.expand(remedy)
     if outcome.code is None:
-        return "mend the findings above; a firewall or a wrong interface (see network) also makes ranks wait"
-    return "mend the findings above, then run it by hand: " + " ".join(argv)
+        return "fix the findings above; a firewall or a wrong interface (see network) also makes ranks wait"
+    return "fix the findings above, then run it by hand: " + " ".join(argv)
 
 
 def allreduce(facts: Facts, timeout: float) -> Finding:
@@ -100,16 +100,16 @@ def allreduce(facts: Facts, timeout: float) -> Finding:
     match = ALGORITHM_LINE.search(outcome.stdout)
     details = {"command": argv, "rules": str(rings.RULES) if with_rules else None}
     if outcome.code != 0 or match is None:
-        return Finding(name, "note", f"not seen: the start of {algorithm.RANKS} ranks {outcome.how}", details=details)
+        return Finding(name, "note", f"unknown: the job of {algorithm.RANKS} ranks {outcome.how}", details=details)
     small, large = json.loads(match[1]).values()
-    source = "hk.init()'s rules for several hosts" if with_rules else "the choice of this MPI, or yours"
+    source = "hk.init()'s rules for several hosts" if with_rules else "chosen by this MPI or by your settings"
     what = f"{algorithm.SIZES[1] >> 20} MiB by {large}, {algorithm.SIZES[0]} bytes by {small} ({source})"
     details |= {"small": small, "large": large}
     if large == "wrong" or small == "wrong":
         return Finding(name, "problem", f"the sums are wrong: {what}", "use another MPI", details)
     if large == "ring" or not facts.open_mpi:
         return Finding(name, "ok" if large == "ring" else "note", what, details=details)
-    remedy = "unset the OMPI_MCA_coll variables, and see ~/.openmpi/mca-params.conf, unless you measured"
+    remedy = "unset the OMPI_MCA_coll variables, and check ~/.openmpi/mca-params.conf, unless these measured faster"
     return Finding(name, "note", f"{what}: between hosts a ring sends fewer bytes", remedy, details)
 
 

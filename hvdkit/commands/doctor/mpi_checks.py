@@ -56,7 +56,7 @@ def mpirun(facts: Facts) -> Finding:
         return Finding("mpirun", "note", f"{program.mpi or 'unknown MPI'} at {program.path}", details=details)
     if program.mpi == library:
         return Finding("mpirun", "ok", f"{program.mpi} at {program.path}", details=details)
-    what = f"{program.path} is of {program.mpi}, but Horovod loads {library}"
+    what = f"{program.path} belongs to {program.mpi}, but Horovod loads {library}"
     remedy = f"put {mpi_prefix(facts.training['horovod'] or facts.mpi4py['mpi4py'])}/bin first on PATH"
     if (program.mpi.vendor, program.mpi.major) == (library.vendor, library.major):
         return Finding("mpirun", "warning", what, remedy, details)
@@ -137,11 +137,11 @@ def busy_wait(facts: Facts) -> Finding:
     if facts.library.vendor != "Open MPI":
         return Finding(name, "ok", "concerns Open MPI only", details=details)
     if value is None:
-        what = f"hk.init() sets {variable}=1, so that waiting takes no core"
+        what = f"hk.init() sets {variable}=1, so that waiting ranks do not occupy a core"
         return Finding(name, "ok", what, details=details)
     if value.lower() in ("0", "false"):
         what = f"{variable}={value}: waiting ranks spin, and take cores from those that compute"
-        remedy = f"unset {variable}, unless you measured that spinning is faster"
+        remedy = f"unset {variable}, unless you have measured that spinning is faster"
         return Finding(name, "note", what, remedy, details)
     return Finding(name, "ok", f"{variable}={value}", details=details)
 

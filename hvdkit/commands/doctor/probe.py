@@ -1,4 +1,4 @@
-"""The subprocess that imports TensorFlow, Horovod and mpi4py, and reports about them.
+"""The subprocess that imports TensorFlow, Horovod and mpi4py, and reports on them.
 
 ``python -m hvdkit.commands.doctor.probe STAGE...``: each stage prints one JSON line when it ends, with ``error`` if its
 import failed. The first stage without a line has crashed or hung. Only the stage ``alone`` starts MPI.

@@ -123,7 +123,7 @@ def horovod_tensorflow(facts: Facts) -> Finding:
     installed = facts.training["tensorflow"].get("version") or next(filter(None, versions), None)
     details = {"compiled_for": compiled, "installed": installed}
     if compiled is None and facts.training.loaded("horovod"):
-        what = "Horovod loads, but does not say for which TensorFlow it was compiled"
+        what = "Horovod loads, but does not record for which TensorFlow it was compiled"
         return Finding(name, "note", what, details=details)
     if compiled is None:
         return Finding(name, "problem", "Horovod was compiled without TensorFlow", BUILD, details)

@@ -1,6 +1,6 @@
 """``hvdkit plan``: plan the placement of embedding tables, or predict step times on more ranks; starts no job.
 
-The placement is :func:`hvdkit.sharding.plan.plan_tables`. Predictions start from a file of ``hvdkit tune``:
+The placement is :func:`hvdkit.sharding.plan.plan_tables`. Predictions start from a file written by ``hvdkit tune``:
 
     command.py       the command, and the parsing of its options
     measurements.py  the file: a model's computation, gradients and timed allreduces

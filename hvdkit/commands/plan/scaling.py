@@ -35,7 +35,7 @@ class Scaling:
         m, link = self.measurements, self.link
         rows = f", {m.row_bytes / 1e6:.1f} MB of rows" if m.row_exchanges else ""
         head = [
-            f"{m.model}, {m.batch} examples a rank: {m.gradient_bytes / 1e6:.1f} MB of gradients{rows}; "
+            f"{m.model}, {m.batch} examples per rank: {m.gradient_bytes / 1e6:.1f} MB of gradients{rows}; "
             f"measured on {m.ranks} ranks",
             f"link: {8e-9 / link.byte:.2f} Gbit/s, {link.latency * 1e6:.0f} us; copies: {1e-9 / link.copy:.1f} GB/s",
             "",

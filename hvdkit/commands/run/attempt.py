@@ -150,7 +150,7 @@ class Attempt:
             listeners = listen(addresses)
         except OSError as error:
             at = ", ".join(addresses)
-            raise ClusterError(f"hvdkit run cannot listen at {at} ({error}); name another --interface") from error
+            raise ClusterError(f"hvdkit run cannot listen at {at} ({error}); pass another --interface") from error
         offer = Offer(addresses, listeners[0].getsockname()[1], os.urandom(16).hex())
         settings = WatchdogSettings.from_environment(self._grace)
         # Ranks fill one host after another, except that Slurm may place them differently.
@@ -265,7 +265,7 @@ class Attempt:
         elif self._stopped_by is None:
             self._stopped_by, self._coordinator.stop_requested = number, True
             self.output.line(
-                f"hvdkit run: {number.name}: ranks have {self._grace:g} s to end; a second one ends them now"
+                f"hvdkit run: {number.name}: ranks have {self._grace:g} s to end; send it again to end them now"
             )
             self._coordinator.signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
             self._kill_at = time.monotonic() + self._grace
@@ -290,9 +290,10 @@ class Attempt:
             return replace(verdict, summary=verdict.summary + tail, final=is_preempted, flight=self._coordinator.flight)
         summary = verdict.summary
         if not members:
-            summary = f"{name} ended with exit code {engine.code} before any rank began"
+            summary = f"{name} ended with exit code {engine.code} before any rank started"
         elif missing := sorted(set(range(self._size)) - members.keys()):
-            summary = f"of {self._size} ranks {', '.join(map(str, missing))} never began"
+            noun = "rank" if len(missing) == 1 else "ranks"
+            summary = f"{noun} {', '.join(map(str, missing))} of {self._size} never started"
             if (decided := self._coordinator.verdict) is not None:  # other ranks may have been ended since then
                 verdict = replace(verdict, code=decided.code)
                 codes = {rank: member.exited.code for rank, member in members.items() if member.exited is not None}

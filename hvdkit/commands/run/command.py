@@ -44,7 +44,7 @@ def run(config: RunConfig, program: Sequence[str]) -> int | str:
             config.logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             got = f"{config.logs} ({error.strerror})"
-            raise ValueError(describe("--logs", got, "a folder that can be written", "name another")) from None
+            raise ValueError(describe("--logs", got, "a folder that can be written", "pass another")) from None
     output = OutputWriter({1: sys.stdout.buffer, 2: sys.stderr.buffer}, config.logs)
     return restarts.run(job, program, output)
 

@@ -70,7 +70,7 @@ class EngineFacts:
 
 
 def _horovod_has(text: bytes) -> bool:
-    """Search the file of Horovod's TensorFlow library. Loading it would load TensorFlow, which takes seconds."""
+    """Return whether Horovod's TensorFlow library contains ``text``. Loading it would take seconds."""
     spec = importlib.util.find_spec("horovod")
     folder = Path(spec.origin).parent / "tensorflow" if spec and spec.origin else None
     for file in folder.glob("mpi_lib*.so") if folder else ():

@@ -192,7 +192,7 @@ def _horovodrun(spec: LaunchSpec) -> CommandLine:
 
 
 def _horovod_ssh(spec: LaunchSpec) -> list[str]:
-    """Return horovodrun's ssh options: port and key. Over MPI, mpirun gets the prefix and all other ssh arguments."""
+    """Return horovodrun's ssh options: port and key. Over MPI, mpirun gets other arguments."""
     options, others = [], []
     arguments = iter(shlex.split(spec.ssh_args))
     for argument in arguments:

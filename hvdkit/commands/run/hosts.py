@@ -156,7 +156,9 @@ def place_ranks(hosts: Sequence[Host], np: int | None) -> tuple[Host, ...]:
     remaining = slots if np is None else np
     if remaining > slots:
         shown = ", ".join(map(str, hosts))
-        raise ValueError(describe("-np", remaining, f"at most {slots} ranks ({shown})", "name more slots: node1:4"))
+        raise ValueError(
+            describe("-np", remaining, f"at most {slots} ranks ({shown})", "give the hosts more slots: node1:4")
+        )
     placement = []
     for host in hosts:
         if remaining:

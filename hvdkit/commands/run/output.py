@@ -108,7 +108,9 @@ class OutputWriter:
                 self._open_logs[rank] = (self._logs / f"rank-{rank}.log").open("ab", buffering=0)
             write_all(self._open_logs[rank].fileno(), data)
         except OSError as error:
-            self.line(f"hvdkit run: {self._logs} cannot be written ({error.strerror}): no more logs of ranks")
+            self.line(
+                f"hvdkit run: {self._logs} cannot be written ({error.strerror}): logs of ranks are no longer written"
+            )
             self._logs = None
 
     def _show(self, bar: bytes) -> None:

@@ -104,7 +104,7 @@ def run_on(
         try:
             done = subprocess.run(argv, input=text.encode(), capture_output=True, timeout=timeout, check=False)
         except subprocess.TimeoutExpired:
-            return "", f"it does not answer within {timeout:g} s; is it up, and its file system not stuck?"
+            return "", f"it does not answer within {timeout:g} s; is it up, and does its file system respond?"
         except FileNotFoundError:
             return "", f"there is no {argv[0]} here; install it (ssh: an OpenSSH client)"
         output, errors = (data.decode(errors="replace") for data in (done.stdout, done.stderr))
@@ -198,7 +198,7 @@ def network(answers: Sequence[Answer] | None, named: str | None, local: Sequence
         reachable = tuple(one.address for one in local if not one.is_local)
         if not reachable:
             expected = "an interface that other hosts can reach"
-            raise ClusterError(describe("--interface", "none that reaches other hosts", expected, "name another"))
+            raise ClusterError(describe("--interface", "none that reaches other hosts", expected, "pass another"))
         return Network(None, reachable)
     by_address = {one.address: one for one in local}
     names = set()
@@ -206,7 +206,7 @@ def network(answers: Sequence[Answer] | None, named: str | None, local: Sequence
         here = by_address.get(answer.client)
         if here is None or here.is_local:
             got = f"{here.interface if here else answer.client}, by which {answer.host} is reached"
-            remedy = "name one that reaches all hosts: --interface eth0"
+            remedy = "pass one that reaches all hosts: --interface eth0"
             raise ClusterError(describe("--interface", got, "one that others can reach", remedy))
         names.add(here.interface)
         names |= {name for name, found in answer.addresses.items() if answer.server in (one for one, _ in found)}
@@ -219,11 +219,13 @@ def _named(answers: Sequence[Answer], named: str, local: Sequence[Address]) -> N
     if not found or found[0].is_local:
         choices = ", ".join(one.interface for one in local if not one.is_local) or "none here"
         why = "which reaches no other host" if found else "which this host does not have"
-        raise ClusterError(describe("--interface", f"{named}, {why}", f"one of {choices}", "name another"))
+        raise ClusterError(describe("--interface", f"{named}, {why}", f"one of {choices}", "pass another"))
     without = [answer.host for answer in answers if not answer.addresses.get(named)]
     if without:
         got = f"{named}, which is missing on {', '.join(without)}"
-        raise ClusterError(describe("--interface", got, "one that all hosts have", "leave it out, to have it found"))
+        raise ClusterError(
+            describe("--interface", got, "one that all hosts have", "leave it out to detect it automatically")
+        )
     return Network(named, tuple(one.address for one in found))
 
 

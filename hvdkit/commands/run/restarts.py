@@ -107,7 +107,7 @@ def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: S
         if is_final(verdict):
             if code == NonFiniteError.exit_code and restart < config.max_restarts:
                 output.line(
-                    f"hvdkit run: not starting again: exit code {code} means that values became NaN or infinite, "
+                    f"hvdkit run: not restarting: exit code {code} means that values became NaN or infinite, "
                     "and the same steps would give the same values"
                 )
             return code
@@ -118,7 +118,7 @@ def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: S
                 return code
             restart += 1
             wait = min(LONGEST_PAUSE_SECONDS, config.backoff * 2 ** (restart - 1))
-            output.line(f"hvdkit run: starting again in {wait:g} s (restart {restart} of {config.max_restarts})")
+            output.line(f"hvdkit run: restarting in {wait:g} s (restart {restart} of {config.max_restarts})")
             begin_at = time.monotonic() + wait
             if (stopped := signals.wait(wait - CONNECT_SECONDS)) is not None:
                 return shell_code(-stopped)
@@ -134,15 +134,15 @@ def next_hosts(job: Job, pool: HostPool, output: OutputWriter) -> tuple[tuple[Ho
     network, answers = job.network(job.hosts, min(CONNECT_SECONDS, job.config.check_timeout))
     for answer in answers:
         if answer.problem:
-            output.line(f"hvdkit run: without host {answer.host}: {answer.problem}")
+            output.line(f"hvdkit run: excluding host {answer.host}: {answer.problem}")
     answering = {host.name for host in job.hosts} - {answer.host for answer in answers if answer.problem}
     hosts = pool.next(answering)
     if hosts is None:
-        output.line(f"hvdkit run: the hosts that are left have fewer than {pool.min_slots} slots (--min-np)")
+        output.line(f"hvdkit run: the remaining hosts have fewer than {pool.min_slots} slots (--min-np)")
         return None
     if left_out := answering - {host.name for host in hosts}:
         names = ", ".join(host.name for host in job.hosts if host.name in left_out)
-        output.line(f"hvdkit run: without {names}, where the job failed or which is not needed")
+        output.line(f"hvdkit run: not using {names}: the job failed there, or it is not needed")
     if len(job.hosts) > 1:
         output.line(f"hvdkit run: {slots_of(hosts)} ranks on {', '.join(map(str, hosts))}")
     return hosts, network

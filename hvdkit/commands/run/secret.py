@@ -23,7 +23,7 @@ if [ -d {folder} ] && [ ! -L {folder} ] && [ -O {folder} ]; then
     for second in 1 2 3 4 5; do [ -e {path} ] && break; sleep 1; done
     cmp -s - {path} && exit 0
 fi
-echo "{folder} exists already, and is not of this job" >&2
+echo "{folder} already exists, and does not belong to this job" >&2
 exit 1
 """
 _REMOVE = "[ ! -L {folder} ] && [ -O {folder} ] && rm -rf {folder}; true"
