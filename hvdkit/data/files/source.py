@@ -166,7 +166,7 @@ class FileSource:
 
         Threads read the following batches ahead. The third value is 0.
         """
-        whole_blocks = shuffle.mode == "blocks"
+        whole_blocks = shuffle.mode == "blocks" or (shuffle.seed is None and not self._format.reads_rows)
         planned = indices_of_epoch(self, epoch, step, rank_rows, shuffle, remainder)
         for batch, counts in in_order(lambda plan: (self.read(plan[0], whole_blocks=whole_blocks), plan[1]), planned):
             self._cache.next_batch()
