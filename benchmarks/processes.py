@@ -100,7 +100,7 @@ def launch(commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None =
                 started.append(subprocess.Popen(command, **settings))
             trouble = _wait(started, timeout)
         finally:
-            end(run_id)
+            end(run_id, started)
             for process in started:
                 process.wait()
         output.seek(0)
@@ -134,12 +134,17 @@ def _cause(lines: Sequence[str]) -> str:
     return " ".join((named or list(lines))[-1].split())[:200]
 
 
-def end(run_id: str) -> None:
-    """End every process of a run, including those that launchers have orphaned."""
+def end(run_id: str, started: Sequence[subprocess.Popen[Any]]) -> None:
+    """End every process of a run, including those that launchers have orphaned.
+
+    Args:
+        run_id: the run's mark in the environment of its processes.
+        started: the processes that were started directly. One that has not begun its program has no environment yet.
+    """
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt this
     until = time.monotonic() + 5.0
     try:
-        while left := list(_of(run_id)):
+        while left := [*_of(run_id)] or [psutil.Process(each.pid) for each in started if each.poll() is None]:
             patience = until - time.monotonic()
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
