@@ -283,6 +283,39 @@ def test_a_damaged_record_is_named(tmp_path):
         hk.data.tfrecord(tmp_path / "a")
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_damage_can_be_skipped(tmp_path, mode, caplog):
+    write_tfrecord(tmp_path / "a", range(100))
+    write_tfrecord(tmp_path / "b", range(100, 150))
+    (tmp_path / "c").write_bytes(bytes(100))
+    offsets = tfrecord_format.TFRecordFormat(None)._offsets_of(list_files(tmp_path)[0])
+    for record in (0, 1, 57, 98):
+        damage(tmp_path / "a", int(offsets[record]) + 20)
+    os.truncate(tmp_path / "b", (tmp_path / "b").stat().st_size - 5)
+    for _ in range(2):
+        source = hk.data.tfrecord(tmp_path, FEATURES, on_error="skip")
+        assert source.skipped == {str(tmp_path / "a"): 4}
+        seen = np.concatenate([check_examples(batch) for batch in read_whole(source, remainder="drop", **MODES[mode])])
+        kept = [i for i in range(149) if i not in (0, 1, 57, 98)]
+        assert len(seen) == len(kept) // 16 * 16 and set(seen) <= set(kept) and len(set(seen)) == len(seen)
+    assert "skipped 4 record(s)" in caplog.text and "ends within record 49" in caplog.text
+
+
+def test_files_and_lines_can_be_skipped(tmp_path, caplog):
+    write_parquet(tmp_path / "a", range(100))
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    source = hk.data.parquet(tmp_path, on_error="skip")
+    assert source.examples == 100 and source.skipped == {str(tmp_path / "b.parquet"): -1}
+    assert "skipped the file" in caplog.text
+    (tmp_path / "a.csv").write_text("1,2\n3\n4,5\n")
+    lines = hk.data.delimited(tmp_path / "a.csv", {"id": "int64", "x": "int64"}, on_error="skip")
+    assert lines.skipped == {str(tmp_path / "a.csv"): 1}
+    (batch,) = GlobalBatches(lines, 2, rank=0, size=1, epochs=1)
+    assert batch["x"].tolist() == [2, 5]
+    with pytest.raises(ValueError, match="on_error"):
+        hk.data.npy(tmp_path, on_error="ignore")
+
+
 def test_a_truncated_file_is_named(tmp_path):
     for name, (write, read, _) in FORMATS.items():
         folder = tmp_path / name

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hvdkit.data.files.listing import Paths
 from hvdkit.data.files.records import Parse
-from hvdkit.data.files.source import FileSource
+from hvdkit.data.files.source import FileSource, OnError
 from hvdkit.errors import describe
 
 _EXTRA = {"array_record", "fsspec", "google_crc32c", "pyarrow", "tenacity"}
@@ -33,7 +33,13 @@ def _needs_extra() -> Iterator[None]:
         raise ImportError(describe("package", f"no {error.name}", "it installed, to read files", remedy)) from error
 
 
-def parquet(paths: Paths, columns: Sequence[str] | None = None, *, fill: Mapping[str, Any] | None = None) -> FileSource:
+def parquet(
+    paths: Paths,
+    columns: Sequence[str] | None = None,
+    *,
+    fill: Mapping[str, Any] | None = None,
+    on_error: OnError = "raise",
+) -> FileSource:
     """Return the rows of Parquet files, for :class:`hvdkit.data.GlobalBatches`.
 
     A batch is a dict of the columns: arrays ``[rows]``, or ``[rows, k]`` for lists of fixed size k; a
@@ -46,6 +52,8 @@ def parquet(paths: Paths, columns: Sequence[str] | None = None, *, fill: Mapping
         paths: A file, a folder, a pattern or a URL that fsspec knows, or a sequence of these.
         columns: The columns to read; default: all.
         fill: For columns with missing values: what replaces them.
+        on_error: "skip" leaves out files that cannot be opened, logs them, and counts them in ``source.skipped``. A
+            damaged row group is an error even so.
 
     Raises:
         ValueError: There is no file, files have unlike columns, or a column does not exist.
@@ -59,10 +67,10 @@ def parquet(paths: Paths, columns: Sequence[str] | None = None, *, fill: Mapping
     with _needs_extra():
         from hvdkit.data.files.parquet_format import ParquetFormat
 
-        return FileSource(paths, ParquetFormat(columns, fill or {}))
+        return FileSource(paths, ParquetFormat(columns, fill or {}), on_error)
 
 
-def tfrecord(paths: Paths, parse: Parse = None) -> FileSource:
+def tfrecord(paths: Paths, parse: Parse = None, *, on_error: OnError = "raise") -> FileSource:
     """Return the records of TFRecord files, for :class:`hvdkit.data.GlobalBatches`.
 
     The offset of each record is found once and cached, next to the data if the folder can be written. Every rank must
@@ -73,6 +81,8 @@ def tfrecord(paths: Paths, parse: Parse = None) -> FileSource:
         parse: A dict of ``tf.io`` features, to parse ``tf.train.Example``; or a TensorFlow function of one record, a
             scalar string tensor, as for ``tf.data.Dataset.map``. The dict is faster. Default: a batch is an array of
             bytes ``[rows]``.
+        on_error: "skip" leaves out damaged records, and files that cannot be read, logs them, and counts them in
+            ``source.skipped``. All records are read once to find them.
 
     Raises:
         ValueError: There is no file.
@@ -87,10 +97,10 @@ def tfrecord(paths: Paths, parse: Parse = None) -> FileSource:
     with _needs_extra():
         from hvdkit.data.files.tfrecord_format import TFRecordFormat
 
-        return FileSource(paths, TFRecordFormat(parse))
+        return FileSource(paths, TFRecordFormat(parse, on_error), on_error)
 
 
-def array_record(paths: Paths, parse: Parse = None) -> FileSource:
+def array_record(paths: Paths, parse: Parse = None, *, on_error: OnError = "raise") -> FileSource:
     """Return the records of ArrayRecord files, for :class:`hvdkit.data.GlobalBatches`.
 
     Args and Raises as for :func:`tfrecord`. Files written with ``group_size:1`` are read fastest in a full shuffle.
@@ -98,10 +108,10 @@ def array_record(paths: Paths, parse: Parse = None) -> FileSource:
     with _needs_extra():
         from hvdkit.data.files.array_record_format import ArrayRecordFormat
 
-        return FileSource(paths, ArrayRecordFormat(parse))
+        return FileSource(paths, ArrayRecordFormat(parse), on_error)
 
 
-def criteo(paths: Paths) -> FileSource:
+def criteo(paths: Paths, *, on_error: OnError = "raise") -> FileSource:
     """Return the examples of Criteo's click logs, for :class:`hvdkit.data.GlobalBatches`.
 
     Each line has a label, 13 counts and 26 categories in hexadecimal digits, separated by tabs. A batch is
@@ -113,7 +123,7 @@ def criteo(paths: Paths) -> FileSource:
     with _needs_extra():
         from hvdkit.data.files.text_format import CriteoFormat
 
-        return FileSource(paths, CriteoFormat())
+        return FileSource(paths, CriteoFormat(on_error), on_error)
 
 
 def delimited(
@@ -123,6 +133,7 @@ def delimited(
     delimiter: str = ",",
     header_lines: int = 0,
     fill: Mapping[str, Any] | None = None,
+    on_error: OnError = "raise",
 ) -> FileSource:
     """Return the lines of text files, for :class:`hvdkit.data.GlobalBatches`.
 
@@ -135,6 +146,7 @@ def delimited(
         delimiter: The character between values.
         header_lines: Number of lines at the start of each file that are no examples.
         fill: For columns with missing values: what replaces them. Missing floats are NaN by default.
+        on_error: As for :func:`tfrecord`; a line with another number of values is damaged.
 
     Raises:
         TypeError: A dtype is not supported.
@@ -149,10 +161,10 @@ def delimited(
     with _needs_extra():
         from hvdkit.data.files.text_format import DelimitedFormat
 
-        return FileSource(paths, DelimitedFormat(columns, delimiter, header_lines, fill or {}))
+        return FileSource(paths, DelimitedFormat(columns, delimiter, header_lines, fill or {}, on_error), on_error)
 
 
-def npy(paths: Paths) -> FileSource:
+def npy(paths: Paths, *, on_error: OnError = "raise") -> FileSource:
     """Return the rows of .npy files ``[n, ...]`` of one dtype and shape, for :class:`hvdkit.data.GlobalBatches`.
 
     Args and Raises as for :func:`parquet`. A batch is an array ``[rows, ...]``.
@@ -160,4 +172,4 @@ def npy(paths: Paths) -> FileSource:
     with _needs_extra():
         from hvdkit.data.files.npy_format import NpyFormat
 
-        return FileSource(paths, NpyFormat())
+        return FileSource(paths, NpyFormat(), on_error)

@@ -10,9 +10,9 @@ import numpy as np
 
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.offsets import offsets_of
-from hvdkit.data.files.source import BlockRows, FileLayout
+from hvdkit.data.files.source import BlockRows, FileLayout, OnError
 from hvdkit.data.files.storage import OpenFile, opened
-from hvdkit.errors import describe
+from hvdkit.errors import DataError, describe
 
 BLOCK_BYTES = 2**20
 _MOST_RECORDS = 2**16
@@ -91,7 +91,8 @@ class RecordFormat(ABC):
     reads_rows = True
     kind: str
 
-    def __init__(self) -> None:
+    def __init__(self, on_error: OnError) -> None:
+        self.skips = on_error == "skip"
         self._offsets: dict[str, np.ndarray] = {}
 
     @abstractmethod
@@ -107,9 +108,12 @@ class RecordFormat(ABC):
         """Return a batch of records."""
 
     def scan(self, file: File) -> FileLayout:
-        offsets = self._offsets_of(file)
-        rows = rows_of_blocks(len(offsets) - 1, file.size)
-        return FileLayout(rows, self.kind, max(BLOCK_BYTES, file.size // max(1, len(offsets) - 1)))
+        records = len(self._offsets_of(file)) - 1
+        damaged = np.array([], np.int64)
+        if self.skips:
+            damaged = offsets_of(file, f"{self.kind}, damaged", self._find_damaged).astype(np.int64)
+        rows = rows_of_blocks(records - len(damaged), file.size)
+        return FileLayout(rows, self.kind, max(BLOCK_BYTES, file.size // max(1, records)), damaged)
 
     def load(self, file: File, layout: FileLayout, block: int) -> list[bytes]:
         return self._read(file, layout, block, np.arange(layout.block_rows[block]))
@@ -123,20 +127,37 @@ class RecordFormat(ABC):
     def _read(self, file: File, layout: FileLayout, block: int, rows: np.ndarray) -> list[bytes]:
         """Return the records ``rows``, ascending, of a block. Those that are close together are read at once."""
         numbers = block * layout.block_rows[0] + rows
-        offsets = self._offsets_of(file)
+        # Skip damaged records: d_j is passed by the rows from d_j - j on.
+        numbers += np.searchsorted(layout.damaged - np.arange(len(layout.damaged)), numbers, side="right")
+        with opened(file) as source:
+            return self._records(source, numbers)
+
+    def _records(self, source: OpenFile, numbers: np.ndarray) -> list[bytes]:
+        """Return records by their ascending numbers in the file."""
+        file, offsets = source.file, self._offsets_of(source.file)
         starts, ends = offsets[numbers].astype(np.int64), offsets[numbers + 1].astype(np.int64)
         breaks = np.flatnonzero(starts[1:] - ends[:-1] > _GAP) + 1
         records = []
-        with opened(file) as source:
-            for run in np.split(np.arange(len(rows)), breaks):
-                first = int(starts[run[0]])
-                data = source.read(first, int(ends[run[-1]]) - first)
-                for i in run.tolist():
-                    start = int(starts[i])
-                    records.append(self.record(data[start - first : ends[i] - first], file, int(numbers[i]), start))
+        for run in np.split(np.arange(len(numbers)), breaks):
+            first = int(starts[run[0]])
+            data = source.read(first, int(ends[run[-1]]) - first)
+            for i in run.tolist():
+                start = int(starts[i])
+                records.append(self.record(data[start - first : ends[i] - first], file, int(numbers[i]), start))
         return records
+
+    def _find_damaged(self, source: OpenFile) -> np.ndarray:
+        """Return the numbers of the records that cannot be read, uint64."""
+        damaged = []
+        for number in range(len(self._offsets_of(source.file)) - 1):
+            try:
+                self._records(source, np.array([number]))
+            except DataError:
+                damaged.append(number)
+        return np.array(damaged, np.uint64)
 
     def _offsets_of(self, file: File) -> np.ndarray:
         if file.url not in self._offsets:
-            self._offsets[file.url] = offsets_of(file, self.kind, self.find_offsets)
+            kind = f"{self.kind}, without the end" if self.skips else self.kind
+            self._offsets[file.url] = offsets_of(file, kind, self.find_offsets)
         return self._offsets[file.url]

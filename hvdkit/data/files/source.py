@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import optree
@@ -12,6 +12,7 @@ import xxhash
 
 from hvdkit import cluster
 from hvdkit.cluster import agreement
+from hvdkit.cluster.logs import get_logger
 from hvdkit.data.block_order import BlockOrder
 from hvdkit.data.files.listing import File, Paths, list_files
 from hvdkit.data.files.reading_ahead import BlockCache, in_order, in_threads
@@ -24,6 +25,9 @@ from hvdkit.errors import DataError, describe
 _UNIFORM_EXAMPLES = 2**20
 
 
+OnError = Literal["raise", "skip"]
+
+
 class FileLayout(NamedTuple):
     """What one file has, as found by :meth:`Format.scan`.
 
@@ -31,11 +35,15 @@ class FileLayout(NamedTuple):
         block_rows: The number of rows of each block, in the order of the file.
         kind: The columns and types as text, which must be the same in all files.
         largest_block: Its size in memory, in bytes.
+        damaged: The numbers of the records that are skipped, ascending.
+        problem: Why the file as a whole is skipped, or "".
     """
 
     block_rows: list[int]
     kind: str
     largest_block: int
+    damaged: np.ndarray = np.array([], np.int64)
+    problem: str = ""
 
 
 class BlockRows(NamedTuple):
@@ -85,12 +93,16 @@ class FileSource:
     map_fn = None
     _mapped: Callable[[Any], Any] | None = None
 
-    def __init__(self, paths: Paths, file_format: Format):
+    def __init__(self, paths: Paths, file_format: Format, on_error: OnError = "raise"):
+        if on_error not in get_args(OnError):
+            raise ValueError(describe("on_error", on_error, "'raise' or 'skip'", "choose one of the two"))
         self._format = file_format
-        self.files, self.layouts = _listed_and_scanned(paths, file_format)
-        for file, layout in zip(self.files, self.layouts, strict=True):
-            if layout.kind != self.layouts[0].kind:
-                got, expected = f"{layout.kind} in {file.url}", f"{self.layouts[0].kind}, as in {self.files[0].url}"
+        self.files, self.layouts = _listed_and_scanned(paths, file_format, on_error)
+        self._report_skipped()
+        read = [(file, layout) for file, layout in zip(self.files, self.layouts, strict=True) if not layout.problem]
+        for file, layout in read:
+            if layout.kind != read[0][1].kind:
+                got, expected = f"{layout.kind} in {file.url}", f"{read[0][1].kind}, as in {read[0][0].url}"
                 raise ValueError(describe("paths", got, expected, "give files of one schema, or choose columns"))
         rows = [rows for layout in self.layouts for rows in layout.block_rows]
         self._block_starts = np.cumsum([0, *rows])
@@ -101,6 +113,21 @@ class FileSource:
             raise ValueError(describe("paths", f"{len(self.files)} files without rows", "at least one row", remedy))
         self._cache = BlockCache(self._load)
         self.structure = self.read(np.zeros(1, np.int64))
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """The number of records that are skipped in each file with damage; -1 for files that are skipped as a whole."""
+        counts = {f.url: -1 if e.problem else len(e.damaged) for f, e in zip(self.files, self.layouts, strict=True)}
+        return {url: count for url, count in counts.items() if count}
+
+    def _report_skipped(self) -> None:
+        if not self.skipped or (cluster.is_initialized() and not cluster.is_chief()):
+            return
+        for file, layout in zip(self.files, self.layouts, strict=True):
+            if layout.problem:
+                get_logger().warning("on_error='skip': skipped the file %s: %s", file.url, layout.problem)
+            elif len(layout.damaged):
+                get_logger().warning("on_error='skip': skipped %d record(s) of %s", len(layout.damaged), file.url)
 
     @property
     def format_name(self) -> str:
@@ -225,7 +252,7 @@ class FileSource:
         return self._format.load(self.files[f], self.layouts[f], b)
 
 
-def _listed_and_scanned(paths: Paths, file_format: Format) -> tuple[list[File], list[FileLayout]]:
+def _listed_and_scanned(paths: Paths, file_format: Format, on_error: OnError) -> tuple[list[File], list[FileLayout]]:
     """Return the files and their layouts. Each rank scans a part of the files.
 
     Raises:
@@ -234,9 +261,18 @@ def _listed_and_scanned(paths: Paths, file_format: Format) -> tuple[list[File], 
         CollectiveMismatchError: Ranks see different files.
     """
     files: list[File] = []
+
+    def scan(file: File) -> FileLayout:
+        try:
+            return file_format.scan(file)
+        except DataError as error:
+            if on_error == "raise":
+                raise
+            return FileLayout([], "", 0, problem=str(error))
+
     if not cluster.is_initialized():
         files = list_files(paths, file_format.suffixes)
-        return files, in_threads(file_format.scan, files)
+        return files, in_threads(scan, files)
     exchange, rank, size = cluster.exchange(), cluster.rank(), cluster.size()
 
     def names_and_sizes() -> list[tuple[str, int]]:
@@ -246,7 +282,7 @@ def _listed_and_scanned(paths: Paths, file_format: Format) -> tuple[list[File], 
     listed = agreement.gather(exchange, "a list of data files", names_and_sizes, error=DataError)
     agreement.compare(listed, "paths", "let every host see the same files", show=_first_difference)
     scanned = agreement.gather(
-        exchange, "the rows of data files", lambda: in_threads(file_format.scan, files[rank::size]), error=DataError
+        exchange, "the rows of data files", lambda: in_threads(scan, files[rank::size]), error=DataError
     )
     return files, [scanned[i % size][i // size] for i in range(len(files))]
 

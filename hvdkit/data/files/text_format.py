@@ -14,6 +14,7 @@ from pyarrow import csv
 from hvdkit.data.files.columns import to_numpy
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.records import RecordFormat
+from hvdkit.data.files.source import OnError
 from hvdkit.data.files.storage import OpenFile
 from hvdkit.errors import DataError, describe
 
@@ -29,8 +30,8 @@ class LineFormat(RecordFormat):
 
     name = "lines"
 
-    def __init__(self, header_lines: int = 0):
-        super().__init__()
+    def __init__(self, header_lines: int = 0, on_error: OnError = "raise"):
+        super().__init__(on_error)
         self._header_lines = header_lines
         self.kind = f"lines after {header_lines}" if header_lines else "lines"
 
@@ -72,11 +73,18 @@ class DelimitedFormat(LineFormat):
     name = "delimited"
 
     def __init__(
-        self, columns: Mapping[str, npt.DTypeLike], delimiter: str, header_lines: int, fill: Mapping[str, Any]
+        self,
+        columns: Mapping[str, npt.DTypeLike],
+        delimiter: str,
+        header_lines: int,
+        fill: Mapping[str, Any],
+        on_error: OnError,
     ) -> None:
-        super().__init__(header_lines)
+        super().__init__(header_lines, on_error)
         self._types = {name: _arrow_type(name, dtype) for name, dtype in columns.items()}
         self._delimiter, self._fill = delimiter, dict(fill)
+        if self.skips:  # which lines are damaged depends on the number of values
+            self.kind += f" of {len(columns)} values between {delimiter!r}"
 
     def record(self, data: bytes, file: File, row: int, offset: int) -> bytes:
         """Return a line with its end, after counting its values."""
@@ -110,11 +118,11 @@ class CriteoFormat(DelimitedFormat):
 
     name = "criteo"
 
-    def __init__(self) -> None:
+    def __init__(self, on_error: OnError) -> None:
         counts = [f"count_{i}" for i in range(CRITEO_COUNTS)]
         self._counts, self._categories = counts, [f"category_{i}" for i in range(CRITEO_CATEGORIES)]
         columns = {"label": "int32", **dict.fromkeys(counts, "float32"), **dict.fromkeys(self._categories, "S8")}
-        super().__init__(columns, "\t", 0, {"label": 0, **dict.fromkeys(counts, 0)})
+        super().__init__(columns, "\t", 0, {"label": 0, **dict.fromkeys(counts, 0)}, on_error)
 
     def batch(self, records: Sequence[bytes]) -> Any:
         columns = super().batch(records)

@@ -13,8 +13,10 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from hvdkit.cluster.logs import get_logger
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.records import Parse, Parser, RecordFormat
+from hvdkit.data.files.source import OnError
 from hvdkit.data.files.storage import OpenFile
 from hvdkit.errors import DataError
 
@@ -29,8 +31,8 @@ class TFRecordFormat(RecordFormat):
     name = "tfrecord"
     kind = "TFRecord"
 
-    def __init__(self, parse: Parse):
-        super().__init__()
+    def __init__(self, parse: Parse, on_error: OnError = "raise"):
+        super().__init__(on_error)
         self._parser = Parser(parse)
 
     def find_offsets(self, file: OpenFile) -> np.ndarray:
@@ -45,15 +47,19 @@ class TFRecordFormat(RecordFormat):
                 ahead = min(2 * ahead, _MOST_AHEAD) if is_next else _LEAST_AHEAD
                 start, chunk = position, file.read(position, min(ahead, size - position))
             header = chunk[position - start : position - start + _HEADER]
-            if len(header) < _HEADER:
-                raise DataError(f"{url} ends within record {len(offsets) - 1}, at byte {size}; it is not complete")
-            length, crc = struct.unpack("<QI", header)
-            if _masked(google_crc32c.value(header[:8])) != crc:
-                raise DataError(f"{url}: record {len(offsets) - 1}, at byte {position}, has a damaged length (CRC)")
-            position += _HEADER + length + _FOOTER
-            offsets.append(position)
-        if position > size:
-            raise DataError(f"{url} ends within record {len(offsets) - 2}, at byte {size}; it is not complete")
+            problem = f"{url} ends within record {len(offsets) - 1}, at byte {size}; it is not complete"
+            if len(header) == _HEADER:
+                length, crc = struct.unpack("<QI", header)
+                position += _HEADER + length + _FOOTER
+                if _masked(google_crc32c.value(header[:8])) != crc:
+                    problem = f"{url}: record {len(offsets) - 1}, at byte {offsets[-1]}, has a damaged length (CRC)"
+                elif position <= size:
+                    offsets.append(position)
+                    continue
+            if not self.skips:
+                raise DataError(problem)
+            get_logger().warning("%s; its end is skipped", problem)
+            break
         return np.array(offsets, np.uint64)
 
     def record(self, data: bytes, file: File, row: int, offset: int) -> bytes:
